@@ -142,6 +142,7 @@ def orders(tmp_path, store):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_run_keeps_the_positive_weights_that_stats_prints(command, orders):
     """`cfg.yaml` holds negatives / positives of each label in the training set, and the loss multiplies by them; the
     finished run is tested again with them."""

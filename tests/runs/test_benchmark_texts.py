@@ -23,6 +23,7 @@ def few(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [texts.SELF, texts.BY_LENGTH, texts.RAW])
 def test_programs_take_the_same_steps_and_say_an_accuracy(program, few, tmp_path):
     """Ten steps an epoch, for two epochs, and weights on the disk after each; each of eight buckets has a rest."""

@@ -405,7 +405,7 @@ CELLS = [
         setting,
         backend,
         id=f"{setting.words}, {name}",
-        marks=[SLOW] if setting.words in ANYWHERE or name not in ("fsdp", "ZeRO 2") else [],
+        marks=[SLOW] if setting.words in ANYWHERE or name != "fsdp" else [],
     )
     for setting in SETTINGS
     for name, backend in ENGINES.items()

@@ -72,7 +72,11 @@ def test_a_run_compiles_once(mode, fit, backend):
 
 
 @pytest.mark.parametrize(
-    "stopped", ["train.max_steps=5", "train.num_epochs=1"], ids=["inside an epoch", "between epochs"]
+    "stopped",
+    [
+        pytest.param("train.max_steps=5", id="inside an epoch"),
+        pytest.param("train.num_epochs=1", id="between epochs", marks=pytest.mark.slow),
+    ],
 )
 def test_a_resumed_run_compiles_once_and_ends_like_one_that_was_not_stopped(stopped, fit, backend):
     """Weights bit for bit."""
@@ -96,17 +100,23 @@ def test_a_run_resumed_in_a_short_batch_compiles_the_full_one(fit, backend):
     assert resumed.task._compiled._shapes[0][0] == 16
 
 
-SETTINGS = [
-    [],
-    ["train.accumulator_factor=3", "train.gradient_clip={value: 0.1}"],
-    ["engine.precision=bf16", "model.network={type: own.Dropout}"],
-    ["engine.channels_last=true", "data.batch_size=200"],  # one batch an epoch
-    ["model.loss={a: {type: torch.nn.CrossEntropyLoss, weight: 2.0}, b: {type: torch.nn.MultiMarginLoss}}"],
-]
+SETTINGS = {
+    "plain": [],
+    "accumulated": ["train.accumulator_factor=3", "train.gradient_clip={value: 0.1}"],
+    "random": ["engine.precision=bf16", "model.network={type: own.Dropout}"],
+    "one batch": ["engine.channels_last=true", "data.batch_size=200"],  # an epoch
+    "losses": ["model.loss={a: {type: torch.nn.CrossEntropyLoss, weight: 2.0}, b: {type: torch.nn.MultiMarginLoss}}"],
+}
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("settings", SETTINGS, ids=["plain", "accumulated", "random", "one batch", "losses"])
+@pytest.mark.parametrize(
+    ("settings", "mode"),
+    [
+        pytest.param(settings, mode, id=f"{name}-{mode}", marks=[pytest.mark.slow] * (number % 2 == (mode == MODES[0])))
+        for number, (name, settings) in enumerate(SETTINGS.items())
+        for mode in MODES
+    ],
+)
 def test_what_is_compiled_is_the_step_that_runs_eagerly(mode, settings, fit, backend):
     """With a backend that computes as eager mode does, weights and logged points are the same, bit for bit."""
     eager, compiled = fit(EPOCHS, *settings), fit(EPOCHS, *settings, f"engine.compile={mode}")
@@ -119,9 +129,13 @@ def test_what_is_compiled_is_the_step_that_runs_eagerly(mode, settings, fit, bac
 # ---- recorded steps, without a compiler
 
 
-@pytest.mark.parametrize("settings", SETTINGS[:3], ids=["plain", "accumulated", "random"])
-def test_a_step_that_a_gpu_would_record_runs_eagerly_on_the_cpu(settings, fit):
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("plain", marks=pytest.mark.slow), pytest.param("accumulated", marks=pytest.mark.slow), "random"],
+)
+def test_a_step_that_a_gpu_would_record_runs_eagerly_on_the_cpu(name, fit):
     """`graphs` gives eager mode's weights, bit for bit."""
+    settings = SETTINGS[name]
     assert digest(last_of(fit(EPOCHS, *settings, "engine.compile=graphs"))) == digest(last_of(fit(EPOCHS, *settings)))
 
 
@@ -298,7 +312,7 @@ def section(config, name, **changes):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch hides it, but where it is an error (2.15)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [MODES[0], pytest.param(MODES[1], marks=pytest.mark.slow)])
 def test_a_gan_compiles_its_generator_and_two_losses_once(mode, fit, backend):
     """Three graphs; weights as in eager mode."""
     config = "\n".join(line for line in GAN.splitlines() if "scorer:" not in line)
@@ -308,7 +322,7 @@ def test_a_gan_compiles_its_generator_and_two_losses_once(mode, fit, backend):
     assert digest(last_of(compiled)) == digest(last_of(fit(*settings)))
 
 
-@pytest.mark.parametrize(("mode", "graphs"), [("true", 2), ("reduce-overhead", 1)])
+@pytest.mark.parametrize(("mode", "graphs"), [pytest.param("true", 2, marks=pytest.mark.slow), ("reduce-overhead", 1)])
 def test_texts_of_all_lengths_take_two_compilations_or_one_graph(mode, graphs, fit, backend, tmp_path):
     """Of one length, then of any; CUDA graphs are for the first length alone. Weights as in eager mode."""
     for name in ("train", "dev", "test"):

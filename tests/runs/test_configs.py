@@ -103,7 +103,13 @@ def test_a_shipped_config_opens_with_its_command_and_loads(path, monkeypatch):
     assert load(name).model.optimizer is not None
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=NAMES)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=name, marks=[pytest.mark.slow] * name.startswith("examples/"))
+        for path, name in zip(CONFIGS, NAMES, strict=True)
+    ],
+)
 def test_a_shipped_config_trains(path, command, store, tmp_path):
     """One step, then validation and test, without a download, on files of the kind that it names."""
     config = load(path)

@@ -370,6 +370,7 @@ def test_answers_over_http_are_those_of_predict(by, run, forked, own, command):
     assert ["cannot be exported to ONNX" in line for line in reasons] == [True] * (by == "torch")
 
 
+@pytest.mark.slow
 def test_torch_has_one_thread_when_workers_are_forked(forked, own):
     """After loading and a forward pass there is one thread, so that nothing is lost in a fork; three pictures at once
     get what they get singly; and the samples are the run's."""

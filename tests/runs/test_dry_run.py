@@ -269,7 +269,13 @@ def tables(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=[str(path.relative_to(ROOT)) for path in CONFIGS])
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=str(path.relative_to(ROOT)), marks=[pytest.mark.slow] * ("examples" in path.parts))
+        for path in CONFIGS
+    ],
+)
 def test_a_shipped_config_has_no_faults(path, request):
     """Without its data, wherever it runs; with them where sizes of the network follow from them."""
     own = [f"data.root={request.getfixturevalue('tables')}"] if path.parent.name == "tables" else []

@@ -57,7 +57,10 @@ def go_on(job, learned, tmp_path_factory, tracked):
     return run
 
 
-@pytest.mark.parametrize("engine", SPREAD)
+@pytest.mark.parametrize(
+    "engine",
+    [pytest.param(e, marks=[pytest.mark.slow] * (e in ("deepspeed_stage_1", "deepspeed_stage_2"))) for e in SPREAD],
+)
 def test_every_engine_learns_what_one_process_learns(engine, learned, tracked):
     """The losses of each step and epoch over two processes, and the metrics, are those of one process with twice the
     batch; the bound is a thousandth."""
@@ -70,7 +73,9 @@ def test_every_engine_learns_what_one_process_learns(engine, learned, tracked):
 AROUND = list(zip(ENGINES, [*ENGINES[1:], ENGINES[0]], strict=True))
 
 
-@pytest.mark.parametrize(("before", "after"), AROUND)
+@pytest.mark.parametrize(
+    ("before", "after"), [pytest.param(*pair, marks=[pytest.mark.slow] * (n % 2)) for n, pair in enumerate(AROUND)]
+)
 def test_a_run_goes_on_under_another_engine(before, after, go_on, learned, tracked):
     """One epoch under each engine, the second under the next; the end is that of a run under one."""
     expected = tracked(learned("null").folder).metrics["val_loss"]
@@ -136,7 +141,7 @@ def end_of(jobs, tiny, place):
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     "engine",
-    [pytest.param(e, marks=[pytest.mark.slow] * (e in ("deepspeed_stage_1", "deepspeed_stage_2"))) for e in SPREAD],
+    [pytest.param(e, marks=[pytest.mark.slow] * (e not in ("ddp", "deepspeed_stage_3"))) for e in SPREAD],
 )
 def test_a_killed_run_whose_schedule_says_auto_ends_bit_for_bit(engine, processes, at, end_of):
     """With Adam, dropout, groups and epochs that are cut short: weights, optimizer and schedule of a run that was
@@ -145,7 +150,13 @@ def test_a_killed_run_whose_schedule_says_auto_ends_bit_for_bit(engine, processe
 
 
 @pytest.mark.parametrize("more", [[ACCUMULATED], OWN_TASK], ids=["accumulation", "a task of one's own"])
-@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow), "deepspeed_stage_3"])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param(e, marks=[pytest.mark.slow] * (e != "deepspeed_stage_3"))
+        for e in ("ddp", "fsdp", "deepspeed_stage_3")
+    ],
+)
 def test_a_killed_run_of_any_task_ends_bit_for_bit(engine, more, end_of):
     """Batches that accumulate, and a task that asks Lightning for the number of steps by itself, resume alike."""
     _assert_ends_alike(end_of, engine, 2, (1, 2), *more)
@@ -177,6 +188,7 @@ ZERO = {f"stage3_{name}": 200 for name in ("prefetch_bucket_size", "max_live_par
 SIZES = {"reduce_bucket_size": 200, "sub_group_size": 400, "config": {"zero_optimization": ZERO}}
 
 
+@pytest.mark.slow
 def test_sizes_of_stage_3_that_cut_a_network_into_parts_change_no_result(job, learned):
     """With buckets below the network's size, and an optimizer that steps through one part after the other, weights and
     optimizer end as without, and a resumed run ends bit for bit like an uninterrupted one."""

@@ -78,6 +78,7 @@ def models(tmp_path_factory):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_model_of_each_kind_answers_as_its_endpoint_does(models, kind):
     """Its own example, and all golden samples; the columns are those of its signature."""

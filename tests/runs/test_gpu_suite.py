@@ -40,6 +40,7 @@ def suite(*arguments, **variables):
     return subprocess.run(command, env=environment() | here, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_without_a_gpu_one_line_says_so_and_the_cpu_part_runs():
     """`bash test.sh --gpu` prints one line about it and ends with 0; its arguments are pytest's."""
     done = suite("-k", "test_a_table_has_a_row_for_every_engine_and_precision")
@@ -49,6 +50,7 @@ def test_without_a_gpu_one_line_says_so_and_the_cpu_part_runs():
     assert "1 passed" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_test_that_fails_is_the_exit_code_of_the_suite():
     """pytest's own exit code comes out; 5 says that no test has the name."""
     assert gpu.run_tests(["-k", "there_is_no_such_test"]) == 5

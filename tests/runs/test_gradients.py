@@ -118,7 +118,13 @@ def test_three_losses_are_one_gradient(fit):
     ],
     ids=["two", "three"],
 )
-@pytest.mark.parametrize("clip", ["{value: 0.5}", "{value: 0.05, algorithm: value}"], ids=["norm", "value"])
+@pytest.mark.parametrize(
+    "clip",
+    [
+        pytest.param("{value: 0.5}", id="norm"),
+        pytest.param("{value: 0.05, algorithm: value}", id="value", marks=pytest.mark.slow),
+    ],
+)
 def test_processes_together_have_the_gradient_of_one(spread, whole, clip, command, tiny, place, fit, tmp_path):
     """Also in the last step of an epoch, where 129 = 64 + 64 + 1 leave one process without a sample and the others wait
     for it; of three losses, and clipped."""
@@ -132,7 +138,15 @@ def test_processes_together_have_the_gradient_of_one(spread, whole, clip, comman
     assert_close(torch.load(tmp_path / "gradients.pt"), expected.seen.gradients)
 
 
-@pytest.mark.parametrize("backend", ["fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "fsdp",
+        pytest.param("deepspeed_stage_1", marks=pytest.mark.slow),
+        pytest.param("deepspeed_stage_2", marks=pytest.mark.slow),
+        "deepspeed_stage_3",
+    ],
+)
 def test_engines_that_shard_step_by_the_gradient_of_one_process(backend, job, fit):
     """Where gradients are in parts, the weights tell: after two epochs of three accumulated, clipped steps, the last of
     one sample, each is where one process puts it, within 1e-6."""
@@ -165,12 +179,11 @@ def test_points_and_means_of_several_processes_count_each_sample_once(job, track
 @pytest.mark.parametrize(
     ("clip", "size"),
     [
-        ("{value: 0.05}", lambda g: g.norm()),
-        ("{value: 0.05, norm_type: 1.0}", lambda g: g.norm(1)),
-        ("{value: 0.05, norm_type: .inf}", lambda g: g.abs().max()),
-        ("{value: 0.005, algorithm: value}", lambda g: 10 * g.abs().max()),
+        pytest.param("{value: 0.05}", lambda g: g.norm(), id="norm"),
+        pytest.param("{value: 0.05, norm_type: 1.0}", lambda g: g.norm(1), id="1-norm", marks=pytest.mark.slow),
+        pytest.param("{value: 0.05, norm_type: .inf}", lambda g: g.abs().max(), id="largest", marks=pytest.mark.slow),
+        pytest.param("{value: 0.005, algorithm: value}", lambda g: 10 * g.abs().max(), id="value"),
     ],
-    ids=["norm", "1-norm", "largest", "value"],
 )
 def test_gradients_are_clipped(clip, size, fit):
     """No step has a larger gradient than allowed, and the limit is reached."""

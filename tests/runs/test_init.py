@@ -86,7 +86,14 @@ DATA = {
 }
 
 
-@pytest.mark.parametrize(("kind", "data"), [(kind, None) for kind in KINDS] + [*DATA.items(), ("images", labelled)])
+WRITTEN = [pytest.param(kind, None, marks=() if kind in ("images", "text") else pytest.mark.slow) for kind in KINDS]
+WRITTEN += [
+    pytest.param(kind, data, marks=() if kind in ("images", "table") else pytest.mark.slow)
+    for kind, data in (*DATA.items(), ("images", labelled))
+]
+
+
+@pytest.mark.parametrize(("kind", "data"), WRITTEN)
 def test_what_is_written_passes_the_checks_and_trains(command, tmp_path, kind, data):
     """In a folder with a space in its name, by the commands of its README.md, with one epoch."""
     words = []

@@ -141,7 +141,12 @@ def assert_ends_like_whole(start, end_of, whole, processes, kills, name, **varia
 
 
 @pytest.mark.parametrize(
-    "fraction", [0.02, 0.5, 0.97], ids=["before its first checkpoint", "in the middle", "at its end"]
+    "fraction",
+    [
+        pytest.param(0.02, id="before its first checkpoint"),
+        pytest.param(0.5, id="in the middle"),
+        pytest.param(0.97, id="at its end", marks=pytest.mark.slow),
+    ],
 )
 def test_a_killed_run_ends_like_one_that_was_not(fraction, start, end_of, whole):
     """Weights, points, the best and their files; one run in the tracker, FINISHED."""
@@ -158,14 +163,14 @@ def test_a_run_killed_as_it_begins_is_none(start, end_of, whole):
     assert_ends_like_whole(start, end_of, whole, 1, kills, "begins")
 
 
+@pytest.mark.slow
 def test_a_run_killed_again_and_again_ends_like_one_that_was_not(start, end_of, whole):
     """Three times, each soon after it has gone on."""
     assert_ends_like_whole(start, end_of, whole, 1, [("0", 0.4), ("0", 0.3), ("0", 0.25)], "again")
 
 
-@pytest.mark.parametrize(
-    "victims", [pytest.param("01", id="both", marks=pytest.mark.slow), pytest.param("1", id="one")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("victims", [pytest.param("01", id="both"), pytest.param("1", id="one")])
 def test_two_processes_that_are_killed_end_like_two_that_were_not(victims, start, end_of, whole):
     """Both at once, or one, with which the other ends."""
     assert_ends_like_whole(start, end_of, whole, 2, [(victims, 0.45)], f"two-{victims}")

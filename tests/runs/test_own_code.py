@@ -241,7 +241,8 @@ def mine(tmp_path, tiny, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "code", "words", "importing"),
     [
-        *((*case, importing) for case in BROKEN.values() for importing in (False, True)),
+        *((*case, True) for case in BROKEN.values()),
+        *(pytest.param(*case, False, marks=[pytest.mark.slow] * (n > 1)) for n, case in enumerate(BROKEN.values())),
         *((*case, True) for case in ONLY_IMPORTED.values()),
     ],
 )

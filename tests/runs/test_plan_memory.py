@@ -98,6 +98,7 @@ def large(here):
     return plan, setting, cfg
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "measured"),
     [
@@ -153,7 +154,14 @@ def test_shares_of_eight_gpus_on_two_machines(here):
     assert "proposal" in "\n".join(text_of(plan, setting, cfg, None))
 
 
-@pytest.mark.parametrize("engine", [("fsdp", True), ("deepspeed_stage_1", False), ("fsdp", False)])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        ("fsdp", True),
+        pytest.param(("deepspeed_stage_1", False), marks=pytest.mark.slow),
+        pytest.param(("fsdp", False), marks=pytest.mark.slow),
+    ],
+)
 def test_the_largest_batch_fits_and_one_that_is_larger_does_not(here, engine):
     """Planned again with that batch. The copies of the weights in 16 bits, which a small batch has too, are a part of
     what autocast keeps and of nothing else."""

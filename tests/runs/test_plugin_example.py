@@ -53,6 +53,7 @@ def test_a_misspelled_parameter_is_named(at_home):
     assert "filters" in done.stderr
 
 
+@pytest.mark.slow
 def test_its_own_tests_pass(at_home):
     done = at_home("pytest", "-q", "-p", "no:cacheprovider", str(PLUGIN / "tests"))
     assert done.returncode == 0, done.stdout

@@ -273,7 +273,7 @@ def test_a_signal_to_one_process_ends_all_politely(number, code, start, tracked,
     assert (killed.folder / "last.ckpt").is_file()
 
 
-@pytest.mark.parametrize("signalled", [0, 1])
+@pytest.mark.parametrize("signalled", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_second_signal_ends_processes_that_wait_for_each_other(signalled, start, tracked):
     """One hangs, the other is blocked in a collective: within seconds both have ended, and the run is KILLED."""
     running = start(at(1, "sleep"))

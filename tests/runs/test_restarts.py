@@ -366,7 +366,7 @@ def test_a_hook_is_called_in_every_process_and_after_every_restart(launch, tmp_p
 # ---- the watchdog
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_watchdog_names_a_process_that_stands_still(processes, command, launch, tiny, here, tracked):
     """With the place where it is; all end with 5, and with restarts they go on."""
     dog = "{type: deeplightning.callbacks.watchdog.Watchdog, params: {seconds: 3}}"

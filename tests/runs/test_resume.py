@@ -151,7 +151,9 @@ def test_runs_of_another_experiment_are_not_gone_on_with(train, tmp_path):
     assert "resumes    nothing" in train(store, other, "train.num_epochs=1", "train.resume_ckpt=auto").out
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["epochs", "early_stop"])
+@pytest.mark.parametrize(
+    "early", [pytest.param(False, id="epochs", marks=pytest.mark.slow), pytest.param(True, id="early_stop")]
+)
 def test_a_run_that_was_done_does_nothing_more(early, train, tracked):
     """A finished run that is resumed says so: no step, no file of it changes, no point but those of a further stage."""
     stop = ["train.early_stop={metric: val_loss, patience: 1, delta: 100}"] if early else ["train.num_epochs=2"]
@@ -220,7 +222,13 @@ EPOCH = "{type: torch.optim.lr_scheduler.ExponentialLR, params: {gamma: 0.5}, ca
 PLATEAU = "{type: torch.optim.lr_scheduler.ReduceLROnPlateau, params: {factor: 0.5, patience: 0, threshold: 10.0}"
 
 
-@pytest.mark.parametrize("scheduler", [EPOCH, f"{PLATEAU}, call: {{monitor: val_loss}}}}"], ids=["epoch", "plateau"])
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        pytest.param(EPOCH, id="epoch", marks=pytest.mark.slow),
+        pytest.param(f"{PLATEAU}, call: {{monitor: val_loss}}}}", id="plateau"),
+    ],
+)
 def test_schedules_by_epoch_go_on_from_wherever_a_run_was_saved(scheduler, train, tracked):
     """At an epoch's edge, by steps that fall on one, and inside an epoch: the learning rate and the weights of an
     uninterrupted run, and each epoch validated once."""
@@ -251,8 +259,12 @@ def test_a_run_stopped_while_it_validates_ends_bit_for_bit_like_an_uninterrupted
 
 @pytest.mark.parametrize(
     "more",
-    [[], ["train.accumulator_factor=2"], ["train.limit_batches={train: 0.7}"], ["data.num_workers=2", IN_WORKERS]],
-    ids=["alone", "accumulation", "short epochs", "workers"],
+    [
+        pytest.param([], id="alone", marks=pytest.mark.slow),
+        pytest.param(["train.accumulator_factor=2"], id="accumulation"),
+        pytest.param(["train.limit_batches={train: 0.7}"], id="short epochs", marks=pytest.mark.slow),
+        pytest.param(["data.num_workers=2", IN_WORKERS], id="workers"),
+    ],
 )
 def test_a_schedule_of_auto_length_resumes_bit_for_bit(more, train, command, tiny, place, tracked, tmp_path):
     """The length is asked for before the position is restored; a run that is interrupted inside its second epoch then

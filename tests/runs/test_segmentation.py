@@ -420,6 +420,7 @@ def judge() -> None:
         )
 
 
+@pytest.mark.slow
 def test_any_number_of_processes_judges_the_same(run, command, config, tmp_path):
     """Sets of 1, 2 and 5 pictures on 1, 2 and 3 processes, some with nothing to do: IoU and accuracy are equal to the
     last digit, and scikit-learn's on all pixels in one piece."""

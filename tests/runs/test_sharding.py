@@ -257,7 +257,9 @@ def test_weights_that_two_layers_share_stay_shared(engine, trained):
         torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("engine", ["fsdp", "deepspeed_stage_2", "deepspeed_stage_3"])
+@pytest.mark.parametrize(
+    "engine", ["fsdp", pytest.param("deepspeed_stage_2", marks=pytest.mark.slow), "deepspeed_stage_3"]
+)
 def test_part_of_a_network_may_be_frozen(engine, trained):
     """`trainable: head` leaves the rest as it was drawn, also after resuming; the head ends as under ddp."""
     settings = ["model.trainable=head", "train.num_epochs=2"]
@@ -417,7 +419,12 @@ def test_batch_norm_runs_in_bf16(engine, trained):
 
 
 @pytest.mark.parametrize(
-    ("engine", "shares"), [("deepspeed_stage_1", ""), ("deepspeed_stage_3", ""), ("deepspeed_stage_3", ALL_SHARED)]
+    ("engine", "shares"),
+    [
+        pytest.param("deepspeed_stage_1", "", marks=pytest.mark.slow),
+        ("deepspeed_stage_3", ""),
+        pytest.param("deepspeed_stage_3", ALL_SHARED, marks=pytest.mark.slow),
+    ],
 )
 def test_every_stage_computes_in_the_precision_of_the_run(engine, shares, trained, tmp_path):
     """With `bf16` the network's parameters and what its layers give are of 16 bits in the first and in a resumed run,

@@ -189,8 +189,8 @@ assert torchmetrics.__version__ and type(torchmetrics) is types.ModuleType
     "program",
     [
         pytest.param(STAND_INS, id="asked", marks=pytest.mark.slow),
-        pytest.param(GROUP, id="group"),
-        pytest.param(SUBMODULE_FIRST, id="submodule"),
+        pytest.param(GROUP, id="group", marks=pytest.mark.slow),
+        pytest.param(SUBMODULE_FIRST, id="submodule", marks=pytest.mark.slow),
         pytest.param(UNKNOWN, id="unknown"),
     ],
 )

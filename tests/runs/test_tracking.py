@@ -315,6 +315,7 @@ def one_run(folder, number):
     logger.finalize("success")
 
 
+@pytest.mark.slow
 def test_processes_started_together_share_a_fresh_store(tmp_path):
     """Four processes on a directory that is not there yet: four finished runs in one experiment."""
     context = multiprocessing.get_context("forkserver")
