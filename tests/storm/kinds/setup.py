@@ -14,7 +14,7 @@ from storm.place import Place, Skipped, expect
 
 WHAT = "kill -9 of env.sh while it makes the environment"
 HOUR = 10
-LIMIT = 900
+LIMIT = 1800
 ROOT = Path(__file__).resolve().parents[3]
 
 
