@@ -256,6 +256,7 @@ def test_what_a_step_holds_is_known_for_each_parameter(engine):
     assert found["computed in"] == "bfloat16"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", engines.ENGINES)
 def test_the_config_of_each_engine_is_right(engine, monkeypatch, tmp_path):
     """There is no fault in it, and each optimizer step sees 64 samples."""
@@ -383,6 +384,7 @@ def test_scripts_get_the_split_the_order_and_the_weights_of_a_run():
     assert sum(parameter.numel() for parameter in train_network.Two().parameters()) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [[], training.OFF, ["logger.progress=bar"], ["engine.precision=bf16"]])
 @pytest.mark.parametrize("network", [training.SMALL32, training.RESNET18, "train_network.Two"])
 def test_the_config_of_each_training_is_right(network, overrides, monkeypatch, tmp_path):

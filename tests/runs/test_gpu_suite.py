@@ -105,6 +105,7 @@ def quickly(command):
     return run
 
 
+@pytest.mark.slow
 @device
 def test_a_cell_is_measured_over_cpu_processes(command, tmp_path, monkeypatch):
     """One process in 32 bits trains and tests, leaves a bundle, and ends with the same weights when it was killed."""
