@@ -2,7 +2,7 @@
 # All checks: bash test.sh [--quick | --full | --all] [arguments of pytest]. Times are of two cores.
 #   --quick  format, lint, types, and the unit tests (tests/unit) but those that train: one minute
 #            and these, and the journeys (tests/journeys.txt), a test or more of each public promise: at most 6 minutes
-#   --full   every test but the slow ones: about 20 minutes; CI runs this
+#   --full   every test but the slow ones: about 30 minutes; CI runs this
 #   --all    the slow ones too, a minute of the storm, and the unit tests with the lowest releases that pyproject.toml
 #            allows: about 90 minutes
 # Where the arguments name files of tests, these run and no others.
