@@ -488,16 +488,17 @@ def test_a_hook_that_fails_is_code_of_the_user(command, tiny, here):
     assert "the device is not there" in failed.err
 
 
-def test_a_process_lost_while_its_run_is_opened_leaves_one_run(launch, store):
+@pytest.mark.parametrize("resumed", ["null", "auto"])
+def test_a_process_lost_while_its_run_is_opened_leaves_one_run(resumed, launch, store):
     """The run has a config and no name of its launch yet; the restart continues it all the same."""
     from mlflow.tracking import MlflowClient
 
-    name = "logger.params.experiment_name=opened"
-    done = launch("engine.setup_hook=losses.dies_early", name, processes=1).end()
+    settings = [f"logger.params.experiment_name=opened-{resumed}", f"train.resume_ckpt={resumed}"]
+    done = launch("engine.setup_hook=losses.dies_early", *settings, processes=1).end()
     assert done.code == 0, done
     assert len(restarts_of(done)) == 1
     client = MlflowClient(f"sqlite:///{store / 'mlflow.db'}")
-    runs = client.search_runs([client.get_experiment_by_name("opened").experiment_id])
+    runs = client.search_runs([client.get_experiment_by_name(f"opened-{resumed}").experiment_id])
     assert [run.info.status for run in runs] == ["FINISHED"]
 
 
