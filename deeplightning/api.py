@@ -99,7 +99,7 @@ def load_run(run: str | Path = "last", allow: Sequence[str] = ()) -> Run:
         SetupError: the store cannot be opened.
     """
     name = os.fspath(run)
-    return Run(past_run(newest(None) if name == "last" else name), allow)
+    return Run(past_run(newest(None) if name == "last" else name, allow=allow), allow)
 
 
 class Run:
@@ -134,7 +134,7 @@ class Run:
         environment is a reference, such as `${oc.env:NAME}`."""
         from omegaconf import OmegaConf
 
-        return OmegaConf.create(as_written(read(self._past.folder.config).root))
+        return OmegaConf.create(as_written(read(self._past.source).root))
 
     @property
     def metrics(self) -> pd.DataFrame:

@@ -1,9 +1,16 @@
-"""`deeplightning VERB` under an audit hook, for `command(…, main="watched:main", WATCHED=FILE)`: what it opened for
-writing, started, connected to and imported goes to FILE as JSON."""
+"""Run `deeplightning VERB` under an audit hook, for `command(…, main="watched:main", WATCHED=FILE)`.
 
+What it opened, started, connected to, imported and read of the environment goes to FILE as JSON. With
+`main="watched:each"` the process runs several verbs one after the other, those of the JSON list WORDS, and FILE has an
+object for each.
+"""
+
+import contextlib
+import io
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -18,11 +25,40 @@ STARTS = (
     "os.spawn",
     "pty.spawn",
 )
-CONNECTS = ("socket.connect", "socket.sendto", "urllib.Request")
+CONNECTS = ("socket.connect", "socket.sendto", "socket.getaddrinfo", "urllib.Request")
 
 
 def main() -> None:
     """Runs the verb in `sys.argv`."""
+    with watching() as seen:
+        from deeplightning import cli
+
+        try:
+            cli.main()
+        finally:
+            Path(os.environ["WATCHED"]).write_text(json.dumps([*dict.fromkeys(seen)]))
+
+
+def each() -> None:
+    """Runs each verb of WORDS; of each: its exit code, what it printed on stderr, and what it did."""
+    from deeplightning import cli
+
+    done = []
+    for words in json.loads(os.environ["WORDS"]):
+        sys.argv = ["deeplightning", *words]
+        errors, printed, code = io.StringIO(), io.TextIOWrapper(io.BytesIO()), None
+        with watching() as seen, contextlib.redirect_stderr(errors), contextlib.redirect_stdout(printed):
+            try:
+                cli.main()
+            except SystemExit as end:
+                code = end.code
+        done.append({"code": code, "err": errors.getvalue(), "seen": [*dict.fromkeys(seen)]})
+    Path(os.environ["WATCHED"]).write_text(json.dumps(done))
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[list[tuple[str, str]]]:
+    """The list of what happens in the block, each (kind, what)."""
     seen: list[tuple[str, str]] = []
     there, watching = set(sys.modules), True
 
@@ -32,6 +68,8 @@ def main() -> None:
         opens = event == "open" and isinstance(arguments[2], int) and arguments[2] & WRITES
         if (opens and not isinstance(arguments[0], int)) or event in CHANGES:  # a number: it is open already
             seen.append(("writes", str(arguments[0])))
+        elif event == "open" and not isinstance(arguments[0], int):
+            seen.append(("reads", os.path.abspath(os.fsdecode(arguments[0]))))  # noqa: PTH100
         elif event in STARTS:
             seen.append(("starts", str(arguments)))
         elif event in CONNECTS:
@@ -39,14 +77,19 @@ def main() -> None:
         elif event == "import":  # also of what is not there, or was removed again
             seen.append(("imports", arguments[0]))
 
+    kind = type(os.environ)
+    get = kind.__getitem__
+
+    def noted(variables: os._Environ, name: str) -> str:
+        seen.append(("variables", name))
+        return get(variables, name)
+
     sys.dont_write_bytecode = True
     sys.addaudithook(hook)
-    from deeplightning import cli
-
+    kind.__getitem__ = noted
     try:
-        cli.main()
+        yield seen
     finally:
         watching = False
+        kind.__getitem__ = get
         seen += [("imports", name) for name in sorted(set(sys.modules) - there)]
-        seen = [*dict.fromkeys(seen)]
-        Path(os.environ["WATCHED"]).write_text(json.dumps(seen))

@@ -24,8 +24,8 @@ from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.provenance import Origin, keep_out
 from deeplightning.checks.trust import note_own
 from deeplightning.config.schema import Config
-from deeplightning.config.source import read
-from deeplightning.config.tree import dump, plain
+from deeplightning.config.source import text_of
+from deeplightning.config.tree import dump, parse, plain
 from deeplightning.engine.plan import group_size, launches_by, world_size
 from deeplightning.faults import ConfigError, SetupError
 from deeplightning.launch.storage import stored
@@ -439,9 +439,9 @@ def _replace(folder: RunFolder, path: Path, text: str) -> None:
 
 
 def _read(config: Path) -> dict[str, Any]:
-    """A config file as plain values; {} where there is none that can be read."""
+    """The values of a config file as they are written; {} where there is none that can be read."""
     try:
-        return plain(read(config).root) if config.exists() else {}
+        return plain(parse(text_of(config), config.name, [])) or {}
     except ConfigError:
         return {}
 

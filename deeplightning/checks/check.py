@@ -14,6 +14,7 @@ from deeplightning.checks.metrics import check_monitors, settle_modes
 from deeplightning.checks.report import Report, in_order
 from deeplightning.checks.sections import read_section
 from deeplightning.checks.targets import compare
+from deeplightning.checks.trust import RunConfig
 from deeplightning.config.schema import Config
 from deeplightning.config.source import Given, Source, compose
 from deeplightning.config.target import find_function
@@ -25,16 +26,19 @@ from deeplightning.own_code import added_roots, original_roots, use_import_roots
 def check(
     path: str | Path | Given, overrides: list[str] | None = None, *, importing: bool = False, beside: bool = True
 ) -> Report:
-    """Checks the config of a file and its overrides.
+    """Checks the config of a file and its overrides. The tree of a foreign run's config is admitted before any import.
 
     Args:
         importing: import what the config names, which decides what its source cannot; only once the text is in order.
             Else nothing is imported, and no code executed.
         beside: let names come from the config's folder too.
+
+    Raises:
+        CheckpointError: a foreign run's config names what may not be built.
     """
-    report = Report()
+    report, run = Report(), path if isinstance(path, RunConfig) else None
     try:
-        source = compose(path, overrides)
+        source = compose(path, [*(run.left_out() if run else ()), *(overrides or ())])
         _find_own_code(source, beside)
         functions = {}
         if importing and source.resolvers():
@@ -43,6 +47,8 @@ def check(
                 return before
             functions = _resolvers(source, before)
         source.resolve(functions)
+        if run is not None:
+            run.admit(source)
         report.source = source
         _examine(report, source, importing)
     except ConfigError as error:  # there is no going on

@@ -1,9 +1,9 @@
-"""Which run folders are this user's own, and what may be imported and built for one that is not.
+"""Decide which run folders are this user's own, and what may be built from one that is not.
 
 A config is code: it names what is imported and called. A run that this user started on this machine leaves the SHA-256
 of its `cfg.yaml` in the user's state folder, and is used as it is, wherever its folder is moved or copied. Any other
-run folder is foreign: each name in its config is compared with what may be built before anything is imported, and the
-sections that are about a machine and not about the model are not taken.
+run folder is foreign. Its config is read once, holds plain values only, and the tree that its objects are built from is
+the tree whose names are compared with what may be built.
 """
 
 import hashlib
@@ -13,14 +13,16 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from inspect import signature
 from pathlib import Path
-from types import FunctionType
+from typing import Any
 
+import yaml
+
+from deeplightning.address import is_address
 from deeplightning.config.kinds import KINDS
-from deeplightning.config.source import Source, read
+from deeplightning.config.source import Source, Text, short, text_of
 from deeplightning.config.target import find
-from deeplightning.config.tree import Entry, KeyPath, leaves
+from deeplightning.config.tree import Entry, KeyPath, leaves, nodes, parse
 from deeplightning.faults import CheckpointError, ConfigError, Fault
 from deeplightning.own_code import LIBRARIES
 from deeplightning.runfolder import RunFolder
@@ -34,15 +36,16 @@ NOT_TAKEN = (
     *("engine", "logger", "tune", "train.callbacks", "train.resume_ckpt", "model.init_from", "data.sampler"),
     "resolvers",
 )
-"""Keys of a foreign config in whose place the defaults are used. Launchers, hooks, environment variables, trackers and
-callbacks belong to the machine that trained; a tracker's address could be anywhere. What resolvers gave is in the
-config."""
+"""Keys of a foreign config whose defaults are used instead. Launchers, hooks, environment variables, trackers and
+callbacks belong to the machine that trained; a tracker's address could be anywhere."""
 
 _NETWORKS = (
     *("deeplightning.model", "deeplightning.loss", "torch.nn"),
     *("torchvision.models", "torchvision.ops", "torchvision.transforms"),
 )
 _NAMED_ONLY = (*LIBRARIES, "optuna")
+_VARIABLE = re.compile(r"\$\{oc\.env:\w+\}", re.ASCII)
+_DECODED = re.compile(rf"\$\{{oc\.decode:{_VARIABLE.pattern}\}}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -62,10 +65,7 @@ class _Rule:
     def __str__(self) -> str:
         if not self.imported:
             return f"only names of {', '.join(self.modules)} are allowed"
-        rule = f"only a class that derives from {self.base} and is defined in {', '.join(self.modules)} is allowed"
-        if self.base == "torch.nn.Module":
-            rule += ", or a function of deeplightning.model or torchvision.models that builds one without weights"
-        return rule
+        return f"only a class that derives from {self.base} and is defined in {', '.join(self.modules)} is allowed"
 
 
 _NETWORK = _Rule(_NETWORKS)
@@ -86,7 +86,7 @@ _RULES = {section: _Rule(modules, KINDS[section].base) for section, modules in _
 def note_own(file: Path) -> None:
     """Notes that this user has written a run's config, or its kept code, on this machine. A register that cannot be
     written is no fault."""
-    digest = _digest(file)
+    digest = _digest(file.read_bytes())
     _noted.add(digest)
     register = _register()
     try:
@@ -121,9 +121,15 @@ def is_own_code(folder: RunFolder) -> bool:
 def is_noted(file: Path) -> bool:
     """Whether this user wrote a file, as it is now, on this machine: see `note_own`."""
     try:
-        digest = _digest(file)
-        if digest in _noted:
-            return True
+        return _is_registered(_digest(file.read_bytes()))
+    except OSError:
+        return False
+
+
+def _is_registered(digest: str) -> bool:
+    if digest in _noted:
+        return True
+    try:
         register = _register().stat()
         return register.st_uid == os.geteuid() and not register.st_mode & 0o022 and (_register() / digest).is_file()
     except OSError:
@@ -135,29 +141,121 @@ def _register() -> Path:
     return state / "deeplightning" / "own"
 
 
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 _noted: set[str] = set()
 
 
-# ---- what a foreign folder may name
+# ---- the config of a run
 
 
-def admit(folder: RunFolder, allow: Sequence[str] = (), verb: str = "use") -> list[str]:
-    """Compares a foreign run's config with what may be built; an own one is admitted as it is.
+@dataclass(frozen=True)
+class RunConfig(Text):
+    """The config of a run, read once. `deeplightning.checks.check` admits the tree that it builds from.
+
+    Attributes:
+        is_trusted: whether this user started the run on this machine, or trusts all of it.
+        allow: modules that the user trusts, such as `own_network`; `oc.env` means environment variables.
+        verb: what the run is asked for, for messages; "": it is only read.
+    """
+
+    is_trusted: bool
+    allow: tuple[str, ...] = ()
+    verb: str = ""
+
+    def left_out(self) -> list[str]:
+        """Return the overrides that replace by defaults what is not taken from a foreign config."""
+        if self.is_trusted:
+            return []
+        root = parse(self.text, short(self.path), [])
+        overrides = [f"~{key}" for key in NOT_TAKEN if entry(root, key) is not None]
+        # A folder to write to, and downloads.
+        for key, value, kind in (("cache", "true", str), ("download", "false", bool)):
+            found = entry(root, f"data.module.params.{key}")
+            if found is not None and isinstance(found.value, kind):
+                overrides.append(f"data.module.params.{key}={value}")
+        data = entry(root, "data.root")
+        if data is not None and isinstance(data.value, str) and is_address(data.value):
+            overrides.append("~data.root")
+        return overrides
+
+    def admit(self, source: Source) -> None:
+        """Compare the names in a tree with what may be built from a foreign config.
+
+        Args:
+            source: of this config and all overrides, with its references resolved. Objects are built from it.
+
+        Raises:
+            CheckpointError: with each name that is refused, its key, the rule, and the option that allows it.
+        """
+        if self.is_trusted:
+            return
+        ignored = [
+            (path, named)
+            for path, named in _names(parse(self.text, short(self.path), []))
+            if _within(".".join(map(str, path)), NOT_TAKEN)
+        ]
+        names = [*ignored, *_names(source.root)]
+        faults = [fault for path, named in names if (fault := self._refusal(path, named)) is not None]
+        faults += [
+            _not_plain(f"the reference {found.written!r:.60}", found.place, self, key=".".join(map(str, path)))
+            for path, found in nodes(source.root)
+            if found.written is not None and self._refers(found.written)
+        ]
+        if faults:
+            raise CheckpointError(faults)
+
+    def _refers(self, text: str) -> bool:
+        """Return whether a text holds a reference that is not allowed."""
+        if ENVIRONMENT in self.allow:
+            text = _VARIABLE.sub("", _DECODED.sub("", text))
+        return "${" in text
+
+    def _refusal(self, path: KeyPath, named: Entry) -> Fault | None:
+        """Return why a name may not be imported or built; None: it may.
+
+        A module is imported only if its name begins as the rule demands.
+        """
+        name, rule = named.value, _rule(path)
+        if _within(name, self.allow):
+            return None
+        origin = _known_origin(name)
+        if rule is not None and _within(name, rule.modules) and not any(p.startswith("_") for p in name.split(".")):
+            if not rule.imported:
+                return None
+            try:
+                found = find(name)
+            except ValueError:  # the name does not exist, which `check` reports
+                return None
+            origin = _origin(found, name)
+            if isinstance(found, type) and issubclass(found, find(rule.base)) and _within(origin, rule.modules):
+                return None
+        allowed = "no `ref` is allowed" if rule is None else str(rule)
+        module = name.rpartition(".")[0] if _within(name, _NAMED_ONLY) else name.partition(".")[0]
+        what = f"{name}, which is {origin}," if origin != name else name
+        return Fault(
+            f"to {self.verb or 'use'} this run, {what} would be imported, and that may run any code; of a run that was "
+            f"not made here by you, {allowed}, with plain values as its params. If you trust it: --allow {module}",
+            ".".join(map(str, path)),
+            named.place,
+            found=name,
+            allowed=allowed,
+            exit_code=CheckpointError.exit_code,
+        )
+
+
+def run_config(folder: RunFolder, allow: Sequence[str] = (), verb: str = "", trust: bool = False) -> RunConfig:
+    """Read the config of a run. Every use of a run's config begins here.
 
     Args:
-        allow: modules that the user trusts, `own_network`; `oc.env` means environment variables.
-        verb: what the run is asked for, for the note.
-
-    Returns:
-        Overrides to load the config with; they come before all others. None for an own run.
+        allow, verb: as of `RunConfig`.
+        trust: trust a foreign run as an own one.
 
     Raises:
-        CheckpointError: with each name that is refused, its key, the rule, and what allows it.
-        ConfigError: a word of `allow` is no module.
+        CheckpointError: there is no config; or it is foreign, and refers to a variable, a value, a file or a function.
+        ConfigError: it cannot be read, or a word of `allow` is no module.
     """
     for module in allow:
         if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", module):
@@ -165,54 +263,70 @@ def admit(folder: RunFolder, allow: Sequence[str] = (), verb: str = "use") -> li
     if not folder.config.is_file():
         bundle = "neither a bundle nor a" if verb == "serve" else "no"
         raise CheckpointError(f"{folder.path}: there is {bundle} {folder.config.name} in this folder")
-    if is_own(folder):
-        return []
-    root = read(folder.config).root
-    faults = [fault for path, named in _names(root) if (fault := _refusal(root, path, named, allow, verb)) is not None]
-    overrides = [f"~{key}" for key in NOT_TAKEN if entry(root, key) is not None]
-    cache = entry(root, "data.module.params.cache")
-    if cache is not None and isinstance(cache.value, str):
-        overrides.append("data.module.params.cache=true")  # a folder to be written to
-    if ENVIRONMENT not in allow:
-        faults += variables(folder, read(folder.config, overrides))
-    if faults:
+    text = text_of(folder.config)
+    is_trusted = trust or _is_registered(_digest(text.encode()))
+    config = RunConfig(folder.config, text, is_trusted, tuple(allow), verb)
+    if not is_trusted and (faults := list(_beyond_plain(config))):
         raise CheckpointError(faults)
-    left = ", ".join(text.removeprefix("~") for text in overrides if text.startswith("~"))
-    log.info("%s was not made here by you: its %s are not taken", folder.path, left or "engine and logger")
-    return overrides
+    return config
 
 
-def variables(folder: RunFolder, source: Source, section: str = "") -> list[Fault]:
-    """A fault for each value of a foreign config that asks for an environment variable.
+def refuse_links(folder: RunFolder) -> None:
+    """Refuse a foreign run whose folder has links to files outside of it.
 
-    Args:
-        source: the config, without what is not taken.
-        section: only the values below this key; "": all.
+    Raises:
+        CheckpointError: with the first of them.
     """
-    keys = sorted(".".join(map(str, path)) for path in source.secrets.words)
-    return [
-        Fault(
-            "the config of this run, which was not made here by you, takes an environment variable into this value; "
-            f"only plain values are allowed. If you trust it: --allow {ENVIRONMENT}",
-            key,
-            str(folder.config),
-            exit_code=CheckpointError.exit_code,
-        )
-        for key in keys
-        if _within(key, [section] if section else [key])
-    ]
+    top = folder.path.resolve()
+    for path in folder.path.rglob("*") if not is_own(folder) else ():
+        if path.is_symlink() and not path.resolve().is_relative_to(top):
+            raise CheckpointError(
+                f"{path}: this link leads out of the folder of a run that was not made here by you. Remove it, or "
+                "replace it by a copy of the file"
+            )
+
+
+def _beyond_plain(config: RunConfig) -> Iterator[Fault]:
+    """Yield a fault for all in a foreign config that is not a plain value: references, bases, resolvers and tags."""
+    name = short(config.path)
+    root = parse(config.text, name, [])
+    for event in yaml.parse(config.text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        mark: Any = event.start_mark
+        place = f"{name}:{mark.line + 1}:{mark.column + 1}"
+        if tag := getattr(event, "tag", None):
+            yield _not_plain(f"the tag {tag!r:.60}", place, config)
+        if isinstance(event, yaml.ScalarEvent) and config._refers(event.value):
+            yield _not_plain(f"the reference {event.value!r:.60}", place, config)
+        if isinstance(event, yaml.ScalarEvent) and event.value == "_base_":
+            yield _not_plain("_base_", place, config)
+    resolvers = entry(root, "resolvers")
+    if resolvers is not None and resolvers.value:
+        yield _not_plain("resolvers", resolvers.place, config)
+
+
+def _not_plain(what: str, place: str, config: RunConfig, key: str | None = None) -> Fault:
+    message = (
+        f"this run was not made here by you, and its config has {what}. A run writes plain values, which refer to "
+        "nothing; write such a value here"
+    )
+    if config.verb and _VARIABLE.search(what):
+        message += f". If you trust it: --allow {ENVIRONMENT}"
+    return Fault(message, key, place, exit_code=CheckpointError.exit_code)
 
 
 def entry(root: Entry, key: str) -> Entry | None:
-    """The value at a dotted key; None: nothing."""
+    """Return the value at a dotted key; None: there is none."""
     found: Entry | None = root
     for part in key.split("."):
         found = found.value.get(part) if found is not None and isinstance(found.value, dict) else None
     return found
 
 
+# ---- what a foreign config may name
+
+
 def _names(root: Entry) -> Iterator[tuple[KeyPath, Entry]]:
-    """What a config may import: the text of each `type` and `ref`, at any place."""
+    """Yield what a config may import: the text of each `type` and `ref`, at any place."""
     return (
         (path, entry)
         for path, entry in leaves(root)
@@ -221,7 +335,7 @@ def _names(root: Entry) -> Iterator[tuple[KeyPath, Entry]]:
 
 
 def _rule(path: KeyPath) -> _Rule | None:
-    """What a key may name; None: nothing at all. Whatever is inside params is a part of a network."""
+    """Return what a key may name; None: nothing at all. Whatever is inside params is a part of a network."""
     if path[-1] == "ref":
         return None
     key = ".".join(map(str, path[:-1]))
@@ -230,93 +344,17 @@ def _rule(path: KeyPath) -> _Rule | None:
     return next((rule for section, rule in _RULES.items() if _within(key, [section])), _NETWORK)
 
 
-def _refusal(root: Entry, path: KeyPath, entry: Entry, allow: Sequence[str], verb: str) -> Fault | None:
-    """Why a name is not imported or built; None: it may be.
-
-    A module is imported only where its name begins as the rule has it.
-    """
-    name, rule = entry.value, _rule(path)
-    if _within(name, allow):
-        return None
-    allowed_text = "no `ref` is allowed" if rule is None else str(rule)
-    public = not any(part.startswith("_") for part in name.split("."))
-    if rule is not None and public and _within(name, rule.modules):
-        if not rule.imported:
-            return None
-        try:
-            found = find(name)
-        except ValueError:  # the name does not exist, which `check` reports
-            return None
-        fits = isinstance(found, type) and issubclass(found, find(rule.base))
-        if fits and _within(_origin(found, name), rule.modules):
-            return None
-        if rule is _NETWORK and (_is_own_builder(found) or _builds_without_weights(found, _params(root, path))):
-            return None
-        origin = _origin(found, name)
-    else:
-        origin = _known_origin(name)
-    foreign = not _within(name, _NAMED_ONLY)
-    module = name.partition(".")[0] if foreign else name.rpartition(".")[0]
-    what = f"{name}, which is {origin}," if origin != name else name
-    return Fault(
-        f"to {verb} this run, {what} would be imported, and that may run any code; of a run that was not made here by "
-        f"you, {allowed_text}, with plain values as its params. If you trust it: --allow {module}",
-        ".".join(map(str, path)),
-        entry.place,
-        found=name,
-        allowed=allowed_text,
-        exit_code=CheckpointError.exit_code,
-    )
-
-
-def _is_own_builder(found: object) -> bool:
-    """Whether it is one of our functions that make a network: the public ones of `deeplightning.model` do nothing else,
-    and of numbers alone."""
-    return (
-        isinstance(found, FunctionType)
-        and _within(found.__module__, ["deeplightning.model"])
-        and found.__qualname__ == found.__name__
-    )
-
-
-def _builds_without_weights(found: object, params: Entry | None) -> bool:
-    """Whether it is a function of torchvision's register of networks, with params under which it downloads no weights.
-
-    Some do so by default: `weights_backbone` of those that detect has another default than None.
-    """
-    if not isinstance(found, FunctionType) or not _within(found.__module__, ["torchvision.models"]):
-        return False
-    models = sys.modules["torchvision.models"]
-    if found.__name__ not in models.list_models() or models.get_model_builder(found.__name__) is not found:
-        return False
-    given = params.value if params is not None else {}
-    if not isinstance(given, dict):
-        return False
-    chosen = {name: parameter.default for name, parameter in signature(found).parameters.items()}
-    chosen |= {name: entry.value for name, entry in given.items()}
-    return not any(value for name, value in chosen.items() if name.startswith(("weights", "pretrained")))
-
-
-def _params(root: Entry, path: KeyPath) -> Entry | None:
-    """The params beside the name at a path."""
-    found = root
-    for part in path[:-1]:
-        found = found.value[part]
-    params: Entry | None = found.value.get("params")
-    return params
-
-
 def _within(name: str, modules: Sequence[str]) -> bool:
     return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
 
 def _origin(found: object, name: str) -> str:
-    """Where that is defined which a name leads to: `torch.os.system` is `posix.system`."""
+    """Return where that is defined which a name leads to: `torch.os.system` is `posix.system`."""
     return f"{getattr(found, '__module__', None) or type(found).__module__}.{name.rpartition('.')[2]}"
 
 
 def _known_origin(name: str) -> str:
-    """The same, by what is imported already: a name that is refused imports nothing."""
+    """Return the same from what is imported already: a name that is refused imports nothing."""
     first, *rest = name.split(".")
     found: object = sys.modules.get(first)
     for part in rest:

@@ -2,8 +2,7 @@
 
 A run with a bundle is served without torch, and nothing that its config names is imported. Without one, a bundle is
 made first; where ONNX cannot express the network, torch answers (`deeplightning.torch_server`). Both import what the
-config names; of a run that was not made here each name is compared first with what may be built
-(`deeplightning.checks.trust`).
+config names, if `deeplightning.checks.trust` admits it.
 """
 
 import os
@@ -13,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from deeplightning.checks.check import section
 from deeplightning.checks.conflicts import server_conflicts
-from deeplightning.checks.trust import ENVIRONMENT, admit, entry, is_own, variables
+from deeplightning.checks.trust import RunConfig, entry, refuse_links, run_config
 from deeplightning.config.schema import Serve, keys
 from deeplightning.config.source import Source, read
 from deeplightning.config.tree import line, plain
@@ -43,14 +42,16 @@ def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) 
     folder = RunFolder(resolve_run(run, None))
     inside_a_model = folder.path / "artifacts" / folder.bundle.name  # as `deeplightning.tracking.flavour` has MLflow do
     alone = [path for path in (folder.path, inside_a_model) if (path / folder.bundle_card.name).is_file()]
-    settings = _settings(folder if folder.config.is_file() and not alone else None, overrides, allow)
+    config = run_config(folder, allow, "serve") if folder.config.is_file() and not alone else None
+    settings = _settings(config, overrides)
+    if config is not None:
+        refuse_links(folder)
     flags = [_flag(name, value) for name, value in _changed(settings)]
     if alone:
         return [sys.executable, "-P", "-m", "serve", str(alone[0]), *flags]
     whole = folder.bundle_card.is_file()
     models = {"int8": folder.bundle_int8, "fp16": folder.bundle_fp16}
     if not whole or (settings.precision in models and not models[settings.precision].is_file()):
-        admit(folder, allow, "serve")
         import_lazily()
         from deeplightning.export.bundle import FormatError, NotExpressible
         from deeplightning.run.bundle import export_run, halve_run, quantize_run
@@ -90,10 +91,10 @@ def _changed(settings: Serve) -> Iterator[tuple[str, object]]:
     return ((field.name, value) for field, value in values if value != getattr(server, field.name))
 
 
-def _settings(folder: RunFolder | None, overrides: Sequence[str], allow: Sequence[str] = ()) -> Serve:
+def _settings(config: RunConfig | None, overrides: Sequence[str]) -> Serve:
     """The section `serve` of a run's config; nothing else of it is looked at.
 
-    A foreign config does not decide where this machine listens, nor sees its environment.
+    A foreign config decides neither where this machine listens, nor which of its variables is the server's key.
     """
     known = [f"serve.{field.name}" for field in keys(Serve)]
     for text in overrides:
@@ -103,21 +104,30 @@ def _settings(folder: RunFolder | None, overrides: Sequence[str], allow: Sequenc
         if name.partition(".")[0] != "serve":
             near = f" Did you mean serve.{name}?" if f"serve.{name}" in known else nearest(name, known)
             raise ConfigError(Fault(f"only keys of `serve` can be set when a run is served.{near}", name, place))
-    config, theirs = folder.config if folder else None, list[str]()
-    if folder is not None:
+    theirs = list[str]()
+    if config is not None:
         written = read(config)
-        is_foreign = not is_own(folder)
-        if is_foreign and ENVIRONMENT not in allow and (faults := variables(folder, written, "serve")):
-            raise CheckpointError(faults)
-        if is_foreign and (host := entry(written.root, "serve.host")) is not None:
+        if not config.is_trusted and (host := entry(written.root, "serve.host")) is not None:
             theirs.append("~serve.host")
             if host.value != Serve().host:
-                print(f"serve.host {line(plain(host))} of {config} is not taken: --host sets it", file=sys.stderr)
+                print(f"serve.host {line(plain(host))} of {config.path} is not taken: --host sets it", file=sys.stderr)
+        variable = entry(written.root, "serve.api_key_env")
+        is_set = any(text.lstrip("~").startswith(("serve.api_key_env", "serve=")) for text in overrides)
+        if not config.is_trusted and variable is not None and variable.value is not None and not is_set:
+            raise CheckpointError(
+                Fault(
+                    f"this run was not made here by you, and its config names the variable {line(plain(variable)):.60} "
+                    "of this machine. Set serve.api_key_env=NAME, or serve.api_key_env=null for a server without a key",
+                    "serve.api_key_env",
+                    variable.place,
+                    exit_code=CheckpointError.exit_code,
+                )
+            )
         section_of_theirs = entry(written.root, "serve")
         for name in section_of_theirs.value if section_of_theirs and isinstance(section_of_theirs.value, dict) else ():
             if f"serve.{name}" not in known:
                 theirs.append(f"~serve.{name}")
-                print(f"warning: serve.{name} of {config}: unknown key; serve does without", file=sys.stderr)
+                print(f"warning: serve.{name} of {config.path}: unknown key; serve does without", file=sys.stderr)
     source = read(config, [*theirs, *overrides])
     settings = section("serve", source)
     for rule in server_conflicts(settings):

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from deeplightning.checks.trust import run_config
 from deeplightning.config.secret_scan import conceal
 from deeplightning.config.source import read
 from deeplightning.config.tree import as_written, dump
@@ -44,7 +45,7 @@ def public_config(folder: RunFolder) -> str:
     Raises:
         ConfigError: it cannot be read.
     """
-    tree = _without_paths(as_written(read(folder.config).root))
+    tree = _without_paths(as_written(read(run_config(folder)).root))
     params = (tree.get("logger") or {}).get("params") or {}
     params.pop("tracking_uri", None)
     text, _ = conceal(dump(tree), folder.config.name)
@@ -81,7 +82,7 @@ def model_card(folder: RunFolder, card: Card, name: str, left_out: list[str]) ->
     if kind in PIPELINES:
         front["pipeline_tag"] = PIPELINES[kind]
     config = public_config(folder)
-    tree = as_written(read(folder.config).root)
+    tree = as_written(read(run_config(folder)).root)
     dataset = str(tree["data"]["module"]["type"]).rpartition(".")[2]
     if metrics:
         words = {"type": PIPELINES.get(kind, kind.replace("_", "-"))}

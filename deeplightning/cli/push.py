@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from deeplightning.checks.trust import refuse_links
 from deeplightning.cli.model_card import model_card, public_config
 from deeplightning.faults import CheckpointError, ConfigError, SetupError
 from deeplightning.runfolder import RunFolder
@@ -59,6 +60,7 @@ def write(folder: RunFolder, name: str, to: Path) -> list[str]:
     """
     if not folder.bundle_card.is_file():
         raise CheckpointError(f"{folder.path}: the run has no bundle to push. Make one: deeplightning export RUN")
+    refuse_links(folder)
     from deeplightning.export.added import card_of  # imports ONNX
 
     card = card_of(folder)

@@ -33,11 +33,20 @@ MAX_BYTES = 1_000_000  # of a file, and of all files that build on each other
 MAX_BASES = 50
 _OVERRIDE = "override "
 
-Given = Mapping[str, Any]
-"""A config that is no file: a dict, or an OmegaConf object."""
+
+@dataclass(frozen=True)
+class Text:
+    """A config file that has been read: its path and its text. Nothing reads the file again."""
+
+    path: Path
+    text: str
+
+
+Given = Mapping[str, Any] | Text
+"""A config that is not read from a file: a dict, an OmegaConf object, or the text of a file."""
 
 GIVEN = "dict"
-"""The place of its values in messages."""
+"""The place of the values of a dict in messages."""
 
 
 @dataclass
@@ -137,7 +146,8 @@ def read(path: str | Path | Given | None, overrides: list[str] | None = None) ->
     resolver of the user's.
 
     Args:
-        path: the file; or its content, a dict or an OmegaConf object, as if it were a file of the working directory.
+        path: the file, or its text; or its content, a dict or an OmegaConf object, as if it were a file of the working
+            directory.
         overrides: `key=value`, `~key` and `+list=[x]`, which come last; and further config files, each of which lies
             over `path` and over the files before it.
 
@@ -158,8 +168,9 @@ def compose(path: str | Path | Given | None, overrides: list[str] | None = None)
     faults: list[Fault] = []
     given: dict[Path, str] = {}
     if isinstance(path, Mapping):
-        content, path = _given_text(path), Path.cwd() / GIVEN
-        given[path] = content
+        path = Text(Path.cwd() / GIVEN, _given_text(path))
+    if isinstance(path, Text):
+        given[path.path], path = path.text, path.path
     names = [located(name) for name in [*([] if path is None else [path]), *filter(is_file, overrides or [])]]
     words = [word for word in overrides or [] if not is_file(word)]
     tops = [Path(os.path.expanduser(name)) for name in names]  # noqa: PTH111  (Path's fails for an unknown ~user)
@@ -180,7 +191,7 @@ def compose(path: str | Path | Given | None, overrides: list[str] | None = None)
     files = sorted(reading.files, key=lambda found: (found.depth, found.order))
     folders = dict.fromkeys(file.folder for file in files if file.origin is None)
     source = Source(root, list(folders), faults, reading.groups, files=[file.path for file in files])
-    source.names = [GIVEN if file in given else short(file) for file in tops]
+    source.names = [short(file) for file in tops]
     source.has_bases = any(file.depth and not file.group for file in files)
     source.origins = {file.origin[0]: file.origin[1] for file in files if file.origin is not None}
     source.notices = [
@@ -229,7 +240,7 @@ class _Reading:
     Attributes:
         words: the overrides that may choose an option, by the name of the group.
         tops: the folders of the files that the user named.
-        given: the texts of what is given in place of files.
+        given: the texts of what is not read from files.
         files: what was read.
         groups: the option groups that were named so far; whoever names one first has chosen.
         migrated: what was changed in files of an earlier version.
@@ -283,7 +294,7 @@ class _Reading:
             message = f"`@package` is Hydra's and has no effect: this file is placed under `{inside}`; remove the line"
             raise ConfigError(Fault(message, place=short(path)))
         tree = parse(text, short(path), self.faults)
-        if path in self.given:  # it has no lines
+        if short(path) == GIVEN:  # it has no lines
             for _, entry in nodes(tree):
                 entry.place = entry.at = GIVEN
         if not isinstance(tree.value, dict):
@@ -397,7 +408,7 @@ def _base(name: str, path: Path, place: str) -> Path:
     return file
 
 
-def _given_text(config: Given) -> str:
+def _given_text(config: Mapping[str, Any]) -> str:
     """A config that is no file as YAML; references of OmegaConf stay references."""
     content: Any = config
     if type(config).__module__.startswith("omegaconf."):

@@ -140,8 +140,8 @@ def to_execute(run: str, trust: bool) -> PastRun:
     Raises:
         CheckpointError: there is no such run, or it is foreign and not trusted.
     """
-    original = past_run(run)
-    original.config  # noqa: B018  (is there one?)
+    original = past_run(run, trust=trust)
+    original.source  # noqa: B018  (is there one?)
     if not trust and not is_own_code(original.folder):
         raise CheckpointError(_would_execute(original))
     return original
@@ -167,7 +167,7 @@ def prepare(original: PastRun, top: Path, overrides: Sequence[str], any_data: bo
     Raises:
         SetupError: the data are not what they were.
     """
-    source = read(original.folder.config, list(overrides))
+    source = read(original.source, list(overrides))
     config = dict(flat(plain(source.root)))
     _say_versions(original, say)
     for path, what in ((original.folder.config, "config"), (original.folder.code, "code")):
@@ -182,7 +182,7 @@ def prepare(original: PastRun, top: Path, overrides: Sequence[str], any_data: bo
 
     own = top / "config" / "cfg.yaml"
     own.parent.mkdir(parents=True)
-    own.write_bytes(original.folder.config.read_bytes())
+    own.write_text(original.source.text, encoding="utf-8", newline="")
     secrets = {expression: value for value, expression in source.secrets.values.items()}
     program = None
     if original.code is not None:

@@ -85,7 +85,7 @@ def bisect(
         check_data(run, given[-1] if given else (part.tree.get("data") or {}).get("root"), any_data, say)
 
     tracked = [f"logger.params.tracking_uri={quoted(address_of(ends[0], ends[0].config))}"]
-    report = check(ends[0].folder.config, [*tracked, *overrides], beside=False)
+    report = check(ends[0].source, [*tracked, *overrides], beside=False)
     if report.config is None:
         report.checked()
     assert report.config is not None

@@ -104,7 +104,7 @@ class Difference:
 
 def parts_of(run: PastRun, python: str) -> Parts:
     """What a finished run was made of."""
-    tree = as_written(read(run.folder.config).root)
+    tree = as_written(read(run.source).root)
     data = tree.get("data")
     root = data.get("root") if isinstance(data, dict) else None
     if isinstance(root, str) and "${" not in root and not is_address(root):

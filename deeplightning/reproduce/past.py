@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from deeplightning.checks.trust import is_own
-from deeplightning.config.source import read
-from deeplightning.config.tree import flat, plain
-from deeplightning.faults import CheckpointError, ConfigError
+from deeplightning.checks.trust import RunConfig, refuse_links, run_config
+from deeplightning.config.source import read, text_of
+from deeplightning.config.tree import flat, parse, plain
+from deeplightning.faults import ConfigError
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import resolve_run
 from deeplightning.tracking.code import Code, read_code
@@ -34,11 +34,14 @@ class PastRun:
         folder: with its files.
         store: where it is tracked; None: that is not known, as with a copied folder.
         run_id: in that store.
+        trust, allow: as of `deeplightning.checks.trust.run_config`.
     """
 
     folder: RunFolder
     store: Store | None
     run_id: str | None
+    trust: bool = False
+    allow: Sequence[str] = ()
 
     def __str__(self) -> str:
         return self.run_id or str(self.folder.path)
@@ -46,15 +49,23 @@ class PastRun:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The keys of the config with their values as they were written."""
-        if not self.folder.config.is_file():
-            raise CheckpointError(f"{self.folder.path}: this is no run folder, there is no {self.folder.config.name}")
-        return dict(flat(plain(read(self.folder.config).root)))
+        return dict(flat(plain(read(self.source).root)))
+
+    @cached_property
+    def source(self) -> RunConfig:
+        """The text of the config.
+
+        Raises:
+            CheckpointError: there is none, or it is foreign and not plain.
+        """
+        return run_config(self.folder, self.allow, trust=self.trust)
 
     @cached_property
     def asked(self) -> dict[str, Any]:
         """The keys that were asked to be otherwise than the config has them, with what was asked."""
         try:
-            asked = dict(flat(plain(read(self.folder.asked).root))) if self.folder.asked.is_file() else {}
+            file = self.folder.asked
+            asked = dict(flat(plain(parse(text_of(file), file.name, [])))) if file.is_file() else {}
         except ConfigError:
             return {}
         return {key: value for key, value in asked.items() if self.config.get(key) != value}
@@ -121,17 +132,25 @@ class PastRun:
         return Path(folder_name) if folder_name and Path(folder_name).is_dir() else None
 
 
-def past_run(run: str, remote: bool = True) -> PastRun:
-    """RUN, as a person writes it, with the store that it is tracked in.
+def past_run(run: str, remote: bool = True, trust: bool = False, allow: Sequence[str] = ()) -> PastRun:
+    """Find RUN, as a person writes it, and the store that it is tracked in.
 
     Args:
         remote: of a run folder, ask stores on other machines too.
+        trust, allow: as of `deeplightning.checks.trust.run_config`.
 
     Raises:
-        CheckpointError: there is no such run.
+        CheckpointError: there is no such run; or it is foreign, and its config is not plain or a link leads out of it.
         SetupError: the store cannot be asked.
     """
     folder = RunFolder(resolve_run(run, None))
+    if folder.config.is_file() and not trust:
+        run_config(folder, allow)
+        refuse_links(folder)
+    return replace(_with_store(run, folder, remote), trust=trust, allow=allow)
+
+
+def _with_store(run: str, folder: RunFolder, remote: bool) -> PastRun:
     if not (Path(run).expanduser().is_dir() or run.startswith("file:")):
         run_id = run.removeprefix("runs:/").strip("/")
         inside = folder.path.parent.name if folder.path.name == "artifacts" else folder.path.name
@@ -156,7 +175,7 @@ def _stores_around(folder: RunFolder) -> Iterator[Store]:
     if (artifact_root / "mlflow.db").is_file() or any(artifact_root.glob("*/meta.yaml")):
         yield locate(artifact_root)
     # The address in somebody else's config could be anywhere.
-    recorded = _config_if_any(folder).get("logger.params.tracking_uri") if is_own(folder) else None
+    recorded = _tracking_uri(folder)
     for uri in (recorded, os.environ.get("MLFLOW_TRACKING_URI"), "mlruns"):
         if uri and "${" not in str(uri):
             store = locate(uri)
@@ -164,11 +183,13 @@ def _stores_around(folder: RunFolder) -> Iterator[Store]:
                 yield store
 
 
-def _config_if_any(folder: RunFolder) -> dict[str, Any]:
+def _tracking_uri(folder: RunFolder) -> Any:
+    """Return the store that an own run names; None: it names none, or the run is foreign."""
     try:
-        return dict(flat(plain(read(folder.config).root)))
+        config = run_config(folder)
+        return dict(flat(plain(read(config).root))).get("logger.params.tracking_uri") if config.is_trusted else None
     except Exception:  # no config, or a damaged one: that is reported where it is needed
-        return {}
+        return None
 
 
 def _json(path: Path) -> dict[str, object]:

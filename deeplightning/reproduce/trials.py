@@ -203,7 +203,7 @@ class Trials:
             mixture = RunFolder(top / "mixture")
             parts.write(mixture)
             (top / "run").mkdir()
-            plan = prepare(PastRun(mixture, self.store, None), top / "run", overrides, True, self._say_once)
+            plan = prepare(PastRun(mixture, self.store, None, trust=True), top / "run", overrides, True, self._say_once)
             if self.parent.is_tracked:
                 plan.overrides.append(f"logger.params.run_name={quoted(f'{number} {name}'[:_MAX_NAME])}")
             plan.overrides += more

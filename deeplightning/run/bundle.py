@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deeplightning.callbacks.commands import seen_from_here
-from deeplightning.checks.trust import admit
 from deeplightning.faults import CheckpointError
 from deeplightning.kinds import KINDS
 from deeplightning.run.assemble import init_module
@@ -193,7 +192,7 @@ def quantize_run(folder: RunFolder, allow: Sequence[str] = ()) -> str:
 
     kind = KINDS[card_of(folder)["task"]]
     noun, name, instead = NOUNS[kind.takes], INPUT_OF[kind.takes], "serve it with serve.precision=fp32"
-    cfg = load_run(folder, [*admit(folder, allow, "serve"), *TO_ANSWER], "serve", needed=("data.module",))
+    cfg = load_run(folder, TO_ANSWER, "serve", ("data.module",), allow)
     data = init_module(cfg, "data")
     data.prepare_data()
     data.setup("validate")

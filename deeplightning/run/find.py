@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from deeplightning.checks.trust import run_config
 from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain
@@ -61,9 +62,9 @@ def store_of(cfg: Config) -> Store:
 
 def _experiment(config: Path) -> str | None:
     try:
-        logger = plain(read(config).root)["logger"]
+        logger = plain(read(run_config(RunFolder(config.parent))).root)["logger"]
         return experiment_of(logger["type"], logger["params"])
-    except (ConfigError, KeyError, TypeError):  # not ours, or damaged
+    except (ConfigError, CheckpointError, KeyError, TypeError):  # not ours, damaged, or foreign and not plain
         return None
 
 

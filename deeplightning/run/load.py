@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.checks.examine import load_config
-from deeplightning.checks.trust import admit, is_own_code
+from deeplightning.checks.trust import is_own_code, refuse_links, run_config
 from deeplightning.config.schema import Config, Engine, defaults
 from deeplightning.config.source import read
 from deeplightning.config.tree import line
@@ -52,7 +52,7 @@ def trained_task(folder: RunFolder, allow: Sequence[str] = (), verb: str = "use"
     """The task of a run with its best weights, on the CPU, its config, and the checkpoint's path.
 
     Args:
-        allow: modules that the config of a foreign run may name, as `deeplightning.checks.trust.admit` takes them.
+        allow: modules that the config of a foreign run may name, as `deeplightning.checks.trust.run_config` takes them.
         verb: what the run is asked for.
 
     Raises:
@@ -60,10 +60,9 @@ def trained_task(folder: RunFolder, allow: Sequence[str] = (), verb: str = "use"
     """
     from deeplightning.engine.checkpoint_io import load_weights, read_checkpoint
 
-    admitted = admit(folder, allow, verb)
+    cfg = load_run(folder, TO_ANSWER, verb, allow=allow)
     path = checkpoint_of(folder)
     checkpoint = read_checkpoint(path)
-    cfg = load_run(folder, [*admitted, *TO_ANSWER], verb)
     task = init_module(cfg, "model")
     task.on_load_checkpoint(checkpoint)
     task.configure_model()
@@ -75,8 +74,10 @@ def trained_task(folder: RunFolder, allow: Sequence[str] = (), verb: str = "use"
     return task.eval(), cfg, path
 
 
-def load_run(folder: RunFolder, overrides: Sequence[str], verb: str, needed: Collection[str] = ()) -> Config:
-    """The config of a run, for a use of its weights.
+def load_run(
+    folder: RunFolder, overrides: Sequence[str], verb: str, needed: Collection[str] = (), allow: Sequence[str] = ()
+) -> Config:
+    """Load the config of a run, for a use of its weights.
 
     A key that this version does not know, and a part that is not needed and cannot be imported, are left out with a
     warning.
@@ -84,14 +85,21 @@ def load_run(folder: RunFolder, overrides: Sequence[str], verb: str, needed: Col
     Args:
         verb: what the run is asked for.
         needed: which of `_SPARE` this use builds.
+        allow: modules that the config of a foreign run may name, as `deeplightning.checks.trust.run_config` takes them.
 
     Raises:
         ConfigError: with every other fault.
+        CheckpointError: the run is foreign and its config is not plain, or names what may not be built.
     """
+    config = run_config(folder, allow, verb)
+    refuse_links(folder)
+    if not config.is_trusted:
+        ignored = ", ".join(text.removeprefix("~") for text in config.left_out() if text.startswith("~"))
+        log.info("%s was not made here by you: its %s are not taken", folder.path, ignored)
     left_out: list[str] = []
     while True:
         try:
-            return load_config(folder.config, [*overrides, *left_out], beside=False)
+            return load_config(config, [*overrides, *left_out], beside=False)
         except ConfigError as error:
             instead = [_instead(fault, needed) for fault in error.faults]
             if None in instead or not set(instead).isdisjoint(left_out):
@@ -150,7 +158,7 @@ def use_code(folder: RunFolder, allow: Sequence[str] = ()) -> None:
         )
     into = Path(tempfile.mkdtemp(prefix="deeplightning-code-"))
     atexit.register(shutil.rmtree, into, ignore_errors=True)
-    secrets = read(folder.config).secrets.values
+    secrets = read(run_config(folder, allow, "use")).secrets.values
     add_import_roots(*unpack(code, into, lambda content: restored(content, {n: value for value, n in secrets.items()})))
     log.warning("the run's own code is used, from %s: %s", folder.code, names or "none")
     for where in code.concealed:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deeplightning.checks.trust import run_config
 from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.tree import as_written, dump
@@ -279,7 +280,7 @@ def _refusal(cfg: Config, run_id: str, folder: Path) -> str | None:
 
 def _is_same(cfg: Config, folder: RunFolder) -> bool:
     """Whether a run was started with the same config, but for what it resumes from and its stages."""
-    theirs, ours = as_written(read(folder.config).root), cfg.public()
+    theirs, ours = as_written(read(run_config(folder)).root), cfg.public()
     if theirs["train"]["resume_ckpt"] is not None:
         return False
     ours["train"]["resume_ckpt"] = None

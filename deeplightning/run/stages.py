@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deeplightning.checks.explain import show
-from deeplightning.checks.trust import admit
+from deeplightning.checks.trust import is_own
 from deeplightning.config.automatic import unfilled
 from deeplightning.config.schema import Config
 from deeplightning.config.target import find
@@ -200,13 +200,12 @@ def evaluate(folder: RunFolder, stage: str, overrides: list[str], allow: Sequenc
     """
     from deeplightning.engine.checkpoint_io import read_checkpoint
 
-    admitted = admit(folder, allow, stage)
     path = checkpoint_of(folder)
-    run = read_checkpoint(path).get("run") or {}
     fixed = [f"stages=[{stage}]", f"test.ckpt={_quoted(path)}", "engine.launcher=null", "engine.num_nodes=1"]
     needed = ("data.module", *(["model.loss"] if stage == "test" else []))
-    cfg = load_run(folder, [*admitted, *fixed, *overrides], stage, needed)
-    if run.get("id") and not admitted and cfg.logger.type.endswith(("tracking.MLflowLogger", "loggers.MLFlowLogger")):
+    cfg = load_run(folder, [*fixed, *overrides], stage, needed, allow)
+    run = read_checkpoint(path).get("run") or {}
+    if run.get("id") and is_own(folder) and cfg.logger.type.endswith(("tracking.MLflowLogger", "loggers.MLFlowLogger")):
         cfg.logger.params.setdefault("run_id", run["id"])
         store = folder.path.parents[2] if folder.path.parent.name == run["id"] else None
         if store and (store / DATABASE).is_file() and not any("tracking_uri" in text for text in overrides):

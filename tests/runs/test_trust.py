@@ -11,16 +11,19 @@ from types import FunctionType, SimpleNamespace
 
 import pytest
 
-from deeplightning import model
+from deeplightning import load_run, model
 from deeplightning.checks import trust
-from deeplightning.checks.trust import admit, is_own, is_own_code
+from deeplightning.checks.check import check
+from deeplightning.checks.trust import is_own, is_own_code, run_config
 from deeplightning.cli.deploy import command as command_of
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, plain
 from deeplightning.faults import CheckpointError
 from deeplightning.launch import ray, slurm
+from deeplightning.own_code import INSTALLED
 from deeplightning.reproduce.past import _stores_around
-from deeplightning.run.load import trained_task
+from deeplightning.run.load import TO_ANSWER, trained_task
+from deeplightning.run.load import load_run as load_config_of
 from deeplightning.runfolder import RunFolder
 from deeplightning.torch_server import Checkpoint
 
@@ -127,6 +130,12 @@ HOSTILE = {
         "model.network.type",
         "deeplightning.__main__.main",
     ),
+    "a network that a function makes": (
+        "model.network",
+        {"type": "torchvision.models.resnet18", "params": {"num_classes": 10}},
+        "model.network.type",
+        "torchvision.models.resnet18, which is torchvision.models.resnet.resnet18, would be imported",
+    ),
     "a function that downloads weights": (
         "model.network",
         {"type": "torchvision.models.resnet18", "params": {"weights": "DEFAULT"}},
@@ -137,25 +146,13 @@ HOSTILE = {
         "model.network",
         {"type": "torchvision.models.detection.fasterrcnn_resnet50_fpn"},
         "model.network.type",
-        "that builds one without weights, with plain values",
-    ),
-    "weights by the older word": (
-        "model.network",
-        {"type": "torchvision.models.resnet18", "params": {"pretrained": True}},
-        "model.network.type",
-        "that builds one without weights, with plain values",
+        "torchvision.models.detection.fasterrcnn_resnet50_fpn",
     ),
     "a function of torchvision's that builds what is named": (
         "model.network",
         {"type": "torchvision.models.get_model", "params": {"name": "resnet18", "weights": "DEFAULT"}},
         "model.network.type",
         "torchvision.models.get_model",
-    ),
-    "an environment variable": (
-        "model.network.params.image_size",
-        "${oc.decode:${oc.env:HOME}}",
-        "model.network.params.image_size",
-        "only plain values are allowed. If you trust it: --allow oc.env",
     ),
     "an own logger": ("logger.type", "pwned.Logger", "logger.type", "--allow pwned"),
     "an own callback": (
@@ -191,11 +188,16 @@ def watched(command, cwd, verb, folder, *more):
     """How a verb ended under an audit hook, and what it did, by kind."""
     file = cwd / "watched.json"
     outcome = command(verb, folder, *more, cwd=cwd, main="watched:main", WATCHED=str(file))
-    seen = {"writes": [], "starts": [], "connects": [], "imports": []}
-    for kind, what in json.loads(file.read_text()):
-        seen[kind].append(what)
+    seen = _by_kind(json.loads(file.read_text()))
     file.unlink()
     return outcome, seen
+
+
+def _by_kind(events):
+    seen = {"writes": [], "reads": [], "starts": [], "connects": [], "imports": [], "variables": []}
+    for kind, what in events:
+        seen[kind].append(what)
+    return seen
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -222,6 +224,136 @@ def test_a_hostile_folder_executes_nothing(name, run, tmp_path, command):
         assert sorted(copy.path.rglob("*")) == before, verb
     outcome, _ = watched(command, work, "predict", copy.path, DIGIT)
     assert (outcome.code, outcome.out) == (4, ""), str(outcome)
+
+
+SECRET = "hunter-seventy-seven"
+LOSS = "type: torch.nn.CrossEntropyLoss"
+BEYOND_PLAIN = {
+    "a choice": lambda text: text.replace(LOSS, "type: ${oc.select:tune.safe,sympy.sympify}"),
+    "a choice inside a choice": lambda text: text.replace(LOSS, "type: ${oc.select:${oc.select:a,b},pwned.Loss}"),
+    "part of a name": lambda text: text.replace(LOSS, "type: torch.nn.${stages.0}"),
+    "a value of its own section": lambda text: text.replace(LOSS, "type: ${.params.name}"),
+    "a mapping made of text": lambda text: text.replace(LOSS, "type: '${oc.create:{type: pwned.Loss}}'"),
+    "the keys of a mapping": lambda text: text.replace("loader: {}", "loader: ${oc.dict.keys:tune}"),
+    "the values of a mapping": lambda text: text + "more: ${oc.dict.values:tune}\n",
+    "decoded text": lambda text: text + "more: \"${oc.decode:'{type: pwned.Loss}'}\"\n",
+    "a variable": lambda text: text + "more: ${oc.env:MY_VALUE}\n",
+    "a variable or else a text": lambda text: text + "more: ${oc.env:MY_VALUE,none}\n",
+    "a variable in a list of lists": lambda text: text + "more: [[1, ['${oc.env:MY_VALUE}']]]\n",
+    "a variable in a section that is not taken": lambda text: text.replace("env: {}", "env: {A: '${oc.env:MY_VALUE}'}"),
+    "a variable in a key": lambda text: text + "'${oc.env:MY_VALUE}': 1\n",
+    "a variable behind escapes": lambda text: text + 'more: "\\x24{oc.env:MY_VALUE}"\n',
+    "a variable in a block": lambda text: text + "more: |\n  ${oc.env:MY_VALUE}\n",
+    "a variable by an anchor": lambda text: text + "more: &a ${oc.env:MY_VALUE}\nless: *a\n",
+    "an outdated key": lambda text: text + "more: ${oc.deprecated:seed}\n",
+    "a resolver of its own": lambda text: text.replace("resolvers: {}", "resolvers: {mine: pwned.mine}"),
+    "a base at an address": lambda text: "_base_: http://127.0.0.1:9/base.yaml\n" + text,
+    "a base of this machine": lambda text: "_base_: /etc/passwd\n" + text,
+    "a base of a package": lambda text: "_base_: pkg://pwned/base.yaml\n" + text,
+    "an option": lambda text: "_base_: [{model: resnet}]\n" + text,
+    "a base inside a section": lambda text: text.replace("data:\n", "data:\n  _base_: other.yaml\n", 1),
+    "an object of Python": lambda text: text + "more: !!python/object/apply:os.system [touch PWNED]\n",
+    "a tag that says what it is": lambda text: text.replace("seed: 7", "seed: !!int '7'"),
+    "a tag of its own": lambda text: "%TAG !e! tag:pwned,2026:\n---\n" + text + "more: !e!x 1\n",
+}
+"""What a foreign config holds that is no plain value: the text of the config, changed."""
+BY_ALL = ("a choice", "a variable", "a base at an address", "an object of Python")
+"""Those that each verb meets; the others meet one of each way to read a config."""
+
+
+def verbs_of(folder, own, to):
+    """The command line of each verb that takes a run."""
+    return [
+        *(["predict", folder, str(DIGIT)], ["serve", folder], ["diff", own, folder], ["test", folder, "seed=4"]),
+        *(["predict", folder], ["export", folder], ["compare", own, folder], ["reproduce", folder]),
+        *(["bisect", own, folder], ["report", folder], ["push", folder, "hf://a/b", "--to", to]),
+        ["plan", "--against", folder],
+    ]
+
+
+@pytest.mark.parametrize("name", BEYOND_PLAIN)
+def test_a_foreign_config_is_plain_or_refused(name, run, tmp_path, command):
+    """Every verb: exit code 4 with file and line, for a run with a bundle and without. Nothing is imported, started,
+    fetched or written, no variable that the config names is read, and no file outside of the run and the installation;
+    neither does `load_run`."""
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "pwned.py").write_text("open('PWNED', 'w')\n")
+    copies = [tmp_path / "with", tmp_path / "without"]
+    for copy, left_out in zip(copies, ((), ("bundle",)), strict=True):
+        shutil.copytree(run.path, copy, ignore=shutil.ignore_patterns(*left_out))
+        text = BEYOND_PLAIN[name](run.config.read_text())
+        assert text != run.config.read_text()
+        (copy / "cfg.yaml").write_text(text)
+    verbs = 12 if name in BY_ALL else 4
+    words = [line for copy in copies for line in verbs_of(str(copy), str(run.path), str(tmp_path / "to"))[:verbs]]
+    file = tmp_path / "watched.json"
+    outcome = command(
+        "", cwd=work, main="watched:each", WATCHED=str(file), WORDS=json.dumps(words), MY_VALUE=SECRET, HOME=str(work)
+    )
+    done = json.loads(file.read_text()) if file.exists() else []
+    assert len(done) == len(words), outcome
+    allowed = (*copies, run.path, *INSTALLED, ROOT, "/usr", "/etc/ld", "/proc", "/sys", "/dev")
+    for line, one in zip(words, done, strict=True):
+        seen = _by_kind(one["seen"])
+        assert one["code"] == 4, (line, one["err"])
+        assert SECRET not in one["err"], line
+        if line[0] != "plan" and (line[0] != "push" or line[1] == str(copies[0])):  # others say what they need first
+            assert "not made here by you, and its config has " in one["err"], (line, one["err"])
+            assert "cfg.yaml:" in one["err"], line
+        assert seen["starts"] == seen["connects"] == [], line
+        assert [path for path in seen["writes"] if path != os.devnull] == [], line
+        assert {module for module in seen["imports"] if module.partition(".")[0] not in IMPORTED} == set(), line
+        if line[0] != "serve":  # it copies the whole environment, for the server
+            assert "MY_VALUE" not in seen["variables"], line
+        assert [path for path in seen["reads"] if not path.startswith(tuple(map(str, allowed)))] == [], line
+    assert sorted(path.name for path in work.iterdir()) == ["pwned.py"]
+    with pytest.raises(CheckpointError, match="not made here by you, and its config has "):
+        load_run(copies[0])
+
+
+def test_the_tree_that_is_admitted_is_the_tree_that_is_built(run, tmp_path, monkeypatch):
+    """Overrides, variables that are allowed, and a retry without an unknown key come before the names are compared; a
+    file that changes after it was read changes nothing."""
+    named = "model.loss.type: to use this run, sympy.sympify"
+    copy = foreign(run, tmp_path / "copy", model__loss={"type": "torch.nn.CrossEntropyLoss"}, more=1)
+    with pytest.raises(CheckpointError, match=named):
+        check(run_config(copy), ["model.loss.type=sympy.sympify"])
+    with pytest.raises(CheckpointError, match=r"model\.loss: .* has the reference '\$\{model\.network\}'"):
+        check(run_config(copy), ["model.loss=${model.network}"])
+    monkeypatch.setenv("LOSS", "sympy.sympify")
+    with pytest.raises(CheckpointError, match=r"the reference '\$\{oc\.env:LOSS\}'\. .* --allow oc\.env"):
+        check(run_config(copy, verb="test"), ["model.loss.type=${oc.env:LOSS}"])
+    with pytest.raises(CheckpointError, match=named):
+        check(run_config(copy, ["oc.env"]), ["model.loss.type=${oc.env:LOSS}"])
+    config = run_config(copy)
+    copy.config.write_text(copy.config.read_text().replace("torch.nn.CrossEntropyLoss", "${oc.env:LOSS}"))
+    assert "model.loss" not in [fault.key for fault in check(config).faults]
+    with pytest.raises(CheckpointError, match=named):
+        load_config_of(copy, [], "use", allow=["oc.env"])
+    monkeypatch.setenv("LOSS", "torch.nn.CrossEntropyLoss")
+    assert load_config_of(copy, TO_ANSWER, "use", allow=["oc.env"]).model.loss.type == "torch.nn.CrossEntropyLoss"
+    with pytest.raises(CheckpointError, match=r"cfg\.yaml:\d+:\d+: .* has the reference '\$\{oc\.env:LOSS\}'"):
+        run_config(copy, ["torch"])
+
+
+def test_a_link_out_of_a_foreign_run_is_not_followed(run, tmp_path, command):
+    """Neither config, results nor a bundle's file are a file of this machine: exit code 4 names the link."""
+    secret = tmp_path / "secret.json"
+    secret.write_text('{"test_loss": 77.77}')
+    for name in ("test_results.json", "bundle/notes.json"):
+        copy = foreign(run, tmp_path / name.partition("/")[0])
+        copy.bundle.mkdir()
+        (copy.path / name).unlink(missing_ok=True)
+        (copy.path / name).symlink_to(secret)
+        for words in (["diff", run.path, copy.path], ["report", copy.path], ["export", copy.path]):
+            outcome = command(*words, cwd=tmp_path)
+            assert outcome.code == 4, outcome
+            assert f"{name}: this link leads out of the folder of a run" in outcome.err
+            assert "77.77" not in str(outcome)
+    (copy.path / name).unlink()
+    (copy.path / "inside.json").symlink_to("best.json")
+    assert command("export", copy.path, cwd=tmp_path).code == 0
 
 
 def test_the_server_of_torch_asks_too(run, tmp_path, monkeypatch):
@@ -308,12 +440,12 @@ def test_a_register_that_others_may_write_counts_for_nothing(run, tmp_path, monk
 
 def test_a_foreign_run_of_known_classes_is_used_without_leave(run, tmp_path, command):
     """Its bundle is that of the original. Its results go into a new run of the store in use here; its tracker, hook,
-    callbacks and variables are not taken, and nothing of them is resolved."""
+    callbacks and variables are not taken."""
     marks = {
         "engine.setup_hook": "pwned.hook",
-        "engine.env": {"PWNED": "${oc.env:HOME}"},
-        "logger.params": {"tracking_uri": "http://127.0.0.1:9/${oc.env:HOME}"},
-        "model.init_from": "${oc.env:HOME}/weights.pth",
+        "engine.env": {"PWNED": "1"},
+        "logger.params": {"tracking_uri": "http://127.0.0.1:9/"},
+        "model.init_from": "/nowhere/weights.pth",
     }
     copy = foreign(run, tmp_path / "copy", **marks)
     (tmp_path / "pwned.py").write_text("raise SystemExit('imported')")
@@ -341,10 +473,12 @@ def test_a_foreign_config_does_not_open_the_machine(run, tmp_path, capsys):
     assert command_of(str(copy.path))[5:] == []
     assert "serve.host 0.0.0.0 of " in capsys.readouterr().err
     assert command_of(str(copy.path), ["serve.host='::1'"])[5:] == ["--host=::1"]
-    other = foreign(run, tmp_path / "other", serve__host="${oc.env:HOME}")
+    other = foreign(run, tmp_path / "other", serve__api_key_env="HOME")
     shutil.copytree(run.bundle, other.bundle)
-    with pytest.raises(CheckpointError, match=r"serve\.host: the config of this run, which was not made here by you"):
+    with pytest.raises(CheckpointError, match=r"serve\.api_key_env: this run was not made here by you, and its config"):
         command_of(str(other.path))
+    assert command_of(str(other.path), ["serve.api_key_env=null"])[5:] == []
+    assert command_of(str(other.path), ["serve.api_key_env=HOME"])[5:] == ["--api-key-env=HOME"]
 
 
 def test_what_a_rule_allows_is_what_our_configs_name(run, tmp_path):
@@ -357,25 +491,11 @@ def test_what_a_rule_allows_is_what_our_configs_name(run, tmp_path):
         "model.scheduler": {"type": "torch.optim.lr_scheduler.ReduceLROnPlateau"},
         "data.module.params.augment": augment,
     }
-    assert "~engine" in admit(foreign(run, tmp_path / "copy", **changes))
+    check(run_config(foreign(run, tmp_path / "copy", **changes)))
 
 
-@pytest.mark.parametrize(
-    ("network", "params"),
-    [
-        ("deeplightning.model.resnet.ResNet18", {"num_classes": 10, "num_channels": 1}),
-        ("torchvision.models.resnet18", {"num_classes": 10}),
-        ("torchvision.models.resnet18", {"num_classes": 10, "weights": None}),
-        ("torchvision.models.detection.fasterrcnn_resnet50_fpn", {"weights": None, "weights_backbone": None}),
-    ],
-)
-def test_a_network_that_a_function_makes_is_built_without_leave(network, params, run, tmp_path):
-    """Ours, and those of torchvision's list, as long as no weights are downloaded."""
-    assert "~engine" in admit(foreign(run, tmp_path / "copy", **{"model.network": {"type": network, "params": params}}))
-
-
-def test_every_public_function_beside_our_networks_makes_one():
-    """A foreign config may call them: another one has to be private, or to stand elsewhere."""
+def test_each_of_our_networks_is_a_class(run, tmp_path):
+    """Nothing else beside them is public, so a foreign config may name each of our networks without leave."""
     names = [module.name for module in pkgutil.iter_modules(model.__path__, "deeplightning.model.")]
     functions = {
         found.__name__
@@ -383,12 +503,18 @@ def test_every_public_function_beside_our_networks_makes_one():
         for found in vars(module).values()
         if isinstance(found, FunctionType) and found.__module__ == module.__name__ and found.__name__[0] != "_"
     }
-    resnets = {*("ResNet18", "ResNet34", "ResNet50", "ResNet101", "ResNet152")}
-    assert functions == {*resnets, "ResNeXt50", "ResNeXt101", "WideResNet50", "WideResNet101"}
+    assert functions == set()
+    network = {"type": "deeplightning.model.resnet.ResNet18", "params": {"num_classes": 10, "num_channels": 1}}
+    assert check(run_config(foreign(run, tmp_path / "copy", **{"model.network": network}))).faults == []
 
 
-def test_a_foreign_config_names_no_folder_to_write_to(run, tmp_path):
-    """The cache of decoded images stays where the user has it."""
-    images = {"type": "deeplightning.data.image_folder.ImageFolder", "params": {"cache": "/somewhere"}}
-    overrides = admit(foreign(run, tmp_path / "copy", **{"data.module": images}))
-    assert "data.module.params.cache=true" in overrides
+def test_a_foreign_config_neither_writes_elsewhere_nor_fetches_data(run, tmp_path):
+    """The cache of decoded images stays where the user has it, data sets are not downloaded, and an address is no
+    place of data; an override of the user's says otherwise."""
+    images = {"type": "deeplightning.data.mnist.MNIST", "params": {"cache": "/somewhere", "download": True}}
+    changes = {"data.module": images, "data.root": "http://127.0.0.1:9/data"}
+    config = run_config(foreign(run, tmp_path / "copy", **changes))
+    data = check(config).config.data
+    assert (data.module.params, data.root) == ({"cache": True, "download": False}, None)
+    data = check(config, ["data.module.params.download=true", "data.root=/mine"]).config.data
+    assert (data.module.params["download"], data.root) == (True, "/mine")
