@@ -7,7 +7,7 @@ import click
 
 from deeplightning.cli.group import newest_run
 from deeplightning.cli.listing import listing
-from deeplightning.faults import CheckpointError, count, nearest, printable
+from deeplightning.faults import CheckpointError, count, nearest
 from deeplightning.reproduce.groups import Group, group_of, runs_in
 from deeplightning.reproduce.luck import Comparison, Row, number, of_samples
 from deeplightning.reproduce.past import PastRun, past_run
@@ -82,7 +82,7 @@ def as_text(found: Comparison) -> str:
     if found.samples is not None and not any("test samples" in sentence for sentence in found.sentences):
         lines.append(of_samples(found.samples))
     lines += [f"note: {note}" for note in found.notes]
-    return "\n".join(printable(part) for line in lines for part in line.split("\n"))
+    return "\n".join(lines)
 
 
 def _cells(row: Row) -> list[str]:

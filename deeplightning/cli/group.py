@@ -13,6 +13,7 @@ import click
 from deeplightning.cli.completion import Complete, complete_config, complete_overrides, complete_run
 from deeplightning.cli.exit_codes import Session
 from deeplightning.process import garbage
+from deeplightning.process.terminal import say
 from deeplightning.version import __version__
 
 if TYPE_CHECKING:
@@ -223,11 +224,11 @@ def show_notices(report: "Report") -> None:
     """What a report holds beside faults, on stderr."""
     redact = session().redact
     for notice in report.notices:
-        click.echo(f"{'warning: ' if notice.unasked else ''}{redact(notice.text)}", err=True)
+        say(f"{'warning: ' if notice.unasked else ''}{redact(notice.text)}", err=True)
     for fault in report.at_start:
-        click.echo(f"warning: {redact(str(fault))}", err=True)
+        say(f"warning: {redact(str(fault))}", err=True)
     for fault in report.unchecked:
-        click.echo(f"unchecked: {redact(str(fault))}", err=True)
+        say(f"unchecked: {redact(str(fault))}", err=True)
 
 
 def folder_of(run: str, code: str | None = None, allow: tuple[str, ...] = ()) -> "RunFolder":
