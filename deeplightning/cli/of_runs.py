@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from deeplightning.cli.group import (
 from deeplightning.faults import count
 from deeplightning.process import streams
 from deeplightning.process.terminal import is_interactive, say, say_path, width
+from deeplightning.words import printable
 
 
 @cli.command(context_settings=LOOSE, epilog=OVERRIDES)
@@ -178,7 +178,7 @@ def reproduce(run: str, overrides: tuple[str, ...], any_data: bool, trust: bool)
     from deeplightning.reproduce.again import reproduce as run_again
 
     streams.outlive_reader()
-    again = run_again(run, overrides, any_data=any_data, trust=trust, say=partial(say, err=True))
+    again = run_again(run, overrides, any_data=any_data, trust=trust, say=note)
     say(f"reproduced: the same weights and results in {again.path}", err=True)
 
 
@@ -225,7 +225,7 @@ def bisect(good: str, bad: str, overrides: tuple[str, ...], **options: Any) -> N
     from deeplightning.reproduce.bisect import bisect as find
 
     streams.outlive_reader()
-    find(good, bad, overrides, say=partial(say, err=True), **options)
+    find(good, bad, overrides, say=note, **options)
 
 
 @cli.command()
@@ -276,6 +276,11 @@ def compare(first: str, second: str, metric: str | None, by: float | None, forma
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     say(json.dumps(found.to_dict(), indent=2) if format == "json" else as_text(found))
+
+
+def note(line: str) -> None:
+    """Says a line, in which a name may have line ends, on stderr."""
+    say(printable(line), err=True)
 
 
 def newest_runs(ctx: click.Context, param: click.Parameter, runs: tuple[str, ...]) -> tuple[str, ...]:
@@ -409,5 +414,5 @@ def runs(
     if clean and not delete:
         say(f"{count(len(rows), 'run')} would be removed, with all files; --delete does it", err=True)
     if delete:
-        gone = of.remove(tracking_uri, rows, statuses, partial(say, err=True))
+        gone = of.remove(tracking_uri, rows, statuses, note)
         say(f"{count(len(gone), 'run')} deleted", err=True)
