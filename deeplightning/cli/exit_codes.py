@@ -1,6 +1,5 @@
 """Errors become notes and exit codes: the one place that decides what the command ends with."""
 
-import logging
 import os
 import sys
 import traceback
@@ -13,7 +12,7 @@ import click
 from deeplightning.faults import FREE_SOME, UserError, is_full, is_of_machine, no_room
 from deeplightning.process import streams
 from deeplightning.process.identity import own_rank
-from deeplightning.process.terminal import LAYOUT, Printable, is_interactive, say, styled, wrapped
+from deeplightning.process.terminal import LAYOUT, is_interactive, say, styled, wrapped
 from deeplightning.words import first_line, lacks_memory, printable
 
 
@@ -31,8 +30,6 @@ class Session:
 def run_verb(verbs: click.Group) -> int:
     """Runs the verb that the command line names; its exit code."""
     session = Session()
-    if logging.lastResort is not None:
-        logging.lastResort.setFormatter(Printable())
     try:
         verbs.main(standalone_mode=False, prog_name="deeplightning", obj=session)
         sys.stdout.flush()  # here a reader that has gone is noticed in time

@@ -166,7 +166,12 @@ def newest_run(ctx: click.Context, param: click.Parameter, run: str) -> str: ...
 def newest_run(ctx: click.Context, param: click.Parameter, run: str | None) -> str | None: ...
 def newest_run(ctx: click.Context, param: click.Parameter, run: str | None) -> str | None:
     """`last` in place of a RUN is the newest one; a folder of that name is `./last`."""
-    if run != "last" or ctx.resilient_parsing:
+    if run is None or ctx.resilient_parsing:
+        return run
+    from deeplightning.process.logs import escape_warnings
+
+    escape_warnings()
+    if run != "last":
         return run
     from deeplightning.cli.listing import newest
 

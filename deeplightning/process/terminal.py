@@ -3,7 +3,6 @@
 `say` prints: what a store, a run, a bundle or a data file holds reaches stdout and stderr only through it.
 """
 
-import logging
 import os
 import re
 import shutil
@@ -50,13 +49,6 @@ def has_colour(stream: TextIO) -> bool:
 def styled(text: str, code: int, stream: TextIO) -> str:
     """Text with an ANSI style, such as 31 for red, where the stream shows colour."""
     return f"\x1b[{code}m{text}\x1b[0m" if has_colour(stream) else text
-
-
-class Printable(logging.Formatter):
-    """Writes log lines whose words may come from anywhere, with escapes for what could steer a terminal."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record), LAYOUT)
 
 
 def width() -> int:

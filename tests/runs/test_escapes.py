@@ -184,7 +184,7 @@ def test_a_project_and_its_training_show_the_names_of_a_table_escaped(begun, mad
         assert is_clean(outcome.out + outcome.err)
     assert printable(COLUMN) in begun[0].out
     folder = RunFolder(made.folder)
-    for path in (folder.log(0), folder.config, folder.report):
+    for path in (folder.log(0), folder.config, folder.report, begun[1] / "config.yaml", begun[1] / "README.md"):
         assert steers(path.read_text()) == []
     with closing(sqlite3.connect(made.folder.parents[2] / "mlflow.db")) as database:
         notes = database.execute("SELECT value FROM tags WHERE key = 'mlflow.note.content'").fetchall()
