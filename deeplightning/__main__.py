@@ -3,6 +3,8 @@
 import os
 import sys
 
+from deeplightning.process.terminal import say
+
 if sys.path[:1] in ([""], [os.getcwd()]):  # noqa: PTH109
     # `python -m` puts the working directory first: a user's `random.py` would come before the standard library's.
     sys.path.append(sys.path.pop(0))
@@ -21,7 +23,7 @@ def main() -> None:
 
         run()
     except KeyboardInterrupt as error:
-        print(f"error: {error}" if streams.heard else "interrupted", file=sys.stderr)
+        say(f"error: {error}" if streams.heard else "interrupted", err=True)
         sys.exit(streams.TERMINATED_CODE if streams.heard else 130)
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from deeplightning.process.terminal import say
+
 if __name__ == "__main__":
     # One thread for each pass, set before torch is imported: workers are forked when the model is loaded, without the
     # threads of OpenMP.
@@ -188,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             Runtime("torch", _torch_lacks, lambda: torch.version.cuda or ""),
         )
     except UserError as error:
-        print(error, file=sys.stderr)
+        say(error, err=True)
         return error.exit_code
 
 

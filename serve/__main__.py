@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from deeplightning.runfolder import RunFolder
+from deeplightning.words import printable
 from serve.admission import Admission
 from serve.bundle import Bundle, places
 from serve.device import (
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.device = settled_device(options.precision, options.device, options.tensorrt)
         return serve(open_model, options, lambda: _files(options.folder), options.folder)
     except OptionError as error:
-        print(error, file=sys.stderr)
+        print(printable(str(error), "\n"), file=sys.stderr)
         return error.exit_code
 
 
@@ -159,7 +160,7 @@ def serve(
         choice = choose_devices(options.device, runtime)
         first = _listen(options.host, options.port)
     except (AddressError, DeviceError, OptionError) as error:
-        print(error, file=sys.stderr)
+        print(printable(str(error), "\n"), file=sys.stderr)
         return error.exit_code
 
     def listen(number: int) -> list[socket.socket]:
@@ -169,7 +170,7 @@ def serve(
     def announce(what: str, layout: Layout) -> None:
         if choice.reason is not None:
             log_event(ON_CPU, reason=choice.reason)
-        print(f"Serving {what} on {_url(first)}: {layout}", flush=True)
+        print(f"Serving {printable(what)} on {_url(first)}: {layout}", flush=True)
 
     _return_memory()
     try:
@@ -178,7 +179,7 @@ def serve(
         fast = options.server == "fast"
         return Supervisor(open_model, listen, limits, admission, fast, watch, announce, folder, choice).run()
     except ModelError as error:
-        print(error, file=sys.stderr)
+        print(printable(str(error), "\n"), file=sys.stderr)
         return error.exit_code
 
 

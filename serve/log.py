@@ -9,6 +9,8 @@ import sys
 import time
 import traceback
 
+from deeplightning.words import printable
+
 MAX_LINES = 4096
 
 MAX_REFUSED = 100
@@ -73,7 +75,7 @@ def log_event(event: str, error: BaseException | None = None, **fields: object) 
         record["error"] = "".join(traceback.format_exception(error))
     with contextlib.suppress(OSError, ValueError):
         # One write: `print` may write the end of the line alone, after the line of another process.
-        sys.stderr.write(f"{json.dumps(record, ensure_ascii=False, default=str)}\n")
+        sys.stderr.write(f"{printable(json.dumps(record, default=str))}\n")
         sys.stderr.flush()
 
 

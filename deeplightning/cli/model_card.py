@@ -19,6 +19,7 @@ from deeplightning.faults import count
 from deeplightning.kinds import KINDS
 from deeplightning.runfolder import Card, RunFolder
 from deeplightning.tracking.series import from_file
+from deeplightning.words import printable
 
 PIPELINES = {
     "image_classification": "image-classification",
@@ -111,7 +112,7 @@ def model_card(folder: RunFolder, card: Card, name: str, left_out: list[str]) ->
         "## Config\n",
         f"```yaml\n{config}```\n",
     ]
-    return "\n".join(parts)
+    return printable("\n".join(parts), "\n")
 
 
 def _metrics(folder: RunFolder) -> dict[str, float]:
@@ -135,7 +136,7 @@ def _labels(card: Card) -> str:
     labels = card.get("labels") or []
     if not labels:
         return ""
-    some = ", ".join(f"`{label}`" for label in labels[:20])
+    some = ", ".join(f"`{printable(label)}`" for label in labels[:20])
     return f"It knows {len(labels)}: {some}{', …' if len(labels) > 20 else ''}."
 
 
@@ -203,7 +204,7 @@ def _environment(folder: RunFolder) -> str:
 def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> str:
     if not rows:
         return ""
-    return "\n".join(f"| {a} | {b} |" for a, b in [head, ("---", "---"), *rows]) + "\n"
+    return "\n".join(printable(f"| {a} | {b} |") for a, b in [head, ("---", "---"), *rows]) + "\n"
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from deeplightning.kinds import KINDS
 from deeplightning.run.inputs import ENDINGS, Place, inputs_of
 from deeplightning.run.load import trained_task
 from deeplightning.runfolder import RunFolder
+from deeplightning.words import printable
 from serve.local import answered
 
 MANY = 1000  # inputs without an answer that are named
@@ -245,15 +246,21 @@ def _writer(out: Path | None) -> Iterator[Callable[[dict[str, object]], object]]
 
 
 def _table(out: TextIO) -> Callable[[dict[str, object]], object]:
+    """Writes rows as CSV. On stdout nothing can steer a terminal; into a pipe, the paths of files stay as they are."""
     writer = csv.writer(out)
-    is_begun = False
+    is_begun, as_it_is = False, "path" if not out.isatty() else None
 
     def write(row: dict[str, object]) -> None:
         nonlocal is_begun
         if not is_begun:
-            writer.writerow(row)
+            writer.writerow(shown("", name) for name in row)
             is_begun = True
-        writer.writerow(row.values())
+        writer.writerow(shown(name, value) for name, value in row.items())
+
+    def shown(name: str, value: object) -> object:
+        if out is sys.stdout and isinstance(value, str) and name != as_it_is:
+            return printable(value)
+        return value
 
     return write
 
