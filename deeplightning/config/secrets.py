@@ -15,7 +15,7 @@ CUT = 20  # characters: a value that a message has cut is known by its first one
 _REFERENCE = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
 _MAYBE_KEY = re.compile(r"(?i)pass|pwd|secret|token|credential|key|salt|auth")
 _MAYBE_VALUE = re.compile(r"://[^\s/]*@|-----BEGIN|=|\s")
-_LONG, _DIGIT = re.compile(r"[\w+/-]{16}"), re.compile(r"\d")
+_LONG, _DOTTED = re.compile(r"[\w+/-]{16}"), re.compile(r"(?:[^\W\d]+\.)+[^\W\d]+")
 
 
 @dataclass
@@ -108,7 +108,7 @@ def note_literals(root: Entry, secrets: Secrets) -> None:
     for path, entry in leaves(root):
         text = str(entry.value)
         name = next((part for part in reversed(path) if isinstance(part, str)), "")
-        is_random = _DIGIT.search(text) and _LONG.search(text)
+        is_random = _LONG.search(text) and not _DOTTED.fullmatch(text)
         if not (_MAYBE_KEY.search(name) or _MAYBE_VALUE.search(text) or is_random):
             continue
         if isinstance(entry.value, bool | float | None) or secrets.text_of(path) or not tells(text):
