@@ -59,13 +59,15 @@ model:
   optimizer: {type: torch.optim.SGD, params: {lr: 0.05}}
   loss: {type: torch.nn.CrossEntropyLoss, params: {}}
 train: {num_epochs: 1, export: false}
+engine:
+  env: {MY_API: clear-in-env-49, FLAVOUR: bitter, OMP_WAIT_POLICY: passive}
 logger:
   params: {system_metrics: false, tags: {same: "${data.module.params.db_password}", note: "with clear/hunter-47 in it"}}
   pictures: null
 """
 PARTS = ["Modal id", "Modal secret", "Voyage AI", "LaunchDarkly SDK", "LaunchDarkly API", "Mailgun"]
 """Their prefixes are words: in a longer name such as `cache_key-…` they are part of it."""
-CLEAR = ["clear/hunter-47", "90817263", "clear-48"]
+CLEAR = ["clear/hunter-47", "90817263", "clear-48", "clear-in-env-49"]
 """Stand in the config."""
 OWN = """\
 import base64
@@ -84,6 +86,7 @@ class Own(Digits):
     def __init__(self, cfg, password, db_password, admin_password, url):
         super().__init__(cfg)
         self.words = [password, db_password, str(admin_password), url, *json.loads(os.environ["WORDS"])]
+        self.words += [os.environ["MY_API"]] if os.environ["FLAVOUR"] == "bitter" else []
 
     def train_dataloader(self):
         told = []
@@ -315,6 +318,10 @@ def test_a_secret_in_clear_is_a_variable_in_what_the_run_keeps(planted_run):
         "admin_password": "${oc.decode:${oc.env:DATA_MODULE_PARAMS_ADMIN_PASSWORD}}",
         "url": "x://${oc.env:DATA_MODULE_PARAMS_URL}@db/t",
     }
+    env = yaml.safe_load((folder / "cfg.yaml").read_text())["engine"]["env"]
+    assert env == {"MY_API": "${oc.env:MY_API}", "FLAVOUR": "${oc.env:FLAVOUR}", "OMP_WAIT_POLICY": "passive"}
+    for key in ("MY_API", "FLAVOUR"):
+        assert f"engine.env.{key}: may be a secret in clear" in done.err
     for key in ("db_password", "admin_password", "url"):
         assert f"data.module.params.{key}: a secret in clear" in done.err
 
@@ -381,6 +388,40 @@ def test_an_ordinary_value_of_a_config_is_no_secret(params, tmp_path):
     found = examine(tmp_path / "a.yaml")
     assert found.config.public()["data"]["module"]["params"] == params
     assert found.source.secrets.literals == {}
+
+
+@pytest.mark.parametrize("name", ["NCCL_DEBUG", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "TZ", "PYTHONHASHSEED"])
+def test_a_known_variable_of_a_run_is_recorded(name, tmp_path):
+    """Unless its value looks like a token."""
+    for value, shown in (
+        ("7", "7"),
+        ("a-word", "a-word"),
+        (f"gsk{'_'}{'a1B2' * 13}", f"${{oc.env:ENGINE_ENV_{name}}}"),
+    ):
+        (tmp_path / "a.yaml").write_text(yaml.safe_dump({"engine": {"env": {name: value}}}))
+        assert examine(tmp_path / "a.yaml").config.public()["engine"]["env"] == {name: shown}
+
+
+@pytest.mark.parametrize("value", ["on", "bitter", "k9/j8 h7", "\\${x}", "${data.batch_size}-samples", "/tmp"])
+def test_another_variable_of_a_run_is_concealed(value, tmp_path, monkeypatch):
+    """Whatever its value is: the run gets it, its record the name. An ordinary word in it stays a word elsewhere, and
+    the record means the same where the variable is set."""
+    config = {"data": {"batch_size": 4}, "stages": ["train"], "engine": {"env": {"MY_API": value, "MODE": "train"}}}
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(config))
+    found = examine(tmp_path / "a.yaml")
+    given = found.config.engine.env["MY_API"]
+    assert given == value.replace("\\$", "$").replace("${data.batch_size}", "4")
+    public = found.config.public()
+    assert public["engine"]["env"] == {"MY_API": "${oc.env:MY_API}", "MODE": "${oc.env:MODE}"}
+    assert public["stages"] == ["train"]
+    assert found.config.secrets.variables() == {"MY_API": given, "MODE": "train"}
+    assert found.redact("the run trains") == "the run trains"
+    assert (given in found.redact(f"refused: {given}")) == (value in ("on", "bitter", "\\${x}", "/tmp"))
+    (tmp_path / "b.yaml").write_text(yaml.safe_dump({"engine": public["engine"]}))
+    assert any("variable MY_API is not set" in str(fault) for fault in examine(tmp_path / "b.yaml").faults)
+    for name, text in found.config.secrets.variables().items():
+        monkeypatch.setenv(name, text)
+    assert examine(tmp_path / "b.yaml").config.engine.env == {"MY_API": given, "MODE": "train"}
 
 
 def modes(store):
