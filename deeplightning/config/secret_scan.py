@@ -186,8 +186,8 @@ def conceal_diff(diff: str) -> str:
 
 def _spans(text: str, name: str) -> Iterator[tuple[int, int]]:
     """Where secrets stand."""
-    for part, pattern in _known():
-        for found in re.finditer(pattern, text) if part in text else ():
+    for part, form in _known():
+        for found in re.finditer(form, text) if part in text else ():
             if not _NAME.fullmatch(found[found.lastindex or 0]):
                 yield found.span(found.lastindex or 0)
     for pattern in _ODD:
