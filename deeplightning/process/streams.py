@@ -114,8 +114,8 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 def is_deferred(number: int, frame: FrameType | None) -> bool:
-    """Whether a handler should return instead of raising, because the signal arrived inside `logging`; it is sent again
-    soon, for a second at most. What is raised there can leave a lock taken, and other threads then wait for it for ever.
+    """Whether a handler should return instead of raising, because the signal arrived inside `logging`. It is sent again
+    soon, for a second at most. An exception there can leave a lock taken, for which other threads then wait for ever.
     """
     global _deferrals
     while frame is not None and frame.f_globals.get("__name__") != "logging":
