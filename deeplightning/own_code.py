@@ -334,7 +334,7 @@ def _has_code(folder: str) -> bool:
     return False
 
 
-def _folder(path: str) -> machinery.FileFinder:
+def _folder(path: str) -> Any:
     """A hook of `sys.path_hooks`."""
     if os.path.abspath(path) not in _roots:  # noqa: PTH100
         raise ImportError
