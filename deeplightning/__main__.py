@@ -7,7 +7,7 @@ from deeplightning.process.terminal import say
 
 if sys.path[:1] in ([""], [os.getcwd()]):  # noqa: PTH109
     # `python -m` puts the working directory first: a user's `random.py` would come before the standard library's.
-    sys.path.append(sys.path.pop(0))
+    del sys.path[0]
 
 from deeplightning.process import streams
 

@@ -72,7 +72,7 @@ class Transport:
 
 @pytest.fixture(scope="module")
 def dispatcher(tmp_path_factory):
-    service = Service(Bundle.open(colour_run(tmp_path_factory.mktemp("run")).path), Limits(max_upload_mb=1))
+    service = Service(Bundle.open(colour_run(tmp_path_factory.mktemp("run")).path), Limits(max_upload_mb=1, max_wait=600))
     return Dispatcher(service, log=Log(os.open(os.devnull, os.O_WRONLY)))
 
 

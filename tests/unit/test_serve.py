@@ -37,7 +37,7 @@ def run_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def service(run_folder):
-    return Service(Bundle.open(run_folder.bundle), Limits(1, 1_000_000, 4))
+    return Service(Bundle.open(run_folder.bundle), Limits(1, 1_000_000, 4, max_wait=600))
 
 
 @pytest.fixture(scope="module")
@@ -378,7 +378,7 @@ def test_info_tells_the_model(client, run_folder):
             "max_images": 4,
             "max_batch": 16,
             "max_queue": 256,
-            "max_wait": 5.0,
+            "max_wait": 600,
         },
         "samples": 0,
     }
