@@ -16,7 +16,7 @@ REQUESTS = Path(__file__).parents[1] / "hostile" / "requests.tsv"
 
 ORDINARY = re.compile(
     r"POST /predict[^\s{]* HTTP/1\.1\\r\\nHost: localhost\\r\\n"
-    r"(Content-Type: [^\\{]+\\r\\n)?Content-Length: \{length\}\\r\\n\\r\\n"
+    r"(Content-(Type|Encoding): [^\\{]+\\r\\n)?Content-Length: \{length\}\\r\\n\\r\\n"
 )
 """A recipe of a prediction whose head every HTTP server reads alike."""
 

@@ -346,6 +346,14 @@ def test_another_method_than_a_route_has_is_405(talk):
         assert (status, sorted(headers["Allow"].split(", "))) == (405, ["OPTIONS", "POST"])
 
 
+@pytest.mark.parametrize(("coding", "status"), [("gzip", 415), ("identity, br", 415), ("Identity", 200), ("", 200)])
+def test_a_body_in_a_coding_is_refused_before_it_is_read(talk, coding, status):
+    """RFC 9110, section 12.5.3: `Accept-Encoding` says that the coding is meant, and not the type."""
+    ((found, headers, body),) = talk(post(picture("green"), f"Content-Encoding: {coding}")).answers()
+    assert (found, headers.get("Accept-Encoding")) == (status, "identity" if status == 415 else None)
+    assert status == 200 or f"Content-Encoding {coding} " in json.loads(body)["ERROR"]
+
+
 def test_a_kept_connection_of_http_1_0_is_answered_again(talk):
     """In the order of the requests, until one does not ask for it."""
     kept = b"GET /health HTTP/1.0\r\nConnection: keep-alive\r\n\r\n"
