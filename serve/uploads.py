@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 USAGE = 'send {"images": ["<base64 of an image file>", …]}'
 
+FORM_USAGE = "send a file as curl -F image=@FILE does"
+
 TEXT_USAGE = 'send {"texts": ["…", …]}'
 
 KINDS_OF_TEXT = 'JSON {"texts": ["…", …]} as application/json, or one text in UTF-8 as text/plain'
@@ -40,7 +42,7 @@ _DATA_URL = re.compile(rb"data:[^,]*,")  # browsers put this before the base64 t
 
 _BLANKS = b" \t\r\n"  # base64 may be broken into lines
 
-_BOUNDARY = re.compile(rb'\Amultipart/form-data; ?boundary="?([0-9A-Za-z\'()+_,./:=?-]{1,70})"?\Z')
+_BOUNDARY = re.compile(rb'\Amultipart/form-data; ?boundary="?([0-9A-Za-z\'()+_,./:=?-]{1,70})"?\Z', re.IGNORECASE)
 
 _PART = re.compile(
     rb"\A(?:\r\nContent-(?:Type|Length|Transfer-Encoding): [ -~]{1,100})?"
@@ -96,26 +98,46 @@ def from_unusual_form(kind: bytes, body: bytes, limits: Limits) -> list[bytes]:
     """The pictures of any form, kept in memory: nothing of a client's is written to disk.
 
     Raises:
-        Refusal: it has no picture in the field image, too many parts, or too long a text.
+        Refusal: it is no form, is cut off, has no picture in the field image, too many parts, or too long a text.
     """
     from werkzeug.exceptions import RequestEntityTooLarge  # imported lazily: most servers never need it
     from werkzeug.formparser import FormDataParser
     from werkzeug.http import parse_options_header
 
     parser = FormDataParser(
-        stream_factory=_in_memory, max_form_memory_size=MAX_FIELD, max_form_parts=limits.max_images + 8
+        stream_factory=_in_memory,
+        max_form_memory_size=MAX_FIELD,
+        max_form_parts=limits.max_images + 8,
+        silent=False,
     )
-    mimetype, options = parse_options_header(kind.decode("latin-1"))
+    options = parse_options_header(kind.decode("latin-1"))[1]
+    boundary = b"--" + options.get("boundary", "").encode(errors="replace")
     try:
-        _, fields, files = parser.parse(io.BytesIO(body), mimetype, len(body), options)
+        _, fields, files = parser.parse(io.BytesIO(body), "multipart/form-data", len(body), options)
     except RequestEntityTooLarge:
-        raise limits.too_large() from None
+        raise Refusal(
+            413,
+            f"The form has too many parts, or a text of more than {MAX_FIELD:,} bytes (a part without a filename is "
+            f"one): at most {limits.max_images} images and few other form fields are accepted; {FORM_USAGE}.",
+        ) from None
+    except ValueError:
+        if boundary == b"--":
+            fault = "The Content-Type names no boundary"
+        elif boundary not in body:
+            fault = "The body does not have the boundary that its Content-Type names"
+        elif boundary + b"--" not in body:
+            fault = "The form is cut off: the boundary at its end is missing"
+        else:
+            fault = "A part of the form is malformed"
+        raise Refusal(400, f"{fault}; {FORM_USAGE}.") from None
     pictures = files.getlist("image")
     if not pictures:
         found = ", ".join(sorted(name for name in {*files, *fields} if name))[:200]  # a name may be None
         raise Refusal(
             400,
-            "The form has no file in the field image; send one as curl -F image=@FILE does."
+            "The form has no file in the field image"
+            + (", which is a text, as it has no filename" if "image" in fields else "")
+            + f"; {FORM_USAGE}."
             + (f" Its fields are: {found}." if found else ""),
         )
     return [picture.read() for picture in pictures]

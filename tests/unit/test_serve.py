@@ -225,6 +225,12 @@ def test_sixteen_bits_of_grey_are_not_white(client):
 # Refusals.
 
 
+def parted(filename=b'; filename="a.png"', data=None, end=b"--x--\r\n", kind="multipart/form-data; boundary=x"):
+    """A form of one part, not necessarily right."""
+    head = b'--x\r\nContent-Disposition: form-data; name="image"' + filename
+    return {"data": head + b"\r\n\r\n" + (data or picture()) + b"\r\n" + end, "content_type": kind}
+
+
 def many_parts():
     boundary, body = encode_multipart({f"field {number}": "x" for number in range(20)})
     return {"data": body, "content_type": f"multipart/form-data; boundary={boundary}"}
@@ -235,7 +241,24 @@ BAD_REQUESTS = {
     "empty form": ({"data": {}, "content_type": "multipart/form-data; boundary=x"}, 400, "no file in the field image"),
     "other field": (form(picture(), field="picture"), 400, "Its fields are: picture"),
     "text field": ({"data": {"image": "a.png"}, "content_type": "multipart/form-data"}, 400, "curl -F image=@FILE"),
-    "no boundary": ({"data": b"--x\r\n", "content_type": "multipart/form-data"}, 400, "no file in the field image"),
+    "picture without a filename": (parted(b"", picture()), 400, "image, which is a text, as it has no filename;"),
+    "large picture without a filename": (parted(b"", b"\0" * 600_000), 413, "(a part without a filename is one)"),
+    "no boundary": (parted(kind="multipart/form-data"), 400, "The Content-Type names no boundary;"),
+    "empty boundary": (parted(kind='multipart/form-data; boundary=""'), 400, "The Content-Type names no boundary;"),
+    "wrong boundary": (parted(kind="multipart/form-data; boundary=y"), 400, "does not have the boundary"),
+    "boundary beyond ASCII": (
+        parted(kind="multipart/form-data; boundary*=utf-8''%E2%82%AC"),
+        400,
+        "does not have the boundary",
+    ),
+    "form without its end": (parted(end=b""), 400, "cut off"),
+    "form cut in a picture": (parted(data=picture()[:50], end=b""), 400, "cut off"),
+    "form with another end": (parted(end=b"--y--\r\n"), 400, "cut off"),
+    "part without a disposition": (
+        {"data": b"--x\r\n\r\n1\r\n--x--\r\n", "content_type": "multipart/form-data; boundary=x"},
+        400,
+        "A part of the form is malformed;",
+    ),
     "nameless field": (
         {
             "data": b"--x\r\nContent-Disposition: form-data\r\n\r\n1\r\n"
@@ -580,6 +603,15 @@ def test_forms_are_read_as_clients_write_them(client, written, boundary):
     name = boundary.strip('"')
     body = written.format(b=name).encode() + picture("green") + f"\r\n--{name}--\r\n".encode()
     response = client.post("/predict", data=body, content_type=f"multipart/form-data; boundary={boundary}")
+    assert (response.status_code, response.json.get("label")) == (200, "green")
+
+
+@pytest.mark.parametrize(
+    "kind", ["Multipart/Form-Data; Boundary=x", 'MULTIPART/FORM-DATA; charset=utf-8; boundary="x"']
+)
+def test_the_type_of_a_form_is_read_in_any_case(client, kind):
+    """RFC 9110, section 8.3.1: whichever parser reads it."""
+    response = client.post("/predict", **parted(data=picture("green"), kind=kind))
     assert (response.status_code, response.json.get("label")) == (200, "green")
 
 
