@@ -185,7 +185,13 @@ def _row_bodies(spec: "TableSpec", most: int, example: JsonObject | None) -> Jso
     row = _object(**columns)
     bodies: JsonObject = {
         "application/json": {"schema": _one_key(rows=_list(row, 1, most), row=row)},
-        "text/csv": {"schema": {"type": "string", "minLength": 1}},
+        "text/csv": {
+            "schema": {
+                "type": "string",
+                "description": "A header that names the columns, separated by commas, and one or more rows.",
+                "pattern": r"^[^\r\n]+[\r\n][\s\S]*[^\r\n]",
+            }
+        },
     }
     if example is not None:
         given = {name: example[name] for name in columns}  # others are ignored
@@ -228,7 +234,7 @@ def _one_key(**properties: JsonObject) -> JsonObject:
 def _bodies(max_images: int) -> JsonObject:
     """The kinds of body that are read."""
     binary = {"type": "string", "format": "binary"}
-    encoded = {"type": "string", "format": "byte"}
+    encoded = {"type": "string", "format": "byte", "minLength": 1}
     form = {
         "type": "object",
         "required": ["image"],

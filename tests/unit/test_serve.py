@@ -28,6 +28,7 @@ from serve.hosts import Hosts
 from serve.limits import Limits, Refusal
 from serve.log import Log, log_event
 from serve.service import Service
+from serve.uploads import arrays_from_json
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +111,14 @@ def form(*pictures, field="image"):
 
 # Answers.
 
+
+def url_safe(data):
+    """A picture in URL-safe base64, with both letters that only this has, and padding."""
+    text = base64.urlsafe_b64encode(data + b"\0" * (-len(data) % 3) + b"\xfb\xff\xbf\xff").decode()
+    assert ("-" in text, "_" in text, text[-1]) == (True, True, "=")
+    return text
+
+
 ONE_IMAGE = {
     "form": lambda data: form(data),
     "body as image": lambda data: {"data": data, "content_type": "image/png"},
@@ -118,6 +127,8 @@ ONE_IMAGE = {
     "JSON list": lambda data: {"json": {"images": [encoded(data)]}},
     "JSON single": lambda data: {"json": {"image": encoded(data)}},
     "JSON data URL": lambda data: {"json": {"image": "data:image/png;base64," + encoded(data)}},
+    "JSON URL-safe": lambda data: {"json": {"image": url_safe(data)}},
+    "JSON without padding": lambda data: {"json": {"image": url_safe(data).rstrip("=")}},
     "JSON in lines": lambda data: {"json": {"image": base64.encodebytes(data).decode()}},
 }
 
@@ -316,6 +327,11 @@ BAD_REQUESTS = {
     "JSON no images": ({"json": {"images": []}}, 400, "one or more texts"),
     "JSON number": ({"json": {"images": [1]}}, 400, "one or more texts"),
     "JSON null": ({"json": {"image": None}}, 400, "one or more texts"),
+    "JSON key twice": (
+        {"data": b'{"image": "", "image": ""}', "content_type": "application/json"},
+        400,
+        "the key 'image' twice; send each key once",
+    ),
     "no base64": ({"json": {"image": "not base64!"}}, 400, "not base64"),
     "foreign letters": ({"json": {"image": "ä" * 8}}, 400, "not base64"),
     "base64 of text": ({"json": {"image": encoded(b"hello")}}, 415, "not an image in a format"),
@@ -329,6 +345,13 @@ def test_a_bad_request_is_told_what_to_do(client, request_, status, words):
     assert (response.status_code, list(response.json)) == (status, ["ERROR"])
     assert words in response.json["ERROR"]
     assert response.mimetype == "application/json"
+
+
+@pytest.mark.parametrize("body", [b'{"array": [true, 1]}', b'{"arrays": [[0, 1], [false, false]]}'])
+def test_true_and_false_are_no_numbers_of_an_array(body):
+    """Although numpy takes them for 1 and 0."""
+    with pytest.raises(Refusal, match="true or false, which are no numbers"):
+        arrays_from_json(body, (2,), Limits())
 
 
 @pytest.mark.parametrize("top_k", ["0", "-1", "x", "1.5", "", "9" * 5000, "٣"])
