@@ -118,7 +118,10 @@ class ImageSpec:
         return MODES[self.mode]
 
     def decode(
-        self, data: bytes | bytearray | memoryview | str | os.PathLike[str] | BinaryIO, max_pixels: int = MAX_PIXELS
+        self,
+        data: bytes | bytearray | memoryview | str | os.PathLike[str] | BinaryIO,
+        max_pixels: int = MAX_PIXELS,
+        max_side: int | None = None,
     ) -> np.ndarray:
         """Prepares an encoded image: turned upright by its EXIF, first frame of an animation, laid on white where it is
         transparent (the paper on which browsers and viewers show it), 16 bits per sample reduced to the upper 8.
@@ -126,6 +129,7 @@ class ImageSpec:
         Args:
             data: the encoded bytes, the path of a file, or a seekable binary file.
             max_pixels: refuse larger pictures by their header, before decoding. Pillow itself refuses 178,956,970.
+            max_side: refuse wider or higher pictures as well; None: none.
 
         Returns:
             uint8 (H, W, C), contiguous, the caller's own. A picture that has the size and mode already is not changed.
@@ -145,6 +149,11 @@ class ImageSpec:
             try:
                 with Image.open(file, formats=FORMATS) as image:
                     width, height = image.size
+                    if max_side is not None and max(width, height) > max_side:
+                        raise ImageError(
+                            f"The image has {width:,} x {height:,} pixels; a side of at most {max_side:,} is accepted.",
+                            413,
+                        )
                     if width * height > max_pixels:
                         raise ImageError(
                             f"The image has {width} x {height} = {width * height:,} pixels; "

@@ -104,6 +104,12 @@ def options_parser() -> argparse.ArgumentParser:
         help="largest image, width x height",
     )
     parser.add_argument(
+        "--max-side",
+        type=_within(int, *BOUNDS["max_side"]),
+        default=default.max_side,
+        help="largest width and height of an image",
+    )
+    parser.add_argument(
         "--max-batch",
         type=_within(int, *BOUNDS["max_batch"]),
         default=default.max_batch,

@@ -112,7 +112,7 @@ def _describe(model: "Model", kind: Kind, limits: "Limits") -> str:
     }.get(kind.gives, "pictures of the same size come")
     what = _SEVERAL[kind.takes]
     size = {
-        "image": f" of at most {limits.max_pixels:,} pixels each",
+        "image": f" of at most {limits.max_pixels:,} pixels each, and {limits.max_side:,} on a side",
         "text": f" of at most {limits.max_text:,} bytes each",
     }
     goes = "pictures" if kind.takes == "image" else what
@@ -125,7 +125,7 @@ def _describe(model: "Model", kind: Kind, limits: "Limits") -> str:
 def _predict(model: "Model", kind: Kind, limits: "Limits") -> JsonObject:
     what = _SEVERAL[kind.takes]
     one = what.removesuffix("s")
-    large = {"text": ", or a text", "image": ", or an image's number of pixels"}.get(kind.takes, "")
+    large = {"text": ", or a text", "image": ", or an image's number of pixels or side"}.get(kind.takes, "")
     comma = "," if large else " or"
     operation: JsonObject = {
         "operationId": "predict",

@@ -408,6 +408,17 @@ def test_max_pixels():
     assert error.value.status == 413
 
 
+@pytest.mark.parametrize("size", [(40, 2), (2, 40)])
+def test_max_side(size):
+    """The caller's limit counts the pixels of the longer side, inclusive; without one there is none."""
+    encoded = encode(Image.new("L", size))
+    for limit in (None, 40):
+        assert ImageSpec(8, 8).decode(encoded, max_side=limit).shape == (8, 8, 3)
+    with pytest.raises(ImageError, match=f"{size[0]} x {size[1]} pixels; a side of at most 39 is accepted") as error:
+        ImageSpec(8, 8).decode(encoded, max_side=39)
+    assert error.value.status == 413
+
+
 def test_pillow_stays_silent():
     """Pillow's warnings do not reach the user, whatever filters are set; ours and others' still do."""
     large = png(9_500, 9_500, b"")  # Pillow warns from 89,478,485 pixels on

@@ -38,7 +38,9 @@ def run_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def service(run_folder):
-    return Service(Bundle.open(run_folder.bundle), Limits(1, 1_000_000, 4))
+    return Service(
+        Bundle.open(run_folder.bundle), Limits(max_upload_mb=1, max_pixels=1_000_000, max_side=5_000, max_images=4)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -295,6 +297,9 @@ BAD_REQUESTS = {
     "bomb": ({"data": png_header(20_000, 20_000)}, 413, "at most"),
     "large bomb": ({"data": png_header(2**31 - 1, 2**31 - 1)}, 413, "at most"),
     "over our pixels": ({"data": picture(size=(1001, 1000))}, 413, "1001 x 1000 = 1,001,000 pixels"),
+    "over our width": ({"data": picture(size=(5001, 1))}, 413, "5,001 x 1 pixels; a side of at most 5,000 is accepted"),
+    "over our height": ({"data": picture(size=(1, 5001), kind="WEBP")}, 413, "1 x 5,001 pixels; a side of at most"),
+    "over our side as form": (form(picture(size=(1, 5001))), 413, "a side of at most 5,000"),
     "upload": ({"data": b"\0" * 1_000_001}, 413, "at most 1 MB, 4 images"),
     "upload as form": (
         {
@@ -421,6 +426,7 @@ def test_info_tells_the_model(client, run_folder):
         "limits": {
             "max_upload_mb": 1,
             "max_pixels": 1_000_000,
+            "max_side": 5_000,
             "max_images": 4,
             "max_batch": 16,
             "max_queue": 256,
