@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import numpy as np
 from PIL import PngImagePlugin
 
-from deeplightning.image import ImageError, ImageSpec
+from deeplightning.image import ImageError, ImageSpec, caught_messages
 from deeplightning.kinds import KINDS, Kind, row_spec
 from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, golden_digest, seal
 from deeplightning.words import first_line
 from serve.device import CPU, Device, DeviceError
-from serve.log import log_event
+from serve.log import leave_out, log_event
 from serve.private import onnxruntime
 from serve.session import TEXT_TOKENS, Bound, bound_to, open_session, tensorrt_options
 
@@ -218,7 +218,11 @@ def prepared(spec: ImageSpec, data: bytes, max_pixels: int, max_side: int | None
         deeplightning.image.ImageError: it is no picture, damaged, larger than it may be, or has more than `MAX_PIECES`.
     """
     source = data if len(data) <= SMALL_BYTES else _Pieces(data)
-    return np.ascontiguousarray(spec.decode(source, max_pixels, max_side).transpose(2, 0, 1))
+    try:
+        return np.ascontiguousarray(spec.decode(source, max_pixels, max_side).transpose(2, 0, 1))
+    finally:
+        if number := caught_messages():
+            leave_out(number)
 
 
 class _Pieces(io.BytesIO):
