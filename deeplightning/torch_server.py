@@ -188,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             Runtime("torch", _torch_lacks, lambda: torch.version.cuda or ""),
         )
     except UserError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return error.exit_code
 
 
