@@ -105,6 +105,7 @@ class _Network:
             )
         self.task: str = kind
         self.max_pixels: int = cfg.serve.max_pixels
+        self._max_side: int = cfg.serve.max_side
         self._model = task.inference_model()  # before the spec of texts is asked for
         takes = KINDS[kind].takes
         self._image_spec = task.image_spec if takes == "image" else None
@@ -121,7 +122,7 @@ class _Network:
     def prepare(self, path: Path, max_pixels: int) -> np.ndarray:
         """A picture's file as the network takes it, uint8 (C, H, W)."""
         assert self._image_spec is not None, "it takes pictures"
-        decoded: np.ndarray = self._image_spec.decode(path, max_pixels=max_pixels)
+        decoded: np.ndarray = self._image_spec.decode(path, max_pixels, self._max_side)
         return decoded.transpose(2, 0, 1)
 
     def predict(self, batch: np.ndarray) -> np.ndarray:
