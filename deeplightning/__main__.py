@@ -3,13 +3,12 @@
 import os
 import sys
 
-from deeplightning.process.terminal import say
-
 if sys.path[:1] in ([""], [os.getcwd()]):  # noqa: PTH109
     # `python -m` puts the working directory first: a user's `random.py` would come before the standard library's.
     del sys.path[0]
 
 from deeplightning.process import streams
+from deeplightning.process.terminal import say
 
 if "DEEPLIGHTNING_ROOTS" in os.environ:  # a process that a run has started, perhaps to unpickle what is the user's
     import deeplightning.own_code  # noqa: F401
