@@ -20,6 +20,17 @@ def replicas(trainer: Any) -> tuple[int, int]:
     return getattr(getattr(trainer, "strategy", None), "replicas", None) or (trainer.world_size, trainer.global_rank)
 
 
+def scale_gradients(strategy: Any, optimizer: Any, scale: float) -> None:
+    """Multiplies the gradients that an optimizer is about to use; a strategy may hold them in its own way."""
+    if hasattr(strategy, "scale_gradients"):
+        strategy.scale_gradients(scale)
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+
+
 def leave_at_exit() -> None:
     """Has this process leave its process group when it ends, also after a failed run.
 
