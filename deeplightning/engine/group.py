@@ -66,7 +66,7 @@ class CountsOnce:
         judges = trainer.state.fn != "fit" or trainer.train_dataloader is not None
         if not judges or not isinstance(dataloader, DataLoader) or type(dataloader.batch_sampler) is not BatchSampler:
             return dataloader
-        sampler = dataloader.sampler
+        sampler: Any = dataloader.sampler
         if type(sampler) not in (DistributedSampler, DistributedSamplerWrapper) or sampler.drop_last:
             return dataloader
         once = EachOnce(sampler, dataloader.batch_sampler.batch_size, dataloader.batch_sampler.drop_last)
