@@ -251,7 +251,7 @@ def assert_that_of_torch(folder: Path, cases: list[tuple[str, int]], order: dict
         off = max((found[f"network.{n}"].double() - expected[n]).abs().max().item() for n in expected)
         with (run / "metrics.csv").open(newline="") as file:
             last = [float(row["val_loss"]) for row in csv.DictReader(file) if row.get("val_loss")][-1]
-        assert (off, last) == (pytest.approx(0, abs=1e-6), pytest.approx(value, abs=1e-6)), (name, factor)
+        assert (off, last) == (pytest.approx(0, abs=1e-6), pytest.approx(value, rel=1e-6, abs=1e-6)), (name, factor)
 
 
 def learned_by(start, cases, backend, processes, tiny, mine, folder) -> None:
