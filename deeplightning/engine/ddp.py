@@ -4,8 +4,10 @@ from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from deeplightning.engine.group import CountsOnce
 
-class Ddp(DDPStrategy):
+
+class Ddp(CountsOnce, DDPStrategy):
     """Lightning's, which computes on the stream on which the gradients are reduced.
 
     Lightning 2.6.6 wraps the network on a side stream, as torch asks for where a person captures a CUDA graph of the
