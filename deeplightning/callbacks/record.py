@@ -28,7 +28,8 @@ from deeplightning.config.schema import Config
 from deeplightning.config.source import text_of
 from deeplightning.config.tree import dump, parse, plain
 from deeplightning.engine.plan import group_size, launches_by, world_size
-from deeplightning.faults import ConfigError, SetupError
+from deeplightning.engine.restored import check_schedules
+from deeplightning.faults import CheckpointError, ConfigError, SetupError
 from deeplightning.launch.storage import stored
 from deeplightning.private.lightning import add_logged_steps, logged_steps, values_to_log
 from deeplightning.process import supervisor
@@ -37,7 +38,7 @@ from deeplightning.process.logs import Printable
 from deeplightning.process.streams import Interrupted, say_losses
 from deeplightning.process.terminal import LAYOUT, say
 from deeplightning.runfolder import UMASK, Hold, RunFolder, make_private, umask_of, write_whole
-from deeplightning.tracking.build import end, go_on, publish, run_folder
+from deeplightning.tracking.build import end, go_on, point_at, publish, run_folder
 from deeplightning.tracking.environment import REPRODUCES, describe, git_diff
 from deeplightning.tracking.names import DATA, ENGINE, NETWORK
 from deeplightning.tracking.tracker import Dataset
@@ -93,7 +94,7 @@ class Resumption:
 
 class Record(pl.Callback):
     """Opens the run when everything is built and data and network are known to fit, on rank 0; other callbacks ask it
-    for the run's folder.
+    for the run's folder. Where training resumes, the run opens after all of the checkpoint is restored.
 
     Args:
         cfg: the settled config.
@@ -114,7 +115,7 @@ class Record(pl.Callback):
         self.has_learned = False
         self._folder: RunFolder | None = None
         self._hold: Hold | None = None
-        self._failed = self._stopped = False
+        self._failed = self._stopped = self._has_arrived = False
         self._origin: Origin | None = None  # on rank 0
         self._umask: object = None  # while that of the run is set
 
@@ -132,7 +133,10 @@ class Record(pl.Callback):
         data: object = getattr(trainer, "datamodule", None)
         if hasattr(data, "check_stages"):  # a stage that cannot run must not fail after hours of training
             data.check_stages(self.cfg.stages)
-        self.open(trainer)
+        if self.resumption is None or self.resumption.checkpoint is None:
+            self.open(trainer)
+            return
+        self._point(trainer)  # the run opens when its checkpoint is restored: a refusal changes no run
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.open(trainer)
@@ -143,7 +147,16 @@ class Record(pl.Callback):
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.open(trainer)
 
+    def on_load_checkpoint(self, *_: object) -> None:
+        self._has_arrived = True
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.ckpt_path is not None and not self._has_arrived:  # Lightning 2.6 asks no callback then
+            raise CheckpointError(
+                f"{trainer.ckpt_path}: damaged: `callbacks` is missing; resume from another checkpoint"
+            )
+        check_schedules(trainer)
+        self.open(trainer)
         self.has_learned = True
         carries = launches_by(self.cfg.engine, "Ray")
         if trainer.num_nodes > 1 and trainer.local_rank == 0 and not carries and not self.folder.config.exists():
@@ -157,6 +170,7 @@ class Record(pl.Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Where nothing was left to learn, Lightning 2.6 leaves the counters as they were in the hook that saved them:
         later stages would count their points from there."""
+        self.open(trainer)
         if self.has_learned:
             return
         loop: Any = trainer.fit_loop
@@ -171,7 +185,8 @@ class Record(pl.Callback):
             return
         # Before the run opens: a process that is killed while it asks git must not leave an empty run.
         surroundings = (describe(self.cfg.redact), git_diff(self.cfg.redact)) if trainer.is_global_zero else None
-        trainer.loggers = self.loggers
+        if not trainer.loggers:
+            self._point(trainer)
         resumption = self.resumption or Resumption()
         folder = ""
         if trainer.is_global_zero:
@@ -211,6 +226,12 @@ class Record(pl.Callback):
         began_from = resumption.checkpoint if resumption.run_id is None else None
         self._origin.begin(getattr(trainer, "datamodule", None), began_from)
         resumption.say()
+
+    def _point(self, trainer: pl.Trainer) -> None:
+        """Hands the loggers to the trainer; they open their runs at the first use."""
+        trainer.loggers = self.loggers
+        if trainer.is_global_zero and self.resumption is not None and self.resumption.run_id is not None:
+            point_at(self.loggers, self.resumption.run_id, self.resumption.owed)
 
     def _restrict(self) -> None:
         """What this process makes from now on has the permissions of the run's folder."""

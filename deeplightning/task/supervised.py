@@ -215,25 +215,12 @@ class Supervised(pl.LightningModule):
     # ---- learning
 
     def on_train_start(self) -> None:
-        """
-        Raises:
-            MisfitError: the schedule that is resumed is shorter than the training.
-        """
         counted, self._counted = self._counted, {}
         # Of a tensor-parallel group all processes have the same samples, and count them.
         is_first = getattr(self.trainer.strategy, "replicas", (1, self.trainer.global_rank))[1] == 0
         for name, metric in self._of("train").items():
             if name in counted and is_first:
                 _restore(metric, counted[name])
-        steps = self.trainer.estimated_stepping_batches
-        for config in self.trainer.lr_scheduler_configs:
-            length = getattr(config.scheduler, "total_steps", None)
-            if length is not None and config.interval == "step" and steps > length * config.frequency:
-                raise MisfitError(
-                    f"model.scheduler: this schedule ends after {length} steps, the training takes {steps}; a resumed "
-                    "run keeps the schedule that it began with, and so its train.num_epochs. To train on, start a new "
-                    "run with model.init_from=CHECKPOINT"
-                )
 
     def forward(self, inputs: Tensor) -> object:
         """What the network gives to inputs (B, …)."""

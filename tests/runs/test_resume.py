@@ -206,6 +206,30 @@ def test_a_checkpoint_of_another_network_is_refused(half, train, tmp_path):
     assert "Traceback" not in refused.err
 
 
+@pytest.mark.parametrize(
+    ("change", "code", "words"),
+    [
+        ("data.batch_size=8", 2, "this schedule ends after 18 steps"),
+        ("model.trainable=head", 4, "of another optimizer"),
+    ],
+    ids=["a schedule of first length", "other parameters learn"],
+)
+def test_a_refused_resume_changes_no_file_of_the_run_or_of_its_store(change, code, words, train, tmp_path):
+    """A resume that is refused only when the checkpoint is restored leaves the run as it was: its status, parameters,
+    metrics and files are the same, byte for byte."""
+    schedule = AUTO.replace("}}", "}, call: {interval: step}}")
+    settings = [schedule, "train.num_epochs=2", f"logger.params.tracking_uri='{tmp_path}'"]
+    train(*settings)
+
+    def files():
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    before = files()
+    refused = train(*settings, "train.num_epochs=3", "train.resume_ckpt=auto", change, code=code)
+    assert words in refused.err
+    assert before == files()
+
+
 def test_the_best_of_the_run_before_stays_the_best(half, train, place):
     """A resumed run that gets no better has the `best.ckpt` and `best.json` of the run that it continues."""
     unreachable = ["train.checkpoint={monitor: val_acc, mode: max, save_top_k: 2}", "model.loss.type=own.Constant"]
