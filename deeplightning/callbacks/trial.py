@@ -48,7 +48,7 @@ class Trial(pl.Callback):
         return trainer.strategy.broadcast(answer) if trainer.world_size > 1 else answer
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Names the run, so that a trial that fails before its first step has one as well; a resumed one opens later."""
+        """Names the run, so that a trial that fails before its first step has one; a resumed run opens later."""
         if self.record.opened:
             self._name_run(trainer)
 
