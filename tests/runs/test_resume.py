@@ -41,11 +41,11 @@ def half(train):
     return train(*RANDOM, "train.num_epochs=2")
 
 
-def interrupt(command, tiny, place, until, settings, validating=False):
+def interrupt(command, tiny, place, until, settings, validating=False, more=""):
     """A run that Ctrl-C ends in its second epoch, in a batch or while it validates; `until` is a file to make."""
     params = f"{{until: '{until}', validating: {str(validating).lower()}}}"
     running = command.start(
-        "train", tiny, *settings, f"train.callbacks=[{{type: own.Waits, params: {params}}}]", cwd=place
+        "train", tiny, *settings, f"train.callbacks=[{{type: own.Waits, params: {params}}}{more}]", cwd=place
     )
     running.says("waits")
     running.signal(signal.SIGINT)
@@ -183,6 +183,47 @@ def test_a_run_that_has_more_epochs_than_are_asked_for_is_done(own, train, tmp_p
     assert "done       already: 2 epochs, 20 steps" in again.out
     assert (again.folder == done.folder) is own
     assert "results    test_" in again.out
+
+
+def lightnings_own(folder, settings):
+    """Lightning's ModelCheckpoint and EarlyStopping, as a user names them under `train.callbacks`."""
+    kept = f"{{type: pytorch_lightning.callbacks.ModelCheckpoint, params: {{dirpath: '{folder}', {settings}}}}}"
+    return f"{kept}, {{type: pytorch_lightning.callbacks.EarlyStopping, params: {{monitor: val_loss, patience: 5}}}}"
+
+
+def states_in(folder):
+    """Of these two: what the last checkpoint of a run holds, without the folder that the user has named."""
+    states = torch.load(folder / "last.ckpt", weights_only=True)["callbacks"]
+    named = {key.partition("{")[0]: state for key, state in states.items()}
+    kept = {name: str(value).rpartition("/")[2] for name, value in named["ModelCheckpoint"].items()}
+    return kept | {"dirpath": None}, named["EarlyStopping"]
+
+
+def test_checkpoints_hold_the_states_of_callbacks_from_after_their_last_hook(train, tmp_path):
+    """A resumed run ends with the states and files of Lightning's own ModelCheckpoint and EarlyStopping that a whole
+    one has: `last.ckpt` knows what they have done in the hook in which it is saved."""
+
+    def ends(name, epochs, *settings):
+        own = lightnings_own(tmp_path / name, "monitor: val_loss, filename: '{epoch}'")
+        at = f"logger.params.experiment_name=states-{name}"
+        return train(f"train.callbacks=[{own}]", at, f"train.num_epochs={epochs}", *settings).folder
+
+    whole = ends("whole", 3)
+    kept, stop = states_in(ends("half", 2))
+    assert kept["best_model_score"] == str(stop["best_score"])
+    assert states_in(ends("half", 3, "train.resume_ckpt=auto")) == states_in(whole)
+    files = [[path.name for path in (tmp_path / name).iterdir()] for name in ("half", "whole")]
+    assert files[0] == files[1] == [states_in(whole)[0]["best_model_path"]]
+
+
+def test_a_signal_ends_a_batch_when_all_callbacks_have_seen_it(command, tiny, place, tmp_path):
+    """What Ctrl-C saves inside an epoch has a ModelCheckpoint's state of the same step."""
+    settings = ["logger.params.experiment_name=signalled"]
+    every = lightnings_own(tmp_path / "kept", "every_n_train_steps: 1, monitor: null")
+    stopped = interrupt(command, tiny, place, tmp_path / "until", settings, more=f", {every}")
+    folder = stopped.folder
+    assert states_in(folder)[0]["best_model_path"] == "epoch=1-step=12.ckpt"
+    assert torch.load(folder / "last.ckpt", weights_only=True)["global_step"] == 12
 
 
 def test_what_cannot_be_resumed_is_named(train, tmp_path, store, half):
