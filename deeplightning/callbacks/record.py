@@ -64,6 +64,7 @@ class Resumption:
         inexact: why the end will not be that of an uninterrupted run, bit for bit; "": it will.
         over: why nothing is left to train, of a checkpoint whose run is complete; "": something is.
         epochs: that the checkpoint has completed.
+        kept: what the config has from the checkpoint, see `deeplightning.run.resume`.
     """
 
     checkpoint: Path | None = None
@@ -75,6 +76,7 @@ class Resumption:
     inexact: str = ""
     over: str = ""
     epochs: int = 0
+    kept: Sequence[Sequence[Any]] = ()
 
     @property
     def named(self) -> str | None:
@@ -88,6 +90,13 @@ class Resumption:
         """Logs what there is to say."""
         for note in self.notes:
             log.info("%s", note)
+        if self.kept:
+            log.warning(
+                "A resumed run keeps the optimizer and the schedule of its checkpoint: %s. New values begin a new run "
+                "from the weights: model.init_from='%s'",
+                ", ".join(f"model.{'.'.join(keys)} is {was}, not {asked}" for *keys, was, asked in self.kept),
+                self.checkpoint,
+            )
         if self.inexact:
             log.warning("This run will not end bit for bit like an uninterrupted one: %s", self.inexact)
 

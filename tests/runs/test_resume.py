@@ -271,6 +271,29 @@ def test_a_refused_resume_changes_no_file_of_the_run_or_of_its_store(change, cod
     assert before == files()
 
 
+def test_the_config_of_a_resumed_run_has_the_rate_that_is_used(half, train, tmp_path):
+    """The optimizer and the schedule of the checkpoint are used, whatever the config asks for: config file and next
+    checkpoint say so, and a warning names both values. `model.init_from` uses the new ones."""
+    copy = shutil.copyfile(half.folder / "last.ckpt", tmp_path / "copy.ckpt")
+    asked = [
+        "model.optimizer.params={lr: 0.001, weight_decay: 0.5}",
+        "model.optimizer.groups=[{match: bias, weight_decay: 0.3}]",
+        "model.scheduler.params.step_size=1",
+    ]
+    settings = [*RANDOM, *asked, "train.num_epochs=3"]
+    resumed = train(*settings, f"train.resume_ckpt='{copy}'")
+    assert "model.optimizer.params.lr is 0.05, not 0.001" in resumed.err
+    was, now = (torch.load(path, weights_only=True) for path in (copy, resumed.folder / "last.ckpt"))
+    recorded = yaml.safe_load(RunFolder(resumed.folder).config.read_text())["model"]
+    for part in ("optimizer", "scheduler"):
+        assert recorded[part] == now["config"]["model"][part] == was["config"]["model"][part]
+    bias, rest = now["optimizer_states"][0]["param_groups"]
+    assert (rest["initial_lr"], rest["weight_decay"], bias["weight_decay"]) == (0.05, 0, 0.1)
+    fresh = train(*settings, "train.num_epochs=1", f"model.init_from='{copy}'")
+    bias, rest = torch.load(fresh.folder / "last.ckpt", weights_only=True)["optimizer_states"][0]["param_groups"]
+    assert (rest["initial_lr"], rest["weight_decay"], bias["weight_decay"]) == (0.001, 0.5, 0.3)
+
+
 def test_the_best_of_the_run_before_stays_the_best(half, train, place):
     """A resumed run that gets no better has the `best.ckpt` and `best.json` of the run that it continues."""
     unreachable = ["train.checkpoint={monitor: val_acc, mode: max, save_top_k: 2}", "model.loss.type=own.Constant"]
