@@ -35,6 +35,7 @@ import time
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import BaseFinetuning
 from torch import nn
 
 from deeplightning.data.digits import Digits
@@ -124,6 +125,17 @@ class Killed(pl.Callback):
     def on_validation_batch_start(self, trainer, module, batch, batch_idx):
         if self.validating:
             self.on_train_batch_start(trainer, module, batch, trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+
+
+class Thaws(BaseFinetuning):
+    """Freezes all but the last layer, batch norm too, and lets it learn from the second epoch on."""
+
+    def freeze_before_training(self, module):
+        self.freeze(list(module.network)[:-1], train_bn=False)
+
+    def finetune_function(self, module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(list(module.network)[:-1], optimizer, lr=0.02)
 
 
 class Normed(nn.Sequential):

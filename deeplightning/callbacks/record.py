@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,7 @@ class Record(pl.Callback):
         self._hold: Hold | None = None
         self._failed = self._stopped = self._has_arrived = False
         self._origin: Origin | None = None  # on rank 0
+        self._frozen: list[str] | None = None  # of the checkpoint
         self._umask: object = None  # while that of the run is set
 
     @property
@@ -156,8 +157,10 @@ class Record(pl.Callback):
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.open(trainer)
 
-    def on_load_checkpoint(self, *_: object) -> None:
-        self._has_arrived = True
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._has_arrived, self._frozen = True, checkpoint.get("frozen")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.ckpt_path is not None and not self._has_arrived:  # Lightning 2.6 asks no callback then
@@ -165,6 +168,9 @@ class Record(pl.Callback):
                 f"{trainer.ckpt_path}: damaged: `callbacks` is missing; resume from another checkpoint"
             )
         check_schedules(trainer)
+        if self._frozen is not None:
+            _freeze_again(pl_module, self._frozen)
+            self._frozen = None
         self.open(trainer)
         self.has_learned = True
         carries = launches_by(self.cfg.engine, "Ray")
@@ -402,6 +408,24 @@ class Record(pl.Callback):
         checkpoint["engine"] = engine_of(self.cfg)
         checkpoint["versions"] = versions()
         checkpoint["accumulating"] = not between_steps(trainer)
+        checkpoint["frozen"] = _frozen(pl_module)
+
+
+def _frozen(task: pl.LightningModule) -> list[str]:
+    """The parameters that do not learn, and the batch norms that Lightning's fine-tuning callbacks have untracked."""
+    untracked = [n for n, m in task.named_modules() if getattr(m, "track_running_stats", None) is False]
+    return [name for name, parameter in task.named_parameters() if not parameter.requires_grad] + untracked
+
+
+def _freeze_again(task: pl.LightningModule, frozen: Iterable[object]) -> None:
+    """Restores what `_frozen` has found; callbacks that freeze have done so anew when the fit was set up."""
+    frozen = set(frozen)
+    for name, parameter in task.named_parameters():
+        if parameter.requires_grad == (name in frozen):
+            parameter.requires_grad_(name not in frozen)
+    for name, module in task.named_modules():
+        if hasattr(module, "track_running_stats"):
+            module.track_running_stats = name not in frozen
 
 
 def _log_pending(task: pl.LightningModule) -> None:

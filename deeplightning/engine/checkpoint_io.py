@@ -40,6 +40,7 @@ _TYPES: dict[str, type] = {
     "engine": dict,
     "versions": dict,
     "points": list,
+    "frozen": list,
     "plateaus": dict,
     "train_metrics": dict,
 }

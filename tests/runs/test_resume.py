@@ -226,6 +226,21 @@ def test_a_signal_ends_a_batch_when_all_callbacks_have_seen_it(command, tiny, pl
     assert torch.load(folder / "last.ckpt", weights_only=True)["global_step"] == 12
 
 
+def test_a_fine_tuning_callback_that_is_resumed_ends_bit_for_bit_like_a_whole_run(train):
+    """Lightning's BaseFinetuning works with a built-in task: the network is there when callbacks are set up. What it
+    has unfrozen before a run resumes learns on, and batch norm keeps its running means as before."""
+    settings = ["model.network={type: own.Normed}", "train.callbacks=[{type: own.Thaws}]"]
+    settings += ["logger.params.experiment_name=thaws", "train.checkpoint.monitor=val_loss"]
+    weights = []
+    for epochs in (1, 2, 3):
+        folder = train(*settings, f"train.num_epochs={epochs}", "train.resume_ckpt=auto").folder
+        weights.append(torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]["network.0.weight"])
+    whole = train(*settings, "train.num_epochs=3", "logger.params.experiment_name=thaws-whole")
+    assert digest(folder / "last.ckpt") == digest(whole.folder / "last.ckpt")
+    assert not torch.equal(weights[1], weights[2])
+    assert torch.load(whole.folder / "last.ckpt", weights_only=True)["frozen"] == []
+
+
 def test_what_cannot_be_resumed_is_named(train, tmp_path, store, half):
     """A missing checkpoint, an unknown run and an empty store end with exit 4, and no run begins."""
     before = len(list(store.glob("*/*")))
