@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from deeplightning.config.target import build
 from deeplightning.task.compiled import ONLY_OWN_STEPS, Compiled
@@ -89,7 +88,6 @@ class Supervised(pl.LightningModule):
         self._compiled_step: Any = None
         self._outlines: dict[tuple[int, ...], object] = {}  # by the shape of inputs; see `_outline`
         self._logged_step, self._points = -1, Points()
-        self._counted: dict[str, dict[str, object]] = {}  # of the epoch in which a run resumes, over all processes
 
     def _metrics(self) -> nn.ModuleDict:
         named = self.cfg.model.metrics
@@ -213,14 +211,6 @@ class Supervised(pl.LightningModule):
         nn.utils.clip_grad_norm_(parameters, clip.value, clip.norm_type)
 
     # ---- learning
-
-    def on_train_start(self) -> None:
-        counted, self._counted = self._counted, {}
-        # Of a tensor-parallel group all processes have the same samples, and count them.
-        is_first = getattr(self.trainer.strategy, "replicas", (1, self.trainer.global_rank))[1] == 0
-        for name, metric in self._of("train").items():
-            if name in counted and is_first:
-                _restore(metric, counted[name])
 
     def forward(self, inputs: Tensor) -> object:
         """What the network gives to inputs (B, …)."""
@@ -418,12 +408,8 @@ class Supervised(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if own := self.travels():
             checkpoint[self.saved_under] = own
-        epoch: Any = self.trainer.fit_loop.epoch_progress.current
-        if epoch.processed < epoch.ready:  # inside an epoch
-            checkpoint["train_metrics"] = {name: _state_of(metric) for name, metric in self._of("train").items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._counted = checkpoint.get("train_metrics", {})
         if self.saved_under in checkpoint:
             self.arrives(checkpoint[self.saved_under])
 
@@ -443,17 +429,3 @@ def _on_meta(outputs: object, rows: int) -> object:
         return outputs
     shape = (rows, *outputs.shape[1:]) if outputs.ndim and len(outputs) == 1 else outputs.shape
     return torch.empty(shape, dtype=outputs.dtype, device="meta")
-
-
-def _state_of(metric: Metric) -> dict[str, object]:
-    """What a metric has counted over all processes; asked on each."""
-    with metric.sync_context(should_sync=torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return {name: [*v] if isinstance(v, list) else v.clone() for name, v in metric.metric_state.items()}
-
-
-def _restore(metric: Metric, state: dict[str, Any]) -> None:
-    for name, now in metric.metric_state.items():
-        if name in state:
-            saved = state[name] if isinstance(state[name], list) else [state[name]]
-            saved = [value.to(metric.device) for value in saved]
-            setattr(metric, name, saved if isinstance(now, list) else saved[0])

@@ -107,6 +107,28 @@ def test_a_run_resumed_inside_an_epoch_ends_bit_for_bit_like_an_uninterrupted_on
     }
 
 
+@pytest.mark.parametrize("validating", [False, True], ids=["in a batch", "while it validates"])
+def test_a_users_metrics_of_an_epoch_count_the_batches_before_a_resume(
+    validating, train, command, tiny, place, tracked, tmp_path
+):
+    """torchmetrics objects, a MetricCollection, and what `self.log` adds up in any way: with a task of the user's a run
+    that was stopped inside an epoch has, at its end, the values of a whole run; no batch counts twice."""
+    named = f"logger.params.experiment_name=measured-{validating}"
+    settings = [
+        "model.module.type=own.Measured",
+        "model.network=null",
+        "model.loss=null",
+        "train.val_every_n_epoch=0.5",
+    ]
+    settings += ["model.optimizer=null", named]
+    whole = train(*settings, f"{named}-whole")
+    interrupt(command, tiny, place, tmp_path / "until", settings, validating)
+    resumed = train(*settings, "train.resume_ckpt=auto")
+    values, expected = (tracked(run.folder).series() for run in (resumed, whole))
+    assert {"train_acc", "train_f1", "train_mean", "train_loss_epoch", "train_most", "train_sum"} <= expected.keys()
+    assert values == expected
+
+
 def test_a_run_resumed_with_accumulation_ends_bit_for_bit_like_an_uninterrupted_one(train):
     """Nine batches by twos: five steps an epoch; ended after seven."""
     settings = [*RANDOM, "train.num_epochs=2", "train.accumulator_factor=2"]
