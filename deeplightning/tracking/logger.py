@@ -95,7 +95,7 @@ class MLflowLogger(Logger):
         self._store: Store | None = None
         self._tracker: Tracker | None = None
         self._writer: Writer | None = None
-        self._early: dict[str, str] = {}  # parameters of a continued run that is not open yet
+        self._early: dict[str, object] = {}  # parameters of a continued run that is not open yet
         self._params: dict[str, str] = {}  # what the run has, or is about to have
         self._opened_in = 0  # the process that opened it
         self._started = 0  # milliseconds since 1970
