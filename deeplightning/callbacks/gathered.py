@@ -59,9 +59,8 @@ class Gathered(pl.Callback):
         if not saved or replicas(trainer)[1] != 0:  # of a tensor-parallel group all processes count the same samples
             return
         for name, metric in _metrics(pl_module).items():
-            if name in saved["metrics"]:
-                _restore(metric, saved["metrics"][name])
-        self._logged = dict(saved["logged"])
+            _restore(metric, saved.get("metrics", {}).get(name, {}))
+        self._logged = dict(saved.get("logged", {}))
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
         if self._logged:

@@ -419,7 +419,7 @@ def _frozen(task: pl.LightningModule) -> list[str]:
 
 def _freeze_again(task: pl.LightningModule, frozen: Iterable[object]) -> None:
     """Restores what `_frozen` has found; callbacks that freeze have done so anew when the fit was set up."""
-    frozen = set(frozen)
+    frozen = {name for name in frozen if isinstance(name, str)}
     for name, parameter in task.named_parameters():
         if parameter.requires_grad == (name in frozen):
             parameter.requires_grad_(name not in frozen)

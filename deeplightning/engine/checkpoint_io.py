@@ -41,6 +41,7 @@ _TYPES: dict[str, type] = {
     "versions": dict,
     "points": list,
     "frozen": list,
+    "gathered": dict,
     "plateaus": dict,
     "train_metrics": dict,
 }
