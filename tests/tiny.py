@@ -35,6 +35,8 @@ import time
 import numpy as np
 import pytorch_lightning as pl
 import torch
+import torchmetrics
+from pytorch_lightning.callbacks import BaseFinetuning
 from torch import nn
 
 from deeplightning.data.digits import Digits
@@ -124,6 +126,55 @@ class Killed(pl.Callback):
     def on_validation_batch_start(self, trainer, module, batch, batch_idx):
         if self.validating:
             self.on_train_batch_start(trainer, module, batch, trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+
+
+class Measured(pl.LightningModule):
+    """A task that measures its epochs as Lightning's and torchmetrics' manuals show."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.network = nn.Linear(64, 10)
+        kinds = {"acc": "MulticlassAccuracy", "f1": "MulticlassF1Score", "recall": "MulticlassRecall"}
+        metrics = {name: getattr(torchmetrics.classification, kind)(10) for name, kind in kinds.items()}
+        self.measures = torchmetrics.MetricCollection(metrics, prefix="train_")
+        self.mean, self.val_mean = torchmetrics.MeanMetric(), torchmetrics.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        outputs = self.network(batch["image"].float().flatten(1) / 255)
+        loss = nn.functional.cross_entropy(outputs, batch["label"])
+        self.measures.update(outputs, batch["label"])
+        self.mean.update(loss.detach())
+        self.log("train_loss", loss, on_step=True, on_epoch=True, batch_size=len(outputs))
+        self.log("train_most", loss, on_step=False, on_epoch=True, reduce_fx="max", batch_size=1)
+        self.log("train_sum", loss, on_step=False, on_epoch=True, reduce_fx="sum", batch_size=1)
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log_dict(self.measures.compute())
+        self.log("train_mean", self.mean.compute())
+        self.measures.reset()
+        self.mean.reset()
+
+    def validation_step(self, batch, batch_idx):
+        self.val_mean.update(self.network(batch["image"].float().flatten(1) / 255).mean())
+
+    def on_validation_epoch_end(self):
+        self.log("val_mean", self.val_mean.compute())
+        self.val_mean.reset()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Thaws(BaseFinetuning):
+    """Freezes all but the last layer, batch norm too, and lets it learn from the second epoch on."""
+
+    def freeze_before_training(self, module):
+        self.freeze(list(module.network)[:-1], train_bn=False)
+
+    def finetune_function(self, module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(list(module.network)[:-1], optimizer, lr=0.02)
 
 
 class Normed(nn.Sequential):

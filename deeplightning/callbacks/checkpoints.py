@@ -12,6 +12,7 @@ from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
 from pytorch_lightning.callbacks import EarlyStopping
 
 from deeplightning.callbacks.average import refuse_without
+from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.record import Record, between_steps, epoch_is_over
 from deeplightning.callbacks.steps import ends_of_parts
 from deeplightning.config.schema import Checkpoint
@@ -46,12 +47,13 @@ class Checkpoints(LightningCheckpoint):
         off: save none; a metric that is not there is still an error.
     """
 
+    after = (OWN,)  # a checkpoint holds the states of other callbacks from after their hooks
+
     def __init__(self, settings: Checkpoint, record: Record, background: bool = True, off: bool = False):
         self.settings, self.record, self.background, self.off = settings, record, background, off
         self.kept: list[dict[str, Any]] = []  # the best first: {"value", "epoch", "step", "file"}
         self._loaded: list[dict[str, Any]] | None = None
         self._arriving: dict[str, object] | None = None  # until the optimizers are there that it is compared with
-        self._has_arrived = False
         self._plateaus: dict[str, float] = {}
         self._due = self._validating = False
         self._saved_step = self._began_at = -1  # optimizer steps
@@ -77,15 +79,10 @@ class Checkpoints(LightningCheckpoint):
         if self._arriving is not None:
             check_optimizers(trainer, self._arriving)
             self._arriving = None
-        self._take_over(trainer)
         _drop_early_loader(trainer)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.ckpt_path is not None and not self._has_arrived:  # Lightning 2.6 asks no callback then
-            raise CheckpointError(
-                f"{trainer.ckpt_path}: damaged: `callbacks` is missing; resume from another checkpoint"
-            )
-        self._take_over(trainer)  # strategies that shard load their checkpoint only after `on_fit_start`
+        self._take_over(trainer)
         self._find_marks(trainer)
         self._began_at = trainer.global_step
         plateaus, self._plateaus = self._plateaus, {}
@@ -162,6 +159,9 @@ class Checkpoints(LightningCheckpoint):
         if self.settings.monitor is not None and not self.kept and not self.off:
             log.warning("there is no best.ckpt: %s had no value to judge by", self.settings.monitor)
 
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._take_over(trainer)  # nothing was left to train
+
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """An interrupted run can resume where it stopped."""
         try:
@@ -192,7 +192,6 @@ class Checkpoints(LightningCheckpoint):
         if trainer.state.fn == "fit":
             refuse_without(trainer.callbacks, checkpoint, trainer.ckpt_path)  # type: ignore[attr-defined]
             check_counters(trainer, checkpoint)
-            self._has_arrived = True
             if not trainer.strategy.restore_checkpoint_after_setup:  # else states are in a form of the strategy's own
                 self._arriving = checkpoint
         _count_for(checkpoint, replicas(trainer)[0])

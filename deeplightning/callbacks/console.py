@@ -83,6 +83,8 @@ def to_terminal(cfg: Config) -> None:
     warnings.filterwarnings("ignore", message=r"GPU available but not used\.", category=PossibleUserWarning)
     # Ours names the key: `deeplightning.engine.compute.matmul_hint`. Lightning's is news below its level, see above.
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores for float32 matrix multiplication available")
+    if cfg.model.trainable != "all":  # what does not learn is in evaluation mode
+        warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode at the start of training")
     if own_rank() in cfg.logger.ranks:
         handler = _Terminal(rank_shown(cfg))
         handler.setFormatter(Redacting(cfg, "%(message)s"))

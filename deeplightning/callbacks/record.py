@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ from deeplightning.config.schema import Config
 from deeplightning.config.source import text_of
 from deeplightning.config.tree import dump, parse, plain
 from deeplightning.engine.plan import group_size, launches_by, world_size
-from deeplightning.faults import ConfigError, SetupError
+from deeplightning.engine.restored import check_schedules
+from deeplightning.faults import CheckpointError, ConfigError, SetupError
 from deeplightning.launch.storage import stored
 from deeplightning.private.lightning import add_logged_steps, logged_steps, values_to_log
 from deeplightning.process import supervisor
@@ -37,7 +38,7 @@ from deeplightning.process.logs import Printable
 from deeplightning.process.streams import Interrupted, say_losses
 from deeplightning.process.terminal import LAYOUT, say
 from deeplightning.runfolder import UMASK, Hold, RunFolder, make_private, umask_of, write_whole
-from deeplightning.tracking.build import end, go_on, publish, run_folder
+from deeplightning.tracking.build import end, go_on, point_at, publish, run_folder
 from deeplightning.tracking.environment import REPRODUCES, describe, git_diff
 from deeplightning.tracking.names import DATA, ENGINE, NETWORK
 from deeplightning.tracking.tracker import Dataset
@@ -63,6 +64,7 @@ class Resumption:
         inexact: why the end will not be that of an uninterrupted run, bit for bit; "": it will.
         over: why nothing is left to train, of a checkpoint whose run is complete; "": something is.
         epochs: that the checkpoint has completed.
+        kept: what the config has from the checkpoint, see `deeplightning.run.resume`.
     """
 
     checkpoint: Path | None = None
@@ -74,6 +76,7 @@ class Resumption:
     inexact: str = ""
     over: str = ""
     epochs: int = 0
+    kept: Sequence[Sequence[Any]] = ()
 
     @property
     def named(self) -> str | None:
@@ -87,13 +90,20 @@ class Resumption:
         """Logs what there is to say."""
         for note in self.notes:
             log.info("%s", note)
+        if self.kept:
+            log.warning(
+                "A resumed run keeps the optimizer and the schedule of its checkpoint: %s. New values begin a new run "
+                "from the weights: model.init_from='%s'",
+                ", ".join(f"model.{'.'.join(keys)} is {was}, not {asked}" for *keys, was, asked in self.kept),
+                self.checkpoint,
+            )
         if self.inexact:
             log.warning("This run will not end bit for bit like an uninterrupted one: %s", self.inexact)
 
 
 class Record(pl.Callback):
     """Opens the run when everything is built and data and network are known to fit, on rank 0; other callbacks ask it
-    for the run's folder.
+    for the run's folder. Where training resumes, the run opens after all of the checkpoint is restored.
 
     Args:
         cfg: the settled config.
@@ -114,8 +124,9 @@ class Record(pl.Callback):
         self.has_learned = False
         self._folder: RunFolder | None = None
         self._hold: Hold | None = None
-        self._failed = self._stopped = False
+        self._failed = self._stopped = self._has_arrived = False
         self._origin: Origin | None = None  # on rank 0
+        self._frozen: list[str] | None = None  # of the checkpoint
         self._umask: object = None  # while that of the run is set
 
     @property
@@ -132,7 +143,10 @@ class Record(pl.Callback):
         data: object = getattr(trainer, "datamodule", None)
         if hasattr(data, "check_stages"):  # a stage that cannot run must not fail after hours of training
             data.check_stages(self.cfg.stages)
-        self.open(trainer)
+        if self.resumption is None or self.resumption.checkpoint is None:
+            self.open(trainer)
+            return
+        self._point(trainer)  # the run opens when its checkpoint is restored: a refusal changes no run
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.open(trainer)
@@ -143,7 +157,21 @@ class Record(pl.Callback):
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.open(trainer)
 
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._has_arrived, self._frozen = True, checkpoint.get("frozen")
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.ckpt_path is not None and not self._has_arrived:  # Lightning 2.6 asks no callback then
+            raise CheckpointError(
+                f"{trainer.ckpt_path}: damaged: `callbacks` is missing; resume from another checkpoint"
+            )
+        check_schedules(trainer)
+        if self._frozen is not None:
+            _freeze_again(pl_module, self._frozen)
+            self._frozen = None
+        self.open(trainer)
         self.has_learned = True
         carries = launches_by(self.cfg.engine, "Ray")
         if trainer.num_nodes > 1 and trainer.local_rank == 0 and not carries and not self.folder.config.exists():
@@ -157,6 +185,7 @@ class Record(pl.Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Where nothing was left to learn, Lightning 2.6 leaves the counters as they were in the hook that saved them:
         later stages would count their points from there."""
+        self.open(trainer)
         if self.has_learned:
             return
         loop: Any = trainer.fit_loop
@@ -171,7 +200,8 @@ class Record(pl.Callback):
             return
         # Before the run opens: a process that is killed while it asks git must not leave an empty run.
         surroundings = (describe(self.cfg.redact), git_diff(self.cfg.redact)) if trainer.is_global_zero else None
-        trainer.loggers = self.loggers
+        if not trainer.loggers:
+            self._point(trainer)
         resumption = self.resumption or Resumption()
         folder = ""
         if trainer.is_global_zero:
@@ -211,6 +241,12 @@ class Record(pl.Callback):
         began_from = resumption.checkpoint if resumption.run_id is None else None
         self._origin.begin(getattr(trainer, "datamodule", None), began_from)
         resumption.say()
+
+    def _point(self, trainer: pl.Trainer) -> None:
+        """Hands the loggers to the trainer; they open their runs at the first use."""
+        trainer.loggers = self.loggers
+        if trainer.is_global_zero and self.resumption is not None and self.resumption.run_id is not None:
+            point_at(self.loggers, self.resumption.run_id, self.resumption.owed)
 
     def _restrict(self) -> None:
         """What this process makes from now on has the permissions of the run's folder."""
@@ -372,6 +408,24 @@ class Record(pl.Callback):
         checkpoint["engine"] = engine_of(self.cfg)
         checkpoint["versions"] = versions()
         checkpoint["accumulating"] = not between_steps(trainer)
+        checkpoint["frozen"] = _frozen(pl_module)
+
+
+def _frozen(task: pl.LightningModule) -> list[str]:
+    """The parameters that do not learn, and the batch norms that Lightning's fine-tuning callbacks have untracked."""
+    untracked = [n for n, m in task.named_modules() if getattr(m, "track_running_stats", None) is False]
+    return [name for name, parameter in task.named_parameters() if not parameter.requires_grad] + untracked
+
+
+def _freeze_again(task: pl.LightningModule, frozen: Iterable[object]) -> None:
+    """Restores what `_frozen` has found; callbacks that freeze have done so anew when the fit was set up."""
+    frozen = {name for name in frozen if isinstance(name, str)}
+    for name, parameter in task.named_parameters():
+        if parameter.requires_grad == (name in frozen):
+            parameter.requires_grad_(name not in frozen)
+    for name, module in task.named_modules():
+        if hasattr(module, "track_running_stats"):
+            module.track_running_stats = name not in frozen
 
 
 def _log_pending(task: pl.LightningModule) -> None:

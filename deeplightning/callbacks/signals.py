@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
 from torch import distributed
 
 from deeplightning.callbacks.order import OWN
@@ -29,14 +30,16 @@ EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 AGAIN = (signal.SIGUSR1, signal.SIGUSR2)
 
 
-class Signals(pl.Callback):
+class Signals(LightningCheckpoint):
     """Turns a signal into `Interrupted`: at the end of the batch, of several processes on all at the end of the next
     one; before the first stage has begun, and a second signal always, at once.
 
     Of several processes one may be blocked, waiting for another, and heeds nothing: `engine.ranks` sees to that.
+
+    Lightning calls callbacks of this base last, a ModelCheckpoint of the user's as well.
     """
 
-    after = ("Record", "EarlyStopping", "Trial", OWN)  # a signal ends a batch once all have seen it
+    after = ("Record", "EarlyStopping", "Trial", "Checkpoints", OWN)  # a signal ends a batch once all have seen it
 
     def __init__(self) -> None:
         self._job = job_here()

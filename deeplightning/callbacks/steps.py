@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import distributed
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
@@ -88,6 +89,8 @@ class Seeds(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         seed_all(self.seed, 0)  # the same on every rank: all start from the same weights
+        if any(_sets_up(callback) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            _build_network(trainer, pl_module, stage)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._seed_batch(trainer)
@@ -107,6 +110,30 @@ class Seeds(pl.Callback):
         if epoch != self._epoch:
             self._epoch, self._word = epoch, _word(self.seed, *epoch)
         _seed_from(_mixed(self._word, trainer.fit_loop.epoch_loop.batch_progress.current.ready))
+
+
+def _sets_up(callback: pl.Callback) -> bool:
+    """Whether a callback is not ours and has a hook `setup`."""
+    return is_overridden("setup", callback, parent=pl.Callback) and not _is_of(type(callback), "deeplightning")
+
+
+def _is_of(named: Any, *packages: str) -> bool:
+    return named.__module__.partition(".")[0] in packages
+
+
+def _build_network(trainer: pl.Trainer, task: pl.LightningModule, stage: str) -> None:
+    """Builds the network of a task of ours before callbacks are set up: Lightning's fine-tuning callbacks freeze parts
+    of it there. Lightning builds it only after that, and then finds it built."""
+    own = type(task)
+    if not _is_of(own.configure_model, "deeplightning") or not _is_of(own.setup, "deeplightning", "pytorch_lightning"):
+        return
+    task.setup(stage)
+    with (
+        trainer.strategy.tensor_init_context(),
+        trainer.strategy.model_sharded_context(),
+        trainer.precision_plugin.module_init_context(),
+    ):
+        task.configure_model()
 
 
 class SameBuffers(pl.Callback):

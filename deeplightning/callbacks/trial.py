@@ -48,7 +48,15 @@ class Trial(pl.Callback):
         return trainer.strategy.broadcast(answer) if trainer.world_size > 1 else answer
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The record has opened the run: a trial that fails before its first step has one as well."""
+        """Names the run, so that a trial that fails before its first step has one; a resumed run opens later."""
+        if self.record.opened:
+            self._name_run(trainer)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.ckpt_path is not None:
+            self._name_run(trainer)
+
+    def _name_run(self, trainer: pl.Trainer) -> None:
         run = getattr(trainer.logger, "run_id", None)
         self._ask(trainer, run=run, folder=str(self.record.folder.path))
 

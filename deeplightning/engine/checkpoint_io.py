@@ -40,6 +40,8 @@ _TYPES: dict[str, type] = {
     "engine": dict,
     "versions": dict,
     "points": list,
+    "frozen": list,
+    "gathered": dict,
     "plateaus": dict,
     "train_metrics": dict,
 }

@@ -62,6 +62,33 @@ def values_to_log(trainer: "pl.Trainer", now: bool) -> dict[str, Any] | None:
     return connector.metrics["log"] if now or connector.should_update_logs else None
 
 
+def logged_means(trainer: "pl.Trainer") -> dict[str, dict[str, Any]]:
+    """What Lightning has added up of `self.log(on_epoch=True)` since the epoch began, by its own keys; of values that
+    are the same on all processes by `sync_dist` over these. Where the name has moved, it fails when a checkpoint is
+    saved inside an epoch."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, result in sorted(trainer.fit_loop.epoch_loop._results.items()):
+        if result.is_tensor and result.meta.on_epoch and not result.has_reset and not result.meta.is_custom_reduction:
+            adds = trainer.world_size > 1 and result.meta.sync.should
+            how = "max" if result.meta.is_max_reduction else "min" if result.meta.is_min_reduction else "sum"
+            found[key] = {
+                name: trainer.strategy.reduce(value.clone(), reduce_op=how) if adds else value.clone()
+                for name, value in result.metric_state.items()
+            }
+    return found
+
+
+def add_to_logged_means(trainer: "pl.Trainer", saved: dict[str, dict[str, Any]]) -> None:
+    """Adds what `logged_means` has found to what has been logged since; what is added leaves `saved`."""
+    results = trainer.fit_loop.epoch_loop._results
+    for key in [key for key in saved if key in results and not results[key].has_reset]:
+        result, before = results[key], saved.pop(key)
+        for name, value in before.items():
+            now, value = getattr(result, name), value.to(result.device)
+            extreme = result.meta.is_max_reduction or result.meta.is_min_reduction
+            setattr(result, name, result.meta.reduce_fx(value, now) if extreme else value + now)
+
+
 def keep_signals(trainer: Any) -> None:
     """Keeps Lightning from replacing our signal handlers when a stage begins. Where the name has moved, it fails when
     a stage is set up; where only the method has, SIGTERM leaves no checkpoint, without an error."""

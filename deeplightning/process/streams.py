@@ -3,7 +3,6 @@
 Importing it changes nothing; only `prepare`, which the command calls, does. It imports little, since every verb pays.
 """
 
-import _thread
 import contextlib
 import errno
 import io
@@ -123,7 +122,7 @@ def is_deferred(number: int, frame: FrameType | None) -> bool:
     if frame is None or _deferrals >= _MOST_DEFERRALS:
         return False
     _deferrals += 1
-    _thread.start_new_thread(_send_again, (number,))  # `threading` takes locks
+    threading.Thread(target=_send_again, args=(number,), name="again", daemon=True).start()
     return True
 
 

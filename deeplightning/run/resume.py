@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,11 +41,12 @@ def resumption(cfg: Config) -> Resumption:
 
     found: dict[str, Resumption] = {}
 
-    def decide() -> str | None:
-        found["ours"] = _decide(cfg)
-        return str(found["ours"].checkpoint) if found["ours"].checkpoint else None
+    def decide() -> list[object]:
+        ours = found["ours"] = _decide(cfg)
+        return [str(ours.checkpoint) if ours.checkpoint else None, ours.kept]
 
-    path = decided("train.resume_ckpt", decide)
+    path, kept = decided("train.resume_ckpt", decide)
+    _keep(cfg, kept)
     return found.get("ours") or Resumption(checkpoint=Path(path) if path else None)
 
 
@@ -166,18 +167,21 @@ def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
     from deeplightning.engine.checkpoint_io import read_checkpoint
 
     _raise_for_oddities(path, checkpoint)
-    theirs = ((checkpoint.get("config") or {}).get("model") or {}).get("optimizer")
-    ours = cfg.public()["model"]["optimizer"]
-    if theirs is not None and _types(theirs) != _types(ours):
-        raise CheckpointError(
-            f"{path}: of another optimizer: model.optimizer.type was {_types(theirs)} and is {_types(ours)}; "
-            f"resume from that, or start again from the weights: model.init_from='{path}'"
-        )
+    for part in ("optimizer", "scheduler"):
+        theirs = ((checkpoint.get("config") or {}).get("model") or {}).get(part)
+        ours = cfg.public()["model"][part]
+        if theirs is not None and _types(theirs) != _types(ours):
+            raise CheckpointError(
+                f"{path}: of another {part}: model.{part}.type was {_types(theirs)} and is {_types(ours)}; "
+                f"resume from that, or start again from the weights: model.init_from='{path}'"
+            )
+    kept = list(_kept(checkpoint, cfg))
+    _keep(cfg, kept)
     moved = (checkpoint.get("run") or {}).get("folder") != str(path.parent)
     epochs = _epochs(checkpoint)
     over = _over(epochs, checkpoint, cfg) if moved else ""
     if own_rank() != 0:
-        return Resumption(path, over=over, epochs=epochs)
+        return Resumption(path, over=over, epochs=epochs, kept=kept)
     folder, run_id = RunFolder(path.parent), (checkpoint.get("run") or {}).get("id")
     position = f"step {checkpoint['global_step']}, epoch {checkpoint['epoch'] + 1}"
     why, hold = None, None
@@ -201,9 +205,49 @@ def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
             stages = " and ".join(stage for stage in cfg.stages if stage != "train")
             notes.append(f"training   has finished: {over}; only {stages} will run")
             inexact = ""  # no training is left to differ
-        return Resumption(path, notes=notes, inexact=inexact, over=over, epochs=epochs)
+        return Resumption(path, notes=notes, inexact=inexact, over=over, epochs=epochs, kept=kept)
     owed = checkpoint.get("points") or []
-    return Resumption(path, run_id, path.parent, owed, hold, notes, inexact, epochs=epochs)
+    return Resumption(path, run_id, path.parent, owed, hold, notes, inexact, epochs=epochs, kept=kept)
+
+
+def _kept(checkpoint: Mapping[str, Any], cfg: Config) -> Iterator[list[Any]]:
+    """What the restored state of optimizers and schedules decides, where the config has another value: the keys below
+    `model`, the value of the checkpoint and that of the config. None: the value is not given."""
+    model: Mapping[str, Any] = (checkpoint.get("config") or {}).get("model") or {}
+    ours = cfg.public()["model"]
+    for keys in (("optimizer", "params"), ("optimizer", "groups"), ("scheduler", "params")):
+        part = model.get(keys[0])
+        for name in [None] if part is None or "type" in part else part:
+            path = [keys[0], *([] if name is None else [name]), keys[1]]
+            was, asked = _at(model, path), _at(ours, path)
+            if isinstance(was, Mapping) and isinstance(asked, Mapping):
+                for key in {**asked, **was}:
+                    if was.get(key) != asked.get(key) and key != "fused" and "${" not in str(was.get(key)):
+                        yield [*path, key, was.get(key), asked.get(key)]
+            elif isinstance(was, list) and isinstance(asked, list) and was != asked:
+                yield [*path, was, asked]
+
+
+def _keep(cfg: Config, kept: Iterable[Sequence[Any]]) -> None:
+    """Has a config say what its run does, see `_kept`."""
+    for part, *path, key, was, _ in kept:
+        holder = getattr(cfg.model, part)
+        for name in path:
+            holder = holder[name] if isinstance(holder, Mapping) else getattr(holder, name)
+        if not isinstance(holder, dict):
+            holder.groups = was
+        elif was is None:
+            holder.pop(key, None)
+        else:
+            holder[key] = was
+        if cfg.secrets is not None:
+            cfg.secrets.texts.pop(("model", part, *path, key), None)
+
+
+def _at(tree: Any, path: Sequence[str]) -> Any:
+    for name in path:
+        tree = tree.get(name) if isinstance(tree, Mapping) else None
+    return tree
 
 
 def _epochs(checkpoint: Mapping[str, Any]) -> int:

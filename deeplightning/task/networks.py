@@ -62,7 +62,7 @@ def try_network(network: nn.Module, example: Tensor, refusal: str, name: str | N
     The first batch would show the same error, but later and in terms of matrices or indices.
 
     Args:
-        network: in training mode, before and after.
+        network: keeps the mode of each module.
         example: (1, …), on any device.
         refusal: what the error says before torch's reason.
         name: of the network among several; None: the task has one.
@@ -73,6 +73,7 @@ def try_network(network: nn.Module, example: Tensor, refusal: str, name: str | N
     Raises:
         MisfitError: the network does not take the example.
     """
+    modes = {module: module.training for module in network.modules()}
     network.eval()
     try:
         with torch.no_grad():
@@ -84,7 +85,8 @@ def try_network(network: nn.Module, example: Tensor, refusal: str, name: str | N
             raise
         raise _misfit(f"{refusal}: {first_line(error)}", name) from error
     finally:
-        network.train()
+        for module, mode in modes.items():  # what is frozen stays in evaluation mode
+            module.training = mode
 
 
 def _misfit(message: str, name: str | None) -> MisfitError:

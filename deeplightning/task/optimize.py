@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 def freeze(network: nn.Module, wanted: str | list[str]) -> None:
     """Leaves gradients to the parameters that `model.trainable` names: all, head (the last layer), or patterns.
 
+    Modules of which no parameter learns are in evaluation mode from now on, so that their buffers stay as they are. A
+    module that has buffers and no parameters learns where a pattern matches the name of a buffer.
+
     Raises:
         MisfitError: a pattern matches no parameter's name, or nothing is left to learn.
     """
@@ -28,15 +31,21 @@ def freeze(network: nn.Module, wanted: str | list[str]) -> None:
     if not wanted or not parameters:
         found = "names no parameter" if parameters else f"{type(network).__name__} has no parameters"
         raise MisfitError(f"model.trainable: {found}, so nothing would learn; `all` trains what there is")
+    learns = set[str]()
     if wanted == "head":
         last = next(reversed(parameters)).rpartition(".")[0]
-        chosen = {name for name in parameters if name.rpartition(".")[0] == last}
+        learns |= {name for name in parameters if name.rpartition(".")[0] == last}
     else:
-        chosen = set()
         for pattern in wanted:
-            chosen |= set(_matching(pattern, parameters, "model.trainable"))
+            learns |= set(_matching(pattern, parameters, "model.trainable"))
+            learns |= {name for name, _ in network.named_buffers() if re.search(pattern, name)}
     for name, parameter in parameters.items():
-        parameter.requires_grad_(name in chosen)
+        parameter.requires_grad_(name in learns)
+    for path, module in network.named_modules():
+        buffers = {name for name, _ in module.named_buffers(prefix=path)}
+        held = [parameter.requires_grad for parameter in module.parameters()]
+        if (held or buffers) and not any(held) and not buffers & learns:
+            module.eval()
 
 
 def optimizers(network: nn.Module, model: Any, trainer: pl.Trainer, fused: bool | Literal["auto"] = "auto") -> Any:

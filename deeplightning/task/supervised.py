@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, cast
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from deeplightning.config.target import build
 from deeplightning.task.compiled import ONLY_OWN_STEPS, Compiled
@@ -102,7 +101,6 @@ class Supervised(pl.LightningModule):
         self._compiled_step: Any = None
         self._outlines: dict[tuple[int, ...], object] = {}  # by the shape of inputs; see `_outline`
         self._logged_step, self._points = -1, Points()
-        self._counted: dict[str, dict[str, object]] = {}  # of the epoch in which a run resumes, over all processes
 
     def _metrics(self) -> nn.ModuleDict:
         named = self.cfg.model.metrics
@@ -230,28 +228,9 @@ class Supervised(pl.LightningModule):
     # ---- learning
 
     def on_train_start(self) -> None:
-        """
-        Raises:
-            MisfitError: the schedule that is resumed is shorter than the training.
-        """
-        counted, self._counted = self._counted, {}
-        # Of a tensor-parallel group all processes have the same samples, and count them.
-        is_first = getattr(self.trainer.strategy, "replicas", (1, self.trainer.global_rank))[1] == 0
-        for name, metric in self._of("train").items():
-            if name in counted and is_first:
-                _restore(metric, counted[name])
         self._combines = self.trainer.world_size > 1 or self.cfg.train.accumulator_factor > 1
         if self.trainer.is_global_zero:
             self._warn_of_losses()
-        steps = self.trainer.estimated_stepping_batches
-        for config in self.trainer.lr_scheduler_configs:
-            length = getattr(config.scheduler, "total_steps", None)
-            if length is not None and config.interval == "step" and steps > length * config.frequency:
-                raise MisfitError(
-                    f"model.scheduler: this schedule ends after {length} steps, the training takes {steps}; a resumed "
-                    "run keeps the schedule that it began with, and so its train.num_epochs. To train on, start a new "
-                    "run with model.init_from=CHECKPOINT"
-                )
 
     def _warn_of_losses(self) -> None:
         several = isinstance(self.cfg.model.loss, dict)
@@ -499,12 +478,8 @@ class Supervised(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if own := self.travels():
             checkpoint[self.saved_under] = own
-        epoch: Any = self.trainer.fit_loop.epoch_progress.current
-        if epoch.processed < epoch.ready:  # inside an epoch
-            checkpoint["train_metrics"] = {name: _state_of(metric) for name, metric in self._of("train").items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._counted = checkpoint.get("train_metrics", {})
         if self.saved_under in checkpoint:
             self.arrives(checkpoint[self.saved_under])
 
@@ -524,19 +499,3 @@ def _on_meta(outputs: object, rows: int) -> object:
         return outputs
     shape = (rows, *outputs.shape[1:]) if outputs.ndim and len(outputs) == 1 else outputs.shape
     return torch.empty(shape, dtype=outputs.dtype, device="meta")
-
-
-def _state_of(metric: Metric) -> dict[str, object]:
-    """What a metric has counted over all processes; asked on each."""
-    with metric.sync_context(should_sync=torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return {name: [*v] if isinstance(v, list) else v.clone() for name, v in metric.metric_state.items()}
-
-
-def _restore(metric: Metric, state: dict[str, Any]) -> None:
-    for name, now in metric.metric_state.items():
-        if name in state:
-            saved = state[name] if isinstance(state[name], list) else [state[name]]
-            saved = [value.to(metric.device) for value in saved]
-            if isinstance(now, Tensor):
-                saved = [saved[0].to(now.dtype)]
-            setattr(metric, name, saved if isinstance(now, list) else saved[0])

@@ -86,17 +86,27 @@ def refusal(type_name: str, params: Mapping[str, Any], run_id: str, folder: Path
     return None
 
 
-def go_on(loggers: Sequence[Any], run_id: str, owed: Sequence[Sequence[Any]]) -> None:
-    """Has the first logger, before its first use, continue a run; the others begin runs of their own.
+def point_at(loggers: Sequence[Any], run_id: str, owed: Sequence[Sequence[Any]]) -> None:
+    """Has the first logger, before its first use, continue a run; the others begin runs of their own. Opens nothing.
 
     Args:
         owed: points that the run has logged and the store may lack; see `MLflowLogger.go_on`.
     """
+    if hasattr(loggers[0], "go_on"):
+        loggers[0].go_on(run_id, owed)
+    else:
+        resume_run(loggers[0], run_id)
+
+
+def go_on(loggers: Sequence[Any], run_id: str, owed: Sequence[Sequence[Any]]) -> None:
+    """Opens the run that the first logger was pointed at, where the logger does not do so itself.
+
+    Args:
+        owed: as `point_at`.
+    """
     logger = loggers[0]
     if hasattr(logger, "go_on"):
-        logger.go_on(run_id, owed)
         return
-    resume_run(logger, run_id)
     run = logger.experiment.get_run(run_id)
     logger.experiment.update_run(run_id, status="RUNNING")
     if "failure" in run.data.tags:

@@ -96,6 +96,7 @@ class MLflowLogger(Logger):
         self._store: Store | None = None
         self._tracker: Tracker | None = None
         self._writer: Writer | None = None
+        self._early: dict[str, object] = {}  # parameters of a continued run that is not open yet
         self._params: dict[str, str] = {}  # what the run has, or is about to have
         self._opened_in = 0  # the process that opened it
         self._started = 0  # milliseconds since 1970
@@ -191,6 +192,9 @@ class MLflowLogger(Logger):
         values = flatten(vars(params) if isinstance(params, Namespace) else dict(params or {}))
         values |= {str(key): str(value) for key, value in kwargs.items()}
         if not values:
+            return
+        if self._continues and self._status is None:  # Lightning says them before a checkpoint is restored
+            self._early |= values
             return
         writer = self._running()
         if changed := [key for key, value in values.items() if self._params.get(key, value) != value]:
@@ -444,6 +448,8 @@ class MLflowLogger(Logger):
         writer = self._writing(journal)
         self._artifacts = RemoteArtifacts(writer, tracker, run.id) if folder is None else LocalArtifacts(folder)
         owed, self._owed = self._owed, []
+        if self._early:
+            self.log_hyperparams(self._early)
         for point in owed:
             self._add({point.name: point.value}, point.time, point.step)
 

@@ -242,6 +242,27 @@ def test_steps_and_values_that_are_about_to_be_logged_are_known(trained):
     lightning.add_logged_steps(trainer, -2)
 
 
+def test_what_lightning_adds_up_over_an_epoch_is_known_and_can_be_continued(trained):
+    """Means by batch size and largest values: what is added continues as if it had been logged before."""
+    trainer = trained[0]
+    results = trainer.fit_loop.epoch_loop._results
+    results.clear()
+
+    def log(value, size):
+        for name, reduce in (("mean", torch.mean), ("most", torch.max)):
+            results.log("training_step", name, torch.tensor(value), reduce_fx=reduce, batch_size=size)
+
+    log(1.0, 3)
+    log(4.0, 1)
+    saved = lightning.logged_means(trainer)
+    results.clear()
+    log(2.0, 4)
+    lightning.add_to_logged_means(trainer, saved)
+    assert saved == {}
+    assert [float(result.compute()) for result in results.values()] == [15 / 8, 4.0]
+    results.clear()
+
+
 class Noted(Line):
     """A task that records the arguments of its hooks, and the hook that Lightning believes to be running."""
 

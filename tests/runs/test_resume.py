@@ -41,11 +41,11 @@ def half(train):
     return train(*RANDOM, "train.num_epochs=2")
 
 
-def interrupt(command, tiny, place, until, settings, validating=False):
+def interrupt(command, tiny, place, until, settings, validating=False, more=""):
     """A run that Ctrl-C ends in its second epoch, in a batch or while it validates; `until` is a file to make."""
     params = f"{{until: '{until}', validating: {str(validating).lower()}}}"
     running = command.start(
-        "train", tiny, *settings, f"train.callbacks=[{{type: own.Waits, params: {params}}}]", cwd=place
+        "train", tiny, *settings, f"train.callbacks=[{{type: own.Waits, params: {params}}}{more}]", cwd=place
     )
     running.says("waits")
     running.signal(signal.SIGINT)
@@ -105,6 +105,28 @@ def test_a_run_resumed_inside_an_epoch_ends_bit_for_bit_like_an_uninterrupted_on
     assert {n: p for n, p in series.items() if n not in of_the_part} == {
         n: p for n, p in expected.items() if n not in of_the_part
     }
+
+
+@pytest.mark.parametrize("validating", [False, True], ids=["in a batch", "while it validates"])
+def test_a_users_metrics_of_an_epoch_count_the_batches_before_a_resume(
+    validating, train, command, tiny, place, tracked, tmp_path
+):
+    """torchmetrics objects, a MetricCollection, and what `self.log` adds up in any way: with a task of the user's a run
+    that was stopped inside an epoch has, at its end, the values of a whole run; no batch counts twice."""
+    named = f"logger.params.experiment_name=measured-{validating}"
+    settings = [
+        "model.module.type=own.Measured",
+        "model.network=null",
+        "model.loss=null",
+        "train.val_every_n_epoch=0.5",
+    ]
+    settings += ["model.optimizer=null", named]
+    whole = train(*settings, f"{named}-whole")
+    interrupt(command, tiny, place, tmp_path / "until", settings, validating)
+    resumed = train(*settings, "train.resume_ckpt=auto")
+    values, expected = (tracked(run.folder).series() for run in (resumed, whole))
+    assert {"train_acc", "train_f1", "train_mean", "train_loss_epoch", "train_most", "train_sum"} <= expected.keys()
+    assert values == expected
 
 
 def test_a_run_resumed_with_accumulation_ends_bit_for_bit_like_an_uninterrupted_one(train):
@@ -185,6 +207,62 @@ def test_a_run_that_has_more_epochs_than_are_asked_for_is_done(own, train, tmp_p
     assert "results    test_" in again.out
 
 
+def lightnings_own(folder, settings):
+    """Lightning's ModelCheckpoint and EarlyStopping, as a user names them under `train.callbacks`."""
+    kept = f"{{type: pytorch_lightning.callbacks.ModelCheckpoint, params: {{dirpath: '{folder}', {settings}}}}}"
+    return f"{kept}, {{type: pytorch_lightning.callbacks.EarlyStopping, params: {{monitor: val_loss, patience: 5}}}}"
+
+
+def states_in(folder):
+    """Of these two: what the last checkpoint of a run holds, without the folder that the user has named."""
+    states = torch.load(folder / "last.ckpt", weights_only=True)["callbacks"]
+    named = {key.partition("{")[0]: state for key, state in states.items()}
+    kept = {name: str(value).rpartition("/")[2] for name, value in named["ModelCheckpoint"].items()}
+    return kept | {"dirpath": None}, named["EarlyStopping"]
+
+
+def test_checkpoints_hold_the_states_of_callbacks_from_after_their_last_hook(train, tmp_path):
+    """A resumed run ends with the states and files of Lightning's own ModelCheckpoint and EarlyStopping that a whole
+    one has: `last.ckpt` knows what they have done in the hook in which it is saved."""
+
+    def ends(name, epochs, *settings):
+        own = lightnings_own(tmp_path / name, "monitor: val_loss, filename: '{epoch}'")
+        at = f"logger.params.experiment_name=states-{name}"
+        return train(f"train.callbacks=[{own}]", at, f"train.num_epochs={epochs}", *settings).folder
+
+    whole = ends("whole", 3)
+    kept, stop = states_in(ends("half", 2))
+    assert kept["best_model_score"] == str(stop["best_score"])
+    assert states_in(ends("half", 3, "train.resume_ckpt=auto")) == states_in(whole)
+    files = [[path.name for path in (tmp_path / name).iterdir()] for name in ("half", "whole")]
+    assert files[0] == files[1] == [states_in(whole)[0]["best_model_path"]]
+
+
+def test_a_signal_ends_a_batch_when_all_callbacks_have_seen_it(command, tiny, place, tmp_path):
+    """What Ctrl-C saves inside an epoch has a ModelCheckpoint's state of the same step."""
+    settings = ["logger.params.experiment_name=signalled"]
+    every = lightnings_own(tmp_path / "kept", "every_n_train_steps: 1, monitor: null")
+    stopped = interrupt(command, tiny, place, tmp_path / "until", settings, more=f", {every}")
+    folder = stopped.folder
+    assert states_in(folder)[0]["best_model_path"] == "epoch=1-step=12.ckpt"
+    assert torch.load(folder / "last.ckpt", weights_only=True)["global_step"] == 12
+
+
+def test_a_fine_tuning_callback_that_is_resumed_ends_bit_for_bit_like_a_whole_run(train):
+    """Lightning's BaseFinetuning works with a built-in task: the network is there when callbacks are set up. What it
+    has unfrozen before a run resumes learns on, and batch norm keeps its running means as before."""
+    settings = ["model.network={type: own.Normed}", "train.callbacks=[{type: own.Thaws}]"]
+    settings += ["logger.params.experiment_name=thaws", "train.checkpoint.monitor=val_loss"]
+    weights = []
+    for epochs in (1, 2, 3):
+        folder = train(*settings, f"train.num_epochs={epochs}", "train.resume_ckpt=auto").folder
+        weights.append(torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]["network.0.weight"])
+    whole = train(*settings, "train.num_epochs=3", "logger.params.experiment_name=thaws-whole")
+    assert digest(folder / "last.ckpt") == digest(whole.folder / "last.ckpt")
+    assert not torch.equal(weights[1], weights[2])
+    assert torch.load(whole.folder / "last.ckpt", weights_only=True)["frozen"] == []
+
+
 def test_what_cannot_be_resumed_is_named(train, tmp_path, store, half):
     """A missing checkpoint, an unknown run and an empty store end with exit 4, and no run begins."""
     before = len(list(store.glob("*/*")))
@@ -204,6 +282,53 @@ def test_a_checkpoint_of_another_network_is_refused(half, train, tmp_path):
     refused = train(f"train.resume_ckpt='{copy}'", "train.num_epochs=3", code=4)
     assert re.search(r"of another network: \d+ tensors differ: (network\S+ is \w+[^;]*; ){3}and \d+ more", refused.err)
     assert "Traceback" not in refused.err
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "words"),
+    [
+        ("data.batch_size=8", 2, "this schedule ends after 18 steps"),
+        ("model.trainable=head", 4, "of another optimizer"),
+    ],
+    ids=["a schedule of first length", "other parameters learn"],
+)
+def test_a_refused_resume_changes_no_file_of_the_run_or_of_its_store(change, code, words, train, tmp_path):
+    """A resume that is refused only when the checkpoint is restored leaves the run as it was: its status, parameters,
+    metrics and files are the same, byte for byte."""
+    schedule = AUTO.replace("}}", "}, call: {interval: step}}")
+    settings = [schedule, "train.num_epochs=2", f"logger.params.tracking_uri='{tmp_path}'"]
+    train(*settings)
+
+    def files():
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    before = files()
+    refused = train(*settings, "train.num_epochs=3", "train.resume_ckpt=auto", change, code=code)
+    assert words in refused.err
+    assert before == files()
+
+
+def test_the_config_of_a_resumed_run_has_the_rate_that_is_used(half, train, tmp_path):
+    """The optimizer and the schedule of the checkpoint are used, whatever the config asks for: config file and next
+    checkpoint say so, and a warning names both values. `model.init_from` uses the new ones."""
+    copy = shutil.copyfile(half.folder / "last.ckpt", tmp_path / "copy.ckpt")
+    asked = [
+        "model.optimizer.params={lr: 0.001, weight_decay: 0.5}",
+        "model.optimizer.groups=[{match: bias, weight_decay: 0.3}]",
+        "model.scheduler.params.step_size=1",
+    ]
+    settings = [*RANDOM, *asked, "train.num_epochs=3"]
+    resumed = train(*settings, f"train.resume_ckpt='{copy}'")
+    assert "model.optimizer.params.lr is 0.05, not 0.001" in resumed.err
+    was, now = (torch.load(path, weights_only=True) for path in (copy, resumed.folder / "last.ckpt"))
+    recorded = yaml.safe_load(RunFolder(resumed.folder).config.read_text())["model"]
+    for part in ("optimizer", "scheduler"):
+        assert recorded[part] == now["config"]["model"][part] == was["config"]["model"][part]
+    bias, rest = now["optimizer_states"][0]["param_groups"]
+    assert (rest["initial_lr"], rest["weight_decay"], bias["weight_decay"]) == (0.05, 0, 0.1)
+    fresh = train(*settings, "train.num_epochs=1", f"model.init_from='{copy}'")
+    bias, rest = torch.load(fresh.folder / "last.ckpt", weights_only=True)["optimizer_states"][0]["param_groups"]
+    assert (rest["initial_lr"], rest["weight_decay"], bias["weight_decay"]) == (0.001, 0.5, 0.3)
 
 
 def test_the_best_of_the_run_before_stays_the_best(half, train, place):

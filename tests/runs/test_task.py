@@ -14,6 +14,7 @@ from deeplightning.run.assemble import init_module
 from deeplightning.task.errors import MisfitError
 from deeplightning.task.img_classif import SHOWN, ImageClassification
 from deeplightning.task.metrics import Accuracy, InOwnPrecision, SampleMean
+from deeplightning.task.optimize import freeze
 
 # ---- metrics
 
@@ -176,6 +177,37 @@ def test_only_what_is_named_learns(trainable, learns, fit):
     assert {name for name in names if not torch.equal(before[name], after[name])} == expected
     held = {id(p) for group in fitted.trainer.optimizers[0].param_groups for p in group["params"]}
     assert held == {id(after[name]) for name in expected}
+
+
+def test_batch_norm_of_a_frozen_part_keeps_its_running_means(fit):
+    """Under `model.trainable` the buffers of frozen modules stay bit for bit, over validations too, and the head learns
+    from what plain torch computes with the body in evaluation mode."""
+    settings = ["model.network={type: own.Normed}", "train.checkpoint.monitor=null"]
+    start = fit(*settings, "train.limit_batches.train=1", "model.optimizer.params.lr=0.0", "model.trainable=head")
+    fitted = fit(*settings, "model.trainable=head")
+    before, after = start.task.network.state_dict(), fitted.task.network.state_dict()
+    assert {name for name in after if not torch.equal(before[name], after[name])} == {"4.weight", "4.bias"}
+    assert torch.equal(before["1.running_mean"], torch.zeros(4))
+    assert [module.training for module in fitted.task.network] == [False, False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("trainable", "evaluated"),
+    [
+        ("head", ["0", "0.0", "0.1", "0.2", "1"]),
+        (["^0.0", "^2"], ["0.1", "1"]),
+        (["^0.1", "^2"], ["0.0", "1"]),
+        (["^1|^2"], ["0", "0.0", "0.1", "0.2"]),
+        ("all", []),
+    ],
+)
+def test_modules_of_which_nothing_learns_are_in_evaluation_mode(trainable, evaluated):
+    """A module whose parameters are frozen is in evaluation mode with all in it; one that has buffers alone is, unless
+    a pattern names it."""
+    body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
+    network = nn.Sequential(body, nn.BatchNorm1d(4, affine=False), nn.Linear(4, 2))
+    freeze(network, trainable)
+    assert [name for name, module in network.named_modules() if not module.training] == evaluated
 
 
 def test_a_pattern_that_matches_nothing_is_refused(fit):

@@ -1,0 +1,93 @@
+"""What a task has gathered since an epoch began: a run that resumes inside the epoch has its metrics over all of it."""
+
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torchmetrics import Metric, MetricCollection
+
+from deeplightning.callbacks.order import OWN
+from deeplightning.engine.group import replicas
+from deeplightning.private.lightning import add_to_logged_means, logged_means
+
+KEY = "gathered"
+"""Of a checkpoint from inside an epoch: {"metrics": states by the module's name, "logged": values of `self.log`}."""
+
+
+class Gathered(pl.Callback):
+    """Keeps in each checkpoint from inside an epoch the states of the task's torchmetrics objects, over all processes,
+    and what Lightning has added up of `self.log(on_epoch=True)`.
+
+    What a validation that is under way has gathered is left out: it is repeated.
+    """
+
+    before = (OWN,)
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}  # updates of each metric when the validation began that is under way
+        self._saved: dict[str, Any] = {}
+        self._logged: dict[str, Any] = {}  # of the checkpoint, until the task logs it again
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._counts = {name: metric.update_count for name, metric in _metrics(pl_module).items()}
+
+    def on_validation_end(self, *_: object) -> None:
+        self._counts = {}
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        epoch: Any = trainer.fit_loop.epoch_progress.current
+        if epoch.processed == epoch.ready:
+            return
+        found = {name: metric for name, metric in _metrics(pl_module).items() if metric.update_called}
+        found = {
+            n: metric for n, metric in found.items() if self._counts.get(n, metric.update_count) == metric.update_count
+        }
+        logged = logged_means(trainer)
+        for name, value in self._logged.items():  # a run that ends before the task logs it again
+            logged.setdefault(name, value)
+        checkpoint[KEY] = {"metrics": {name: _state_of(metric) for name, metric in found.items()}, "logged": logged}
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._saved = checkpoint.get(KEY, {}) if trainer.state.fn == "fit" else {}
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        saved, self._saved = self._saved, {}
+        if not saved or replicas(trainer)[1] != 0:  # of a tensor-parallel group all processes count the same samples
+            return
+        for name, metric in _metrics(pl_module).items():
+            _restore(metric, saved.get("metrics", {}).get(name, {}))
+        self._logged = dict(saved.get("logged", {}))
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
+        if self._logged:
+            add_to_logged_means(trainer, self._logged)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._logged = {}
+
+
+def _metrics(task: pl.LightningModule) -> dict[str, Metric]:
+    """The torchmetrics objects of a task by their names."""
+    modules = dict(task.named_modules())
+    for module in modules.values():
+        if isinstance(module, MetricCollection):
+            module.items()  # gives each metric the state that it shares with others
+    return {name: module for name, module in modules.items() if isinstance(module, Metric)}
+
+
+def _state_of(metric: Metric) -> dict[str, object]:
+    """What a metric has counted over all processes; asked on each."""
+    with metric.sync_context(should_sync=torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return {name: [*v] if isinstance(v, list) else v.clone() for name, v in metric.metric_state.items()}
+
+
+def _restore(metric: Metric, state: dict[str, Any]) -> None:
+    for name, now in metric.metric_state.items():
+        if name in state:
+            saved = state[name] if isinstance(state[name], list) else [state[name]]
+            saved = [value.to(metric.device) for value in saved]
+            setattr(metric, name, saved if isinstance(now, list) else saved[0])
