@@ -543,7 +543,7 @@ def _override_value(text: str, name: str, place: str) -> Entry:
     """The value of an override, everything in it set at `place`."""
     problems: list[Fault] = []
     try:
-        value = parse(text, place, problems)
+        value = parse(text, place, problems, is_override=True)
     except ConfigError as error:
         problems = error.faults
     if problems:

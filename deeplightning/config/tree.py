@@ -160,14 +160,24 @@ def as_written(entry: Entry) -> Any:
 # ---- text
 
 
-def parse(text: str, name: str, faults: list[Fault]) -> Entry:
-    """YAML text as a tree; what is wrong with single values goes to `faults`, what ends the reading is raised."""
+def parse(text: str, name: str, faults: list[Fault], is_override: bool = False) -> Entry:
+    """Parse YAML text to a tree; add faults of single values to `faults`.
+
+    Args:
+        is_override: the text is the value of an override, which has no comments: a word without quotes is the whole
+            text.
+
+    Raises:
+        ConfigError: the text is not YAML, or passes a bound.
+    """
     try:
         beyond = _beyond_bounds(text)
         if beyond is not None:
             message, mark = beyond
             raise ConfigError(Fault(message, place=f"{name}:{mark.line + 1}:{mark.column + 1}"))
         node = yaml.compose(text, Loader=_Loader)
+        if is_override:
+            node = _whole(node, text, name)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
@@ -179,6 +189,21 @@ def parse(text: str, name: str, faults: list[Fault]) -> Entry:
     if node is None:
         return Entry(None, f"{name}:1:1")
     return _Builder(name, faults).build(node)
+
+
+def _whole(node: Node | None, text: str, name: str) -> Node | None:
+    """Return the node of an override's text with what YAML would drop, such as `#3` of `run #3`."""
+    words = text.strip()
+    is_word = node is None or (isinstance(node, ScalarNode) and (not node.style or node.style in "|>"))
+    if is_word and not words.startswith("!") and ("\n" not in words or words[0] not in "|>"):
+        return ScalarNode("tag:yaml.org,2002:str", words, yaml.Mark(name, 0, 0, 0, None, None))
+    end = 0
+    for token in yaml.scan(text, Loader=_Loader):
+        if "#" in text[end : token.start_mark.index]:
+            message = "`#` would begin a comment here, and an override has none; put a text with `#` in quotes"
+            raise ConfigError(Fault(message, place=name))
+        end = token.end_mark.index
+    return node
 
 
 def _beyond_bounds(text: str) -> tuple[str, Any] | None:

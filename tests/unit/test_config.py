@@ -222,6 +222,7 @@ def test_each_value_knows_which_file_and_line_set_it():
 
 # ---- overrides
 
+NO_COMMENT = "`#` would begin a comment here, and an override has none; put a text with `#` in quotes"
 TREE = "a: {x: 1}\nl: [1, {y: 2}, 1]\nn: null\nt: word\n"
 
 
@@ -238,6 +239,17 @@ TREE = "a: {x: 1}\nl: [1, {y: 2}, 1]\nn: null\nt: word\n"
         ("t=a=b", "t", "a=b"),
         (" t = 5", "t", 5),
         ("t=http://h:1/p?q=1", "t", "http://h:1/p?q=1"),
+        ("t=run #3", "t", "run #3"),
+        ("t=#x", "t", "#x"),
+        ("t= 5 # five ", "t", "5 # five"),
+        ("t=two\n  lines # b", "t", "two\n  lines # b"),
+        ("t=&a b", "t", "&a b"),
+        ("t=--- b", "t", "--- b"),
+        ("t=|", "t", "|"),
+        ("t=>3", "t", ">3"),
+        ("t=|-\n a # b", "t", "a # b"),
+        ("t='run #3'", "t", "run #3"),
+        ('t=["a #b", c]', "t", ["a #b", "c"]),
         ("~a.x", "a", {}),
         ("~l.2", "l", [1, {"y": 2}]),
         ("~l.-1", "l", [1, {"y": 2}]),
@@ -252,7 +264,8 @@ TREE = "a: {x: 1}\nl: [1, {y: 2}, 1]\nn: null\nt: word\n"
     ],
 )
 def test_an_override_sets_removes_and_appends(override, key, value):
-    """`key=value` with YAML values, `~key`, `+list=[x]`, list items by number, through null and what is not there."""
+    """`key=value` with YAML values, `~key`, `+list=[x]`, list items by number, through null and what is not there; a
+    text without quotes is taken whole, `#` and line breaks included."""
     assert values(TREE, override)[key] == value
 
 
@@ -278,6 +291,9 @@ def test_overrides_are_applied_in_their_order():
         ("+t=[1]", "override +t=[1]: t: `+` appends a list to a list; this is the text 'word' and a list"),
         ("+l=4", "override +l=4: l: `+` appends a list to a list; this is a list and the number 4"),
         ("a=[", "override a=[: a: not YAML: did not find expected node content (while parsing a flow node)"),
+        ("t=[1] #x", f"override t=[1] #x: t: {NO_COMMENT}"),
+        ("t='a' #x", f"override t='a' #x: t: {NO_COMMENT}"),
+        ("t=run: #3", f"override t=run: #3: t: {NO_COMMENT}"),
         ("t={x: 1, x: 2}", "override t={x: 1, x: 2}: t: this key occurs twice, first in line 1; remove one"),
     ],
 )
