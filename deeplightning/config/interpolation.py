@@ -14,7 +14,17 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from deeplightning.config.secrets import Secrets, note_literals, tells
-from deeplightning.config.tree import MAX_DEPTH, MAX_FAULTS, MAX_VALUES, Entry, KeyPath, leaves, line
+from deeplightning.config.tree import (
+    MAX_DEPTH,
+    MAX_FAULTS,
+    MAX_VALUES,
+    Entry,
+    KeyPath,
+    dotted,
+    has_typed_keys,
+    key_named,
+    leaves,
+)
 from deeplightning.faults import ConfigError, Fault, Notice, nearest
 
 if TYPE_CHECKING:
@@ -78,17 +88,17 @@ def _resolve(
         for path, entry in waiting:
             resolver.seen = {}
             try:
-                results.append((entry, _entries(resolver.value(path), entry.place, len(path))))
+                results.append((entry, _entries(resolver.value(path), entry.place, path)))
             except _Unchecked as why:
-                done.unchecked.append(Fault(_message(entry.value, why), _dotted(path), entry.place))
+                done.unchecked.append(Fault(_message(entry.value, why), dotted(path), entry.place))
                 done.secrets.texts[path] = entry.value
             except _Unresolved as error:
-                broken.append(Fault(_message(entry.value, error), _dotted(path), entry.place))
+                broken.append(Fault(_message(entry.value, error), dotted(path), entry.place))
             if len(broken) > MAX_FAULTS:
                 raise _TooMuch(f"more than {MAX_FAULTS} references of this config are broken, up to here")
             done.secrets.note(path, entry.value, resolver.seen)
     except _TooMuch as error:
-        raise ConfigError([*faults, *broken, Fault(str(error), _dotted(path), entry.place)]) from None
+        raise ConfigError([*faults, *broken, Fault(str(error), dotted(path), entry.place)]) from None
     faults += broken
     for entry, value in results:
         entry.written, entry.value = entry.value, value
@@ -96,21 +106,22 @@ def _resolve(
     done.notices += resolver.notices
 
 
-def _entries(value: object, place: str, depth: int) -> object:
-    if depth > MAX_DEPTH:
+def _entries(value: object, place: str, path: KeyPath) -> object:
+    if len(path) > MAX_DEPTH:
         raise _Unresolved(f" expands to values that are nested more than {MAX_DEPTH} deep")
     if isinstance(value, dict):
-        return {name: Entry(_entries(item, place, depth + 1), place) for name, item in value.items()}
+        is_typed = has_typed_keys(path)
+        named = {name if is_typed else dotted([name]): item for name, item in value.items()}
+        return {name: Entry(_entries(item, place, (*path, name)), place) for name, item in named.items()}
     if isinstance(value, list):
-        return [Entry(_entries(item, place, depth + 1), place) for item in value]
+        return [Entry(_entries(item, place, (*path, number)), place) for number, item in enumerate(value)]
     return value
 
 
 def _plain(value: object) -> object:
-    """A value that OmegaConf's grammar made, with the keys and texts that YAML would give: its keys may be numbers, and
-    it has a kind of text of its own."""
+    """A value that OmegaConf's grammar made, which has a kind of text of its own."""
     if isinstance(value, dict):
-        return {name if isinstance(name, str) else line(name): _plain(item) for name, item in value.items()}
+        return {_plain(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, str) else value
@@ -118,10 +129,6 @@ def _plain(value: object) -> object:
 
 def _quoted(text: str) -> str:
     return f"`{text[:200]}…`" if len(text) > 200 else f"`{text}`"
-
-
-def _dotted(path: KeyPath) -> str:
-    return ".".join(map(str, path))
 
 
 class _TooMuch(Exception):
@@ -283,7 +290,8 @@ class _Resolver:
                 index = int(part) + len(items) * (int(part) < 0)
                 there = 0 <= index < len(items)
             else:
-                there = isinstance(items, dict) and part in items
+                index = key_named(part, items) if isinstance(items, dict) else part
+                there = isinstance(items, dict) and index in items
             if not there:
                 raise _Absent(self.shown(wanted), self.hint(str(part), items, where))
             found, where = items[index], None if where is None else (*where, index)
@@ -303,7 +311,7 @@ class _Resolver:
         if self.seen or not isinstance(items, dict) or where is None:
             return ""
         found = nearest(part, items)
-        return found.replace("mean ", f"mean {_dotted(where)}.", 1) if where else found
+        return found.replace("mean ", f"mean {dotted(where)}.", 1) if where else found
 
     def behind(self, found: object, where: KeyPath | None) -> tuple[Any, KeyPath | None]:
         """Follows an entry that is one reference to where it leads, without making the value there."""
@@ -449,8 +457,8 @@ class _Resolver:
     def deprecated(self, path: KeyPath, key: object, message: object = DEPRECATED) -> object:
         """The value of the key that has replaced this one, with a notice."""
         found = self.named(key, path)
-        text = Template(str(message)).safe_substitute(OLD_KEY=_dotted(path), NEW_KEY=self.shown(str(key)))
-        self.notices.append(Notice(f"{_dotted(path)}: {text}", key=_dotted(path)))
+        text = Template(str(message)).safe_substitute(OLD_KEY=dotted(path), NEW_KEY=self.shown(str(key)))
+        self.notices.append(Notice(f"{dotted(path)}: {text}", key=dotted(path)))
         return self.whole(*found)
 
     def names(self, path: KeyPath, key: Any) -> Any:

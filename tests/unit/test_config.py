@@ -311,6 +311,66 @@ def test_an_override_may_hold_no_object():
     assert not Path("x").exists()
 
 
+# ---- tags and keys
+
+
+def test_a_tag_means_what_yaml_says():
+    """`!!str 5` is text, `!!int "5"` a number, `!!bool "yes"` true, in a file, in an override and in a key."""
+    text = 'a: [!!str 5, !!int "5", !!float 3, !!bool "yes", !!bool No, !!null "", !!str, !!seq [1], !!map {b: 2}]\n'
+    found = values(text)["a"]
+    expected = ["5", 5, 3.0, True, False, None, "", [1], {"b": 2}]
+    assert [(value, type(value)) for value in found] == [(value, type(value)) for value in expected]
+    assert values("a: 1\n", "a=!!str 5")["a"] == "5"
+    assert values("params: {t: {!!str 1: a, !!int '2': b}}\n")["params"]["t"] == {"1": "a", 2: "b"}
+
+
+@pytest.mark.parametrize(
+    ("value", "place", "words"),
+    [
+        ("!!binary aGVsbG8=", "c.yaml:2:4", "the tag !!binary is not allowed: a config holds plain values only"),
+        ("!!set {x}", "c.yaml:2:4", "the tag !!set is not allowed"),
+        ("[1, !!omap [x: 1]]", "c.yaml:2:8", "the tag !!omap is not allowed"),
+        ("!!timestamp 2026-01-01", "c.yaml:2:4", "the tag !!timestamp is not allowed"),
+        ("!own 1", "c.yaml:2:4", "the tag !own is not allowed"),
+        ("!!str [1]", "c.yaml:2:4", "the tag !!str is not allowed"),
+        ("!!int five", "c.yaml:2:4", "the tag !!int does not fit the text 'five'"),
+        ("!!float on", "c.yaml:2:4", "the tag !!float does not fit the text 'on'"),
+        ("!!bool 1", "c.yaml:2:4", "the tag !!bool does not fit the text '1'"),
+        ("!!null x", "c.yaml:2:4", "the tag !!null does not fit the text 'x'"),
+    ],
+)
+def test_a_tag_that_a_config_cannot_hold_is_an_error(value, place, words):
+    """A config holds no bytes, sets, dates and objects; the note names the line and the column."""
+    (note,) = notes(f"b: 1\na: {value}\n")
+    assert note.startswith(f"{place}: a: {words}")
+
+
+CLASSES = {1: "dog", None: "none", -2.5: "x", 1000.0: "y", "7": "text", "on": "word", False: "no"}
+
+
+def test_keys_of_a_mapping_inside_params_have_the_types_that_yaml_gives():
+    """`{1: dog, null: none}` arrives with the keys 1 and None, and is dumped and read as the same; quotes make text."""
+    text = (
+        "model: {network: {params: {classes: {1: dog, null: none, -2.5: x, 1e3: y, '7': text, on: word, false: no}}}}"
+    )
+    (found,) = values(text)["model"]["network"]["params"].values()
+    assert {(key, type(key), value) for key, value in found.items()} == {(k, type(k), v) for k, v in CLASSES.items()}
+    tree = values(text)
+    assert values(dump(tree)) == tree
+
+
+def test_keys_of_the_config_and_names_of_params_are_text():
+    """Only a mapping inside params has keys that are no text, also in overrides, references and merged mappings."""
+    text = "model: {1: a, null: b, params: {1: c, x: {2: d, 3: e}}}\ncopy: '${model.params.x}'\n"
+    found = values(text, "model.params.x.2=f", "~model.params.x.3", "model.params.x.5=g", "model.params.y={6: h}")
+    expected = {"1": "a", "null": "b", "params": {"1": "c", "x": {2: "f", 5: "g"}, "y": {6: "h"}}}
+    assert found == {"model": expected, "copy": {"2": "f", "5": "g"}}
+    decoded = values("params: {x: \"${oc.decode:'{1: a}'}\", y: '${.x.1}'}\nz: \"${oc.decode:'{1: a}'}\"\n")
+    assert decoded == {"params": {"x": {1: "a"}, "y": "a"}, "z": {"1": "a"}}
+    write("params: {x: {0: a, 1: b}}\n", "base.yaml")
+    assert values("_base_: base.yaml\nparams: {x: {1: c, ~0: null, 2: d}}\n") == {"params": {"x": {1: "c", 2: "d"}}}
+
+
 # ---- interpolation
 
 
