@@ -34,6 +34,7 @@ MAX_CHARACTERS = 1_000_000  # of the texts that references make
 MAX_PARTS = 20_000  # words and signs of the texts that hold references: OmegaConf reads 30,000 a second
 MAX_STEPS = 40  # of references and sections that lead to each other; Python bears a thousand calls
 _PART = re.compile(r"[\w/-]+|\s+|.", re.DOTALL)
+_MANDATORY = re.compile(r"\\*\?\?\?")
 _NESTED = re.compile(r"(\$\{)|\}")
 DEPRECATED = "'$OLD_KEY' is deprecated. Change your code and config to use '$NEW_KEY'"  # as OmegaConf has it
 
@@ -67,8 +68,21 @@ def resolve(
     waiting = [(path, entry) for path, entry in leaves(root) if isinstance(entry.value, str) and "${" in entry.value]
     if waiting:
         _resolve(root, waiting, faults, done, resolvers or {})
+    _missing(root, faults)
     note_literals(root, done.secrets)
     return done
+
+
+def _missing(root: Entry, faults: list[Fault]) -> None:
+    """Report each `???`, OmegaConf's word for a value that must be given; `\\???` is the text."""
+    for path, entry in leaves(root):
+        if entry.written is not None or not (isinstance(entry.value, str) and _MANDATORY.fullmatch(entry.value)):
+            continue
+        if entry.value == "???":
+            message = f"missing: `???` is a value that must be given, here or by {dotted(path)}=VALUE"
+            faults.append(Fault(message, dotted(path), entry.place))
+        else:
+            entry.written, entry.value = entry.value, entry.value[1:]
 
 
 def _resolve(
@@ -144,11 +158,11 @@ class _Unchecked(_Unresolved):
 
 
 class _Absent(_Unresolved):
-    """A key is not there; the text is the key, `hint` the nearest one."""
+    """A key, or its value, is not there; the text is the key, `hint` the nearest one."""
 
-    def __init__(self, key: str, hint: str = ""):
+    def __init__(self, key: str, hint: str = "", what: str = "a key that is not there"):
         super().__init__(key)
-        self.hint = hint
+        self.hint, self.what = hint, what
 
 
 def _message(text: str, error: _Unresolved) -> str:
@@ -158,7 +172,7 @@ def _message(text: str, error: _Unresolved) -> str:
     missing = str(error)
     named = not missing or f"{{{missing}}}" in text
     which = "" if named else f": {_quoted(missing)}"
-    return f"{_quoted(text)} refers to a key that is not there{which}{error.hint and f'.{error.hint}'}"
+    return f"{_quoted(text)} refers to {error.what}{which}{error.hint and f'.{error.hint}'}"
 
 
 _MISSING: object = object()
@@ -295,6 +309,8 @@ class _Resolver:
             if not there:
                 raise _Absent(self.shown(wanted), self.hint(str(part), items, where))
             found, where = items[index], None if where is None else (*where, index)
+        if isinstance(found, Entry) and found.value == "???":
+            raise _Absent(self.shown(wanted), what="a value that must be given, `???`")
         return found, where
 
     def named(self, key: object, path: KeyPath) -> tuple[object, KeyPath | None]:

@@ -13,7 +13,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from deeplightning.checks.check import load
+from deeplightning.checks.check import check, load
 from deeplightning.config import schema
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, plain
@@ -124,7 +124,7 @@ AWKWARD = [
         "a\r\nb",
         "a\x85b\u2028c",
     ),
-    *("grün", "数字", "😀", "\x07bell", "\ufeffbom", "x" * 500, "word " * 100, "~/x", "~key", "---", "...", "???"),
+    *("grün", "数字", "😀", "\x07bell", "\ufeffbom", "x" * 500, "word " * 100, "~/x", "~key", "---", "..."),
 ]
 
 
@@ -416,6 +416,36 @@ def test_a_reference_that_leads_nowhere_is_told_with_its_place(text, words):
     assert source.root.value["ok"].value == 1
 
 
+def test_a_value_that_must_be_given_is_missing():
+    """`???`, in quotes or not, is a fault with its key and line until a file or an override gives the value; what
+    refers to it is a fault too, `oc.select` takes its default, and `\\???` is the text."""
+    text = "a: ???\nb: {c: ['???'], d: \"x-${a}\"}\ne: ${oc.select:a,5}\nf: \\???\n"
+    assert notes(text) == [
+        "c.yaml:2:17: b.d: `x-${a}` refers to a value that must be given, `???`",
+        "c.yaml:1:1: a: missing: `???` is a value that must be given, here or by a=VALUE",
+        "c.yaml:2:8: b.c.0: missing: `???` is a value that must be given, here or by b.c.0=VALUE",
+    ]
+    given = values(text, "a=1", "b.c=[2]")
+    assert given == {"a": 1, "b": {"c": [2], "d": "x-1"}, "e": 1, "f": "???"}
+    write(text, "base.yaml")
+    assert values("_base_: base.yaml\na: 1\nb: {c: 3}\n")["b"] == {"c": 3, "d": "x-1"}
+
+
+def test_each_value_that_must_be_given_is_one_fault_of_the_check():
+    """The schema and the signature of a target report nothing more about it, and the environment may hold any text."""
+    text = SMALL + "seed: ???\n"
+    places = ["model.optimizer.type=???", "model.optimizer.params.lr=???", "train.num_epochs=???", "logger=???"]
+    found = check(write(text), places).faults
+    keys = ["seed", "model.optimizer.type", "model.optimizer.params.lr", "train.num_epochs", "logger"]
+    assert sorted(str(fault.key) for fault in found) == sorted(keys)
+    os.environ["SOME_TEXT"] = "???"
+    try:
+        cfg = load(write(SMALL), ["data.dataset=${oc.env:SOME_TEXT}"])
+    finally:
+        del os.environ["SOME_TEXT"]
+    assert cfg.data.dataset == "???"
+
+
 def test_references_that_multiply_end_with_a_note():
     """Forty short lines stand for billions of characters, or values; the note says where it is too much."""
     texts = "a0: xx\n" + "".join(f"a{n}: ${{a{n - 1}}}${{a{n - 1}}}\n" for n in range(1, 40))
@@ -514,7 +544,23 @@ def test_what_is_dumped_loads_as_an_equal_config(monkeypatch):
 
 @pytest.mark.parametrize(
     "text",
-    ["${a}", "\\${a}", "\\\\${a", "a\\", "\\\\ ${x} \\${", "$", "{}", "${}", "$${a}", "\\", "\\\\${", "${a} \\\\"],
+    [
+        "${a}",
+        "\\${a}",
+        "\\\\${a",
+        "a\\",
+        "\\\\ ${x} \\${",
+        "$",
+        "{}",
+        "${}",
+        "$${a}",
+        "\\",
+        "\\\\${",
+        "${a} \\\\",
+        "???",
+        "\\???",
+        "a???",
+    ],
 )
 def test_a_text_with_braces_is_shown_so_that_it_is_read_as_itself(text):
     """Whatever braces and backslashes a value holds, `public()` writes it so that it loads as the same text."""
