@@ -50,7 +50,9 @@ def note_target(findings: Findings, name: str, entry: Entry, key: str, path: Key
             elif meant := nearest(str(values.get(p)), [BALANCED]):
                 message = f"must be a tensor or {BALANCED}, not the text {values[p]!r:.40}.{meant}"
                 findings.fault(message, f"{key}.params.{p}", found=values[p])
-        hidden = {p: text for p in items if (text := findings.secrets.text_of((*path, "params", p))) is not None}
+        paths = {p: (*path, "params", p) for p in items}
+        secrets = findings.secrets
+        hidden = {p: secrets.text_of(at) or items[p].written or "" for p, at in paths.items() if secrets.is_word(at)}
         given = GIVEN.get(role or key, 0)
         values = GIVEN_BY_NAME.get(key, {}) | values
         if key == "tune.sampler" and is_grid(name):

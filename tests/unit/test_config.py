@@ -13,10 +13,10 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from deeplightning.checks.check import check, load
+from deeplightning.checks.check import check, load, section
 from deeplightning.config import schema
-from deeplightning.config.source import read
-from deeplightning.config.tree import dump, plain
+from deeplightning.config.source import compose, read
+from deeplightning.config.tree import dump, line, plain
 from deeplightning.faults import ConfigError
 
 # The least that is a config; the targets are a function, so that nothing heavy is imported.
@@ -423,7 +423,7 @@ def test_a_value_that_must_be_given_is_missing():
     assert notes(text) == [
         "c.yaml:2:17: b.d: `x-${a}` refers to a value that must be given, `???`",
         "c.yaml:1:1: a: missing: `???` is a value that must be given, here or by a=VALUE",
-        "c.yaml:2:8: b.c.0: missing: `???` is a value that must be given, here or by b.c.0=VALUE",
+        "c.yaml:2:9: b.c.0: missing: `???` is a value that must be given, here or by b.c.0=VALUE",
     ]
     given = values(text, "a=1", "b.c=[2]")
     assert given == {"a": 1, "b": {"c": [2], "d": "x-1"}, "e": 1, "f": "???"}
@@ -480,6 +480,53 @@ def test_a_small_config_is_whole():
         del os.environ["SOME_BATCH"]
     assert (cfg.seed, cfg.stages, cfg.engine.precision, cfg.train.num_epochs) == (42, ["train"], 32, 1)
     assert (cfg.data.batch_size, cfg.data.num_workers) == (16, 3)
+
+
+@pytest.mark.parametrize("text", ["007", "1.10", "12e4567", "1_000", "null", "true", "", " x "])
+@pytest.mark.parametrize("key", ["model.module.params", "logger.params", "data.loader", "engine.params"])
+def test_a_variable_is_text_wherever_any_value_may_be(key, text, monkeypatch):
+    """`${oc.env:NAME}` gives its text, also by way of a resolver, a default in quotes and another key; a number is
+    `oc.decode`."""
+    monkeypatch.setenv("SOME_TEXT", text)
+    monkeypatch.setenv("SOME_NUMBER", "0.5")
+    inside = {
+        "a": "${oc.env:SOME_TEXT}",
+        "b": "${same:${oc.env:SOME_TEXT}}",
+        "c": "${.a}",
+        "d": '${oc.env:IT_IS_NOT_SET,"1.10"}',
+        "e": "${oc.env:IT_IS_NOT_SET,007}",
+        "f": "${number:${oc.env:SOME_NUMBER}}",
+        "g": "${oc.decode:${oc.env:SOME_NUMBER}}",
+        "list": ["${oc.env:SOME_TEXT}"],
+    }
+    source = compose(write(SMALL + "resolvers: {same: own.same, number: own.number}\n"), [f"{key}={line(inside)}"])
+    source.resolve({"same": lambda value: value, "number": float})
+    found = schema.plain(section(key.partition(".")[0], source))
+    for name in key.split(".")[1:]:
+        found = found[name]
+    expected = dict.fromkeys("abc", text) | {"d": "1.10", "e": "007", "f": 0.5, "g": 0.5, "list": [text]}
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", ["", " ", "${oc.env:SOME_EMPTY}"])
+def test_an_empty_name_of_an_experiment_is_a_fault_of_the_config(name, monkeypatch):
+    """It is told with its line before a store is opened."""
+    monkeypatch.setenv("SOME_EMPTY", "")
+    (fault,) = check(write(SMALL + f'logger:\n  params: {{experiment_name: "{name}"}}\n')).faults
+    assert str(fault) == (
+        "c.yaml:10:12: logger.params.experiment_name: is empty; give the experiment a name, or remove the key, which "
+        "means Default"
+    )
+
+
+def test_a_number_from_a_variable_says_how_to_decode_it():
+    """A param that must be a number names `oc.decode`, also where only the default counts."""
+    write("def anything(*args, lr: float = 0.1, **kwargs): ...\n", "some_parts.py")
+    faults = check(write(SMALL), ["model.optimizer.params.lr=${oc.env:IT_IS_NOT_SET,0.1}"]).faults
+    assert [fault.message for fault in faults if str(fault.key).endswith("lr")] == [
+        "some_parts.anything takes a number here, not the text that ${oc.env:IT_IS_NOT_SET,0.1} gives; write "
+        "`${oc.decode:${oc.env:IT_IS_NOT_SET,0.1}}`"
+    ]
 
 
 def test_a_home_folder_is_spelled_out(monkeypatch):
