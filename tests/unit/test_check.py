@@ -674,10 +674,67 @@ def test_what_only_importing_can_tell_is_said_to_be_unchecked(command, here):
     found = command("check", "c.yaml", *changed, cwd=here)
     assert found.code == 0
     assert found.err.startswith(f"unchecked: override {changed[0]}: model.loss.")
-    assert found.err.endswith("; `--import` settles it\n")
+    assert "; `--import` settles it\n" in found.err
     assert "--import" not in command("check", "c.yaml", *changed, "--import", cwd=here).err
     Path("c.yaml").write_text(GOOD.replace("torch.nn.CrossEntropyLoss", "own_parts.losss"))
     assert "Did you mean own_parts.loss?" in command("check", "c.yaml", cwd=here).err
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (
+            "model.optimizer.params.lr=-1",
+            "torch.optim.SGD refuses its arguments: ValueError: Invalid learning rate: -1",
+        ),
+        ("model.optimizer={type: Adam, params: {lr: 0.1, betas: [0.9, 2]}}", "Invalid beta parameter at index 1: 2"),
+        ("model.network.params.num_classes=0", "num_classes must be a whole number of at least 1, not 0"),
+        (
+            "model.network={type: deeplightning.model.vit.ViT, params: {num_classes: 10, num_channels: 1, "
+            "image_size: 28, patch_size: 5}}",
+            "deeplightning.model.vit.ViT refuses its arguments: ValueError: patch_size 5 does not divide",
+        ),
+        (
+            "model.network={type: deeplightning.model.vqvae.DiscreteVAE, params: {num_channels: 1, image_size: 28}}",
+            "image_size must be a power of two, not 28: 16 and 32 are the next",
+        ),
+        ("model.loss={type: own_classes.Abstract}", "own_classes.Abstract is abstract: it has no forward of its own"),
+        (
+            "model.module={type: own_classes.Task}",
+            "own_classes.Task has `training_epoch_end`, which Lightning 2 refuses; use the hook `on_train_epoch_end`",
+        ),
+    ],
+)
+def test_what_constructors_refuse_is_found_by_importing(override, words):
+    """torch's optimizers and our networks are built, an abstract class and a hook that Lightning has removed are
+    recognized; `train` reports the same before a run begins."""
+    Path("own_classes.py").write_text(
+        "import abc\nfrom torch import nn\nfrom deeplightning.task.img_classif import ImageClassification\n"
+        "class Abstract(nn.Module, abc.ABC):\n    @abc.abstractmethod\n    def forward(self, logits, labels): ...\n"
+        "class Task(ImageClassification):\n    def training_epoch_end(self, outputs): ...\n"
+    )
+    assert words in note(override, imported=True)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        "{type: Muon, params: {lr: 0.1}}",
+        "{type: LBFGS, params: {lr: 1}}",
+        "{type: Adam, params: {lr: 0.1, fused: true}}",
+    ],
+)
+def test_an_optimizer_that_is_right_passes_its_constructor(optimizer):
+    """Also one that takes matrices alone, and one that is written for a device."""
+    assert notes(f"model.optimizer={optimizer}") == []
+
+
+def test_check_says_what_only_a_dry_run_tries(command, here):
+    """Constructors and batches are unchecked, unless `--dry-run` tries them."""
+    Path("c.yaml").write_text(GOOD)
+    told = "unchecked: what constructors and batches refuse; `--dry-run` builds everything and passes a batch\n"
+    assert command("check", "c.yaml", cwd=here).err == told
+    assert told not in command("check", "c.yaml", "--dry-run", cwd=here).err
 
 
 def test_check_imports_nothing_heavy_and_nothing_that_is_named():
