@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 
-from deeplightning.checks.conditions import has_convolutions, is_sharded, optimizers_of, uses_deepspeed
+from deeplightning.checks.conditions import has_convolutions, ignores_config, is_sharded, optimizers_of, uses_deepspeed
+from deeplightning.checks.targets import with_keys
 from deeplightning.config.automatic import BALANCED, WEIGHT, unfilled
 from deeplightning.config.schema import Config, Engine
 from deeplightning.faults import Notice
@@ -37,7 +38,26 @@ def hints(cfg: Config, asked: Engine) -> Iterator[Notice]:
                 )
                 text = f"model.optimizer: {optimizer.type} works with DeepSpeed; its own {own} is faster"
                 yield Notice(text, unasked=False)
+    yield from _rates_without_effect(cfg)
     yield from proposals(cfg, asked)
+
+
+def _rates_without_effect(cfg: Config) -> Iterator[Notice]:
+    """Name what sets the learning rate in the place of the optimizer's `lr`: a schedule, or a task of one's own."""
+    if "train" not in cfg.stages:
+        return
+    if cfg.model.optimizer is not None and ignores_config(cfg):
+        text = f"model.optimizer has no effect: {cfg.model.module.type} does not read its config"
+        yield Notice(text, key="model.optimizer")
+        return
+    optimizers = dict(with_keys(cfg.model.optimizer, "model.optimizer"))
+    for key, schedule in with_keys(cfg.model.scheduler, "model.scheduler"):
+        name = str(schedule.type).rpartition(".")[2]
+        rate = {"OneCycleLR": "max_lr", "CyclicLR": "base_lr"}.get(name)
+        optimizer = optimizers.get(key.replace("scheduler", "optimizer", 1))
+        if rate and optimizer is not None and optimizer.params.get("lr") != schedule.params.get(rate):
+            text = f"{key.replace('scheduler', 'optimizer', 1)}.params.lr has no effect: {name} sets the rate"
+            yield Notice(f"{text}, from {key}.params.{rate}", key=key)
 
 
 def proposals(cfg: Config, asked: Engine) -> Iterator[Notice]:

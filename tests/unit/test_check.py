@@ -729,6 +729,41 @@ def test_an_optimizer_that_is_right_passes_its_constructor(optimizer):
     assert notes(f"model.optimizer={optimizer}") == []
 
 
+RATES = {
+    "model.scheduler={type: OneCycleLR, params: {max_lr: 0.3, total_steps: auto}}": [
+        "model.optimizer.params.lr has no effect: OneCycleLR sets the rate, from model.scheduler.params.max_lr"
+    ],
+    "model.scheduler={type: CyclicLR, params: {base_lr: 0.01, max_lr: 0.3}}": [
+        "model.optimizer.params.lr has no effect: CyclicLR sets the rate, from model.scheduler.params.base_lr"
+    ],
+    "model.scheduler={type: OneCycleLR, params: {max_lr: '${model.optimizer.params.lr}', total_steps: auto}}": [],
+    "model.scheduler={type: ExponentialLR, params: {gamma: 0.9}}": [],
+    "model.module={type: own_tasks.Deaf}": ["model.optimizer has no effect: own_tasks.Deaf does not read its config"],
+    "model.module={type: own_tasks.Inherits}": [
+        "model.optimizer has no effect: own_tasks.Inherits does not read its config"
+    ],
+    "model.module={type: own_tasks.Keeps}": [],
+    "model.module={type: own_tasks.GivesOn}": [],
+    "model.module={type: own_tasks.Frame}": [],
+}
+
+
+@pytest.mark.parametrize("override", RATES)
+def test_an_optimizer_whose_rate_has_no_effect_is_a_warning(override):
+    """A schedule sets the rate itself, or the task's constructor does not use its config."""
+    Path("own_tasks.py").write_text(
+        "import pytorch_lightning as pl\n"
+        "class Deaf(pl.LightningModule):\n    def __init__(self, cfg, lr: float = 0.1):\n        self.lr = lr\n"
+        "class Inherits(Deaf):\n    def forward(self, x): return x\n"
+        "class Keeps(pl.LightningModule):\n    def __init__(self, cfg):\n        self.cfg = cfg\n"
+        "class GivesOn(Keeps):\n    def __init__(self, config):\n        super().__init__(config)\n"
+        "class Frame(pl.LightningModule):\n    def __init__(self, cfg):\n        self.save_hyperparameters()\n"
+    )
+    Path("c.yaml").write_text(GOOD)
+    found = [notice.text for notice in examine("c.yaml", [override]).hints if notice.unasked]
+    assert found == RATES[override]
+
+
 def test_check_says_what_only_a_dry_run_tries(command, here):
     """Constructors and batches are unchecked, unless `--dry-run` tries them."""
     Path("c.yaml").write_text(GOOD)
