@@ -43,7 +43,10 @@ def hints(cfg: Config, asked: Engine) -> Iterator[Notice]:
 
 
 def _rates_without_effect(cfg: Config) -> Iterator[Notice]:
-    """Name what sets the learning rate in the place of the optimizer's `lr`: a schedule, or a task of one's own."""
+    """Name what sets the learning rate in the place of the optimizer's `lr`: a task of one's own, or a schedule.
+
+    Who writes both rates knows the schedule's; who changes `lr` alone, or searches over it, may not.
+    """
     if "train" not in cfg.stages:
         return
     if cfg.model.optimizer is not None and ignores_config(cfg):
@@ -54,10 +57,13 @@ def _rates_without_effect(cfg: Config) -> Iterator[Notice]:
     for key, schedule in with_keys(cfg.model.scheduler, "model.scheduler"):
         name = str(schedule.type).rpartition(".")[2]
         rate = {"OneCycleLR": "max_lr", "CyclicLR": "base_lr"}.get(name)
-        optimizer = optimizers.get(key.replace("scheduler", "optimizer", 1))
-        if rate and optimizer is not None and optimizer.params.get("lr") != schedule.params.get(rate):
-            text = f"{key.replace('scheduler', 'optimizer', 1)}.params.lr has no effect: {name} sets the rate"
-            yield Notice(f"{text}, from {key}.params.{rate}", key=key)
+        of = key.replace("scheduler", "optimizer", 1)
+        if not rate or of not in optimizers or optimizers[of].params.get("lr") == schedule.params.get(rate):
+            continue
+        changed = cfg.written[1] if cfg.written else []
+        is_alone = f"{of}.params.lr" in changed and f"{key}.params.{rate}" not in changed
+        if is_alone or (cfg.tune is not None and f"{of}.params.lr" in cfg.tune.space):
+            yield Notice(f"{of}.params.lr has no effect: {name} sets the rate, from {key}.params.{rate}", key=key)
 
 
 def proposals(cfg: Config, asked: Engine) -> Iterator[Notice]:

@@ -730,14 +730,15 @@ def test_an_optimizer_that_is_right_passes_its_constructor(optimizer):
 
 
 RATES = {
-    "model.scheduler={type: OneCycleLR, params: {max_lr: 0.3, total_steps: auto}}": [
+    "model.optimizer.params.lr=0.2": [
         "model.optimizer.params.lr has no effect: OneCycleLR sets the rate, from model.scheduler.params.max_lr"
     ],
-    "model.scheduler={type: CyclicLR, params: {base_lr: 0.01, max_lr: 0.3}}": [
-        "model.optimizer.params.lr has no effect: CyclicLR sets the rate, from model.scheduler.params.base_lr"
+    "tune={metric: val_loss, mode: min, space: {model.optimizer.params.lr: {uniform: [0.1, 0.2]}}}": [
+        "model.optimizer.params.lr has no effect: OneCycleLR sets the rate, from model.scheduler.params.max_lr"
     ],
-    "model.scheduler={type: OneCycleLR, params: {max_lr: '${model.optimizer.params.lr}', total_steps: auto}}": [],
-    "model.scheduler={type: ExponentialLR, params: {gamma: 0.9}}": [],
+    "model.optimizer.params.lr=0.3": [],
+    "model.scheduler.params.max_lr=0.2": [],
+    "model.scheduler=null": [],
     "model.module={type: own_tasks.Deaf}": ["model.optimizer has no effect: own_tasks.Deaf does not read its config"],
     "model.module={type: own_tasks.Inherits}": [
         "model.optimizer has no effect: own_tasks.Inherits does not read its config"
@@ -759,9 +760,22 @@ def test_an_optimizer_whose_rate_has_no_effect_is_a_warning(override):
         "class GivesOn(Keeps):\n    def __init__(self, config):\n        super().__init__(config)\n"
         "class Frame(pl.LightningModule):\n    def __init__(self, cfg):\n        self.save_hyperparameters()\n"
     )
-    Path("c.yaml").write_text(GOOD)
+    schedule = "{type: OneCycleLR, params: {max_lr: 0.3, total_steps: auto}}"
+    Path("c.yaml").write_text(GOOD.replace("  loss:", f"  scheduler: {schedule}\n  loss:"))
     found = [notice.text for notice in examine("c.yaml", [override]).hints if notice.unasked]
     assert found == RATES[override]
+
+
+def test_a_rate_that_a_file_sets_over_the_schedule_of_another_is_a_warning():
+    """Who writes both rates knows the schedule's; who changes `lr` alone may not."""
+    schedule = "{type: CyclicLR, params: {base_lr: 0.01, max_lr: 0.3}}"
+    Path("base.yaml").write_text(GOOD.replace("  loss:", f"  scheduler: {schedule}\n  loss:"))
+    Path("c.yaml").write_text("_base_: base.yaml\nmodel: {optimizer: {params: {lr: 0.5}}}\n")
+    Path("both.yaml").write_text("_base_: c.yaml\nmodel: {scheduler: {params: {base_lr: 0.2}}}\n")
+    assert [notice.text for notice in (examine("base.yaml").hints + examine("both.yaml").hints)] == []
+    assert [notice.text for notice in examine("c.yaml").hints] == [
+        "model.optimizer.params.lr has no effect: CyclicLR sets the rate, from model.scheduler.params.base_lr"
+    ]
 
 
 def test_check_says_what_only_a_dry_run_tries(command, here):
@@ -786,6 +800,31 @@ def test_check_imports_nothing_heavy_and_nothing_that_is_named():
     assert packages & (heavy | {"sklearn", "matplotlib", "onnx", "onnxruntime", "PIL", "pandas"}) == set()
     named = ("deeplightning.data", "deeplightning.task", "deeplightning.model", "deeplightning.tracking")
     assert [name for name in loaded if name.startswith(named)] == []
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.grad_accum_every_n_batches=4", "Today it is train.accumulator_factor."),
+        ("train.grad_accum_from_epoch=2", "Today it is train.accumulator_epoch."),
+        ("modes=[train]", "Today it is stages."),
+        ("test.ckpt_test_path=last.ckpt", "Today it is test.ckpt."),
+        ("engine.op=Adasum", "There is none here: gradients are averaged."),
+        ("engine.params={op: Adasum}", "There is none here: gradients are averaged."),
+        ("engine.params.compression=fp16", "Today it is engine.params.ddp_comm_hook."),
+        (
+            "engine.params.stage3_gather_fp16_weights_on_model_save=true",
+            "There is none here: checkpoints are complete without it.",
+        ),
+        (
+            "engine.stage3_gather_fp16_weights_on_model_save=true",
+            "There is none here: checkpoints are complete without it.",
+        ),
+    ],
+)
+def test_an_old_key_is_answered_with_todays(override, words):
+    """Keys of the first releases and of Horovod and DeepSpeed, as the manual's table of older systems has them."""
+    assert words in note("engine.backend=deepspeed_stage_3", "engine.processes=1", override)
 
 
 # ---- metrics that something waits for
