@@ -404,6 +404,62 @@ def test_a_variable_that_is_no_number_is_not_shown(monkeypatch):
     )
 
 
+WRAPPED = """
+import functools
+from torch import nn
+
+
+def open_to_more(cls):
+    given = cls.__init__
+
+    @functools.wraps(given)
+    def init(self, *args, **more):
+        given(self, *args, **{k: v for k, v in more.items() if k in ("sides", "name")})
+        self.more = more
+
+    cls.__init__ = init
+    return cls
+
+
+def traced(function):
+    @functools.wraps(function)
+    def inner(*args, **more):
+        return function(*args, **more)
+
+    return inner
+
+
+class Base(nn.Module):
+    def __init_subclass__(cls):
+        open_to_more(cls)
+
+
+class Open(Base):
+    def __init__(self, sides: int = 1, name: str = "x"):
+        super().__init__()
+
+
+class Decorated(nn.Module):
+    @traced
+    def __init__(self, sides: int = 1):
+        super().__init__()
+"""
+
+
+def test_a_constructor_that_a_wrapper_opens_to_any_keyword_is_unchecked():
+    """A wrapper that may take more than it shows is never a fault, by its source and imported; a wrapper whose source
+    passes everything on is compared as the constructor is."""
+    Path("own_wrapped.py").write_text(WRAPPED)
+    Path("c.yaml").write_text(GOOD)
+    for importing in (False, True):
+        report = examine("c.yaml", ["model.network={type: own_wrapped.Open, params: {more: 3}}"], importing=importing)
+        assert report.faults == []
+        assert any("own_wrapped.Open" in fault.message for fault in report.unchecked)
+        wrong = "model.network={type: own_wrapped.Decorated, params: {sidse: 3}}"
+        (fault,) = examine("c.yaml", [wrong], importing=importing).faults
+        assert "own_wrapped.Decorated has no param `sidse`. Did you mean sides?" in fault.message
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
