@@ -158,7 +158,8 @@ def _removed_hooks(findings: Findings, task: str, stages: Sequence[str]) -> None
             ("test", "test"),
         ):
             name = f"{hook}_epoch_end"
-            if stage in stages and callable(getattr(findings.meanings.of(task).thing, name, None)):
+            found: Any = findings.meanings.of(task)
+            if stage in stages and callable(getattr(found.thing, name, None)):
                 now = f"on_{hook.replace('training', 'train')}_epoch_end"
                 message = f"{task} has `{name}`, which Lightning 2 refuses; use the hook `{now}`"
                 findings.fault(message, "model.module.type", found=name, allowed=now)

@@ -23,7 +23,7 @@ MAX_DEPTH = 60
 MAX_FAULTS = 200  # that are reported one by one
 TAG = "the tag"  # begins the fault of a value that cannot be read
 
-KeyPath = tuple[str | int, ...]
+KeyPath = tuple[Any, ...]  # names and indexes; inside params keys of any plain type
 _Loader = type("_Loader", (getattr(yaml, "CSafeLoader", yaml.SafeLoader),), {"resolve": lambda *_: ""})
 """A loader whose nodes have the tags that a file writes, and none beside them."""
 _INT = re.compile(r"[-+]?[0-9]+(_[0-9]+)*")
@@ -218,7 +218,7 @@ def _whole(node: Node | None, text: str, name: str) -> Node | None:
     words = text.strip()
     is_word = node is None or (isinstance(node, ScalarNode) and (not node.style or node.style in "|>"))
     if is_word and not words.startswith("!") and ("\n" not in words or words[0] not in "|>"):
-        return ScalarNode("", words, yaml.Mark(name, 0, 0, 0, None, None))
+        return ScalarNode("", words, yaml.Mark(name, 0, 0, 0, None, 0))
     end = 0
     for token in yaml.scan(text, Loader=_Loader):
         if "#" in text[end : token.start_mark.index]:
