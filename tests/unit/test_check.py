@@ -709,7 +709,8 @@ def test_a_full_disk_is_a_note(here):
             stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
         )  # fmt: skip
     assert done.returncode == 3
-    assert done.stderr.startswith("error: the disk is full: [Errno 28] No space left on device.")
+    told = done.stderr.splitlines()[1]  # the first line says what is unchecked
+    assert told.startswith("error: the disk is full: [Errno 28] No space left on device.")
 
 
 def test_a_right_config_for_programs(command, here):
