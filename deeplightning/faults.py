@@ -90,7 +90,7 @@ def nearest(word: str, words: Collection[str]) -> str:
     """` Did you mean …?`, or nothing when no word is near. Neither a text nor thousands of words are looked through."""
     if len(word) > MAX_WORD or len(words) > MAX_WORDS:
         return ""
-    words = sorted(set(words))
+    words = sorted({*map(str, words)})
     near = difflib.get_close_matches(word, words, 8, 0.6)
     near += [w for w in words if w.lower() == word.lower() or (len(w) < 5 and _slips(word, w) == 1)]
     if not near:

@@ -156,6 +156,8 @@ class Console(pl.Callback):
         where = "CPU" if engine.gpus is None else f"GPU {engine.gpus}"
         length = [count(cfg.train.num_epochs, "epoch")] if cfg.train.num_epochs is not None else []
         length += [f"at most {count(cfg.train.max_steps, 'step')}"] if cfg.train.max_steps is not None else []
+        steps = count(trainer.estimated_stepping_batches, "step")  # which makes the loader
+        own_size = getattr(trainer.train_dataloader, "batch_size", None)
         clip = cfg.train.gradient_clip
         return {
             **({"config": _origin(cfg)} if cfg.written else {}),
@@ -164,8 +166,8 @@ class Console(pl.Callback):
             "data": f"{cfg.data.module.type.rpartition('.')[2]}: {', '.join(sizes)} samples",
             "network": f"{name}: {count(total, 'parameter')} ({total / 1e6:.3f} M){frozen}",
             "engine": f"{where}, {engine.backend or 'one process'}, precision {trainer.precision}",
-            "batch": effective_batch(cfg),
-            "length": ", ".join(length) + f"; {count(trainer.estimated_stepping_batches, 'step')}",
+            "batch": effective_batch(cfg, own_size if isinstance(own_size, int) else None),
+            "length": f"{', '.join(length)}; {steps}",
             **({"clipping": f"{clip.algorithm} at {clip.value}"} if clip else {}),
         }
 

@@ -4,6 +4,7 @@ The answer comes from the source, which costs milliseconds and executes nothing 
 What the source does not show is undecided, never guessed.
 """
 
+import inspect
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -187,6 +188,10 @@ def judge(
         return Verdict([Fault(message, f"{key}.type", found=name)])
     if refusal := no_part(found.path, role):
         return Verdict([Fault(refusal, f"{key}.type", found=name)])
+    if isinstance(found, Imported) and inspect.isabstract(found.thing):
+        absent = ", ".join(sorted(found.thing.__abstractmethods__))
+        message = f"{name} is abstract: it has no {absent} of its own; name a class that has"
+        return Verdict([Fault(message, f"{key}.type", found=name)])
     verdict = _kind(meanings, name, key, role, called_with) if role in KINDS else Verdict()
     call = _call(meanings, name, params, key, given, hidden or {})
     if found.kind == "function" and role in KINDS and not params and call.faults:  # the commonest: a loss as a function

@@ -104,6 +104,12 @@ def steps_itself(cfg: Config) -> bool:
     return task is not None and task.steps_itself()
 
 
+def ignores_config(cfg: Config) -> bool:
+    """Return whether the task does not read the config, as far as its source tells."""
+    task = _task(cfg)
+    return task is not None and task.ignores_config()
+
+
 def accumulates_itself(cfg: Config) -> bool:
     """Whether there is something to accumulate, and the task, which steps its optimizers itself, does so, as far as its
     source tells."""

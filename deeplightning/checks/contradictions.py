@@ -16,6 +16,10 @@ def contradictions(findings: Findings, config: Config) -> None:
         _devices(findings, gpus)
     if isinstance(config.tune, schema.Tune):
         _search(findings, config, config.tune)
+    name = config.logger.params.get("experiment_name") if config.logger is not None else None
+    if isinstance(name, str) and not name.strip() and config.logger.type.lower().endswith(".mlflowlogger"):
+        message = "is empty; give the experiment a name, or remove the key, which means Default"
+        findings.fault(message, "logger.params.experiment_name", found=repr(name), allowed="a name")
     if not config.stages:
         findings.fault("nothing to do: give at least one of train, validate, test, predict", "stages")
     if "train" in config.stages:

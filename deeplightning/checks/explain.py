@@ -16,7 +16,7 @@ from deeplightning.checks.targets import GIVEN
 from deeplightning.config import schema
 from deeplightning.config.automatic import source_of
 from deeplightning.config.schema import Config
-from deeplightning.config.tree import Entry, KeyPath, kind, line
+from deeplightning.config.tree import Entry, KeyPath, dotted, kind, line
 from deeplightning.faults import ConfigError, Fault, nearest, upwards
 from deeplightning.process.terminal import LAYOUT, say, wrapped
 from deeplightning.static.signature import UNKNOWN, Parameter, Undecided
@@ -139,7 +139,7 @@ def _changed(report: Report, path: KeyPath) -> str | None:
 
 def _about(report: Report, path: KeyPath, value: Any) -> Iterator[str]:
     assert report.config is not None
-    yield f"{'.'.join(map(str, path))}: {line(value)}"
+    yield f"{dotted(path)}: {line(value)}"
     rows = _documentation(*_known(report, path))
     if path == ("engine", "backend") and value is not None:
         rows += [("means", str(strategy.meaning(value))), ("strategy", ", ".join(strategy.classes_of(value)))]
@@ -328,9 +328,8 @@ def _path(key: str, shown: Any) -> KeyPath:
     path: KeyPath = ()
     value, rest = shown, key
     while rest:
-        names = [
-            str(n) for n in (value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ())
-        ]
+        items = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+        names = {dotted([n]): n for n in items}
         # A key of a free mapping may hold dots itself: the longest that fits is meant.
         name = max((n for n in names if rest == n or rest.startswith(f"{n}.")), key=len, default=None)
         if name is None:
@@ -343,7 +342,7 @@ def _path(key: str, shown: Any) -> KeyPath:
             hint = (hint.replace("mean ", f"mean {above}.", 1) if above else hint) or key_elsewhere(rest)
             known = f" Known here: {', '.join(names)}" if names else ""
             raise ConfigError(Fault(f"{where} no key `{word}`.{hint}{known}", key, found=word))
-        path = (*path, int(name) if isinstance(value, list) else name)
+        path = (*path, names[name])
         value = value[path[-1]]
         rest = rest[len(name) + 1 :]
     return path
@@ -366,7 +365,7 @@ def _inside(entry: Entry | None, path: KeyPath) -> Entry | None:
         if entry is None or not isinstance(entry.value, dict | list):
             return None
         if isinstance(entry.value, dict):
-            entry = entry.value.get(str(name))
+            entry = entry.value.get(name)
         else:
             entry = entry.value[name] if isinstance(name, int) and name < len(entry.value) else None
     return entry
@@ -385,8 +384,7 @@ def _history(report: Report, path: KeyPath) -> list[Entry]:
                 seen.add(id(entry))
                 found.append(entry)
             elif isinstance(entry.value, dict):
-                name = str(rest[0])
-                gather(entry.value.get(name) or entry.gone.get(name), rest[1:])
+                gather(entry.value.get(rest[0]) or entry.gone.get(rest[0]), rest[1:])
             elif isinstance(entry.value, list) and isinstance(rest[0], int) and rest[0] < len(entry.value):
                 gather(entry.value[rest[0]], rest[1:])
             entry = entry.over

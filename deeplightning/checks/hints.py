@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 
-from deeplightning.checks.conditions import has_convolutions, is_sharded, optimizers_of, uses_deepspeed
+from deeplightning.checks.conditions import has_convolutions, ignores_config, is_sharded, optimizers_of, uses_deepspeed
+from deeplightning.checks.targets import with_keys
 from deeplightning.config.automatic import BALANCED, WEIGHT, unfilled
 from deeplightning.config.schema import Config, Engine
 from deeplightning.faults import Notice
@@ -37,7 +38,32 @@ def hints(cfg: Config, asked: Engine) -> Iterator[Notice]:
                 )
                 text = f"model.optimizer: {optimizer.type} works with DeepSpeed; its own {own} is faster"
                 yield Notice(text, unasked=False)
+    yield from _rates_without_effect(cfg)
     yield from proposals(cfg, asked)
+
+
+def _rates_without_effect(cfg: Config) -> Iterator[Notice]:
+    """Name what sets the learning rate in the place of the optimizer's `lr`: a task of one's own, or a schedule.
+
+    Who writes both rates knows the schedule's; who changes `lr` alone, or searches over it, may not.
+    """
+    if "train" not in cfg.stages:
+        return
+    if cfg.model.optimizer is not None and ignores_config(cfg):
+        text = f"model.optimizer has no effect: {cfg.model.module.type} does not read its config"
+        yield Notice(text, key="model.optimizer")
+        return
+    optimizers = dict(with_keys(cfg.model.optimizer, "model.optimizer"))
+    for key, schedule in with_keys(cfg.model.scheduler, "model.scheduler"):
+        name = str(schedule.type).rpartition(".")[2]
+        rate = {"OneCycleLR": "max_lr", "CyclicLR": "base_lr"}.get(name)
+        of = key.replace("scheduler", "optimizer", 1)
+        if not rate or of not in optimizers or optimizers[of].params.get("lr") == schedule.params.get(rate):
+            continue
+        changed = cfg.written[1] if cfg.written else []
+        is_alone = f"{of}.params.lr" in changed and f"{key}.params.{rate}" not in changed
+        if is_alone or (cfg.tune is not None and f"{of}.params.lr" in cfg.tune.space):
+            yield Notice(f"{of}.params.lr has no effect: {name} sets the rate, from {key}.params.{rate}", key=key)
 
 
 def proposals(cfg: Config, asked: Engine) -> Iterator[Notice]:

@@ -79,8 +79,9 @@ def _value(
 ) -> object:
     """A value of the type that the schema gives, or _BAD after a fault was noted."""
     options = options_of(hint)
-    if isinstance(entry.value, str) and (str not in options or int in options) and findings.secrets.is_word(path):
-        entry = Entry(scalar(entry.value), entry.place, entry.at)  # a variable's text may be read as a number
+    is_text = Any in options or (str in options and int not in options)
+    if isinstance(entry.value, str) and not is_text and findings.secrets.is_word(path):
+        entry = Entry(scalar(entry.value), entry.place, entry.at)  # a key of ours that is a number takes its text
     value = entry.value
     for option in options:
         fits, made = _fit(findings, option, entry, key, path, len(options) > 1)

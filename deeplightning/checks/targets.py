@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from deeplightning.checks import strategy
@@ -12,15 +13,16 @@ from deeplightning.config import schema
 from deeplightning.config.automatic import BALANCED, DECLARED, LISTS, WEIGHTS
 from deeplightning.config.kinds import HOOK, no_part, role_of
 from deeplightning.config.schema import Config, Target
-from deeplightning.config.target import is_reference, is_target
+from deeplightning.config.target import build, is_reference, is_target
 from deeplightning.config.tree import Entry, KeyPath, plain
-from deeplightning.faults import nearest, upwards
+from deeplightning.faults import ConfigError, SetupError, nearest, upwards
 from deeplightning.static.signature import UNKNOWN, Undecided
 
 # Positional arguments that we hand to a target: the config to task and data, parameters to an optimizer, an optimizer
 # to a scheduler, the training set to a sampler; and what we hand to one by name.
 GIVEN = {"data.module": 1, "data.sampler": 1, "model.module": 1, "model.optimizer": 1, "model.scheduler": 1}
 GIVEN_BY_NAME = {"data.sampler": {"batch_size": 1, "num_replicas": 1, "rank": 0, "seed": 0}}
+_NETWORKS = ("deeplightning.model.", "deeplightning.loss.")
 AUTO = ("total_steps", "steps_per_epoch", "epochs", "T_max")
 """Params of a scheduler that may be `auto`."""
 
@@ -50,7 +52,9 @@ def note_target(findings: Findings, name: str, entry: Entry, key: str, path: Key
             elif meant := nearest(str(values.get(p)), [BALANCED]):
                 message = f"must be a tensor or {BALANCED}, not the text {values[p]!r:.40}.{meant}"
                 findings.fault(message, f"{key}.params.{p}", found=values[p])
-        hidden = {p: text for p in items if (text := findings.secrets.text_of((*path, "params", p))) is not None}
+        paths = {p: (*path, "params", p) for p in items}
+        secrets = findings.secrets
+        hidden = {p: secrets.text_of(at) or items[p].written or "" for p, at in paths.items() if secrets.is_word(at)}
         given = GIVEN.get(role or key, 0)
         values = GIVEN_BY_NAME.get(key, {}) | values
         if key == "tune.sampler" and is_grid(name):
@@ -60,6 +64,8 @@ def note_target(findings: Findings, name: str, entry: Entry, key: str, path: Key
             findings.meanings, name, values, key, role=role, given=given, hidden=hidden, called_with=called_with
         )
         findings.take(verdict)
+        if findings.meanings.importing and not verdict.faults and not auto and not hidden:
+            _construct(findings, Target(type=name, params=values, place=place, name=key), role)
         for p in set(auto) - set(AUTO):
             message = f"`auto` is known for {', '.join(AUTO)}; give `{p}` a value"
             findings.fault(message, f"{key}.params.{p}", found="auto")
@@ -67,6 +73,24 @@ def note_target(findings: Findings, name: str, entry: Entry, key: str, path: Key
     findings.targets.append(compare)
     for param, item in items.items():
         note_inside(findings, item, f"{key}.params.{param}", (*path, "params", param))
+
+
+def _construct(findings: Findings, target: Target, role: str | None) -> None:
+    """Build an optimizer of torch on a parameter of its own, or a network of ours without memory: they check their
+    arguments in their constructors, and do nothing else there."""
+    path = findings.meanings.of(target.type).path
+    is_optimizer = role == "model.optimizer" and path.startswith("torch.optim.")
+    is_network = path.startswith(_NETWORKS) and ".hugging_face." not in path  # whose networks read files
+    if not (is_optimizer or is_network) or any(map(is_target, target.params.values())):
+        return
+    import torch
+
+    with contextlib.suppress(SetupError), torch.device("cpu" if is_optimizer else "meta"):
+        try:
+            build(target, *([[torch.nn.Parameter(torch.zeros(1, 1))]] if is_optimizer else []))
+        except ConfigError as error:
+            if isinstance(error.__cause__, TypeError | ValueError):
+                findings.fault(error.faults[0].message, str(target.name), target.place)
 
 
 def note_inside(findings: Findings, entry: Entry, key: str, path: KeyPath) -> None:
@@ -104,6 +128,8 @@ def _note_reference(findings: Findings, entry: Entry, key: str) -> None:
 def compare(findings: Findings, config: Config) -> None:
     """Compares what the config names with what is there."""
     task: object = config.model and config.model.module and config.model.module.type
+    if findings.meanings.importing:
+        _removed_hooks(findings, str(task), config.stages)
     with contextlib.suppress(ValueError, Undecided):
         definition: Any = Meanings().of(str(task))
         findings.loss_arguments = len(definition.loss_arguments()) or None
@@ -120,6 +146,23 @@ def compare(findings: Findings, config: Config) -> None:
         _groups(findings, config.model)
         if config.train is not None and "train" in config.stages:
             _rates(findings, config.model)
+
+
+def _removed_hooks(findings: Findings, task: str, stages: Sequence[str]) -> None:
+    """Report the hooks of a task that Lightning 2 refuses when the stage begins."""
+    with contextlib.suppress(ValueError):
+        for stage, hook in (
+            ("train", "training"),
+            ("train", "validation"),
+            ("validate", "validation"),
+            ("test", "test"),
+        ):
+            name = f"{hook}_epoch_end"
+            found: Any = findings.meanings.of(task)
+            if stage in stages and callable(getattr(found.thing, name, None)):
+                now = f"on_{hook.replace('training', 'train')}_epoch_end"
+                message = f"{task} has `{name}`, which Lightning 2 refuses; use the hook `{now}`"
+                findings.fault(message, "model.module.type", found=name, allowed=now)
 
 
 def _strategy(findings: Findings, engine: schema.Engine) -> None:

@@ -164,6 +164,7 @@ def check(config: Path, overrides: tuple[str, ...], importing: bool, dry_run: bo
     """
     from deeplightning.checks.explain import show
     from deeplightning.config.tree import dump
+    from deeplightning.faults import Fault
 
     with stdout_for_the_result():
         report = examine_config(config, overrides, importing)
@@ -175,6 +176,9 @@ def check(config: Path, overrides: tuple[str, ...], importing: bool, dry_run: bo
             gc.enable()
             faults, report.unchecked = try_out(report.config)
             report.add(*faults)
+        elif not dry_run:
+            message = "what constructors and batches refuse; `--dry-run` builds everything and passes a batch"
+            report.unchecked.append(Fault(message))
     if format == "json":
         say(json.dumps(report.to_dict(), indent=2))
         sys.exit(report.exit_code)

@@ -126,7 +126,7 @@ def choices(overrides: Iterable[str]) -> dict[str, Entry]:
             continue
         place = f"override {text}"
         try:
-            entry = parse(value, place, [])
+            entry = parse(value, place, [], is_override=True)
         except ConfigError:  # which the override itself reports
             continue
         items = entry.value if isinstance(entry.value, list) else [entry]

@@ -14,7 +14,17 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from deeplightning.config.secrets import Secrets, note_literals, tells
-from deeplightning.config.tree import MAX_DEPTH, MAX_FAULTS, MAX_VALUES, Entry, KeyPath, leaves, line
+from deeplightning.config.tree import (
+    MAX_DEPTH,
+    MAX_FAULTS,
+    MAX_VALUES,
+    Entry,
+    KeyPath,
+    dotted,
+    has_typed_keys,
+    key_named,
+    leaves,
+)
 from deeplightning.faults import ConfigError, Fault, Notice, nearest
 
 if TYPE_CHECKING:
@@ -24,6 +34,7 @@ MAX_CHARACTERS = 1_000_000  # of the texts that references make
 MAX_PARTS = 20_000  # words and signs of the texts that hold references: OmegaConf reads 30,000 a second
 MAX_STEPS = 40  # of references and sections that lead to each other; Python bears a thousand calls
 _PART = re.compile(r"[\w/-]+|\s+|.", re.DOTALL)
+_MANDATORY = re.compile(r"\\*\?\?\?")
 _NESTED = re.compile(r"(\$\{)|\}")
 DEPRECATED = "'$OLD_KEY' is deprecated. Change your code and config to use '$NEW_KEY'"  # as OmegaConf has it
 
@@ -57,8 +68,21 @@ def resolve(
     waiting = [(path, entry) for path, entry in leaves(root) if isinstance(entry.value, str) and "${" in entry.value]
     if waiting:
         _resolve(root, waiting, faults, done, resolvers or {})
+    _missing(root, faults)
     note_literals(root, done.secrets)
     return done
+
+
+def _missing(root: Entry, faults: list[Fault]) -> None:
+    """Report each `???`, OmegaConf's word for a value that must be given; `\\???` is the text."""
+    for path, entry in leaves(root):
+        if entry.written is not None or not (isinstance(entry.value, str) and _MANDATORY.fullmatch(entry.value)):
+            continue
+        if entry.value == "???":
+            message = f"missing: `???` is a value that must be given, here or by {dotted(path)}=VALUE"
+            faults.append(Fault(message, dotted(path), entry.place))
+        else:
+            entry.written, entry.value = entry.value, entry.value[1:]
 
 
 def _resolve(
@@ -78,17 +102,17 @@ def _resolve(
         for path, entry in waiting:
             resolver.seen = {}
             try:
-                results.append((entry, _entries(resolver.value(path), entry.place, len(path))))
+                results.append((entry, _entries(resolver.value(path), entry.place, path)))
             except _Unchecked as why:
-                done.unchecked.append(Fault(_message(entry.value, why), _dotted(path), entry.place))
+                done.unchecked.append(Fault(_message(entry.value, why), dotted(path), entry.place))
                 done.secrets.texts[path] = entry.value
             except _Unresolved as error:
-                broken.append(Fault(_message(entry.value, error), _dotted(path), entry.place))
+                broken.append(Fault(_message(entry.value, error), dotted(path), entry.place))
             if len(broken) > MAX_FAULTS:
                 raise _TooMuch(f"more than {MAX_FAULTS} references of this config are broken, up to here")
             done.secrets.note(path, entry.value, resolver.seen)
     except _TooMuch as error:
-        raise ConfigError([*faults, *broken, Fault(str(error), _dotted(path), entry.place)]) from None
+        raise ConfigError([*faults, *broken, Fault(str(error), dotted(path), entry.place)]) from None
     faults += broken
     for entry, value in results:
         entry.written, entry.value = entry.value, value
@@ -96,21 +120,22 @@ def _resolve(
     done.notices += resolver.notices
 
 
-def _entries(value: object, place: str, depth: int) -> object:
-    if depth > MAX_DEPTH:
+def _entries(value: object, place: str, path: KeyPath) -> object:
+    if len(path) > MAX_DEPTH:
         raise _Unresolved(f" expands to values that are nested more than {MAX_DEPTH} deep")
     if isinstance(value, dict):
-        return {name: Entry(_entries(item, place, depth + 1), place) for name, item in value.items()}
+        is_typed = has_typed_keys(path)
+        named = {name if is_typed else dotted([name]): item for name, item in value.items()}
+        return {name: Entry(_entries(item, place, (*path, name)), place) for name, item in named.items()}
     if isinstance(value, list):
-        return [Entry(_entries(item, place, depth + 1), place) for item in value]
+        return [Entry(_entries(item, place, (*path, number)), place) for number, item in enumerate(value)]
     return value
 
 
 def _plain(value: object) -> object:
-    """A value that OmegaConf's grammar made, with the keys and texts that YAML would give: its keys may be numbers, and
-    it has a kind of text of its own."""
+    """A value that OmegaConf's grammar made, which has a kind of text of its own."""
     if isinstance(value, dict):
-        return {name if isinstance(name, str) else line(name): _plain(item) for name, item in value.items()}
+        return {_plain(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, str) else value
@@ -118,10 +143,6 @@ def _plain(value: object) -> object:
 
 def _quoted(text: str) -> str:
     return f"`{text[:200]}…`" if len(text) > 200 else f"`{text}`"
-
-
-def _dotted(path: KeyPath) -> str:
-    return ".".join(map(str, path))
 
 
 class _TooMuch(Exception):
@@ -137,11 +158,11 @@ class _Unchecked(_Unresolved):
 
 
 class _Absent(_Unresolved):
-    """A key is not there; the text is the key, `hint` the nearest one."""
+    """A key, or its value, is not there; the text is the key, `hint` the nearest one."""
 
-    def __init__(self, key: str, hint: str = ""):
+    def __init__(self, key: str, hint: str = "", what: str = "a key that is not there"):
         super().__init__(key)
-        self.hint = hint
+        self.hint, self.what = hint, what
 
 
 def _message(text: str, error: _Unresolved) -> str:
@@ -151,7 +172,7 @@ def _message(text: str, error: _Unresolved) -> str:
     missing = str(error)
     named = not missing or f"{{{missing}}}" in text
     which = "" if named else f": {_quoted(missing)}"
-    return f"{_quoted(text)} refers to a key that is not there{which}{error.hint and f'.{error.hint}'}"
+    return f"{_quoted(text)} refers to {error.what}{which}{error.hint and f'.{error.hint}'}"
 
 
 _MISSING: object = object()
@@ -283,10 +304,13 @@ class _Resolver:
                 index = int(part) + len(items) * (int(part) < 0)
                 there = 0 <= index < len(items)
             else:
-                there = isinstance(items, dict) and part in items
+                index = key_named(part, items) if isinstance(items, dict) else part
+                there = isinstance(items, dict) and index in items
             if not there:
                 raise _Absent(self.shown(wanted), self.hint(str(part), items, where))
             found, where = items[index], None if where is None else (*where, index)
+        if isinstance(found, Entry) and found.value == "???":
+            raise _Absent(self.shown(wanted), what="a value that must be given, `???`")
         return found, where
 
     def named(self, key: object, path: KeyPath) -> tuple[object, KeyPath | None]:
@@ -303,7 +327,7 @@ class _Resolver:
         if self.seen or not isinstance(items, dict) or where is None:
             return ""
         found = nearest(part, items)
-        return found.replace("mean ", f"mean {_dotted(where)}.", 1) if where else found
+        return found.replace("mean ", f"mean {dotted(where)}.", 1) if where else found
 
     def behind(self, found: object, where: KeyPath | None) -> tuple[Any, KeyPath | None]:
         """Follows an entry that is one reference to where it leads, without making the value there."""
@@ -449,8 +473,8 @@ class _Resolver:
     def deprecated(self, path: KeyPath, key: object, message: object = DEPRECATED) -> object:
         """The value of the key that has replaced this one, with a notice."""
         found = self.named(key, path)
-        text = Template(str(message)).safe_substitute(OLD_KEY=_dotted(path), NEW_KEY=self.shown(str(key)))
-        self.notices.append(Notice(f"{_dotted(path)}: {text}", key=_dotted(path)))
+        text = Template(str(message)).safe_substitute(OLD_KEY=dotted(path), NEW_KEY=self.shown(str(key)))
+        self.notices.append(Notice(f"{dotted(path)}: {text}", key=dotted(path)))
         return self.whole(*found)
 
     def names(self, path: KeyPath, key: Any) -> Any:

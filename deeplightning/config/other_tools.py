@@ -18,6 +18,16 @@ _ONNX = "none: the bundle of a run is ONNX, `deeplightning export`"
 _NO_BOUND = "none: a run ends after train.num_epochs or train.max_steps, or earlier by train.early_stop"
 
 SYSTEMS: dict[str, dict[str, str]] = {
+    "The first releases of Deep Lightning": {
+        "train.grad_accum_every_n_batches": "train.accumulator_factor",
+        "train.grad_accum_from_epoch": "train.accumulator_epoch",
+        "/modes": "stages",
+        "test.ckpt_test_path": "test.ckpt",
+    },
+    "Horovod and DeepSpeed": {
+        "engine.op params.op": "none: gradients are averaged",
+        "stage3_gather_fp16_weights_on_model_save": "none: checkpoints are complete without it",
+    },
     "Stoke": {
         "batch_size_per_device": "data.batch_size",
         "effective_batch_size": _PER_PROCESS,

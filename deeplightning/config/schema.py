@@ -4,7 +4,6 @@ A config is a tree of these dataclasses. Free-form values are under some `params
 """
 
 # ruff: noqa: RUF009 (`key` makes a dataclass field, which the rule cannot see)
-import re
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any, Literal
@@ -598,21 +597,21 @@ def _public(value: object, path: tuple[str | int, ...], texts: dict[tuple[str | 
         return {name: _public(item, (*path, name), texts) for name, item in value.items()}
     if isinstance(value, list):
         return [_public(item, (*path, number), texts) for number, item in enumerate(value)]
-    if isinstance(value, str) and "${" in value:  # no reference any more, and must not be read as one
-        from deeplightning.config.secrets import escaped  # not for `schema`, which resolves nothing
+    if isinstance(value, str) and ("${" in value or "???" in value):  # no reference, and must not be read as one
+        from deeplightning.config.secrets import literal  # not for `schema`, which resolves nothing
 
-        return escaped(value)
+        return literal(value)
     return value
 
 
 def _literal(value: object) -> Any:
     """Plain values as OmegaConf reads them: a `${` or `???` in them is text."""
-    from deeplightning.config.secrets import escaped
+    from deeplightning.config.secrets import literal
 
     if isinstance(value, dict):
         return {name: _literal(item) for name, item in value.items()}
     if isinstance(value, list):
         return [_literal(item) for item in value]
     if isinstance(value, str):
-        return f"\\{value}" if re.fullmatch(r"\\*\?\?\?", value) else escaped(value)
+        return literal(value)
     return value

@@ -160,6 +160,11 @@ def escaped(text: str) -> str:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 
+def literal(text: str) -> str:
+    """Return a whole text as a config writes it: neither a reference nor `???`, the word for a missing value."""
+    return f"\\{text}" if re.fullmatch(r"\\*\?\?\?", text) else escaped(text)
+
+
 def tells(value: str) -> bool:
     """Whether a variable's value is distinguishable from other words: it is not among the shortest, and is no folder
     or file of this machine, which every message about it contains."""

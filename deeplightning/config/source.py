@@ -24,7 +24,7 @@ from deeplightning.config.kinds import role_of
 from deeplightning.config.moved import present
 from deeplightning.config.secrets import Secrets
 from deeplightning.config.short_names import full_name
-from deeplightning.config.tree import Entry, KeyPath, dump, kind, nodes, parse
+from deeplightning.config.tree import Entry, KeyPath, dump, key_named, kind, nodes, parse
 from deeplightning.config.versions import migrate
 from deeplightning.faults import ConfigError, Fault, Notice, SetupError, is_of_machine, nearest
 from deeplightning.own_code import frozen
@@ -293,7 +293,7 @@ class _Reading:
         if inside and re.search(r"^#\s*@package\b", text, re.MULTILINE):
             message = f"`@package` is Hydra's and has no effect: this file is placed under `{inside}`; remove the line"
             raise ConfigError(Fault(message, place=short(path)))
-        tree = parse(text, short(path), self.faults)
+        tree = parse(text, short(path), self.faults, [*filter(None, inside.split("/"))])
         if short(path) == GIVEN:  # it has no lines
             for _, entry in nodes(tree):
                 entry.place = entry.at = GIVEN
@@ -475,8 +475,8 @@ def _merge(base: Entry, top: Entry) -> Entry:
         return _laid(top, base)
     merged, gone = dict(base.value), dict(base.gone)
     for name, entry in top.value.items():
-        if name.startswith("~") and name[1:] in base.value:
-            gone[name[1:]] = Entry(None, entry.place, over=merged.pop(name[1:], None))
+        if isinstance(name, str) and name.startswith("~") and (key := key_named(name[1:], base.value)) in base.value:
+            gone[key] = Entry(None, entry.place, over=merged.pop(key, None))
         elif name in merged:
             merged[name] = _merge(merged[name], entry)
         else:
@@ -543,7 +543,7 @@ def _override_value(text: str, name: str, place: str) -> Entry:
     """The value of an override, everything in it set at `place`."""
     problems: list[Fault] = []
     try:
-        value = parse(text, place, problems)
+        value = parse(text, place, problems, name.split("."), is_override=True)
     except ConfigError as error:
         problems = error.faults
     if problems:
@@ -565,15 +565,15 @@ def _reach(entry: Entry, parts: list[str], place: str, make: bool) -> tuple[Entr
                 raise ConfigError(Fault(message, place=place))
             index: Any = int(part)
         elif isinstance(entry.value, dict):
-            index = part
+            index = key_named(part, entry.value, parts[:depth])
         else:
             raise ConfigError(Fault(f"`{above}` is {kind(entry)}; `{part}` cannot be inside it", place=place))
         if depth == len(parts) - 1:
             break
-        if isinstance(entry.value, dict) and part not in entry.value:
+        if isinstance(entry.value, dict) and index not in entry.value:
             if not make:
                 raise ConfigError(Fault("there is no such key to remove", ".".join(parts), place))
-            entry.value[part] = Entry({}, place, over=entry.gone.get(part))
+            entry.value[index] = Entry({}, place, over=entry.gone.get(index))
         entry = entry.value[index]
     return entry, index
 

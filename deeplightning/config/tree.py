@@ -4,7 +4,7 @@ The grammar of scalars is YAML 1.2's (`off` is a word, `1e-3` a number), with `_
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -23,8 +23,9 @@ MAX_DEPTH = 60
 MAX_FAULTS = 200  # that are reported one by one
 TAG = "the tag"  # begins the fault of a value that cannot be read
 
-KeyPath = tuple[str | int, ...]
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+KeyPath = tuple[Any, ...]  # names and indexes; inside params keys of any plain type
+_Loader = type("_Loader", (getattr(yaml, "CSafeLoader", yaml.SafeLoader),), {"resolve": lambda *_: ""})
+"""A loader whose nodes have the tags that a file writes, and none beside them."""
 _INT = re.compile(r"[-+]?[0-9]+(_[0-9]+)*")
 _FLOAT = re.compile(r"[-+]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _WORDS: dict[str, object] = {
@@ -35,6 +36,10 @@ _WORDS: dict[str, object] = {
     **dict.fromkeys(("-.inf", "-.Inf", "-.INF"), float("-inf")),
     **dict.fromkeys((".nan", ".NaN", ".NAN"), float("nan")),
 }
+
+
+_YAML = "tag:yaml.org,2002:"
+_TAGS: dict[str, type] = {"str": str, "null": type(None), "bool": bool, "int": int, "float": float}
 
 
 @dataclass
@@ -65,6 +70,17 @@ def scalar(text: str) -> Any:
     if _FLOAT.fullmatch(text):
         return float(text.replace("_", ""))
     return text
+
+
+def has_typed_keys(above: Sequence[str | int]) -> bool:
+    """Return whether the keys of a mapping mean what YAML says, `0` a number: of one inside params. `above` are the
+    keys that lead to it. Keys of the config and names of params are text."""
+    return "params" in above and above[-1] != "params"
+
+
+def key_named(word: str, items: dict[Any, Any], above: Sequence[str | int] = ()) -> Any:
+    """Return the key of a mapping that a word of a dotted key names, whether the mapping has it or not yet."""
+    return scalar(word) if word not in items and (has_typed_keys(above) or scalar(word) in items) else word
 
 
 class _Dumper(yaml.SafeDumper):
@@ -141,9 +157,14 @@ def flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
     """Each leaf of a config with its dotted key; an empty block is one."""
     if isinstance(value, dict) and value:
         for key, item in value.items():
-            yield from flat(item, f"{name}.{key}".lstrip("."))
+            yield from flat(item, dotted((*filter(None, [name]), key)))
     else:
         yield name, value
+
+
+def dotted(path: Sequence[Any]) -> str:
+    """Return a path as a key with dots, `a.b.0`; `null` for a key that is None."""
+    return ".".join(key if isinstance(key, str) else line(key) for key in path)
 
 
 def as_written(entry: Entry) -> Any:
@@ -160,14 +181,25 @@ def as_written(entry: Entry) -> Any:
 # ---- text
 
 
-def parse(text: str, name: str, faults: list[Fault]) -> Entry:
-    """YAML text as a tree; what is wrong with single values goes to `faults`, what ends the reading is raised."""
+def parse(text: str, name: str, faults: list[Fault], above: Sequence[str] = (), is_override: bool = False) -> Entry:
+    """Parse YAML text to a tree; add faults of single values to `faults`.
+
+    Args:
+        above: the keys that lead to where the tree is placed.
+        is_override: the text is the value of an override, which has no comments: a word without quotes is the whole
+            text.
+
+    Raises:
+        ConfigError: the text is not YAML, or passes a bound.
+    """
     try:
         beyond = _beyond_bounds(text)
         if beyond is not None:
             message, mark = beyond
             raise ConfigError(Fault(message, place=f"{name}:{mark.line + 1}:{mark.column + 1}"))
         node = yaml.compose(text, Loader=_Loader)
+        if is_override:
+            node = _whole(node, text, name)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
@@ -178,7 +210,22 @@ def parse(text: str, name: str, faults: list[Fault]) -> Entry:
         raise ConfigError(Fault(f"not YAML: {first_line(error)}", place=name)) from None
     if node is None:
         return Entry(None, f"{name}:1:1")
-    return _Builder(name, faults).build(node)
+    return _Builder(name, faults, above).build(node)
+
+
+def _whole(node: Node | None, text: str, name: str) -> Node | None:
+    """Return the node of an override's text with what YAML would drop, such as `#3` of `run #3`."""
+    words = text.strip()
+    is_word = node is None or (isinstance(node, ScalarNode) and (not node.style or node.style in "|>"))
+    if is_word and not words.startswith("!") and ("\n" not in words or words[0] not in "|>"):
+        return ScalarNode("", words, yaml.Mark(name, 0, 0, 0, None, 0))
+    end = 0
+    for token in yaml.scan(text, Loader=_Loader):
+        if "#" in text[end : token.start_mark.index]:
+            message = "`#` would begin a comment here, and an override has none; put a text with `#` in quotes"
+            raise ConfigError(Fault(message, place=name))
+        end = token.end_mark.index
+    return node
 
 
 def _beyond_bounds(text: str) -> tuple[str, Any] | None:
@@ -208,9 +255,9 @@ def _syntax(error: yaml.MarkedYAMLError, text: str, mark: yaml.Mark | None) -> s
 class _Builder:
     """Turns YAML nodes into entries, with a bound on what aliases can make of them."""
 
-    def __init__(self, name: str, faults: list[Fault]):
+    def __init__(self, name: str, faults: list[Fault], above: Sequence[str]):
         self.name, self.faults, self.count, self.open = name, faults, 0, set[int]()
-        self.above: list[str] = []  # the keys that lead to what is being built
+        self.above = [*above]  # the keys that lead to what is being built
 
     def place(self, node: Node) -> str:
         return f"{self.name}:{node.start_mark.line + 1}:{node.start_mark.column + 1}"
@@ -229,11 +276,6 @@ class _Builder:
             raise self.stop(node, "an alias inside its own anchor has no end; write the value out")
         if len(self.open) >= MAX_DEPTH:
             raise self.stop(node, f"nested more than {MAX_DEPTH} deep")
-        if node.tag.startswith("tag:yaml.org,2002:python") or not node.tag.startswith("tag:yaml.org,2002:"):
-            tag = node.tag.replace("tag:yaml.org,2002:", "!!")
-            message = f"{TAG} {tag} is not allowed: a config holds plain values only"
-            self.faults.append(Fault(message, ".".join(self.above) or None, at))
-            return Entry(None, place or at, at)
         self.open.add(id(node))
         try:
             return Entry(self.value(node), place or at, at)
@@ -241,35 +283,67 @@ class _Builder:
             self.open.discard(id(node))
 
     def value(self, node: Node) -> Any:
-        if isinstance(node, ScalarNode):
-            return node.value if node.style else scalar(node.value)
-        if isinstance(node, SequenceNode):
+        if isinstance(node, SequenceNode) and node.tag in ("", f"{_YAML}seq"):
             return [self.build(item) for item in node.value]
-        assert isinstance(node, MappingNode)
-        return self.mapping(node)
+        if isinstance(node, MappingNode) and node.tag in ("", f"{_YAML}map"):
+            return self.mapping(node)
+        try:
+            return _tagged(node)
+        except ValueError as error:
+            self.faults.append(Fault(str(error), ".".join(self.above) or None, self.place(node)))
+            return None
 
-    def mapping(self, node: MappingNode) -> dict[str, Entry]:
-        items: dict[str, Entry] = {}
-        merged: dict[str, Entry] = {}
+    def mapping(self, node: MappingNode) -> dict[Any, Entry]:
+        items: dict[Any, Entry] = {}
+        merged: dict[Any, Entry] = {}
+        is_typed = has_typed_keys(self.above)
         for name_node, value_node in node.value:
             place = self.place(name_node)
             if not isinstance(name_node, ScalarNode):
                 self.faults.append(Fault("a key is a word, not a list or a mapping", place=place))
                 continue
-            name = name_node.value
-            self.above.append(name)
-            value = self.build(value_node, place)
-            self.above.pop()
-            if name == "<<" and not name_node.style:
+            if name_node.value == "<<" and not name_node.style and not name_node.tag:
+                value = self.build(value_node, place)
                 for entry in value.value if isinstance(value.value, list) else [value]:
                     if isinstance(entry.value, dict):
                         merged = {**entry.value, **merged}
                     else:
                         self.faults.append(Fault(f"`<<` merges mappings, not {kind(entry)}", place=place))
-            elif name in items:
+                continue
+            name = self.value(name_node) if is_typed or name_node.tag else name_node.value
+            if not is_typed and not isinstance(name, str):
+                name = name_node.value
+            self.above.append(name_node.value)
+            value = self.build(value_node, place)
+            if name in items:
                 line = items[name].place.rsplit(":", 2)[1]
                 message = f"this key occurs twice, first in line {line}; remove one"
-                self.faults.append(Fault(message, ".".join([*self.above, name]), place))
+                self.faults.append(Fault(message, ".".join(self.above), place))
             else:
                 items[name] = value
+            self.above.pop()
         return {**merged, **items}
+
+
+def _tagged(node: Node) -> Any:
+    """Return the value of a scalar; without a tag, quotes make it text.
+
+    Raises:
+        ValueError: its tag is not supported, or does not fit.
+    """
+    tag = node.tag.removeprefix(_YAML)
+    if isinstance(node, ScalarNode) and (not tag or tag in _TAGS):
+        text = node.value
+        value = scalar(text)
+        if tag == "str" or (not tag and node.style):
+            return text
+        if tag == "bool":
+            value = yaml.SafeLoader.bool_values.get(text.lower())
+        elif tag == "float" and type(value) is int:
+            value = float(text.replace("_", ""))
+        if not tag or type(value) is _TAGS[tag]:
+            return value
+        raise ValueError(f"{TAG} !!{tag} does not fit the text {text[:60]!r}")
+    shown = node.tag.replace(_YAML, "!!")
+    message = f"{TAG} {shown} is not allowed: a config holds plain values only"
+    raise ValueError(f"{message} (!!str, !!int, !!float, !!bool, !!null, !!seq, !!map)")

@@ -185,7 +185,7 @@ def version_of(entry: Entry | None) -> int:
         return ASSUMED
     found = entry.value
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        message = f"must be a whole number from 1 to {VERSION}, not {kind(entry)}; `deeplightning migrate` writes it"
+        message = f"must be a whole number from 1 to {VERSION}, not {kind(entry)}; write `version: {VERSION}`"
         raise ConfigError(Fault(message, "version", entry.place, found=str(found), allowed=str(VERSION)))
     if found > VERSION:
         message = (

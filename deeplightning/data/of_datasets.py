@@ -111,7 +111,9 @@ class OfDatasets(pl.LightningDataModule):
         if self._sampler is None or not is_made_for(self._sampler, self.trainer):
             self._sampler = train_sampler(self.cfg, self.dataset("train"), self.trainer, drop_last=self._drop_last)
             if len(self._sampler) == 0:
-                raise DataConfigError("there is no training batch: the set is too small for data.loader.drop_last.")
+                is_empty = len(self._sets["train"]) == 0
+                why = "the training set is empty" if is_empty else "data.sampler gives none"
+                raise DataConfigError(f"{self.cfg.data.module.type} gives no training batch: {why}.")
         elif self.trainer:
             go_on(self._sampler, self.trainer)
         return self._sampler

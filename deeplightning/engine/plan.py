@@ -313,12 +313,13 @@ def _strategy(engine: Engine) -> "str | Strategy":
         raise ConfigError(Fault(f"{engine.backend} refuses its arguments: {error}", "engine.params")) from error
 
 
-def effective_batch(cfg: Config) -> str:
-    """How many samples one optimizer step sees, and what multiplies to it."""
-    batch, world, factor = cfg.data.batch_size, replicas(cfg.engine), cfg.train.accumulator_factor
-    size = group_size(cfg.engine)
-    parts = [f"{batch} per group of {size} processes" if size > 1 else f"{batch} per process"]
-    parts += [f"{world} {'groups' if size > 1 else 'processes'}"] if world > 1 else []
+def effective_batch(cfg: Config, size: int | None = None) -> str:
+    """How many samples one optimizer step sees, and what multiplies to it. `size` is the batch size of a loader of the
+    user's own."""
+    batch, world, factor = size or cfg.data.batch_size, replicas(cfg.engine), cfg.train.accumulator_factor
+    group = group_size(cfg.engine)
+    parts = [f"{batch} per group of {group} processes" if group > 1 else f"{batch} per process"]
+    parts += [f"{world} {'groups' if group > 1 else 'processes'}"] if world > 1 else []
     parts += [f"{factor} batches accumulated"] if factor > 1 else []
     late = f" from epoch {cfg.train.accumulator_epoch} on" if factor > 1 and cfg.train.accumulator_epoch else ""
     return f"{batch * world * factor} samples a step: {' x '.join(parts)}{late}"

@@ -165,7 +165,7 @@ def fixed(good: PastRun, bad: PastRun, switched: Sequence[Difference]) -> list[s
 def _of_config(good: dict[str, Any], bad: dict[str, Any]) -> Iterator[tuple[_Keys, Difference]]:
     for paths in _paths(good, bad, ()):
         one, two = (_value(tree, paths[0]) for tree in (good, bad))
-        name = ".".join(paths[0])
+        name = ".".join(map(str, paths[0]))
         yield paths[0], Difference(name, _shown(one), _shown(two), _switch_keys(paths))
 
 

@@ -169,3 +169,22 @@ class Decorator:
             if uses.dynamic:
                 words |= self.literals
         return words
+
+
+_CONSTRUCTORS = {"__init__", "__new__", "__signature__"}
+_HARMLESS = {"super", "setattr"}
+
+
+def changes_subclasses(node: ast.ClassDef) -> bool:
+    """Return whether `__init_subclass__` of a class gives the subclass to a function as a statement of its own, or
+    names its constructor."""
+    methods = [each for each in node.body if isinstance(each, Functions) and each.name == "__init_subclass__"]
+    for part in inside(methods[0].body) if methods else ():
+        match part:
+            case ast.Attribute(attr=word) | ast.Constant(value=word) if word in _CONSTRUCTORS:
+                return True
+            case ast.Expr(value=ast.Call() as call) | ast.Assign(value=ast.Call() as call):
+                given = {getattr(each, "id", None) for each in call.args}
+                if first_argument(methods[0]) in given and getattr(call.func, "id", None) not in _HARMLESS:
+                    return True
+    return not methods  # it is no plain method

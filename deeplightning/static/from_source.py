@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from deeplightning.static.annotations import allowed, plain
-from deeplightning.static.decorators import keeps
+from deeplightning.static.decorators import changes_subclasses, keeps
 from deeplightning.static.names import Names
 from deeplightning.static.signature import UNKNOWN, Parameter, Signature, Undecided, of_object
 from deeplightning.static.syntax import first_argument, nominal
@@ -42,6 +42,9 @@ class Signatures:
         if "typing.Protocol" in {t.path for t in line[:2]}:
             raise Undecided("it is a Protocol, of which there are no instances")
         self.undecorated(thing)
+        for each in line[1:]:
+            if each.live is None and self.names.own(each, "__init_subclass__") and changes_subclasses(each.node):
+                raise Undecided(f"`__init_subclass__` of {each.path} may change what it takes")
         return self.constructor(thing, line, complete)
 
     def constructor(self, thing: Thing, line: list[Thing], complete: bool, start: int = 0) -> Signature:

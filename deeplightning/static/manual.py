@@ -1,4 +1,4 @@
-"""Whether a task steps its optimizers itself, and whether it accumulates gradients itself."""
+"""Whether a task steps its optimizers itself, accumulates gradients itself, and uses its config."""
 
 import ast
 
@@ -30,6 +30,19 @@ def accumulates(names: Names, thing: Thing) -> bool:
         if any(isinstance(method, Functions) and method.name == "training_step" for method in body):
             return any(_says_so(statement) for statement in body)
     return False
+
+
+def ignores_config(names: Names, thing: Thing) -> bool:
+    """Return whether `__init__` of a class, or of its nearest ancestor that has one, does not read the config, which is
+    its first argument."""
+    line, _ = names.line(thing)
+    bodies = [each.node.body for each in line if isinstance(each.node, ast.ClassDef)]
+    methods = [each for body in bodies for each in body if isinstance(each, Functions) and each.name == "__init__"]
+    arguments = [arg.arg for arg in methods[0].args.posonlyargs + methods[0].args.args] if methods else []
+    if len(arguments) < 2 or methods[0].args.vararg or methods[0].args.kwarg:
+        return False
+    used = {getattr(node, "id", None) or getattr(node, "attr", None) for node in ast.walk(methods[0])}
+    return used.isdisjoint({arguments[1], "locals", "vars", "save_hyperparameters"})
 
 
 def _says_so(statement: ast.stmt) -> bool:

@@ -108,7 +108,7 @@ def of_object(found: Callable[..., object]) -> Signature:
         Undecided: it has none (a function written in C).
     """
     try:
-        parameters = inspect.signature(found).parameters.values()
+        parameters = [*inspect.signature(found).parameters.values()]
     except (ValueError, TypeError):
         raise Undecided("it does not tell its parameters") from None
     try:
@@ -128,6 +128,9 @@ def of_object(found: Callable[..., object]) -> Signature:
         for p in parameters
         if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     )
+    called = found.__init__ if inspect.isclass(found) else found
+    if isinstance(called, types.FunctionType) and hasattr(called, "__wrapped__"):  # it may take more than it shows
+        parameters = [*parameters, *inspect.signature(called, follow_wrapped=False).parameters.values()]
     rest = "it takes any keyword" if any(p.kind is p.VAR_KEYWORD for p in parameters) else None
     return Signature(known, rest)
 

@@ -77,7 +77,8 @@ class Classification(Supervised):
         if self.class_names and outputs.shape[1] != len(self.class_names):
             raise MisfitError(
                 f"the data has {len(self.class_names)} classes (labels 0 to {len(self.class_names) - 1}), the network "
-                f"{outputs.shape[1]} outputs; set model.network.params.num_classes={len(self.class_names)}",
+                f"{outputs.shape[1]} outputs; set model.network.params.num_classes={len(self.class_names)}, "
+                "or whatever it calls them",
                 "model.network",
             )
 

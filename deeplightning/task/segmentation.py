@@ -69,7 +69,7 @@ class Segmentation(ImageTask):
         if self.class_names and outputs.shape[1] != len(self.class_names):
             raise MisfitError(
                 f"the data has {len(self.class_names)} classes, the network {outputs.shape[1]} outputs per pixel; set "
-                f"model.network.params.num_classes={len(self.class_names)}",
+                f"model.network.params.num_classes={len(self.class_names)}, or whatever it calls them",
                 "model.network",
             )
         self._classes = outputs.shape[1]

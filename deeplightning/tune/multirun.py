@@ -38,7 +38,7 @@ from deeplightning.runfolder import RunFolder, make_private, permissions_of, wri
 from deeplightning.tracking.parent import Parent, Stopped
 from deeplightning.tune.sealed import SearchCode, code_of_grid
 from deeplightning.tune.search import newest_checkpoint
-from deeplightning.tune.sweep import points
+from deeplightning.tune.sweep import points, warn_of_no_effect
 from deeplightning.tune.unchanged import own_code
 from deeplightning.tune.worker import Forked, Line, Train, own_address
 
@@ -263,7 +263,10 @@ class Grid:
         """The overrides with which a run is tracked: its name, unless the config has one."""
         if not self.parent.is_tracked or "run_name" in self.cfg.logger.params or not point.words:
             return []
-        name = " ".join(word.rpartition(".")[2] if "." in word.partition("=")[0] else word for word in point.words)
+        values = dict(word.split("=", 1) for word in point.words)
+        short = {key: key.rpartition(".")[2] for key in values}
+        is_unique = len({*short.values()}) == len(short)
+        name = " ".join(f"{short[key] if is_unique else key}={value}" for key, value in values.items())
         return [f"logger.params.run_name={line(name[:200])}"]
 
     def _environment(self, number: int) -> dict[str, str]:
@@ -330,6 +333,8 @@ class Grid:
         write_whole(self.folder / RUNS, self.cfg.redact(out.getvalue()))
         say(self.cfg.redact(text([row[:-2] for row in table], RUNS)))
         self._summarize()
+        finished = {n: p for n, p in enumerate(self.points) if p.known.get("state") == FINISHED}
+        warn_of_no_effect({n: (dict(w.split("=", 1) for w in p.words), p.known["folder"]) for n, p in finished.items()})
         say_path(self.folder, "Artifact storage path: ")
         sys.stdout.flush()
 

@@ -35,6 +35,7 @@ from deeplightning.process.terminal import say, say_path
 from deeplightning.runfolder import Hold, RunFolder, make_private, permissions_of, write_whole
 from deeplightning.tracking.parent import Parent, Stopped
 from deeplightning.tune.sealed import FOLDER, SearchCode, code_of_search
+from deeplightning.tune.sweep import warn_of_no_effect
 from deeplightning.tune.unchanged import changed_settings, own_code
 from deeplightning.tune.worker import Forked, Line, Train, own_address
 
@@ -478,6 +479,10 @@ class _Search:
         write_whole(folder / "trials.csv", self.cfg.redact(outcome.as_csv(self.study)))
         if pictures:
             outcome.draw(self.study, folder)
+            trials = [
+                trial for trial in self.study.ranked() if trial.value is not None and "folder" in trial.user_attrs
+            ]
+            warn_of_no_effect({t.number: (self.study.point(t), t.user_attrs["folder"]) for t in trials})
         tags = {}
         if best is not None:
             point = self.study.point(best)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from deeplightning.config.source import is_file
 from deeplightning.config.tree import line, scalar
 from deeplightning.faults import ConfigError, Fault
+from deeplightning.runfolder import RunFolder
+
+log = logging.getLogger("deeplightning")
 
 MAX_POINTS = 1000
 
@@ -77,6 +83,27 @@ def values_of(text: str) -> list[str]:
         raise ValueError(f"{text:.60} has more than {MAX_POINTS} numbers")
     numbers = [start + step * number for number in range(math.ceil((stop - start) / step - 1e-9))]
     return [line(round(value, 12)) for value in numbers]
+
+
+def warn_of_no_effect(runs: Mapping[int, tuple[Mapping[str, object], str]]) -> None:
+    """Warn of keys that have no effect: runs that differ in them have the same metrics at every step.
+
+    Args:
+        runs: the number of each run to its values and its folder.
+    """
+    alike: dict[bytes, list[int]] = {}
+    for number, (_, folder) in sorted(runs.items()):
+        series = RunFolder(Path(folder)).series
+        if series.is_file() and b"[" in (content := series.read_bytes()):
+            alike.setdefault(hashlib.sha256(content).digest(), []).append(number)
+    groups: dict[str, list[str]] = {}
+    for numbers in alike.values():
+        values = [runs[number][0] for number in numbers]
+        if keys := [key for key in values[0] if any(other[key] != values[0][key] for other in values)]:
+            groups.setdefault(" and ".join(keys), []).append(", ".join(map(str, numbers)))
+    for name, found in groups.items():
+        shown = "; ".join(found[:3]) + ("; …" if len(found) > 3 else "")
+        log.warning("%s made no difference: the metrics of these runs are equal at every step: %s", name, shown)
 
 
 def _parts(text: str) -> list[str]:

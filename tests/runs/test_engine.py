@@ -171,6 +171,7 @@ def test_the_effective_batch_multiplies(settled):
     assert effective_batch(cfg) == "128 samples a step: 16 per process x 2 processes x 4 batches accumulated"
     cfg = settled("train.accumulator_factor=4", "train.accumulator_epoch=2")
     assert effective_batch(cfg).endswith("from epoch 2 on")
+    assert effective_batch(settled("engine.processes=2"), 100) == "200 samples a step: 100 per process x 2 processes"
 
 
 def test_variables_of_the_config_are_set(settled, monkeypatch):

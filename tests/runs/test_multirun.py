@@ -8,7 +8,7 @@ import pytest
 
 from deeplightning.faults import ConfigError
 from deeplightning.runfolder import RunFolder
-from deeplightning.tune.sweep import points, values_of
+from deeplightning.tune.sweep import points, values_of, warn_of_no_effect
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,9 @@ def test_each_point_is_a_run_and_a_row(first):
     for row in found:
         folder = RunFolder(Path(row["folder"]))
         assert f"batch_size: {row['data.batch_size']}\n" in folder.config.read_text()
+        assert f"run_name: batch_size={row['data.batch_size']}\n" in folder.config.read_text()
         assert f'"test_acc": {row["test_acc"]}'[:16] in folder.results("test").read_text()
+    assert "made no difference" not in first.out
     table = first.out.splitlines()[-4:-1]
     assert table[0].split()[:3] == ["run", "state", "data.batch_size"]
     assert table[2].split()[:3] == ["1", "finished", "32"]
@@ -110,6 +112,47 @@ def test_the_same_command_repeats_nothing(first, command, words, place):
     assert wrong.code == 2
     assert "data.batch_size: must be a whole number, not the text 'many'" in wrong.err
     assert command(*words[:-1], cwd=place).code == 2  # without --multirun a comma is text
+
+
+def test_a_key_without_effect_is_named(command, tiny, place):
+    """`data.dataset` is a name for people: the metrics of both runs are equal at every step."""
+    outcome = command(
+        *(
+            "train",
+            tiny,
+            "train.num_epochs=1",
+            "stages=[train]",
+            "data.dataset=v0.1,run #2",
+            "--multirun",
+            "--jobs",
+            "2",
+        ),
+        cwd=place,
+    )
+    assert outcome.code == 0, outcome
+    told = "data.dataset made no difference: the metrics of these runs are equal at every step: 0, 1\n"
+    assert told in outcome.out + outcome.err
+    names = [line for row in rows(outcome) for line in RunFolder(Path(row["folder"])).config.read_text().splitlines()]
+    assert [line.strip() for line in names if "run_name" in line] == [
+        "run_name: dataset=v0.1",
+        "run_name: 'dataset=run #2'",
+    ]
+
+
+def test_runs_with_equal_metrics_are_compared_by_all_their_keys(tmp_path, caplog):
+    """Only keys whose values differ within a group of equal runs are named, each set of keys once; a run without
+    metrics is left out."""
+    series = ['{"a": [[0, 1.0]]}', '{"a": [[0, 2.0]]}']
+    values = [(0.1, "x", 0), (0.1, "y", 0), (0.2, "x", 1), (0.2, "y", 1), (0.3, "x", None), (0.3, "y", None)]
+    runs = {}
+    for number, (rate, word, metrics) in enumerate(values):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        RunFolder(folder).series.write_text("{}" if metrics is None else series[metrics])
+        runs[number] = {"rate": rate, "word": word}, str(folder)
+    warn_of_no_effect(runs)
+    told = "word made no difference: the metrics of these runs are equal at every step: 0, 1; 2, 3"
+    assert [record.message for record in caplog.records] == [told]
 
 
 def test_an_interrupted_run_continues(command, tiny, store, place, tmp_path):

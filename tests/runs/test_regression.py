@@ -50,6 +50,11 @@ def lightnings(cfg):
     return pl.LightningDataModule.from_datasets(Rows(64), batch_size=cfg.data.batch_size)
 
 
+def of_size(cfg, size, batch):
+    """Loaders with a batch size of their own."""
+    return pl.LightningDataModule.from_datasets(Rows(size), Rows(8), batch_size=batch)
+
+
 def deep():
     return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Unflatten(1, (1, 2)))
 
@@ -242,3 +247,17 @@ def test_the_line_is_found(command, store, tmp_path):
     found = torch.load(outcome.folder / "last.ckpt", weights_only=True)["state_dict"]
     assert found["network.weight"][0].tolist() == pytest.approx([2.0, -1.0, 0.5], abs=0.05)
     assert float(found["network.bias"]) == pytest.approx(5.0, abs=0.05)
+
+
+def test_the_start_shows_the_batch_size_of_a_loader_of_ones_own(regress):
+    """64 samples in batches of 4 are 16 steps, whatever `data.batch_size` says."""
+    own = "data.module={type: sets.of_size, params: {size: 64, batch: 4}}"
+    out = regress(own, "train.num_epochs=1", "model.network.params.out_features=1").out
+    assert "batch      4 samples a step: 4 per process\n" in out
+    assert "1 epoch; 16 steps\n" in out
+
+
+def test_an_empty_training_set_is_named(regress):
+    """With the data module that gives it, before a run begins."""
+    found = regress("data.module.params={size: 0}", code=2)
+    assert found.err == "error: sets.ours gives no training batch: the training set is empty.\n"

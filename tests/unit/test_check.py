@@ -404,6 +404,62 @@ def test_a_variable_that_is_no_number_is_not_shown(monkeypatch):
     )
 
 
+WRAPPED = """
+import functools
+from torch import nn
+
+
+def open_to_more(cls):
+    given = cls.__init__
+
+    @functools.wraps(given)
+    def init(self, *args, **more):
+        given(self, *args, **{k: v for k, v in more.items() if k in ("sides", "name")})
+        self.more = more
+
+    cls.__init__ = init
+    return cls
+
+
+def traced(function):
+    @functools.wraps(function)
+    def inner(*args, **more):
+        return function(*args, **more)
+
+    return inner
+
+
+class Base(nn.Module):
+    def __init_subclass__(cls):
+        open_to_more(cls)
+
+
+class Open(Base):
+    def __init__(self, sides: int = 1, name: str = "x"):
+        super().__init__()
+
+
+class Decorated(nn.Module):
+    @traced
+    def __init__(self, sides: int = 1):
+        super().__init__()
+"""
+
+
+def test_a_constructor_that_a_wrapper_opens_to_any_keyword_is_unchecked():
+    """A wrapper that may take more than it shows is never a fault, by its source and imported; a wrapper whose source
+    passes everything on is compared as the constructor is."""
+    Path("own_wrapped.py").write_text(WRAPPED)
+    Path("c.yaml").write_text(GOOD)
+    for importing in (False, True):
+        report = examine("c.yaml", ["model.network={type: own_wrapped.Open, params: {more: 3}}"], importing=importing)
+        assert report.faults == []
+        assert any("own_wrapped.Open" in fault.message for fault in report.unchecked)
+        wrong = "model.network={type: own_wrapped.Decorated, params: {sidse: 3}}"
+        (fault,) = examine("c.yaml", [wrong], importing=importing).faults
+        assert "own_wrapped.Decorated has no param `sidse`. Did you mean sides?" in fault.message
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -653,7 +709,8 @@ def test_a_full_disk_is_a_note(here):
             stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
         )  # fmt: skip
     assert done.returncode == 3
-    assert done.stderr.startswith("error: the disk is full: [Errno 28] No space left on device.")
+    told = done.stderr.splitlines()[1]  # the first line says what is unchecked
+    assert told.startswith("error: the disk is full: [Errno 28] No space left on device.")
 
 
 def test_a_right_config_for_programs(command, here):
@@ -674,10 +731,116 @@ def test_what_only_importing_can_tell_is_said_to_be_unchecked(command, here):
     found = command("check", "c.yaml", *changed, cwd=here)
     assert found.code == 0
     assert found.err.startswith(f"unchecked: override {changed[0]}: model.loss.")
-    assert found.err.endswith("; `--import` settles it\n")
+    assert "; `--import` settles it\n" in found.err
     assert "--import" not in command("check", "c.yaml", *changed, "--import", cwd=here).err
     Path("c.yaml").write_text(GOOD.replace("torch.nn.CrossEntropyLoss", "own_parts.losss"))
     assert "Did you mean own_parts.loss?" in command("check", "c.yaml", cwd=here).err
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (
+            "model.optimizer.params.lr=-1",
+            "torch.optim.SGD refuses its arguments: ValueError: Invalid learning rate: -1",
+        ),
+        ("model.optimizer={type: Adam, params: {lr: 0.1, betas: [0.9, 2]}}", "Invalid beta parameter at index 1: 2"),
+        ("model.network.params.num_classes=0", "num_classes must be a whole number of at least 1, not 0"),
+        (
+            "model.network={type: deeplightning.model.vit.ViT, params: {num_classes: 10, num_channels: 1, "
+            "image_size: 28, patch_size: 5}}",
+            "deeplightning.model.vit.ViT refuses its arguments: ValueError: patch_size 5 does not divide",
+        ),
+        (
+            "model.network={type: deeplightning.model.vqvae.DiscreteVAE, params: {num_channels: 1, image_size: 28}}",
+            "image_size must be a power of two, not 28: 16 and 32 are the next",
+        ),
+        ("model.loss={type: own_classes.Abstract}", "own_classes.Abstract is abstract: it has no forward of its own"),
+        (
+            "model.module={type: own_classes.Task}",
+            "own_classes.Task has `training_epoch_end`, which Lightning 2 refuses; use the hook `on_train_epoch_end`",
+        ),
+    ],
+)
+def test_what_constructors_refuse_is_found_by_importing(override, words):
+    """torch's optimizers and our networks are built, an abstract class and a hook that Lightning has removed are
+    recognized; `train` reports the same before a run begins."""
+    Path("own_classes.py").write_text(
+        "import abc\nfrom torch import nn\nfrom deeplightning.task.img_classif import ImageClassification\n"
+        "class Abstract(nn.Module, abc.ABC):\n    @abc.abstractmethod\n    def forward(self, logits, labels): ...\n"
+        "class Task(ImageClassification):\n    def training_epoch_end(self, outputs): ...\n"
+    )
+    assert words in note(override, imported=True)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        "{type: Muon, params: {lr: 0.1}}",
+        "{type: LBFGS, params: {lr: 1}}",
+        "{type: Adam, params: {lr: 0.1, fused: true}}",
+    ],
+)
+def test_an_optimizer_that_is_right_passes_its_constructor(optimizer):
+    """Also one that takes matrices alone, and one that is written for a device."""
+    assert notes(f"model.optimizer={optimizer}") == []
+
+
+RATES = {
+    "model.optimizer.params.lr=0.2": [
+        "model.optimizer.params.lr has no effect: OneCycleLR sets the rate, from model.scheduler.params.max_lr"
+    ],
+    "tune={metric: val_loss, mode: min, space: {model.optimizer.params.lr: {uniform: [0.1, 0.2]}}}": [
+        "model.optimizer.params.lr has no effect: OneCycleLR sets the rate, from model.scheduler.params.max_lr"
+    ],
+    "model.optimizer.params.lr=0.3": [],
+    "model.scheduler.params.max_lr=0.2": [],
+    "model.scheduler=null": [],
+    "model.module={type: own_tasks.Deaf}": ["model.optimizer has no effect: own_tasks.Deaf does not read its config"],
+    "model.module={type: own_tasks.Inherits}": [
+        "model.optimizer has no effect: own_tasks.Inherits does not read its config"
+    ],
+    "model.module={type: own_tasks.Keeps}": [],
+    "model.module={type: own_tasks.GivesOn}": [],
+    "model.module={type: own_tasks.Frame}": [],
+}
+
+
+@pytest.mark.parametrize("override", RATES)
+def test_an_optimizer_whose_rate_has_no_effect_is_a_warning(override):
+    """A schedule sets the rate itself, or the task's constructor does not use its config."""
+    Path("own_tasks.py").write_text(
+        "import pytorch_lightning as pl\n"
+        "class Deaf(pl.LightningModule):\n    def __init__(self, cfg, lr: float = 0.1):\n        self.lr = lr\n"
+        "class Inherits(Deaf):\n    def forward(self, x): return x\n"
+        "class Keeps(pl.LightningModule):\n    def __init__(self, cfg):\n        self.cfg = cfg\n"
+        "class GivesOn(Keeps):\n    def __init__(self, config):\n        super().__init__(config)\n"
+        "class Frame(pl.LightningModule):\n    def __init__(self, cfg):\n        self.save_hyperparameters()\n"
+    )
+    schedule = "{type: OneCycleLR, params: {max_lr: 0.3, total_steps: auto}}"
+    Path("c.yaml").write_text(GOOD.replace("  loss:", f"  scheduler: {schedule}\n  loss:"))
+    found = [notice.text for notice in examine("c.yaml", [override]).hints if notice.unasked]
+    assert found == RATES[override]
+
+
+def test_a_rate_that_a_file_sets_over_the_schedule_of_another_is_a_warning():
+    """Who writes both rates knows the schedule's; who changes `lr` alone may not."""
+    schedule = "{type: CyclicLR, params: {base_lr: 0.01, max_lr: 0.3}}"
+    Path("base.yaml").write_text(GOOD.replace("  loss:", f"  scheduler: {schedule}\n  loss:"))
+    Path("c.yaml").write_text("_base_: base.yaml\nmodel: {optimizer: {params: {lr: 0.5}}}\n")
+    Path("both.yaml").write_text("_base_: c.yaml\nmodel: {scheduler: {params: {base_lr: 0.2}}}\n")
+    assert [notice.text for notice in (examine("base.yaml").hints + examine("both.yaml").hints)] == []
+    assert [notice.text for notice in examine("c.yaml").hints] == [
+        "model.optimizer.params.lr has no effect: CyclicLR sets the rate, from model.scheduler.params.base_lr"
+    ]
+
+
+def test_check_says_what_only_a_dry_run_tries(command, here):
+    """Constructors and batches are unchecked, unless `--dry-run` tries them."""
+    Path("c.yaml").write_text(GOOD)
+    told = "unchecked: what constructors and batches refuse; `--dry-run` builds everything and passes a batch\n"
+    assert command("check", "c.yaml", cwd=here).err == told
+    assert told not in command("check", "c.yaml", "--dry-run", cwd=here).err
 
 
 def test_check_imports_nothing_heavy_and_nothing_that_is_named():
@@ -694,6 +857,31 @@ def test_check_imports_nothing_heavy_and_nothing_that_is_named():
     assert packages & (heavy | {"sklearn", "matplotlib", "onnx", "onnxruntime", "PIL", "pandas"}) == set()
     named = ("deeplightning.data", "deeplightning.task", "deeplightning.model", "deeplightning.tracking")
     assert [name for name in loaded if name.startswith(named)] == []
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.grad_accum_every_n_batches=4", "Today it is train.accumulator_factor."),
+        ("train.grad_accum_from_epoch=2", "Today it is train.accumulator_epoch."),
+        ("modes=[train]", "Today it is stages."),
+        ("test.ckpt_test_path=last.ckpt", "Today it is test.ckpt."),
+        ("engine.op=Adasum", "There is none here: gradients are averaged."),
+        ("engine.params={op: Adasum}", "There is none here: gradients are averaged."),
+        ("engine.params.compression=fp16", "Today it is engine.params.ddp_comm_hook."),
+        (
+            "engine.params.stage3_gather_fp16_weights_on_model_save=true",
+            "There is none here: checkpoints are complete without it.",
+        ),
+        (
+            "engine.stage3_gather_fp16_weights_on_model_save=true",
+            "There is none here: checkpoints are complete without it.",
+        ),
+    ],
+)
+def test_an_old_key_is_answered_with_todays(override, words):
+    """Keys of the first releases and of Horovod and DeepSpeed, as the manual's table of older systems has them."""
+    assert words in note("engine.backend=deepspeed_stage_3", "engine.processes=1", override)
 
 
 # ---- metrics that something waits for

@@ -13,10 +13,10 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from deeplightning.checks.check import load
+from deeplightning.checks.check import check, load, section
 from deeplightning.config import schema
-from deeplightning.config.source import read
-from deeplightning.config.tree import dump, plain
+from deeplightning.config.source import compose, read
+from deeplightning.config.tree import dump, line, plain
 from deeplightning.faults import ConfigError
 
 # The least that is a config; the targets are a function, so that nothing heavy is imported.
@@ -124,7 +124,7 @@ AWKWARD = [
         "a\r\nb",
         "a\x85b\u2028c",
     ),
-    *("grün", "数字", "😀", "\x07bell", "\ufeffbom", "x" * 500, "word " * 100, "~/x", "~key", "---", "...", "???"),
+    *("grün", "数字", "😀", "\x07bell", "\ufeffbom", "x" * 500, "word " * 100, "~/x", "~key", "---", "..."),
 ]
 
 
@@ -222,6 +222,7 @@ def test_each_value_knows_which_file_and_line_set_it():
 
 # ---- overrides
 
+NO_COMMENT = "`#` would begin a comment here, and an override has none; put a text with `#` in quotes"
 TREE = "a: {x: 1}\nl: [1, {y: 2}, 1]\nn: null\nt: word\n"
 
 
@@ -238,6 +239,17 @@ TREE = "a: {x: 1}\nl: [1, {y: 2}, 1]\nn: null\nt: word\n"
         ("t=a=b", "t", "a=b"),
         (" t = 5", "t", 5),
         ("t=http://h:1/p?q=1", "t", "http://h:1/p?q=1"),
+        ("t=run #3", "t", "run #3"),
+        ("t=#x", "t", "#x"),
+        ("t= 5 # five ", "t", "5 # five"),
+        ("t=two\n  lines # b", "t", "two\n  lines # b"),
+        ("t=&a b", "t", "&a b"),
+        ("t=--- b", "t", "--- b"),
+        ("t=|", "t", "|"),
+        ("t=>3", "t", ">3"),
+        ("t=|-\n a # b", "t", "a # b"),
+        ("t='run #3'", "t", "run #3"),
+        ('t=["a #b", c]', "t", ["a #b", "c"]),
         ("~a.x", "a", {}),
         ("~l.2", "l", [1, {"y": 2}]),
         ("~l.-1", "l", [1, {"y": 2}]),
@@ -252,7 +264,8 @@ TREE = "a: {x: 1}\nl: [1, {y: 2}, 1]\nn: null\nt: word\n"
     ],
 )
 def test_an_override_sets_removes_and_appends(override, key, value):
-    """`key=value` with YAML values, `~key`, `+list=[x]`, list items by number, through null and what is not there."""
+    """`key=value` with YAML values, `~key`, `+list=[x]`, list items by number, through null and what is not there; a
+    text without quotes is taken whole, `#` and line breaks included."""
     assert values(TREE, override)[key] == value
 
 
@@ -278,6 +291,9 @@ def test_overrides_are_applied_in_their_order():
         ("+t=[1]", "override +t=[1]: t: `+` appends a list to a list; this is the text 'word' and a list"),
         ("+l=4", "override +l=4: l: `+` appends a list to a list; this is a list and the number 4"),
         ("a=[", "override a=[: a: not YAML: did not find expected node content (while parsing a flow node)"),
+        ("t=[1] #x", f"override t=[1] #x: t: {NO_COMMENT}"),
+        ("t='a' #x", f"override t='a' #x: t: {NO_COMMENT}"),
+        ("t=run: #3", f"override t=run: #3: t: {NO_COMMENT}"),
         ("t={x: 1, x: 2}", "override t={x: 1, x: 2}: t: this key occurs twice, first in line 1; remove one"),
     ],
 )
@@ -293,6 +309,66 @@ def test_an_override_may_hold_no_object():
     (note,) = notes(TREE, "a=!!python/object/apply:os.system ['touch x']")
     assert "the tag !!python/object/apply:os.system is not allowed" in note
     assert not Path("x").exists()
+
+
+# ---- tags and keys
+
+
+def test_a_tag_means_what_yaml_says():
+    """`!!str 5` is text, `!!int "5"` a number, `!!bool "yes"` true, in a file, in an override and in a key."""
+    text = 'a: [!!str 5, !!int "5", !!float 3, !!bool "yes", !!bool No, !!null "", !!str, !!seq [1], !!map {b: 2}]\n'
+    found = values(text)["a"]
+    expected = ["5", 5, 3.0, True, False, None, "", [1], {"b": 2}]
+    assert [(value, type(value)) for value in found] == [(value, type(value)) for value in expected]
+    assert values("a: 1\n", "a=!!str 5")["a"] == "5"
+    assert values("params: {t: {!!str 1: a, !!int '2': b}}\n")["params"]["t"] == {"1": "a", 2: "b"}
+
+
+@pytest.mark.parametrize(
+    ("value", "place", "words"),
+    [
+        ("!!binary aGVsbG8=", "c.yaml:2:4", "the tag !!binary is not allowed: a config holds plain values only"),
+        ("!!set {x}", "c.yaml:2:4", "the tag !!set is not allowed"),
+        ("[1, !!omap [x: 1]]", "c.yaml:2:8", "the tag !!omap is not allowed"),
+        ("!!timestamp 2026-01-01", "c.yaml:2:4", "the tag !!timestamp is not allowed"),
+        ("!own 1", "c.yaml:2:4", "the tag !own is not allowed"),
+        ("!!str [1]", "c.yaml:2:4", "the tag !!str is not allowed"),
+        ("!!int five", "c.yaml:2:4", "the tag !!int does not fit the text 'five'"),
+        ("!!float on", "c.yaml:2:4", "the tag !!float does not fit the text 'on'"),
+        ("!!bool 1", "c.yaml:2:4", "the tag !!bool does not fit the text '1'"),
+        ("!!null x", "c.yaml:2:4", "the tag !!null does not fit the text 'x'"),
+    ],
+)
+def test_a_tag_that_a_config_cannot_hold_is_an_error(value, place, words):
+    """A config holds no bytes, sets, dates and objects; the note names the line and the column."""
+    (note,) = notes(f"b: 1\na: {value}\n")
+    assert note.startswith(f"{place}: a: {words}")
+
+
+CLASSES = {1: "dog", None: "none", -2.5: "x", 1000.0: "y", "7": "text", "on": "word", False: "no"}
+
+
+def test_keys_of_a_mapping_inside_params_have_the_types_that_yaml_gives():
+    """`{1: dog, null: none}` arrives with the keys 1 and None, and is dumped and read as the same; quotes make text."""
+    text = (
+        "model: {network: {params: {classes: {1: dog, null: none, -2.5: x, 1e3: y, '7': text, on: word, false: no}}}}"
+    )
+    (found,) = values(text)["model"]["network"]["params"].values()
+    assert {(key, type(key), value) for key, value in found.items()} == {(k, type(k), v) for k, v in CLASSES.items()}
+    tree = values(text)
+    assert values(dump(tree)) == tree
+
+
+def test_keys_of_the_config_and_names_of_params_are_text():
+    """Only a mapping inside params has keys that are no text, also in overrides, references and merged mappings."""
+    text = "model: {1: a, null: b, params: {1: c, x: {2: d, 3: e}}}\ncopy: '${model.params.x}'\n"
+    found = values(text, "model.params.x.2=f", "~model.params.x.3", "model.params.x.5=g", "model.params.y={6: h}")
+    expected = {"1": "a", "null": "b", "params": {"1": "c", "x": {2: "f", 5: "g"}, "y": {6: "h"}}}
+    assert found == {"model": expected, "copy": {"2": "f", "5": "g"}}
+    decoded = values("params: {x: \"${oc.decode:'{1: a}'}\", y: '${.x.1}'}\nz: \"${oc.decode:'{1: a}'}\"\n")
+    assert decoded == {"params": {"x": {1: "a"}, "y": "a"}, "z": {"1": "a"}}
+    write("params: {x: {0: a, 1: b}}\n", "base.yaml")
+    assert values("_base_: base.yaml\nparams: {x: {1: c, ~0: null, 2: d}}\n") == {"params": {"x": {1: "c", 2: "d"}}}
 
 
 # ---- interpolation
@@ -340,6 +416,36 @@ def test_a_reference_that_leads_nowhere_is_told_with_its_place(text, words):
     assert source.root.value["ok"].value == 1
 
 
+def test_a_value_that_must_be_given_is_missing():
+    """`???`, in quotes or not, is a fault with its key and line until a file or an override gives the value; what
+    refers to it is a fault too, `oc.select` takes its default, and `\\???` is the text."""
+    text = "a: ???\nb: {c: ['???'], d: \"x-${a}\"}\ne: ${oc.select:a,5}\nf: \\???\n"
+    assert notes(text) == [
+        "c.yaml:2:17: b.d: `x-${a}` refers to a value that must be given, `???`",
+        "c.yaml:1:1: a: missing: `???` is a value that must be given, here or by a=VALUE",
+        "c.yaml:2:9: b.c.0: missing: `???` is a value that must be given, here or by b.c.0=VALUE",
+    ]
+    given = values(text, "a=1", "b.c=[2]")
+    assert given == {"a": 1, "b": {"c": [2], "d": "x-1"}, "e": 1, "f": "???"}
+    write(text, "base.yaml")
+    assert values("_base_: base.yaml\na: 1\nb: {c: 3}\n")["b"] == {"c": 3, "d": "x-1"}
+
+
+def test_each_value_that_must_be_given_is_one_fault_of_the_check():
+    """The schema and the signature of a target report nothing more about it, and the environment may hold any text."""
+    text = SMALL + "seed: ???\n"
+    places = ["model.optimizer.type=???", "model.optimizer.params.lr=???", "train.num_epochs=???", "logger=???"]
+    found = check(write(text), places).faults
+    keys = ["seed", "model.optimizer.type", "model.optimizer.params.lr", "train.num_epochs", "logger"]
+    assert sorted(str(fault.key) for fault in found) == sorted(keys)
+    os.environ["SOME_TEXT"] = "???"
+    try:
+        cfg = load(write(SMALL), ["data.dataset=${oc.env:SOME_TEXT}"])
+    finally:
+        del os.environ["SOME_TEXT"]
+    assert cfg.data.dataset == "???"
+
+
 def test_references_that_multiply_end_with_a_note():
     """Forty short lines stand for billions of characters, or values; the note says where it is too much."""
     texts = "a0: xx\n" + "".join(f"a{n}: ${{a{n - 1}}}${{a{n - 1}}}\n" for n in range(1, 40))
@@ -374,6 +480,53 @@ def test_a_small_config_is_whole():
         del os.environ["SOME_BATCH"]
     assert (cfg.seed, cfg.stages, cfg.engine.precision, cfg.train.num_epochs) == (42, ["train"], 32, 1)
     assert (cfg.data.batch_size, cfg.data.num_workers) == (16, 3)
+
+
+@pytest.mark.parametrize("text", ["007", "1.10", "12e4567", "1_000", "null", "true", "", " x "])
+@pytest.mark.parametrize("key", ["model.module.params", "logger.params", "data.loader", "engine.params"])
+def test_a_variable_is_text_wherever_any_value_may_be(key, text, monkeypatch):
+    """`${oc.env:NAME}` gives its text, also by way of a resolver, a default in quotes and another key; a number is
+    `oc.decode`."""
+    monkeypatch.setenv("SOME_TEXT", text)
+    monkeypatch.setenv("SOME_NUMBER", "0.5")
+    inside = {
+        "a": "${oc.env:SOME_TEXT}",
+        "b": "${same:${oc.env:SOME_TEXT}}",
+        "c": "${.a}",
+        "d": '${oc.env:IT_IS_NOT_SET,"1.10"}',
+        "e": "${oc.env:IT_IS_NOT_SET,007}",
+        "f": "${number:${oc.env:SOME_NUMBER}}",
+        "g": "${oc.decode:${oc.env:SOME_NUMBER}}",
+        "list": ["${oc.env:SOME_TEXT}"],
+    }
+    source = compose(write(SMALL + "resolvers: {same: own.same, number: own.number}\n"), [f"{key}={line(inside)}"])
+    source.resolve({"same": lambda value: value, "number": float})
+    found = schema.plain(section(key.partition(".")[0], source))
+    for name in key.split(".")[1:]:
+        found = found[name]
+    expected = dict.fromkeys("abc", text) | {"d": "1.10", "e": "007", "f": 0.5, "g": 0.5, "list": [text]}
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", ["", " ", "${oc.env:SOME_EMPTY}"])
+def test_an_empty_name_of_an_experiment_is_a_fault_of_the_config(name, monkeypatch):
+    """It is told with its line before a store is opened."""
+    monkeypatch.setenv("SOME_EMPTY", "")
+    (fault,) = check(write(SMALL + f'logger:\n  params: {{experiment_name: "{name}"}}\n')).faults
+    assert str(fault) == (
+        "c.yaml:10:12: logger.params.experiment_name: is empty; give the experiment a name, or remove the key, which "
+        "means Default"
+    )
+
+
+def test_a_number_from_a_variable_says_how_to_decode_it():
+    """A param that must be a number names `oc.decode`, also where only the default counts."""
+    write("def anything(*args, lr: float = 0.1, **kwargs): ...\n", "some_parts.py")
+    faults = check(write(SMALL), ["model.optimizer.params.lr=${oc.env:IT_IS_NOT_SET,0.1}"]).faults
+    assert [fault.message for fault in faults if str(fault.key).endswith("lr")] == [
+        "some_parts.anything takes a number here, not the text that ${oc.env:IT_IS_NOT_SET,0.1} gives; write "
+        "`${oc.decode:${oc.env:IT_IS_NOT_SET,0.1}}`"
+    ]
 
 
 def test_a_home_folder_is_spelled_out(monkeypatch):
@@ -438,7 +591,23 @@ def test_what_is_dumped_loads_as_an_equal_config(monkeypatch):
 
 @pytest.mark.parametrize(
     "text",
-    ["${a}", "\\${a}", "\\\\${a", "a\\", "\\\\ ${x} \\${", "$", "{}", "${}", "$${a}", "\\", "\\\\${", "${a} \\\\"],
+    [
+        "${a}",
+        "\\${a}",
+        "\\\\${a",
+        "a\\",
+        "\\\\ ${x} \\${",
+        "$",
+        "{}",
+        "${}",
+        "$${a}",
+        "\\",
+        "\\\\${",
+        "${a} \\\\",
+        "???",
+        "\\???",
+        "a???",
+    ],
 )
 def test_a_text_with_braces_is_shown_so_that_it_is_read_as_itself(text):
     """Whatever braces and backslashes a value holds, `public()` writes it so that it loads as the same text."""

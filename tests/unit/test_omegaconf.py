@@ -127,7 +127,7 @@ def config(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "some_parts.py").write_text(PARTS)
     (tmp_path / "c.yaml").write_text(SMALL)
-    overrides = ["data.root='\\${x} and ???'", "data.dataset='???'", "model.network={type: some_parts.anything}"]
+    overrides = ["data.root='\\${x} and ???'", "data.dataset='\\???'", "model.network={type: some_parts.anything}"]
     return load("c.yaml", [*overrides, "model.network.params={num_classes: 42, size: [1, 2]}"])
 
 

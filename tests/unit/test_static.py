@@ -435,6 +435,8 @@ def test_a_name_that_only_running_would_tell_is_undecided(own, text, words):
         ("def same(f):\n    REGISTER[f.__name__] = f\n    return f\n@same\ndef Thing(a): ...", ["a!"]),
         ("def named(name):\n    def inner(f):\n        return f\n    return inner\n@named('x')\nclass Thing:\n"
          "    def __init__(self, a): ...", ["a!"]),
+        ("class Base:\n    def __init_subclass__(cls, **more):\n        super().__init_subclass__(**more)\n"
+         "        cls.kind = hash(cls.__name__)\nclass Thing(Base):\n    def __init__(self, a): ...", ["a!"]),
         ("from functools import wraps\ndef timed(f):\n    @wraps(f)\n    def inner(*a, **k):\n"
          "        return f(*a, **k)\n"
          "    return inner\n@timed\ndef Thing(a): ...", ["a!"]),
@@ -491,6 +493,10 @@ UNDECIDED = {
     "class Thing:\n    def __init__(self, a): ...\nThing.__init__ = other": "set afterwards",
     "class Thing:\n    __signature__ = 1\n    def __init__(self, a): ...": "says itself",
     "class Thing:\n    __init__ = make()": "",
+    "class Base:\n    def __init_subclass__(cls):\n        wrap(cls)\n"
+    "class Thing(Base):\n    def __init__(self, a): ...": "`__init_subclass__` of own_thing.Base may change",
+    "class Base:\n    def __init_subclass__(cls):\n        cls.__init__ = made\n"
+    "class Thing(Base):\n    def __init__(self, a): ...": "`__init_subclass__` of own_thing.Base may change",
     "class Thing:\n    def __new__(cls, a): return object.__new__(cls)\n    def __init__(self, b): ...": "differ",
     "import dataclasses\ndef key(x):\n    return dataclasses.field(default=x)\n@dataclasses.dataclass\nclass Thing:\n"
     "    a: int = key(1)": "makes one of its fields",

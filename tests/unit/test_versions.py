@@ -191,7 +191,7 @@ def test_a_file_of_the_present_version_gets_the_line_alone():
             "version: this config has version 99, and this release of Deep Lightning reads configs up to",
         ),
         ("version: one\n", "version: must be a whole number from 1 to 1, not the text 'one'"),
-        ("version: 0\n", "version: must be a whole number from 1 to 1, not the number 0"),
+        ("version: 0\n", "version: must be a whole number from 1 to 1, not the number 0; write `version: 1`"),
         ("version: true\n", "version: must be a whole number from 1 to 1, not true"),
     ],
 )
