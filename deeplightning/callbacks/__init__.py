@@ -56,7 +56,6 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         ValidateParts,
     )
     from deeplightning.callbacks.threads import MeasuredThreads
-    from deeplightning.engine.overhead import leave_out_empty_hooks
     from deeplightning.tracking.build import prepare
     from deeplightning.tracking.environment import redacted
 
@@ -119,9 +118,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         from deeplightning.callbacks.pool import Pool
 
         callbacks.append(Pool(cfg, record, checkpoints))
-    callbacks = in_order(callbacks, [build(target) for target in train.callbacks])
-    leave_out_empty_hooks(*callbacks)
-    return callbacks
+    return in_order(callbacks, [build(target) for target in train.callbacks])
 
 
 def _warmups(cfg: Config) -> dict[str, float]:

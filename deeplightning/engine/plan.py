@@ -259,8 +259,6 @@ def trainer_arguments(cfg: Config) -> dict[str, Any]:
     """Keyword arguments of Lightning's Trainer for a settled config."""
     from torch import are_deterministic_algorithms_enabled
 
-    from deeplightning.engine.overhead import NoProfiler
-
     engine = cfg.engine
     profiler = None if engine.profiler == "flops" else engine.profiler
     return {
@@ -272,7 +270,7 @@ def trainer_arguments(cfg: Config) -> dict[str, Any]:
         # Lightning hands False on to torch, which imports its compiler to note it there (torch 2.15: 1.2 CPU seconds).
         "deterministic": engine.deterministic or (False if are_deterministic_algorithms_enabled() else None),
         "sync_batchnorm": engine.sync_batchnorm,
-        "profiler": NoProfiler() if profiler is None else {"torch": "pytorch"}.get(profiler, profiler),
+        "profiler": profiler and {"torch": "pytorch"}.get(profiler, profiler),
     }
 
 

@@ -33,7 +33,6 @@ def init_module(cfg: Config, section: str, read: bool = True) -> Any:
     from deeplightning.callbacks.steps import seed_all
     from deeplightning.engine.compute import lay_channels_last
     from deeplightning.engine.memory import refuse_what_does_not_fit
-    from deeplightning.engine.overhead import leave_out_empty_hooks, note_signatures
 
     assert cfg.seed is not None, "load_config draws one"
     apply_environment(cfg)
@@ -49,8 +48,6 @@ def init_module(cfg: Config, section: str, read: bool = True) -> Any:
 
         overfit(module, cfg.train.overfit)
     if section == "model":
-        note_signatures(module)
-        leave_out_empty_hooks(module)
         if cfg.engine.channels_last:
             lay_channels_last(module)
         if cfg.engine.gpus is not None:
@@ -68,13 +65,10 @@ def init_trainer(cfg: Config) -> pl.Trainer:
     from deeplightning.engine.checkpoint_io import SafeCheckpointIO
     from deeplightning.engine.cluster import cluster
     from deeplightning.engine.compiling import prepare_to_compile
-    from deeplightning.engine.overhead import NoProfiler
-    from deeplightning.private.lightning import shorten_steps
 
     apply_environment(cfg)
     to_terminal(cfg)
     compute.prepare(cfg.engine)
-    shorten_steps(NoProfiler)
     if cfg.engine.compile and "train" in cfg.stages:
         prepare_to_compile(cfg.engine)
     train = cfg.train

@@ -26,10 +26,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import deeplightning.private
-from deeplightning.engine.overhead import NoProfiler
 from deeplightning.private import deepspeed, lightning, mlflow, omegaconf, optuna
 from deeplightning.private import torch as torchs
-from deeplightning.private.lightning import shorten_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 PRIVATE = ROOT / "deeplightning" / "private"
@@ -240,92 +238,6 @@ def test_steps_and_values_that_are_about_to_be_logged_are_known(trained):
     lightning.add_logged_steps(trainer, 2)
     assert lightning.logged_steps(trainer) == 5
     lightning.add_logged_steps(trainer, -2)
-
-
-class Noted(Line):
-    """A task that records the arguments of its hooks, and the hook that Lightning believes to be running."""
-
-    def __init__(self, noted):
-        super().__init__()
-        self.noted = noted
-
-    def note(self, *what):
-        self.noted.append((self._current_fx_name, self.trainer.state.stage.value, *what))
-
-    def on_after_batch_transfer(self, batch, dataloader_idx):
-        self.note("batch", batch.tolist())
-        return batch
-
-    def training_step(self, batch, batch_idx):
-        self.note("step", batch_idx)
-        loss = super().training_step(batch, batch_idx)
-        return loss if batch_idx % 2 else {"loss": loss, "more": batch_idx}
-
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
-        self.note("clip", gradient_clip_val)
-        super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
-
-
-class NoteHooks(pl.Callback):
-    def on_train_batch_start(self, trainer, task, batch, batch_idx):
-        task.note("callback", "start", batch_idx)
-
-    def on_before_backward(self, trainer, task, loss):
-        task.note("callback", "loss", loss.item())
-
-    def on_after_backward(self, trainer, task):
-        task.note("callback", "gradients", [parameter.grad.tolist() for parameter in task.parameters()])
-
-    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
-        values = {name: float(value) for name, value in outputs.items()}
-        task.note("callback", "end", batch_idx, values, trainer.state.stage == "train", trainer.training)
-
-
-@pytest.mark.parametrize("factor", [1, 2])
-def test_shortened_steps_are_lightnings_own(factor):
-    """The hooks, their order, their arguments, the losses and the weights, with and without the shorter calls."""
-    shorten_steps(NoProfiler)
-
-    def learned(profiler):
-        noted, options = [], {"enable_progress_bar": False, "enable_model_summary": False}
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            max_epochs=2,
-            profiler=profiler,
-            accumulate_grad_batches=factor,
-            gradient_clip_val=None if factor == 1 else 0.1,
-            logger=False,
-            enable_checkpointing=False,
-            callbacks=[NoteHooks()],
-            **options,
-        )
-        pl.seed_everything(0, verbose=False)
-        task = Noted(noted)
-        trainer.fit(task, _loader(), _loader())
-        assert task._current_fx_name is None
-        return noted, [parameter.tolist() for parameter in task.parameters()]
-
-    quiet, own = learned(NoProfiler()), learned(None)
-    assert quiet == own
-    assert len(own[0]) > 30
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("trainer.call._call_callback_hooks", "trainer.call._call_lightning_module_hook"),
-        *("trainer.call._call_strategy_hook", "trainer.states.RunningStage.__eq__"),
-        "loops.optimization.automatic.ClosureResult.from_training_step_output",
-        "loops.optimization.automatic._AutomaticOptimization._optimizer_zero_grad",
-        "trainer.connectors.data_connector._DataHookSelector.get_instance",
-        "loops.training_epoch_loop._TrainingEpochLoop._build_kwargs",
-    ],
-)
-def test_what_is_shortened_is_there(name):
-    """Each name is replaced by a function of ours: one that has moved is left as it is, and a step takes longer."""
-    shorten_steps(NoProfiler)
-    found = pkgutil.resolve_name(f"pytorch_lightning.{name}")
-    assert inspect.unwrap(found).__module__ == "deeplightning.private.lightning"
 
 
 @pytest.mark.parametrize("keeps", [True, False])
