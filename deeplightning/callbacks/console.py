@@ -76,6 +76,8 @@ def to_terminal(cfg: Config) -> None:
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec", category=FutureWarning)
     # Our image data resume within an epoch by themselves.
     warnings.filterwarnings("ignore", message=".*resuming from a checkpoint that ended before the epoch ended")
+    # No sample counts twice: `deeplightning.engine.group.count_each_once`, which says where one does.
+    warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the data", category=PossibleUserWarning)
     # `engine.gpus: null` is a choice.
     warnings.filterwarnings("ignore", message=r"GPU available but not used\.", category=PossibleUserWarning)
     # Ours names the key: `deeplightning.engine.compute.matmul_hint`. Lightning's is news below its level, see above.

@@ -4,13 +4,19 @@ a lack."""
 import atexit
 import contextlib
 import io
+import logging
 import re
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
+from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
 from torch import distributed
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from deeplightning.words import first_line
+
+log = logging.getLogger("deeplightning")
 
 _PACKAGES = "`sudo apt-get install libaio-dev` (Debian, Ubuntu), `sudo dnf install libaio-devel` (Fedora, RHEL)"
 
@@ -18,6 +24,69 @@ _PACKAGES = "`sudo apt-get install libaio-dev` (Debian, Ubuntu), `sudo dnf insta
 def replicas(trainer: Any) -> tuple[int, int]:
     """How many parts the data are split into, and which is this process'; a tensor-parallel group has one part."""
     return getattr(getattr(trainer, "strategy", None), "replicas", None) or (trainer.world_size, trainer.global_rank)
+
+
+class EachOnce(BatchSampler):
+    """The batches of a process where each sample counts once over all processes, and each process has as many batches.
+
+    A DistributedSampler repeats samples so that each process has as many of them. Here a process with one sample less
+    has a shorter batch, or two.
+
+    Args:
+        sampler: gives the samples of this process, a repeated one last.
+    """
+
+    def __init__(self, sampler: DistributedSampler[Any], batch_size: int, drop_last: bool):
+        super().__init__(sampler, batch_size, drop_last)
+        world, known = sampler.num_replicas, len(sampler.dataset)  # type: ignore[arg-type]
+        self.samples = len(range(sampler.rank, known, world))
+        self.batches = known // world // batch_size if drop_last else -(-known // (world * batch_size))
+        self.is_possible = known // world >= self.batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        positions, begin = [*self.sampler][: self.samples], 0
+        for left in reversed(range(self.batches)):
+            end = min(begin + self.batch_size, self.samples - left)
+            yield positions[begin:end]
+            begin = end
+
+    def __len__(self) -> int:
+        return self.batches
+
+
+def count_each_once(loader: object, trainer: Any) -> object:
+    """Has a loader that a set is judged by give each sample once over all processes; to be called by a strategy.
+
+    Args:
+        loader: as Lightning has split it among the processes, or the user.
+    """
+    judges = trainer.state.fn != "fit" or trainer.train_dataloader is not None
+    if not judges or not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
+        return loader
+    sampler = loader.sampler
+    if type(sampler) not in (DistributedSampler, DistributedSamplerWrapper) or sampler.drop_last:
+        return loader
+    once = EachOnce(sampler, loader.batch_sampler.batch_size, loader.batch_sampler.drop_last)
+    if once.is_possible:
+        vars(loader)["batch_sampler"] = once  # torch refuses it where a loader may already be in use
+    elif trainer.is_global_zero:
+        log.warning(
+            "a set of %d samples cannot be split into as many batches of %d on each of %d processes: some samples "
+            "count twice. Take one process, or larger batches",
+            *(len(sampler.dataset), once.batch_size, sampler.num_replicas),
+        )
+    return loader
+
+
+def scale_gradients(strategy: Any, optimizer: Any, scale: float) -> None:
+    """Multiplies the gradients that an optimizer is about to use; a strategy may hold them in its own way."""
+    if hasattr(strategy, "scale_gradients"):
+        strategy.scale_gradients(scale)
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
 
 
 def leave_at_exit() -> None:

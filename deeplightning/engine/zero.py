@@ -14,7 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy
 from torch import Tensor, distributed, nn
 
-from deeplightning.engine.group import expect_barriers_of_one_process, leave_at_exit, why_not_built
+from deeplightning.engine.group import expect_barriers_of_one_process, leave_at_exit, scale_gradients, why_not_built
 from deeplightning.engine.sharded import Sharded, Share, places, replace
 from deeplightning.engine.shards import whole_of
 from deeplightning.faults import Fault, SetupError
@@ -182,6 +182,19 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """Nothing is to be held back: stages 0 and 1 sum gradients at the step, stages 2 and 3 in each batch."""
         yield
+
+    def scale_gradients(self, scale: float) -> None:
+        """Multiplies the gradients of the next step: they are in parts, which DeepSpeed divides by the loss scale."""
+        if (zero := self._zero) is None:
+            scale_gradients(None, self.optimizers[0], scale)  # stage 0
+        else:
+            zero.external_loss_scale, zero.custom_loss_scaler = zero.loss_scale / scale, True
+
+    def optimizer_step(self, *args: Any, **options: Any) -> Any:
+        stepped = super().optimizer_step(*args, **options)
+        if (zero := self._zero) is not None:
+            zero.custom_loss_scaler = False
+        return stepped
 
     def teardown(self) -> None:
         """Also gives torch its own `linear` back: stage 3 puts one in its place that does not keep gathered weights."""

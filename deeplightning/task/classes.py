@@ -40,6 +40,7 @@ class Classification(Supervised):
 
     sample = "sample"
     metric_names = ("acc",)
+    uniform = True
 
     def __init__(self, cfg: "PartConfig"):
         super().__init__(cfg)

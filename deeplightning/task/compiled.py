@@ -17,8 +17,9 @@ from deeplightning.task.recorded import Recorded
 log = logging.getLogger("deeplightning")
 
 ONLY_OWN_STEPS = (
-    "engine.compile=graphs records network and losses as one, and {} has a training_step of its own; set "
-    "engine.compile=reduce-overhead, which compiles the network alone"
+    "engine.compile=graphs records network and losses as one, and {} has a training_step of its own, or "
+    "several losses that do not all divide by the samples; set engine.compile=reduce-overhead, which compiles the "
+    "network alone"
 )
 
 

@@ -54,6 +54,7 @@ class ImageReconstruction(ImageTask):
 
     kind = "image_reconstruction"
     metric_names = ("rmse",)
+    uniform = True
 
     def __init__(self, cfg: "PartConfig"):
         super().__init__(cfg)

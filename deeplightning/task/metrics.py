@@ -1,6 +1,6 @@
 """Means that are true over batches of any size and over processes. B batch, K classes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -56,24 +56,33 @@ class Accuracy(_Sums):
 
 
 class SampleMean(_Sums):
-    """Mean of what batches report, weighted by their samples, over all processes.
+    """Mean of what batches report, weighted by their samples or by what else each mean is over, over all processes.
 
     No number in one batch is no number in all; torchmetrics' MeanMetric leaves it out or forgets the weights (1.9).
+
+    Args:
+        factors: of several means whose weighted sum it computes, each over numbers of its own; none: one mean.
     """
 
     total: Tensor
     samples: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, factors: Sequence[float] = ()) -> None:
         super().__init__()
+        self.factors = tuple(factors)
         # In 64 bits: a run that resumes inside an epoch adds up in another order, and must end with the same digits.
-        self.add_state("total", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("samples", torch.tensor(0), dist_reduce_fx="sum")
+        zero = torch.zeros([len(factors)] if factors else [], dtype=torch.float64)
+        self.add_state("total", zero, dist_reduce_fx="sum")
+        self.add_state("samples", zero.clone(), dist_reduce_fx="sum")
 
-    def update(self, value: Tensor, samples: int) -> None:
-        """Adds a batch: its mean, float (), and its number of samples."""
-        self.total.add_(value, alpha=samples)  # computed in the 64 bits of the sum, in one kernel
+    def update(self, value: Tensor, samples: int | Tensor) -> None:
+        """Adds a batch: its mean, float (), and its number of samples or other weight; of K factors, (K,) of each."""
+        if isinstance(samples, Tensor):
+            self.total.add_(torch.where(samples > 0, value * samples, 0.0))
+        else:
+            self.total.add_(value, alpha=samples)  # computed in the 64 bits of the sum, in one kernel
         self.samples.add_(samples)
 
     def compute(self) -> Tensor:
-        return (self.total / self.samples).float()
+        means = self.total / self.samples
+        return (means @ means.new_tensor(self.factors) if self.factors else means).float()

@@ -109,6 +109,7 @@ class Labels(Supervised):
     """
 
     metric_names = ("map", "f1")
+    uniform = True
     class_names: list[str]
 
     def __init__(self, cfg: "PartConfig"):

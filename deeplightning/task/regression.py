@@ -97,6 +97,7 @@ class Regression(RowTask):
 
     gives = "regression"
     metric_names = ("mse", "rmse")
+    uniform = True
     target_mean: Tensor
     target_std: Tensor
 

@@ -4,6 +4,7 @@ over samples, on however many processes.
 B batch; what follows depends on the task.
 """
 
+import logging
 from typing import TYPE_CHECKING, Any, cast
 
 import pytorch_lightning as pl
@@ -13,6 +14,7 @@ from torchmetrics import Metric
 
 from deeplightning.config.target import build
 from deeplightning.task.compiled import ONLY_OWN_STEPS, Compiled
+from deeplightning.task.denominators import denominator, divides_by_samples, mean
 from deeplightning.task.errors import MisfitError
 from deeplightning.task.metrics import InOwnPrecision, SampleMean
 from deeplightning.task.networks import build_loss, on_cpu
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
     from deeplightning.config.part_config import PartConfig
 
+log = logging.getLogger("deeplightning")
+
 Batch = dict[str, Tensor]
 Outputs = Tensor | dict[str, Tensor]
 """What a network gives: a tensor (B, …), or several by name."""
@@ -35,9 +39,11 @@ class Supervised(pl.LightningModule):
     (`inputs`), what it should give (`truth`), and what else differs; the rest is done here.
 
     Metrics: `<stage>_loss` and `<stage>_<name>` for each of `model.metrics` (`metric_names` by default), weighted by
-    sample. Rows of a batch whose `index` is -1 fill it up and are not counted.
+    sample; losses by what they divide by. Rows of a batch whose `index` is -1 fill it up and are not counted.
 
     Attributes:
+        weighed_losses: the losses of the last training batch, each with what it divides by, float64 (); empty: by the
+            number of samples.
         kind: a word for what the task does; checkpoints keep what belongs to it under this name.
 
     Raises:
@@ -51,6 +57,10 @@ class Supervised(pl.LightningModule):
 
     metric_names: tuple[str, ...] = ()
     """The names of `default_metrics`; read from the source by `deeplightning check`."""
+
+    uniform = False
+    """Whether the truth of each sample has the same shape and no class in it is negative. Then a batch weighs its
+    samples for losses without class weights and `ignore_index`, without a look at the truth."""
 
     loss_arguments: tuple[str, ...] = ("outputs", "truth")
     """What each loss is called with; read from the source by `deeplightning check`."""
@@ -84,6 +94,9 @@ class Supervised(pl.LightningModule):
                 raise MisfitError(f"model.{section}.{taken[0]}: torch has another use for this name; take another")
         self.losses = nn.ModuleDict({name: build_loss(loss, self.loss_arguments) for name, loss in named.items()})
         self.weights = {name: loss.weight for name, loss in named.items()}
+        self._weighs_samples = all(divides_by_samples(loss, self.uniform) for loss in self.losses.values())
+        self._combines = True  # whether a step is made of more than one batch; not known before the training
+        self.weighed_losses: list[tuple[Tensor, Tensor]] = []
         self.metrics = InOwnPrecision({f"{stage}_stage": self._metrics() for stage in ("train", "val", "test")})
         self._compiled: Compiled | None = None
         self._compiled_step: Any = None
@@ -94,8 +107,9 @@ class Supervised(pl.LightningModule):
     def _metrics(self) -> nn.ModuleDict:
         named = self.cfg.model.metrics
         metrics: dict[str, Any] = self.default_metrics() if named is None else {n: build(t) for n, t in named.items()}
-        means = ["loss", *(self.losses if len(self.losses) > 1 else ())]
-        metrics |= {name: SampleMean() for name in means}
+        several = self.losses if len(self.losses) > 1 else ()
+        metrics["loss"] = SampleMean([self.weights[name] for name in several] if not self._weighs_samples else ())
+        metrics |= {name: SampleMean() for name in several}
         return nn.ModuleDict(metrics)
 
     def _of(self, stage: str) -> dict[str, Any]:
@@ -185,10 +199,11 @@ class Supervised(pl.LightningModule):
                 network.compile(mode="default" if mode is True else mode)
 
     def _computes_itself(self) -> bool:
-        """Whether network and losses can be compiled as one: no engine has hooks in the network, and no derived class
-        has a training step of its own, which may call one without the other."""
+        """Whether network and losses can be compiled as one: no engine has hooks in the network, no derived class has a
+        training step of its own, which may call one without the other, and no loss is weighed apart from others."""
         unsharded = self.cfg.engine.backend in (None, "ddp")
-        return unsharded and type(self).training_step is Supervised.training_step
+        together = self._weighs_samples or len(self.losses) == 1
+        return unsharded and together and type(self).training_step is Supervised.training_step
 
     def configure_optimizers(self) -> "OptimizerLRScheduler":
         assert self.network is not None
@@ -225,6 +240,9 @@ class Supervised(pl.LightningModule):
         for name, metric in self._of("train").items():
             if name in counted and is_first:
                 _restore(metric, counted[name])
+        self._combines = self.trainer.world_size > 1 or self.cfg.train.accumulator_factor > 1
+        if self.trainer.is_global_zero:
+            self._warn_of_losses()
         steps = self.trainer.estimated_stepping_batches
         for config in self.trainer.lr_scheduler_configs:
             length = getattr(config.scheduler, "total_steps", None)
@@ -234,6 +252,24 @@ class Supervised(pl.LightningModule):
                     "run keeps the schedule that it began with, and so its train.num_epochs. To train on, start a new "
                     "run with model.init_from=CHECKPOINT"
                 )
+
+    def _warn_of_losses(self) -> None:
+        several = isinstance(self.cfg.model.loss, dict)
+        for name, loss in self.losses.items():
+            if getattr(loss, "reduction", None) == "sum":
+                log.warning(
+                    "%s: %s has `reduction: sum`, and sums are combined like means: gradients of accumulated batches "
+                    "and of processes are averaged, and the loss of an epoch depends on data.batch_size. Set "
+                    "`reduction: mean`, and a larger learning rate",
+                    *(f"model.loss.{name}" if several else "model.loss", type(loss).__name__),
+                )
+        if not self._weighs_samples and len(self.losses) > 1 and self.cfg.train.accumulator_factor > 1:
+            log.warning(
+                "model.loss: %s do not all divide by the number of samples, so in a step of accumulated batches each "
+                "batch weighs its samples. Set train.accumulator_factor=1 to have each loss weigh a batch by what it "
+                "divides by",
+                ", ".join(self.losses),
+            )
 
     def forward(self, inputs: Tensor) -> object:
         """What the network gives to inputs (B, …)."""
@@ -256,11 +292,18 @@ class Supervised(pl.LightningModule):
             if not keep.any():
                 self._join("train", rows(outputs, slice(0)), truth[:0])
                 self._log_step({})
-                return self._loss(outputs, truth)[1]  # with weight 0; without it the other processes would wait
+                parts, counts, loss = self._loss(outputs, truth)
+                self._weigh(parts, {name: torch.zeros_like(count) for name, count in counts.items()})
+                return loss  # with weight 0; without it the other processes would wait
             outputs, truth = rows(outputs, keep), truth[keep]
-        parts, loss = self._loss(outputs, truth)
-        self._log_step(self._count("train", outputs, truth, parts, loss, wanted=self._due()), len(truth))
+        parts, counts, loss = self._loss(outputs, truth)
+        self._weigh(parts, counts)
+        values = self._count("train", outputs, truth, parts, counts, loss, wanted=self._due())
+        self._log_step(values, len(truth), counts)
         return loss
+
+    def _weigh(self, parts: dict[str, Tensor], counts: dict[str, Tensor]) -> None:
+        self.weighed_losses = [(parts[name], count) for name, count in counts.items()]
 
     def _is_compiled(self, batch: Batch, batch_idx: int, inputs: Tensor, truth: Tensor) -> bool:
         assert self._compiled is not None
@@ -275,15 +318,17 @@ class Supervised(pl.LightningModule):
         if batch_idx % self.trainer.accumulate_grad_batches:
             compiled.own_gradients(self)
         compiled.begin_step(inputs.device)
-        outputs, parts, loss = self._compiled_step(inputs, truth)
-        own = compiled.own({**parts, "loss": loss})
+        outputs, parts, counts, loss = self._compiled_step(inputs, truth)
+        own, counts = compiled.own({**parts, "loss": loss}), compiled.own(counts)
+        self._weigh(dict.fromkeys(counts, loss), counts)
         if any(isinstance(v, list) for metric in self._of("train").values() for v in metric.metric_state.values()):
             outputs = compiled.own(outputs)  # such a metric keeps what it is given
-        self._log_step(self._count("train", outputs, truth, own, own["loss"], wanted=self._due()), len(truth))
+        values = self._count("train", outputs, truth, own, counts, own["loss"], wanted=self._due())
+        self._log_step(values, len(truth), counts)
         return cast(Tensor, loss)
 
-    def _compute(self, inputs: Tensor, truth: Tensor) -> tuple[object, dict[str, Tensor], Tensor]:
-        """What is compiled: outputs, each loss, and their weighted sum."""
+    def _compute(self, inputs: Tensor, truth: Tensor) -> tuple[object, dict[str, Tensor], dict[str, Tensor], Tensor]:
+        """What is compiled: the network, and what `_weighted` does with its outputs."""
         outputs = self._outputs(inputs)
         return outputs, *self._weighted(outputs, truth)
 
@@ -306,17 +351,23 @@ class Supervised(pl.LightningModule):
         """Whether this step has points to log and does not have them yet."""
         return getattr(self.trainer, "log_every_n_steps", 1) > 0 and self.global_step != self._logged_step
 
-    def _log_step(self, values: dict[str, Tensor], samples: int = 0) -> None:
-        """Logs values of a batch as means over the samples of all processes; one without samples gives no values."""
+    def _log_step(self, values: dict[str, Tensor], samples: int = 0, counts: dict[str, Tensor] | None = None) -> None:
+        """Logs values of a batch as means over all processes, of losses by what they divide by and of metrics by
+        samples; a batch without samples gives no values."""
         if not self._due():
             return
         self._logged_step = self.global_step
         if self.trainer.world_size > 1:
-            names = [f"train_{name}" for name in self._of("train")]
-            nothing = torch.zeros((), device=self._of("train")["loss"].device)  # a batch without samples has no values
-            weighed = [values.get(name, nothing) * samples for name in names]
-            *sums, total = self.trainer.strategy.reduce(torch.stack([*weighed, nothing + samples]), reduce_op="sum")
-            values = {name: value / total for name, value in zip(names, sums, strict=True)}
+            named = self._of("train")
+            nothing = torch.zeros((), device=named["loss"].device)  # a batch without samples has no values
+            given = torch.stack([values.get(f"train_{name}", nothing) for name in named])
+            of = {"loss": next(iter((counts or {}).values()), samples), **(counts or {})}
+            weights = torch.stack([nothing + of.get(name, samples) for name in named])
+            weighed = torch.where(weights > 0, given * weights, nothing)
+            sums, totals = self.trainer.strategy.reduce(torch.stack([weighed, weights]), reduce_op="sum")
+            values = {f"train_{name}": value for name, value in zip(named, sums / totals, strict=True)}
+            if not self._weighs_samples and len(self.losses) > 1:
+                values["train_loss"] = torch.stack([w * values[f"train_{n}"] for n, w in self.weights.items()]).sum()
         # Not by `self.log`, for which Lightning has some work at each step until the epoch ends.
         self.trainer.callback_metrics.update(values)
         self._points.log(self.loggers, values, self.global_step)
@@ -329,31 +380,48 @@ class Supervised(pl.LightningModule):
         self.log_pending()
         self._log_epoch("train", suffix="_epoch")
 
-    def _loss(self, outputs: object, truth: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Each loss, and their weighted sum."""
+    def _loss(self, outputs: object, truth: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+        """What `_weighted` gives, of a truth that is checked."""
         self.check_truth(outputs, truth)
         return self._weighted(outputs, truth)
 
-    def _weighted(self, outputs: object, truth: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        parts = {name: loss(outputs, truth) for name, loss in self.losses.items()}
+    def _weighted(self, outputs: object, truth: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+        """Each loss; what each divides by, float64 (), or nothing where all divide by the samples; the weighted sum."""
+        counts: dict[str, Tensor] = {}
+        if not self._weighs_samples:
+            counts = {name: denominator(loss, outputs, truth) for name, loss in self.losses.items()}
+        if counts and (self._combines or not self.training):
+            parts = {name: mean(loss, outputs, truth, counts[name]) for name, loss in self.losses.items()}
+        else:
+            parts = {name: loss(outputs, truth) for name, loss in self.losses.items()}
         for name, part in parts.items():
             if not isinstance(part, Tensor) or part.ndim != 0:
                 key = f"model.loss.{name}" if isinstance(self.cfg.model.loss, dict) else "model.loss"
                 found = tuple(part.shape) if isinstance(part, Tensor) else f"a {type(part).__name__}"
                 raise MisfitError(f"{key} gives {found}, not a tensor of one number; torch's take `reduction: mean`")
         weighted = [part if self.weights[name] == 1 else self.weights[name] * part for name, part in parts.items()]
-        return parts, weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
+        return parts, counts, weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
 
     def _count(
-        self, stage: str, outputs: Any, truth: Tensor, parts: dict[str, Tensor], loss: Tensor, wanted: bool = False
+        self,
+        stage: str,
+        outputs: Any,
+        truth: Tensor,
+        parts: dict[str, Tensor],
+        counts: dict[str, Tensor],
+        loss: Tensor,
+        wanted: bool = False,
     ) -> dict[str, Tensor]:
         """Adds a batch to the stage's metrics; returns the batch's own values where wanted."""
         values = {}
         measured = self.measured(outputs)
         for name, metric in self._of(stage).items():
-            if name == "loss" or name in parts:
+            if name == "loss" and len(counts) > 1:
+                value = loss.detach()
+                metric.update(torch.stack([*parts.values()]).detach(), torch.stack([*counts.values()]))
+            elif name == "loss" or name in parts:
                 value = (loss if name == "loss" else parts[name]).detach()
-                metric.update(value, len(truth))
+                metric.update(value, counts.get(name, next(iter(counts.values()), len(truth))))
             elif wanted:
                 value = metric(measured, truth)
             else:
@@ -469,4 +537,6 @@ def _restore(metric: Metric, state: dict[str, Any]) -> None:
         if name in state:
             saved = state[name] if isinstance(state[name], list) else [state[name]]
             saved = [value.to(metric.device) for value in saved]
+            if isinstance(now, Tensor):
+                saved = [saved[0].to(now.dtype)]
             setattr(metric, name, saved if isinstance(now, list) else saved[0])

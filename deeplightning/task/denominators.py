@@ -1,0 +1,73 @@
+"""What the mean of a loss divides by: the weight of a batch where means of batches are combined.
+
+Shapes: B batch; what follows depends on the loss.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+_BY_CLASS = tuple(
+    kind
+    for name in ("CrossEntropyLoss", "NLLLoss", "LinearCrossEntropyLoss")  # the last one since torch 2.12
+    if (kind := getattr(nn, name, None)) is not None
+)
+_BY_ELEMENT = (
+    *(nn.L1Loss, nn.MSELoss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.SoftMarginLoss),
+    *(nn.PoissonNLLLoss, nn.GaussianNLLLoss, nn.HingeEmbeddingLoss, nn.KLDivLoss),
+)
+
+
+def divides_by_samples(loss: nn.Module, uniform: bool) -> bool:
+    """Whether the denominators of a loss are to each other as the numbers of samples, in batches of any data.
+
+    Args:
+        uniform: the truth of each sample has the same shape, and no class in it is negative.
+    """
+    if hasattr(loss, "denominator"):
+        return False
+    if _is(loss, _BY_CLASS):
+        ignored: Any = loss.ignore_index
+        return uniform and loss.weight is None and (ignored is None or ignored < 0)
+    return uniform or not _is(loss, _BY_ELEMENT) or loss.reduction != "mean"
+
+
+def denominator(loss: Any, outputs: Any, truth: Tensor) -> Tensor:
+    """What a loss divides by for a batch, float64 (): what its method `denominator` gives; of a loss of torch.nn with
+    classes as truth, the sum of the weights of the classes that it does not ignore; of one that is a mean over
+    elements, their number; else the number of samples.
+    """
+    if hasattr(loss, "denominator"):
+        found = loss.denominator(outputs, truth)
+        if isinstance(found, Tensor):
+            return found.detach().double()
+    elif _is(loss, _BY_CLASS) and not truth.is_floating_point():
+        counted = truth != (-100 if loss.ignore_index is None else loss.ignore_index)
+        if loss.weight is None:
+            return counted.sum().double()
+        return (loss.weight.double()[truth.where(counted, 0)] * counted).sum()
+    elif _is(loss, _BY_CLASS):
+        found = truth.numel() / truth.shape[1]  # probabilities, (B, K, …)
+    else:
+        found = truth.numel() if _is(loss, _BY_ELEMENT) and loss.reduction == "mean" else len(truth)
+    return torch.full((), found, dtype=torch.float64, device=truth.device)
+
+
+def mean(loss: Any, outputs: Any, truth: Tensor, divided_by: Tensor) -> Tensor:
+    """What a loss gives for a batch. Losses of torch.nn give 0, not nan, where all classes are ignored or weigh 0."""
+    if not _is(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
+        return loss(outputs, truth)
+    own = {"weight": loss.weight, "ignore_index": loss.ignore_index, "reduction": "none"}
+    if isinstance(loss, nn.NLLLoss):
+        each = functional.nll_loss(outputs, truth, **own)
+    else:
+        each = functional.cross_entropy(outputs, truth, label_smoothing=loss.label_smoothing, **own)
+    found = each.sum(dtype=torch.float64) / divided_by.where(divided_by > 0, 1)
+    return found.to(each.dtype if each.dtype == torch.float64 else torch.float32)
+
+
+def _is(loss: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+    """Whether a loss computes what one of these computes; a derived class may divide by something else."""
+    return any(isinstance(loss, kind) and type(loss).forward is kind.forward for kind in kinds)

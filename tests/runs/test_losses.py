@@ -1,0 +1,412 @@
+"""A loss weighs batches by what it divides by: what is learned and measured is that of the whole batch, on any number
+of processes, in any number of accumulated batches.
+
+References are plain torch: the loss of all samples of a step at once.
+"""
+
+import copy
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import weights
+from torch import nn
+
+MINE = '''
+import torch
+import pytorch_lightning as pl
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from deeplightning.task.supervised import Supervised
+
+
+def made(label, index, kind):
+    """The truth of samples, (B,) to (B, …)."""
+    if kind == "classes":
+        return label
+    if kind == "pixels":
+        found = (label[:, None] * torch.arange(1, 5) + index[:, None]) % 11
+        return found.masked_fill(found == 10, -100)
+    if kind == "probabilities":
+        return torch.eye(10)[label] * 0.7 + 0.03
+    return (label[:, None] * torch.arange(3, 13) % 3 == 0).float()
+
+
+class Task(Supervised):
+    def __init__(self, cfg, kind="classes"):
+        super().__init__(cfg)
+        self.kind_of_truth = kind
+
+    def inputs(self, batch):
+        return (batch["image"].flatten(1).float() / 255).to(self.dtype)
+
+    def truth(self, batch):
+        found = made(batch["label"], batch["index"], self.kind_of_truth)
+        return found.to(self.dtype) if found.is_floating_point() else found
+
+
+class Net(nn.Module):
+    def __init__(self, places=0, last=None):
+        super().__init__()
+        self.linear, self.places, self.last = nn.Linear(64, 10 * max(1, places)), places, last
+        with torch.no_grad():
+            for parameter in self.linear.parameters():
+                parameter.copy_(0.1 * torch.arange(parameter.numel()).double().sin().view_as(parameter))
+
+    def forward(self, x):
+        found = self.linear(x)
+        found = found.unflatten(1, (10, self.places)) if self.places else found
+        return found.log_softmax(1) if self.last == "log" else found.sigmoid() if self.last == "sigmoid" else found
+
+
+class OfSmall(nn.Module):
+    """The mean over the samples of classes below 4."""
+
+    def forward(self, logits, labels):
+        small = labels < 4
+        return nn.functional.cross_entropy(logits[small], labels[small], reduction="sum") / small.sum().clamp(min=1)
+
+    def denominator(self, logits, labels):
+        return (labels < 4).sum()
+
+
+class Rows(Dataset):
+    def __init__(self, count, seed):
+        pixels = torch.randint(256, (count, 1, 8, 8), generator=torch.Generator().manual_seed(seed))
+        self.image, self.label = pixels.byte(), pixels.flatten(1).sum(1) % 10
+
+    def __len__(self):
+        return len(self.image)
+
+    def __getitem__(self, i):
+        return {"image": self.image[i], "label": self.label[i], "index": torch.tensor(i)}
+
+
+class Stream(IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return (self.rows[i] for i in range(len(self.rows)))
+
+
+class Loaders(pl.LightningDataModule):
+    """Plain loaders of a user's."""
+
+    def __init__(self, cfg, stream=False, count=101):
+        super().__init__()
+        self.cfg, self.stream, self.count = cfg, stream, count
+
+    def train_dataloader(self):
+        rows = Rows(95, 0)
+        return DataLoader(Stream(rows) if self.stream else rows, self.cfg.data.batch_size)
+
+    def val_dataloader(self):
+        return DataLoader(Rows(self.count, 1), self.cfg.data.batch_size)
+
+    test_dataloader = val_dataloader
+
+
+class Plain(pl.LightningModule):
+    """A task as Lightning's manual has it."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.linear = nn.Linear(64, 10)
+
+    def step(self, batch, batch_idx):
+        logits = self.linear(batch["image"].flatten(1).float() / 255)
+        loss = nn.functional.cross_entropy(logits, batch["label"])
+        if not self.training:
+            self.log("val_loss", loss, sync_dist=True, on_epoch=True)
+            self.log("val_index", batch["index"].float().mean(), sync_dist=True, on_epoch=True)
+        return loss
+
+    training_step = validation_step = step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+'''
+
+WEIGHT = [1.0, 1.0, 20.0, 1.0, 0.5, 1.0, 1.0, 3.0, 1.0, 0.1]
+ONE = [0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+CASES = {  # name: the loss, its params, the truth, params of the network
+    "weight": ("torch.nn.CrossEntropyLoss", {"weight": WEIGHT}, "classes", {}),
+    "ignored": ("torch.nn.CrossEntropyLoss", {"ignore_index": 3}, "classes", {}),
+    "smoothed": (
+        "torch.nn.CrossEntropyLoss",
+        {"weight": WEIGHT, "ignore_index": 3, "label_smoothing": 0.1},
+        "classes",
+        {},
+    ),
+    "one": ("torch.nn.CrossEntropyLoss", {"weight": ONE}, "classes", {}),
+    "pixels": ("torch.nn.CrossEntropyLoss", {"weight": WEIGHT}, "pixels", {"places": 4}),
+    "unweighted": ("torch.nn.CrossEntropyLoss", {}, "pixels", {"places": 4}),
+    "probabilities": ("torch.nn.CrossEntropyLoss", {"weight": WEIGHT}, "probabilities", {}),
+    "nll": ("torch.nn.NLLLoss", {"weight": WEIGHT, "ignore_index": 5}, "classes", {"last": "log"}),
+    "nll_pixels": ("torch.nn.NLLLoss", {"weight": WEIGHT}, "pixels", {"places": 4, "last": "log"}),
+    "positive": ("torch.nn.BCEWithLogitsLoss", {"pos_weight": WEIGHT, "weight": WEIGHT}, "labels", {}),
+    "bce": ("torch.nn.BCELoss", {"weight": WEIGHT}, "labels", {"last": "sigmoid"}),
+    "margin": ("torch.nn.MultiMarginLoss", {"weight": WEIGHT}, "classes", {}),
+    "soft": ("torch.nn.MultiLabelSoftMarginLoss", {"weight": WEIGHT}, "labels", {}),
+    "own": ("mine.OfSmall", {}, "classes", {}),
+}
+FACTORS = (1, 3, 4)
+SAMPLES = 20
+"""Of one batch on all processes: the 134 samples of an epoch are six of them and a short one."""
+
+
+def settings(name: str, factor: int) -> list[str]:
+    loss, params, kind, network = CASES[name]
+    return [
+        f"model.module={{type: mine.Task, params: {{kind: {kind}}}}}",
+        "~model.network",
+        f"model.network={{type: mine.Net, params: {json.dumps(network)}}}",
+        f"model.loss={{type: {loss}, params: {json.dumps(params)}}}",
+        f"train.accumulator_factor={factor}",
+    ]
+
+
+def learn() -> None:
+    """Called in each process of a job: a training for each case."""
+    from deeplightning.checks.examine import load_config
+    from deeplightning.run.stages import launch
+
+    path, folder, backend, processes, cases = sys.argv[1:]
+    for name, factor in json.loads(cases):
+        cfg = load_config(
+            path,
+            [
+                *settings(name, factor),
+                *(f"engine.processes={processes}", f"engine.backend={backend}"),
+                f"data.batch_size={SAMPLES // int(processes)}",
+                "~logger",
+                f"logger={{type: pytorch_lightning.loggers.CSVLogger, params: {{save_dir: '{folder}', "
+                f"name: {name}_{factor}}}, pictures: null}}",
+            ],
+        )
+        launch(copy.deepcopy(cfg))
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory):
+    """A folder with a user's own code."""
+    folder = tmp_path_factory.mktemp("mine")
+    (folder / "mine.py").write_text(MINE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def own(mine):
+    namespace: dict = {}
+    exec((mine / "mine.py").read_text(), namespace)
+    return namespace
+
+
+@pytest.fixture
+def order(fit):
+    """The digits of each epoch in the order in which they are learned, and those of the validation."""
+    fitted = fit("train.callbacks=[{type: own.Batches, params: {file: batches.pt}}]", f"data.batch_size={SAMPLES}")
+    seen = torch.load("batches.pt", weights_only=True)
+    Path("batches.pt").unlink()
+    learned, validated = fitted.data.dataset("train"), fitted.data.dataset("val")
+    epochs = torch.cat(seen["train"]).chunk(2)
+    return {"epochs": [learned[epoch] for epoch in epochs], "val": validated[torch.arange(len(validated))]}
+
+
+def by_torch(name: str, factor: int, order: dict, own: dict) -> tuple[dict, float]:
+    """Weights after the training and the validation loss, in 64 bits."""
+    loss, params, kind, network = CASES[name]
+    net = own["Net"](**network).double()
+    tensors = {key: torch.tensor(v).double() if isinstance(v, list) else v for key, v in params.items()}
+    judge = own["OfSmall"]() if name == "own" else getattr(nn, loss.rpartition(".")[2])(**tensors)
+    steps = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+
+    def value(batch):
+        truth = own["made"](batch["label"], batch["index"], kind)
+        return judge(
+            net(batch["image"].flatten(1).double() / 255), truth.double() if truth.is_floating_point() else truth
+        )
+
+    for epoch in order["epochs"]:
+        for first in range(0, len(epoch["label"]), SAMPLES * factor):
+            steps.zero_grad()
+            value({key: column[first : first + SAMPLES * factor] for key, column in epoch.items()}).backward()
+            steps.step()
+    return net.state_dict(), value(order["val"]).item()
+
+
+def assert_that_of_torch(folder: Path, cases: list[tuple[str, int]], order: dict, own: dict) -> None:
+    """Weights and validation loss within 1e-6."""
+    for name, factor in cases:
+        run = folder / f"{name}_{factor}" / "version_0"
+        expected, value = by_torch(name, factor, order, own)
+        found = weights(run / "last.ckpt")
+        start = own["Net"](**CASES[name][3]).state_dict()
+        assert max((expected[n] - start[n]).abs().max() for n in start) > 0.001, name
+        off = max((found[f"network.{n}"].double() - expected[n]).abs().max().item() for n in expected)
+        with (run / "metrics.csv").open(newline="") as file:
+            last = [float(row["val_loss"]) for row in csv.DictReader(file) if row.get("val_loss")][-1]
+        assert (off, last) == (pytest.approx(0, abs=1e-6), pytest.approx(value, abs=1e-6)), (name, factor)
+
+
+def learned_by(start, cases, backend, processes, tiny, mine, folder) -> None:
+    outcome = start(
+        *(tiny, folder, backend, processes, json.dumps(cases)),
+        cwd=mine,
+        ranks=processes,
+        main="test_losses:learn",
+    )
+    assert {0} == {each.code for each in outcome.ranks or [outcome]}, outcome
+
+
+EVERY = [(name, factor) for name in CASES for factor in FACTORS]
+ALONE = [case for case in EVERY if case != ("one", 1)]  # a batch whose samples all weigh 0 has no loss
+PAIRS = [("weight", 3), ("unweighted", 4), ("one", 3), ("own", 4), ("smoothed", 1), ("positive", 4)]
+
+
+def test_one_process_learns_what_torch_learns(command, tiny, mine, tmp_path, order, own):
+    """Accumulated by 3 and 4, with a short last batch and a step of fewer batches at the end of an epoch."""
+    learned_by(command, PAIRS, "null", 1, tiny, mine, tmp_path)
+    assert_that_of_torch(tmp_path, PAIRS, order, own)
+
+
+def test_two_processes_learn_what_torch_learns(command, tiny, mine, tmp_path, order, own):
+    """The same on two processes; where a process has a batch of which nothing counts, too."""
+    learned_by(command, PAIRS, "ddp", 2, tiny, mine, tmp_path)
+    assert_that_of_torch(tmp_path, PAIRS, order, own)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed_stage_2", "deepspeed_stage_3"])
+def test_engines_that_shard_learn_what_torch_learns(backend, jobs, tiny, mine, tmp_path, order, own):
+    """A pair of losses, one accumulated with a step of fewer batches at the end of an epoch."""
+    cases = {"fsdp": PAIRS[:2], "deepspeed_stage_2": PAIRS[2:3], "deepspeed_stage_3": PAIRS[3:5]}[backend]
+    learned_by(jobs, cases, backend, 2, tiny, mine, tmp_path)
+    assert_that_of_torch(tmp_path, cases, order, own)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("backend", ["ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"])
+def test_every_loss_learns_what_torch_learns(backend, processes, jobs, tiny, mine, tmp_path, order, own):
+    """Each loss of torch.nn with class weights or an ignored class, and one with a denominator of its own, accumulated
+    by 1, 3 and 4."""
+    cases = EVERY if processes == 2 else ALONE
+    learned_by(jobs, cases, backend, processes, tiny, mine, tmp_path)
+    assert_that_of_torch(tmp_path, cases, order, own)
+
+
+# ---- loaders of a user's own: 95 samples in batches of 10, accumulated by 4, are steps of 40, 40 and 15
+
+
+def sums_of_own_loader(own, batches: list[list[int]]) -> dict[str, torch.Tensor]:
+    """Weights after steps over these samples, by plain torch in 64 bits."""
+    rows, net = own["Rows"](95, 0), own["Net"]().double()
+    steps = torch.optim.SGD(net.parameters(), lr=0.1)
+    for batch in batches:
+        steps.zero_grad()
+        nn.functional.cross_entropy(net(rows.image[batch].flatten(1).double() / 255), rows.label[batch]).backward()
+        steps.step()
+    return net.state_dict()
+
+
+@pytest.mark.parametrize("task", ["mine.Task", "mine.Plain"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_last_batches_of_a_plain_loader_weigh_their_samples(task, stream, command, tiny, mine, own):
+    """For any task, and for a stream, whose length nobody knows: each step is the mean over its samples."""
+    outcome = command(
+        *("train", tiny, f"data.module={{type: mine.Loaders, params: {{stream: {stream}}}}}", "data.batch_size=10"),
+        *(f"model.module={{type: {task}}}", "~model.network", "model.network={type: mine.Net}"),
+        *("model.optimizer={type: torch.optim.SGD, params: {lr: 0.1}}", "train.accumulator_factor=4"),
+        "train.num_epochs=1",
+        cwd=mine,
+    )
+    assert outcome.code == 0, outcome
+    found = weights(outcome.folder / "last.ckpt")
+    prefix = "" if task == "mine.Plain" else "network."
+    expected = sums_of_own_loader(own, [[*range(40)], [*range(40, 80)], [*range(80, 95)]])
+    assert max((found[prefix + n].double() - expected[n]).abs().max() for n in expected) < 1e-6
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_each_sample_of_a_plain_loader_counts_once_on_two_processes(backend, command, tiny, mine, tmp_path):
+    """101 samples in batches of 50, validated and tested by a task as Lightning's manual has it: values of one process,
+    the mean of the positions among them, which is 50."""
+    found = {}
+    for processes in (1, 2):
+        outcome = command(
+            *("train", tiny, "data.module={type: mine.Loaders}", "data.batch_size=50"),
+            *(
+                "model.module={type: mine.Plain}",
+                "stages=[validate]",
+                "test.ckpt=null",
+                f"engine.processes={processes}",
+            ),
+            f"engine.backend={backend if processes > 1 else 'null'}",
+            cwd=mine, ranks=processes,
+        )
+        assert {0} == {each.code for each in outcome.ranks or [outcome]}, outcome
+        assert "DistributedSampler" not in outcome.err
+        found[processes] = json.loads((outcome.folder / "val_results.json").read_text())
+    assert found[2] == pytest.approx(found[1], abs=1e-6)
+    assert found[2]["val_index"] == 50
+
+
+def test_a_set_that_cannot_be_split_evenly_is_reported(command, tiny, mine):
+    """Three samples in batches of one on two processes: one counts twice, which a warning says once."""
+    outcome = command(
+        *("train", tiny, "data.module={type: mine.Loaders, params: {count: 3}}", "data.batch_size=1"),
+        *("model.module={type: mine.Plain}", "train.num_epochs=1", "engine.processes=2", "engine.backend=ddp"),
+        cwd=mine, ranks=2,
+    )
+    assert outcome.code == 0, outcome
+    told = "".join(each.err for each in outcome.ranks)
+    assert told.count("3 samples cannot be split") == 1
+
+
+# ---- losses that no weight makes right
+
+
+def test_a_loss_that_adds_up_is_reported_before_the_first_step(train):
+    """`reduction: sum` depends on batches and processes: one warning names the loss and what to set."""
+    outcome = train("model.loss={type: torch.nn.CrossEntropyLoss, params: {reduction: sum}}", "train.max_steps=1")
+    assert outcome.err.count("`reduction: sum`") == 1
+    assert "model.loss: CrossEntropyLoss has `reduction: sum`" in outcome.err
+
+
+def test_several_losses_that_divide_by_different_numbers_are_reported_where_batches_accumulate(train):
+    """Gradients of accumulated batches cannot be weighed for each loss: one warning names the losses."""
+    losses = (
+        "~model.loss",
+        "model.loss={ce: {type: torch.nn.CrossEntropyLoss, params: {ignore_index: 3}}, "
+        "margin: {type: torch.nn.MultiMarginLoss}}",
+    )
+    once = ("train.max_steps=2",)
+    assert train(*losses, *once, "train.accumulator_factor=2").err.count("ce, margin do not all divide") == 1
+    assert "do not all divide" not in train(*losses, *once).err
+
+
+def test_several_losses_each_weigh_batches_by_what_they_divide_by(job, tracked):
+    """Without accumulation: weights, points and values of epochs on two processes are those of one; and a validation in
+    batches of 3 gives what one batch gives."""
+    settings = (
+        *("~model.loss", "logger.log_every_n_steps=1"),
+        "model.loss={ce: {type: torch.nn.CrossEntropyLoss, params: {ignore_index: 3}, weight: 0.5}, "
+        "margin: {type: torch.nn.MultiMarginLoss}}",
+    )
+    whole = job(*settings, "data.batch_size=134", ranks=1).folder
+    spread = job(*settings, "data.batch_size=67").folder
+    ours, theirs = weights(spread / "last.ckpt"), weights(whole / "last.ckpt")
+    assert max((ours[name] - theirs[name]).abs().max() for name in ours) < 1e-6
+    expected, series = tracked(whole).series(), tracked(spread).series()
+    for name in ("train_loss", "train_ce", "train_loss_epoch", "train_ce_epoch", "val_loss", "val_ce", "val_margin"):
+        assert series[name] == [(step, pytest.approx(value, abs=1e-6)) for step, value in expected[name]]
+    still = (*settings, "model.optimizer.params.lr=0.0", "train.num_epochs=1")
+    small, large = (
+        tracked(job(*still, f"data.batch_size={size}", ranks=1).folder).series()["val_loss"][0][1] for size in (3, 134)
+    )
+    assert small == pytest.approx(large, abs=1e-6)
