@@ -19,13 +19,19 @@ FROM python:3.13-slim AS base
 ARG DEVICE=cpu
 WORKDIR /app
 COPY requirements.lock serve/requirements.txt ./
-RUN sed -E '/--hash/d; s/ *\\$//' requirements.lock >constraints.txt && \
+# uv checks the hash of each file that the lock names; pip ignores the hashes of constraints. onnxruntime-gpu and the
+# libraries that only it needs are not in the lock.
+RUN hashes=--require-hashes && \
     case "$DEVICE" in \
         cpu) ;; \
-        cuda) sed -i 's/^onnxruntime==/onnxruntime-gpu[cuda,cudnn]==/' requirements.txt ;; \
+        cuda) hashes= && sed -i 's/^onnxruntime==/onnxruntime-gpu[cuda,cudnn]==/' requirements.txt ;; \
         *) echo "DEVICE is $DEVICE; it can be cpu or cuda" >&2; exit 2 ;; \
     esac && \
-    python -m pip install --no-cache-dir --requirement requirements.txt --constraint constraints.txt
+    awk '/^[^ ]/ { on = /^uv==/ } on' requirements.lock >uv.txt && \
+    python -m pip install --no-cache-dir --require-hashes --target .uv --requirement uv.txt && \
+    .uv/bin/uv pip install --system --no-cache --compile-bytecode $hashes --requirement requirements.txt \
+        --constraint requirements.lock && \
+    rm -rf .uv uv.txt
 COPY deeplightning/__init__.py deeplightning/array.py deeplightning/image.py deeplightning/kinds.py deeplightning/runfolder.py deeplightning/table.py deeplightning/text.py deeplightning/version.py deeplightning/words.py deeplightning/
 COPY serve/ serve/
 ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility

@@ -5,9 +5,10 @@ import sys
 
 if sys.path[:1] in ([""], [os.getcwd()]):  # noqa: PTH109
     # `python -m` puts the working directory first: a user's `random.py` would come before the standard library's.
-    sys.path.append(sys.path.pop(0))
+    del sys.path[0]
 
 from deeplightning.process import streams
+from deeplightning.process.terminal import say
 
 if "DEEPLIGHTNING_ROOTS" in os.environ:  # a process that a run has started, perhaps to unpickle what is the user's
     import deeplightning.own_code  # noqa: F401
@@ -21,7 +22,7 @@ def main() -> None:
 
         run()
     except KeyboardInterrupt as error:
-        print(f"error: {error}" if streams.heard else "interrupted", file=sys.stderr)
+        say(f"error: {error}" if streams.heard else "interrupted", err=True)
         sys.exit(streams.TERMINATED_CODE if streams.heard else 130)
 
 

@@ -38,6 +38,7 @@ from deeplightning.own_code import ROOTS, added_roots
 from deeplightning.process.child import Child
 from deeplightning.reproduce.past import PastRun, past_run
 from deeplightning.run.stages import PRINTS_CONFIG
+from deeplightning.words import printable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -246,15 +247,15 @@ class Run:
         return Server(command(str(self.folder), given, self._allow))
 
     def __repr__(self) -> str:
-        return f"Run({self.id or str(self.folder)!r}, {self.status or 'status unknown'})"
+        return f"Run({self.id or str(self.folder)!r}, {printable(self.status or 'status unknown')})"
 
     def _repr_html_(self) -> str:
         """In a notebook: status, results and the curves of the losses."""
         rows = [("status", self.status), ("folder", self.folder)]
         rows += [(name, f"{value:.4g}" if isinstance(value, float) else value) for name, value in self.results.items()]
         cells = "".join(
-            f'<tr><th style="text-align: left">{html.escape(str(name))}</th>'
-            f'<td style="text-align: left">{html.escape(str(value))}</td></tr>'
+            f'<tr><th style="text-align: left">{html.escape(printable(str(name)))}</th>'
+            f'<td style="text-align: left">{html.escape(printable(str(value)))}</td></tr>'
             for name, value in rows
             if value is not None
         )

@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from deeplightning.words import printable
+
 MAX_HALF = 1_000  # characters at either end of a note
 
 
@@ -161,11 +163,6 @@ def _slips(word: str, other: str) -> int:
 def count(number: float, noun: str) -> str:
     """`1 epoch`, `2 epochs`."""
     return f"{number:,} {noun}" + "s" * (number != 1)
-
-
-def printable(text: str) -> str:
-    """Text for a terminal: what could steer it is written out, line breaks as well."""
-    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", lambda found: repr(found[0])[1:-1], text)
 
 
 FREE_SOME = (

@@ -5,10 +5,13 @@ Shapes: H height, W width, C channels (1 for "L", 3 for "RGB").
 """
 
 import contextlib
+import ctypes
 import io
+import logging
 import math
 import os
 import re
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -118,7 +121,10 @@ class ImageSpec:
         return MODES[self.mode]
 
     def decode(
-        self, data: bytes | bytearray | memoryview | str | os.PathLike[str] | BinaryIO, max_pixels: int = MAX_PIXELS
+        self,
+        data: bytes | bytearray | memoryview | str | os.PathLike[str] | BinaryIO,
+        max_pixels: int = MAX_PIXELS,
+        max_side: int | None = None,
     ) -> np.ndarray:
         """Prepares an encoded image: turned upright by its EXIF, first frame of an animation, laid on white where it is
         transparent (the paper on which browsers and viewers show it), 16 bits per sample reduced to the upper 8.
@@ -126,6 +132,7 @@ class ImageSpec:
         Args:
             data: the encoded bytes, the path of a file, or a seekable binary file.
             max_pixels: refuse larger pictures by their header, before decoding. Pillow itself refuses 178,956,970.
+            max_side: refuse wider or higher pictures as well; None: none.
 
         Returns:
             uint8 (H, W, C), contiguous, the caller's own. A picture that has the size and mode already is not changed.
@@ -135,6 +142,7 @@ class ImageSpec:
             OSError: if a path cannot be opened.
         """
         _silence_pillow()
+        _caught.number = 0
         if isinstance(data, bytes | bytearray | memoryview):
             opened: contextlib.AbstractContextManager[BinaryIO] = io.BytesIO(data)
         elif isinstance(data, str | os.PathLike):
@@ -145,6 +153,11 @@ class ImageSpec:
             try:
                 with Image.open(file, formats=FORMATS) as image:
                     width, height = image.size
+                    if max_side is not None and max(width, height) > max_side:
+                        raise ImageError(
+                            f"The image has {width:,} x {height:,} pixels; a side of at most {max_side:,} is accepted.",
+                            413,
+                        )
                     if width * height > max_pixels:
                         raise ImageError(
                             f"The image has {width} x {height} = {width * height:,} pixels; "
@@ -253,6 +266,45 @@ class ImageSpec:
             left, top = (right - kept[0]) / 2, (bottom - kept[1]) / 2
             right, bottom = left + kept[0], top + kept[1]
         return image.resize(goal, FILTER, box=(left, top, right, bottom))
+
+
+class _Caught(threading.local):
+    number = 0
+
+
+_caught = _Caught()
+
+
+def caught_messages() -> int:
+    """How many messages decoders had about the last picture that this thread has decoded; a second call has 0."""
+    number, _caught.number = _caught.number, 0
+    return number
+
+
+def _catch(*_: object) -> bool:
+    _caught.number += 1
+    return False
+
+
+def _catch_messages() -> object:
+    """Has messages of decoders counted, which would go to standard error: a TIFF of 12 kB had 2,000. That is libtiff by
+    its public interface, and Pillow's log of TIFF; of the other decoders none writes (Pillow 13, November 2026). Where
+    Pillow is linked in another way, libtiff writes as before.
+
+    Returns:
+        what libtiff calls, to be kept.
+    """
+    logging.getLogger("PIL.TiffImagePlugin").addFilter(lambda record: record.levelno < logging.WARNING or _catch())
+    with contextlib.suppress(AttributeError, OSError, MemoryError):  # the last where a process may make no code
+        library = ctypes.CDLL(Image.core.__file__)  # finds the names of the libraries that it is linked with, too
+        handler = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3)(_catch)
+        library.TIFFSetWarningHandler(handler)
+        library.TIFFSetErrorHandler(handler)
+        return handler
+    return None
+
+
+_HANDLER = _catch_messages()
 
 
 def _are_numbers(values: object) -> bool:

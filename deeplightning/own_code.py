@@ -11,12 +11,14 @@ processes the copy of each folder takes the place of the folder, here and in `sy
 import builtins
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import sys
 import sysconfig
 import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from importlib import machinery
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -42,6 +44,9 @@ INSTALLED = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "
 OURS = tuple(f"{Path(__file__).parents[1] / package}{os.sep}" for package in ("deeplightning", "serve"))
 EXAMPLES = f"{Path(__file__).parent / 'examples'}{os.sep}"
 """Where an installed Deep Lightning has its examples, whose modules are a user's own as in a clone."""
+
+_MOST_ENTRIES = 1000
+"""So many folders, and of each so many entries, are searched for Python files."""
 
 _added: list[str] = json.loads(os.environ.get(ROOTS, "[]"))  # for every config of this process
 _roots: list[str] = [*_added]
@@ -81,8 +86,7 @@ def use_import_roots(*folders: str | Path) -> None:
     sys.path += [root for root in new if root not in sys.path]
     _roots[:] = __path__[:] = new
     for root in _roots:
-        if (finder := sys.path_importer_cache.get(root)) is not None:
-            finder.invalidate_caches()  # type: ignore[attr-defined]
+        sys.path_importer_cache.pop(root, None)
     for top, places in own.items():
         spec = top_level(top)
         if spec is None or _places(spec) != places:
@@ -306,6 +310,41 @@ def _places(spec: ModuleSpec) -> set[str]:
     }
 
 
+class _Folder(machinery.FileFinder):
+    """Finds the modules in a folder of own code. A folder there without Python files is no package: it may have the
+    name of a library that an installed one tries to import."""
+
+    def find_spec(self, fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = super().find_spec(fullname, target)
+        if spec is None or spec.loader is not None or any(map(_has_code, spec.submodule_search_locations or ())):
+            return spec
+        return None
+
+
+def _has_code(folder: str) -> bool:
+    """Whether there are Python files in a folder or below it."""
+    folders = [folder]
+    for place in folders:
+        with contextlib.suppress(OSError), os.scandir(place) as entries:
+            for entry in itertools.islice(entries, _MOST_ENTRIES):
+                if entry.name.endswith((*machinery.SOURCE_SUFFIXES, *machinery.EXTENSION_SUFFIXES)):
+                    return True
+                if entry.name.isidentifier() and entry.is_dir() and len(folders) < _MOST_ENTRIES:
+                    folders.append(entry.path)
+    return False
+
+
+def _folder(path: str) -> Any:
+    """A hook of `sys.path_hooks`."""
+    if os.path.abspath(path) not in _roots:  # noqa: PTH100
+        raise ImportError
+    return _Folder.path_hook(
+        (machinery.ExtensionFileLoader, machinery.EXTENSION_SUFFIXES),
+        (machinery.SourceFileLoader, machinery.SOURCE_SUFFIXES),
+        (machinery.SourcelessFileLoader, machinery.BYTECODE_SUFFIXES),
+    )(path)
+
+
 class _Finder:  # importlib.abc would import a dozen modules
     """Finds own modules, which import each other first."""
 
@@ -350,5 +389,6 @@ def _import(
 
 
 sys.meta_path.insert(0, _Finder())
+sys.path_hooks.insert(0, _folder)
 with contextlib.suppress(SetupError):  # raised again where a config is read
     use_import_roots(*_roots)

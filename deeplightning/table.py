@@ -197,7 +197,8 @@ class TableSpec:
         """
         if absent := [column.name for column in self.columns if column.name not in row]:
             raise TableError(
-                f"{_named('column', absent)} missing; a row has {', '.join(column.name for column in self.columns)}."
+                f"{_named('column', absent)} missing; a row has {', '.join(column.name for column in self.columns)}, "
+                f"and this one has {', '.join(_shown(name) for name in [*row][:10]) or 'none'}."
             )
         return np.array(
             [
@@ -336,7 +337,7 @@ def is_missing(value: object) -> bool:
 
 
 def as_number(value: object) -> float:
-    """A value of a column of numbers; true is 1.
+    """A value of a column of numbers.
 
     Raises:
         ValueError: it is none.
@@ -345,7 +346,7 @@ def as_number(value: object) -> float:
         if "_" in value:  # Python reads 1_000, and no table means it
             raise ValueError(value)
         return float(value)
-    if isinstance(value, bool | int | float):
+    if isinstance(value, int | float) and not isinstance(value, bool):
         try:
             return float(value)
         except OverflowError:

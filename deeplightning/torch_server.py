@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from deeplightning.process.terminal import say
+
 if __name__ == "__main__":
     # One thread for each pass, set before torch is imported: workers are forked when the model is loaded, without the
     # threads of OpenMP.
@@ -160,14 +162,14 @@ class Checkpoint:
                 torch.cuda.empty_cache()
                 raise MemoryError(str(error)) from error
 
-    def prepare(self, data: bytes, max_pixels: int) -> np.ndarray:
+    def prepare(self, data: bytes, max_pixels: int, max_side: int | None = None) -> np.ndarray:
         """One encoded picture as the network wants it, uint8 (C, H, W).
 
         Raises:
-            deeplightning.image.ImageError: it is not a picture, damaged, or has more than `max_pixels`.
+            deeplightning.image.ImageError: it is not a picture, damaged, or larger than it may be.
         """
         assert self.image_spec is not None, "it takes pictures"
-        return prepared(self.image_spec, data, max_pixels)
+        return prepared(self.image_spec, data, max_pixels, max_side)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -188,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             Runtime("torch", _torch_lacks, lambda: torch.version.cuda or ""),
         )
     except UserError as error:
-        print(error, file=sys.stderr)
+        say(f"error: {error}", err=True)
         return error.exit_code
 
 

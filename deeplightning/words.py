@@ -1,6 +1,15 @@
-"""An exception in few words. Imports nothing, so that everything may use it."""
+"""An exception in few words, and text that is safe to show. Imports nothing of ours, so that everything may use it."""
+
+import re
 
 MAX_LINE = 300  # characters
+
+_STEERS = re.compile(
+    "[\x00-\x1f\x7f-\x9f"  # control characters
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u206f"  # the direction of writing
+    "\xad\u180e\u200b-\u200d\u2060-\u2065\ufeff\ufff9-\ufffb\U000e0000-\U000e0fff"  # no width
+    "\u2028\u2029\ud800-\udfff\ufffe\uffff]"  # line ends of Unicode; no characters
+)
 
 _NO_MEMORY = ("allocate memory", "start new thread", "could not create a primitive", "could not create a memory object")
 _UNSUPPORTED = "could not create a primitive descriptor"
@@ -19,3 +28,17 @@ def lacks_memory(error: BaseException) -> bool:
         return True
     text = str(error) if isinstance(error, RuntimeError) else ""
     return _UNSUPPORTED not in text and any(words in text for words in _NO_MEMORY)
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Text from anywhere, for a terminal, a log or a page: what could steer a terminal, change the order of its letters
+    or hide in it becomes an escape sequence. A string of JSON or a double-quoted one of YAML keeps its meaning.
+
+    Args:
+        keep: characters that the writer itself has set, such as the line ends between its lines.
+    """
+    return _STEERS.sub(lambda found: found[0] if found[0] in keep else _escape(found[0]), text)
+
+
+def _escape(character: str) -> str:
+    return "\\u007f" if character == "\x7f" else repr(character)[1:-1]  # the one that `json.dumps` leaves as it is

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from deeplightning.runfolder import RunFolder
+from deeplightning.words import printable
 from serve.admission import Admission
 from serve.bundle import Bundle, places
 from serve.device import (
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.device = settled_device(options.precision, options.device, options.tensorrt)
         return serve(open_model, options, lambda: _files(options.folder), options.folder)
     except OptionError as error:
-        print(error, file=sys.stderr)
+        print(printable(f"error: {error}", "\n"), file=sys.stderr)
         return error.exit_code
 
 
@@ -102,6 +103,12 @@ def options_parser() -> argparse.ArgumentParser:
         type=_within(int, *BOUNDS["max_pixels"]),
         default=default.max_pixels,
         help="largest image, width x height",
+    )
+    parser.add_argument(
+        "--max-side",
+        type=_within(int, *BOUNDS["max_side"]),
+        default=default.max_side,
+        help="largest width and height of an image",
     )
     parser.add_argument(
         "--max-batch",
@@ -159,7 +166,7 @@ def serve(
         choice = choose_devices(options.device, runtime)
         first = _listen(options.host, options.port)
     except (AddressError, DeviceError, OptionError) as error:
-        print(error, file=sys.stderr)
+        print(printable(f"error: {error}", "\n"), file=sys.stderr)
         return error.exit_code
 
     def listen(number: int) -> list[socket.socket]:
@@ -169,7 +176,7 @@ def serve(
     def announce(what: str, layout: Layout) -> None:
         if choice.reason is not None:
             log_event(ON_CPU, reason=choice.reason)
-        print(f"Serving {what} on {_url(first)}: {layout}", flush=True)
+        print(f"Serving {printable(what)} on {_url(first)}: {layout}", flush=True)
 
     _return_memory()
     try:
@@ -178,7 +185,7 @@ def serve(
         fast = options.server == "fast"
         return Supervisor(open_model, listen, limits, admission, fast, watch, announce, folder, choice).run()
     except ModelError as error:
-        print(error, file=sys.stderr)
+        print(printable(f"error: {error}", "\n"), file=sys.stderr)
         return error.exit_code
 
 
@@ -228,11 +235,22 @@ def _listen(host: str, port: int) -> socket.socket:
             raise AddressError(
                 f"The host {host!r} is no address of this machine; use --host 127.0.0.1, or 0.0.0.0 for all of its own."
             ) from error
+        if error.errno == errno.EADDRINUSE:
+            raise AddressError(
+                f"Port {port} on {host} is in use. Choose another: --port {_next(host, port)}"
+            ) from error
         reason = (error.strerror or str(error)).split(" (")[0]
-        remedy = "Stop what uses it, or choose" if error.errno == errno.EADDRINUSE else "Choose"
         raise AddressError(
-            f"Port {port} on {host} cannot be listened on: {reason}. {remedy} another with --port."
+            f"Port {port} on {host} cannot be listened on: {reason}. Choose another with --port."
         ) from error
+
+
+def _next(host: str, port: int) -> int:
+    """A port above `port` that is free; 0, which is any that is free, where there is none."""
+    for candidate in range(port + 1, 65536):
+        with contextlib.suppress(OSError), _bound(host, candidate):
+            return candidate
+    return 0
 
 
 def _bound(host: str, port: int, reuse_port: bool = False) -> socket.socket:

@@ -65,6 +65,8 @@ class Admission:
             self._check_key(headers)
         if len(headers.get(b"content-type", b"")) > LONGEST_KIND:
             raise Refusal(400, f"The Content-Type is longer than {LONGEST_KIND} bytes; name a kind of picture.")
+        if (coding := headers.get(b"content-encoding")) and predicts(method, path):
+            _check_coding(coding)
         if size := headers.get(b"content-length"):
             if len(size) > LONGEST_NUMBER or not size.strip().isdigit():
                 words = f"is not a number of at most {LONGEST_NUMBER} digits"
@@ -82,6 +84,16 @@ class Admission:
                 "This server asks for a key; send it as the header Authorization: Bearer KEY, or X-API-Key: KEY.",
                 {"WWW-Authenticate": "Bearer"},
             )
+
+
+def _check_coding(coding: bytes) -> None:
+    if any(one.strip().lower() not in (b"", b"identity") for one in coding.split(b",")):
+        shown = coding.decode("latin-1")[:100]
+        raise Refusal(
+            415,
+            f"A body with the Content-Encoding {shown} is not read; send it without a coding.",
+            {"Accept-Encoding": "identity"},  # so that a client knows that the Content-Type is not meant (RFC 9110)
+        )
 
 
 def predicts(method: str, path: str) -> bool:

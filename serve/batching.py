@@ -74,7 +74,7 @@ class Model(Protocol):
     @property
     def samples(self) -> np.ndarray: ...
 
-    def prepare(self, data: bytes, max_pixels: int) -> np.ndarray:
+    def prepare(self, data: bytes, max_pixels: int, max_side: int | None = None) -> np.ndarray:
         """One encoded picture as the model wants it, uint8 (C, H, W); raises ImageError."""
         ...
 
@@ -241,10 +241,10 @@ class Batcher:
 
     def _decode(self, job: Job, data: bytes, place: str, max_pixels: int | None) -> np.ndarray:
         """uint8 (C, H, W)"""
-        limit = self.limits.max_pixels
+        limit, side = self.limits.max_pixels, self.limits.max_side
         try:
             try:
-                return self.model.prepare(data, min(limit, max_pixels or LARGE_PIXELS))
+                return self.model.prepare(data, min(limit, max_pixels or LARGE_PIXELS), side)
             except ImageError as error:
                 if error.status != 413:
                     raise
@@ -253,7 +253,7 @@ class Batcher:
             if not self._large.acquire(timeout=max(0, job.accepted + self.limits.max_wait - time.perf_counter())):
                 raise self._too_late()
             try:
-                return self.model.prepare(data, limit)
+                return self.model.prepare(data, limit, side)
             finally:
                 self._large.release()
         except ImageError as error:

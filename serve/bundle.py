@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import numpy as np
 from PIL import PngImagePlugin
 
-from deeplightning.image import ImageError, ImageSpec
+from deeplightning.image import ImageError, ImageSpec, caught_messages
 from deeplightning.kinds import KINDS, Kind, row_spec
 from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, golden_digest, seal
 from deeplightning.words import first_line
 from serve.device import CPU, Device, DeviceError
-from serve.log import log_event
+from serve.log import leave_out, log_event
 from serve.private import onnxruntime
 from serve.session import TEXT_TOKENS, Bound, bound_to, open_session, tensorrt_options
 
@@ -201,24 +201,28 @@ class Bundle:
         rows: np.ndarray = self.session.run([KINDS[self.task].output], {self.input: images})[0]
         return rows
 
-    def prepare(self, data: bytes, max_pixels: int) -> np.ndarray:
+    def prepare(self, data: bytes, max_pixels: int, max_side: int | None = None) -> np.ndarray:
         """One encoded picture as the model wants it, uint8 (C, H, W).
 
         Raises:
-            deeplightning.image.ImageError: it is not a picture, damaged, or has more than `max_pixels`.
+            deeplightning.image.ImageError: it is not a picture, damaged, or larger than it may be.
         """
         assert self.image_spec is not None, "it takes pictures"
-        return prepared(self.image_spec, data, max_pixels)
+        return prepared(self.image_spec, data, max_pixels, max_side)
 
 
-def prepared(spec: ImageSpec, data: bytes, max_pixels: int) -> np.ndarray:
+def prepared(spec: ImageSpec, data: bytes, max_pixels: int, max_side: int | None = None) -> np.ndarray:
     """One encoded picture that a client sent, uint8 (C, H, W).
 
     Raises:
-        deeplightning.image.ImageError: it is not a picture, damaged, or has more than `max_pixels` or `MAX_PIECES`.
+        deeplightning.image.ImageError: it is no picture, damaged, larger than it may be, or has more than `MAX_PIECES`.
     """
     source = data if len(data) <= SMALL_BYTES else _Pieces(data)
-    return np.ascontiguousarray(spec.decode(source, max_pixels=max_pixels).transpose(2, 0, 1))
+    try:
+        return np.ascontiguousarray(spec.decode(source, max_pixels, max_side).transpose(2, 0, 1))
+    finally:
+        if number := caught_messages():
+            leave_out(number)
 
 
 class _Pieces(io.BytesIO):

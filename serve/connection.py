@@ -55,10 +55,24 @@ MAX_PIPELINED = 16
 _ABSOLUTE = re.compile(rb"https?://([^/?#]+)([^#]*)", re.IGNORECASE)
 """A target with scheme and host, as for a proxy (RFC 9112, section 3.2.2)."""
 
-_ONCE = (b"host", b"transfer-encoding")
+_METHOD = re.compile(rb"(?:\r\n)*[!#$%&'*+.^_`|~0-9A-Za-z-]+(?:\Z| (?:[^\r\n]*\Z|[^\r\n]+ HTTP/[0-9]\.[0-9]\r\n))")
+"""What has come of a request line that is well-formed so far (RFC 9112, section 3)."""
+
+_OF_METHODS = ("Invalid method", "Expected space after method")
+_OF_VERSIONS = ("Invalid HTTP version", "Pause on PRI/Upgrade")
+"""How the parser's errors begin (llhttp 9, November 2026); where they change, the status is 400."""
+
+_MALFORMED = (400, "This is not an HTTP/1.1 request as it should be; send it again, well-formed.")
+_UNKNOWN_METHOD = (501, "The server knows no such method; use GET or POST, in capital letters.")
+_UNKNOWN_VERSION = (505, "The server speaks HTTP/1.1 and HTTP/1.0; send the request in one of them.")
+
+_ONCE = (b"host", b"transfer-encoding", b"content-encoding")
 """Headers of which a second one is not taken for the first."""
 
 _LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus}
+
+_CONNECTION = {True: b"connection: keep-alive\r\n", False: b"connection: close\r\n"}
+"""Its header; HTTP/1.1 needs none where it stays open."""
 
 _Reading = Literal["new", "idle", "head", "body", "rest", "over"]
 """What of a request is awaited: `rest` is that of a body whose request has been answered; `over`: nothing, what still
@@ -154,8 +168,9 @@ class Connection(asyncio.Protocol):
                 return
             log_event("fault", error)
             self._refuse(Refusal(500, FAULT))
-        except httptools.HttpParserError:
-            self._refuse(Refusal(400, "This is not an HTTP/1.1 request as it should be; send it again, well-formed."))
+        except httptools.HttpParserError as error:
+            # Where this read has the end of a request before, its first line is that one's.
+            self._refuse(_unread(str(error), data if self._head_bytes >= len(data) else b""))
         if self._head_bytes > HEAD_BYTES:
             self._refuse(_too_long())
 
@@ -207,15 +222,18 @@ class Connection(asyncio.Protocol):
             headers=self._headers,
             version=version,
             client=self._client,
-            keep=version == "1.1" and self._parser.should_keep_alive(),
+            keep=self._parser.should_keep_alive(),
             host=host,
         )
         try:
             if self._head_bytes > HEAD_BYTES and self._head_size() > HEAD_BYTES:
                 raise _too_long()
-            if version not in ("1.1", "1.0"):
+            if version == "1.1":
+                if b"host" not in self._headers:
+                    raise Refusal(400, "The request has no Host, which HTTP/1.1 asks for; send that of the server.")
+            elif version != "1.0":
                 request.keep = False
-                raise Refusal(400, "The server speaks HTTP/1.1 and HTTP/1.0; send the request in one of them.")
+                raise Refusal(*(_MALFORMED if version == "0.9" else _UNKNOWN_VERSION))  # 0.9: the line may have none
             if coding := self._headers.get(b"transfer-encoding"):
                 _check_coding(coding, request)
             self._dispatcher.admit(request)
@@ -268,9 +286,10 @@ class Connection(asyncio.Protocol):
         return b"upgrade" in self._headers and self._parser.should_upgrade()
 
     def _read_again(self, rest: bytes) -> None:
-        """Reads a request that offers another protocol, as Java's client does, as what it also is: HTTP/1.1."""
+        """Reads a request that offers another protocol, as Java's client does, as what it also is."""
         lines = [b"%b: %b\r\n" % one for one in self._headers.items() if one[0] not in (b"upgrade", b"connection")]
-        head = b"%b %b HTTP/1.1\r\n%b\r\n" % (self._parser.get_method(), self._url, b"".join(lines))
+        version = self._parser.get_http_version().encode()
+        head = b"%b %b HTTP/%b\r\n%b\r\n" % (self._parser.get_method(), self._url, version, b"".join(lines))
         self._parser = httptools.HttpRequestParser(self)
         with contextlib.suppress(httptools.HttpParserUpgrade):  # CONNECT, which is refused as any unknown method is
             self._parser.feed_data(head + rest)
@@ -364,7 +383,7 @@ class Connection(asyncio.Protocol):
                 response.head,
                 len(response.body),
                 request.name,
-                b"" if keep else b"connection: close\r\n",
+                b"" if keep and request.version == "1.1" else _CONNECTION[keep],
                 body,
             )
         )
@@ -412,6 +431,18 @@ def _check_coding(coding: bytes, request: Request) -> None:
     if request.version != "1.1" or codings[-1:] != [b"chunked"] or b"chunked" in codings[:-1]:
         raise Refusal(400, "The Transfer-Encoding does not say where the body ends; send chunked, or a Content-Length.")
     raise Refusal(501, "The only Transfer-Encoding that is read is chunked; send the body without another.")
+
+
+def _unread(error: str, data: bytes) -> Refusal:
+    """For what the parser does not read.
+
+    Args:
+        error: the parser's.
+        data: what has come of the request, from its first byte; empty: not known.
+    """
+    if error.startswith(_OF_VERSIONS):
+        return Refusal(*_UNKNOWN_VERSION)
+    return Refusal(*(_UNKNOWN_METHOD if error.startswith(_OF_METHODS) and _METHOD.match(data) else _MALFORMED))
 
 
 def _too_long() -> Refusal:

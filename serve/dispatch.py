@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from deeplightning.words import printable
 from serve.admission import predicts, request_id
 from serve.answers import PROTECTION, Answer
 from serve.answers import refused as refused_answer
@@ -133,7 +134,7 @@ class Dispatcher:
         """Counts a request, and keeps its line for the log."""
         took = time.perf_counter() - request.begun
         self.service.count(request.path, status, took, job)
-        path = '"/predict"' if request.path == "/predict" else json.dumps(request.path[:LONGEST_PATH])
+        path = '"/predict"' if request.path == "/predict" else printable(json.dumps(request.path[:LONGEST_PATH]))
         line = (
             f'"id": "{request.name.decode()}", "client": "{request.client}", "method": "{request.method}", '
             f'"path": {path}, "status": {status}, "ms": {1e3 * took:.3f}'

@@ -11,6 +11,7 @@ FAULT = "The server has a fault; its log shows which. Other requests are not aff
 BOUNDS: dict[str, tuple[float, float]] = {
     "max_upload_mb": (1, 10_000),
     "max_pixels": (1, 178_956_970),
+    "max_side": (1, 178_956_970),
     "max_batch": (1, 1024),
     "max_queue": (1, 100_000),
     "max_wait": (0.1, 600),
@@ -26,6 +27,8 @@ class Limits:
         max_upload_mb: size of a request's body, in units of 1,000,000 bytes; checked before it is read.
         max_pixels: size of a picture, width x height; checked on its header, before it is decoded. The slowest formats
             (WebP, AVIF) take about a second for 24 million (one core, Pillow 12, November 2026).
+        max_side: width and height of a picture, checked on its header as well. Each row has its cost: a PNG of 1 x 24
+            million pixels, 46 kB, took 1.4 s of CPU, one of 1,464 x 16,384 0.24 s (one core, Pillow 13, November 2026).
         max_images: pictures, or texts, in one request.
         max_batch: pictures in one forward pass.
         max_queue: requests that may wait for the model at a time.
@@ -35,6 +38,7 @@ class Limits:
 
     max_upload_mb: int = 16
     max_pixels: int = 24_000_000
+    max_side: int = 16_384
     max_images: int = 256
     max_batch: int = 16
     max_queue: int = 256
@@ -70,8 +74,8 @@ class Limits:
 
     def public(self, task: str) -> dict[str, float]:
         """Those that concern a task, by name."""
-        own = {"image": "max_pixels", "text": "max_text"}.get(KINDS[task].takes)
-        foreign = {"max_pixels", "max_text"} - {own}
+        own = {"image": {"max_pixels", "max_side"}, "text": {"max_text"}}
+        foreign = set.union(*own.values()) - own.get(KINDS[task].takes, set())
         return {name: value for name, value in asdict(self).items() if name not in foreign}
 
     def too_large(self) -> "Refusal":

@@ -6,8 +6,11 @@ import json
 import os
 import select
 import sys
+import threading
 import time
 import traceback
+
+from deeplightning.words import printable
 
 MAX_LINES = 4096
 
@@ -16,6 +19,9 @@ MAX_REFUSED = 100
 
 MAX_WRITE = 4096
 """Bytes that a pipe takes whole, also when other processes write to it (POSIX's PIPE_BUF on Linux)."""
+
+
+_counting, _left_out = threading.Lock(), 0
 
 
 class Log:
@@ -61,8 +67,25 @@ class Log:
             if self._refused > MAX_REFUSED:
                 log_event("refused requests without a line", number=self._refused - MAX_REFUSED)
             self._refused = 0
+            if number := _left():
+                log_event("messages of decoders without a line", number=number)
             self._stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
         return f"{self._stamp}.{int(now * 1000) % 1000:03}Z"
+
+
+def leave_out(number: int) -> None:
+    """Counts messages of decoders about a client's picture: of those of a second only their number is logged."""
+    global _left_out
+    with _counting:
+        _left_out += number
+
+
+def _left() -> int:
+    """How many were left out since the last call."""
+    global _left_out
+    with _counting:
+        number, _left_out = _left_out, 0
+    return number
 
 
 def log_event(event: str, error: BaseException | None = None, **fields: object) -> None:
@@ -73,7 +96,7 @@ def log_event(event: str, error: BaseException | None = None, **fields: object) 
         record["error"] = "".join(traceback.format_exception(error))
     with contextlib.suppress(OSError, ValueError):
         # One write: `print` may write the end of the line alone, after the line of another process.
-        sys.stderr.write(f"{json.dumps(record, ensure_ascii=False, default=str)}\n")
+        sys.stderr.write(f"{printable(json.dumps(record, default=str))}\n")
         sys.stderr.flush()
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MAX_PROCESSES = 128
 """Of two models: one may take over from another."""
 
-STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 421, 429, 431, 499, 500, 501, 503, 504)
+STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 421, 429, 431, 499, 500, 501, 503, 504, 505)
 """Statuses that are counted by themselves; 499: the client left before the answer."""
 
 ROUTES = ("/predict", "/", "/docs", "/health", "/ready", "/info", "/samples", "/metrics", "/openapi.json")

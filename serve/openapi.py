@@ -112,7 +112,7 @@ def _describe(model: "Model", kind: Kind, limits: "Limits") -> str:
     }.get(kind.gives, "pictures of the same size come")
     what = _SEVERAL[kind.takes]
     size = {
-        "image": f" of at most {limits.max_pixels:,} pixels each",
+        "image": f" of at most {limits.max_pixels:,} pixels each, and {limits.max_side:,} on a side",
         "text": f" of at most {limits.max_text:,} bytes each",
     }
     goes = "pictures" if kind.takes == "image" else what
@@ -125,7 +125,7 @@ def _describe(model: "Model", kind: Kind, limits: "Limits") -> str:
 def _predict(model: "Model", kind: Kind, limits: "Limits") -> JsonObject:
     what = _SEVERAL[kind.takes]
     one = what.removesuffix("s")
-    large = {"text": ", or a text", "image": ", or an image's number of pixels"}.get(kind.takes, "")
+    large = {"text": ", or a text", "image": ", or an image's number of pixels or side"}.get(kind.takes, "")
     comma = "," if large else " or"
     operation: JsonObject = {
         "operationId": "predict",
@@ -185,7 +185,13 @@ def _row_bodies(spec: "TableSpec", most: int, example: JsonObject | None) -> Jso
     row = _object(**columns)
     bodies: JsonObject = {
         "application/json": {"schema": _one_key(rows=_list(row, 1, most), row=row)},
-        "text/csv": {"schema": {"type": "string", "minLength": 1}},
+        "text/csv": {
+            "schema": {
+                "type": "string",
+                "description": "A header that names the columns, separated by commas, and one or more rows.",
+                "pattern": r"^[^\r\n]+[\r\n][\s\S]*[^\r\n]",
+            }
+        },
     }
     if example is not None:
         given = {name: example[name] for name in columns}  # others are ignored
@@ -228,7 +234,7 @@ def _one_key(**properties: JsonObject) -> JsonObject:
 def _bodies(max_images: int) -> JsonObject:
     """The kinds of body that are read."""
     binary = {"type": "string", "format": "binary"}
-    encoded = {"type": "string", "format": "byte"}
+    encoded = {"type": "string", "format": "byte", "minLength": 1}
     form = {
         "type": "object",
         "required": ["image"],
@@ -450,7 +456,7 @@ def _faults() -> JsonObject:
     return {
         "421": _error("The server does not answer as the host that the request names."),
         "500": _error("A fault of the server."),
-        "501": _error("The request has a Transfer-Encoding besides chunked."),
+        "501": _error("The request has an unknown method, or a Transfer-Encoding besides chunked."),
     }
 
 

@@ -1,5 +1,5 @@
-"""`deeplightning ask [FILE …]` or `--text TEXT …`: ask a server about files or texts, one JSON line for each. Standard
-library only."""
+"""`deeplightning ask [FILE …]` or `--text TEXT …`: ask a server about files or texts, one JSON line for each. Needs no
+installed package."""
 
 import argparse
 import http.client
@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from deeplightning.words import printable
 
 DEFAULT_URL = "http://127.0.0.1:5000/predict"
 _HOME = Path(__file__).parent.parent
@@ -49,13 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for text in options.text:
             answer = ask(url, text.encode(errors="surrogateescape"), "The text", "text/plain; charset=utf-8")
-            print(json.dumps({"text": text, **answer}), flush=True)
+            print(printable(json.dumps({"text": text, **answer})), flush=True)
         for path in options.files or (_samples() if not options.text else []):
             kind = KINDS.get(path.suffix.lower())
             answer = ask(url, _read(path), str(path), kind or "application/octet-stream")
-            print(json.dumps({"file" if kind else "image": str(path), **answer}), flush=True)
+            print(printable(json.dumps({"file" if kind else "image": str(path), **answer})), flush=True)
     except PredictError as error:
-        print(error, file=sys.stderr)
+        print(printable(str(error)), file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:  # of stdout: those of the network are a PredictError
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the interpreter complains at its end

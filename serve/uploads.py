@@ -10,6 +10,7 @@ import io
 import json
 import math
 import re
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from serve.limits import Limits, Refusal
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 USAGE = 'send {"images": ["<base64 of an image file>", …]}'
+
+FORM_USAGE = "send a file as curl -F image=@FILE does"
 
 TEXT_USAGE = 'send {"texts": ["…", …]}'
 
@@ -38,9 +41,11 @@ MAX_FIELD = 500_000
 
 _DATA_URL = re.compile(rb"data:[^,]*,")  # browsers put this before the base64 that they make of a file
 
+_ALPHABET = bytes.maketrans(b"-_", b"+/")
+
 _BLANKS = b" \t\r\n"  # base64 may be broken into lines
 
-_BOUNDARY = re.compile(rb'\Amultipart/form-data; ?boundary="?([0-9A-Za-z\'()+_,./:=?-]{1,70})"?\Z')
+_BOUNDARY = re.compile(rb'\Amultipart/form-data; ?boundary="?([0-9A-Za-z\'()+_,./:=?-]{1,70})"?\Z', re.IGNORECASE)
 
 _PART = re.compile(
     rb"\A(?:\r\nContent-(?:Type|Length|Transfer-Encoding): [ -~]{1,100})?"
@@ -96,26 +101,46 @@ def from_unusual_form(kind: bytes, body: bytes, limits: Limits) -> list[bytes]:
     """The pictures of any form, kept in memory: nothing of a client's is written to disk.
 
     Raises:
-        Refusal: it has no picture in the field image, too many parts, or too long a text.
+        Refusal: it is no form, is cut off, has no picture in the field image, too many parts, or too long a text.
     """
     from werkzeug.exceptions import RequestEntityTooLarge  # imported lazily: most servers never need it
     from werkzeug.formparser import FormDataParser
     from werkzeug.http import parse_options_header
 
     parser = FormDataParser(
-        stream_factory=_in_memory, max_form_memory_size=MAX_FIELD, max_form_parts=limits.max_images + 8
+        stream_factory=_in_memory,
+        max_form_memory_size=MAX_FIELD,
+        max_form_parts=limits.max_images + 8,
+        silent=False,
     )
-    mimetype, options = parse_options_header(kind.decode("latin-1"))
+    options = parse_options_header(kind.decode("latin-1"))[1]
+    boundary = b"--" + options.get("boundary", "").encode(errors="replace")
     try:
-        _, fields, files = parser.parse(io.BytesIO(body), mimetype, len(body), options)
+        _, fields, files = parser.parse(io.BytesIO(body), "multipart/form-data", len(body), options)
     except RequestEntityTooLarge:
-        raise limits.too_large() from None
+        raise Refusal(
+            413,
+            f"The form has too many parts, or a text of more than {MAX_FIELD:,} bytes (a part without a filename is "
+            f"one): at most {limits.max_images} images and few other form fields are accepted; {FORM_USAGE}.",
+        ) from None
+    except ValueError:
+        if boundary == b"--":
+            fault = "The Content-Type names no boundary"
+        elif boundary not in body:
+            fault = "The body does not have the boundary that its Content-Type names"
+        elif boundary + b"--" not in body:
+            fault = "The form is cut off: the boundary at its end is missing"
+        else:
+            fault = "A part of the form is malformed"
+        raise Refusal(400, f"{fault}; {FORM_USAGE}.") from None
     pictures = files.getlist("image")
     if not pictures:
         found = ", ".join(sorted(name for name in {*files, *fields} if name))[:200]  # a name may be None
         raise Refusal(
             400,
-            "The form has no file in the field image; send one as curl -F image=@FILE does."
+            "The form has no file in the field image"
+            + (", which is a text, as it has no filename" if "image" in fields else "")
+            + f"; {FORM_USAGE}."
             + (f" Its fields are: {found}." if found else ""),
         )
     return [picture.read() for picture in pictures]
@@ -133,10 +158,7 @@ def from_json(body: bytes) -> list[bytes]:
     """
     if sum(body.count(mark) for mark in b"[]{},") > MAX_JSON_MARKS:
         raise Refusal(400, f"The JSON has more parts than a list of images needs; {USAGE}.")
-    try:
-        document = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise Refusal(400, f"The body is not JSON ({str(error)[:200]}); {USAGE}.") from None
+    document = _parsed(body, USAGE)
     if not isinstance(document, dict) or len(document) != 1 or not document.keys() <= {"images", "image"}:
         raise Refusal(400, f"The JSON is not an object with the one key images; {USAGE}.")
     texts = document["images"] if "images" in document else [document["image"]]
@@ -149,9 +171,11 @@ def from_json(body: bytes) -> list[bytes]:
 
 
 def _from_base64(text: bytes) -> bytes:
-    """Without splitting it at its blanks: the pieces of a text of 16 MB took 405 MB (November 2026)."""
+    """In the usual alphabet or the URL-safe one, padded or not (RFC 4648, section 5). Without splitting it at its
+    blanks: the pieces of a text of 16 MB took 405 MB (November 2026)."""
     found = _DATA_URL.match(text)
-    return base64.b64decode(text[found.end() if found else 0 :].translate(None, _BLANKS), validate=True)
+    digits = text[found.end() if found else 0 :].translate(_ALPHABET, _BLANKS)
+    return base64.b64decode(digits + b"=" * (-len(digits) % 4), validate=True)
 
 
 def is_text(kind: bytes, full: bytes) -> bool:
@@ -170,10 +194,7 @@ def texts_from_json(body: bytes) -> list[bytes]:
         raise Refusal(
             400, f"The body is not a JSON object with the one key texts, a list of 1,000 texts at most; {TEXT_USAGE}."
         )
-    try:
-        document = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise Refusal(400, f"The body is not JSON ({str(error)[:200]}); {TEXT_USAGE}.") from None
+    document = _parsed(body, TEXT_USAGE)
     if not isinstance(document, dict) or len(document) != 1 or not document.keys() <= {"texts", "text"}:
         raise Refusal(400, f"The JSON is not an object with the one key texts; {TEXT_USAGE}.")
     texts = document["texts"] if "texts" in document else [document["text"]]
@@ -227,7 +248,10 @@ def arrays_from_json(body: bytes, shape: tuple[int, ...], limits: Limits) -> lis
         Refusal: the body is something else.
     """
     most = MAX_JSON_MARKS + limits.max_images * 3 * math.prod(shape)
-    return _listed(body, ("arrays", "array", "signals", "signal"), most, ARRAYS_USAGE)
+    arrays = _listed(body, ("arrays", "array", "signals", "signal"), most, ARRAYS_USAGE)
+    if b"true" in body or b"false" in body:  # numpy would take them for 1 and 0
+        raise Refusal(400, f"An array holds true or false, which are no numbers; {ARRAYS_USAGE}.")
+    return arrays
 
 
 def arrays_from_npy(body: bytes, shape: tuple[int, ...]) -> "list[np.ndarray]":
@@ -245,6 +269,23 @@ def arrays_from_npy(body: bytes, shape: tuple[int, ...]) -> "list[np.ndarray]":
     return list(found) if found.shape[1:] == shape and len(found) else [found]
 
 
+def _parsed(body: bytes, usage: str) -> Any:
+    """The document of a JSON body."""
+    try:
+        return json.loads(body, object_pairs_hook=_distinct)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"The body is not JSON ({str(error)[:200]}); {usage}.") from None
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Of a key that it has twice, parsers take either value or both (RFC 8259, section 4)."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise Refusal(400, f"An object of the JSON has the key {key[:40]!r} twice; send each key once.")
+    return found
+
+
 def _listed(body: bytes, keys: tuple[str, ...], most: int, usage: str) -> list[Any]:
     """What a JSON object has under its one key; keys that end in s have a list.
 
@@ -253,10 +294,7 @@ def _listed(body: bytes, keys: tuple[str, ...], most: int, usage: str) -> list[A
     """
     if sum(body.count(mark) for mark in b"[]{},") > most:
         raise Refusal(413, f"The JSON has more values than a request may have; {usage}.")
-    try:
-        document = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise Refusal(400, f"The body is not JSON ({str(error)[:200]}); {usage}.") from None
+    document = _parsed(body, usage)
     if not isinstance(document, dict) or len(document) != 1 or not document.keys() <= set(keys):
         raise Refusal(400, f"The JSON is not an object with the one key {keys[0]}; {usage}.")
     ((key, value),) = document.items()

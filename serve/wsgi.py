@@ -33,6 +33,7 @@ _HEADERS = {
     "HTTP_AUTHORIZATION": b"authorization",
     "HTTP_X_API_KEY": b"x-api-key",
     "HTTP_X_REQUEST_ID": b"x-request-id",
+    "HTTP_CONTENT_ENCODING": b"content-encoding",
     "CONTENT_TYPE": b"content-type",
     "CONTENT_LENGTH": b"content-length",
 }

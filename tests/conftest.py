@@ -23,7 +23,7 @@ __all__ = ["OWN", "TINY", "digest", "weights"]  # most tests import them from he
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="deeplightning-state-")  # which runs are one's own
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
-pytest_plugins = ["leftovers"]
+pytest_plugins = ["hangs", "leftovers"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -29,6 +29,7 @@ from deeplightning.process.identity import own_rank
 from deeplightning.process.terminal import is_interactive, styled, width, wrapped
 from deeplightning.transfer import Deferred
 from deeplightning.version import __version__
+from deeplightning.words import printable
 
 log = logging.getLogger("deeplightning")
 
@@ -237,6 +238,7 @@ class Console(pl.Callback):
         rows = None
         if self._table is not None and trainer.is_global_zero:
             rows = self._table.rows(self._epoch + 1, shown, seconds, speed, is_best, width())
+            rows = [printable(row) for row in rows]
             rows[:-1] = [styled(header, 2, sys.stdout) for header in rows[:-1]]
             rows[-1] = styled(rows[-1], 32, sys.stdout) if is_best else rows[-1]
         pace = f", {rate(speed)} samples/s" if speed > 0 else ""
@@ -250,7 +252,8 @@ class Console(pl.Callback):
         self._stop_bar()
         self._end_epoch(trainer)
         if self._table is not None and self._table.has_best and trainer.is_global_zero:
-            print(styled(f"{BEST} the best so far, by {self.monitor}", 2, sys.stdout), flush=True)
+            legend = styled(f"{BEST} the best so far, by {printable(str(self.monitor))}", 2, sys.stdout)
+            print(legend, flush=True)  # noqa: T201  (with its style)
         for callback in trainer.callbacks:
             if isinstance(callback, EarlyStopping) and callback.stopped_epoch:
                 log.info(

@@ -22,6 +22,7 @@ from deeplightning.engine.group import replicas
 from deeplightning.faults import count
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.names import EPOCH_STEPS, STEP_SAMPLES, STEPS, TRAINING_BEGAN
+from deeplightning.words import printable
 
 if TYPE_CHECKING:
     from deeplightning.callbacks.record import Record
@@ -123,11 +124,12 @@ def _figures(folder: RunFolder) -> Any:
     """Pairs of a name and a text."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         best = json.loads(folder.best_score.read_text())
-        yield "best", f"{best['metric']} **{best['value']:.4f}** after epoch {best['epoch'] + 1} (step {best['step']})"
+        where = f"after epoch {best['epoch'] + 1} (step {best['step']})"
+        yield "best", f"{printable(best['metric'])} **{best['value']:.4f}** {where}"
     for stage, name in (("validate", "validation"), ("test", "test")):
         with suppress(OSError, ValueError, AttributeError, TypeError):
             found = json.loads(folder.results(stage).read_text())
-            yield name, ", ".join(f"{key} **{value:.4f}**" for key, value in sorted(found.items()))
+            yield name, ", ".join(f"{printable(key)} **{value:.4f}**" for key, value in sorted(found.items()))
 
 
 def _pictures(folder: RunFolder) -> list[Path]:
@@ -137,7 +139,7 @@ def _pictures(folder: RunFolder) -> list[Path]:
 
 def _plain(text: str) -> str:
     """Text that means nothing in Markdown."""
-    return "".join(f"\\{sign}" if sign in "\\`*_[]<>|#" else sign for sign in text)
+    return "".join(f"\\{sign}" if sign in "\\`*_[]<>|#" else sign for sign in printable(text))
 
 
 def samples_behind(loaders: Any) -> int:

@@ -2,6 +2,7 @@
 on with a run that was there, and what a checkpoint says of all that."""
 
 import contextlib
+import copy
 import json
 import logging
 import os
@@ -32,13 +33,16 @@ from deeplightning.launch.storage import stored
 from deeplightning.private.lightning import add_logged_steps, logged_steps, values_to_log
 from deeplightning.process import supervisor
 from deeplightning.process.identity import own_rank
+from deeplightning.process.logs import Printable
 from deeplightning.process.streams import Interrupted, say_losses
+from deeplightning.process.terminal import LAYOUT, say
 from deeplightning.runfolder import UMASK, Hold, RunFolder, make_private, umask_of, write_whole
 from deeplightning.tracking.build import end, go_on, publish, run_folder
 from deeplightning.tracking.environment import REPRODUCES, describe, git_diff
 from deeplightning.tracking.names import DATA, ENGINE, NETWORK
 from deeplightning.tracking.tracker import Dataset
 from deeplightning.version import __version__
+from deeplightning.words import printable
 
 log = logging.getLogger("deeplightning")
 
@@ -143,12 +147,11 @@ class Record(pl.Callback):
         self.has_learned = True
         carries = launches_by(self.cfg.engine, "Ray")
         if trainer.num_nodes > 1 and trainer.local_rank == 0 and not carries and not self.folder.config.exists():
-            print(
+            say(
                 f"warning [rank {trainer.global_rank}]: the run's folder of rank 0, {self.folder.path}, is not on this "
                 "machine: logs of its processes stay here, and fsdp and DeepSpeed cannot put the parts of a checkpoint "
                 "together; several machines need one file system",
-                file=sys.stderr,
-                flush=True,
+                err=True,
             )
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -538,7 +541,7 @@ def keep_format() -> None:
     _format = next((h.formatter for h in ours if h.formatter and not isinstance(h.formatter, Redacting)), None)
 
 
-class Redacting(logging.Formatter):
+class Redacting(Printable):
     """Writes log lines without the values that came from the environment; in another format, if a hook has set one."""
 
     def __init__(self, cfg: Config | None, pattern: str):
@@ -546,5 +549,8 @@ class Redacting(logging.Formatter):
         self.cfg = cfg
 
     def format(self, record: logging.LogRecord) -> str:
+        if _format is not None:  # which may have colours of its own around the message
+            record = copy.copy(record)
+            record.msg, record.args = printable(record.getMessage(), LAYOUT), None
         text = _format.format(record) if _format else super().format(record)
         return self.cfg.redact_message(text) if self.cfg else text

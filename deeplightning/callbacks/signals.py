@@ -65,6 +65,8 @@ class Signals(pl.Callback):
         if number == signal.SIGTERM and self._received in AGAIN:
             return  # Slurm's next word, before it kills
         if self._received or not self._under_way:
+            if streams.is_deferred(number, frame):
+                return
             raise self._interrupted(number, at_once=True)
         self._received = number
 

@@ -86,12 +86,12 @@ def load_config(path: str | Path | Given, overrides: list[str] | None = None, *,
 
 
 def clear_secrets(cfg: Config) -> list[Notice]:
-    """A warning for each secret that is written in clear."""
+    """A warning for each secret that is written in clear, and each variable that may hold one."""
     literals = cfg.secrets.literals if cfg.secrets else {}
     return [
         Notice(
-            f"{'.'.join(map(str, path))}: a secret in clear. The run keeps ${{oc.env:{name}}} in its place; write that "
-            f"into the config, and set the environment variable {name}",
+            f"{'.'.join(map(str, path))}: {'may be ' if name == path[-1] else ''}a secret in clear. The run keeps "
+            f"${{oc.env:{name}}} in its place; write that into the config, and set the environment variable {name}",
             key=".".join(map(str, path)),
         )
         for name, (path, _) in literals.items()

@@ -17,9 +17,10 @@ from deeplightning.config import schema
 from deeplightning.config.automatic import source_of
 from deeplightning.config.schema import Config
 from deeplightning.config.tree import Entry, KeyPath, kind, line
-from deeplightning.faults import ConfigError, Fault, nearest, printable, upwards
-from deeplightning.process.terminal import wrapped
+from deeplightning.faults import ConfigError, Fault, nearest, upwards
+from deeplightning.process.terminal import LAYOUT, say, wrapped
 from deeplightning.static.signature import UNKNOWN, Parameter, Undecided
+from deeplightning.words import printable
 
 ABOUT = 14  # columns before what is said of a key
 COLUMN = 56  # where the places stand beside the values, unless a line is longer
@@ -62,9 +63,10 @@ def show(text: str, indent: int | None = None) -> None:
 
         if indent is not None:
             text = "\n".join(wrapped(row, indent) for row in text.splitlines())
-        Console().print(Syntax(text.rstrip("\n"), "yaml", background_color="default", word_wrap=True))
+        text = printable(text.rstrip("\n"), LAYOUT)
+        Console().print(Syntax(text, "yaml", background_color="default", word_wrap=True))
     else:
-        print(text, end="", flush=True)
+        say(text, nl=False)
 
 
 # ---- the whole

@@ -306,8 +306,8 @@ def _beyond_plain(config: RunConfig) -> Iterator[Fault]:
 
 def _not_plain(what: str, place: str, config: RunConfig, key: str | None = None) -> Fault:
     message = (
-        f"this run was not made here by you, and its config has {what}. A run writes plain values, which refer to "
-        "nothing; write such a value here"
+        f"this run was not made here by you, and its config has {what}. Only plain values are read of such a run; "
+        "write the value here"
     )
     if config.verb and _VARIABLE.search(what):
         message += f". If you trust it: --allow {ENVIRONMENT}"

@@ -7,11 +7,12 @@ import click
 
 from deeplightning.cli.group import newest_run
 from deeplightning.cli.listing import listing
-from deeplightning.faults import CheckpointError, count, nearest, printable
+from deeplightning.faults import CheckpointError, count, nearest
 from deeplightning.reproduce.groups import Group, group_of, runs_in
 from deeplightning.reproduce.luck import Comparison, Row, number, of_samples
 from deeplightning.reproduce.past import PastRun, past_run
 from deeplightning.tune.table import text
+from deeplightning.words import printable
 
 FILTERS = ("name", "experiment", "status", "metric")
 """The words that choose runs, those of the options of `runs`."""
@@ -78,11 +79,12 @@ def as_text(found: Comparison) -> str:
     """The comparison for a terminal: who is compared, the table, the two sentences and the notes."""
     rows = [row for row in found.rows if row.metric == found.judged or not row.metric.startswith("train_")]
     table = [["metric", "A", "B", "B - A", "95 % from", "to", "g", "evidence"], *(_cells(row) for row in rows)]
-    lines = [f"A  {found.a}", f"B  {found.b}", "", text(table, "--format json"), "", *found.sentences]
+    lines = [f"A  {found.a}", f"B  {found.b}", "", "", *found.sentences]
     if found.samples is not None and not any("test samples" in sentence for sentence in found.sentences):
         lines.append(of_samples(found.samples))
     lines += [f"note: {note}" for note in found.notes]
-    return "\n".join(printable(part) for line in lines for part in line.split("\n"))
+    lines = [printable(line) for line in lines]
+    return "\n".join([*lines[:3], text(table, "--format json"), *lines[3:]])
 
 
 def _cells(row: Row) -> list[str]:

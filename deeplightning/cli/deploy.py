@@ -18,6 +18,7 @@ from deeplightning.config.source import Source, read
 from deeplightning.config.tree import line, plain
 from deeplightning.faults import CheckpointError, ConfigError, Fault, nearest
 from deeplightning.private.lazy_imports import import_lazily
+from deeplightning.process.terminal import say
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import resolve_run
 
@@ -60,20 +61,20 @@ def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) 
             if not whole:
                 export_run(folder, allow, "serve")
         except FormatError as error:  # the server does without
-            print(f"warning: {error}", file=sys.stderr)
+            say(f"warning: {error}", err=True)
         except NotExpressible as error:
             key = "serve.precision" if settings.precision in models else "serve.tensorrt" if settings.tensorrt else None
             if key is not None:
                 what = "TensorRT" if key == "serve.tensorrt" else settings.precision
                 message = f"{what} is for bundles alone, and this run can have none: {error}"
                 raise ConfigError(Fault(message, key)) from error
-            print(f"torch answers from the checkpoint, {COST}: {error}", file=sys.stderr)
+            say(f"torch answers from the checkpoint, {COST}: {error}", err=True)
             allowed = [f"--allow={module}" for module in allow]
             return [sys.executable, "-P", "-m", "deeplightning.torch_server", str(folder.path), *flags, *allowed]
         if settings.precision == "int8":
-            print(quantize_run(folder, allow), file=sys.stderr)
+            say(quantize_run(folder, allow), err=True)
         elif settings.precision == "fp16":
-            print(halve_run(folder), file=sys.stderr)
+            say(halve_run(folder), err=True)
     return [sys.executable, "-P", "-m", "serve", str(folder.bundle), *flags]
 
 
@@ -110,7 +111,7 @@ def _settings(config: RunConfig | None, overrides: Sequence[str]) -> Serve:
         if not config.is_trusted and (host := entry(written.root, "serve.host")) is not None:
             theirs.append("~serve.host")
             if host.value != Serve().host:
-                print(f"serve.host {line(plain(host))} of {config.path} is not taken: --host sets it", file=sys.stderr)
+                say(f"serve.host {line(plain(host))} of {config.path} is not taken: --host sets it", err=True)
         variable = entry(written.root, "serve.api_key_env")
         is_set = any(text.lstrip("~").startswith(("serve.api_key_env", "serve=")) for text in overrides)
         if not config.is_trusted and variable is not None and variable.value is not None and not is_set:
@@ -127,7 +128,7 @@ def _settings(config: RunConfig | None, overrides: Sequence[str]) -> Serve:
         for name in section_of_theirs.value if section_of_theirs and isinstance(section_of_theirs.value, dict) else ():
             if f"serve.{name}" not in known:
                 theirs.append(f"~serve.{name}")
-                print(f"warning: serve.{name} of {config.path}: unknown key; serve does without", file=sys.stderr)
+                say(f"warning: serve.{name} of {config.path}: unknown key; serve does without", err=True)
     source = read(config, [*theirs, *overrides])
     settings = section("serve", source)
     for rule in server_conflicts(settings):

@@ -12,8 +12,8 @@ import click
 from deeplightning.faults import FREE_SOME, UserError, is_full, is_of_machine, no_room
 from deeplightning.process import streams
 from deeplightning.process.identity import own_rank
-from deeplightning.process.terminal import is_interactive, styled, wrapped
-from deeplightning.words import first_line, lacks_memory
+from deeplightning.process.terminal import LAYOUT, is_interactive, say, styled, wrapped
+from deeplightning.words import first_line, lacks_memory, printable
 
 
 @dataclass
@@ -52,9 +52,9 @@ def run_verb(verbs: click.Group) -> int:
 def interrupted() -> int:
     """Says that a signal has ended the command; the exit code of that."""
     if streams.heard:
-        print("error: interrupted by SIGTERM", file=sys.stderr)
+        say("error: interrupted by SIGTERM", err=True)
         return streams.TERMINATED_CODE
-    print("interrupted", file=sys.stderr)
+    say("interrupted", err=True)
     return 130
 
 
@@ -95,15 +95,13 @@ def report(error: BaseException, redact: Callable[[str], str] = str) -> int:
         if isinstance(error, failure.RankError) or cause.rank != group.rank or failure.is_lost(error):
             code, notes = cause.exit_code, [cause.reason + (group.kept() if cause.lost else "")]
     if code is None or os.environ.get("DEEPLIGHTNING_DEBUG") == "1":
-        print(redact("".join(traceback.format_exception(error))), file=sys.stderr)
+        say(redact("".join(traceback.format_exception(error))), err=True)
     word = styled("error", 31, sys.stderr) + rank
     if code is None:
-        print(
-            f"{word}: {place}a fault of Deep Lightning or of your own code; the lines above say where", file=sys.stderr
-        )
-        return 1
+        notes = [f"{place}a fault of Deep Lightning or of your own code; the lines above say where"]
     for note in notes:
         text = f"error{rank}: {redact(note)}"
         text = wrapped(text, 2) if is_interactive(sys.stderr) else text
-        print(word + text.removeprefix(f"error{rank}"), file=sys.stderr)
-    return code
+        text = printable(text.removeprefix(f"error{rank}"), LAYOUT)
+        print(word + text, file=sys.stderr)  # noqa: T201  (with the style of the word)
+    return 1 if code is None else code

@@ -13,6 +13,7 @@ import click
 from deeplightning.cli.completion import Complete, complete_config, complete_overrides, complete_run
 from deeplightning.cli.exit_codes import Session
 from deeplightning.process import garbage
+from deeplightning.process.terminal import say
 from deeplightning.version import __version__
 
 if TYPE_CHECKING:
@@ -165,7 +166,12 @@ def newest_run(ctx: click.Context, param: click.Parameter, run: str) -> str: ...
 def newest_run(ctx: click.Context, param: click.Parameter, run: str | None) -> str | None: ...
 def newest_run(ctx: click.Context, param: click.Parameter, run: str | None) -> str | None:
     """`last` in place of a RUN is the newest one; a folder of that name is `./last`."""
-    if run != "last" or ctx.resilient_parsing:
+    if run is None or ctx.resilient_parsing:
+        return run
+    from deeplightning.process.logs import escape_warnings
+
+    escape_warnings()
+    if run != "last":
         return run
     from deeplightning.cli.listing import newest
 
@@ -223,11 +229,11 @@ def show_notices(report: "Report") -> None:
     """What a report holds beside faults, on stderr."""
     redact = session().redact
     for notice in report.notices:
-        click.echo(f"{'warning: ' if notice.unasked else ''}{redact(notice.text)}", err=True)
+        say(f"{'warning: ' if notice.unasked else ''}{redact(notice.text)}", err=True)
     for fault in report.at_start:
-        click.echo(f"warning: {redact(str(fault))}", err=True)
+        say(f"warning: {redact(str(fault))}", err=True)
     for fault in report.unchecked:
-        click.echo(f"unchecked: {redact(str(fault))}", err=True)
+        say(f"unchecked: {redact(str(fault))}", err=True)
 
 
 def folder_of(run: str, code: str | None = None, allow: tuple[str, ...] = ()) -> "RunFolder":

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deeplightning.faults import SetupError, printable
+from deeplightning.faults import SetupError
+from deeplightning.words import printable
 
 MAX_LOOKED_AT = 300
 """Files that are decoded, evenly from all."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deeplightning.cli.guess import Guess, some
-from deeplightning.faults import SetupError, count, printable
+from deeplightning.faults import SetupError, count
+from deeplightning.words import printable
 
 MAX_ROWS = 200_000
 """Rows of a table that are read."""

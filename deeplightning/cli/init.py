@@ -21,6 +21,7 @@ from deeplightning.cli.shipped import schema_line, write_new
 from deeplightning.config.packages import HOME
 from deeplightning.config.tree import line
 from deeplightning.faults import ConfigError, Fault, SetupError, nearest
+from deeplightning.words import printable
 
 TEMPLATES = HOME / "templates"
 
@@ -123,6 +124,8 @@ def init(folder: Path, kind: str, data: Path | None) -> tuple[list[str], list[Pa
             table.write_text(write())
             found, files = chosen.look(table), {name: table.read_text()}
             found = replace(found, notes=[each.replace(str(table), name) for each in found.notes])
+    if found is not None:
+        found = replace(found, notes=[printable(note) for note in found.notes])
     values = {"project": folder.absolute().name or "project", **(found.values if found else {})}
     if data is not None:
         values["root"], values["folder"] = _seen_from(folder, data), _seen_from(folder, data.parent)

@@ -18,6 +18,7 @@ from deeplightning.tracking.owner import AGE
 from deeplightning.tracking.running import require
 from deeplightning.tracking.sqlite import PRUNED, Listed, open_directly
 from deeplightning.tracking.store import explain, local_path, locate, remove_files
+from deeplightning.words import printable
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -72,12 +73,13 @@ def listing(
 
 
 def lines(rows: Sequence[dict[str, str]], columns: int | None) -> Iterator[str]:
-    """The rows of `listing` as text.
+    """The rows of `listing` as text that is safe to print.
 
     Args:
         columns: of a terminal, which shows a table: without folder, experiment and id, in this order, where there is no
             room for all, and with the id where the name does not tell the runs apart; None: everything, unaligned.
     """
+    rows = [{name: printable(word) for name, word in row.items()} for row in rows]
     if columns is None or not rows:
         yield from ("  ".join(row.values()) for row in rows)
         return

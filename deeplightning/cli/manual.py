@@ -14,7 +14,7 @@ import click
 
 from deeplightning.config.packages import HOME
 from deeplightning.faults import ConfigError, Fault, nearest
-from deeplightning.process.terminal import is_interactive
+from deeplightning.process.terminal import is_interactive, say
 
 FOLDER = HOME / "docs"
 PARTS = {"tutorial": "Tutorials", "how-to": "How-to pages", "reference": "Reference", "explanation": "Explanation"}
@@ -188,7 +188,7 @@ def _verbs(every: Sequence[Page]) -> list[str]:
 def show(text: str) -> None:
     """Prints Markdown: rendered on a terminal, in the pager where it is longer; as it is into a file or pipe."""
     if not is_interactive(sys.stdout):
-        print(text.rstrip("\n"))
+        say(text.rstrip("\n"))
         return
     from rich.console import Console
     from rich.markdown import Markdown
@@ -198,6 +198,6 @@ def show(text: str) -> None:
         console.print(Markdown(text, code_theme="ansi_dark", hyperlinks=False))
     rendered = captured.get()
     if rendered.count("\n") < shutil.get_terminal_size().lines:
-        print(rendered, end="")
+        print(rendered, end="")  # noqa: T201  (of the manual, with styles)
     else:
         click.echo_via_pager(rendered)

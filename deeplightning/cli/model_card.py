@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.checks.trust import run_config
-from deeplightning.config.secret_scan import conceal
+from deeplightning.config.secret_scan import BLOT, conceal
 from deeplightning.config.source import read
 from deeplightning.config.tree import as_written, dump
 from deeplightning.faults import count
 from deeplightning.kinds import KINDS
 from deeplightning.runfolder import Card, RunFolder
 from deeplightning.tracking.series import from_file
+from deeplightning.words import printable
 
 PIPELINES = {
     "image_classification": "image-classification",
@@ -57,6 +58,8 @@ def _without_paths(value: Any) -> Any:
         return {key: _without_paths(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_without_paths(item) for item in value]
+    if isinstance(value, str) and "${" in value:  # of a run that somebody else has made only plain values are read
+        return BLOT
     if isinstance(value, str) and _PATH.fullmatch(value):
         return re.split(r"[\\/]+", value.rstrip("\\/"))[-1]
     return value
@@ -111,7 +114,7 @@ def model_card(folder: RunFolder, card: Card, name: str, left_out: list[str]) ->
         "## Config\n",
         f"```yaml\n{config}```\n",
     ]
-    return "\n".join(parts)
+    return printable("\n".join(parts), "\n")
 
 
 def _metrics(folder: RunFolder) -> dict[str, float]:
@@ -135,7 +138,7 @@ def _labels(card: Card) -> str:
     labels = card.get("labels") or []
     if not labels:
         return ""
-    some = ", ".join(f"`{label}`" for label in labels[:20])
+    some = ", ".join(f"`{printable(label)}`" for label in labels[:20])
     return f"It knows {len(labels)}: {some}{', …' if len(labels) > 20 else ''}."
 
 
@@ -203,7 +206,7 @@ def _environment(folder: RunFolder) -> str:
 def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> str:
     if not rows:
         return ""
-    return "\n".join(f"| {a} | {b} |" for a, b in [head, ("---", "---"), *rows]) + "\n"
+    return "\n".join(printable(f"| {a} | {b} |") for a, b in [head, ("---", "---"), *rows]) + "\n"
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from deeplightning.cli.group import (
     with_config,
 )
 from deeplightning.process import streams
+from deeplightning.process.terminal import say
 
 
 def _complete_kind(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
@@ -51,11 +52,11 @@ def init(folder: Path, kind: str, data: Path | None) -> None:
 
     notes, paths = begin(folder, kind, data)
     for line in notes:
-        click.echo(f"guessed    {line}")
+        say(f"guessed    {line}")
     for path in paths:
-        click.echo(f"wrote      {path}")
+        say(f"wrote      {path}")
     place = "" if folder.absolute() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
-    click.echo(f"next       {place}deeplightning train")
+    say(f"next       {place}deeplightning train")
 
 
 @cli.command(context_settings=LOOSE, epilog=OVERRIDES)
@@ -175,7 +176,7 @@ def check(config: Path, overrides: tuple[str, ...], importing: bool, dry_run: bo
             faults, report.unchecked = try_out(report.config)
             report.add(*faults)
     if format == "json":
-        click.echo(json.dumps(report.to_dict(), indent=2))
+        say(json.dumps(report.to_dict(), indent=2))
         sys.exit(report.exit_code)
     cfg = report.checked()
     show_notices(report)
@@ -211,7 +212,7 @@ def stats(config: Path, overrides: tuple[str, ...]) -> None:
 
     with stdout_for_the_result():
         text = statistics(load(config, overrides))
-    click.echo(text, nl=False)
+    say(text, nl=False)
 
 
 @cli.command(context_settings=LOOSE, epilog=OVERRIDES)
@@ -233,7 +234,7 @@ def lr(config: Path, overrides: tuple[str, ...], low: float, high: float, steps:
         from deeplightning.tune.rate import range_test
 
         lines = range_test(config, overrides, low, high, steps, out, cfg.redact_message)
-    click.echo("\n".join(lines))
+    say("\n".join(lines))
 
 
 @cli.command(context_settings=LOOSE, epilog=OVERRIDES)
@@ -255,7 +256,7 @@ def batch(config: Path, overrides: tuple[str, ...], memory: str | None, most: in
     except ValueError as error:
         raise click.UsageError(f"--memory {error}") from error
     for line in search(config, overrides, limit, most, steps, cfg.redact_message):
-        click.echo(line)
+        say(line)
 
 
 @cli.command()
@@ -278,22 +279,22 @@ def migrate(files: tuple[Path, ...], write: bool, system: str | None) -> None:
         from deeplightning.cli.migrate_from import convert
 
         for text in [convert(file, system, write) for file in files]:
-            click.echo(text, nl=False)
+            say(text, nl=False)
         return
     from deeplightning.cli import migrate as rewriting
 
     found = [rewriting.migrated(file) for file in files]
     for file in found:
-        click.echo(file.diff(), nl=False)
+        say(file.diff(), nl=False)
         for note in file.notes:
-            click.echo(f"look at    {file.path}: {note}", err=True)
+            say(f"look at    {file.path}: {note}", err=True)
         if not file.changes:
-            click.echo(f"unchanged  {file.path}", err=True)
+            say(f"unchanged  {file.path}", err=True)
         elif write:
             rewriting.write(file)
-            click.echo(f"wrote      {file.path}", err=True)
+            say(f"wrote      {file.path}", err=True)
     if not write and any(file.changes for file in found):
-        click.echo("next       --write writes the files", err=True)
+        say("next       --write writes the files", err=True)
 
 
 @cli.command()
@@ -301,7 +302,7 @@ def schema() -> None:
     """Print the JSON Schema of a config, for editors that complete and check YAML."""
     from deeplightning.checks.json_schema import json_schema
 
-    click.echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+    say(json.dumps(json_schema(), indent=2, ensure_ascii=False))
 
 
 def _complete_name(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
@@ -324,12 +325,12 @@ def configs(name: str | None, to: Path | None) -> None:
     if to is not None and name is None:
         raise click.UsageError("--to goes with the NAME of a config; without one they are listed")
     if name is None:
-        click.echo("\n".join(shipped.listing()))
+        say("\n".join(shipped.listing()))
     elif to is None:
-        click.echo(shipped.text_of(name, f"{Path(name).stem}.yaml").rstrip("\n"))
+        say(shipped.text_of(name, f"{Path(name).stem}.yaml").rstrip("\n"))
     else:
         for path in shipped.copy(name, to):
-            click.echo(path)
+            say(path)
 
 
 @cli.command()

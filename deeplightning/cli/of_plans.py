@@ -19,6 +19,7 @@ from deeplightning.cli.group import (
     stdout_for_the_result,
     with_config,
 )
+from deeplightning.process.terminal import say
 
 if TYPE_CHECKING:
     from deeplightning.cli.memory import Gpus
@@ -135,7 +136,7 @@ def _plan_memory(
             lines = [of.json_of(found, setting, cfg, price)]
         else:
             lines = of.text_of(found, setting, cfg, price)
-    click.echo("\n".join(lines))
+    say("\n".join(lines))
 
 
 def _plan_job(config: Path, overrides: tuple[str, ...], gpus: str | None, nodes: int | None, image: str) -> None:
@@ -149,7 +150,7 @@ def _plan_job(config: Path, overrides: tuple[str, ...], gpus: str | None, nodes:
     cfg.engine.num_nodes = nodes or cfg.engine.num_nodes
     wanted = _gpus(gpus)
     name = cfg.logger.params.get("run_name") or config.stem
-    click.echo(job_file(cfg, image, str(name), wanted.number if wanted else None), nl=False)
+    say(job_file(cfg, image, str(name), wanted.number if wanted else None), nl=False)
 
 
 def _for_elsewhere(config: Path, overrides: tuple[str, ...], importing: bool) -> "Config":

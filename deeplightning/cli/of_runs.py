@@ -23,7 +23,8 @@ from deeplightning.cli.group import (
 )
 from deeplightning.faults import count
 from deeplightning.process import streams
-from deeplightning.process.terminal import is_interactive, width
+from deeplightning.process.terminal import is_interactive, say, say_path, width
+from deeplightning.words import printable
 
 
 @cli.command(context_settings=LOOSE, epilog=OVERRIDES)
@@ -67,7 +68,7 @@ def predict(run: str, files: tuple[Path, ...], out: Path | None, allow: tuple[st
         raise click.UsageError(f"--out {out}: the ending says the format: .csv, or .jsonl for JSON lines")
     answered = predict_files(folder_of(run, code, allow), files, out, allow)
     if out is not None:
-        click.echo(f"{count(answered, 'answer')} in {out}", err=True)
+        say(f"{count(answered, 'answer')} in {out}", err=True)
 
 
 @cli.command()
@@ -86,7 +87,7 @@ def export(run: str, formats: tuple[str, ...], allow: tuple[str, ...], code: str
     from deeplightning.run.bundle import export_run
 
     streams.outlive_reader()
-    click.echo(export_run(folder_of(run, code, allow), allow, formats=formats))
+    say_path(export_run(folder_of(run, code, allow), allow, formats=formats))
 
 
 @cli.command()
@@ -111,10 +112,10 @@ def push(run: str, address: str, to: Path | None) -> None:
     else:
         where, left_out = of.register(run, name), []
     for file in left_out:
-        click.echo(f"left out: {file}, which holds pickle", err=True)
+        say(f"left out: {file}, which holds pickle", err=True)
     if kind == "hf" or to is not None:
-        click.echo("bundle.json holds samples of the data; README.md has a licence and limits to fill in", err=True)
-    click.echo(where)
+        say("bundle.json holds samples of the data; README.md has a licence and limits to fill in", err=True)
+    say(where)
 
 
 @cli.command(context_settings=LOOSE, epilog="serve.KEY=VALUE sets a key of the server; for example serve.max_batch=32")
@@ -177,8 +178,8 @@ def reproduce(run: str, overrides: tuple[str, ...], any_data: bool, trust: bool)
     from deeplightning.reproduce.again import reproduce as run_again
 
     streams.outlive_reader()
-    again = run_again(run, overrides, any_data=any_data, trust=trust, say=lambda text: click.echo(text, err=True))
-    click.echo(f"reproduced: the same weights and results in {again.path}", err=True)
+    again = run_again(run, overrides, any_data=any_data, trust=trust, say=note)
+    say(f"reproduced: the same weights and results in {again.path}", err=True)
 
 
 @cli.command(context_settings=LOOSE, epilog=OVERRIDES)
@@ -224,7 +225,7 @@ def bisect(good: str, bad: str, overrides: tuple[str, ...], **options: Any) -> N
     from deeplightning.reproduce.bisect import bisect as find
 
     streams.outlive_reader()
-    find(good, bad, overrides, say=lambda text: click.echo(text, err=True), **options)
+    find(good, bad, overrides, say=note, **options)
 
 
 @cli.command()
@@ -245,9 +246,9 @@ def diff(first: str, second: str, patch: bool, format: str, exit_code: bool) -> 
     found = differences(past_run(first), past_run(second), patch)
     if format == "json":
         named = {g: [{"name": n, "first": a, "second": b} for n, a, b in items] for g, items in found.items()}
-        click.echo(json.dumps(named, indent=2))
+        say(json.dumps(named, indent=2))
     elif text := as_text(found):
-        click.echo(text)
+        say(text)
     if exit_code and any(found.values()):
         sys.exit(1)
 
@@ -274,7 +275,12 @@ def compare(first: str, second: str, metric: str | None, by: float | None, forma
         found = judge(side(first), side(second), metric, by)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    click.echo(json.dumps(found.to_dict(), indent=2) if format == "json" else as_text(found))
+    say(json.dumps(found.to_dict(), indent=2) if format == "json" else as_text(found))
+
+
+def note(line: str) -> None:
+    """Says a line, in which a name may have line ends, on stderr."""
+    say(printable(line), err=True)
 
 
 def newest_runs(ctx: click.Context, param: click.Parameter, runs: tuple[str, ...]) -> tuple[str, ...]:
@@ -304,12 +310,12 @@ def report(runs: tuple[str, ...], out: Path | None) -> None:
         found.append(facts(past.folder, past.series))
         found[-1].name, found[-1].status = past.name or "", past.status or ""
     if len(found) == 1 and out is None and is_own(found[0].folder):
-        click.echo(write_run(found[0].folder, found[0]))
+        say_path(write_run(found[0].folder, found[0]))
         return
     content = comparison(found) if len(found) > 1 else report_of(found[0])
     path = out or Path("comparison.html" if len(found) > 1 else found[0].folder.report.name)
     write_report(path, content)
-    click.echo(path.absolute())
+    say_path(path.absolute())
 
 
 _STATUS = click.Choice(["running", "finished", "failed", "killed", "pruned"], case_sensitive=False)
@@ -377,12 +383,12 @@ def runs(
     if sync:
         line = ""
         for line in of.sync(tracking_uri):
-            click.echo(line)
+            say(line)
         if not line:
-            click.echo("nothing was left unwritten")
+            say("nothing was left unwritten")
         return
     for line in of.settled(tracking_uri):
-        click.echo(line, err=True)
+        say(line, err=True)
     if watch:
         from deeplightning.cli.watch import watch as show
 
@@ -392,21 +398,21 @@ def runs(
         if plot:
             from deeplightning.cli.plot import plot_run
 
-            click.echo(plot_run(of.newest(tracking_uri, statuses, metric, name, experiment), tracking_uri), nl=False)
+            print(plot_run(of.newest(tracking_uri, statuses, metric, name, experiment), tracking_uri), end="")  # noqa: T201
             return
         if last:
             from deeplightning.tracking import resolve_run
 
             run = of.newest(tracking_uri, statuses, metric, name, experiment)
-            click.echo(resolve_run(run, tracking_uri))
+            say_path(resolve_run(run, tracking_uri))
             return
         rows = of.listing(tracking_uri, statuses, metric, name, experiment)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     for line in of.lines(rows, width() if is_interactive(sys.stdout) else None):
-        click.echo(line)
+        print(line)  # noqa: T201  (with the style of the header)
     if clean and not delete:
-        click.echo(f"{count(len(rows), 'run')} would be removed, with all files; --delete does it", err=True)
+        say(f"{count(len(rows), 'run')} would be removed, with all files; --delete does it", err=True)
     if delete:
-        gone = of.remove(tracking_uri, rows, statuses, lambda text: click.echo(text, err=True))
-        click.echo(f"{count(len(gone), 'run')} deleted", err=True)
+        gone = of.remove(tracking_uri, rows, statuses, note)
+        say(f"{count(len(gone), 'run')} deleted", err=True)

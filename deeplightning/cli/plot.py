@@ -10,10 +10,11 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from deeplightning.faults import CheckpointError, printable
+from deeplightning.faults import CheckpointError
 from deeplightning.figures.curves import Chart, charts, is_logarithmic
 from deeplightning.tracking.series import Series, read_series
 from deeplightning.tracking.store import explain, locate
+from deeplightning.words import printable
 
 HEIGHT = 8
 """Lines of a chart."""

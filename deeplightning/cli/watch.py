@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from deeplightning.callbacks.progress import clock, number, rate
 from deeplightning.cli.listing import SHOWN
-from deeplightning.faults import SetupError, count, printable
-from deeplightning.process.terminal import is_interactive
+from deeplightning.faults import SetupError, count
+from deeplightning.process.terminal import is_interactive, say
 from deeplightning.tracking.journal import dead, settle_quietly
 from deeplightning.tracking.names import EPOCH_STEPS, STEP_SAMPLES, STEPS, TRAINING_BEGAN
 from deeplightning.tracking.running import Reader, Running, reader_of, require
 from deeplightning.tracking.store import Store, explain, locate
 from deeplightning.tracking.tracker import EPOCH, SYSTEM, TEST, Point
+from deeplightning.words import printable
 
 if TYPE_CHECKING:
     from rich.console import JustifyMethod, RenderableType
@@ -111,10 +112,10 @@ def row(run: Running, points: Sequence[Point], now: int) -> dict[str, str]:
     epoch = math.ceil(done / of_epoch) if of_epoch and done else None
     epoch = min(epoch, epochs) if epoch and epochs else epoch
     left = max(0.0, (total - done) * speed.all) if total and speed and is_running else None
-    return {
-        "name": printable(run.name),
+    found = {
+        "name": run.name,
         "id": run.id,
-        "experiment": printable(run.experiment),
+        "experiment": run.experiment,
         "status": run.status,
         "epoch": _of(epoch, epochs),
         "step": _of(done or None, total),
@@ -123,6 +124,7 @@ def row(run: Running, points: Sequence[Point], now: int) -> dict[str, str]:
         "left": clock(left) if left is not None else "",
         "last point": f"{clock(max(0, now - newest) / 1000)} ago" if newest is not None and is_running else "",
     }
+    return {name: printable(text) for name, text in found.items()}
 
 
 def _metric(run: Running) -> str:
@@ -130,7 +132,7 @@ def _metric(run: Running) -> str:
     values = {point.name: point.value for point in run.newest}
     watched = [run.params.get(f"train/{key}") for key in ("checkpoint/monitor", "early_stop/metric")]
     name = next((name for name in (*watched, *SHOWN) if name in values), None)
-    return f"{printable(name)} {number(values[name])}" if name is not None else ""
+    return f"{name} {number(values[name])}" if name is not None else ""
 
 
 def _of(part: int | None, whole: int | None) -> str:
@@ -287,7 +289,7 @@ def _print_once(rows: Sequence[Mapping[str, str]], store: Store) -> None:
     from rich.console import Console
 
     if not rows:
-        print(f"{printable(store.shown)}: no run is running", file=sys.stderr)
+        say(f"{store.shown}: no run is running", err=True)
         return
     width = _room(fitting(rows, None)) + 2
     Console(file=sys.stdout, width=width, highlight=False, color_system=None).print(table(rows, None))

@@ -500,6 +500,7 @@ class Serve(Section):
     max_pixels: int = key(
         "largest image, in pixels, checked before decoding", 24_000_000, low=1, high=178_956_970
     )  # beyond which Pillow refuses
+    max_side: int = key("largest width and height of an image, in pixels", 16_384, low=1, high=178_956_970)
     max_batch: int = key("images per forward pass, at most", 16, low=1, high=1024)
     max_queue: int = key("requests that may wait for the model; further ones are refused", 256, low=1, high=100_000)
     max_wait: float = key("seconds that a request may wait for the model", 5.0, low=0.1, high=600)

@@ -15,7 +15,15 @@ CUT = 20  # characters: a value that a message has cut is known by its first one
 _REFERENCE = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
 _MAYBE_KEY = re.compile(r"(?i)pass|pwd|secret|token|credential|key|salt|auth")
 _MAYBE_VALUE = re.compile(r"://[^\s/]*@|-----BEGIN|=|\s")
-_LONG, _DIGIT = re.compile(r"[\w+/-]{16}"), re.compile(r"\d")
+_LONG, _DOTTED = re.compile(r"[\w+/-]{16}"), re.compile(r"(?:[^\W\d]+\.)+[^\W\d]+")
+_SETTING = re.compile(
+    r"(?:CUBLAS|CUBLASLT|CUDA|CUDNN|NCCL|NVIDIA|NVSHMEM|NVTE|HIP|HSA|MIOPEN|RCCL|ROCM|GLOO|MPI|OMPI|UCX|FI"
+    r"|BLIS|DNNL|GOMP|KMP|MALLOC|MKL|NUMEXPR|OMP|ONEDNN|OPENBLAS|TBB|VECLIB"
+    r"|NUMBA|PYTORCH|TORCH|TORCHELASTIC|TORCHINDUCTOR|TRITON|XLA|PL|DS|DEEPLIGHTNING|RAY|SLURM"
+    r"|HF_DATASETS|HF_HUB|TOKENIZERS|TRANSFORMERS|LC|LD|XDG)_\w+"
+    r"|PYTHON\w*|MASTER_ADDR|MASTER_PORT|HF_HOME|HOME|LANG|LANGUAGE|PATH|TMPDIR|TZ"
+)
+"""Variables of `engine.env` that are known to be no secrets."""
 
 
 @dataclass
@@ -108,15 +116,21 @@ def note_literals(root: Entry, secrets: Secrets) -> None:
     for path, entry in leaves(root):
         text = str(entry.value)
         name = next((part for part in reversed(path) if isinstance(part, str)), "")
-        is_random = _DIGIT.search(text) and _LONG.search(text)
-        if not (_MAYBE_KEY.search(name) or _MAYBE_VALUE.search(text) or is_random):
+        is_unknown = path[:2] == ("engine", "env") and not _SETTING.fullmatch(name)
+        is_random = _LONG.search(text) and not _DOTTED.fullmatch(text)
+        if not (is_unknown or _MAYBE_KEY.search(name) or _MAYBE_VALUE.search(text) or is_random):
             continue
-        if isinstance(entry.value, bool | float | None) or secrets.text_of(path) or not tells(text):
+        if isinstance(entry.value, bool | float | None) or secrets.text_of(path):
             continue
-        if entry.written is not None and _REFERENCE.search(entry.written):
+        if not is_unknown and (not tells(text) or (entry.written and _REFERENCE.search(entry.written))):
             continue
-        from deeplightning.config.secret_scan import BLOT, secrets_in_value  # 10 ms, and hardly a config has any
+        from deeplightning.config.secret_scan import BLOT, is_rare, secrets_in_value  # 10 ms, and few configs have any
 
+        if is_unknown and isinstance(entry.value, str):
+            secrets.literals[name], secrets.texts[path] = (path, text), f"${{oc.env:{name}}}"
+            if tells(text) and (is_rare(text) or secrets_in_value(name, text)):  # messages need ordinary words
+                secrets.values[text] = secrets.texts[path]
+            continue
         parts, done = [], 0
         for number, (start, end) in enumerate(secrets_in_value(name, text), start=1):
             variable = re.sub(r"\W+", "_", "_".join(map(str, path)).upper()) + (f"_{number}" if number > 1 else "")
@@ -132,7 +146,7 @@ def note_literals(root: Entry, secrets: Secrets) -> None:
             done = end
         if parts:
             secrets.texts[path] = "".join([*parts, escaped(text[done:])])
-    clear = {value: secrets.values[value] for _, value in secrets.literals.values()}
+    clear = {text: secrets.values[text] for _, text in secrets.literals.values() if text in secrets.values}
     for path, entry in nodes(root) if clear else ():
         if secrets.text_of(path) is None and any(value in str(plain(entry)) for value in clear):
             if entry.written is not None and _REFERENCE.search(entry.written):

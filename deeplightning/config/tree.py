@@ -13,7 +13,7 @@ import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from deeplightning.faults import ConfigError, Fault
-from deeplightning.words import first_line
+from deeplightning.words import first_line, printable
 
 if TYPE_CHECKING:
     pass
@@ -76,7 +76,7 @@ class _Dumper(yaml.SafeDumper):
 
 def _write_text(dumper: yaml.SafeDumper, text: str) -> ScalarNode:
     style = None if isinstance(scalar(text), str) else "'"
-    if re.search("[\x00-\x1f\x7f-\x9f\u2028\u2029]", text):
+    if printable(text) != text:
         style = '"'  # in the others line breaks are folded, and the rest could steer a terminal
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
@@ -87,7 +87,7 @@ _Dumper.add_multi_representer(PurePath, lambda dumper, path: _write_text(dumper,
 
 def dump(plain: object) -> str:
     """Plain values as YAML text that `read` turns into the same values."""
-    return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return printable(yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120), "\n")
 
 
 def line(plain: object) -> str:
@@ -95,7 +95,7 @@ def line(plain: object) -> str:
     text = yaml.dump(
         plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=float("inf"), default_flow_style=True
     )
-    return text.removesuffix("...\n").rstrip("\n")
+    return printable(text.removesuffix("...\n").rstrip("\n"))
 
 
 def kind(entry: Entry) -> str:

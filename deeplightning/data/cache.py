@@ -69,7 +69,7 @@ from deeplightning.data.cache_files import (
     sums,
     texts,
 )
-from deeplightning.data.datasets import threads
+from deeplightning.data.datasets import report_messages, threads
 from deeplightning.data.errors import DataError
 from deeplightning.image import ImageError, ImageSpec
 
@@ -303,6 +303,8 @@ class ImageCache:
             return _Read(stat, digest, self._spec.decode(data, self._max_pixels).transpose(2, 0, 1).reshape(-1))
         except (ImageError, OSError) as error:
             raise DataError(f"{path}: cannot be used as an image. {error}") from error
+        finally:
+            report_messages(path)
 
     def _elsewhere(self) -> _Elsewhere:
         """What the same rule made of other sources: a data set that was copied is not decoded again."""

@@ -4,6 +4,8 @@ A loader worker imports this module and nothing of Lightning, which would cost e
 N samples, B batch, H height, W width, C channels of the prepared image.
 """
 
+import logging
+import mmap
 import os
 import threading
 import time
@@ -17,7 +19,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from deeplightning.data.errors import DataError
-from deeplightning.image import MAX_PIXELS, ImageError, ImageSpec
+from deeplightning.image import MAX_PIXELS, ImageError, ImageSpec, caught_messages
 from deeplightning.transfer import to_device
 
 Batch = dict[str, torch.Tensor]
@@ -27,6 +29,13 @@ Batch = dict[str, torch.Tensor]
 _CHUNK = 64  # pictures that one thread prepares at a time
 _MOVED = 2**26  # bytes that go to a GPU at a time
 _NO_POSITIONS = np.empty(0, np.int64)
+
+
+_reported = mmap.mmap(-1, 1)
+"""Whether a message of a decoder has been reported, shared by the processes that are forked from this one: the workers
+of a loader, whose fork server imports this module."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,15 @@ class Samples:
             return spec.decode(item, max_pixels).transpose(2, 0, 1)
         except (ImageError, OSError) as error:
             raise DataError(f"{item}: cannot be used as an image. {error}") from error
+        finally:
+            report_messages(item)
+
+
+def report_messages(item: object) -> None:
+    """Logs how many messages a decoder had about the picture that was decoded just now, for the first that has any."""
+    if (number := caught_messages()) and not _reported[0]:
+        _reported[0] = 1
+        log.warning("%s: left out %s messages of its decoder, and all about further pictures", item, f"{number:,}")
 
 
 class InMemory(Dataset):

@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 
 from deeplightning.data.addresses import folder_of
-from deeplightning.data.datasets import Batch, Samples, threads
+from deeplightning.data.datasets import Batch, Samples, report_messages, threads
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.images import ImageData, height_width
 from deeplightning.image import EXTENSIONS, MAX_PIXELS, ImageError, ImageSpec, files_below
@@ -193,6 +193,8 @@ class ImageFolder(ImageData):
             self.image_spec.decode(path, self.max_pixels)
         except (ImageError, OSError) as error:
             return str(error).rstrip(".")
+        finally:
+            report_messages(path)
         return None
 
     def _require_same_classes(self, folder: Path) -> None:

@@ -19,7 +19,7 @@ from PIL import Image
 from torch import nn
 
 from deeplightning.address import is_address, shown
-from deeplightning.data.datasets import OnDemand
+from deeplightning.data.datasets import OnDemand, report_messages
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.image_folder import STATISTICS
 from deeplightning.data.images import ImageData, height_width
@@ -83,6 +83,8 @@ class ShardSamples:
                 f"{self.named(position)}: cannot be used as an image. {error} "
                 "data.module.params.on_bad_sample=skip leaves such samples out."
             ) from error
+        finally:
+            report_messages(self.source.shards[shard].name)
 
     def named(self, position: int) -> str:
         """Shard and member of a sample, for messages."""

@@ -7,7 +7,6 @@ Text from outside, such as names of classes, is never read as mathematics.
 
 import io
 import logging
-import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deeplightning.faults import SetupError, printable
+from deeplightning.faults import SetupError
+from deeplightning.words import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -150,8 +150,7 @@ def lines(axes: "Axes", which: str = "both") -> None:
 
 def label(text: object, longest: int = LONGEST) -> str:
     """A name as a picture shows it: on one line, without control characters, its middle left out where it is longer."""
-    name = printable(str(text)).encode("utf-8", "replace").decode()
-    name = re.sub("[\ufffe\uffff]", "?", name)  # not of XML
+    name = printable(str(text))
     if len(name) <= longest:
         return name
     end = longest // 3

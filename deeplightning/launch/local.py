@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from deeplightning.engine.plan import local_size
 from deeplightning.launch.backoff import Backoff
 from deeplightning.launch.job import Job, Start
 from deeplightning.launch.sealed import sealed_meanwhile
+from deeplightning.process.terminal import say, say_path
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.environment import git_answers
 
@@ -75,7 +75,7 @@ class Local:
         restarts, redact = job.cfg.engine.max_restarts, job.cfg.redact
 
         def tell(line: str) -> None:
-            print(redact(line), file=sys.stderr, flush=True)
+            say(redact(line), err=True)
 
         command, size = _command(job), local_size(job.cfg.engine)
         with sealed_meanwhile(compose(job.config, [*job.overrides]).files, git_answers(redact)):
@@ -83,7 +83,7 @@ class Local:
         if code != 0 and agent.cause is not None:
             self._tell_end(job, agent, tell)
         if agent.run_folder is not None:
-            print(f"Artifact storage path: {agent.run_folder.path}", flush=True)
+            say_path(agent.run_folder.path, "Artifact storage path: ")
         return code
 
     def _tell_end(self, job: Job, agent: Any, tell: Callable[[str], None]) -> None:

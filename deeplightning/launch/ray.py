@@ -42,6 +42,7 @@ from deeplightning.launch.storage import POOL
 from deeplightning.own_code import SEALED
 from deeplightning.process import failure, ranks
 from deeplightning.process.identity import ATTEMPT, LAUNCH
+from deeplightning.process.terminal import say, say_path
 from deeplightning.tracking.environment import git_answers
 
 GRACE = ranks.LATE + 2 * ranks.SOON  # seconds that the others have to end by themselves when one has failed
@@ -172,7 +173,7 @@ class _Launch:
         self.signals: list[int] = []  # that a person has sent
 
     def log(self, text: str) -> None:
-        print(self.redact(text), file=sys.stderr, flush=True)
+        say(self.redact(text), err=True)
 
     # ---- from one start to the next
 
@@ -207,7 +208,7 @@ class _Launch:
             for number, handler in before.items():
                 signal.signal(number, handler)
             if self.folder is not None:
-                print(f"Artifact storage path: {self.folder}", flush=True)
+                say_path(Path(self.folder), "Artifact storage path: ")
 
     def _log_cause(self, cause: failure.Cause, reported: bool) -> None:
         word = f"error [{cause.whose}]" if cause.whose else "error"

@@ -30,6 +30,7 @@ from deeplightning.launch.slurm_script import AGAIN, FOLDER, NUMBER, VARIABLES, 
 from deeplightning.own_code import ROOTS, SEALED, original_roots
 from deeplightning.process import failure
 from deeplightning.process.identity import LAUNCH, slurm_step
+from deeplightning.process.terminal import say
 from deeplightning.runfolder import make_private, permissions_of
 from deeplightning.tracking.environment import git_answers
 
@@ -417,7 +418,7 @@ def _log(folder: Path, number: str, rank: int = 0, kind: str = "out") -> Path:
 
 
 def _say(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
+    say(words, err=True)
 
 
 def _quoted(word: object) -> str:

@@ -21,9 +21,6 @@ class _Residual(resnet.ResNet):
         groups, width: of the convolutions in a block: `groups` and `width_per_group` of torchvision.
     """
 
-    conv1: nn.Conv2d
-    maxpool: nn.Module
-
     def __init__(
         self,
         block: type[resnet.BasicBlock | resnet.Bottleneck],
@@ -41,15 +38,8 @@ class _Residual(resnet.ResNet):
             raise ValueError(f"small_images must be true or false, not {small_images!r}")
         super().__init__(block, depths, num_classes=num_classes, groups=groups, width_per_group=width)
         if small_images or num_channels != 3:
-            usual = self.conv1
-            self.conv1 = nn.Conv2d(
-                num_channels,
-                usual.out_channels,
-                kernel_size=3 if small_images else usual.kernel_size,
-                stride=1 if small_images else usual.stride,
-                padding=1 if small_images else usual.padding,
-                bias=False,
-            )
+            size, stride = (3, 1) if small_images else (7, 2)
+            self.conv1 = nn.Conv2d(num_channels, 64, size, stride, size // 2, bias=False)
             nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")  # torchvision's
         if small_images:
             self.maxpool = nn.Identity()

@@ -35,6 +35,7 @@ from deeplightning.process.failure import (
 )
 from deeplightning.process.shared_folder import alone_in, is_there, members
 from deeplightning.process.streams import is_early
+from deeplightning.process.terminal import say
 from deeplightning.process.whereabouts import LOOK, answer, where_is, where_others_are
 from deeplightning.runfolder import RunFolder
 from deeplightning.words import first_line
@@ -280,7 +281,7 @@ class Ranks:
         self.end_children(0)
         if self._may_tell(cause):
             word = f"error [{cause.whose}]" if cause.whose else "error"
-            print(f"{word}: {self.redact(cause.reason)}", file=sys.stderr, flush=True)
+            say(f"{word}: {self.redact(cause.reason)}", err=True)
         error = RankError(cause)
         last_words = threading.Thread(target=self.end, args=(error,), daemon=True)
         last_words.start()

@@ -3,6 +3,7 @@
 Importing it changes nothing; only `prepare`, which the command calls, does. It imports little, since every verb pays.
 """
 
+import _thread
 import contextlib
 import errno
 import io
@@ -10,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from types import FrameType
 from typing import Any
 
@@ -20,6 +22,8 @@ TERMINATED_CODE = 143
 heard: int | None = None
 """The signal that has asked this process to end before a run could hear it."""
 
+_deferrals = 0
+_MOST_DEFERRALS = 100
 _process = 0  # that of the command; a process that is forked from it says nothing of a lost stream
 _outlives = False
 _lost: str | None = None  # the message about a stream that was lost
@@ -100,11 +104,32 @@ def is_early(number: int) -> bool:
 
 def _terminate(number: int, frame: FrameType | None) -> None:
     global heard
+    if is_deferred(number, frame):
+        return
     if heard is not None:  # the first is on its way, perhaps through a library that holds it up
         os.write(2, b"error: interrupted by SIGTERM\n")
         os._exit(TERMINATED_CODE)
     heard = number
     raise Terminated
+
+
+def is_deferred(number: int, frame: FrameType | None) -> bool:
+    """Whether a handler should return instead of raising, because the signal arrived inside `logging`. It is sent again
+    soon, for a second at most. An exception there can leave a lock taken, for which other threads then wait for ever.
+    """
+    global _deferrals
+    while frame is not None and frame.f_globals.get("__name__") != "logging":
+        frame = frame.f_back
+    if frame is None or _deferrals >= _MOST_DEFERRALS:
+        return False
+    _deferrals += 1
+    _thread.start_new_thread(_send_again, (number,))  # `threading` takes locks
+    return True
+
+
+def _send_again(number: int) -> None:
+    time.sleep(1 / _MOST_DEFERRALS)
+    os.kill(os.getpid(), number)
 
 
 if hasattr(os, "register_at_fork"):

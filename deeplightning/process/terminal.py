@@ -1,9 +1,39 @@
-"""What a stream can show: whether it is a terminal, in colour, and how wide. Text is styled and broken accordingly."""
+"""What a stream can show: whether it is a terminal, in colour, and how wide. Text is styled and broken accordingly.
+
+`say` prints: what a store, a run, a bundle or a data file holds reaches stdout and stderr only through it.
+"""
 
 import os
+import re
 import shutil
+import sys
 import textwrap
+from pathlib import Path
 from typing import TextIO
+
+from deeplightning.words import printable
+
+LAYOUT = "\n\t"
+"""What lines of ours keep, of the characters that could steer a terminal."""
+
+
+def say(text: object, err: bool = False, nl: bool = True) -> None:
+    """Prints lines whose words may come from anywhere, with escapes for what could steer a terminal.
+
+    Args:
+        err: on stderr.
+        nl: with a line end.
+    """
+    stream = sys.stderr if err else sys.stdout
+    print(printable(str(text), LAYOUT), end="\n" * nl, file=stream, flush=True)
+
+
+def say_path(path: Path, label: str = "") -> None:
+    """Prints a path that another program may read: without escapes into a file or pipe, as `ls` does, unless it has
+    control characters."""
+    text = str(path)
+    is_safe = not sys.stdout.isatty() and re.search(r"[\x00-\x1f\x7f-\x9f]", text) is None
+    print(label + (text if is_safe else printable(text)), flush=True)  # noqa: T201
 
 
 def is_interactive(stream: TextIO) -> bool:

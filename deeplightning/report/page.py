@@ -14,6 +14,7 @@ from typing import Any
 from deeplightning.figures.style import DARK, GRID, INK, MUTED, PAPER, RED
 from deeplightning.report.facts import PNG, Facts, Mistake, shown, without_secrets
 from deeplightning.version import __version__
+from deeplightning.words import printable
 
 GENERATOR = f"Deep Lightning {__version__}"
 MARK = '<meta name="generator" content="Deep Lightning'
@@ -43,8 +44,7 @@ def _style() -> str:
 
 def text(value: object) -> str:
     """Text from a run, without secrets, for HTML."""
-    found = without_secrets(str(value)).encode("utf-8", "replace").decode()
-    return escape(re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\uffff]", "\ufffd", found))
+    return escape(printable(without_secrets(str(value)), "\t\n\r"))
 
 
 def document(title: str, subtitle: str, sections: Iterable[str]) -> str:

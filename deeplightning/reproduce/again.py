@@ -26,6 +26,7 @@ from deeplightning.config.tree import line, plain
 from deeplightning.faults import CheckpointError, RunError, SetupError
 from deeplightning.own_code import ROOTS
 from deeplightning.process.identity import identity
+from deeplightning.process.terminal import say_path
 from deeplightning.reproduce.compare import compare, reasons
 from deeplightning.reproduce.differences import PATHS
 from deeplightning.reproduce.past import PastRun, flat, past_run
@@ -102,7 +103,7 @@ def reproduce(
         if folder is None or (code != 0 and original.status not in ("FAILED", "KILLED")):
             say(f"the run could not be made again: the new one ended with exit code {code}")
             if folder is not None:
-                print(f"Artifact storage path: {folder}", flush=True)
+                say_path(folder, "Artifact storage path: ")
             raise SystemExit(code or 1)
         again = _as_tracked(past_run(str(folder)), plan)
         found_apart = compare(original, again, say)
@@ -111,7 +112,7 @@ def reproduce(
             kept.parent.mkdir(parents=True, exist_ok=True)
             folder.rename(kept)
             again = PastRun(RunFolder(kept), again.store, again.run_id)
-    print(f"Artifact storage path: {again.folder.path}", flush=True)
+    say_path(again.folder.path, "Artifact storage path: ")
     if found_apart:
         raise RunError(
             f"{again.folder.path} does not agree with {original.folder.path}: first difference: {found_apart[0]}"

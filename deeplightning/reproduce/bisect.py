@@ -18,6 +18,7 @@ from pathlib import Path
 
 from deeplightning.checks.check import check
 from deeplightning.faults import ConfigError, SetupError, UserError
+from deeplightning.process.terminal import say_path
 from deeplightning.reproduce.again import Say, address_of, check_data, quoted, refuse_ranks, to_execute
 from deeplightning.reproduce.cause import Bisection, listed
 from deeplightning.reproduce.interpreters import interpreters
@@ -109,7 +110,7 @@ def bisect(
                     found.run()
         finally:
             hold.release()
-    print(f"Artifact storage path: {parent.folder}", flush=True)
+    say_path(parent.folder, "Artifact storage path: ")
     return parent.folder
 
 

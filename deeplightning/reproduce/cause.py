@@ -11,10 +11,12 @@ from statistics import fmean
 from typing import Any
 
 from deeplightning.faults import RunError, count
+from deeplightning.process.terminal import say
 from deeplightning.reproduce.ddmin import Outcome, ddmin, most_tests
 from deeplightning.reproduce.mixture import Difference, Parts, mix
 from deeplightning.reproduce.trials import Enough, Trial, Trials
 from deeplightning.runfolder import write_whole
+from deeplightning.words import printable
 
 MAX_NAMED = 5
 """Differences that a message names, of those that it counts."""
@@ -79,7 +81,7 @@ class Bisection:
         finally:
             self._write()
         if self.state != "the ends are not checked":
-            print(self.trials.cfg.redact(self.sentence()))
+            say(printable(self.trials.cfg.redact(self.sentence())))
 
     def _check_ends(self) -> None:
         """Runs both ends with several seeds, and places the limit between good and bad.

@@ -9,11 +9,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from deeplightning.process.terminal import LAYOUT
 from deeplightning.reproduce.past import PastRun
 from deeplightning.tracking.code import Code
 from deeplightning.tracking.datafiles import changes
 from deeplightning.tracking.series import is_repeatable, last_values, parted
 from deeplightning.tracking.store import is_local
+from deeplightning.words import printable
 
 PATHS = ("data.root", "logger.params.tracking_uri")
 """Keys whose relative paths are meant from where a run was started."""
@@ -48,9 +50,9 @@ def as_text(found: Mapping[str, list[tuple[str, object, object]]]) -> str:
         lines += [group] * bool(items)
         for name, one, two in items:
             if isinstance(one, str) and one.startswith("--- "):
-                lines += [f"  {line}" for line in one.splitlines()]
+                lines += [f"  {printable(line, LAYOUT)}" for line in one.splitlines()]
             else:
-                lines.append(f"  {name}: {shown(one)} → {shown(two)}")
+                lines.append(printable(f"  {name}: {shown(one)} → {shown(two)}"))
     return "\n".join(lines)
 
 

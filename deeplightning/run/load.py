@@ -22,6 +22,7 @@ from deeplightning.run.assemble import init_module
 from deeplightning.run.find import checkpoint_of
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.code import read_code, restored, unpack
+from deeplightning.words import printable
 
 log = logging.getLogger("deeplightning")
 
@@ -105,7 +106,9 @@ def load_run(
             if None in instead or not set(instead).isdisjoint(left_out):
                 raise ConfigError([_with_hint(fault, folder, verb) for fault in error.faults]) from error
             for fault, override in zip(error.faults, instead, strict=True):
-                log.warning("%s: %s; %s does without", fault.key, fault.message.partition(". ")[0], verb)
+                log.warning(
+                    "%s: %s; %s does without", printable(str(fault.key)), fault.message.partition(". ")[0], verb
+                )
                 left_out.append(str(override))
 
 
@@ -160,6 +163,6 @@ def use_code(folder: RunFolder, allow: Sequence[str] = ()) -> None:
     atexit.register(shutil.rmtree, into, ignore_errors=True)
     secrets = read(run_config(folder, allow, "use")).secrets.values
     add_import_roots(*unpack(code, into, lambda content: restored(content, {n: value for value, n in secrets.items()})))
-    log.warning("the run's own code is used, from %s: %s", folder.code, names or "none")
+    log.warning("the run's own code is used, from %s: %s", folder.code, printable(names) or "none")
     for where in code.concealed:
         log.warning("at %s a secret was left out of the kept code; *** replaces it", where)

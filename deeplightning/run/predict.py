@@ -23,6 +23,7 @@ from deeplightning.kinds import KINDS
 from deeplightning.run.inputs import ENDINGS, Place, inputs_of
 from deeplightning.run.load import trained_task
 from deeplightning.runfolder import RunFolder
+from deeplightning.words import printable
 from serve.local import answered
 
 MANY = 1000  # inputs without an answer that are named
@@ -104,6 +105,7 @@ class _Network:
             )
         self.task: str = kind
         self.max_pixels: int = cfg.serve.max_pixels
+        self._max_side: int = cfg.serve.max_side
         self._model = task.inference_model()  # before the spec of texts is asked for
         takes = KINDS[kind].takes
         self._image_spec = task.image_spec if takes == "image" else None
@@ -120,7 +122,7 @@ class _Network:
     def prepare(self, path: Path, max_pixels: int) -> np.ndarray:
         """A picture's file as the network takes it, uint8 (C, H, W)."""
         assert self._image_spec is not None, "it takes pictures"
-        decoded: np.ndarray = self._image_spec.decode(path, max_pixels=max_pixels)
+        decoded: np.ndarray = self._image_spec.decode(path, max_pixels, self._max_side)
         return decoded.transpose(2, 0, 1)
 
     def predict(self, batch: np.ndarray) -> np.ndarray:
@@ -245,15 +247,21 @@ def _writer(out: Path | None) -> Iterator[Callable[[dict[str, object]], object]]
 
 
 def _table(out: TextIO) -> Callable[[dict[str, object]], object]:
+    """Writes rows as CSV. On stdout nothing can steer a terminal; into a pipe, the paths of files stay as they are."""
     writer = csv.writer(out)
-    is_begun = False
+    is_begun, as_it_is = False, "path" if not out.isatty() else None
 
     def write(row: dict[str, object]) -> None:
         nonlocal is_begun
         if not is_begun:
-            writer.writerow(row)
+            writer.writerow(shown("", name) for name in row)
             is_begun = True
-        writer.writerow(row.values())
+        writer.writerow(shown(name, value) for name, value in row.items())
+
+    def shown(name: str, value: object) -> object:
+        if out is sys.stdout and isinstance(value, str) and name != as_it_is:
+            return printable(value)
+        return value
 
     return write
 

@@ -20,6 +20,7 @@ from deeplightning.launch.environment import apply_environment
 from deeplightning.process import supervisor
 from deeplightning.process.agreement import all_ended, connect
 from deeplightning.process.identity import own_rank
+from deeplightning.process.terminal import say_path
 from deeplightning.run.assemble import init_module, init_trainer
 from deeplightning.run.bundle import export_run, is_servable, keep_samples
 from deeplightning.run.errors import run_stage
@@ -155,7 +156,7 @@ def _end(record: Record, trainer: pl.Trainer, error: BaseException | None = None
     if error is not None:
         record.fail(error)
     if record.opened and trainer.is_global_zero and not supervisor.is_led():
-        print(f"Artifact storage path: {record.folder.path}", flush=True)
+        say_path(record.folder.path, "Artifact storage path: ")
     record.close()
 
 

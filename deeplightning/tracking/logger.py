@@ -32,6 +32,7 @@ from deeplightning.tracking.open import open_tracker
 from deeplightning.tracking.store import Store, explain, local_path, locate
 from deeplightning.tracking.tracker import EPOCH, SYSTEM, TEST, Batch, Dataset, Point, Run, Tracker
 from deeplightning.tracking.writer import Writer
+from deeplightning.words import printable
 
 log = logging.getLogger("deeplightning.tracking")
 
@@ -248,7 +249,7 @@ class MLflowLogger(Logger):
     @rank_zero_only
     def describe(self, text: str) -> None:
         """Set the description that MLflow shows of the run, in Markdown, unless somebody else has written one."""
-        text = text[:MAX_TAG]
+        text = printable(text, "\n")[:MAX_TAG]
         self._open()  # tells whose description the run has
         if not self._is_described:
             self.log_tags({NOTE: text, NOTE_DIGEST: _digest(text)})

@@ -14,6 +14,7 @@ from importlib.metadata import entry_points
 
 from deeplightning.faults import SetupError
 from deeplightning.process.streams import outlive_reader, prepare_streams
+from deeplightning.process.terminal import say
 from deeplightning.tracking.attach import attach
 from deeplightning.tracking.journal import settle_quietly
 from deeplightning.tracking.store import Store, explain, locate
@@ -41,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         monitor(options.tracking_uri, options.host, options.port)
     except SetupError as error:
-        print(error, file=sys.stderr)
+        say(error, err=True)
         return error.exit_code
     return 0
 
@@ -58,19 +59,19 @@ def monitor(tracking_uri: str | None, host: str, port: int, opens: bool | None =
     store = locate(tracking_uri)
     command = server_command(tracking_uri, host, port)
     for line in settle_quietly(store):
-        print(line, file=sys.stderr)
+        say(line, err=True)
     opens = has_browser() if opens is None else opens
     if command is None:
         address = _with_newest(store, store.shown.rstrip("/"))
-        print(f"The store is a server with its own pages: {address}", flush=True)
+        say(f"The store is a server with its own pages: {address}")
         if opens:
             webbrowser.open(address)
         return
     address = f"http://{'127.0.0.1' if host in EVERYWHERE else f'[{host}]' if ':' in host else host}:{port}"
     if APPLICATION not in command:
         address = _with_newest(store, address)
-    print(f"MLflow shows {store.shown} at {address}", flush=True)
-    print("Ctrl-C ends it.", flush=True)
+    say(f"MLflow shows {store.shown} at {address}")
+    say("Ctrl-C ends it.")
     if opens:
         os.environ[OPENS] = address
     os.execv(command[0], command)

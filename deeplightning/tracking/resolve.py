@@ -6,14 +6,21 @@ import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from deeplightning.faults import CheckpointError, SetupError
+from deeplightning.faults import CheckpointError, SetupError, install
 from deeplightning.tracking.store import Store, explain, local_path, locate
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 _ID = r"[A-Za-z0-9][\w-]*"
+_READERS = {
+    "botocore": "boto3",
+    "google": "google-cloud-storage",
+    "azure": "azure-identity azure-storage-blob azure-storage-file-datalake",
+}
+"""By module, the packages with which MLflow reads the files of runs at an address."""
 _MAX_NAMED = 5  # runs of one name that a note lists
 
 
@@ -80,7 +87,7 @@ def _of_run(run_id: str, store: Store, also: str = "") -> Path:
         raise missing(f"There is no run {run_id!r} in the tracking store {store.shown}.")
     folder = local_path(found.artifact_uri)
     if folder is None:
-        return _download(_client(store), run_id, store)
+        return _download(_client(store), run_id, store, found.artifact_uri)
     if folder.is_dir():
         return folder
     if store.artifact_root is not None:  # the store's folder was moved or copied with all that is in it
@@ -142,7 +149,7 @@ def _client(store: Store) -> Any:
     return MlflowClient(uri)
 
 
-def _download(client: "MlflowClient", run_id: str, store: Store) -> Path:
+def _download(client: "MlflowClient", run_id: str, store: Store, address: str) -> Path:
     """A server's artifacts, fetched anew each time (the run may have gone on) into the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deeplightning" / "runs"
     target = cache / run_id
@@ -158,5 +165,12 @@ def _download(client: "MlflowClient", run_id: str, store: Store) -> Path:
     except OSError as error:
         raise SetupError(f"The artifacts of the run {run_id} cannot be fetched into {cache}: {error}") from error
     except Exception as error:  # MLflow's artifact stores each have their own
-        raise explain(error, store) from error
+        if urlsplit(address).scheme in ("mlflow-artifacts", "http", "https"):  # the tracking server has them
+            raise explain(error, store) from error
+        how = f"They cannot be read: {' '.join(str(error).split())[:300]}"
+        if isinstance(error, ImportError) and error.name:
+            package = _READERS.get(error.name.partition(".")[0])
+            how = f"To read them: {f'pip install {package}' if package else install(error.name)}"
+        files = re.sub(r"://[^/@]*@", "://***@", address)
+        raise SetupError(f"The files of the run {run_id} are at {files}. {how}") from error
     return target

@@ -508,7 +508,7 @@ def _record() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         SqlAlchemyStore(f"sqlite:///{folder}/mlflow.db", Path(folder).as_uri())
-        print(recorded(Path(folder, "mlflow.db")))
+        print(recorded(Path(folder, "mlflow.db")))  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from deeplightning.engine import compute
 from deeplightning.engine.plan import clip_arguments, trainer_arguments
 from deeplightning.faults import CheckpointError, ConfigError, RunError, SetupError, UserError
 from deeplightning.private.python import forget_exit_functions
+from deeplightning.process.terminal import say
 from deeplightning.run.assemble import init_module
 from deeplightning.tune.worker import end_with
 from deeplightning.words import lacks_memory
@@ -202,7 +203,7 @@ def _told(error: BaseException, redact: Callable[[str], str]) -> dict[str, objec
         cause = cause.__cause__ or cause.__context__
     code = getattr(error, "exit_code", None)
     if code not in _ERRORS:
-        print(redact("".join(traceback.format_exception(error))), file=sys.stderr)
+        say(redact("".join(traceback.format_exception(error))), err=True)
         return {"code": 1}
     notes = [str(fault) for fault in error.faults] if isinstance(error, UserError) else [str(error)]
     return {"code": code, "message": redact("; ".join(notes))}

@@ -31,6 +31,7 @@ from deeplightning.launch import Job, array_of
 from deeplightning.launch.environment import apply_environment
 from deeplightning.process.decisions import DECIDED
 from deeplightning.process.identity import identity
+from deeplightning.process.terminal import say, say_path
 from deeplightning.reproduce.groups import RUNS
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder, make_private, permissions_of, write_whole
@@ -327,9 +328,9 @@ class Grid:
         table, out = self._table(), io.StringIO()
         csv.writer(out, lineterminator="\n").writerows(table)
         write_whole(self.folder / RUNS, self.cfg.redact(out.getvalue()))
-        print(self.cfg.redact(text([row[:-2] for row in table], RUNS)))
+        say(self.cfg.redact(text([row[:-2] for row in table], RUNS)))
         self._summarize()
-        print(f"Artifact storage path: {self.folder}", flush=True)
+        say_path(self.folder, "Artifact storage path: ")
         sys.stdout.flush()
 
     def _summarize(self) -> None:

@@ -31,6 +31,7 @@ from deeplightning.launch.environment import apply_environment
 from deeplightning.launch.sealed import is_intact
 from deeplightning.process.decisions import DECIDED
 from deeplightning.process.identity import identity
+from deeplightning.process.terminal import say, say_path
 from deeplightning.runfolder import Hold, RunFolder, make_private, permissions_of, write_whole
 from deeplightning.tracking.parent import Parent, Stopped
 from deeplightning.tune.sealed import FOLDER, SearchCode, code_of_search
@@ -147,7 +148,7 @@ class _Search:
                 self._give_up(error)
                 raise
             finally:
-                print(f"Artifact storage path: {self.parent.folder}", flush=True)
+                say_path(self.parent.folder, "Artifact storage path: ")
         return self.parent.folder
 
     @contextlib.contextmanager
@@ -473,7 +474,7 @@ class _Search:
         from deeplightning.tune.table import text
 
         folder, best = self.parent.folder, self.study.best()
-        print(self.cfg.redact(text(outcome.rows(self.study), "trials.csv")), flush=True)
+        say(self.cfg.redact(text(outcome.rows(self.study), "trials.csv")))
         write_whole(folder / "trials.csv", self.cfg.redact(outcome.as_csv(self.study)))
         if pictures:
             outcome.draw(self.study, folder)

@@ -26,6 +26,7 @@ from deeplightning.config.tree import as_written, dump
 from deeplightning.faults import ConfigError, Fault, SetupError, count
 from deeplightning.launch.environment import apply_environment
 from deeplightning.process.identity import identity
+from deeplightning.process.terminal import say
 from deeplightning.reproduce.groups import Group, Member
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder, write_whole
@@ -176,11 +177,11 @@ class Seeds(Grid):
         out = io.StringIO()
         csv.writer(out, lineterminator="\n").writerows(exact)
         write_whole(self.folder / SUMMARY, out.getvalue())
-        print(text(shown, SUMMARY))
+        say(text(shown, SUMMARY))
         lacking = {name: len(group.members) - len(values) for name, values in found.items()}
         for name, missing in lacking.items():
             if missing:
-                print(f"{name}: {count(missing, 'run')} left out, without a finite value")
+                say(f"{name}: {count(missing, 'run')} left out, without a finite value")
         self.parent.log(points, {"seeds": str(len(group.members))})
 
     def _close(self, error: BaseException | None) -> None:

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from deeplightning.words import printable
+
 MOST_ROWS = 30
 
 
@@ -12,7 +14,7 @@ def text(table: Sequence[Sequence[str]], file: str) -> str:
         file: the one that has the rows that are left out here.
     """
     left_out = len(table) - 1 - MOST_ROWS
-    shown = table[: MOST_ROWS + 1]
+    shown = [[printable(cell) for cell in row] for row in table[: MOST_ROWS + 1]]
     widths = [max(len(row[column]) for row in shown) for column in range(len(table[0]))]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in shown]
     return "\n".join(lines + ([f"… and {left_out} more, in {file}"] if left_out > 0 else []))

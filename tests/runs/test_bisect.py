@@ -25,6 +25,7 @@ from deeplightning.reproduce.interpreters import interpreters
 from deeplightning.reproduce.past import PastRun
 from deeplightning.reproduce.trials import UNDERWAY, Trial
 from deeplightning.runfolder import RunFolder
+from deeplightning.tracking.code import read_code
 
 PASSWORD = "correct-horse-battery"  # comes from the environment
 CONFIG = """\
@@ -352,7 +353,9 @@ def test_code_from_elsewhere_is_not_executed(few, command, tmp_path):
     """A copy of a run with other code: its files are named, and exit code 4 unless it is trusted."""
     copied = RunFolder(tmp_path / "copied")
     shutil.copytree(few.bad, copied.path)
-    copied.config.write_text(copied.config.read_text() + "\n")
+    kept = read_code(copied.code)
+    kept.files = {name: content + b"\n" for name, content in kept.files.items()}
+    copied.code.write_bytes(kept.pack())
     refused = few.bisect(bad=copied.path)
     assert refused.code == 4, refused
     assert "would be executed: bounds.py, own.py" in refused.err

@@ -14,6 +14,8 @@ import signal
 import subprocess
 import sys
 import urllib.request
+import zipfile
+from hashlib import sha256
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -23,7 +25,8 @@ from served import COLOURS, colour_run, encoded, picture, probabilities, wait_un
 from serve.device import PACKAGE
 
 ROOT = Path(__file__).resolve().parents[2]
-PIP = "python -m pip install --no-cache-dir"
+PIP = "python -m pip install --no-cache-dir --require-hashes"
+UV = ".uv/bin/uv pip install --system --no-cache --compile-bytecode"
 HEAVY = ("torch", "torchvision", "pytorch_lightning", "mlflow", "pandas", "onnx")
 
 
@@ -104,20 +107,74 @@ def test_the_engine_gets_what_is_copied():
     assert set(lines) - {f"!{line}" for line in let_in} == {"*", "**/__pycache__"}
 
 
-@pytest.fixture(scope="module")
-def python(app):
-    """The interpreter of an environment in which the Dockerfile's RUN line was run, by uv instead of pip."""
-    home = app.parent / "env"
+def install(app, home, device="cpu", **variables):
+    """Runs the Dockerfile's RUN line in `app`, with the uv that is here, into a new environment `home`."""
     uv = Path(sys.executable).with_name("uv")
-    cache = {"UV_CACHE_DIR": str(ROOT / ".uv" / "cache")} if (ROOT / ".uv" / "cache").is_dir() else {}
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | cache
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
     subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, home], env=environment, check=True)
     (line,) = of("RUN")
-    assert PIP in line
+    assert line.count(PIP) == line.count(UV) == 1
+    line = line.replace(PIP, "true").replace(UV, shlex.join([str(uv), "pip", "install", "-q", "--python", str(home)]))
+    return subprocess.run(
+        ["bash", "-ec", line], cwd=app, env={**environment, "DEVICE": device}, capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def python(app):
+    """The interpreter of an environment in which the Dockerfile's RUN line was run."""
+    home = app.parent / "env"
+    cache = {"UV_CACHE_DIR": str(ROOT / ".uv" / "cache")} if (ROOT / ".uv" / "cache").is_dir() else {}
     assert of("ARG") == ["DEVICE=cpu"]
-    line = line.replace(PIP, f"{shlex.quote(str(uv))} pip install --quiet --python {shlex.quote(str(home))}")
-    subprocess.run(["bash", "-ec", line], cwd=app, env={**environment, "DEVICE": "cpu"}, check=True)
+    done = install(app, home, **cache)
+    assert done.returncode == 0, done.stderr
     return home / "bin" / "python"
+
+
+def wheel(folder, name, needs):
+    """An empty package of the version 1.0; gives its line of a lock."""
+    path = folder / f"{name.replace('-', '_')}-1.0-py3-none-any.whl"
+    info = f"{path.name.removesuffix('-py3-none-any.whl')}.dist-info"
+    extras = "".join(f"Provides-Extra: {extra}\n" for extra in ("cuda", "cudnn"))
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{extras}Requires-Dist: {needs}\n"
+        )
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return f"{name}==1.0 \\\n    --hash=sha256:{sha256(path.read_bytes()).hexdigest()}\n"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_image_gets_no_file_but_those_of_the_lock(tmp_path, device):
+    """The build ends when the index gives another file for a package of the lock, and when a package is not in the
+    lock; except for DEVICE=cuda, whose onnxruntime-gpu is not in it."""
+    app, files = tmp_path / "app", tmp_path / "files"
+    app.mkdir()
+    files.mkdir()
+    lock = [wheel(files, "needed", "needed_too"), wheel(files, "needed_too", "needed_too")]
+    lock.append(wheel(files, "onnxruntime", "needed"))
+    wheel(files, "onnxruntime-gpu", "needed")
+    offline = {"UV_NO_INDEX": "1", "UV_FIND_LINKS": str(files), "UV_CACHE_DIR": str(tmp_path / "cache")}
+
+    def build(name, lock):
+        (app / "requirements.txt").write_text("onnxruntime==1.0\n")
+        (app / "requirements.lock").write_text("".join(lock))
+        done = install(app, tmp_path / name, device, **offline)
+        return (
+            done.stderr
+            if done.returncode
+            else sorted(path.name.partition("-")[0] for path in (tmp_path / name).rglob("*-1.0.dist-info"))
+        )
+
+    runtime = "onnxruntime" if device == "cpu" else PACKAGE.partition("[")[0].replace("-", "_")
+    right = build("right", lock)
+    assert right == sorted(["needed", "needed_too", runtime])
+    assert {path.name for path in app.iterdir()} == {"requirements.txt", "requirements.lock"}
+    without = build("without", [lock[0], *lock[2:]])
+    assert without == right if device == "cuda" else "needed-too" in without, without
+    lock[1] = re.sub("sha256:.*", f"sha256:{'0' * 64}", lock[1])
+    assert "Hash mismatch for `needed-too==1.0`" in build("other", lock)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "rocm"])
@@ -128,7 +185,7 @@ def test_the_device_of_the_image_chooses_the_package(tmp_path, device):
         shutil.copyfile(ROOT / name, tmp_path / Path(name).name)
     before = (tmp_path / "requirements.txt").read_text().splitlines()
     (line,) = of("RUN")
-    line = line.replace(PIP, "echo pip install")
+    line = line.replace(PIP, "true").replace(UV, "echo uv pip install")
     done = subprocess.run(
         ["bash", "-ec", line], cwd=tmp_path, env={**os.environ, "DEVICE": device}, capture_output=True, text=True
     )
@@ -136,7 +193,7 @@ def test_the_device_of_the_image_chooses_the_package(tmp_path, device):
     if device == "rocm":
         assert (done.returncode, done.stderr) == (2, "DEVICE is rocm; it can be cpu or cuda\n")
         return
-    assert (done.returncode, done.stdout.split()[:2]) == (0, ["pip", "install"])
+    assert (done.returncode, done.stdout.split()[:2]) == (0, ["uv", "pip"])
     changed = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
     (onnxruntime,) = [name for name in before if name.startswith("onnxruntime==")]
     gpu = onnxruntime.replace("onnxruntime", PACKAGE)

@@ -17,6 +17,7 @@ import torch
 from commands import environment
 from served import GUNICORN, Server, WsgiServer
 
+from deeplightning.checks.trust import note_own
 from deeplightning.cli.deploy import command as command_of
 from deeplightning.config.schema import Serve, keys
 from deeplightning.faults import CheckpointError, ConfigError
@@ -182,6 +183,7 @@ def test_only_the_section_of_the_server_is_looked_at(run, tmp_path):
     copy = RunFolder(shutil.copytree(run.path, tmp_path / "copy"))
     text = copy.config.read_text().replace("deeplightning.data.digits.Digits", "gone.Digits")
     copy.config.write_text(text.replace("seed: 7", "seed: ${oc.env:NOT_SET_ANYWHERE}"))
+    note_own(copy.config)
     assert flags(command_of(str(copy.path), ["serve.port=0"])) == ["--port=0", "--max-batch=4", "--max-wait=2.5"]
 
 

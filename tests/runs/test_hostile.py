@@ -137,8 +137,8 @@ HTTP = {
         post(GOOD).replace(b"Length: %d" % len(GOOD), b"Length: %d" % (len(GOOD) - 9)), 200, 400, label="green"
     ),
     "request behind a body": wire(
-        post(GOOD + b"GET /nothing HTTP/1.1\r\nX: y\r\n\r\n").replace(
-            b"Length: %d" % (len(GOOD) + 31), b"Length: %d" % len(GOOD)
+        post(GOOD + b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n").replace(
+            b"Length: %d" % (len(GOOD) + 42), b"Length: %d" % len(GOOD)
         ),
         200,
         404,
@@ -202,8 +202,8 @@ HTTP = {
     "very many headers": wire(head("GET /health HTTP/1.1", *[f"X-{n}: y" for n in range(20_000)]), 431),
     "very long header": wire(head("GET /health HTTP/1.1", f"X: {'y' * 100_000}"), 431),
     "header name of 60 kB": wire(head("GET /nothing HTTP/1.1", f"{'x' * 60_000}: y"), 404),
-    "unknown method": wire(head("BREW /predict HTTP/1.1"), 400),
-    "method in lower case": wire(head("post /predict HTTP/1.1"), 400),
+    "unknown method": wire(head("BREW /predict HTTP/1.1"), 501),
+    "method in lower case": wire(head("post /predict HTTP/1.1"), 501),
     "odd method": wire(head("PROPFIND /predict HTTP/1.1"), 405),
     "GET on predict": wire(head("GET /predict HTTP/1.1"), 405),
     "PUT on predict": wire(post(GOOD).replace(b"POST", b"PUT"), 405),
@@ -217,8 +217,8 @@ HTTP = {
     "coded before it is chunked": wire(head("POST /predict HTTP/1.1", "Transfer-Encoding: gzip, chunked"), 501),
     "2,000 pipelined": wire(head("GET /nothing HTTP/1.1") * 2000, *[404] * 17, None),
     "HTTP/0.9": wire(b"GET /nothing\r\n\r\n", 400),
-    "HTTP/3.7": wire(head("GET / HTTP/3.7"), 400),
-    "HTTP/2 preface": wire(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0", 400),
+    "HTTP/3.7": wire(head("GET / HTTP/3.7"), 505),
+    "HTTP/2 preface": wire(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0", 505),
     "upgrade with a body": wire(post(b"hello", "Connection: Upgrade", "Upgrade: h2c"), 415),
     "websocket with frames": wire(
         head("GET /predict HTTP/1.1", "Connection: Upgrade", "Upgrade: websocket") + b"\x81\x85" * 100,
@@ -398,9 +398,7 @@ BODIES = {
     "JSON of depth 900": json_of(b"[" * 900 + b"]" * 90),
     "JSON of 1,000,000 parts": json_of(lambda: b"[" + b"0," * 1_000_000 + b"0]"),
     "JSON of 300 pictures": json_of(lambda: json.dumps({"images": [encoded(GOOD)] * 300}).encode(), 413),
-    "JSON with a key twice": json_of(
-        f'{{"image": "{encoded(picture("red"))}", "image": "{encoded(GOOD)}"}}'.encode(), 200, label="green"
-    ),
+    "JSON with a key twice": json_of(f'{{"image": "{encoded(picture("red"))}", "image": "{encoded(GOOD)}"}}'.encode()),
     "JSON with a huge number": json_of(b'{"image": ' + b"9" * 1_000_000 + b"}"),
     "JSON with a huge exponent": json_of(b'{"image": 1e999999999}'),
     "JSON with a long fraction": json_of(b'{"image": 0.' + b"1" * 1_000_000 + b"}"),
@@ -415,7 +413,7 @@ BODIES = {
     "base64 of nothing": json_of(b'{"image": ""}'),
     "base64 of text": json_of(in_json(b"hello"), 415),
     "base64 that is none": json_of(b'{"image": "????"}'),
-    "base64 for URLs": json_of(b'{"image": "__--"}'),
+    "base64 for URLs": json_of(b'{"image": "__--"}', 415),
     "base64 with a wrong end": json_of(b'{"image": "AAAAA"}'),
     "base64 with padding inside": json_of(b'{"image": "AA==AAAA"}'),
     "base64 of base64": json_of(in_json(encoded(GOOD).encode()), 415),
@@ -807,16 +805,15 @@ def form_of(data: bytes) -> bytes:
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_is_a_fault(server):
-    """No request of this file has led to a status of 500 or more, to an event on stderr, or to a worker's end.
-
-    Of stderr only the server's own lines are looked at: libtiff writes its complaints there by itself."""
+    """No request of this file has led to a status of 500 or more, but for an unknown coding, method or version, to an
+    event on stderr but for counts of what is not logged, to another line there, or to a worker's end."""
     processes = server.processes()
     yield
     assert server.processes() == processes
     assert server.stop() == 0
-    assert [line for line in server.requests() if line["status"] >= 500 and line["status"] != 501] == []
-    lines = [line for line in server.errors.read_text().splitlines() if line.startswith("{")]
-    assert {json.loads(line)["event"] for line in lines} <= {"refused requests without a line"}
+    assert [line for line in server.requests() if line["status"] >= 500 and line["status"] not in (501, 505)] == []
+    events = {json.loads(line)["event"] for line in server.errors.read_text().splitlines()}
+    assert events <= {"refused requests without a line", "messages of decoders without a line"}
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from exported import exported
 from jsonschema import Draft202012Validator
 from served import Server, colour_run, encoded, labelled_run, masked_run, negative_run, picture
 
@@ -64,6 +65,33 @@ def test_it_describes_what_is_there(runs, task, secured):
     check("/predict", "post", client.post("/predict", data=b"no picture"))
     for path in ("/health", "/ready", "/info"):
         check(path, "get", client.get(path))
+
+
+def test_what_is_refused_as_empty_is_not_described(runs, tmp_path):
+    """The schemas of a picture in base64 and of a table admit what is answered, and not what has no content."""
+
+    def asked(run):
+        client = application(Service(Bundle.open(run))).test_client()
+        content = client.get("/openapi.json").json["paths"]["/predict"]["post"]["requestBody"]["content"]
+        return client, {kind: Draft202012Validator(one["schema"]) for kind, one in content.items()}
+
+    client, schemas = asked(runs["image_classification"])
+    for text, status in ((encoded(picture()), 200), ("", 400)):
+        for document in ({"image": text}, {"images": [text]}):
+            assert client.post("/predict", json=document).status_code == status
+            assert schemas["application/json"].is_valid(document) == (status == 200)
+    client, schemas = asked(exported(tmp_path, "table_classification")[1].path)
+    for table, status in (
+        ("age,city\r\n30,Bern\r\n", 200),
+        ("age,city\n\n\n30,Bern", 200),
+        ("age,city\r30,Bern", 200),
+        ("age,city", 400),
+        ("age,city\r\n\r\n", 400),
+        ("\nage,city\n30,Bern", 400),
+        ("", 400),
+    ):
+        assert client.post("/predict", data=table, content_type="text/csv").status_code == status, table
+        assert schemas["text/csv"].is_valid(table) == (status == 200), table
 
 
 def fuzzed(run, folder, examples, key=None):

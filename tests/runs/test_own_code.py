@@ -69,6 +69,9 @@ def place(tmp_path_factory):
     folder.mkdir()
     for name, text in OWN.items():
         (folder / f"{name}.py").write_text(text)
+    for name in ("z3", "onnxscript/docs"):  # torch tries to import both
+        (folder / name).mkdir(parents=True)
+        (folder / name / "notes.txt").write_text("no code\n")
     return folder
 
 

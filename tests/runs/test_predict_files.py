@@ -13,6 +13,7 @@ import pytest
 from exported import TEXTS, exported
 from PIL import Image
 from pyarrow import parquet
+from served import picture
 
 from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.kinds import KINDS
@@ -45,7 +46,7 @@ def asked(runs, monkeypatch, tmp_path):
 
     def ask(kind, *files, out="out.jsonl"):
         task, folder, _ = runs(kind)
-        cfg = SimpleNamespace(serve=SimpleNamespace(max_pixels=10_000))
+        cfg = SimpleNamespace(serve=SimpleNamespace(max_pixels=10_000, max_side=200))
         monkeypatch.setattr(predict, "trained_task", lambda *_: (task, cfg, None))
         error = None
         try:
@@ -213,7 +214,7 @@ def test_pictures_get_labels_and_masks(runs, asked, tmp_path):
 def test_pictures_need_a_place(runs, monkeypatch, tmp_path):
     """Masks do not go to stdout: one note with the remedy, and no traceback."""
     task, folder, _ = runs("image_segmentation")
-    cfg = SimpleNamespace(serve=SimpleNamespace(max_pixels=100))
+    cfg = SimpleNamespace(serve=SimpleNamespace(max_pixels=100, max_side=100))
     monkeypatch.setattr(predict, "trained_task", lambda *_: (task, cfg, None))
     with pytest.raises(SetupError, match=r"--out FILE\.csv"):
         predict.predict_files(folder, [png(tmp_path / "a.png")])
@@ -259,6 +260,7 @@ def test_what_cannot_be_answered_is_named_after_the_rest(asked, tmp_path):
         ("array_regression", "a.csv", "1,2\n3\n", "this is no signal"),
         ("array_regression", "a.csv", "1,2\n3,4\n", "The array has the shape 2 x 2, not 2 x 12"),
         ("array_regression", "a.wav", "RIFF", "this is no signal"),
+        ("image_multilabel", "a.png", picture(size=(1, 201)), "1 x 201 pixels; a side of at most 200 is accepted"),
     ],
 )
 def test_a_file_of_another_content_says_what_is_wrong(asked, tmp_path, kind, name, content, words):

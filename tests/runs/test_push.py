@@ -71,7 +71,7 @@ def test_no_secret_and_no_path_leaves_the_machine(run, written, store, place):
     for words in ("s3cr3t", "/home/ada", str(store), str(place), str(run.parent.parent), "PK\x03\x04"):
         assert not any(words.encode() in text for text in texts), words
     cfg = yaml.safe_load((written / "cfg.yaml").read_text())
-    assert (cfg["data"]["root"], cfg["data"]["module"]["params"]["token"]) == ("pictures", "${oc.env:PASSWORD}")
+    assert (cfg["data"]["root"], cfg["data"]["module"]["params"]["token"]) == ("pictures", "***")
     assert "tracking_uri" not in cfg["logger"]["params"]
 
 

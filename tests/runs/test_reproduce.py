@@ -17,6 +17,7 @@ import yaml
 from conftest import digest
 from mlflow.tracking import MlflowClient
 
+from deeplightning.checks.trust import note_own
 from deeplightning.config.secret_scan import conceal
 from deeplightning.faults import CheckpointError, RunError
 from deeplightning.reproduce.again import prepare, reproduce
@@ -484,6 +485,7 @@ def test_each_kind_of_difference_has_its_group(gone, command, tmp_path):
     second = RunFolder(tmp_path / "second")
     shutil.copytree(first.path, second.path)
     second.config.write_text(second.config.read_text().replace("lr: 0.05", "lr: 0.06"))
+    note_own(second.config)
     told = json.loads(second.environment.read_text())
     told["packages"]["torch"], told["cpu"]["model"] = "9.9.9", "Abacus"
     told |= {"started": "2030-01-01", "command": "other", "launch": "other"}

@@ -1,8 +1,9 @@
 """Secrets that were planted in code, settings, diffs and the environment are in nothing that a run leaves behind.
 
-The corpora are `hostile/secrets.jsonl` (name, kind of file, text, secret) and `hostile/no_secrets.jsonl` (kind of file,
-text that stays as it is), a line each. A `¦` in the first is taken out on reading: with it no scanner of repositories
-takes the line for a real key.
+The corpora are `hostile/secrets.jsonl` (name, kind of file, text, secret), `hostile/tokens.jsonl` (service, text and
+the secret in it, if that is not all of it) and `hostile/no_secrets.jsonl` (kind of file, text that stays as it is), a
+line each. A `¦` in the first two is taken out on reading: with it no scanner of repositories takes the line for a real
+key. The tokens are random text in the form that each service documents; none is real.
 """
 
 import base64
@@ -10,6 +11,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from served import Server
 
 from deeplightning.callbacks import provenance
 from deeplightning.checks.examine import examine
+from deeplightning.config import secret_scan
 from deeplightning.config.secret_scan import conceal, conceal_diff
 from deeplightning.config.secrets import Secrets
 from deeplightning.runfolder import RunFolder, permissions_of
@@ -36,6 +39,8 @@ from deeplightning.tracking.tracker import Batch
 
 HOSTILE = Path(__file__).parents[1] / "hostile"
 PLANTED = [json.loads(line.replace("¦", "")) for line in (HOSTILE / "secrets.jsonl").read_text("utf-8").splitlines()]
+TOKENS = [json.loads(line.replace("¦", "")) for line in (HOSTILE / "tokens.jsonl").read_text("utf-8").splitlines()]
+TOKENS = [(name, text, secret[0] if secret else text) for name, text, *secret in TOKENS]
 HARMLESS = [json.loads(line) for line in (HOSTILE / "no_secrets.jsonl").read_text("utf-8").splitlines()]
 PASSWORD = "correct/horse battery+staple=42"
 """Comes from the environment; a URL and base64 write it in another way."""
@@ -54,11 +59,15 @@ model:
   optimizer: {type: torch.optim.SGD, params: {lr: 0.05}}
   loss: {type: torch.nn.CrossEntropyLoss, params: {}}
 train: {num_epochs: 1, export: false}
+engine:
+  env: {MY_API: clear-in-env-49, FLAVOUR: bitter, OMP_WAIT_POLICY: passive}
 logger:
   params: {system_metrics: false, tags: {same: "${data.module.params.db_password}", note: "with clear/hunter-47 in it"}}
   pictures: null
 """
-CLEAR = ["clear/hunter-47", "90817263", "clear-48"]
+PARTS = ["Modal id", "Modal secret", "Voyage AI", "LaunchDarkly SDK", "LaunchDarkly API", "Mailgun"]
+"""Their prefixes are words: in a longer name such as `cache_key-…` they are part of it."""
+CLEAR = ["clear/hunter-47", "90817263", "clear-48", "clear-in-env-49"]
 """Stand in the config."""
 OWN = """\
 import base64
@@ -77,6 +86,7 @@ class Own(Digits):
     def __init__(self, cfg, password, db_password, admin_password, url):
         super().__init__(cfg)
         self.words = [password, db_password, str(admin_password), url, *json.loads(os.environ["WORDS"])]
+        self.words += [os.environ["MY_API"]] if os.environ["FLAVOUR"] == "bitter" else []
 
     def train_dataloader(self):
         told = []
@@ -134,6 +144,37 @@ def test_a_planted_secret_is_blotted_out(name, kind, text, secret):
     assert secret not in conceal_diff(diff_of(kind, text))
 
 
+@pytest.mark.parametrize(("name", "text", "secret"), TOKENS, ids=[row[0] for row in TOKENS])
+def test_a_token_of_a_service_is_concealed(name, text, secret, tmp_path):
+    """In code, settings, prose, messages, JSON with line breaks and addresses, and as the value of a config whose key
+    says nothing. No 20 characters of it stay."""
+    traces = {secret[start : start + 20] for start in range(max(1, len(secret) - 19))}
+    for kind, around in (
+        *(
+            (".py", 'x = call("%s")'),
+            (".yaml", "note: %s"),
+            (".env", 'X="%s"'),
+            (".md", "I used %s for it."),
+            (".txt", "%s"),
+        ),
+        *((".ipynb", '{"source": ["a\\n%s\\n"]}'), (".txt", "GET /?next=a%%3D%s%%26b"), (".py", "x_%s")),
+    ):
+        if not (around == "x_%s" and name in PARTS):
+            clean = conceal(around % text, f"x{kind}")[0]
+            assert not [trace for trace in traces if trace in clean], (kind, clean)
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump({"data": {"module": {"type": "a.B", "params": {"note": text}}}}))
+    public = yaml.safe_dump(examine(tmp_path / "a.yaml").config.public(), width=10_000)
+    assert not [trace for trace in traces if trace in public], public
+
+
+def test_every_row_of_the_table_of_services_finds_a_token():
+    """No row is without an example in a corpus, and each matches what stands behind an end of a word only."""
+    texts = [row[1] for row in TOKENS] + [row[2] for row in PLANTED]
+    assert [row for row in secret_scan._known() if not any(re.search(row[1], text) for text in texts)] == []
+    table = Path(secret_scan.__file__).with_name("secret_shapes.tsv").read_text("utf-8")
+    assert conceal(table, "secret_shapes.tsv") == (table, [])
+
+
 @pytest.mark.parametrize(("kind", "text"), HARMLESS, ids=[f"{kind} {text[:40]}" for kind, text in HARMLESS])
 def test_what_is_no_secret_stays_as_it_is(kind, text):
     """Tokenizers, types, references, placeholders, hashes, calls and prose; also in a diff."""
@@ -156,6 +197,8 @@ def test_our_own_sources_stay_as_they_are():
     [
         *("a" * 100_000, "password" * 10_000, "password = " * 10_000, "password: (" + "(" * 50_000, '"""' * 30_000),
         *("password=[" + "'ab'," * 20_000, "://a:" * 20_000, "kind: Secret\n" + "data:\n a\n" * 10_000, "eyJ" * 30_000),
+        *("eyJ-" * 25_000, "_EAA" * 25_000, "sk-" + "-" * 100_000, "sk-" + "aB" * 50_000, "eyJaaaaaaaaaa." * 7_000),
+        *("JQQJ99-" * 14_000, "MTaaaaaaaaaaaaaaaaaaaaaaaa." * 4_000, "a.atlasv1." * 10_000, "//a" * 30_000),
         *("password:" + " " * 50_000, "password:" + "\n" * 50_000, "-----BEGIN PRIVATE KEY-----" * 3_000),
     ],
     ids=lambda text: text[:12],
@@ -216,6 +259,7 @@ def planted_run(command, tmp_path_factory):
     for path in files:
         path.parent.mkdir(exist_ok=True)
         path.write_text("")
+    files[package / "tokens.py"] = "".join(f"call({text!r})\n" for _, text, _ in TOKENS if "\n" not in text)
     git(tree, "init", "-q")
     git(tree, "add", "-f", ".")
     git(tree, "commit", "-q", "-m", "first")
@@ -248,6 +292,7 @@ def traces():
             if not line.startswith("-----"):
                 yield secret, line[:20].encode()
                 yield from ((secret, form[:20].encode()) for form in forms(line) if len(form) >= 8)
+    yield from ((secret, secret[-20:].encode()) for _, _, secret in TOKENS)
 
 
 def leaks(contents):
@@ -273,6 +318,10 @@ def test_a_secret_in_clear_is_a_variable_in_what_the_run_keeps(planted_run):
         "admin_password": "${oc.decode:${oc.env:DATA_MODULE_PARAMS_ADMIN_PASSWORD}}",
         "url": "x://${oc.env:DATA_MODULE_PARAMS_URL}@db/t",
     }
+    env = yaml.safe_load((folder / "cfg.yaml").read_text())["engine"]["env"]
+    assert env == {"MY_API": "${oc.env:MY_API}", "FLAVOUR": "${oc.env:FLAVOUR}", "OMP_WAIT_POLICY": "passive"}
+    for key in ("MY_API", "FLAVOUR"):
+        assert f"engine.env.{key}: may be a secret in clear" in done.err
     for key in ("db_password", "admin_password", "url"):
         assert f"data.module.params.{key}: a secret in clear" in done.err
 
@@ -339,6 +388,40 @@ def test_an_ordinary_value_of_a_config_is_no_secret(params, tmp_path):
     found = examine(tmp_path / "a.yaml")
     assert found.config.public()["data"]["module"]["params"] == params
     assert found.source.secrets.literals == {}
+
+
+@pytest.mark.parametrize("name", ["NCCL_DEBUG", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "TZ", "PYTHONHASHSEED"])
+def test_a_known_variable_of_a_run_is_recorded(name, tmp_path):
+    """Unless its value looks like a token."""
+    for value, shown in (
+        ("7", "7"),
+        ("a-word", "a-word"),
+        (f"gsk{'_'}{'a1B2' * 13}", f"${{oc.env:ENGINE_ENV_{name}}}"),
+    ):
+        (tmp_path / "a.yaml").write_text(yaml.safe_dump({"engine": {"env": {name: value}}}))
+        assert examine(tmp_path / "a.yaml").config.public()["engine"]["env"] == {name: shown}
+
+
+@pytest.mark.parametrize("value", ["on", "bitter", "k9/j8 h7", "\\${x}", "${data.batch_size}-samples", "/tmp"])
+def test_another_variable_of_a_run_is_concealed(value, tmp_path, monkeypatch):
+    """Whatever its value is: the run gets it, its record the name. An ordinary word in it stays a word elsewhere, and
+    the record means the same where the variable is set."""
+    config = {"data": {"batch_size": 4}, "stages": ["train"], "engine": {"env": {"MY_API": value, "MODE": "train"}}}
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(config))
+    found = examine(tmp_path / "a.yaml")
+    given = found.config.engine.env["MY_API"]
+    assert given == value.replace("\\$", "$").replace("${data.batch_size}", "4")
+    public = found.config.public()
+    assert public["engine"]["env"] == {"MY_API": "${oc.env:MY_API}", "MODE": "${oc.env:MODE}"}
+    assert public["stages"] == ["train"]
+    assert found.config.secrets.variables() == {"MY_API": given, "MODE": "train"}
+    assert found.redact("the run trains") == "the run trains"
+    assert (given in found.redact(f"refused: {given}")) == (value in ("on", "bitter", "\\${x}", "/tmp"))
+    (tmp_path / "b.yaml").write_text(yaml.safe_dump({"engine": public["engine"]}))
+    assert any("variable MY_API is not set" in str(fault) for fault in examine(tmp_path / "b.yaml").faults)
+    for name, text in found.config.secrets.variables().items():
+        monkeypatch.setenv(name, text)
+    assert examine(tmp_path / "b.yaml").config.engine.env == {"MY_API": given, "MODE": "train"}
 
 
 def modes(store):

@@ -569,11 +569,13 @@ def test_output_and_exit_code_of_a_job_are_passed_on(code, told, submit):
 def test_a_frozen_config_has_no_secrets(submit):
     """What came from the environment stands in the job's config by its name; the rest as it was submitted."""
     given = ("logger.params.tags={key: '${oc.env:THE_KEY}'}", "engine.launcher.params.python=/bin/true")
+    given += ("engine.env.MY_API=hunter2-of-engine-env",)
     outcome = submit(*given, "data.batch_size=8", THE_KEY="hunter2").end()
     assert outcome.code == 0, outcome
     folder = Path(re.search("its config, script and logs are in (.*)", outcome.err)[1])
     frozen = (folder / "config.yaml").read_text()
     assert "key: ${oc.env:THE_KEY}" in frozen
+    assert "MY_API: ${oc.env:MY_API}" in frozen
     assert "batch_size: 8" in frozen
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
     assert folder / ".sealed" / "seal.json" in files

@@ -761,6 +761,36 @@ def test_a_run_id_that_a_server_says_names_no_other_folder(monkeypatch, tmp_path
     assert kept.exists()
 
 
+@pytest.mark.parametrize(
+    ("address", "module", "words"),
+    [
+        ("s3://bucket/run/artifacts", "botocore", "To read them: pip install boto3"),
+        ("gs://bucket/run", "google", "To read them: pip install google-cloud-storage"),
+        ("wasbs://box@account.blob.core.windows.net/run", "azure", "To read them: pip install azure-identity"),
+        ("sftp://me:secret@127.0.0.1:1/run", "paramiko", "To read them: pip install paramiko"),
+        ("odd://there/run", None, "They cannot be read: Could not find a registered artifact repository for: odd"),
+    ],
+)
+def test_a_run_whose_files_are_elsewhere_is_named(monkeypatch, store, logger, tmp_path, address, module, words):
+    """With their address, without a password in it, and the package that reads them; exit code 3."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if module:
+        monkeypatch.setitem(sys.modules, module, None)
+    logger.finalize("success")
+    with sqlite3.connect(store / "mlflow.db") as database:
+        database.execute("UPDATE runs SET artifact_uri = ? WHERE run_uuid = ?", (address, logger.run_id))
+    database.close()
+    for run in (logger.run_id, f"runs:/{logger.run_id}"):
+        with pytest.raises(SetupError) as caught:
+            resolve_run(run, store)
+        message = str(caught.value)
+        assert f"The files of the run {logger.run_id} are at {address.partition(':')[0]}://" in message
+        assert words in message
+        assert "secret" not in message
+        assert "mlflow.db" not in message
+        assert caught.value.exit_code == 3
+
+
 def test_looking_a_run_up_makes_no_store(tmp_path):
     """Without a store there is no run, and still no store."""
     with pytest.raises(CheckpointError, match="There is no tracking store"):

@@ -28,7 +28,7 @@ class Model:
         self.may_end = threading.Event()
         self.may_end.set()
 
-    def prepare(self, data, max_pixels):
+    def prepare(self, data, max_pixels, max_side):
         if data == b"bad":
             raise ImageError("This is not an image.", 415)
         if len(data) > 3:
@@ -213,7 +213,7 @@ def test_a_request_waits_no_longer_than_allowed_for_its_turn_to_decode(model):
     """Large pictures are decoded one at a time per lane; whoever's turn does not come gets 504 in time."""
     decoding, may_end = threading.Event(), threading.Event()
 
-    def prepare(data, max_pixels):
+    def prepare(data, max_pixels, max_side):
         if max_pixels < 24_000_000:
             raise ImageError("Too large.", 413)
         decoding.set()

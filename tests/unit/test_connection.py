@@ -72,7 +72,9 @@ class Transport:
 
 @pytest.fixture(scope="module")
 def dispatcher(tmp_path_factory):
-    service = Service(Bundle.open(colour_run(tmp_path_factory.mktemp("run")).path), Limits(max_upload_mb=1))
+    service = Service(
+        Bundle.open(colour_run(tmp_path_factory.mktemp("run")).path), Limits(max_upload_mb=1, max_wait=600)
+    )
     return Dispatcher(service, log=Log(os.open(os.devnull, os.O_WRONLY)))
 
 
@@ -125,12 +127,12 @@ def test_requests_of_one_connection_are_answered_in_their_order(talk):
     """Also when all come at once, and a slow answer is before a quick one."""
     colours = ["red", "green", "blue", "green"]
     together = b"".join(post(picture(colour, size=(2000, 1000) if colour == "red" else (8, 8))) for colour in colours)
-    assert labels(talk(together + b"GET /health HTTP/1.1\r\n\r\n", answers=5)) == [*colours, None]
+    assert labels(talk(together + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", answers=5)) == [*colours, None]
 
 
 @pytest.mark.parametrize(
     "after",
-    [b"garbage\r\n\r\n", b"POST /predict HTTP/1.1\r\nContent-Length: 9000000\r\n\r\n" + b"\0" * 1000],
+    [b"garbage\r\n\r\n", b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 9000000\r\n\r\n" + b"\0" * 1000],
     ids=["garbage", "too large"],
 )
 def test_what_cannot_be_answered_takes_no_answer_along(talk, after):
@@ -142,7 +144,9 @@ def test_what_cannot_be_answered_takes_no_answer_along(talk, after):
 def test_too_many_at_once_end_the_connection(talk):
     """As many as are allowed are answered, the last one with the word that it is the last."""
     answers = limits_of.MAX_PIPELINED + 1
-    transport = talk(b"GET /health HTTP/1.1\r\n\r\n" * 2000, b"GET /health HTTP/1.1\r\n\r\n" * 10, answers=2000)
+    transport = talk(
+        b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 2000, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 10, answers=2000
+    )
     assert transport.ended == "answered"
     found = transport.answers()
     assert [status for status, _, _ in found] == [200] * answers
@@ -174,7 +178,7 @@ def test_flask_reads_a_body_in_chunks(talk):
     """A form that only Flask's parser reads, here one with an empty line too many in front, is answered either way."""
     disposition = b'Content-Disposition: form-data; name="image"; filename="a.png"'
     form = b"\r\n\r\n--x\r\n" + disposition + b"\r\n\r\n" + picture("green") + b"\r\n--x--\r\n"
-    head = b"POST /predict HTTP/1.1\r\nContent-Type: multipart/form-data; boundary=x\r\n"
+    head = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=x\r\n"
     chunks = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(form), form)
     assert labels(talk(head + chunks)) == labels(talk(head + b"Content-Length: %d\r\n\r\n%b" % (len(form), form)))
     assert labels(talk(head + chunks)) == ["green"]
@@ -185,14 +189,14 @@ def test_a_target_may_name_scheme_and_host(talk):
     for target in ("http://x/predict", "HTTP://x:5000/predict?top_k=1"):
         assert labels(talk(post(picture("green"), path=target))) == ["green"]
     assert [status for status, _, _ in talk(b"GET http://x HTTP/1.1\r\nHost: y\r\n\r\n").answers()] == [200]
-    assert [status for status, _, _ in talk(b"GET ftp://x/health HTTP/1.1\r\n\r\n").answers()] == [404]
+    assert [status for status, _, _ in talk(b"GET ftp://x/health HTTP/1.1\r\nHost: x\r\n\r\n").answers()] == [404]
 
 
 def test_a_length_of_very_many_digits_is_refused(talk, capfd):
     """Python converts at most 4,300; the parser skips zeros in front."""
     for length in ("0" * 5000 + "5", "9" * 5000):
         ((status, _, body),) = talk(
-            f"POST /predict HTTP/1.1\r\nContent-Length: {length}\r\n\r\nhello".encode()
+            f"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\nhello".encode()
         ).answers()
         assert (status, list(json.loads(body))) == (400, ["ERROR"])
     assert capfd.readouterr().err == ""
@@ -262,20 +266,102 @@ def test_the_host_of_the_target_counts_and_not_the_header(talk, dispatcher, monk
 @pytest.mark.parametrize(
     ("request_", "ended"),
     [
-        (b"GET /health HTTP/1.1\r\n\r\n", None),
-        (b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n", "closed"),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", None),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", "closed"),
         (b"GET /health HTTP/1.0\r\n\r\n", "closed"),
-        (b"GET /health HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n", None),
-        (b"GET /health HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n", None),
+        (b"GET /health HTTP/1.0\r\nConnection: Keep-Alive\r\n\r\n", None),
+        (b"GET /health HTTP/1.0\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n", "closed"),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n", None),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n", None),
     ],
-    ids=["1.1", "close", "1.0", "h2c", "websocket"],
+    ids=["1.1", "close", "1.0", "1.0 kept", "1.0 h2c", "h2c", "websocket"],
 )
 def test_a_connection_closes_when_it_should(talk, request_, ended):
     """As the client asks; an upgrade is not made, and is answered as the HTTP/1.1 that it is."""
     transport = talk(request_)
     ((status, headers, body),) = transport.answers()
     assert (status, json.loads(body), transport.ended) == (200, {"status": "ok"}, ended)
-    assert headers.get("connection") == ("close" if ended else None)
+    kept = "keep-alive" if b"HTTP/1.0" in request_ else None  # without it, such a client takes it for closed
+    assert headers.get("connection") == ("close" if ended else kept)
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        ("FOO /health HTTP/1.1", 501),
+        ("GETTER /health HTTP/1.1", 501),
+        ("get /health HTTP/1.1", 501),
+        ("A-B /health HTTP/1.0", 501),
+        ("DESCRIBE /health HTTP/1.1", 501),
+        ("GET /health HTTP/1.2", 505),
+        ("GET /health HTTP/2.0", 505),
+        ("GET /health HTTP/9.1", 505),
+        ("GET /health HTTP/0.9", 400),
+        ("FOO /health HTTP/3", 400),
+        ("FOO", 400),
+        ("FOO /health", 400),
+        ("F[O /health HTTP/1.1", 400),
+        ("GET /health HTTP/11", 400),
+    ],
+)
+def test_what_is_not_known_is_told_from_what_is_malformed(talk, line, status):
+    """RFC 9110, sections 9.1 and 15.6.6: 501 for a method, 505 for a version; then the connection closes."""
+    transport = talk(f"{line}\r\nHost: x\r\n\r\n".encode())
+    ((found, headers, _),) = transport.answers()
+    assert (found, headers["connection"], transport.ended) == (status, "close", "closed")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "status"),
+    [
+        ((b"FO", b"O /x HTTP/1.1\r\n\r\n"), 501),
+        ((b"GET /x HTTP/", b"2", b".0\r\n", b"\r\n"), 505),
+        ((b"F", b"\0"), 400),
+    ],
+)
+def test_a_request_line_may_come_in_any_pieces(talk, pieces, status):
+    """It gets the status of the whole line."""
+    assert [found for found, _, _ in talk(*pieces).answers()] == [status]
+
+
+def test_garbage_behind_an_answer_is_not_an_unknown_method(talk):
+    """The first line of what has come is that of the request before, which is answered at once."""
+    transport = talk(b"GET /health HTTP/1.1\r\n\r\n" + b"\0\r\n\r\n", answers=2)
+    assert [status for status, _, _ in transport.answers()] == [400, 400]
+
+
+def test_a_request_of_http_1_1_names_its_host(talk):
+    """RFC 9112, section 3.2: else 400, also where the target has a host; HTTP/1.0 has no Host."""
+    for target in ("/health", "http://x/health"):
+        transport = talk(
+            f"GET {target} HTTP/1.1\r\n\r\n".encode() + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", answers=2
+        )
+        assert [status for status, _, _ in transport.answers()] == [400, 200]
+        assert "Host" in json.loads(transport.answers()[0][2])["ERROR"]
+    assert [status for status, _, _ in talk(b"GET /health HTTP/1.0\r\n\r\n").answers()] == [200]
+
+
+def test_another_method_than_a_route_has_is_405(talk):
+    """With those that it has (RFC 9110, section 15.5.6)."""
+    for method in ("GET", "PUT", "TRACE", "CONNECT", "PROPFIND"):
+        ((status, headers, _),) = talk(f"{method} /predict HTTP/1.1\r\nHost: x\r\n\r\n".encode()).answers()
+        assert (status, sorted(headers["Allow"].split(", "))) == (405, ["OPTIONS", "POST"])
+
+
+@pytest.mark.parametrize(("coding", "status"), [("gzip", 415), ("identity, br", 415), ("Identity", 200), ("", 200)])
+def test_a_body_in_a_coding_is_refused_before_it_is_read(talk, coding, status):
+    """RFC 9110, section 12.5.3: `Accept-Encoding` says that the coding is meant, and not the type."""
+    ((found, headers, body),) = talk(post(picture("green"), f"Content-Encoding: {coding}")).answers()
+    assert (found, headers.get("Accept-Encoding")) == (status, "identity" if status == 415 else None)
+    assert status == 200 or f"Content-Encoding {coding} " in json.loads(body)["ERROR"]
+
+
+def test_a_kept_connection_of_http_1_0_is_answered_again(talk):
+    """In the order of the requests, until one does not ask for it."""
+    kept = b"GET /health HTTP/1.0\r\nConnection: keep-alive\r\n\r\n"
+    transport = talk(kept + kept + b"GET /health HTTP/1.0\r\n\r\n", answers=3)
+    assert [headers["connection"] for _, headers, _ in transport.answers()] == ["keep-alive", "keep-alive", "close"]
+    assert transport.ended == "closed"
 
 
 def test_a_body_may_come_with_an_upgrade(talk):
@@ -295,8 +381,8 @@ def test_at_the_end_every_answer_closes(talk):
 
 def test_head_has_the_head_of_get(talk):
     """The same length, and no body."""
-    got = talk(b"GET /info HTTP/1.1\r\n\r\n").answers()[0]
-    head = talk(b"HEAD /info HTTP/1.1\r\n\r\n").written
+    got = talk(b"GET /info HTTP/1.1\r\nHost: x\r\n\r\n").answers()[0]
+    head = talk(b"HEAD /info HTTP/1.1\r\nHost: x\r\n\r\n").written
     assert head.endswith(b"\r\n\r\n")
     assert int(re.search(rb"content-length: (\d+)", head)[1]) == len(got[2]) > 0
 
@@ -306,7 +392,7 @@ def test_who_waits_for_leave_gets_it_or_the_refusal(talk):
     data = picture("red")
     wanted = talk(post(data, "Expect: 100-continue")).written
     assert wanted.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n")
-    head = b"POST /predict HTTP/1.1\r\nContent-Length: 1000001\r\nExpect: 100-continue\r\n\r\n"
+    head = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 1000001\r\nExpect: 100-continue\r\n\r\n"
     unwanted = talk(head)
     assert [status for status, _, _ in unwanted.answers()] == [413]
 
@@ -317,10 +403,10 @@ def test_what_is_too_large_is_not_kept(talk, dispatcher, chunked):
     kept = []
     part = b"\0" * 100_000
     if chunked:
-        head = b"POST /predict HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+        head = b"POST /predict HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
         body = [b"186a0\r\n" + part + b"\r\n"] * 30 + [b"0\r\n\r\n"]
     else:
-        head, body = b"POST /predict HTTP/1.1\r\nContent-Length: 3000000\r\n\r\n", [part] * 30
+        head, body = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 3000000\r\n\r\n", [part] * 30
     looks = [step for one in body for step in (one, lambda *_: kept.append(dispatcher._held))]
     transport = talk(head, *looks, post(picture("blue")), answers=2)
     (status, _, _), (_, _, answer) = transport.answers()
@@ -332,7 +418,9 @@ def test_what_is_too_large_is_not_kept(talk, dispatcher, chunked):
 def test_what_comes_of_a_refused_body_has_an_end(talk, monkeypatch):
     """A client that goes on for too long is cut off."""
     monkeypatch.setattr(limits_of, "REST_BYTES", 500_000)
-    transport = talk(b"POST /predict HTTP/1.1\r\nContent-Length: 9000000\r\n\r\n", *[b"\0" * 100_000] * 10, answers=9)
+    transport = talk(
+        b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 9000000\r\n\r\n", *[b"\0" * 100_000] * 10, answers=9
+    )
     assert transport.ended == "aborted"
     assert [status for status, _, _ in transport.answers()] == [413]
 
@@ -340,14 +428,14 @@ def test_what_comes_of_a_refused_body_has_an_end(talk, monkeypatch):
 def test_unfinished_bodies_have_room_together(talk, monkeypatch):
     """Beyond it a request is told to come back."""
     monkeypatch.setattr(dispatch_of, "MAX_HELD", 150_000)
-    transport = talk(b"POST /predict HTTP/1.1\r\nContent-Length: 300000\r\n\r\n", *[b"\0" * 100_000] * 3)
+    transport = talk(b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 300000\r\n\r\n", *[b"\0" * 100_000] * 3)
     ((status, headers, _),) = transport.answers()
     assert (status, headers["Retry-After"]) == (429, "5")
 
 
 def test_a_client_that_does_not_read_is_not_answered_further(talk):
     """Until it does."""
-    first = b"GET /health HTTP/1.1\r\n\r\n"
+    first = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
     stuck = talk(lambda connection, _: connection.pause_writing(), first, answers=0)
     assert (stuck.written, stuck.reading) == (b"", False)
     steps = [lambda connection, _: connection.pause_writing(), first, lambda connection, _: connection.resume_writing()]
@@ -367,9 +455,9 @@ def test_one_connection_too_many_is_told(talk):
     [
         ((), limits_of.HEAD_SECONDS, None),
         ((b"GET / HT",), limits_of.HEAD_SECONDS, 408),
-        ((b"POST /predict HTTP/1.1\r\nContent-Length: 9\r\n\r\n1",), limits_of.PAUSE_SECONDS, 408),
-        ((b"GET /health HTTP/1.1\r\n\r\n",), limits_of.IDLE_SECONDS, 200),
-        ((b"POST /predict HTTP/1.1\r\nContent-Length: 9000000\r\n\r\n1",), limits_of.REST_SECONDS, 413),
+        ((b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n1",), limits_of.PAUSE_SECONDS, 408),
+        ((b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n",), limits_of.IDLE_SECONDS, 200),
+        ((b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 9000000\r\n\r\n1",), limits_of.REST_SECONDS, 413),
     ],
     ids=["nothing", "head", "body", "idle", "rest"],
 )

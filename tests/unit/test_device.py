@@ -306,7 +306,7 @@ def test_cuda_without_a_gpu_ends_with_the_remedy(run_folder, word):
     command = [sys.executable, "-m", "serve", str(run_folder.path), "--port", "0", "--device", word]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr == f"serve.device is {word}: {onnxruntime_lacks()}.\n"
+    assert done.stderr == f"error: serve.device is {word}: {onnxruntime_lacks()}.\n"
 
 
 @pytest.mark.parametrize(

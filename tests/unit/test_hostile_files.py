@@ -2,12 +2,10 @@
 refused in one sentence with exit code 4, soon, and nothing of it is executed."""
 
 import base64
-import contextlib
 import io
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import warnings
@@ -21,6 +19,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from hangs import limited
 from onnx import helper
 from served import ROOT, colour_run
 
@@ -36,7 +35,7 @@ from deeplightning.tracking.store import locate
 from serve.bundle import Bundle, BundleError
 
 HOSTILE = Path(__file__).parents[1] / "hostile"
-SECONDS = 20  # for one kind; the slowest takes 1 (November 2026)
+SECONDS = 20  # of CPU time for one kind; the slowest takes 1 (November 2026)
 
 
 def corpus(name: str) -> list[Any]:
@@ -46,22 +45,6 @@ def corpus(name: str) -> list[Any]:
 
 
 BUNDLES, CHECKPOINTS, JOURNALS = (corpus(f"{name}.jsonl") for name in ("bundles", "checkpoints", "journals"))
-
-
-@contextlib.contextmanager
-def within(seconds: int):
-    """Ends what hangs in Python; in C the test's own limit has to."""
-
-    def late(*_: Any) -> None:
-        raise AssertionError(f"not over after {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def test_the_corpora_are_large_and_name_each_kind_once():
@@ -218,13 +201,17 @@ def test_a_bundle_that_was_tampered_with_is_refused(right_bundle, tmp_path, capf
     shutil.copytree(right_bundle, folder)
     shutil.copy(folder / "model.onnx", tmp_path)
     tamper_with_bundle(folder, recipe)
-    with within(SECONDS), pytest.raises(BundleError) as caught:
-        Bundle.open(folder)
-    assert answer in str(caught.value)
-    assert str(folder) in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 1000 + len(str(folder))
-    assert caught.value.exit_code == 4
+
+    def is_refused():
+        with pytest.raises(BundleError) as caught:
+            Bundle.open(folder)
+        assert answer in str(caught.value)
+        assert str(folder) in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 1000 + len(str(folder))
+        assert caught.value.exit_code == 4
+
+    limited(SECONDS, is_refused)
     assert capfd.readouterr() == ("", "")
 
 
@@ -481,14 +468,18 @@ def test_a_checkpoint_that_was_tampered_with_is_refused(tmp_path, capfd, monkeyp
     path = tmp_path / "last.ckpt"
     tamper_with_checkpoint(path, recipe)
     capfd.readouterr()
-    for whole in (True, False):
-        with within(SECONDS), pytest.raises(CheckpointError) as caught:
-            load_weights(torch.nn.Linear(3, 2), read_checkpoint(path, whole=whole), path)
-        assert answer in str(caught.value)
-        assert str(path.with_suffix("")) in str(caught.value)
-        assert "\n" not in str(caught.value)
-        assert len(str(caught.value)) < 1000 + 3 * len(str(path))
-        assert caught.value.exit_code == 4
+
+    def is_refused():
+        for whole in (True, False):
+            with pytest.raises(CheckpointError) as caught:
+                load_weights(torch.nn.Linear(3, 2), read_checkpoint(path, whole=whole), path)
+            assert answer in str(caught.value)
+            assert str(path.with_suffix("")) in str(caught.value)
+            assert "\n" not in str(caught.value)
+            assert len(str(caught.value)) < 1000 + 3 * len(str(path))
+            assert caught.value.exit_code == 4
+
+    limited(SECONDS, is_refused)
     assert capfd.readouterr() == ("", "")
     assert not (tmp_path / "pwned").exists()
 
@@ -515,9 +506,12 @@ def test_values_in_many_places_are_put_together_once(tmp_path):
     path.with_suffix(".pieces").mkdir()
     for rank, share in enumerate(shares):
         torch.save(share, path.with_suffix(".pieces") / f"{TOKEN}-{rank}.pt")
-    with within(SECONDS):
+
+    def stay_shared():
         found = read_checkpoint(path)["loops"]["shared"]
-    assert found[0] is found[9]
+        assert found[0] is found[9]
+
+    limited(SECONDS, stay_shared)
 
 
 # Journals
@@ -572,10 +566,13 @@ def test_a_journal_from_elsewhere_leaves_a_finished_run_finished(tmp_path, recip
     if kind in ("file", "writable"):
         path.write_bytes(json.dumps([{"run": head, "store": str(store), "process": 1}]).encode() + b"\n")
         path.write_bytes(path.read_bytes() + said.getvalue())
-    with within(SECONDS):
+
+    def says_one_line():
         told = list(sync(str(store)))
-    assert [answer in line for line in told] == [True] * bool(answer)
-    assert all("\n" not in line and "Traceback" not in line for line in told)
+        assert [answer in line for line in told] == [True] * bool(answer)
+        assert all("\n" not in line and "Traceback" not in line for line in told)
+
+    limited(SECONDS, says_one_line)
     runs = open_tracker(locate(store))
     found = runs.run(run_id)
     runs.close()

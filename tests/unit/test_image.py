@@ -2,11 +2,15 @@
 
 import contextlib
 import io
+import mmap
+import os
+import re
 import struct
 import subprocess
 import sys
 import warnings
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +18,7 @@ import pytest
 import sklearn.datasets
 from PIL import Image
 
-from deeplightning.image import FORMATS, ImageError, ImageSpec
+from deeplightning.image import FORMATS, ImageError, ImageSpec, caught_messages
 
 RAMP = np.arange(256, dtype=np.uint8).reshape(16, 16)  # every grey value once
 
@@ -408,6 +412,17 @@ def test_max_pixels():
     assert error.value.status == 413
 
 
+@pytest.mark.parametrize("size", [(40, 2), (2, 40)])
+def test_max_side(size):
+    """The caller's limit counts the pixels of the longer side, inclusive; without one there is none."""
+    encoded = encode(Image.new("L", size))
+    for limit in (None, 40):
+        assert ImageSpec(8, 8).decode(encoded, max_side=limit).shape == (8, 8, 3)
+    with pytest.raises(ImageError, match=f"{size[0]} x {size[1]} pixels; a side of at most 39 is accepted") as error:
+        ImageSpec(8, 8).decode(encoded, max_side=39)
+    assert error.value.status == 413
+
+
 def test_pillow_stays_silent():
     """Pillow's warnings do not reach the user, whatever filters are set; ours and others' still do."""
     large = png(9_500, 9_500, b"")  # Pillow warns from 89,478,485 pixels on
@@ -420,6 +435,66 @@ def test_pillow_stays_silent():
         assert caught == []
         warnings.warn("something else", stacklevel=1)
     assert len(caught) == 1
+
+
+def tiff(tags, compression=1):
+    """A TIFF of 4 x 4 pixels with so many tags of a type that there is not; no pixels where it is compressed."""
+    known = {256: 4, 257: 4, 258: 8, 259: compression, 262: 1, 273: 8, 277: 1, 278: 4, 279: 16}
+    entries = [struct.pack("<HHII", tag, 4, 1, value) for tag, value in known.items()]
+    entries += [struct.pack("<HHII", 40_000 + tag, 0, 1, 1) for tag in range(tags)]
+    return b"II*\0" + struct.pack("<I", 24) + bytes(16) + struct.pack("<H", len(entries)) + b"".join(entries) + bytes(4)
+
+
+@pytest.mark.parametrize(
+    ("data", "least"),
+    [
+        (tiff(0), 0),
+        (tiff(500, 5), 500),
+        (tiff(0, 8), 1),
+        (tiff(0).replace(b"\x15\x01\4\0\1\0\0\0\1", b"\x15\x01\4\0\1\0\0\0\xff"), 1),
+    ],
+    ids=["sound", "unknown tags", "no data", "many samples"],
+)
+def test_messages_of_decoders_are_counted_and_not_written(capfd, data, least):
+    """Libtiff's and those of Pillow's own log; by thread, and for the last picture alone."""
+    with contextlib.suppress(ImageError):
+        ImageSpec(4, 4).decode(data)
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(caught_messages).result() == 0
+    found = caught_messages()
+    assert least <= found <= 4 * least
+    assert (capfd.readouterr().err, caught_messages()) == ("", 0)
+    with contextlib.suppress(ImageError):
+        ImageSpec(4, 4).decode(data)
+    ImageSpec(4, 4).decode(encode(Image.new("L", (4, 4))))
+    assert caught_messages() == 0
+
+
+def test_a_training_reports_the_first_picture_with_messages(tmp_path, monkeypatch, caplog, capfd):
+    """One line that names the file and their number, whichever process of a loader decodes."""
+    from deeplightning.data import datasets
+
+    monkeypatch.setattr(datasets, "_reported", mmap.mmap(-1, 1))
+    for name, tags in (("none", 0), ("first", 300), ("second", 200)):
+        (tmp_path / f"{name}.tif").write_bytes(tiff(tags, 5))
+    samples = datasets.Samples([str(tmp_path / f"{name}.tif") for name in ("none", "first", "second")], np.zeros(3))
+
+    def prepared(position):
+        with contextlib.suppress(datasets.DataError):
+            samples.prepare(position, ImageSpec(4, 4), 100)
+        return len(caplog.messages)
+
+    assert prepared(1) == 1
+    (message,) = caplog.messages
+    assert re.fullmatch(
+        rf"{re.escape(str(tmp_path))}/first\.tif: left out [3-9]\d\d messages of its decoder, .*", message
+    )
+    assert prepared(2) == 1
+    child = os.fork()
+    if not child:
+        os._exit(prepared(2) + 10)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 11
+    assert "TIFF" not in capfd.readouterr().err
 
 
 def test_spec_travels_as_json():

@@ -28,6 +28,7 @@ from serve.hosts import Hosts
 from serve.limits import Limits, Refusal
 from serve.log import Log, log_event
 from serve.service import Service
+from serve.uploads import arrays_from_json
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,8 @@ def run_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def service(run_folder):
-    return Service(Bundle.open(run_folder.bundle), Limits(1, 1_000_000, 4))
+    limits = Limits(max_upload_mb=1, max_pixels=1_000_000, max_side=5_000, max_images=4, max_wait=600)
+    return Service(Bundle.open(run_folder.bundle), limits)
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +112,14 @@ def form(*pictures, field="image"):
 
 # Answers.
 
+
+def url_safe(data):
+    """A picture in URL-safe base64, with both letters that only this has, and padding."""
+    text = base64.urlsafe_b64encode(data + b"\0" * (-len(data) % 3) + b"\xfb\xff\xbf\xff").decode()
+    assert ("-" in text, "_" in text, text[-1]) == (True, True, "=")
+    return text
+
+
 ONE_IMAGE = {
     "form": lambda data: form(data),
     "body as image": lambda data: {"data": data, "content_type": "image/png"},
@@ -118,6 +128,8 @@ ONE_IMAGE = {
     "JSON list": lambda data: {"json": {"images": [encoded(data)]}},
     "JSON single": lambda data: {"json": {"image": encoded(data)}},
     "JSON data URL": lambda data: {"json": {"image": "data:image/png;base64," + encoded(data)}},
+    "JSON URL-safe": lambda data: {"json": {"image": url_safe(data)}},
+    "JSON without padding": lambda data: {"json": {"image": url_safe(data).rstrip("=")}},
     "JSON in lines": lambda data: {"json": {"image": base64.encodebytes(data).decode()}},
 }
 
@@ -225,6 +237,12 @@ def test_sixteen_bits_of_grey_are_not_white(client):
 # Refusals.
 
 
+def parted(filename=b'; filename="a.png"', data=None, end=b"--x--\r\n", kind="multipart/form-data; boundary=x"):
+    """A form of one part, not necessarily right."""
+    head = b'--x\r\nContent-Disposition: form-data; name="image"' + filename
+    return {"data": head + b"\r\n\r\n" + (data or picture()) + b"\r\n" + end, "content_type": kind}
+
+
 def many_parts():
     boundary, body = encode_multipart({f"field {number}": "x" for number in range(20)})
     return {"data": body, "content_type": f"multipart/form-data; boundary={boundary}"}
@@ -235,7 +253,24 @@ BAD_REQUESTS = {
     "empty form": ({"data": {}, "content_type": "multipart/form-data; boundary=x"}, 400, "no file in the field image"),
     "other field": (form(picture(), field="picture"), 400, "Its fields are: picture"),
     "text field": ({"data": {"image": "a.png"}, "content_type": "multipart/form-data"}, 400, "curl -F image=@FILE"),
-    "no boundary": ({"data": b"--x\r\n", "content_type": "multipart/form-data"}, 400, "no file in the field image"),
+    "picture without a filename": (parted(b"", picture()), 400, "image, which is a text, as it has no filename;"),
+    "large picture without a filename": (parted(b"", b"\0" * 600_000), 413, "(a part without a filename is one)"),
+    "no boundary": (parted(kind="multipart/form-data"), 400, "The Content-Type names no boundary;"),
+    "empty boundary": (parted(kind='multipart/form-data; boundary=""'), 400, "The Content-Type names no boundary;"),
+    "wrong boundary": (parted(kind="multipart/form-data; boundary=y"), 400, "does not have the boundary"),
+    "boundary beyond ASCII": (
+        parted(kind="multipart/form-data; boundary*=utf-8''%E2%82%AC"),
+        400,
+        "does not have the boundary",
+    ),
+    "form without its end": (parted(end=b""), 400, "cut off"),
+    "form cut in a picture": (parted(data=picture()[:50], end=b""), 400, "cut off"),
+    "form with another end": (parted(end=b"--y--\r\n"), 400, "cut off"),
+    "part without a disposition": (
+        {"data": b"--x\r\n\r\n1\r\n--x--\r\n", "content_type": "multipart/form-data; boundary=x"},
+        400,
+        "A part of the form is malformed;",
+    ),
     "nameless field": (
         {
             "data": b"--x\r\nContent-Disposition: form-data\r\n\r\n1\r\n"
@@ -261,6 +296,9 @@ BAD_REQUESTS = {
     "bomb": ({"data": png_header(20_000, 20_000)}, 413, "at most"),
     "large bomb": ({"data": png_header(2**31 - 1, 2**31 - 1)}, 413, "at most"),
     "over our pixels": ({"data": picture(size=(1001, 1000))}, 413, "1001 x 1000 = 1,001,000 pixels"),
+    "over our width": ({"data": picture(size=(5001, 1))}, 413, "5,001 x 1 pixels; a side of at most 5,000 is accepted"),
+    "over our height": ({"data": picture(size=(1, 5001), kind="WEBP")}, 413, "1 x 5,001 pixels; a side of at most"),
+    "over our side as form": (form(picture(size=(1, 5001))), 413, "a side of at most 5,000"),
     "upload": ({"data": b"\0" * 1_000_001}, 413, "at most 1 MB, 4 images"),
     "upload as form": (
         {
@@ -293,6 +331,11 @@ BAD_REQUESTS = {
     "JSON no images": ({"json": {"images": []}}, 400, "one or more texts"),
     "JSON number": ({"json": {"images": [1]}}, 400, "one or more texts"),
     "JSON null": ({"json": {"image": None}}, 400, "one or more texts"),
+    "JSON key twice": (
+        {"data": b'{"image": "", "image": ""}', "content_type": "application/json"},
+        400,
+        "the key 'image' twice; send each key once",
+    ),
     "no base64": ({"json": {"image": "not base64!"}}, 400, "not base64"),
     "foreign letters": ({"json": {"image": "ä" * 8}}, 400, "not base64"),
     "base64 of text": ({"json": {"image": encoded(b"hello")}}, 415, "not an image in a format"),
@@ -306,6 +349,13 @@ def test_a_bad_request_is_told_what_to_do(client, request_, status, words):
     assert (response.status_code, list(response.json)) == (status, ["ERROR"])
     assert words in response.json["ERROR"]
     assert response.mimetype == "application/json"
+
+
+@pytest.mark.parametrize("body", [b'{"array": [true, 1]}', b'{"arrays": [[0, 1], [false, false]]}'])
+def test_true_and_false_are_no_numbers_of_an_array(body):
+    """Although numpy takes them for 1 and 0."""
+    with pytest.raises(Refusal, match="true or false, which are no numbers"):
+        arrays_from_json(body, (2,), Limits())
 
 
 @pytest.mark.parametrize("top_k", ["0", "-1", "x", "1.5", "", "9" * 5000, "٣"])
@@ -375,10 +425,11 @@ def test_info_tells_the_model(client, run_folder):
         "limits": {
             "max_upload_mb": 1,
             "max_pixels": 1_000_000,
+            "max_side": 5_000,
             "max_images": 4,
             "max_batch": 16,
             "max_queue": 256,
-            "max_wait": 5.0,
+            "max_wait": 600,
         },
         "samples": 0,
     }
@@ -580,6 +631,15 @@ def test_forms_are_read_as_clients_write_them(client, written, boundary):
     name = boundary.strip('"')
     body = written.format(b=name).encode() + picture("green") + f"\r\n--{name}--\r\n".encode()
     response = client.post("/predict", data=body, content_type=f"multipart/form-data; boundary={boundary}")
+    assert (response.status_code, response.json.get("label")) == (200, "green")
+
+
+@pytest.mark.parametrize(
+    "kind", ["Multipart/Form-Data; Boundary=x", 'MULTIPART/FORM-DATA; charset=utf-8; boundary="x"']
+)
+def test_the_type_of_a_form_is_read_in_any_case(client, kind):
+    """RFC 9110, section 8.3.1: whichever parser reads it."""
+    response = client.post("/predict", **parted(data=picture("green"), kind=kind))
     assert (response.status_code, response.json.get("label")) == (200, "green")
 
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import storm
+from hangs import limited
 from storm import mutate, shim
 from storm.place import Broken, Skipped, expect
 from storm.schedule import Storm
@@ -125,35 +126,25 @@ def test_a_kind_that_cannot_be_tried_is_skipped(run):
 
 def test_ctrl_c_ends_the_cases_and_keeps_what_ran(tmp_path):
     """All that they have started ends as well."""
-    results = []
 
     def case(draw, place):
         if place.folder.parent.name != "one-0":
-            (place.folder.parent / "there").touch()
+            os.kill(os.getppid(), signal.SIGINT)
             time.sleep(100)
         return "fine"
 
-    def told(result, folder):
-        results.append(result)
-
-    made = Storm({"one": kind(case)}, tmp_path, 1, 100, 1, told)
-
-    def interrupt(*_):
-        if (tmp_path / "one-1" / "there").exists():
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
-    try:
+    def is_interrupted():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        results = []
+        made = Storm({"one": kind(case)}, tmp_path, 1, 100, 1, lambda result, folder: results.append(result))
         with pytest.raises(KeyboardInterrupt):
             made.run()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert [result.words for result in results] == ["fine"]
-    assert "| 1 " in table(made)
-    assert (tmp_path / "one-1" / "there").exists()
-    assert not [child for child in psutil.Process().children() if "one-1" in str(child)]
+        assert [result.words for result in results] == ["fine"]
+        assert "| 1 " in table(made)
+        assert (tmp_path / "one-1").is_dir()
+        assert psutil.Process().children() == []
+
+    limited(60, is_interrupted)
 
 
 @pytest.mark.parametrize(("holds", "code"), [(True, 0), (False, 1)])

@@ -1,0 +1,94 @@
+"""Hangs: `limited` runs what may hang in a process that is killed, and a test that hangs ends with the stacks of all
+threads.
+
+A plugin of pytest, which `conftest.py` loads. No timer raises in a process that runs tests: an exception of a signal
+handler can leave a library between taking a lock and releasing it, and a later test then waits for that lock for ever.
+"""
+
+import faulthandler
+import gc
+import multiprocessing
+import os
+import resource
+import signal
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import IO
+
+import pytest
+
+LIMIT, LIMIT_OF_SLOW = 600.0, 1800.0
+"""Seconds that a test may take for each of its phases (setup, call, teardown); then its process ends."""
+WAIT = 10
+"""Seconds that `limited` waits for each second of CPU time, on a machine that does other work too."""
+
+_stderr = pytest.StashKey[int]()
+
+
+def limited(seconds: int, work: Callable[[], object]) -> None:
+    """Calls `work` in a forked process that may use so many seconds of CPU time.
+
+    Raises:
+        AssertionError: `work` raised, with its traceback; or the process was killed, with the stacks of its threads.
+    """
+    with tempfile.TemporaryFile("w+") as report:
+        process = multiprocessing.get_context("fork").Process(target=_limited, args=(seconds, work, report))
+        process.start()
+        process.join(WAIT * seconds)
+        if process.exitcode is None:
+            os.kill(process.ident or 0, signal.SIGXCPU)  # as the kernel does when the CPU time is used up
+            process.join(WAIT)
+            process.kill()
+            process.join()
+        report.seek(0)
+        if process.exitcode != 0:
+            raise AssertionError(f"ended with {process.exitcode}:\n{report.read()}")
+
+
+def _limited(seconds: int, work: Callable[[], object], report: IO[str]) -> None:
+    gc.disable()  # a collection would copy every page of this process
+    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+    faulthandler.register(signal.SIGXCPU, report, chain=True)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
+    try:
+        work()
+    except BaseException:
+        traceback.print_exc(file=report)
+        report.flush()
+        raise SystemExit(1) from None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps the standard error of this process: during a test its descriptor is pytest's."""
+    config.stash[_stderr] = os.dup(2)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    faulthandler.cancel_dump_traceback_later()
+    os.close(config.stash[_stderr])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    _begin(item)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    _begin(item)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    _begin(item)
+
+
+def pytest_runtest_logfinish() -> None:
+    """A worker of xdist may wait long for the others."""
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _begin(item: pytest.Item) -> None:
+    limit = LIMIT if item.get_closest_marker("slow") is None else LIMIT_OF_SLOW
+    faulthandler.dump_traceback_later(limit, exit=True, file=item.config.stash[_stderr])

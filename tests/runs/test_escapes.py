@@ -1,0 +1,276 @@
+"""Characters that steer a terminal reach none, no log and no note, from a data file, a run, a store or a server."""
+
+import http.server
+import json
+import os
+import pty
+import re
+import shutil
+import sqlite3
+import subprocess
+import sys
+import threading
+import unicodedata
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import environment, read_terminal
+
+import deeplightning
+from deeplightning.runfolder import RunFolder
+from deeplightning.tracking.code import read_code
+from deeplightning.words import printable
+
+TITLE = "\x1b]0;TITLE\x07\x1b[31mred\u202eder\u2066\u200b\x9b2J\x7f\u2028\r!!!"
+"""It sets a title and a colour, turns the order of letters round, clears the screen, and begins a line anew."""
+COLUMN = TITLE.replace("0;", "2A")  # a semicolon would divide columns
+FORGED = f"{TITLE}\nerror: FORGED"
+"""The same, and a line that is not ours."""
+
+
+def steers(text: str) -> list[str]:
+    """The characters of a text that could steer a terminal, by Unicode's categories; line ends and tabs apart."""
+    kinds = {"Cc": "control", "Cf": "format", "Cs": "half of a pair", "Zl": "line end", "Zp": "paragraph end"}
+    found = [(c, text[max(0, n - 60) : n + 30]) for n, c in enumerate(text) if c not in "\n\t"]
+    return [f"{kinds[unicodedata.category(c)]} {place!r}" for c, place in found if unicodedata.category(c) in kinds]
+
+
+def is_clean(text: str) -> bool:
+    assert steers(text) == []
+    assert not re.search(r"^(!!!|error: FORGED)", text, re.MULTILINE), text  # `\r` is read as a line end
+    return True
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    """A table whose columns and classes have such names."""
+    path = tmp_path_factory.mktemp("table") / "table.csv"
+    rows = [f'{n % 7},{n % 5},"class {n % 2} {COLUMN}"' for n in range(80)]
+    path.write_text("\n".join([f'"width {COLUMN}","height {COLUMN}",kind', *rows, ""]), newline="")
+    return path
+
+
+@pytest.fixture(scope="module")
+def begun(command, table, tmp_path_factory):
+    """What `init --data` said, and the project."""
+    folder = tmp_path_factory.mktemp("project") / "mine"
+    return command("init", folder, "--kind", "table", "--data", table, cwd=folder.parent), folder
+
+
+@pytest.fixture(scope="module")
+def made(command, begun):
+    """What the training of the project said."""
+    _, project = begun
+    few = ["train.num_epochs=2", "train.export=true"]
+    few.append("logger.params.run_name=" + json.dumps(f"mine {FORGED}"))
+    return command("train", "config.yaml", *few, cwd=project)
+
+
+@pytest.fixture
+def foreign(made, tmp_path):
+    """A copy of the run as somebody else may send it: such names wherever a run has names. Its store likewise."""
+    store = Path(shutil.copytree(made.folder.parents[2], tmp_path / "foreign" / "mlruns"))
+    folder = RunFolder(store / made.folder.relative_to(made.folder.parents[2]))
+    settings = yaml.safe_load(folder.config.read_text())
+    settings["seed"] = 8
+    settings["logger"]["params"]["experiment_name"], settings["serve"]["allowed_hosts"] = FORGED, [FORGED]
+    folder.config.write_text(yaml.safe_dump(settings, sort_keys=False))
+    for path, more in {
+        folder.environment: {"host": FORGED, "os": FORGED, "packages": {"a": FORGED}, "variables": {FORGED: FORGED}},
+        folder.results("test"): {f"test_{FORGED}": 1.0},
+        folder.series: {f"val_{FORGED}": [[0, 1.0], [1, 2.0]]},
+        folder.data: {"files": {f"{FORGED}.csv": [3, "00"]}, "arrays": {FORGED: [3, "00"]}},
+        folder.places: {"seed": FORGED},
+    }.items():
+        path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    folder.git_diff.write_text(FORGED)
+    code = read_code(folder.code)
+    code.roots, code.files[0, f"{FORGED}.py"], code.packages = ["/own"], f"# {FORGED}\n".encode(), {FORGED: FORGED}
+    folder.code.write_bytes(code.pack())
+    with closing(sqlite3.connect(store / "mlflow.db")) as database, database:
+        database.execute("UPDATE runs SET name = ?, artifact_uri = ?", (FORGED, str(folder.path)))
+        database.execute("UPDATE experiments SET name = ? WHERE experiment_id != 0", (f"of {FORGED}",))
+        database.execute("UPDATE tags SET value = ?", (FORGED,))
+        database.execute("UPDATE params SET value = ?", (FORGED,))
+        for changed in ("metrics", "latest_metrics"):
+            database.execute(f"UPDATE {changed} SET key = key || ?", (FORGED,))
+        columns = [name for _, name, *_ in database.execute("PRAGMA table_info(runs)")]
+        row = dict(zip(columns, database.execute("SELECT * FROM runs").fetchone(), strict=True))
+        row |= {"run_uuid": "f" * 32, "status": "RUNNING", "start_time": 1}
+        database.execute(f"INSERT INTO runs VALUES ({', '.join('?' * len(row))})", [*row.values()])
+        watched = ("train/checkpoint/monitor", FORGED, "f" * 32)
+        database.execute("INSERT INTO params VALUES (?, ?, ?)", watched)
+        database.execute("INSERT INTO latest_metrics VALUES (?, 0.5, 1, 1, 0, ?)", watched[1:])
+    return folder
+
+
+@pytest.fixture
+def refused(foreign, tmp_path):
+    """The same, with a config, a score and a bundle that cannot be used because of such names."""
+    folder = RunFolder(shutil.copytree(foreign.path, tmp_path / "refused"))
+    settings = yaml.safe_load(folder.config.read_text())
+    settings["train"]["checkpoint"]["monitor"], settings["model"][FORGED] = FORGED, FORGED
+    folder.config.write_text(yaml.safe_dump(settings, sort_keys=False))
+    folder.best_score.write_text(json.dumps(json.loads(folder.best_score.read_text()) | {"metric": FORGED}))
+    card = json.loads(folder.bundle_card.read_text())
+    card["task"], card["labels"] = FORGED, [FORGED, "b"]
+    card["run"] |= {"id": FORGED, "versions": {FORGED: FORGED}}
+    card["files"] |= {FORGED: "00"}
+    folder.bundle_card.write_text(json.dumps(card))
+    return folder
+
+
+VERBS = {
+    "test": ["test RUN"],
+    "predict": ["predict RUN", "predict RUN TABLE", "predict FOREIGN NAMED"],
+    "export": ["export RUN"],
+    "push": ["push RUN hf://me/model --to CARD", "push RUN mlflow://model"],
+    "serve": ["serve RUN serve.nothing=1", "serve REFUSED --port 0", "serve FOREIGN --host nowhere.invalid"],
+    "reproduce": ["reproduce RUN", "reproduce FOREIGN --trust", "reproduce FOREIGN --trust --any-data"],
+    "bisect": ["bisect OWN RUN", "bisect RUN OWN", "bisect OWN FOREIGN --trust"],
+    "diff": ["diff OWN RUN", "diff OWN RUN --patch", "diff OWN RUN --format json", "diff RUN OWN --exit-code"],
+    "compare": ["compare OWN RUN", "compare OWN RUN --format json", "compare OWN,OWN RUN", "compare name=* RUN"],
+    "report": ["report RUN", "report RUN OWN"],
+    "plan": ["plan CONFIG --against RUN"],
+    "train": ["train CONFIG train.resume_ckpt=FOREIGN/last.ckpt", "train CONFIG model.init_from=RUN"],
+    "check": ["check FOREIGN/cfg.yaml", "check REFUSED/cfg.yaml", "check REFUSED/cfg.yaml --format json"],
+    "explain": ["explain FOREIGN/cfg.yaml", "explain FOREIGN/cfg.yaml logger.params.experiment_name", "explain CONFIG"],
+    "stats": ["stats FOREIGN/cfg.yaml", "stats CONFIG"],
+    "runs": [
+        *("runs", "runs --last", "runs --plot", "runs --watch", "runs --clean", "runs --sync", "runs --clean --delete"),
+        *("runs --status finished", "runs --unfinished", "runs --metric a>b", "runs --name *red*", "runs --name none"),
+        "runs --clean --status finished",
+    ],
+    "monitor": ["monitor --host nowhere.invalid"],
+}
+"""What is called, by verb; a word in capitals stands for a file, RUN for each that a user may have got."""
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_no_verb_prints_what_a_foreign_run_holds_as_it_is(
+    command, begun, made, table, foreign, refused, tmp_path, verb
+):
+    """Whether the verb does its work or refuses the run."""
+    named = tmp_path / f"{COLUMN}.csv"
+    shutil.copyfile(table, named)
+    files = {"OWN": made.folder, "CONFIG": begun[1] / "config.yaml", "TABLE": table, "NAMED": named}
+    files |= {"CARD": tmp_path / "card", "FOREIGN": foreign.path, "REFUSED": refused.path}
+    runs = ["last", foreign.path, refused.path, FORGED]
+    shown = 0
+    for line in VERBS[verb]:
+        for run in runs if "RUN" in line.split() else runs[:1]:
+            words = [str((files | {"RUN": run}).get(word, word)) for word in line.split()]
+            words = [re.sub("(FOREIGN|REFUSED|OWN)(?=[/,])", lambda part: str(files[part[0]]), word) for word in words]
+            told = command(*words, cwd=tmp_path, MLFLOW_TRACKING_URI=str(foreign.path.parents[2]))
+            assert told.code in (0, 2, 3, 4, 5) or "--exit-code" in line, told
+            said = told.out + told.err
+            if words[-1] == str(named):  # the name of a user's own file goes into a pipe as it is
+                said = said.replace(str(named).replace("\r", "\n"), "")
+            assert is_clean(said), line
+            shown += "TITLE" in said
+            if (card := tmp_path / "card" / "README.md").exists():
+                assert is_clean(card.read_text())
+    assert shown or verb == "monitor"
+    for page in tmp_path.glob("*.html"):
+        assert steers(page.read_text()) == []
+
+
+def test_a_project_and_its_training_show_the_names_of_a_table_escaped(begun, made):
+    """`init --data`, the run's output, its log, its config and its note."""
+    for outcome in (begun[0], made):
+        assert outcome.code == 0, outcome
+        assert is_clean(outcome.out + outcome.err)
+    assert printable(COLUMN) in begun[0].out
+    folder = RunFolder(made.folder)
+    for path in (folder.log(0), folder.config, folder.report, begun[1] / "config.yaml", begun[1] / "README.md"):
+        assert steers(path.read_text()) == []
+    with closing(sqlite3.connect(made.folder.parents[2] / "mlflow.db")) as database:
+        notes = database.execute("SELECT value FROM tags WHERE key = 'mlflow.note.content'").fetchall()
+    assert [steers(note) for (note,) in notes] == [[]]
+
+
+def test_a_run_in_a_program_shows_the_names_of_its_store_escaped(foreign, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", str(foreign.path.parents[2]))
+    run = deeplightning.load_run(foreign.path)
+    assert is_clean(repr(run) + run._repr_html_())
+
+
+def test_a_shell_completes_without_such_names(command, foreign, tmp_path):
+    store = str(foreign.path.parents[2])
+    asked = {"_DEEPLIGHTNING_COMPLETE": "bash_complete", "COMP_WORDS": "deeplightning test ", "COMP_CWORD": "2"}
+    told = command(cwd=tmp_path, MLFLOW_TRACKING_URI=store, **asked)
+    assert foreign.path.parent.name in told.out
+    assert is_clean(told.out + told.err)
+
+
+@pytest.mark.parametrize(
+    ("status", "answer"),
+    [(200, {"label": FORGED}), (400, {"ERROR": FORGED}), (500, {FORGED: FORGED}), (200, [FORGED]), (200, None)],
+)
+def test_ask_prints_a_servers_answer_escaped(tmp_path, status, answer):
+    class Answers(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(FORGED.encode() if answer is None else json.dumps(answer, ensure_ascii=False).encode())
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/predict"
+        told = subprocess.run(
+            [sys.executable, "-P", "-m", "serve.predict", "--text", f"a text {FORGED}"],
+            env=environment(PREDICT_URL=url), cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+    assert is_clean(told.stdout + told.stderr)
+    assert "TITLE" in told.stdout + told.stderr or status == 200
+    assert [json.loads(line)["text"] for line in told.stdout.splitlines()] == [f"a text {FORGED}"] * bool(told.stdout)
+
+
+def test_the_log_of_a_server_is_ascii(capfd):
+    from serve.log import log_event
+
+    log_event(FORGED, ValueError(FORGED), labels=[FORGED])
+    line = capfd.readouterr().err
+    assert is_clean(line)
+    assert json.loads(line)["labels"] == [FORGED]
+
+
+@pytest.mark.parametrize("words", ["runs", "runs --plot", "diff OWN FOREIGN", "explain FOREIGN/cfg.yaml"])
+def test_a_terminal_gets_only_our_own_sequences(made, foreign, tmp_path, words):
+    """Colours and cursor moves are ours: no title, no colour from a name, no other control character."""
+    leader, follower = pty.openpty()
+    store = str(foreign.path.parents[2])
+    given = [word.replace("OWN", str(made.folder)).replace("FOREIGN", str(foreign.path)) for word in words.split()]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "deeplightning", *given], cwd=tmp_path, stdin=subprocess.DEVNULL,
+        env=environment(MLFLOW_TRACKING_URI=store, TERM="xterm", COLUMNS="300"), stdout=follower, stderr=follower,
+        start_new_session=True,
+    )  # fmt: skip
+    os.close(follower)
+    shown = read_terminal(leader).decode()
+    process.wait(60)
+    assert "\x1b[31mred" not in shown
+    assert is_clean(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).replace("\r\n", "\n"))
+
+
+@pytest.mark.parametrize("plain", ["", "Zürich 日本 😀", "a b", "\\x1b", "\ufe0f"])
+def test_what_steers_nothing_stays(plain):
+    assert printable(plain) == plain
+
+
+def test_an_escaped_text_of_json_or_yaml_means_the_same():
+    text = "".join(map(chr, [*range(0x20), *range(0x7F, 0x100), *range(0x2000, 0x2070), 0x61C, 0xFEFF, 0xFFFE, 0xFFF9]))
+    shown = printable(json.dumps(text))
+    assert is_clean(shown)
+    assert json.loads(shown) == text
+
+    from deeplightning.config.tree import dump, line
+
+    values = {text: [text, {"a": FORGED}], "b": "\U000e0041"}
+    assert is_clean(dump(values) + line(values))
+    assert yaml.safe_load(dump(values)) == yaml.safe_load(line(values)) == values

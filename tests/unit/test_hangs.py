@@ -1,0 +1,83 @@
+"""What hangs ends: code under test in a forked process, and a test with the process that runs it."""
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import hangs
+import pytest
+from hangs import limited
+
+TESTS = Path(__file__).parents[1]
+
+
+def hangs_in_logging():
+    """Uses CPU time, most of it in the code of `logging` that takes and releases locks."""
+    logger = logging.Logger("hangs")
+    logger.addHandler(logging.NullHandler())
+    while True:
+        logger.warning("again")
+
+
+def hangs_in_a_lock():
+    time.sleep(1000)
+
+
+@pytest.mark.parametrize("work", [hangs_in_logging, hangs_in_a_lock])
+def test_code_that_hangs_is_killed_and_named(monkeypatch, work):
+    """Whether it uses CPU time or waits; the failure shows where it was."""
+    monkeypatch.setattr(hangs, "WAIT", 1 if work is hangs_in_a_lock else 60)
+    with pytest.raises(AssertionError, match=rf"(?s)ended with -\d+:.* in {work.__name__}\n"):
+        limited(1, work)
+
+
+def test_code_that_fails_fails_the_test():
+    """With its own traceback; code that does not fail passes, in another process."""
+    parent = os.getpid()
+
+    def right():
+        assert os.getpid() != parent
+
+    def wrong():
+        assert len("four") == 5
+
+    limited(60, right)
+    with pytest.raises(AssertionError, match=r"(?s)ended with 1:.*in wrong.*assert 4 == 5"):
+        limited(60, wrong)
+
+
+HANGS = """
+import threading, time
+import hangs
+
+hangs.LIMIT = 1
+
+def waits():
+    time.sleep(1000)
+
+def test_fails(): assert False
+
+def test_hangs():
+    threading.Thread(target=waits, daemon=True).start()
+    (lock := threading.Lock()).acquire()
+    lock.acquire()
+"""
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_test_that_hangs_ends_its_process_with_the_stacks_of_all_threads(tmp_path, processes):
+    """Of a worker of xdist as well, where the other tests continue; after a test that failed as well."""
+    (tmp_path / "test_one.py").write_text(HANGS)
+    (tmp_path / "test_other.py").write_text("def test_passes(): pass\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    command = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "hangs", "-n", str(processes)]
+    variables = {**os.environ, "PYTHONPATH": str(TESTS), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done
+    assert "Timeout (0:00:01)!" in done.stderr
+    assert " in waits\n" in done.stderr
+    assert " in test_hangs\n" in done.stderr
+    assert ("1 passed" in done.stdout) == (processes == 1)

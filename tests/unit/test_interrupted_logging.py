@@ -1,0 +1,66 @@
+"""A signal whose handler raises leaves no lock of `logging` taken, wherever it arrives."""
+
+import logging
+import os
+import signal
+import threading
+import time
+
+import pytest
+from hangs import limited
+
+from deeplightning.callbacks.signals import Signals
+from deeplightning.process import streams
+
+
+class Lock:
+    """The lock of a log handler; SIGTERM arrives when it is taken for the first time, before the `try` that follows."""
+
+    def __init__(self):
+        self.lock, self.is_sent = threading.RLock(), False
+
+    def acquire(self):
+        self.lock.acquire()
+        if not self.is_sent:
+            self.is_sent = True
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def release(self, *_):
+        self.lock.release()
+
+    __enter__, __exit__ = acquire, release
+
+
+class Blocked(logging.FileHandler):
+    """Writes a record of the main thread, and then hangs."""
+
+    def emit(self, record):
+        super().emit(record)
+        if threading.current_thread() is threading.main_thread():
+            time.sleep(100)
+
+
+def log_and_sleep(log):
+    log.warning("main thread")
+    time.sleep(100)
+
+
+@pytest.mark.parametrize("kind", [logging.FileHandler, Blocked])
+@pytest.mark.parametrize("hear", [streams.prepare, lambda: Signals()._install()], ids=["command", "run"])
+def test_another_thread_can_log_after_an_interrupt_inside_logging(hear, kind, tmp_path):
+    """The exception is raised once the main thread has left `logging`; or after a second, where it does not."""
+
+    def is_interrupted():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        hear()
+        handler, log = kind(tmp_path / "log"), logging.Logger("interrupted")
+        handler.lock = Lock()
+        log.addHandler(handler)
+        with pytest.raises((streams.Terminated, streams.Interrupted), match="interrupted by SIGTERM"):
+            log_and_sleep(log)
+        thread = threading.Thread(target=log.warning, args=("other thread",))
+        thread.start()
+        thread.join()
+
+    limited(2, is_interrupted)
+    assert (tmp_path / "log").read_text() == "main thread\nother thread\n"
