@@ -17,7 +17,7 @@ from deeplightning.tracking.attach import attach
 from deeplightning.tracking.names import EPOCH_STEPS, STEP_SAMPLES, STEPS, TRAINING_BEGAN
 from deeplightning.tracking.sqlite import PRUNED, REVISION, mlflow_is_known
 from deeplightning.tracking.store import Store
-from deeplightning.tracking.tracker import Point
+from deeplightning.tracking.tracker import Point, as_logged
 
 TAGS = (STEPS, EPOCH_STEPS, STEP_SAMPLES, TRAINING_BEGAN, PRUNED[0])
 PARAMS = ("train/num_epochs", "train/checkpoint/monitor", "train/early_stop/metric")
@@ -120,7 +120,7 @@ class _Directly:
                 f" WHERE run_uuid IN ({_marks(ids)})",
                 ids,
             ):
-                point = Point(name, float("nan") if is_nan else value, moment, step)
+                point = Point(name, as_logged(value, is_nan), moment, step)
                 newest.setdefault(run_id, []).append(point)
         return [
             Running(run_id, name, of, _status(status, tags[run_id]), started, tags[run_id], params[run_id], points)
@@ -137,9 +137,7 @@ class _Directly:
                 " ORDER BY step DESC, timestamp DESC LIMIT ?",
                 (run_id, name, most),
             ).fetchall()
-        return [Point(key, float("nan") if nan else value, moment, step) for key, value, moment, step, nan in rows][
-            ::-1
-        ]
+        return [Point(key, as_logged(value, nan), moment, step) for key, value, moment, step, nan in rows][::-1]
 
 
 class _ByMLflow:
@@ -163,7 +161,7 @@ class _ByMLflow:
                 continue
             tags = {name: run.data.tags[name] for name in TAGS if name in run.data.tags}
             params = {name: run.data.params[name] for name in PARAMS if name in run.data.params}
-            newest = [Point(m.key, m.value, m.timestamp, m.step) for m in run.data.to_proto().metrics]
+            newest = [Point(m.key, as_logged(m.value), m.timestamp, m.step) for m in run.data.to_proto().metrics]
             status = _status(run.info.status, tags)
             first = (run.info.run_id, run.info.run_name or "", of, status, run.info.start_time or 0)
             rows.append(Running(*first, tags, params, newest))
@@ -171,7 +169,7 @@ class _ByMLflow:
 
     def points(self, run_id: str, name: str, most: int) -> list[Point]:
         found = self._client.get_metric_history(run_id, name)
-        points = [Point(m.key, m.value, m.timestamp, m.step) for m in found]
+        points = [Point(m.key, as_logged(m.value), m.timestamp, m.step) for m in found]
         return sorted(points, key=lambda point: (point.step, point.time))[-most:]
 
     def _running(self, experiments: list[str]) -> Iterator[Any]:
