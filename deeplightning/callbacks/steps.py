@@ -422,7 +422,7 @@ class FiniteLoss(pl.Callback):
 
 
 def _where(step: int, epoch: int) -> str:
-    return f"step {step} (epoch {epoch})"
+    return f"step {step} (epoch {epoch + 1})"
 
 
 def _not_finite(value: float, where: str) -> RunError:
