@@ -63,7 +63,8 @@ class _Terminal(logging.Handler):
             rows = getattr(record, "terminal", None)
             lines = text.split("\n")
             text = "\n".join(rows or (wrapped(t, LABEL if t[LABEL - 1 : LABEL] == " " else 0) for t in lines))
-        print(self.begin + text.replace("\n", f"\n{self.begin}"), file=stream, flush=True)
+        stream.write(self.begin + text.replace("\n", f"\n{self.begin}") + "\n")  # at once: other ranks write too
+        stream.flush()
 
 
 def to_terminal(cfg: Config) -> None:
