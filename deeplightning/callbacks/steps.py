@@ -18,7 +18,8 @@ from deeplightning import transfer
 from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.watch import samples_in
 from deeplightning.engine.group import replicas, scale_gradients
-from deeplightning.faults import RunError
+from deeplightning.faults import ConfigError, Fault, RunError, SetupError
+from deeplightning.private.lightning import logged_steps, read_ahead
 
 if TYPE_CHECKING:
     from pytorch_lightning.utilities.types import LRSchedulerConfig
@@ -362,9 +363,10 @@ class LogSteps(pl.Callback):
         if isinstance(every, Mapping):
             steps = trainer.num_training_batches / trainer.accumulate_grad_batches
             every = max(1, math.floor(steps / every["per_epoch"])) if math.isfinite(steps) else 1
-        trainer.log_every_n_steps = int(trainer.global_step % every == 0)
-        if trainer.log_every_n_steps and trainer.global_step != self._logged:
-            self._logged = trainer.global_step
+        step = logged_steps(trainer)  # also of a task with several optimizers, whose steps Lightning adds up
+        trainer.log_every_n_steps = int(step % every == 0)
+        if trainer.log_every_n_steps and step != self._logged:
+            self._logged = step
             # Where a task has no optimizer, Lightning puts one without groups in its place.
             groups = [optimizer.param_groups[0] for optimizer in trainer.optimizers if optimizer.param_groups]
             named = {"lr": groups[0]["lr"]} if groups else {}
@@ -373,7 +375,7 @@ class LogSteps(pl.Callback):
             points = {name: float(rate) for name, rate in named.items()}
             trainer.callback_metrics.update({name: torch.tensor(rate) for name, rate in points.items()})
             for logger in trainer.loggers:  # Lightning's `log` would have some work at each step until the epoch ends
-                logger.log_metrics({"epoch": trainer.current_epoch, **points}, trainer.global_step)
+                logger.log_metrics({"epoch": trainer.current_epoch, **points}, step)
 
 
 class FiniteLoss(pl.Callback):

@@ -1,5 +1,6 @@
 """Private names of Lightning 2.6."""
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,6 +31,24 @@ def forget_train_loader(trainer: "pl.Trainer") -> None:
     """Has Lightning make the training loader again. Where the name has moved, a run that resumes with a schedule of
     `auto` length repeats the first batches of its epoch, without an error."""
     trainer.fit_loop._combined_loader = None
+
+
+def read_ahead(trainer: "pl.Trainer") -> bool:
+    """Has Lightning find the end of the training data by reading one batch ahead, as it does where they have no length;
+    to be called before the first batch. False: a task that reads its batches itself. Where a name has moved, it fails
+    when training starts on a stream that has a length."""
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    if not hasattr(fetcher, "batches"):
+        return False
+    reset = fetcher.reset
+
+    def without_length() -> None:
+        reset()
+        fetcher.length, fetcher.done = None, False
+
+    fetcher.reset, fetcher.length, fetcher.done = without_length, None, False
+    fetcher.batches += itertools.islice(fetcher.iterator, 1)
+    return True
 
 
 def restart_validation(trainer: "pl.Trainer") -> None:
