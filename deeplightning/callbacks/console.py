@@ -15,6 +15,7 @@ from pytorch_lightning.callbacks import EarlyStopping
 from deeplightning.callbacks import commands
 from deeplightning.callbacks.checkpoints import Checkpoints
 from deeplightning.callbacks.order import OWN
+from deeplightning.callbacks.describe import samples_behind
 from deeplightning.callbacks.progress import BEST, Bar, EpochTable, live, rate
 from deeplightning.callbacks.record import Record, Redacting, rank_shown
 from deeplightning.callbacks.watch import batch_loss, has_loss, samples_in
@@ -151,7 +152,7 @@ class Console(pl.Callback):
         network = cfg.model.network
         name = network.type.rpartition(".")[2] if isinstance(network, Target) else type(module).__name__
         sets = {"training": trainer.train_dataloader, "validation": trainer.val_dataloaders}
-        sizes = [f"{size:,} {what}" for what, loader in sets.items() if (size := _size(loader))]
+        sizes = [f"{size:,} {what}" for what, loader in sets.items() if (size := samples_behind(loader))]
         where = "CPU" if engine.gpus is None else f"GPU {engine.gpus}"
         length = [count(cfg.train.num_epochs, "epoch")] if cfg.train.num_epochs is not None else []
         length += [f"at most {count(cfg.train.max_steps, 'step')}"] if cfg.train.max_steps is not None else []
@@ -343,12 +344,6 @@ def _share_done(trainer: pl.Trainer, done: int) -> float | None:
     if trainer.max_steps > 0:
         shares.append(trainer.global_step / trainer.max_steps)
     return max(shares, default=None)
-
-
-def _size(loaders: Any) -> int:
-    """Samples behind a loader or several."""
-    several = loaders if isinstance(loaders, list | tuple) else [loaders]
-    return sum(len(loader.dataset) for loader in several if hasattr(getattr(loader, "dataset", None), "__len__"))
 
 
 def _duration(seconds: float) -> str:
