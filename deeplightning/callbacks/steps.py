@@ -148,10 +148,11 @@ class AccumulateFrom(pl.Callback):
 
 
 class ScheduleSteps(pl.Callback):
-    """Advances a schedule by steps with each, or each n-th, step that its optimizer has taken.
+    """Advances a schedule by steps with each, or each n-th, step that its optimizer has taken, and one by a metric of
+    the validation in the epochs that are validated.
 
     Lightning 2.6 counts batches, accumulated ones too, and advances where the scaler of precision 16 has left a step
-    out because its gradients were no numbers.
+    out because its gradients were no numbers. Where an epoch is not validated, it ends the run.
     """
 
     def __init__(self) -> None:
@@ -222,6 +223,10 @@ class SampleWeights(pl.Callback):
         self._samples_of = _samples_of(trainer.train_dataloader)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: object, batch: object, batch_idx: int) -> None:
+        epochs = trainer.check_val_every_n_epoch or 1
+        for config in trainer.lr_scheduler_configs:
+            if config.interval == "epoch" and config.reduce_on_plateau and (config.monitor or "").startswith("val"):
+                config.frequency = math.lcm(config.frequency, epochs)
         if self._samples_of is None:
             self._samples = samples_in(batch) or 1
 
