@@ -223,10 +223,7 @@ class SampleWeights(pl.Callback):
         self._samples_of = _samples_of(trainer.train_dataloader)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: object, batch: object, batch_idx: int) -> None:
-        epochs = trainer.check_val_every_n_epoch or 1
-        for config in trainer.lr_scheduler_configs:
-            if config.interval == "epoch" and config.reduce_on_plateau and (config.monitor or "").startswith("val"):
-                config.frequency = math.lcm(config.frequency, epochs)
+        self._passes = 0
         if self._samples_of is None:
             self._samples = samples_in(batch) or 1
 
@@ -277,6 +274,7 @@ def _mean(trainer: Any, weights: torch.Tensor) -> torch.Tensor:
     return found
 
 
+        self._passes = 0  # backward passes of the batch under way
 def _or_one(weights: torch.Tensor) -> torch.Tensor:
     return weights.where(weights > 0, 1)
 
@@ -303,6 +301,11 @@ def _weight(
 
     Args:
         among_processes: compare its samples with those of other processes, not only with those of other batches.
+        self._passes += 1
+        if self._passes > 1 and trainer.accumulate_grad_batches > 1:
+            name = type(trainer.optimizers[0]).__name__
+            message = f"{name} calls its closure several times a step, where only the last accumulated batch is at hand"
+            raise ConfigError(Fault(f"{message}; set 1, and a larger data.batch_size", "train.accumulator_factor"))
     """
     factor, batch = trainer.accumulate_grad_batches, trainer.fit_loop.epoch_loop.batch_idx
     first = batch - batch % factor
