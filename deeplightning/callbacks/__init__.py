@@ -53,6 +53,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         SampleWeights,
         ScheduleSteps,
         Seeds,
+        StreamEnds,
         ValidateParts,
     )
     from deeplightning.callbacks.threads import MeasuredThreads
@@ -74,6 +75,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     callbacks: list[pl.Callback] = [
         record,
         Seeds(cfg.seed),
+        StreamEnds(),
         LogSteps(every if isinstance(every, int) else asdict(every)),
         FiniteLoss(),
         SampleWeights(),

@@ -82,6 +82,8 @@ def to_terminal(cfg: Config) -> None:
     # No sample counts twice: `deeplightning.engine.group.count_each_once`, which says where one does.
     warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the data", category=PossibleUserWarning)
     # `engine.gpus: null` is a choice.
+    # Ours gives both numbers once: `deeplightning.callbacks.steps.StreamEnds`.
+    warnings.filterwarnings("ignore", message="Length of IterableDataset")
     warnings.filterwarnings("ignore", message=r"GPU available but not used\.", category=PossibleUserWarning)
     # Ours names the key: `deeplightning.engine.compute.matmul_hint`. Lightning's is news below its level, see above.
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores for float32 matrix multiplication available")

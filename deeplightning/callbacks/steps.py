@@ -2,6 +2,7 @@
 samples, points at the steps that are due, a loss that is a number."""
 
 import functools
+import logging
 import math
 import random
 from collections.abc import Callable, Mapping
@@ -24,6 +25,8 @@ from deeplightning.private.lightning import logged_steps, read_ahead
 if TYPE_CHECKING:
     from pytorch_lightning.utilities.types import LRSchedulerConfig
     from torch.utils.hooks import RemovableHandle
+
+log = logging.getLogger("deeplightning")
 
 _WORD = 2**64 - 1
 
@@ -147,6 +150,65 @@ class AccumulateFrom(pl.Callback):
         trainer.accumulate_grad_batches = self.factor if trainer.current_epoch >= self.epoch else 1
 
 
+class StreamEnds(pl.Callback):
+    """Ends an epoch where its stream ends, whatever number of batches the stream's length promises.
+
+    Lightning 2.6 believes the length: a shorter stream is never validated, and of a longer one the rest is not read.
+    Other data whose length is wrong end the run. `FitLoop.max_batches` is the number of batches that are expected, and
+    `Trainer.val_check_batch` the number of the batch that is validated next.
+    """
+
+    def __init__(self) -> None:
+        self._promised: float = 0  # batches of an epoch; 0: nothing to correct
+        self._is_resumed = self._is_warned = False
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        loop = trainer.fit_loop
+        self._is_resumed = loop.epoch_loop.batch_progress.current.ready > 0
+        if math.isfinite(loop.max_batches) and _is_stream(trainer.train_dataloader) and read_ahead(trainer):
+            self._promised = loop.max_batches
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._is_resumed = False
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
+        loop = trainer.fit_loop
+        progress = loop.epoch_loop.batch_progress
+        batches, is_last = progress.current.ready, progress.is_last_batch
+        if not self._promised or is_last == (batches == loop.max_batches):
+            return
+        if not is_last and (self._is_resumed or trainer.limit_train_batches != 1):
+            return  # a stream that is resumed begins anew
+        if is_last and not self._is_warned:
+            self._is_warned = True
+            log.warning(
+                "epoch %d of the training data has %d batches, their length says %d; each epoch ends where they end",
+                *(trainer.current_epoch + 1, batches, self._promised),
+            )
+        loop.max_batches = batches if is_last else math.inf
+        if trainer.val_check_interval == 1:
+            trainer.val_check_batch = loop.max_batches
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """
+        Raises:
+            SetupError: the data ended before the number of batches that their length promises.
+        """
+        loop = trainer.fit_loop
+        batches = loop.epoch_loop.batch_progress
+        has_stopped = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
+        if not (has_stopped or batches.is_last_batch or batches.current.ready >= loop.max_batches):
+            raise SetupError(
+                f"epoch {trainer.current_epoch + 1} of the training data has {batches.current.ready} batches, but "
+                f"their length says {loop.max_batches}; correct the length of the loader that data.module makes"
+            )
+
+
+def _is_stream(loader: Any) -> bool:
+    """Whether a training loader reads a stream, and cannot resume in it: that would count the batch that is ahead."""
+    return isinstance(getattr(loader, "dataset", None), IterableDataset) and not hasattr(loader, "state_dict")
+
+
 class ScheduleSteps(pl.Callback):
     """Advances a schedule by steps with each, or each n-th, step that its optimizer has taken, and one by a metric of
     the validation in the epochs that are validated.
@@ -161,6 +223,10 @@ class ScheduleSteps(pl.Callback):
         self._due: list[LRSchedulerConfig] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        epochs = trainer.check_val_every_n_epoch or 1
+        for config in trainer.lr_scheduler_configs:
+            if config.interval == "epoch" and config.reduce_on_plateau and (config.monitor or "").startswith("val"):
+                config.frequency = math.lcm(config.frequency, epochs)
         self._every = [(c, c.frequency) for c in trainer.lr_scheduler_configs if _by_optimizer_steps(c)]
         for config, _ in self._every:
             hook = functools.partial(self._taken, config)
@@ -211,6 +277,7 @@ class SampleWeights(pl.Callback):
         self._samples = 0  # of the batch under way, where the loader does not tell
         self._batches = 0  # of the step under way; its first ones, and all of them, weigh:
         self._first = self._sum = torch.zeros(())
+        self._passes = 0  # backward passes of the batch under way
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._batches = 0
@@ -228,8 +295,17 @@ class SampleWeights(pl.Callback):
             self._samples = samples_in(batch) or 1
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        """
+        Raises:
+            ConfigError: the optimizer asks for the loss of a step twice, and only its last batch is at hand.
+        """
         if not pl_module.automatic_optimization or not loss.requires_grad:
             return
+        self._passes += 1
+        if self._passes > 1 and trainer.accumulate_grad_batches > 1:
+            name = type(trainer.optimizers[0]).__name__
+            message = f"{name} calls its closure several times a step, where only the last accumulated batch is at hand"
+            raise ConfigError(Fault(f"{message}; set 1, and a larger data.batch_size", "train.accumulator_factor"))
         parts: list[tuple[torch.Tensor, torch.Tensor]] = getattr(pl_module, "weighed_losses", [])
         if len(parts) == 1:
             self._weigh(trainer, loss, parts[0][1])
@@ -274,7 +350,6 @@ def _mean(trainer: Any, weights: torch.Tensor) -> torch.Tensor:
     return found
 
 
-        self._passes = 0  # backward passes of the batch under way
 def _or_one(weights: torch.Tensor) -> torch.Tensor:
     return weights.where(weights > 0, 1)
 
@@ -301,11 +376,6 @@ def _weight(
 
     Args:
         among_processes: compare its samples with those of other processes, not only with those of other batches.
-        self._passes += 1
-        if self._passes > 1 and trainer.accumulate_grad_batches > 1:
-            name = type(trainer.optimizers[0]).__name__
-            message = f"{name} calls its closure several times a step, where only the last accumulated batch is at hand"
-            raise ConfigError(Fault(f"{message}; set 1, and a larger data.batch_size", "train.accumulator_factor"))
     """
     factor, batch = trainer.accumulate_grad_batches, trainer.fit_loop.epoch_loop.batch_idx
     first = batch - batch % factor
