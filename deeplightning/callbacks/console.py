@@ -1,6 +1,7 @@
 """What a run prints: a table at its start, its progress, its results at the end."""
 
 import logging
+import math
 import platform
 import sys
 import time
@@ -14,8 +15,8 @@ from pytorch_lightning.callbacks import EarlyStopping
 
 from deeplightning.callbacks import commands
 from deeplightning.callbacks.checkpoints import Checkpoints
-from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.describe import samples_behind
+from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.progress import BEST, Bar, EpochTable, live, rate
 from deeplightning.callbacks.record import Record, Redacting, rank_shown
 from deeplightning.callbacks.watch import batch_loss, has_loss, samples_in
@@ -81,9 +82,9 @@ def to_terminal(cfg: Config) -> None:
     warnings.filterwarnings("ignore", message=".*resuming from a checkpoint that ended before the epoch ended")
     # No sample counts twice: `deeplightning.engine.group.count_each_once`, which says where one does.
     warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the data", category=PossibleUserWarning)
-    # `engine.gpus: null` is a choice.
     # Ours gives both numbers once: `deeplightning.callbacks.steps.StreamEnds`.
     warnings.filterwarnings("ignore", message="Length of IterableDataset")
+    # `engine.gpus: null` is a choice.
     warnings.filterwarnings("ignore", message=r"GPU available but not used\.", category=PossibleUserWarning)
     # Ours names the key: `deeplightning.engine.compute.matmul_hint`. Lightning's is news below its level, see above.
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores for float32 matrix multiplication available")
@@ -158,7 +159,7 @@ class Console(pl.Callback):
         where = "CPU" if engine.gpus is None else f"GPU {engine.gpus}"
         length = [count(cfg.train.num_epochs, "epoch")] if cfg.train.num_epochs is not None else []
         length += [f"at most {count(cfg.train.max_steps, 'step')}"] if cfg.train.max_steps is not None else []
-        clip = cfg.train.gradient_clip
+        steps, clip = trainer.estimated_stepping_batches, cfg.train.gradient_clip
         return {
             **({"config": _origin(cfg)} if cfg.written else {}),
             "versions": f"Deep Lightning {__version__}, torch {torch.__version__}, Lightning {pl.__version__}, "
@@ -166,8 +167,8 @@ class Console(pl.Callback):
             "data": f"{cfg.data.module.type.rpartition('.')[2]}: {', '.join(sizes)} samples",
             "network": f"{name}: {count(total, 'parameter')} ({total / 1e6:.3f} M){frozen}",
             "engine": f"{where}, {engine.backend or 'one process'}, precision {trainer.precision}",
-            "batch": effective_batch(cfg),
-            "length": ", ".join(length) + f"; {count(trainer.estimated_stepping_batches, 'step')}",
+            "batch": effective_batch(cfg, samples_behind(trainer.train_dataloader)),
+            "length": f"{', '.join(length)}; {count(int(steps), 'step') if math.isfinite(steps) else 'steps unknown'}",
             **({"clipping": f"{clip.algorithm} at {clip.value}"} if clip else {}),
         }
 

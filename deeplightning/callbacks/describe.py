@@ -73,15 +73,11 @@ def length_tags(cfg: Config, trainer: Any) -> dict[str, str]:
     in a later epoch, the epochs differ in their steps, and only the sum is known.
     """
     now = {TRAINING_BEGAN: str(time.time_ns() // 1_000_000)}
-    batches, factor, late = trainer.num_training_batches, cfg.train.accumulator_factor, cfg.train.accumulator_epoch
-    is_even = factor == 1 or not late
-    total = math.inf
+    batches, factor, total = trainer.num_training_batches, cfg.train.accumulator_factor, math.inf
+    is_even = factor == 1 or not cfg.train.accumulator_epoch
     if math.isfinite(batches) and batches > 0:
-        steps = math.ceil(batches / factor)
-        if trainer.max_epochs is not None and trainer.max_epochs >= 0:
-            first = min(late, trainer.max_epochs) if factor > 1 else 0
-            total = first * batches + (trainer.max_epochs - first) * steps
-        now |= {EPOCH_STEPS: str(steps)} if is_even else {}
+        total = trainer.estimated_stepping_batches
+        now |= {EPOCH_STEPS: str(math.ceil(batches / factor))} if is_even else {}
     if trainer.max_steps >= 0:  # counts the steps of all optimizers
         total = min(total, trainer.max_steps // max(1, len(trainer.optimizers)))
     size = getattr(trainer.train_dataloader, "batch_size", None) or cfg.data.batch_size

@@ -311,15 +311,21 @@ def _strategy(engine: Engine) -> "str | Strategy":
         raise ConfigError(Fault(f"{engine.backend} refuses its arguments: {error}", "engine.params")) from error
 
 
-def effective_batch(cfg: Config) -> str:
-    """How many samples one optimizer step sees, and what multiplies to it."""
+def effective_batch(cfg: Config, samples: int = 0) -> str:
+    """How many samples one optimizer step sees, and what multiplies to it.
+
+    Args:
+        samples: of the training set; 0: not known.
+    """
     batch, world, factor = cfg.data.batch_size, replicas(cfg.engine), cfg.train.accumulator_factor
     size = group_size(cfg.engine)
     parts = [f"{batch} per group of {size} processes" if size > 1 else f"{batch} per process"]
     parts += [f"{world} {'groups' if size > 1 else 'processes'}"] if world > 1 else []
     parts += [f"{factor} batches accumulated"] if factor > 1 else []
     late = f" from epoch {cfg.train.accumulator_epoch} on" if factor > 1 and cfg.train.accumulator_epoch else ""
-    return f"{batch * world * factor} samples a step: {' x '.join(parts)}{late}"
+    step = batch * world * factor
+    most = f"{samples} samples a step, the whole training set" if 0 < samples < step else f"{step} samples a step"
+    return f"{most}: {' x '.join(parts)}{late}"
 
 
 def asks_for_gpus(cfg: Config) -> bool:

@@ -57,14 +57,13 @@ def init_module(cfg: Config, section: str, read: bool = True) -> Any:
 
 def init_trainer(cfg: Config) -> pl.Trainer:
     """A Lightning Trainer for a config. Opens no run and writes nothing: that begins with `fit`."""
-    import pytorch_lightning as pl
-
     from deeplightning.callbacks import all_of
     from deeplightning.callbacks.console import to_terminal
     from deeplightning.engine import compute
     from deeplightning.engine.checkpoint_io import SafeCheckpointIO
     from deeplightning.engine.cluster import cluster
     from deeplightning.engine.compiling import prepare_to_compile
+    from deeplightning.run.trainer import Trainer
 
     apply_environment(cfg)
     to_terminal(cfg)
@@ -76,7 +75,7 @@ def init_trainer(cfg: Config) -> pl.Trainer:
     often = 1 if train.fast else train.val_every_n_epoch
     epochs = -1 if train.num_epochs is None else train.num_epochs
     from_start = train.accumulator_epoch == 0 and not accumulates_itself(cfg)  # else a callback sets it
-    return pl.Trainer(
+    return Trainer(
         **trainer_arguments(cfg),
         max_epochs=1 if train.fast and epochs != 0 else epochs,
         max_steps=-1 if train.max_steps is None else train.max_steps,
