@@ -80,7 +80,7 @@ def to_terminal(cfg: Config) -> None:
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec", category=FutureWarning)
     # Our image data resume within an epoch by themselves.
     warnings.filterwarnings("ignore", message=".*resuming from a checkpoint that ended before the epoch ended")
-    # No sample counts twice: `deeplightning.engine.group.count_each_once`, which says where one does.
+    # No sample counts twice: `deeplightning.engine.group.CountsOnce`, which says where one does.
     warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the data", category=PossibleUserWarning)
     # Ours gives both numbers once: `deeplightning.callbacks.steps.StreamEnds`.
     warnings.filterwarnings("ignore", message="Length of IterableDataset")

@@ -357,14 +357,14 @@ def _or_one(weights: torch.Tensor) -> torch.Tensor:
 def _samples_of(loader: Any) -> Callable[[int], tuple[int, float]] | None:
     """How many samples an epoch's batch has in this process and on average over all, see
     `deeplightning.data.samplers.BatchIndices.samples_of`; None: the loader does not tell it beforehand."""
-    sampler = getattr(loader, "sampler", None)
-    if hasattr(sampler, "samples_of"):
-        return sampler.samples_of  # type: ignore[no-any-return]
+    sampler: Any = getattr(loader, "sampler", None)
+    if (found := getattr(sampler, "samples_of", None)) is not None:
+        return found  # type: ignore[no-any-return]
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     if type(loader.batch_sampler) is not BatchSampler:
         return None
-    size, samples = loader.batch_sampler.batch_size, len(loader.sampler)
+    size, samples = loader.batch_sampler.batch_size, len(sampler)
     # Lightning's samplers give each process as many.
     return lambda batch: (min(size, samples - batch * size), min(size, samples - batch * size))
 

@@ -4,19 +4,16 @@ from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from deeplightning.engine.group import count_each_once
+from deeplightning.engine.group import CountsOnce
 
 
-class Ddp(DDPStrategy):
+class Ddp(CountsOnce, DDPStrategy):
     """Lightning's, which computes on the stream on which the gradients are reduced.
 
     Lightning 2.6.6 wraps the network on a side stream, as torch asks for where a person captures a CUDA graph of the
     step. All else runs on the current stream, so that autograd synchronises the two at each parameter, and torch (2.11
     and newer) warns of it.
     """
-
-    def process_dataloader(self, dataloader: object) -> object:
-        return count_each_once(dataloader, self.lightning_module.trainer)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)

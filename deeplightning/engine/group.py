@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
-from torch import distributed
+from torch import Tensor, distributed
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from deeplightning.words import first_line
@@ -54,28 +54,37 @@ class EachOnce(BatchSampler):
         return self.batches
 
 
-def count_each_once(loader: object, trainer: Any) -> object:
-    """Has a loader that a set is judged by give each sample once over all processes; to be called by a strategy.
+class CountsOnce:
+    """Mixin of a strategy of Lightning's: values of a set that is judged count each of its samples once."""
 
-    Args:
-        loader: as Lightning has split it among the processes, or the user.
-    """
-    judges = trainer.state.fn != "fit" or trainer.train_dataloader is not None
-    if not judges or not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
-        return loader
-    sampler = loader.sampler
-    if type(sampler) not in (DistributedSampler, DistributedSamplerWrapper) or sampler.drop_last:
-        return loader
-    once = EachOnce(sampler, loader.batch_sampler.batch_size, loader.batch_sampler.drop_last)
-    if once.is_possible:
-        vars(loader)["batch_sampler"] = once  # torch refuses it where a loader may already be in use
-    elif trainer.is_global_zero:
-        log.warning(
-            "a set of %d samples cannot be split into as many batches of %d on each of %d processes: some samples "
-            "count twice. Take one process, or larger batches",
-            *(len(sampler.dataset), once.batch_size, sampler.num_replicas),
-        )
-    return loader
+    lightning_module: Any
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Has a loader of a validation or a test, which Lightning or a user has split among the processes, repeat no
+        sample."""
+        trainer: Any = self.lightning_module.trainer
+        judges = trainer.state.fn != "fit" or trainer.train_dataloader is not None
+        if not judges or not isinstance(dataloader, DataLoader) or type(dataloader.batch_sampler) is not BatchSampler:
+            return dataloader
+        sampler: Any = dataloader.sampler
+        if type(sampler) not in (DistributedSampler, DistributedSamplerWrapper) or sampler.drop_last:
+            return dataloader
+        once = EachOnce(sampler, dataloader.batch_sampler.batch_size, dataloader.batch_sampler.drop_last)
+        if once.is_possible:
+            vars(dataloader)["batch_sampler"] = once  # torch refuses it where a loader may already be in use
+        elif trainer.is_global_zero:
+            log.warning(
+                "a set of %d samples cannot be split into as many batches of %d on each of %d processes: some samples "
+                "count twice. Take one process, or larger batches",
+                *(len(sampler.dataset), once.batch_size, sampler.num_replicas),
+            )
+        return dataloader
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Lightning's; the mean of whole numbers, such as samples of processes, is no whole number (2.6.6)."""
+        if reduce_op in ("mean", "avg") and isinstance(tensor, Tensor) and not tensor.is_floating_point():
+            tensor = tensor.double()
+        return super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
 
 
 def scale_gradients(strategy: Any, optimizer: Any, scale: float) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from deeplightning.engine.checkpoint_io import raise_for_misfits, read_checkpoint, save_sharded
-from deeplightning.engine.group import count_each_once
+from deeplightning.engine.group import CountsOnce
 from deeplightning.engine.shards import Scattered, Shard, part_of, whole_of
 from deeplightning.faults import CheckpointError, ConfigError, Fault
 
@@ -57,11 +57,10 @@ class Share:
         return Shard(self.shape, self.start, values)
 
 
-class Sharded(ABC):
+class Sharded(CountsOnce, ABC):
     """Mixin of a strategy of Lightning's; a strategy says how it shares parameters in `shares` and `take_state`."""
 
     # Of the strategy that it is mixed into.
-    lightning_module: Any
     optimizers: list["Optimizer"]
     global_rank: int
 
@@ -104,9 +103,6 @@ class Sharded(ABC):
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         yield
-
-    def process_dataloader(self, dataloader: object) -> object:
-        return count_each_once(dataloader, self.lightning_module.trainer)
 
     def refuse_scalars(self) -> None:
         """

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 _BY_CLASS = tuple(
     kind
-    for name in ("CrossEntropyLoss", "NLLLoss", "LinearCrossEntropyLoss")  # the last one since torch 2.12
+    for name in ("CrossEntropyLoss", "NLLLoss", "LinearCrossEntropyLoss")  # older torch lacks the last
     if (kind := getattr(nn, name, None)) is not None
 )
 _BY_ELEMENT = (

@@ -34,9 +34,7 @@ class Segmentation(ImageTask):
     """Trains `model.network` on batches of {"image": uint8 (B, C, H, W), "mask": uint8 (B, H, W), "index": int64 (B,)}.
 
     The network gives (B, K, H, W). Losses and metrics are called with that and the truth, int64 (B, H, W), in which
-    pixels that do not count are -100: torch's losses leave them out by default. A loss that is a mean over pixels is
-    one over those that count in its batch; where their number differs between pictures, `<stage>_loss` therefore
-    depends a little on how pictures are batched. The metrics do not.
+    pixels that do not count are -100: torch's losses leave them out by default.
 
     Metrics: `<stage>_loss` and `<stage>_<name>` for each of `model.metrics`; by default `iou`, the mean over classes,
     and `acc`, the share of pixels that are right.

@@ -6,6 +6,7 @@ import pytest
 from torch.utils.data import DistributedSampler
 
 from deeplightning.data.samplers import PADDING, BatchIndices
+from deeplightning.engine.group import EachOnce
 
 
 def ranks(size: int, batch_size: int, world: int, **options) -> list[list[list[int]]]:
@@ -136,3 +137,25 @@ def test_impossible_arguments(options, words):
     """A batch size of 0 and a rank outside the world are refused."""
     with pytest.raises(ValueError, match=words):
         BatchIndices(range(3), **{"batch_size": 1, "num_replicas": 2, **options})
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_set_that_is_judged_is_split_without_repeating_a_sample(shuffle, drop_last):
+    """Up to 40 samples on up to 4 processes in batches of up to 6: each sample once, as many batches on each process,
+    none empty or too large; it is impossible only for batches of one and for fewer samples than processes."""
+    for samples, world, size in itertools.product(range(41), range(1, 5), range(1, 7)):
+        each = [
+            EachOnce(DistributedSampler(range(samples), world, rank, shuffle=shuffle), size, drop_last)
+            for rank in range(world)
+        ]
+        if not all(once.is_possible for once in each):
+            assert not any(once.is_possible for once in each)
+            assert size == 1 or samples < world
+            continue
+        batches = [list(once) for once in each]
+        assert {len(of) for of in batches} == {len(each[0])}
+        assert all(0 < len(batch) <= size for of in batches for batch in of)
+        seen = [position for of in batches for batch in of for position in batch]
+        assert len(set(seen)) == len(seen) > samples - world * size
+        assert drop_last or sorted(seen) == list(range(samples))
