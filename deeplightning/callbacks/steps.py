@@ -366,7 +366,12 @@ def _samples_of(loader: Any) -> Callable[[int], tuple[int, float]] | None:
         return None
     size, samples = loader.batch_sampler.batch_size, len(sampler)
     # Lightning's samplers give each process as many.
-    return lambda batch: (min(size, samples - batch * size), min(size, samples - batch * size))
+    return functools.partial(_even_samples, size, samples)  # a trainer can be pickled
+
+
+def _even_samples(size: int, samples: int, batch: int) -> tuple[int, float]:
+    own = min(size, samples - batch * size)
+    return own, own
 
 
 def _weight(

@@ -220,6 +220,24 @@ def test_the_training_loader_is_made_again(trained):
     assert loop._combined_loader not in (None, before)
 
 
+def test_the_end_of_a_stream_is_found_by_reading_ahead():
+    """`_data_fetcher` of the fit loop, with its `length`, `done`, `iterator`, `batches` and `reset`."""
+    seen = []
+
+    class Look(pl.Callback):
+        def on_train_start(self, trainer, *_):
+            assert lightning.read_ahead(trainer)
+
+        def on_train_batch_start(self, trainer, *_):
+            seen.append((trainer.current_epoch, trainer.fit_loop._data_fetcher.length, trainer.is_last_batch))
+
+    options = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=2, logger=False, callbacks=[Look()], **options)
+    trainer.fit(Line(), _loader(), _loader())
+    batches = len(_loader())
+    assert seen == [(epoch, None, number == batches - 1) for epoch in range(2) for number in range(batches)]
+
+
 def test_a_validation_is_restarted(trained):
     """`_restart_stage` of the validation's loop."""
     loop = trained[0].fit_loop.epoch_loop.val_loop
