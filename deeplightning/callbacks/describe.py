@@ -4,12 +4,10 @@ confusion matrix."""
 from __future__ import annotations
 
 import json
-import math
 import os
 import shlex
 import shutil
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +17,8 @@ from lightning_fabric.utilities.data import sized_len
 
 from deeplightning.callbacks.about import data_name, engine_in_words, network_name
 from deeplightning.config.schema import Config
-from deeplightning.engine.group import replicas
 from deeplightning.faults import count
 from deeplightning.runfolder import RunFolder
-from deeplightning.tracking.names import EPOCH_STEPS, STEP_SAMPLES, STEPS, TRAINING_BEGAN
 from deeplightning.words import printable
 
 if TYPE_CHECKING:
@@ -33,8 +29,7 @@ MAX_PICTURES = 2
 
 
 class Describe(pl.Callback):
-    """Keeps the description of the run up to date, on rank 0: at its start and after each stage; and tracks, once, how
-    long training is, for who watches it (`deeplightning runs --watch`)."""
+    """Keeps the description of the run up to date, on rank 0: at its start and after each stage."""
 
     after = ("Record", "Results")
 
@@ -49,10 +44,6 @@ class Describe(pl.Callback):
             sizes = [f"{size:,} {name}" for name, loader in sets.items() if (size := samples_behind(loader))]
             self._learned = f"{count(total, 'parameter')}" + (f"; {' and '.join(sizes)} samples" if sizes else "")
             self._tell(trainer)
-            tags = length_tags(self.cfg, trainer)
-            for logger in trainer.loggers:
-                if hasattr(logger, "log_tags"):
-                    logger.log_tags(tags)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # The next call of Lightning ends the run in the tracker: later it would have to be opened again.
@@ -64,25 +55,6 @@ class Describe(pl.Callback):
         for logger in loggers:
             if hasattr(logger, "describe"):
                 logger.describe(note(self.cfg, self.record.folder, logger.run_id, self._learned))
-
-
-def length_tags(cfg: Config, trainer: Any) -> dict[str, str]:
-    """How long training is, as tags; what is not known beforehand is left out.
-
-    A step is one of the points that are tracked: what Lightning calls a batch that stepped. Where accumulation begins
-    in a later epoch, the epochs differ in their steps, and only the sum is known.
-    """
-    now = {TRAINING_BEGAN: str(time.time_ns() // 1_000_000)}
-    batches, factor, total = trainer.num_training_batches, cfg.train.accumulator_factor, math.inf
-    is_even = factor == 1 or not cfg.train.accumulator_epoch
-    if math.isfinite(batches) and batches > 0:
-        total = trainer.estimated_stepping_batches
-        now |= {EPOCH_STEPS: str(math.ceil(batches / factor))} if is_even else {}
-    if trainer.max_steps >= 0:  # counts the steps of all optimizers
-        total = min(total, trainer.max_steps // max(1, len(trainer.optimizers)))
-    size = getattr(trainer.train_dataloader, "batch_size", None) or cfg.data.batch_size
-    samples = {STEP_SAMPLES: str(size * replicas(trainer)[0] * factor)} if is_even and isinstance(size, int) else {}
-    return now | samples | ({STEPS: str(int(total))} if math.isfinite(total) else {})
 
 
 def note(cfg: Config, folder: RunFolder, run_id: str | None, learned: str = "") -> str:

@@ -10,12 +10,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deeplightning.faults import CheckpointError
+from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.process.terminal import styled
 from deeplightning.tracking.attach import attach
 from deeplightning.tracking.journal import dead, settle, settle_quietly
 from deeplightning.tracking.owner import AGE
-from deeplightning.tracking.running import require
 from deeplightning.tracking.sqlite import PRUNED, Listed, open_directly
 from deeplightning.tracking.store import explain, local_path, locate, remove_files
 from deeplightning.words import printable
@@ -203,7 +202,8 @@ class _runs:
 
     def __enter__(self) -> Any:
         if self.store.database is not None:
-            require(self.store)
+            if not self.store.database.exists():  # MLflow would make one
+                raise SetupError(f"{self.store.shown}: there are no runs; the first `bash train.sh` makes the store")
             self.opened = open_directly(self.store)
         return self.opened or _ByMLflow(attach(self.store))
 

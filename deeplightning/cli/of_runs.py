@@ -332,8 +332,6 @@ _STATUS = click.Choice(["running", "finished", "failed", "killed", "pruned"], ca
 @click.option("--clean", is_flag=True, help="Show which of them would be removed: unfinished ones, or of --status.")
 @click.option("--delete", is_flag=True, help="With --clean: remove them, and their files.")
 @click.option("--sync", is_flag=True, help="Write what killed runs and dead servers have left unwritten.")
-@click.option("--plot", is_flag=True, help="Draw the curves of the newest of them in the terminal.")
-@click.option("--watch", is_flag=True, help="Show the running ones with speed and time left until Ctrl-C.")
 def runs(
     tracking_uri: str | None,
     status: tuple[str, ...],
@@ -345,8 +343,6 @@ def runs(
     clean: bool,
     delete: bool,
     sync: bool,
-    plot: bool,
-    watch: bool,
 ) -> None:
     """List runs, the newest first; remove those that are not wanted.
 
@@ -358,11 +354,6 @@ def runs(
     listed: the journals of runs that ended before their store had all of their points are written into it, those of
     other machines too once they were silent for a day.
 
-    --watch keeps a table of the running runs in the terminal: epoch, step, the metric that the run monitors, samples a
-    second, time left, and how long ago it tracked its last point. A run that ends keeps its row. Ctrl-C ends it with
-    exit code 0. Where stdout is no terminal the table is printed once. It goes with --name and --experiment.
-
-    --plot draws the curves of the newest run: the loss, each metric of training and validation, the learning rate.
     --last prints the folder of the newest run and nothing else: exit code 4 if there is none. Wherever a verb takes a
     RUN, the word `last` means the newest one.
     """
@@ -373,10 +364,6 @@ def runs(
         raise click.UsageError("--delete goes with --clean; --clean alone shows what would be removed")
     if last and (clean or sync):
         raise click.UsageError("--last goes with neither --clean nor --sync; it prints one folder")
-    if plot and (clean or sync or last):
-        raise click.UsageError("--plot goes with neither --clean, --sync nor --last; it draws one run")
-    if watch and (clean or sync or last or plot or statuses or metric is not None):
-        raise click.UsageError("--watch goes with --tracking-uri, --name and --experiment alone; it shows running runs")
     if clean and "RUNNING" in statuses:
         raise click.UsageError("a running run is never removed; end it first")
 
@@ -389,17 +376,7 @@ def runs(
         return
     for line in of.settled(tracking_uri):
         say(line, err=True)
-    if watch:
-        from deeplightning.cli.watch import watch as show
-
-        show(tracking_uri, name, experiment)
-        return
     try:
-        if plot:
-            from deeplightning.cli.plot import plot_run
-
-            print(plot_run(of.newest(tracking_uri, statuses, metric, name, experiment), tracking_uri), end="")  # noqa: T201
-            return
         if last:
             from deeplightning.tracking import resolve_run
 

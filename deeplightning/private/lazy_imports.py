@@ -48,13 +48,18 @@ _before_lightning = _BeforeLightning()
 
 
 class _Package(ModuleType):
-    """A package with its submodules, whose own `__init__` runs when it is asked for a name that it has not yet."""
+    """A package with its submodules, whose own `__init__` runs when it is asked for a name that it has not yet, or for
+    all of its names."""
 
     def __getattr__(self, name: str) -> object:
-        if name.startswith("__"):
+        if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         _run_init(self)
         return getattr(self, name)
+
+    def __dir__(self) -> list[str]:
+        _run_init(self)
+        return dir(self)
 
 
 def _run_init(package: ModuleType) -> None:
@@ -114,6 +119,10 @@ def _load_plots(plot: ModuleType) -> None:
 # ---- torch._dynamo
 
 
+_ASKING = ("torch.", "pytorch_lightning.", "lightning_fabric.")
+"""Modules that ask `torch._dynamo` in eager mode for the class of a compiled network."""
+
+
 class _IsCompiled(type):
     def __instancecheck__(cls, instance: object) -> bool:
         real = sys.modules.get(_DYNAMO)
@@ -139,15 +148,22 @@ class _Dynamo(ModuleType):
     """Answers what optimizers, Lightning and a group of processes ask `torch._dynamo` in eager mode, and loads it for
     everything else."""
 
-    OptimizedModule = _OptimizedModule
     # `init_process_group` clears a cache, which is empty; `DistributedDataParallel` asks for its default.
     trace_rules = _Part("trace_rules", clear_lru_cache=lambda: None)
     utils = _Part("utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
 
     def __getattr__(self, name: str) -> object:
-        if name.startswith("__"):
+        if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module {_DYNAMO!r} has no attribute {name!r}")
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("importlib."):
+            frame = frame.f_back
+        if name == "OptimizedModule" and frame.f_globals.get("__name__", "").startswith(_ASKING):
+            return _OptimizedModule
         return getattr(_load_dynamo(), name)
+
+    def __dir__(self) -> list[str]:
+        return dir(_load_dynamo())
 
     @staticmethod
     def graph_break(*args: object, **kwargs: object) -> None:
@@ -202,7 +218,8 @@ def _dynamo_later() -> None:
     import torch
 
     stand_in = _Dynamo(_DYNAMO, "Stands in until something is compiled: see deeplightning.private.lazy_imports.")
-    stand_in.__spec__ = importlib.util.find_spec(_DYNAMO)
+    stand_in.__spec__ = spec = importlib.util.find_spec(_DYNAMO)
+    stand_in.__file__ = spec.origin if spec is not None else None
     stand_in.__path__ = []
     sys.modules[_DYNAMO] = torch._dynamo = stand_in  # type: ignore[assignment]
     sys.meta_path.insert(0, _submodules)

@@ -27,7 +27,7 @@ from deeplightning.tracking.attach import LazyClient
 from deeplightning.tracking.context import RUN_NAME, run_tags
 from deeplightning.tracking.environment import git_state
 from deeplightning.tracking.journal import Journal, replay
-from deeplightning.tracking.names import MAX_REASON, MAX_TAG, NOTE, NOTE_DIGEST, clean, flatten
+from deeplightning.tracking.names import MAX_NAME, MAX_REASON, MAX_TAG, NOTE, NOTE_DIGEST, clean, flatten
 from deeplightning.tracking.open import open_tracker
 from deeplightning.tracking.store import Store, explain, local_path, locate
 from deeplightning.tracking.tracker import EPOCH, SYSTEM, TEST, Batch, Dataset, Point, Run, Tracker
@@ -86,6 +86,7 @@ class MLflowLogger(Logger):
         self._artifact_folder: Path | None = None
         self._artifacts: Artifacts | None = None  # of an open run
         self._last_step = 0
+        self._names: dict[str, str] = {}  # of metrics, as they are logged and as they are tracked
         self._latest: dict[str, tuple[int, float]] = {}  # the last point of each metric
         self._there: dict[str, set[int]] = {}  # steps that the store has of a continued run
         self._continues = False
@@ -217,11 +218,22 @@ class MLflowLogger(Logger):
         values: dict[str, float] = {}
         for name, value in metrics.items():
             try:
-                values[clean(name)] = float(value)
+                values[self._tracked_as(name)] = float(value)
             except (TypeError, ValueError):
                 log.warning("%s is not tracked: %r is not a number.", name, value)
         if values:
             self._add(values, time.time_ns() // 1_000_000, step)
+
+    def _tracked_as(self, name: str) -> str:
+        """Return the name of a metric in the form that MLflow takes, another one for each metric."""
+        if name not in self._names:
+            tracked = clean(name)
+            if tracked in self._names.values():
+                tracked = f"{tracked[: MAX_NAME - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+            if tracked != name:
+                log.info("metric     %s is tracked as %s", name, tracked)
+            self._names[name] = tracked
+        return self._names[name]
 
     def _add(self, values: Mapping[str, float], moment: int, step: int) -> None:
         writer, new, tested = self._running(), {}, {}

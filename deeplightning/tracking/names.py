@@ -11,11 +11,6 @@ MAX_NAME, MAX_PARAM, MAX_TAG, MAX_REASON = 250, 6000, 5000, 1000
 
 NETWORK, DATA, ENGINE = "network", "data", "engine"
 """The tags that say what a run has trained, from what and on what: columns of the table of runs."""
-STEPS, EPOCH_STEPS = "train.steps", "train.steps_per_epoch"
-"""The tags with the number of steps of a whole training and of an epoch; a step is what points are counted by."""
-STEP_SAMPLES, TRAINING_BEGAN = "train.samples_per_step", "train.began"
-"""The tags with the samples of a step, of all processes, and when this launch began to train, in milliseconds since
-1970."""
 NOTE = "mlflow.note.content"
 """The tag that MLflow shows as the description of a run, in Markdown."""
 NOTE_DIGEST = "mlflow.note.digest"

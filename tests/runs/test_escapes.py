@@ -139,7 +139,7 @@ VERBS = {
     "explain": ["explain FOREIGN/cfg.yaml", "explain FOREIGN/cfg.yaml logger.params.experiment_name", "explain CONFIG"],
     "stats": ["stats FOREIGN/cfg.yaml", "stats CONFIG"],
     "runs": [
-        *("runs", "runs --last", "runs --plot", "runs --watch", "runs --clean", "runs --sync", "runs --clean --delete"),
+        *("runs", "runs --last", "runs --clean", "runs --sync", "runs --clean --delete"),
         *("runs --status finished", "runs --unfinished", "runs --metric a>b", "runs --name *red*", "runs --name none"),
         "runs --clean --status finished",
     ],
@@ -240,7 +240,7 @@ def test_the_log_of_a_server_is_ascii(capfd):
     assert json.loads(line)["labels"] == [FORGED]
 
 
-@pytest.mark.parametrize("words", ["runs", "runs --plot", "diff OWN FOREIGN", "explain FOREIGN/cfg.yaml"])
+@pytest.mark.parametrize("words", ["runs", "diff OWN FOREIGN", "explain FOREIGN/cfg.yaml"])
 def test_a_terminal_gets_only_our_own_sequences(made, foreign, tmp_path, words):
     """Colours and cursor moves are ours: no title, no colour from a name, no other control character."""
     leader, follower = pty.openpty()

@@ -1,4 +1,4 @@
-"""What a training leaves to look at, and the verbs that show runs: `report`, and `runs --plot`."""
+"""What a training leaves to look at, and the verb that shows runs: `report`."""
 
 import json
 import shutil
@@ -100,19 +100,6 @@ def test_several_runs_become_a_comparison(run, command, tmp_path):
     assert done.code == 3
     assert "is no report of ours" in done.err
     assert (tmp_path / "comparison.html").read_text() == "mine"
-
-
-def test_curves_in_the_terminal(run, command, place):
-    """Of the newest run that is meant, eighty columns where there is no terminal, without colours."""
-    done = command("runs", "--plot", "--tracking-uri", place / "runs", cwd=place)
-    assert done.code == 0, done
-    assert done.out.startswith("run ")
-    assert any(line.startswith("loss") for line in done.out.splitlines())
-    assert max(map(len, done.out.splitlines())) <= 80
-    done = command("runs", "--plot", "--name", "nobody", "--tracking-uri", place / "runs", cwd=place)
-    assert (done.code, "there is no such run" in done.err) == (4, True)
-    done = command("runs", "--plot", "--last", "--tracking-uri", place / "runs", cwd=place)
-    assert (done.code, "--plot goes with neither" in done.err) == (2, True)
 
 
 def test_without_pictures_there_is_no_report(run, command, place):

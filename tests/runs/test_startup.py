@@ -175,6 +175,19 @@ import sys, torch, types
 assert type(torch._dynamo) is types.ModuleType and sys.modules["torch._dynamo.utils"] is torch._dynamo.utils
 """
 
+LOOKED_AT = """\
+import inspect, sys
+from deeplightning.private.lazy_imports import import_lazily
+import_lazily()
+import pytorch_lightning, torch, torchmetrics
+assert inspect.getfile(torch._dynamo).endswith("__init__.py") and "sympy" not in sys.modules
+from torch._dynamo import OptimizedModule
+assert issubclass(OptimizedModule, torch.nn.Module) and "explain" in dir(torch._dynamo)
+assert set(torchmetrics.__all__) <= set(dir(torchmetrics))
+from torchmetrics import *
+assert Accuracy is torchmetrics.classification.Accuracy
+"""
+
 UNKNOWN = """\
 import sys, types
 from deeplightning.private import lazy_imports as lean
@@ -191,6 +204,7 @@ assert torchmetrics.__version__ and type(torchmetrics) is types.ModuleType
         pytest.param(STAND_INS, id="asked", marks=pytest.mark.slow),
         pytest.param(GROUP, id="group", marks=pytest.mark.slow),
         pytest.param(SUBMODULE_FIRST, id="submodule", marks=pytest.mark.slow),
+        pytest.param(LOOKED_AT, id="looked at"),
         pytest.param(UNKNOWN, id="unknown"),
     ],
 )

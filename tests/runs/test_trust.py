@@ -491,7 +491,8 @@ def test_what_a_rule_allows_is_what_our_configs_name(run, tmp_path):
         "model.scheduler": {"type": "torch.optim.lr_scheduler.ReduceLROnPlateau"},
         "data.module.params.augment": augment,
     }
-    check(run_config(foreign(run, tmp_path / "copy", **changes)))
+    report = check(run_config(foreign(run, tmp_path / "copy", **changes)))
+    assert report.source.root.value["model"].value["network"].value["type"].value == "torch.nn.Sequential"
 
 
 def test_each_of_our_networks_is_a_class(run, tmp_path):

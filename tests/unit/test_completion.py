@@ -96,7 +96,7 @@ def words(last: str, *before: str) -> list[str]:
         ("train.early", ["train.early_stop.", "train.early_stop="]),
         ("train.early_stop.m", ["train.early_stop.metric=", "train.early_stop.mode="]),
         ("logger.log_e", ["logger.log_every_n_steps.", "logger.log_every_n_steps="]),
-        ("serve.max_", [f"serve.max_{name}=" for name in ("upload_mb", "pixels", "batch", "queue", "wait")]),
+        ("serve.max_", [f"serve.max_{name}=" for name in ("upload_mb", "pixels", "side", "batch", "queue", "wait")]),
         ("nothing", []),
         ("seed.", []),
         ("nothing.at.all", []),

@@ -6,7 +6,6 @@ import matplotlib
 import numpy as np
 import pytest
 
-from deeplightning.cli.plot import plotted
 from deeplightning.figures import classes, curves, measures
 from deeplightning.figures.style import GRID, INK, PAPER, drawn, label, save, style, to_png, to_svg
 
@@ -139,24 +138,3 @@ def test_a_long_name_keeps_its_ends():
     one, other = (label(f"a rather long name of a class, number {n}") for n in range(2))
     assert one != other
     assert len(one) == 24
-
-
-@pytest.mark.parametrize("columns", [40, 80, 200])
-@pytest.mark.parametrize("plain", [True, False])
-def test_curves_fit_the_terminal(columns, plain):
-    """No line is longer than the terminal is wide; without colours nothing but text is printed, and without UTF-8
-    nothing but ASCII."""
-    epochs = range(30)
-    series = {
-        "train_loss_epoch": [(s, 2 / (s + 1)) for s in epochs],
-        "val_loss": [(s, 3 / (s + 1)) for s in epochs],
-        "val_acc": [(s, 0.5) for s in epochs],
-        "\x1b[31mown": [(s, -s) for s in epochs],
-    }
-    text = plotted(series, columns, is_plain=plain)
-    assert max(map(len, text.splitlines())) <= columns
-    assert "\x1b" not in text
-    assert text.isascii() == plain
-    assert "train" in text
-    assert "\x1b[34m" in plotted(series, columns, in_colour=True)
-    assert plotted({}) == ""

@@ -162,7 +162,7 @@ def small(bundle, most):
     bound = Bound(session, 16 * 192, 16 * 12, lanes=1)
     model = Model()
     model.samples = bundle.samples
-    model.prepare = lambda data, _: images(1, int(data))[0]
+    model.prepare = lambda data, *_: images(1, int(data))[0]
 
     def predict(batch):
         model.begun.set()

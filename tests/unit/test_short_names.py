@@ -82,8 +82,9 @@ def test_nothing_is_imported_for_it():
 
 
 def test_a_foreign_run_gains_nothing_by_a_short_name(tmp_path, monkeypatch):
-    """A run's config is judged with the full name: torchvision's networks are built without weights only."""
-    from deeplightning.checks.trust import admit
+    """A run's config is judged with the full name: a function of torchvision's that makes a network is refused."""
+    from deeplightning.checks.check import check
+    from deeplightning.checks.trust import run_config
     from deeplightning.faults import CheckpointError
     from deeplightning.runfolder import RunFolder
 
@@ -93,4 +94,4 @@ def test_a_foreign_run_gains_nothing_by_a_short_name(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path)
     folder.config.write_text(weights)
     with pytest.raises(CheckpointError, match=r"to use this run, torchvision\.models\.resnet18"):
-        admit(folder)
+        check(run_config(folder))

@@ -1,12 +1,11 @@
-"""Takes pictures of the report of a run, of a comparison and of `runs --plot`, narrow and wide, light and dark:
+"""Takes pictures of the report of a run, and of a comparison, narrow and wide, light and dark:
 
     .venv/bin/python tools/screenshots/report.py OUT
 
 Two networks learn scikit-learn's digits (a minute), and answers of a made-up classifier of 100 classes are drawn. OUT
-gets a file `report-STATE-WIDTH-SCHEME.png` of each, and `report-plot-COLUMNS.svg`. It needs Chromium, and no network.
+gets a file `report-STATE-WIDTH-SCHEME.png` of each. It needs Chromium, and no network.
 """
 
-import io
 import os
 import shutil
 import subprocess
@@ -16,17 +15,13 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from rich.console import Console
-from rich.text import Text
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
-from deeplightning.cli.plot import plotted  # noqa: E402
 from deeplightning.figures import classes, measures  # noqa: E402
 from deeplightning.figures.style import drawn, to_svg  # noqa: E402
 from deeplightning.report import page  # noqa: E402
 from deeplightning.runfolder import RunFolder  # noqa: E402
-from deeplightning.tracking.series import from_file  # noqa: E402
 
 WIDTHS, SCHEMES = (360, 1280), {"light": "1", "dark": "0"}  # Blink's numbers of the schemes
 TALLEST = 9000
@@ -94,11 +89,6 @@ def main(out: Path) -> None:
             for width in WIDTHS:
                 for scheme in SCHEMES:
                     take(file, out / f"report-{state}-{width}-{scheme}.png", width, scheme)
-        series = from_file(one.series)
-        for columns in (80, 200):
-            console = Console(record=True, width=columns, file=io.StringIO())
-            console.print(Text.from_ansi(plotted(series, columns, in_colour=True)))
-            console.save_svg(str(out / f"report-plot-{columns}.svg"), title="deeplightning runs --plot")
 
 
 if __name__ == "__main__":
