@@ -141,7 +141,10 @@ def tracked(store: Path) -> Any:
 
 @pytest.fixture
 def fit(tiny: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`fit(override, …)` trains the tiny config in this process, and gives a Fitted."""
+    """`fit(override, …)` trains the tiny config in this process, and gives a Fitted.
+
+    `task` and `data` make a module of their own from the config; the default is what the config names.
+    """
     from fitted import Fitted, Seen
 
     from deeplightning.callbacks import callback_of
@@ -153,9 +156,11 @@ def fit(tiny: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     logger = f"logger={{type: pytorch_lightning.loggers.CSVLogger, params: {{save_dir: '{tmp_path}', name: runs}}}}"
     plain = ["~logger", logger, "logger.pictures=null", "logger.per_rank_files=false", "logger.log_every_n_steps=1"]
 
-    def run(*overrides: str) -> Fitted:
+    def run(*overrides: str, task: Any = None, data: Any = None) -> Fitted:
         cfg = load_config(tiny, [*plain, *overrides])
-        task, data, trainer, seen = init_module(cfg, "model"), init_module(cfg, "data"), init_trainer(cfg), Seen()
+        task = init_module(cfg, "model") if task is None else task(cfg)
+        data = init_module(cfg, "data") if data is None else data(cfg)
+        trainer, seen = init_trainer(cfg), Seen()
         trainer.callbacks.append(seen)
         trainer.fit(task, data)
         return Fitted(trainer, task, data, seen, callback_of(trainer, Record).folder.path)

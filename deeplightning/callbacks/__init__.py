@@ -54,10 +54,10 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         SampleWeights,
         ScheduleSteps,
         Seeds,
+        StreamEnds,
         ValidateParts,
     )
     from deeplightning.callbacks.threads import MeasuredThreads
-    from deeplightning.engine.overhead import leave_out_empty_hooks
     from deeplightning.tracking.build import prepare
     from deeplightning.tracking.environment import redacted
 
@@ -76,6 +76,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     callbacks: list[pl.Callback] = [
         record,
         Seeds(cfg.seed),
+        StreamEnds(),
         LogSteps(every if isinstance(every, int) else asdict(every)),
         FiniteLoss(),
         SampleWeights(),
@@ -121,9 +122,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         from deeplightning.callbacks.pool import Pool
 
         callbacks.append(Pool(cfg, record, checkpoints))
-    callbacks = in_order(callbacks, [build(target) for target in train.callbacks])
-    leave_out_empty_hooks(*callbacks)
-    return callbacks
+    return in_order(callbacks, [build(target) for target in train.callbacks])
 
 
 def _warmups(cfg: Config) -> dict[str, float]:

@@ -244,7 +244,7 @@ class Checkpoints(LightningCheckpoint):
             return
         value = float(trainer.callback_metrics[name])
         if not math.isfinite(value):
-            log.warning("%s is %s after epoch %d: not kept as best", name, value, trainer.current_epoch)
+            log.warning("%s is %s after epoch %d: not kept as best", name, value, trainer.current_epoch + 1)
             return
         entry: dict[str, Any] = {
             "metric": name,

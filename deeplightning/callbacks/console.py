@@ -1,6 +1,7 @@
 """What a run prints: a table at its start, its progress, its results at the end."""
 
 import logging
+import math
 import platform
 import sys
 import time
@@ -14,6 +15,7 @@ from pytorch_lightning.callbacks import EarlyStopping
 
 from deeplightning.callbacks import commands
 from deeplightning.callbacks.checkpoints import Checkpoints
+from deeplightning.callbacks.describe import samples_behind
 from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.progress import BEST, Bar, EpochTable, live, rate
 from deeplightning.callbacks.record import Record, Redacting, rank_shown
@@ -63,7 +65,8 @@ class _Terminal(logging.Handler):
             rows = getattr(record, "terminal", None)
             lines = text.split("\n")
             text = "\n".join(rows or (wrapped(t, LABEL if t[LABEL - 1 : LABEL] == " " else 0) for t in lines))
-        print(self.begin + text.replace("\n", f"\n{self.begin}"), file=stream, flush=True)
+        stream.write(self.begin + text.replace("\n", f"\n{self.begin}") + "\n")  # at once: other ranks write too
+        stream.flush()
 
 
 def to_terminal(cfg: Config) -> None:
@@ -79,6 +82,8 @@ def to_terminal(cfg: Config) -> None:
     warnings.filterwarnings("ignore", message=".*resuming from a checkpoint that ended before the epoch ended")
     # No sample counts twice: `deeplightning.engine.group.CountsOnce`, which says where one does.
     warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the data", category=PossibleUserWarning)
+    # Ours gives both numbers once: `deeplightning.callbacks.steps.StreamEnds`.
+    warnings.filterwarnings("ignore", message="Length of IterableDataset")
     # `engine.gpus: null` is a choice.
     warnings.filterwarnings("ignore", message=r"GPU available but not used\.", category=PossibleUserWarning)
     # Ours names the key: `deeplightning.engine.compute.matmul_hint`. Lightning's is news below its level, see above.
@@ -152,13 +157,13 @@ class Console(pl.Callback):
         network = cfg.model.network
         name = network.type.rpartition(".")[2] if isinstance(network, Target) else type(module).__name__
         sets = {"training": trainer.train_dataloader, "validation": trainer.val_dataloaders}
-        sizes = [f"{size:,} {what}" for what, loader in sets.items() if (size := _size(loader))]
+        sizes = [f"{size:,} {what}" for what, loader in sets.items() if (size := samples_behind(loader))]
         where = "CPU" if engine.gpus is None else f"GPU {engine.gpus}"
         length = [count(cfg.train.num_epochs, "epoch")] if cfg.train.num_epochs is not None else []
         length += [f"at most {count(cfg.train.max_steps, 'step')}"] if cfg.train.max_steps is not None else []
-        steps = count(trainer.estimated_stepping_batches, "step")  # which makes the loader
+        steps, clip = trainer.estimated_stepping_batches, cfg.train.gradient_clip  # the former makes the loader
         own_size = getattr(trainer.train_dataloader, "batch_size", None)
-        clip = cfg.train.gradient_clip
+        own_size = own_size if isinstance(own_size, int) else None
         return {
             **({"config": _origin(cfg)} if cfg.written else {}),
             "versions": f"Deep Lightning {__version__}, torch {torch.__version__}, Lightning {pl.__version__}, "
@@ -166,8 +171,8 @@ class Console(pl.Callback):
             "data": f"{cfg.data.module.type.rpartition('.')[2]}: {', '.join(sizes)} samples",
             "network": f"{name}: {count(total, 'parameter')} ({total / 1e6:.3f} M){frozen}",
             "engine": f"{where}, {engine.backend or 'one process'}, precision {trainer.precision}",
-            "batch": effective_batch(cfg, own_size if isinstance(own_size, int) else None),
-            "length": f"{', '.join(length)}; {steps}",
+            "batch": effective_batch(cfg, own_size, samples_behind(trainer.train_dataloader)),
+            "length": f"{', '.join(length)}; {count(int(steps), 'step') if math.isfinite(steps) else 'steps unknown'}",
             **({"clipping": f"{clip.algorithm} at {clip.value}"} if clip else {}),
         }
 
@@ -346,12 +351,6 @@ def _share_done(trainer: pl.Trainer, done: int) -> float | None:
     if trainer.max_steps > 0:
         shares.append(trainer.global_step / trainer.max_steps)
     return max(shares, default=None)
-
-
-def _size(loaders: Any) -> int:
-    """Samples behind a loader or several."""
-    several = loaders if isinstance(loaders, list | tuple) else [loaders]
-    return sum(len(loader.dataset) for loader in several if hasattr(getattr(loader, "dataset", None), "__len__"))
 
 
 def _duration(seconds: float) -> str:

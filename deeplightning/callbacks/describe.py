@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
+from lightning_fabric.utilities.data import sized_len
 
 from deeplightning.callbacks.about import data_name, engine_in_words, network_name
 from deeplightning.config.schema import Config
@@ -113,4 +114,4 @@ def _plain(text: str) -> str:
 def samples_behind(loaders: Any) -> int:
     """Samples behind a loader or several."""
     several = loaders if isinstance(loaders, list | tuple) else [loaders]
-    return sum(len(loader.dataset) for loader in several if hasattr(getattr(loader, "dataset", None), "__len__"))
+    return sum(sized_len(getattr(loader, "dataset", None)) or 0 for loader in several)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deeplightning.callbacks.order import OWN
 from deeplightning.faults import ConfigError, Fault
+from deeplightning.private.lightning import logged_steps
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -39,7 +40,7 @@ class GradientNorm(pl.Callback):
         point = {name: norm}
         trainer.callback_metrics.update({key: torch.tensor(value) for key, value in point.items()})
         for logger in trainer.loggers:
-            logger.log_metrics(point, trainer.global_step)
+            logger.log_metrics(point, logged_steps(trainer))
 
 
 class AdaptiveClip(pl.Callback):

@@ -83,7 +83,7 @@ class LossSpikes(pl.Callback):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
-        where = f"step {trainer.global_step} (epoch {trainer.current_epoch})"
+        where = f"step {trainer.global_step} (epoch {trainer.current_epoch + 1})"
         if trainer.is_global_zero:
             log.warning(
                 "train_loss is %.4g at %s, above %.4g: the step is left out (%s so far)",

@@ -2,6 +2,7 @@
 samples, points at the steps that are due, a loss that is a number."""
 
 import functools
+import logging
 import math
 import random
 from collections.abc import Callable, Mapping
@@ -19,11 +20,14 @@ from deeplightning import transfer
 from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.watch import samples_in
 from deeplightning.engine.group import replicas, scale_gradients
-from deeplightning.faults import RunError
+from deeplightning.faults import ConfigError, Fault, RunError, SetupError
+from deeplightning.private.lightning import logged_steps, read_ahead
 
 if TYPE_CHECKING:
     from pytorch_lightning.utilities.types import LRSchedulerConfig
     from torch.utils.hooks import RemovableHandle
+
+log = logging.getLogger("deeplightning")
 
 _WORD = 2**64 - 1
 
@@ -173,11 +177,71 @@ class AccumulateFrom(pl.Callback):
         trainer.accumulate_grad_batches = self.factor if trainer.current_epoch >= self.epoch else 1
 
 
+class StreamEnds(pl.Callback):
+    """Ends an epoch where its stream ends, whatever number of batches the stream's length promises.
+
+    Lightning 2.6 believes the length: a shorter stream is never validated, and of a longer one the rest is not read.
+    Other data whose length is wrong end the run. `FitLoop.max_batches` is the number of batches that are expected, and
+    `Trainer.val_check_batch` the number of the batch that is validated next.
+    """
+
+    def __init__(self) -> None:
+        self._promised: float = 0  # batches of an epoch; 0: nothing to correct
+        self._is_resumed = self._is_warned = False
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        loop = trainer.fit_loop
+        self._is_resumed = loop.epoch_loop.batch_progress.current.ready > 0
+        if math.isfinite(loop.max_batches) and _is_stream(trainer.train_dataloader) and read_ahead(trainer):
+            self._promised = loop.max_batches
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._is_resumed = False
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
+        loop = trainer.fit_loop
+        progress = loop.epoch_loop.batch_progress
+        batches, is_last = progress.current.ready, progress.is_last_batch
+        if not self._promised or is_last == (batches == loop.max_batches):
+            return
+        if not is_last and (self._is_resumed or trainer.limit_train_batches != 1):
+            return  # a stream that is resumed begins anew
+        if is_last and not self._is_warned:
+            self._is_warned = True
+            log.warning(
+                "epoch %d of the training data has %d batches, their length says %d; each epoch ends where they end",
+                *(trainer.current_epoch + 1, batches, self._promised),
+            )
+        loop.max_batches = batches if is_last else math.inf
+        if trainer.val_check_interval == 1:
+            trainer.val_check_batch = loop.max_batches
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """
+        Raises:
+            SetupError: the data ended before the number of batches that their length promises.
+        """
+        loop = trainer.fit_loop
+        batches = loop.epoch_loop.batch_progress
+        has_stopped = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
+        if not (has_stopped or batches.is_last_batch or batches.current.ready >= loop.max_batches):
+            raise SetupError(
+                f"epoch {trainer.current_epoch + 1} of the training data has {batches.current.ready} batches, but "
+                f"their length says {loop.max_batches}; correct the length of the loader that data.module makes"
+            )
+
+
+def _is_stream(loader: Any) -> bool:
+    """Whether a training loader reads a stream, and cannot resume in it: that would count the batch that is ahead."""
+    return isinstance(getattr(loader, "dataset", None), IterableDataset) and not hasattr(loader, "state_dict")
+
+
 class ScheduleSteps(pl.Callback):
-    """Advances a schedule by steps with each, or each n-th, step that its optimizer has taken.
+    """Advances a schedule by steps with each, or each n-th, step that its optimizer has taken, and one by a metric of
+    the validation in the epochs that are validated.
 
     Lightning 2.6 counts batches, accumulated ones too, and advances where the scaler of precision 16 has left a step
-    out because its gradients were no numbers.
+    out because its gradients were no numbers. Where an epoch is not validated, it ends the run.
     """
 
     def __init__(self) -> None:
@@ -186,6 +250,10 @@ class ScheduleSteps(pl.Callback):
         self._due: list[LRSchedulerConfig] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        epochs = trainer.check_val_every_n_epoch or 1
+        for config in trainer.lr_scheduler_configs:
+            if config.interval == "epoch" and config.reduce_on_plateau and (config.monitor or "").startswith("val"):
+                config.frequency = math.lcm(config.frequency, epochs)
         self._every = [(c, c.frequency) for c in trainer.lr_scheduler_configs if _by_optimizer_steps(c)]
         for config, _ in self._every:
             hook = functools.partial(self._taken, config)
@@ -236,6 +304,7 @@ class SampleWeights(pl.Callback):
         self._samples = 0  # of the batch under way, where the loader does not tell
         self._batches = 0  # of the step under way; its first ones, and all of them, weigh:
         self._first = self._sum = torch.zeros(())
+        self._passes = 0  # backward passes of the batch under way
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._batches = 0
@@ -248,12 +317,22 @@ class SampleWeights(pl.Callback):
         self._samples_of = _samples_of(trainer.train_dataloader)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: object, batch: object, batch_idx: int) -> None:
+        self._passes = 0
         if self._samples_of is None:
             self._samples = samples_in(batch) or 1
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        """
+        Raises:
+            ConfigError: the optimizer asks for the loss of a step twice, and only its last batch is at hand.
+        """
         if not pl_module.automatic_optimization or not loss.requires_grad:
             return
+        self._passes += 1
+        if self._passes > 1 and trainer.accumulate_grad_batches > 1:
+            name = type(trainer.optimizers[0]).__name__
+            message = f"{name} calls its closure several times a step, where only the last accumulated batch is at hand"
+            raise ConfigError(Fault(f"{message}; set 1, and a larger data.batch_size", "train.accumulator_factor"))
         parts: list[tuple[torch.Tensor, torch.Tensor]] = getattr(pl_module, "weighed_losses", [])
         if len(parts) == 1:
             self._weigh(trainer, loss, parts[0][1])
@@ -314,7 +393,12 @@ def _samples_of(loader: Any) -> Callable[[int], tuple[int, float]] | None:
         return None
     size, samples = loader.batch_sampler.batch_size, len(sampler)
     # Lightning's samplers give each process as many.
-    return lambda batch: (min(size, samples - batch * size), min(size, samples - batch * size))
+    return functools.partial(_even_samples, size, samples)  # a trainer can be pickled
+
+
+def _even_samples(size: int, samples: int, batch: int) -> tuple[int, float]:
+    own = min(size, samples - batch * size)
+    return own, own
 
 
 def _weight(
@@ -389,9 +473,10 @@ class LogSteps(pl.Callback):
         if isinstance(every, Mapping):
             steps = trainer.num_training_batches / trainer.accumulate_grad_batches
             every = max(1, math.floor(steps / every["per_epoch"])) if math.isfinite(steps) else 1
-        trainer.log_every_n_steps = int(trainer.global_step % every == 0)
-        if trainer.log_every_n_steps and trainer.global_step != self._logged:
-            self._logged = trainer.global_step
+        step = logged_steps(trainer)  # also of a task with several optimizers, whose steps Lightning adds up
+        trainer.log_every_n_steps = int(step % every == 0)
+        if trainer.log_every_n_steps and step != self._logged:
+            self._logged = step
             # Where a task has no optimizer, Lightning puts one without groups in its place.
             groups = [optimizer.param_groups[0] for optimizer in trainer.optimizers if optimizer.param_groups]
             named = {"lr": groups[0]["lr"]} if groups else {}
@@ -400,7 +485,7 @@ class LogSteps(pl.Callback):
             points = {name: float(rate) for name, rate in named.items()}
             trainer.callback_metrics.update({name: torch.tensor(rate) for name, rate in points.items()})
             for logger in trainer.loggers:  # Lightning's `log` would have some work at each step until the epoch ends
-                logger.log_metrics({"epoch": trainer.current_epoch, **points}, trainer.global_step)
+                logger.log_metrics({"epoch": trainer.current_epoch, **points}, step)
 
 
 class FiniteLoss(pl.Callback):
@@ -449,7 +534,7 @@ class FiniteLoss(pl.Callback):
 
 
 def _where(step: int, epoch: int) -> str:
-    return f"step {step} (epoch {epoch})"
+    return f"step {step} (epoch {epoch + 1})"
 
 
 def _not_finite(value: float, where: str) -> RunError:

@@ -202,6 +202,14 @@ RULES = [
     ),
     Rule(
         "model.optimizer.type",
+        "train.accumulator_factor",
+        "LBFGS, accumulation",
+        "LBFGS asks for the loss again within one step, where only the last of the accumulated batches is at hand",
+        "set `train.accumulator_factor=1` and a larger `data.batch_size`, or use another optimizer",
+        lambda cfg, _: cfg.train.accumulator_factor > 1 and uses_optimizer(cfg, "LBFGS") and "train" in cfg.stages,
+    ),
+    Rule(
+        "model.optimizer.type",
         "engine.precision",
         "LBFGS, precision 16-mixed",
         "the loss cannot be scaled for an optimizer that computes it again within one step",

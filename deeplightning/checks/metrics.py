@@ -23,6 +23,9 @@ WORDS: dict[str, Mode] = dict.fromkeys(_MIN.split(), "min") | dict.fromkeys(_MAX
 STAGE = re.compile(r"^(train|val|test)_|_epoch$")
 """What the name of a metric has before and behind its own."""
 
+LOADER = re.compile(r"/dataloader_idx_\d+$")
+"""What Lightning puts behind the name of a metric where several loaders validate."""
+
 
 def check_monitors(findings: Findings, config: Config) -> None:
     """Compares the metrics that decide something with those that the task and the callbacks log."""
@@ -44,7 +47,9 @@ def check_monitors(findings: Findings, config: Config) -> None:
         several = config.model.optimizer if isinstance(config.model.optimizer, dict) else {}
         if metric in names or (rate and (rate[1].isdigit() or rate[1] in several)):
             continue
-        if vague is None:
+        if LOADER.sub("", metric) in names:
+            findings.leave(key, f"whether `{metric}` is logged: the data decide how many loaders validate", "--dry-run")
+        elif vague is None:
             known = ", ".join(sorted(names))
             message = f"no metric `{metric}` is logged.{nearest(metric, names)} There are: {known}"
             findings.fault(message, key, found=metric, allowed=known)

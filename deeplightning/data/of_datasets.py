@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities.data import sized_len
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
@@ -59,7 +60,7 @@ class OfDatasets(pl.LightningDataModule):
         found: dict[str, Any] = {"train": train, "val": val, "test": test}
         self._sets = {name: dataset for name, dataset in found.items() if dataset is not None}
         for name, dataset in self._sets.items():
-            if not hasattr(dataset, "__len__"):
+            if sized_len(dataset) is None:
                 raise DataConfigError(f"the {name} set, a {type(dataset).__name__}, has no length.")
         if cfg.data.num_splits is not None and train is not None:
             size = len(found["train"])

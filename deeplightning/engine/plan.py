@@ -259,8 +259,6 @@ def trainer_arguments(cfg: Config) -> dict[str, Any]:
     """Keyword arguments of Lightning's Trainer for a settled config."""
     from torch import are_deterministic_algorithms_enabled
 
-    from deeplightning.engine.overhead import NoProfiler
-
     engine = cfg.engine
     profiler = None if engine.profiler == "flops" else engine.profiler
     return {
@@ -272,7 +270,7 @@ def trainer_arguments(cfg: Config) -> dict[str, Any]:
         # Lightning hands False on to torch, which imports its compiler to note it there (torch 2.15: 1.2 CPU seconds).
         "deterministic": engine.deterministic or (False if are_deterministic_algorithms_enabled() else None),
         "sync_batchnorm": engine.sync_batchnorm,
-        "profiler": NoProfiler() if profiler is None else {"torch": "pytorch"}.get(profiler, profiler),
+        "profiler": profiler and {"torch": "pytorch"}.get(profiler, profiler),
     }
 
 
@@ -313,16 +311,22 @@ def _strategy(engine: Engine) -> "str | Strategy":
         raise ConfigError(Fault(f"{engine.backend} refuses its arguments: {error}", "engine.params")) from error
 
 
-def effective_batch(cfg: Config, size: int | None = None) -> str:
-    """How many samples one optimizer step sees, and what multiplies to it. `size` is the batch size of a loader of the
-    user's own."""
+def effective_batch(cfg: Config, size: int | None = None, samples: int = 0) -> str:
+    """Return how many samples one optimizer step sees, and what multiplies to it.
+
+    Args:
+        size: the batch size of a loader of the user's own; None: that of the config.
+        samples: of the training set; 0: not known.
+    """
     batch, world, factor = size or cfg.data.batch_size, replicas(cfg.engine), cfg.train.accumulator_factor
     group = group_size(cfg.engine)
     parts = [f"{batch} per group of {group} processes" if group > 1 else f"{batch} per process"]
     parts += [f"{world} {'groups' if group > 1 else 'processes'}"] if world > 1 else []
     parts += [f"{factor} batches accumulated"] if factor > 1 else []
     late = f" from epoch {cfg.train.accumulator_epoch} on" if factor > 1 and cfg.train.accumulator_epoch else ""
-    return f"{batch * world * factor} samples a step: {' x '.join(parts)}{late}"
+    step = batch * world * factor
+    most = f"{samples} samples a step, the whole training set" if 0 < samples < step else f"{step} samples a step"
+    return f"{most}: {' x '.join(parts)}{late}"
 
 
 def asks_for_gpus(cfg: Config) -> bool:

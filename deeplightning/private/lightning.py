@@ -1,11 +1,10 @@
 """Private names of Lightning 2.6."""
 
-from functools import cache
+import itertools
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
-    from pytorch_lightning.profilers import Profiler
 
 INHERITED = {
     # They set up the model that DDP wraps. Where a name has moved, `Ddp` fails when a stage begins.
@@ -32,6 +31,24 @@ def forget_train_loader(trainer: "pl.Trainer") -> None:
     """Has Lightning make the training loader again. Where the name has moved, a run that resumes with a schedule of
     `auto` length repeats the first batches of its epoch, without an error."""
     trainer.fit_loop._combined_loader = None
+
+
+def read_ahead(trainer: "pl.Trainer") -> bool:
+    """Has Lightning find the end of the training data by reading one batch ahead, as it does where they have no length;
+    to be called before the first batch. False: a task that reads its batches itself. Where a name has moved, it fails
+    when training starts on a stream that has a length."""
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    if not hasattr(fetcher, "batches"):
+        return False
+    reset = fetcher.reset
+
+    def without_length() -> None:
+        reset()
+        fetcher.length, fetcher.done = None, False
+
+    fetcher.reset, fetcher.length, fetcher.done = without_length, None, False
+    fetcher.batches += itertools.islice(fetcher.iterator, 1)
+    return True
 
 
 def restart_validation(trainer: "pl.Trainer") -> None:
@@ -125,160 +142,3 @@ def has_run(logger: object) -> bool:
     """Whether Lightning's MLFlowLogger has begun a run: to ask for its id would begin one. Where the name has moved, a
     run that fails at once leaves an empty MLflow run, without an error."""
     return bool(getattr(logger, "_initialized", True))
-
-
-@cache
-def shorten_steps(quiet: "type[Profiler]") -> None:
-    """Leaves out of Lightning's loop what gives the same at each step, in this process: names for profilers where none
-    is at work, a division of the loss by one, the comparison of stages by their words, and what does not change between
-    batches: where the hooks for batches are, and what the training step takes. What it computes stays the same to the
-    bit.
-
-    Each name is replaced where it is found. Where one has moved, Lightning's own is called, and a step takes longer.
-
-    Args:
-        quiet: the class of a profiler that profiles nothing. Trainers with another one call as before.
-    """
-    from pytorch_lightning.loops import training_epoch_loop
-    from pytorch_lightning.loops.optimization import automatic
-    from pytorch_lightning.trainer import call, states
-    from pytorch_lightning.trainer.connectors import data_connector
-
-    for owner, name, shorter in (
-        (call, "_call_callback_hooks", lambda longer: _callback_hooks(longer, quiet)),
-        (call, "_call_lightning_module_hook", lambda longer: _task_hook(longer, quiet)),
-        (call, "_call_strategy_hook", lambda longer: _strategy_hook(longer, quiet)),
-        (getattr(automatic, "ClosureResult", None), "from_training_step_output", _loss_of_step),
-        (
-            *(getattr(automatic, "_AutomaticOptimization", None), "_optimizer_zero_grad"),
-            lambda longer: _no_gradients(longer, quiet),
-        ),
-        (states.RunningStage, "__eq__", _same_stage),
-        (getattr(data_connector, "_DataHookSelector", None), "get_instance", _source_of_hook),
-        (getattr(training_epoch_loop, "_TrainingEpochLoop", None), "_build_kwargs", _arguments_of_step),
-    ):
-        if (longer := getattr(owner, name, None)) is not None:
-            setattr(owner, name, shorter(longer))
-
-
-def _is_quiet(trainer: Any, task: Any, quiet: type) -> bool:
-    return type(trainer.profiler) is quiet and task is not None and "_current_fx_name" in task.__dict__
-
-
-def _callback_hooks(longer: Any, quiet: type) -> Any:
-    def call(trainer: Any, hook_name: str, *args: Any, monitoring_callbacks: bool | None = None, **kwargs: Any) -> None:
-        task = trainer.lightning_module
-        if not _is_quiet(trainer, task, quiet) or monitoring_callbacks is not None:
-            longer(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
-            return
-        own = task.__dict__  # past torch's `__setattr__`, which looks for parameters
-        before, own["_current_fx_name"] = own["_current_fx_name"], hook_name
-        for callback in trainer.callbacks:
-            hook = getattr(callback, hook_name)
-            if callable(hook):
-                hook(trainer, task, *args, **kwargs)
-        own["_current_fx_name"] = before
-
-    return call
-
-
-def _task_hook(longer: Any, quiet: type) -> Any:
-    def call(trainer: Any, hook_name: str, *args: Any, pl_module: Any = None, **kwargs: Any) -> Any:
-        task = pl_module or trainer.lightning_module
-        if not _is_quiet(trainer, task, quiet):
-            return longer(trainer, hook_name, *args, pl_module=pl_module, **kwargs)
-        return _called(task, getattr(task, hook_name), hook_name, args, kwargs)
-
-    return call
-
-
-def _strategy_hook(longer: Any, quiet: type) -> Any:
-    def call(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
-        strategy = trainer.strategy
-        task = strategy.lightning_module
-        if not _is_quiet(trainer, task, quiet):
-            return longer(trainer, hook_name, *args, **kwargs)
-        return _called(task, getattr(strategy, hook_name), hook_name, args, kwargs)
-
-    return call
-
-
-def _called(task: Any, hook: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not callable(hook):
-        return None
-    own = task.__dict__
-    before, own["_current_fx_name"] = own["_current_fx_name"], name
-    output = hook(*args, **kwargs)
-    own["_current_fx_name"] = before
-    return output
-
-
-def _loss_of_step(longer: Any) -> Any:
-    from torch import Tensor
-
-    def result(cls: Any, training_step_output: Any, normalize: int = 1) -> Any:
-        if normalize == 1 and isinstance(training_step_output, Tensor):
-            return cls(training_step_output)
-        if normalize == 1 and type(training_step_output) is dict and training_step_output.get("loss") is not None:
-            extra = {name: value for name, value in training_step_output.items() if name != "loss"}
-            return cls(training_step_output["loss"], extra=extra)
-        return longer(training_step_output, normalize)
-
-    return classmethod(result)
-
-
-def _no_gradients(longer: Any, quiet: type) -> Any:
-    from pytorch_lightning import LightningModule
-    from torch.optim import Optimizer
-
-    hook, own = LightningModule.optimizer_zero_grad, Optimizer.zero_grad
-
-    def forget(self: Any, batch_idx: int, optimizer: Any) -> None:
-        trainer = self.trainer
-        task = trainer.lightning_module
-        is_plain = type(task).optimizer_zero_grad is hook and type(optimizer).zero_grad is own
-        if not is_plain or not _is_quiet(trainer, task, quiet):
-            longer(self, batch_idx, optimizer)
-            return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-
-    return forget
-
-
-def _same_stage(longer: Any) -> Any:
-    def equal(self: Any, other: object) -> Any:
-        return self is other if type(self) is type(other) else longer(self, other)
-
-    return equal
-
-
-def _source_of_hook(longer: Any) -> Any:
-    def instance(self: Any, hook_name: str) -> Any:
-        found = self.__dict__.setdefault("_found", {})
-        task, data, known = found.get(hook_name, (None, None, None))
-        if known is None or task is not self.model or data is not self.datamodule:
-            known = longer(self, hook_name)
-            found[hook_name] = (self.model, self.datamodule, known)
-        return known
-
-    return instance
-
-
-def _arguments_of_step(longer: Any) -> Any:
-    takes_index: dict[object, bool] = {}  # by the function of a training step
-
-    def arguments(self: Any, kwargs: dict[str, Any], batch: Any, batch_idx: int) -> dict[str, Any]:
-        step = getattr(self.trainer.lightning_module.training_step, "__func__", None)
-        if step is None or step not in takes_index:
-            kwargs = longer(self, kwargs, batch, batch_idx)
-            if step is not None:
-                takes_index[step] = "batch_idx" in kwargs
-            return kwargs
-        kwargs["batch"] = batch
-        if takes_index[step]:
-            kwargs["batch_idx"] = batch_idx
-        return kwargs
-
-    return arguments

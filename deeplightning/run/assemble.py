@@ -33,7 +33,6 @@ def init_module(cfg: Config, section: str, read: bool = True) -> Any:
     from deeplightning.callbacks.steps import seed_all
     from deeplightning.engine.compute import lay_channels_last
     from deeplightning.engine.memory import refuse_what_does_not_fit
-    from deeplightning.engine.overhead import leave_out_empty_hooks, note_signatures
 
     assert cfg.seed is not None, "load_config draws one"
     apply_environment(cfg)
@@ -49,8 +48,6 @@ def init_module(cfg: Config, section: str, read: bool = True) -> Any:
 
         overfit(module, cfg.train.overfit)
     if section == "model":
-        note_signatures(module)
-        leave_out_empty_hooks(module)
         if cfg.engine.channels_last:
             lay_channels_last(module)
         if cfg.engine.gpus is not None:
@@ -60,21 +57,17 @@ def init_module(cfg: Config, section: str, read: bool = True) -> Any:
 
 def init_trainer(cfg: Config) -> pl.Trainer:
     """A Lightning Trainer for a config. Opens no run and writes nothing: that begins with `fit`."""
-    import pytorch_lightning as pl
-
     from deeplightning.callbacks import all_of
     from deeplightning.callbacks.console import to_terminal
     from deeplightning.engine import compute
     from deeplightning.engine.checkpoint_io import SafeCheckpointIO
     from deeplightning.engine.cluster import cluster
     from deeplightning.engine.compiling import prepare_to_compile
-    from deeplightning.engine.overhead import NoProfiler
-    from deeplightning.private.lightning import shorten_steps
+    from deeplightning.run.trainer import Trainer
 
     apply_environment(cfg)
     to_terminal(cfg)
     compute.prepare(cfg.engine)
-    shorten_steps(NoProfiler)
     if cfg.engine.compile and "train" in cfg.stages:
         prepare_to_compile(cfg.engine)
     train = cfg.train
@@ -82,7 +75,7 @@ def init_trainer(cfg: Config) -> pl.Trainer:
     often = 1 if train.fast else train.val_every_n_epoch
     epochs = -1 if train.num_epochs is None else train.num_epochs
     from_start = train.accumulator_epoch == 0 and not accumulates_itself(cfg)  # else a callback sets it
-    return pl.Trainer(
+    return Trainer(
         **trainer_arguments(cfg),
         max_epochs=1 if train.fast and epochs != 0 else epochs,
         max_steps=-1 if train.max_steps is None else train.max_steps,

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from lightning_fabric.utilities.data import sized_len
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -105,7 +106,7 @@ def _labels(data: Any, columns: tuple[str, ...]) -> Iterator[np.ndarray]:
     """The labels of the training set, in parts: a column of the set, or else the first of `columns` that its batches
     have."""
     dataset: Any = data.dataset("train") if callable(getattr(data, "dataset", None)) else None
-    size = len(dataset) if hasattr(dataset, "__len__") else 0
+    size = sized_len(dataset) or 0
     column: object = getattr(dataset, "labels", None)
     if size and hasattr(column, "__len__") and len(column) == size:
         yield np.asarray(column)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from lightning_fabric.utilities.data import sized_len
+
 if TYPE_CHECKING:
     import pytorch_lightning as pl
 
@@ -49,7 +51,8 @@ class _Batches:
         return self._loader
 
     def __len__(self) -> int:
-        return min(self.number, len(self.loader)) if hasattr(self.loader, "__len__") else self.number
+        length = sized_len(self.loader)
+        return self.number if length is None else min(self.number, length)
 
     @property
     def kept(self) -> list[object]:

@@ -319,7 +319,7 @@ class Gan(pl.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor] | None:
         real, samples = self._real(batch, look=self.trainer.is_last_batch)
         optimizers = dict(zip(self.network_names, cast(list[Any], self.optimizers()), strict=True))
-        step = self.global_step
+        step = self.global_step // len(self.network_names)  # before: each network takes one
         if self._waiting and self._compiled is not None:
             self._compiled.own_gradients(self.networks)
         generate, compute_d, compute_g = parts = self._parts(real, batch_idx)
@@ -490,8 +490,6 @@ class Gan(pl.LightningModule):
         scores: Any = self.scores[f"{stage}_stage"] if self.scorer_trained and stage != "train" else {}
         for name, metric in {**self._of(stage), **dict(scores.items())}.items():
             self.log(f"{stage}_{name}", metric)  # computed over all processes and reset by Lightning
-        if stage != "test":  # where Lightning puts these points: it would count batches, and steps are two for each
-            self.log("step", float(self.global_step - 1), sync_dist=True)
 
     # ---- judging
 

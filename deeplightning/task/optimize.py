@@ -1,5 +1,6 @@
 """What of a network learns, and how: `model.trainable`, `optimizer` and `scheduler` become torch's objects."""
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from inspect import signature
@@ -226,7 +227,13 @@ def _run_time_numbers(params: dict[str, object], trainer: pl.Trainer, key: str) 
     if not asked:
         return {}
     epochs = trainer.max_epochs or 1
-    total = int(trainer.estimated_stepping_batches)
+    length = trainer.estimated_stepping_batches
+    if not math.isfinite(length):
+        raise MisfitError(
+            f"{key}.params: {', '.join(sorted(asked))}: `auto` needs the number of steps, which is not known: the "
+            "training data have no length, or the training has no end; set train.max_steps, or a number",
+        )
+    total = int(length)
     known = {"total_steps": total, "epochs": epochs, "steps_per_epoch": -(-total // epochs), "T_max": total}
     if asked - set(known):
         raise MisfitError(f"{key}.params: `auto` is known for {', '.join(known)}, not {asked - set(known)}")

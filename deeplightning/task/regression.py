@@ -160,7 +160,7 @@ class Regression(RowTask):
     def on_validation_epoch_end(self) -> None:
         super().on_validation_epoch_end()
         if self.errors.update_count:
-            found = self.errors.compute()
+            found = torch.atleast_2d(self.errors.compute())  # torchmetrics makes one number of one row and target
             self.errors.reset()
             if len(found) and self.interval is not None:
                 place = min(len(found), math.ceil((len(found) + 1) * self.interval)) - 1

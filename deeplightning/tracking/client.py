@@ -16,7 +16,7 @@ from mlflow.tracking import MlflowClient
 from deeplightning.tracking.attach import attach
 from deeplightning.tracking.context import RUN_NAME, name_of
 from deeplightning.tracking.store import Store, check_writable
-from deeplightning.tracking.tracker import DATA_CONTEXT, SYSTEM, TEST, Batch, Experiment, Point, Run
+from deeplightning.tracking.tracker import DATA_CONTEXT, SYSTEM, TEST, Batch, Experiment, Point, Run, as_logged
 
 if TYPE_CHECKING:
     import mlflow
@@ -107,7 +107,7 @@ class Client:
             names = [name for name in there if not name.startswith(SYSTEM)]
         for name in names:
             for point in self._client.get_metric_history(run_id, name):
-                yield Point(point.key, point.value, point.timestamp, point.step)
+                yield Point(point.key, as_logged(point.value), point.timestamp, point.step)
 
     def log_batch(self, run_id: str, batch: Batch) -> None:
         params = [Param(*item) for item in batch.params.items()]

@@ -489,14 +489,14 @@ class MLflowLogger(Logger):
                 f"The run {run_id!r} {state} in the tracking store {store.shown}. Give the id of a run there, or leave "
                 "it out (logger.params.run_id, the variable MLFLOW_RUN_ID) to start a new one."
             )
-        if self._continues:
-            self._there = {}
-            for point in sorted(tracker.history(run_id), key=lambda point: point.time):
+        self._there = {}
+        for point in sorted(tracker.history(run_id), key=lambda point: point.time):
+            if self._continues:
                 self._there.setdefault(point.name, set()).add(point.step)
-                if point.name.startswith(TEST):
-                    self._latest[point.name] = (0, point.value)
-            if "failure" in run.tags:
-                tracker.drop_tag(run_id, "failure")
+            if point.name.startswith(TEST):
+                self._latest[point.name] = (0, point.value)
+        if self._continues and "failure" in run.tags:
+            tracker.drop_tag(run_id, "failure")
         if (note := run.tags.get(NOTE)) is not None:
             self._is_described = self._is_described or run.tags.get(NOTE_DIGEST) != _digest(note)
         if self._run_name:

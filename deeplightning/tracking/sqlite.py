@@ -22,7 +22,18 @@ from deeplightning.private.messages import Sentence, says
 from deeplightning.runfolder import make_private, permissions_of
 from deeplightning.tracking.context import RUN_NAME, USER, name_of, run_name
 from deeplightning.tracking.store import Store, Wait, explain, is_locked, lock_of, locked
-from deeplightning.tracking.tracker import DATA_CONTEXT, SYSTEM, TEST, Batch, Dataset, Experiment, Point, Run, stored
+from deeplightning.tracking.tracker import (
+    DATA_CONTEXT,
+    SYSTEM,
+    TEST,
+    Batch,
+    Dataset,
+    Experiment,
+    Point,
+    Run,
+    as_logged,
+    stored,
+)
 
 REVISION = "dc11669786a5"
 """The schema that is known here, by Alembic's name: that of MLflow 3.17."""
@@ -244,7 +255,7 @@ class Tracker:
         """All runs that were not deleted, the newest first."""
         metrics: dict[str, dict[str, float]] = {}
         for run_id, name, value, is_nan in self._find("SELECT run_uuid, key, value, is_nan FROM latest_metrics"):
-            metrics.setdefault(run_id, {})[name] = float("nan") if is_nan else value
+            metrics.setdefault(run_id, {})[name] = as_logged(value, is_nan)
         pruned = {row[0] for row in self._find("SELECT run_uuid FROM tags WHERE key = ? AND value = ?", *PRUNED)}
         rows = self._find(
             "SELECT r.run_uuid, r.name, r.status, r.start_time, e.name, r.artifact_uri FROM runs r"
@@ -277,7 +288,7 @@ class Tracker:
         rows = self._find("SELECT key, value, timestamp, step, is_nan FROM metrics WHERE run_uuid = ?", run_id)
         for name, value, moment, step, is_nan in rows:
             if name in names if names is not None else not name.startswith(SYSTEM):
-                yield Point(name, float("nan") if is_nan else value, moment, step)
+                yield Point(name, as_logged(value, is_nan), moment, step)
 
     def log_batch(self, run_id: str, batch: Batch) -> None:
         def write(connection: sqlite3.Connection) -> None:

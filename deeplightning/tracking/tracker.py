@@ -194,3 +194,10 @@ def stored(value: float) -> tuple[bool, float]:
     if math.isnan(value):
         return True, 0.0
     return False, min(max(value, -sys.float_info.max), sys.float_info.max)
+
+
+def as_logged(value: float, is_nan: bool = False) -> float:
+    """The value that MLflow's databases hold so, see `stored`."""
+    if is_nan:
+        return math.nan
+    return math.copysign(math.inf, value) if abs(value) == sys.float_info.max else value

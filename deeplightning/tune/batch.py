@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities.data import sized_len
 
 from deeplightning.callbacks.watch import samples_in
 from deeplightning.checks.examine import load_config
@@ -119,8 +120,8 @@ def search(
             device = trainer.strategy.root_device
             held = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
             dataset: object = getattr(trainer.train_dataloader, "dataset", None)
-            whole = len(dataset) if hasattr(dataset, "__len__") else None
-            return {"speed": clock.samples / clock.seconds, "memory": held, "samples": whole, "widest": clock.widest}
+            speed = clock.samples / clock.seconds
+            return {"speed": speed, "memory": held, "samples": sized_len(dataset), "widest": clock.widest}
 
         outcome = in_child(measure, None if on_gpu else memory, redact)
         if outcome.found is None:

@@ -221,7 +221,7 @@ def test_no_weights_that_a_loss_has_spoilt_are_saved(beside_a_gpu, fit, monkeypa
     """Where only logged steps are looked at, and those late, the last loss is looked at before a checkpoint is."""
     points = Points()
     words = ["model.optimizer.params.lr=1e20", "logger.log_every_n_steps=1000", "train.checkpoint={every_n_steps: 5}"]
-    with pytest.raises(RunError, match=r"train_loss is (nan|inf) at step 4 \(epoch 0\)"):
+    with pytest.raises(RunError, match=r"train_loss is (nan|inf) at step 4 \(epoch 1\)"):
         watched(fit, monkeypatch, points, *words)
     assert points.steps == []
 
@@ -235,7 +235,7 @@ def test_the_loss_of_a_logged_step_is_looked_at_when_the_next_is_logged(beside_a
     trainer.global_step, trainer.log_every_n_steps = 2, 1
     look.on_before_backward(trainer, None, torch.tensor(float("inf")))
     trainer.global_step = 3
-    with pytest.raises(RunError, match=r"train_loss is inf at step 2 \(epoch 0\)"):
+    with pytest.raises(RunError, match=r"train_loss is inf at step 2 \(epoch 1\)"):
         look.on_before_backward(trainer, None, torch.tensor(2.0))
 
 

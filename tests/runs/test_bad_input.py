@@ -385,7 +385,7 @@ def test_a_loss_that_is_no_number(command, tiny, here, tracked):
     assert "Traceback" not in outcome.err
     (note,) = [line for line in outcome.err.splitlines() if line.startswith("error: ")]
     assert note.startswith("error: train_loss is nan at step ")
-    assert "(epoch 0)" in note
+    assert "(epoch 1)" in note
     run = tracked(outcome.folder)
     assert run.status == "FAILED"
     assert any("train_loss is nan at step" in value for value in run.tags.values())
@@ -396,7 +396,7 @@ def test_a_validation_that_is_no_number_is_never_best(command, tiny, place, trac
     """Weights that are judged NaN are not kept as best.ckpt, and it is said."""
     overrides = ["model.loss.type=own.NoNumber", "train.checkpoint={monitor: val_loss}", "train.num_epochs=1"]
     outcome = command("train", tiny, *overrides, cwd=place)
-    assert "val_loss is nan after epoch 0: not kept as best" in outcome.out + outcome.err
+    assert "val_loss is nan after epoch 1: not kept as best" in outcome.out + outcome.err
     assert not (outcome.folder / "best.ckpt").exists()
     assert tracked(outcome.folder).status != "RUNNING"
 

@@ -71,6 +71,7 @@ BREAKING = [
     ["engine.backend=fairscale_sddp", "engine.params.stage=3"],
     ["engine.backend=deepspeed_stage_2", "engine.params.precision_plugin={type: torch.amp.GradScaler}"],
     ["engine.backend=fsdp", LBFGS],
+    ["train.accumulator_factor=2", LBFGS],
     ["engine.precision=16-mixed", "engine.gpus=1", LBFGS],
     ["engine.precision=16-true", ADAM],
     ["engine.gpus=1", "engine.processes=2"],

@@ -88,21 +88,22 @@ def half(learn):
 
 
 def test_losses_rates_and_scores_are_logged(run, tracked):
-    """`loss_d` and `loss_g` at steps 0, 4, 8 …, where each batch takes two; their epoch means; a score at each epoch;
-    and the learning rate of each optimizer by its name, moved by its own schedule."""
+    """`loss_d` and `loss_g` at steps 0, 4, 8 …, one step for both networks; their epoch means; a score at each epoch;
+    and the learning rate of each optimizer by its name, moved by its own schedule, at the steps of the losses."""
     series = tracked(run).series()
-    assert [step for step, _ in series["loss_d"]] == [step for step, _ in series["loss_g"]] == list(range(0, 36, 4))
+    assert [step for step, _ in series["loss_d"]] == [step for step, _ in series["loss_g"]] == list(range(0, 18, 4))
     assert all(math.isfinite(value) and value > 0 for value in dict(series["loss_g"]).values())
     means = ("train_loss_d", "train_loss_g", "val_loss_d", "val_loss_g", "val_score", "val_score_real")
-    assert {name: [step for step, _ in series[name]] for name in means} == {name: [17, 35] for name in means}
+    assert {name: [step for step, _ in series[name]] for name in means} == {name: [8, 17] for name in means}
     assert "step" not in series
+    assert [step for step, _ in series["lr-generator"]] == list(range(0, 18, 4))
     rates = [value for _, value in series["lr-generator"]]
-    assert rates == pytest.approx([0.002] * 5 + [0.001] * 4)  # by epochs
+    assert rates == pytest.approx([0.002] * 3 + [0.001] * 2)  # by epochs
     torch_one = torch.optim.SGD([torch.zeros(1)], lr=0.01, momentum=0.5)
     cycle = torch.optim.lr_scheduler.OneCycleLR(torch_one, 0.01, total_steps=18)
     expected = []
     for batch in range(18):
-        expected += [torch_one.param_groups[0]["lr"]] if batch % 2 == 0 else []
+        expected += [torch_one.param_groups[0]["lr"]] if batch % 4 == 0 else []
         torch_one.step()
         if batch < 17:
             cycle.step()
@@ -370,11 +371,11 @@ def test_an_accumulating_run_resumes_bit_for_bit(learn, tracked):
     settings.remove("~model.scheduler")
     whole = learn("~model.scheduler", schedule.replace("TOTAL", "auto"), *settings)
     series = tracked(whole.folder).series()
-    assert [step for step, _ in series["loss_d"]] == [step for step, _ in series["loss_g"]] == [0, 2, 4, 6, 8, 10]
-    assert [step for step, _ in series["train_loss_g"]] == [5, 11]
+    assert [step for step, _ in series["loss_d"]] == [step for step, _ in series["loss_g"]] == [0, 1, 2, 3, 4, 5]
+    assert [step for step, _ in series["train_loss_g"]] == [2, 5]
     rates = dict(series["lr-discriminator"])
-    assert rates[2] == pytest.approx(max(rates.values()), rel=0.1)
-    assert rates[10] == pytest.approx(min(rates.values()))
+    assert rates[1] == pytest.approx(max(rates.values()), rel=0.1)
+    assert rates[5] == pytest.approx(min(rates.values()))
     said = "first loss "
     assert (said in whole.out, said + "nan" in whole.out) == (True, False)
     fixed = ["~model.scheduler", schedule.replace("TOTAL", "6")]

@@ -9,6 +9,8 @@ import torch
 from conftest import digest
 from PIL import Image
 
+from deeplightning.task.img_classif import ImageClassification
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_loop"
 
 CONFIG = """\
@@ -270,3 +272,32 @@ def test_the_example_trains_on_one_process_and_two(ranks, command, store, tmp_pa
     assert digest(resumed.folder / "last.ckpt") == digest(whole.folder / "last.ckpt")
     assert json.loads((whole.folder / "best.json").read_text())["value"] > 0.1
     assert re.search(r"epoch 2 of 2 .*train_loss.*val_acc", whole.out)
+
+
+def test_each_step_clears_the_gradients_through_the_hook_of_the_task(fit):
+    """`optimizer_zero_grad` that is set on the task, and `zero_grad` on its optimizer, are called once per step;
+    `last.ckpt` counts these calls. Gradients that the task keeps are not lost."""
+    calls = []
+
+    class Keeps(ImageClassification):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            zero_grad = optimizer.zero_grad
+            optimizer.zero_grad = lambda set_to_none=True: calls.append("optimizer") or zero_grad(set_to_none)
+            return optimizer
+
+    def made(cfg):
+        task = Keeps(cfg)
+
+        def clear(epoch, batch_idx, optimizer):
+            calls.append("task")
+            optimizer.zero_grad(set_to_none=False)
+
+        task.optimizer_zero_grad = clear
+        return task
+
+    done = fit("train.num_epochs=1", task=made)
+    assert calls == ["task", "optimizer"] * 9
+    progress = torch.load(done.folder / "last.ckpt", weights_only=True)["loops"]["fit_loop"]
+    counts = progress["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
+    assert counts["zero_grad"]["total"]["completed"] == counts["step"]["total"]["completed"] == 9

@@ -26,10 +26,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import deeplightning.private
-from deeplightning.engine.overhead import NoProfiler
 from deeplightning.private import deepspeed, lightning, mlflow, omegaconf, optuna
 from deeplightning.private import torch as torchs
-from deeplightning.private.lightning import shorten_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 PRIVATE = ROOT / "deeplightning" / "private"
@@ -222,6 +220,24 @@ def test_the_training_loader_is_made_again(trained):
     assert loop._combined_loader not in (None, before)
 
 
+def test_the_end_of_a_stream_is_found_by_reading_ahead():
+    """`_data_fetcher` of the fit loop, with its `length`, `done`, `iterator`, `batches` and `reset`."""
+    seen = []
+
+    class Look(pl.Callback):
+        def on_train_start(self, trainer, *_):
+            assert lightning.read_ahead(trainer)
+
+        def on_train_batch_start(self, trainer, *_):
+            seen.append((trainer.current_epoch, trainer.fit_loop._data_fetcher.length, trainer.is_last_batch))
+
+    options = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=2, logger=False, callbacks=[Look()], **options)
+    trainer.fit(Line(), _loader(), _loader())
+    batches = len(_loader())
+    assert seen == [(epoch, None, number == batches - 1) for epoch in range(2) for number in range(batches)]
+
+
 def test_a_validation_is_restarted(trained):
     """`_restart_stage` of the validation's loop."""
     loop = trained[0].fit_loop.epoch_loop.val_loop
@@ -261,92 +277,6 @@ def test_what_lightning_adds_up_over_an_epoch_is_known_and_can_be_continued(trai
     assert saved == {}
     assert [float(result.compute()) for result in results.values()] == [15 / 8, 4.0]
     results.clear()
-
-
-class Noted(Line):
-    """A task that records the arguments of its hooks, and the hook that Lightning believes to be running."""
-
-    def __init__(self, noted):
-        super().__init__()
-        self.noted = noted
-
-    def note(self, *what):
-        self.noted.append((self._current_fx_name, self.trainer.state.stage.value, *what))
-
-    def on_after_batch_transfer(self, batch, dataloader_idx):
-        self.note("batch", batch.tolist())
-        return batch
-
-    def training_step(self, batch, batch_idx):
-        self.note("step", batch_idx)
-        loss = super().training_step(batch, batch_idx)
-        return loss if batch_idx % 2 else {"loss": loss, "more": batch_idx}
-
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
-        self.note("clip", gradient_clip_val)
-        super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
-
-
-class NoteHooks(pl.Callback):
-    def on_train_batch_start(self, trainer, task, batch, batch_idx):
-        task.note("callback", "start", batch_idx)
-
-    def on_before_backward(self, trainer, task, loss):
-        task.note("callback", "loss", loss.item())
-
-    def on_after_backward(self, trainer, task):
-        task.note("callback", "gradients", [parameter.grad.tolist() for parameter in task.parameters()])
-
-    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
-        values = {name: float(value) for name, value in outputs.items()}
-        task.note("callback", "end", batch_idx, values, trainer.state.stage == "train", trainer.training)
-
-
-@pytest.mark.parametrize("factor", [1, 2])
-def test_shortened_steps_are_lightnings_own(factor):
-    """The hooks, their order, their arguments, the losses and the weights, with and without the shorter calls."""
-    shorten_steps(NoProfiler)
-
-    def learned(profiler):
-        noted, options = [], {"enable_progress_bar": False, "enable_model_summary": False}
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            max_epochs=2,
-            profiler=profiler,
-            accumulate_grad_batches=factor,
-            gradient_clip_val=None if factor == 1 else 0.1,
-            logger=False,
-            enable_checkpointing=False,
-            callbacks=[NoteHooks()],
-            **options,
-        )
-        pl.seed_everything(0, verbose=False)
-        task = Noted(noted)
-        trainer.fit(task, _loader(), _loader())
-        assert task._current_fx_name is None
-        return noted, [parameter.tolist() for parameter in task.parameters()]
-
-    quiet, own = learned(NoProfiler()), learned(None)
-    assert quiet == own
-    assert len(own[0]) > 30
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("trainer.call._call_callback_hooks", "trainer.call._call_lightning_module_hook"),
-        *("trainer.call._call_strategy_hook", "trainer.states.RunningStage.__eq__"),
-        "loops.optimization.automatic.ClosureResult.from_training_step_output",
-        "loops.optimization.automatic._AutomaticOptimization._optimizer_zero_grad",
-        "trainer.connectors.data_connector._DataHookSelector.get_instance",
-        "loops.training_epoch_loop._TrainingEpochLoop._build_kwargs",
-    ],
-)
-def test_what_is_shortened_is_there(name):
-    """Each name is replaced by a function of ours: one that has moved is left as it is, and a step takes longer."""
-    shorten_steps(NoProfiler)
-    found = pkgutil.resolve_name(f"pytorch_lightning.{name}")
-    assert inspect.unwrap(found).__module__ == "deeplightning.private.lightning"
 
 
 @pytest.mark.parametrize("keeps", [True, False])

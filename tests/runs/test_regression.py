@@ -154,6 +154,18 @@ def test_errors_add_up_over_batches_of_any_size():
             assert float(metric.compute()) == pytest.approx(reference(truth, given), rel=1e-6)
 
 
+def test_one_row_may_be_all_that_validates(command, tmp_path, store):
+    """Of ten rows one validates, and the half width of the interval is the error of that row."""
+    (tmp_path / "t.csv").write_text("x,y\n" + "".join(f"{n / 7:.3f},{n * n % 5}.5\n" for n in range(10)))
+    made = command("init", "p", "--kind", "regression", "--data", "t.csv", cwd=tmp_path)
+    assert made.code == 0, made
+    done = command("train", "train.num_epochs=1", f"logger.params.tracking_uri={store}", cwd=tmp_path / "p")
+    assert done.code == 0, done
+    content = torch.load(done.folder / "last.ckpt", weights_only=True)
+    error = json.loads((done.folder / "best.json").read_text())["value"]
+    assert content["regression"]["half_widths"] == [pytest.approx(error, rel=1e-5)]
+
+
 def test_one_number_for_each_sample_may_stand_in_a_column(regress):
     """Outputs (B, 1) against targets (B, 1): a loss is taken of each with its own, and the file has one column."""
     one = ["data.module.params={targets: 1}", "model.network.params.out_features=1"]

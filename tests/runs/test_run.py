@@ -132,7 +132,8 @@ def test_no_epochs_only_validate(train, tracked):
 
 
 def test_test_and_predict_of_a_run_write_into_it_and_leave_its_config(command, place, trained, tracked, store):
-    """`deeplightning test RUN` and `predict RUN`: the same run, finished again, its `cfg.yaml` as it was."""
+    """`deeplightning test RUN` and `predict RUN`: the same run, finished again, its `cfg.yaml` as it was,
+    and a metric that is the same again has no second point."""
     config, before = (trained.folder / "cfg.yaml").read_bytes(), count_runs(store)
     tested = command("test", trained.folder, cwd=place)
     assert tested.code == 0, tested
@@ -146,6 +147,7 @@ def test_test_and_predict_of_a_run_write_into_it_and_leave_its_config(command, p
     assert run.status == "FINISHED"
     assert run.metrics["test_acc"] == json.loads((trained.folder / "test_results.json").read_text())["test_acc"]
     assert len(rows(trained.folder / "predictions.csv")) == 150
+    assert [len(run.series()[name]) for name in ("test_acc", "test_loss")] == [1, 1]  # the same values again
 
 
 def test_a_run_that_is_not_there_is_named(command, place):

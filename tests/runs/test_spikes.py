@@ -28,7 +28,7 @@ def test_a_step_with_a_spike_leaves_the_weights_as_they_are(train, tracked, tmp_
     run = train(spiky(9, 13), guarded(tmp_path / "seen.pt"))
     seen = torch.load(tmp_path / "seen.pt")
     assert [step for step in range(1, 18) if same(seen[step], seen[step - 1])] == [9, 13]
-    assert "at step 9 (epoch 1), above" in run.err
+    assert "at step 9 (epoch 2), above" in run.err
     assert "the step is left out (1 spike so far)" in run.err
     assert "the step is left out (2 spikes so far)" in run.err
     assert tracked(run.folder).series()["loss_spikes"] == [(9, 1.0), (13, 2.0)]

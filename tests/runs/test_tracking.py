@@ -35,9 +35,11 @@ from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.tracking import MLflowLogger, resolve_run
 from deeplightning.tracking.attach import attach
 from deeplightning.tracking.build import end, prepare, refusal, run_folder
+from deeplightning.tracking.client import Client
 from deeplightning.tracking.journal import replay
 from deeplightning.tracking.names import flatten
 from deeplightning.tracking.picture import to_pixels
+from deeplightning.tracking.series import read_series
 from deeplightning.tracking.sqlite import Tracker as SqliteTracker
 from deeplightning.tracking.sqlite import open_directly
 from deeplightning.tracking.store import locate
@@ -146,6 +148,18 @@ def test_what_is_not_a_number_is_told_apart(logger, caplog):
     assert metrics["_/a/_/b/_"] == 1
     assert "word" not in metrics
     assert "word is not tracked: 'high' is not a number." in caplog.text
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, 1e308])
+def test_an_infinity_is_read_as_it_was_logged(logger, store, value):
+    """MLflow's database holds the largest float for it, and a number below that stays as it is. The client and the
+    direct access to the database agree."""
+    logger.log_metrics({"up": value}, 3)
+    logger.finalize("success")
+    place = locate(str(store))
+    assert read_series(place, logger.run_id)["up"] == [(3, value)]
+    through = Client(place)
+    assert [(point.step, point.value) for point in through.history(logger.run_id)] == [(3, value)]
 
 
 def test_the_status_is_honest(logger):

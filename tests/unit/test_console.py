@@ -1,6 +1,7 @@
 """What a line per epoch says of speed: `deeplightning.callbacks.console`."""
 
 import logging
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -51,6 +52,15 @@ def test_an_epochs_samples_per_second_are_those_of_training_alone(clock, caplog)
     shown.on_train_epoch_start(trainer, None)
     lines = [message for message in caplog.messages if message.startswith("epoch 1")]
     assert lines == ["epoch 1 of 3  train_loss 0.5000  (12.0 s, 13 samples/s)"] * 2
+
+
+def test_a_line_is_one_write_so_that_lines_of_several_ranks_stay_apart(monkeypatch):
+    """Standard output may be unbuffered, as in the processes of a launch."""
+    written = []
+    stream = SimpleNamespace(write=written.append, flush=lambda: None, isatty=lambda: False)
+    monkeypatch.setattr(sys, "stdout", stream)
+    console._Terminal("[rank 1] ").emit(logging.makeLogRecord({"msg": "one\ntwo", "levelno": logging.INFO}))
+    assert written == ["[rank 1] one\n[rank 1] two\n"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,288 @@
+"""Training on streams, with and without a length, and the number of steps that a training has."""
+
+import logging
+import math
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from deeplightning.faults import ConfigError, SetupError
+from deeplightning.image import ImageSpec
+from deeplightning.task.errors import MisfitError
+
+pytestmark = pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+
+BATCH = 8
+
+
+def samples(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randint(0, 256, (count, 1, 8, 8), generator=generator, dtype=torch.uint8)
+    labels = torch.randint(0, 10, (count,), generator=generator)
+    return [{"image": images[i], "label": labels[i], "index": torch.tensor(i)} for i in range(count)]
+
+
+class Stream(IterableDataset):
+    """A stream without a length."""
+
+    def __init__(self, *counts):
+        self.counts, self.epoch = counts, 0
+
+    def __iter__(self):
+        count = self.counts[min(self.epoch, len(self.counts) - 1)]
+        self.epoch += 1  # at the first sample: Lightning asks for an iterator once more
+        yield from samples(count)
+
+
+class Sized(Stream):
+    """A stream that has `counts` samples in its epochs and promises `said`."""
+
+    def __init__(self, said, *counts):
+        super().__init__(*counts)
+        self.said = said
+
+    def __len__(self):
+        return self.said
+
+
+class Wrong(DataLoader):
+    """A loader of samples at known positions whose length is wrong."""
+
+    def __len__(self):
+        return super().__len__() + 1
+
+
+class Data(pl.LightningDataModule):
+    def __init__(self, stream, loader=DataLoader, sets=1):
+        super().__init__()
+        self.stream, self.loader, self.sets = stream, loader, sets
+        self.class_names = [str(number) for number in range(10)]
+        self.image_spec = ImageSpec(8, 8, "L", mean=(0.5,), std=(0.25,))
+
+    def train_dataloader(self):
+        return self.loader(self.stream, BATCH)
+
+    def val_dataloader(self):
+        loaders = [DataLoader(samples(20, seed=1 + number), BATCH) for number in range(self.sets)]
+        return loaders if self.sets > 1 else loaders[0]
+
+
+class Plain(pl.LightningModule):
+    """A linear classifier as Lightning's manual writes one."""
+
+    def __init__(self, cfg=None, optimizer=None):
+        super().__init__()
+        torch.manual_seed(3)
+        self.network, self.optimizer = torch.nn.Linear(64, 10), optimizer
+
+    def loss(self, batch):
+        logits = self.network(batch["image"].flatten(1).float() / 255)
+        return torch.nn.functional.cross_entropy(logits, batch["label"])
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.log("val_loss", self.loss(batch), batch_size=len(batch["label"]))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1) if self.optimizer is None else self.optimizer(self)
+
+
+def messages(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize("samples_", [60, 61])
+def test_the_last_step_of_a_stream_is_the_mean_gradient_of_its_samples(fit, samples_):
+    """Sixty samples in batches of 8, accumulated by 3: eight batches, the last two (one of them short) are a step."""
+    done = fit("train.num_epochs=1", "train.accumulator_factor=3", task=Plain, data=lambda cfg: Data(Stream(samples_)))
+    task, every = Plain(), samples(samples_)
+    optimizer = torch.optim.SGD(task.parameters(), lr=0.1)
+    for first in range(0, samples_, 3 * BATCH):
+        batch = {key: torch.stack([s[key] for s in every[first : first + 3 * BATCH]]) for key in every[0]}
+        optimizer.zero_grad()
+        task.loss(batch).backward()
+        optimizer.step()
+    assert done.trainer.global_step == 3
+    assert torch.allclose(done.task.network.weight, task.network.weight, atol=1e-6)
+
+
+@pytest.mark.parametrize("said", [24, 40, 80])
+@pytest.mark.parametrize("settings", [[], ["train.accumulator_factor=2"], ["train.val_every_n_epoch=2"]])
+def test_an_epoch_ends_where_its_stream_ends(fit, caplog, said, settings):
+    """Five batches, of which the length says 3, 5 or 10: all are read and each epoch is validated after its last one;
+    where the length is wrong, one warning gives both numbers. The weights are those of a stream without a length."""
+    fixed = ["train.num_epochs=2", "train.checkpoint={monitor: val_loss}", *settings]
+    done = fit(*fixed, task=Plain, data=lambda cfg: Data(Sized(said, 40)))
+    told = [text for text in messages(caplog) if "batches" in text]
+    of = said // BATCH
+    text = f"epoch 1 of the training data has 5 batches, their length says {of}; each epoch ends where they end"
+    assert told == ([] if of == 5 else [text])
+    steps = 3 if settings[:1] == ["train.accumulator_factor=2"] else 5
+    assert done.seen.validations == [(1, 2 * steps)] if "every" in str(settings) else [(0, steps), (1, 2 * steps)]
+    assert done.trainer.current_epoch == 2
+    free = fit(*fixed, task=Plain, data=lambda cfg: Data(Stream(40)))
+    assert torch.equal(done.task.network.weight, free.task.network.weight)
+
+
+def test_each_epoch_of_a_stream_may_have_a_length_of_its_own(fit, caplog):
+    """Three, six and four batches, where three are promised; parts of an epoch are validated as far as they are known,
+    and the end of the epoch always."""
+    data = lambda cfg: Data(Sized(24, 24, 48, 32))  # noqa: E731
+    done = fit("train.num_epochs=3", task=Plain, data=data)
+    assert done.seen.validations == [(0, 3), (1, 9), (2, 13)]
+    assert len([text for text in messages(caplog) if "their length says 3" in text]) == 1
+    parts = fit("train.num_epochs=3", "train.val_every_n_epoch=0.5", task=Plain, data=data)
+    assert {(0, 3), (1, 9), (2, 13)} <= {*parts.seen.validations}
+
+
+def test_a_limit_of_batches_ends_the_epoch_of_a_stream(fit, caplog):
+    """`train.limit_batches` counts, and not the end of the stream behind it."""
+    limited = ["train.num_epochs=2", "train.limit_batches={train: 2}"]
+    done = fit(*limited, task=Plain, data=lambda cfg: Data(Sized(40, 40)))
+    assert done.seen.validations == [(0, 2), (1, 4)]
+    assert not [text for text in messages(caplog) if "their length" in text]
+
+
+def test_another_loader_whose_length_is_wrong_is_refused(fit):
+    """Exit 3, with both numbers: its epoch would not be validated."""
+    with pytest.raises(
+        SetupError, match="epoch 1 of the training data has 5 batches, but their length says 6"
+    ) as found:
+        fit("train.num_epochs=1", task=Plain, data=lambda cfg: Data(samples(40), Wrong))
+    assert found.value.exit_code == 3
+
+
+def test_two_streams_may_be_one(fit, caplog):
+    """`a + b` of torch has a `__len__` that fails where its parts have no length."""
+    caplog.set_level(logging.INFO, "deeplightning")
+    done = fit("train.num_epochs=1", task=Plain, data=lambda cfg: Data(Stream(24) + Stream(16)))
+    assert done.trainer.global_step == 5
+    assert [text for text in caplog.messages if text.startswith("length")] == ["length     1 epoch; steps unknown"]
+
+
+# ---- how many steps
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        (["train.accumulator_factor=4", "train.accumulator_epoch=1"], 9 + 3),
+        (["train.accumulator_factor=4", "train.accumulator_epoch=5"], 18),
+        (["train.accumulator_factor=4"], 6),
+        (["train.accumulator_factor=4", "train.accumulator_epoch=1", "train.max_steps=11"], 11),
+    ],
+)
+def test_a_schedule_of_auto_length_is_as_long_as_the_training(fit, caplog, settings, steps):
+    """Nine batches an epoch, accumulated from some epoch on: the start block and the schedule count what is taken."""
+    caplog.set_level(logging.INFO, "deeplightning")
+    schedule = "{type: OneCycleLR, params: {max_lr: 0.1, total_steps: auto}, call: {interval: step}}"
+    done = fit("train.num_epochs=2", f"model.scheduler={schedule}", *settings)
+    assert done.trainer.global_step == steps
+    assert done.trainer.lr_scheduler_configs[0].scheduler.total_steps == steps
+    assert next(text for text in caplog.messages if text.startswith("length")).endswith(f"; {steps} steps")
+
+
+@pytest.mark.parametrize(
+    ("setting", "error", "words"),
+    [
+        (
+            "model.scheduler={type: OneCycleLR, params: {max_lr: 0.1, total_steps: auto}, call: {interval: step}}",
+            MisfitError,
+            "total_steps: `auto` needs the number of steps, which is not known: .* set train.max_steps",
+        ),
+        ("model.scheduler={type: StepLR, params: {step_size: 1}, warmup: 0.5}", ConfigError, "set train.max_steps"),
+    ],
+)
+def test_what_needs_the_length_of_a_stream_says_so(fit, setting, error, words):
+    """A schedule of `auto` length, and a warm-up over a share of the training."""
+    with pytest.raises(error, match=words):
+        fit(setting, data=lambda cfg: Data(Stream(40)))
+    assert fit(setting, "train.max_steps=4", data=lambda cfg: Data(Stream(40))).trainer.global_step == 4
+
+
+def test_a_step_that_takes_the_whole_set_says_its_size(fit, caplog):
+    """134 samples, where the batch size and the accumulation multiply to 320."""
+    caplog.set_level(logging.INFO, "deeplightning")
+    fit("train.num_epochs=1", "train.accumulator_factor=20")
+    (text,) = [text for text in caplog.messages if text.startswith("batch ")]
+    assert "134 samples a step, the whole training set: 16 per process x 20 batches accumulated" in text
+
+
+# ---- what is called when
+
+
+class Twice(torch.optim.SGD):
+    """Calls its closure twice, as SAM and its kin do."""
+
+    def step(self, closure=None):
+        closure()
+        return super().step(closure)
+
+
+def test_an_optimizer_that_calls_its_closure_twice_does_not_accumulate(fit):
+    """Exit 2 at the first accumulated step, with the key; the gradients of the batches before would count twice."""
+    task = lambda cfg: Plain(cfg, lambda module: Twice(module.parameters(), lr=0.1))  # noqa: E731
+    words = "train.accumulator_factor: Twice calls its closure several times a step"
+    with pytest.raises(ConfigError, match=words) as found:
+        fit("train.accumulator_factor=2", task=task)
+    assert found.value.exit_code == 2
+    once = fit("train.num_epochs=1", task=task)
+    assert once.trainer.global_step == 9
+
+
+@pytest.mark.parametrize("frequency", [1, 2, 3])
+def test_a_schedule_by_a_metric_steps_in_the_epochs_that_have_it(fit, frequency):
+    """With a validation each second epoch and a threshold that nothing reaches: each step halves."""
+    schedule = (
+        "{type: ReduceLROnPlateau, params: {patience: 0, factor: 0.5, threshold: 10.0}, "
+        f"call: {{monitor: val_loss, frequency: {frequency}}}}}"
+    )
+    done = fit("train.num_epochs=6", "train.val_every_n_epoch=2", f"model.scheduler={schedule}")
+    steps = 6 // math.lcm(2, frequency)
+    assert done.trainer.optimizers[0].param_groups[0]["lr"] == 0.05 * 0.5**steps
+
+
+def test_each_of_several_validation_sets_can_be_monitored(fit):
+    """By Lightning's name of it; the name without a number is refused after the first validation, with those there."""
+    data = lambda cfg: Data(samples(40), sets=2)  # noqa: E731
+    second = "train.checkpoint={monitor: val_loss/dataloader_idx_1, mode: min}"
+    done = fit("train.num_epochs=1", second, task=Plain, data=data)
+    assert (done.folder / "best.ckpt").exists()
+    with pytest.raises(ConfigError, match=r"'val_loss'; this run has .*val_loss/dataloader_idx_0, val_loss/dataload"):
+        fit("train.num_epochs=1", "train.checkpoint={monitor: val_loss, mode: min}", task=Plain, data=data)
+    with pytest.raises(ConfigError, match="no metric is called 'val_loss/dataloader_idx_1'"):
+        fit("train.num_epochs=1", second, task=Plain, data=lambda cfg: Data(samples(40)))
+
+
+class Two(Plain):
+    """Two optimizers, each of which takes a step at each batch."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            optimizer.step()
+        self.log("train_loss", loss)
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD([p], lr=0.1) for p in self.parameters()]
+
+
+def test_all_points_of_a_run_with_several_optimizers_count_steps_alike(fit):
+    """The rates lie at the steps of the losses."""
+    done = fit("train.num_epochs=2", "logger.gradient_norm=true", task=Two, data=lambda cfg: Data(samples(40)))
+    steps = [step for step, _ in done.series("train_loss")]
+    assert steps == [*range(10)]
+    assert [step for step, _ in done.series("lr-0")] == [step for step, _ in done.series("lr-1")] == steps
+    assert [step for step, _ in done.series("grad_norm-0")] == steps
