@@ -74,7 +74,7 @@ def test_the_callbacks_of_a_run_are_in_the_order_that_they_need(monkeypatch, tmp
         ],
     )
     order = names(all_of(cfg))
-    assert order[:4] == ["StartWeights", "Record", "Seeds", "LogSteps"]
+    assert order[:5] == ["StartWeights", "Record", "Seeds", "StreamEnds", "LogSteps"]
     ours = order[: order.index("ListParameters")]
     assert {"FiniteLoss", "Console", "Results", "EarlyStopping", "Histograms", "ValidateParts"} <= {*ours}
     assert order[order.index("ListParameters") :] == ["ListParameters", "Trial", "Checkpoints", "Signals"]
