@@ -128,13 +128,13 @@ def _note_reference(findings: Findings, entry: Entry, key: str) -> None:
 def compare(findings: Findings, config: Config) -> None:
     """Compares what the config names with what is there."""
     task: object = config.model and config.model.module and config.model.module.type
-    if findings.meanings.importing:
-        _removed_hooks(findings, str(task), config.stages)
     with contextlib.suppress(ValueError, Undecided):
         definition: Any = Meanings().of(str(task))
         findings.loss_arguments = len(definition.loss_arguments()) or None
     for compare in findings.targets:
         compare()
+    if findings.meanings.importing:
+        _removed_hooks(findings, str(task), config.stages)
     _resolvers(findings, config.resolvers or {})
     if config.engine is not None:
         _strategy(findings, config.engine)
