@@ -18,18 +18,24 @@ class Gathered(pl.Callback):
     """Keeps in each checkpoint from inside an epoch the states of the task's torchmetrics objects, over all processes,
     and what Lightning has added up of `self.log(on_epoch=True)`.
 
-    What a validation that is under way has gathered is left out: it is repeated.
+    What validations gather is left out: one that is under way is repeated, and the next one begins anew.
     """
 
     before = (OWN,)
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}  # updates of each metric when the validation began that is under way
+        self._judging: set[str] = set()  # metrics that validations update
         self._saved: dict[str, Any] = {}
         self._logged: dict[str, Any] = {}  # of the checkpoint, until the task logs it again
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._counts = {name: metric.update_count for name, metric in _metrics(pl_module).items()}
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for name, metric in _metrics(pl_module).items():
+            if self._counts.get(name, metric.update_count) != metric.update_count:
+                self._judging.add(name)
 
     def on_validation_end(self, *_: object) -> None:
         self._counts = {}
@@ -40,7 +46,7 @@ class Gathered(pl.Callback):
         epoch: Any = trainer.fit_loop.epoch_progress.current
         if epoch.processed == epoch.ready:
             return
-        found = {name: metric for name, metric in _metrics(pl_module).items() if metric.update_called}
+        found = {n: m for n, m in _metrics(pl_module).items() if m.update_called and n not in self._judging}
         found = {
             n: metric for n, metric in found.items() if self._counts.get(n, metric.update_count) == metric.update_count
         }

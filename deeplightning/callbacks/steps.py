@@ -187,11 +187,11 @@ class StreamEnds(pl.Callback):
 
     def __init__(self) -> None:
         self._promised: float = 0  # batches of an epoch; 0: nothing to correct
-        self._is_resumed = self._is_warned = False
+        self._is_resumed = self._is_warned = self._is_first = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         loop = trainer.fit_loop
-        self._is_resumed = loop.epoch_loop.batch_progress.current.ready > 0
+        self._is_resumed = self._is_first = loop.epoch_loop.batch_progress.current.ready > 0
         if math.isfinite(loop.max_batches) and _is_stream(trainer.train_dataloader) and read_ahead(trainer):
             self._promised = loop.max_batches
 
@@ -224,7 +224,9 @@ class StreamEnds(pl.Callback):
         loop = trainer.fit_loop
         batches = loop.epoch_loop.batch_progress
         has_stopped = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
-        if not (has_stopped or batches.is_last_batch or batches.current.ready >= loop.max_batches):
+        is_whole = batches.is_last_batch or batches.current.ready >= loop.max_batches
+        is_first, self._is_first = self._is_first, False
+        if not (has_stopped or is_whole or is_first):  # a resumed run may have batches of another size
             raise SetupError(
                 f"epoch {trainer.current_epoch + 1} of the training data has {batches.current.ready} batches, but "
                 f"their length says {loop.max_batches}; correct the length of the loader that data.module makes"

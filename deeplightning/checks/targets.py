@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from deeplightning.checks import strategy
@@ -64,7 +63,8 @@ def note_target(findings: Findings, name: str, entry: Entry, key: str, path: Key
             findings.meanings, name, values, key, role=role, given=given, hidden=hidden, called_with=called_with
         )
         findings.take(verdict)
-        if findings.meanings.importing and not verdict.faults and not auto and not hidden:
+        is_known = not hidden and all(plain(item) != "auto" for item in items.values())
+        if findings.meanings.importing and not verdict.faults and is_known:
             _construct(findings, Target(type=name, params=values, place=place, name=key), role)
         for p in set(auto) - set(AUTO):
             message = f"`auto` is known for {', '.join(AUTO)}; give `{p}` a value"
@@ -133,8 +133,6 @@ def compare(findings: Findings, config: Config) -> None:
         findings.loss_arguments = len(definition.loss_arguments()) or None
     for compare in findings.targets:
         compare()
-    if findings.meanings.importing:
-        _removed_hooks(findings, str(task), config.stages)
     _resolvers(findings, config.resolvers or {})
     if config.engine is not None:
         _strategy(findings, config.engine)
@@ -146,23 +144,6 @@ def compare(findings: Findings, config: Config) -> None:
         _groups(findings, config.model)
         if config.train is not None and "train" in config.stages:
             _rates(findings, config.model)
-
-
-def _removed_hooks(findings: Findings, task: str, stages: Sequence[str]) -> None:
-    """Report the hooks of a task that Lightning 2 refuses when the stage begins."""
-    with contextlib.suppress(ValueError):
-        for stage, hook in (
-            ("train", "training"),
-            ("train", "validation"),
-            ("validate", "validation"),
-            ("test", "test"),
-        ):
-            name = f"{hook}_epoch_end"
-            found: Any = findings.meanings.of(task)
-            if stage in stages and callable(getattr(found.thing, name, None)):
-                now = f"on_{hook.replace('training', 'train')}_epoch_end"
-                message = f"{task} has `{name}`, which Lightning 2 refuses; use the hook `{now}`"
-                findings.fault(message, "model.module.type", found=name, allowed=now)
 
 
 def _strategy(findings: Findings, engine: schema.Engine) -> None:

@@ -47,7 +47,11 @@ def denominator(loss: Any, outputs: Any, truth: Tensor) -> Tensor:
         counted = truth != (-100 if loss.ignore_index is None else loss.ignore_index)
         if loss.weight is None:
             return counted.sum().double()
-        return (loss.weight.double()[truth.where(counted, 0)] * counted).sum()
+        try:
+            return (loss.weight.double()[truth.where(counted, 0)] * counted).sum()
+        except IndexError:
+            loss(outputs, truth)  # says what does not fit
+            raise
     elif _is(loss, _BY_CLASS):
         found = truth.numel() / truth.shape[1]  # probabilities, (B, K, …)
     else:

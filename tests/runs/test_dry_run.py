@@ -9,6 +9,7 @@ import pytest
 from deeplightning.checks.examine import load_config
 from deeplightning.dry_run.ranks import UNTRIED
 from deeplightning.dry_run.trial import dry_run
+from deeplightning.faults import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/*/*.yaml")])
@@ -222,6 +223,11 @@ class Waits(pl.Callback):
 
     def on_validation_epoch_end(self, trainer, module):
         module.log("val_luck", 1.0)
+
+
+class Refusing(torch.optim.SGD):
+    def __init__(self, params, lr):
+        raise ValueError("it refuses this rate")
 '''
 
 
@@ -244,9 +250,16 @@ def here(tmp_path, monkeypatch):
     sys.modules.pop("own", None)
 
 
+REFUSED = "model.optimizer={type: own.Refusing, params: {lr: 0.1}}"
+
+
 def tried(*overrides: str, path: str | Path = "good.yaml") -> tuple[list[str], list[str]]:
     """`key: words` of each fault, and of what was not tried."""
-    faults, untried = dry_run(load_config(path, list(overrides)))
+    try:
+        cfg = load_config(path, list(overrides))
+    except ConfigError as error:  # found without a dry run
+        return [f"{fault.key}: {fault.message}" for fault in error.faults], []
+    faults, untried = dry_run(cfg)
     return [f"{fault.key}: {fault.message}" for fault in faults], [f"{note.key}: {note.message}" for note in untried]
 
 
@@ -488,7 +501,7 @@ def test_parts_that_were_not_reached_are_built_alone():
     """A network that does not fit hides neither the optimizer's faults nor the loss's; what it does hide is said."""
     found, untried = tried(
         "model.network.params.num_channels=3",
-        "model.optimizer.params.lr=-1.0",
+        REFUSED,
         METRIC.format("classification.MulticlassAccuracy", "num_classes: 1"),
     )
     assert [note.partition(": ")[0] for note in found] == ["model.metrics.x", "model.network", "model.optimizer"]
@@ -543,7 +556,7 @@ def test_without_an_example_everything_is_built():
     bare = "data.module.type=own.Bare"
     said = "data.module: own.Bare offers no example_batch(size), so no step was tried"
     assert tried(bare) == ([], [said])
-    found, untried = tried(bare, "model.optimizer.params.lr=-1.0")
+    found, untried = tried(bare, REFUSED)
     assert [note.partition(": ")[0] for note in found] == ["model.optimizer"]
     assert said in untried
 

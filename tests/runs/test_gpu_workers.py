@@ -139,7 +139,7 @@ def test_a_gpu_that_cannot_load_the_model_ends_the_start(pretend, run_folder, fa
     pretend.fails(cuda_1=fault)
     found, out, err = pretend.run(run_folder.path, 2)
     assert (found, out) == (code, "")
-    assert err.splitlines()[-1] == words
+    assert err.splitlines()[-1] == f"error: {words}"
     assert ("ZeroDivisionError" in err) == (fault == "bug")
     assert all(gone(int(process)) for process, _ in pretend.opened())
 
@@ -166,7 +166,7 @@ def test_a_damaged_bundle_is_refused_on_gpus_as_well(pretend, tmp_path):
     for word in ("cuda", "auto"):
         code, out, err = pretend.run(tmp_path / "none", 1, word)
         assert (code, out) == (4, "")
-        assert err.splitlines()[-1].startswith(f"There is no folder {tmp_path / 'none'}")
+        assert err.splitlines()[-1].startswith(f"error: There is no folder {tmp_path / 'none'}")
 
 
 def test_a_worker_that_dies_is_replaced_on_its_gpu(pretend, run_folder):

@@ -66,10 +66,10 @@ def test_each_rank_outlives_the_reader_of_its_stdout(command, tiny, place, tmp_p
 def test_a_verb_that_prints_its_result_ends_without_a_word(words, command, tiny, place):
     """Without a reader with 141, as a program that SIGPIPE has ended; with a closed stdout as with /dev/null."""
     arguments = [tiny if word == "CONFIG" else word for word in words.split()]
-    outcome = command(*arguments, cwd=place, main="lost:stdout")
-    assert (outcome.code, outcome.err) == (141, ""), outcome
-    outcome = command(*arguments, cwd=place, main="lost:closed")
-    assert (outcome.code, outcome.err) == (0, ""), outcome
+    for how, code in (("lost:stdout", 141), ("lost:closed", 0)):
+        outcome = command(*arguments, cwd=place, main=how)
+        said = [line for line in outcome.err.splitlines() if not line.startswith("unchecked: what constructors")]
+        assert (outcome.code, said) == (code, []), outcome
 
 
 def test_in_a_shell_too(tiny, place, tmp_path):

@@ -194,7 +194,7 @@ def test_check_takes_a_batch_through(regress):
     outcome = regress("model.network.params.out_features=3", "--dry-run", verb="check", code=2)
     assert "gives 3 number(s) for each sample, the data have 2" in outcome.err
     monitored = regress("train.checkpoint.monitor=val_rmse", verb="check")
-    assert "unchecked" not in monitored.err
+    assert "unchecked: train" not in monitored.err
     assert "no metric `val_acc`" in regress("train.checkpoint.monitor=val_acc", verb="check", code=2).err
 
 

@@ -279,7 +279,7 @@ def test_what_cannot_be_resumed_is_named(train, tmp_path, store, half):
 def test_a_checkpoint_of_another_network_is_refused(half, train, tmp_path):
     """Exit 4 with the tensors that do not fit, and the run is FAILED."""
     copy = shutil.copyfile(half.folder / "last.ckpt", tmp_path / "copy.ckpt")
-    refused = train(f"train.resume_ckpt='{copy}'", "train.num_epochs=3", code=4)
+    refused = train(*RANDOM[1:], f"train.resume_ckpt='{copy}'", code=4)
     assert re.search(r"of another network: \d+ tensors differ: (network\S+ is \w+[^;]*; ){3}and \d+ more", refused.err)
     assert "Traceback" not in refused.err
 
