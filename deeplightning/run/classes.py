@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from lightning_fabric.utilities.data import sized_len
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -106,6 +105,8 @@ def _labels(data: Any, columns: tuple[str, ...]) -> Iterator[np.ndarray]:
     """The labels of the training set, in parts: a column of the set, or else the first of `columns` that its batches
     have."""
     dataset: Any = data.dataset("train") if callable(getattr(data, "dataset", None)) else None
+    from lightning_fabric.utilities.data import sized_len  # commands import this module before the stand-ins are there
+
     size = sized_len(dataset) or 0
     column: object = getattr(dataset, "labels", None)
     if size and hasattr(column, "__len__") and len(column) == size:

@@ -15,6 +15,11 @@ import torch
 from torch.utils.data import DataLoader
 
 
+class Refuses(torch.nn.Module):
+    def __init__(self):
+        raise ValueError("no network")
+
+
 class Sets(pl.LightningDataModule):
     """Batches of a user's own."""
 
@@ -125,4 +130,4 @@ def test_what_is_wrong_has_its_exit_code(overrides, code, words, said):
 
 def test_no_network_is_built(said):
     """A network that cannot be built is no hindrance."""
-    assert said("model.network.params.image_size=1")["samples"] == 134
+    assert said("~model.network", "model.network={type: own_sets.Refuses}")["samples"] == 134
