@@ -211,8 +211,11 @@ def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
 
 
 def _kept(checkpoint: Mapping[str, Any], cfg: Config) -> Iterator[list[Any]]:
-    """What the restored state of optimizers and schedules decides, where the config has another value: the keys below
-    `model`, the value of the checkpoint and that of the config. None: the value is not given."""
+    """Yield what the restored state of optimizers and schedules decides, where the config has another value: the keys
+    below `model`, the value of the checkpoint and that of the config. None: the value is not given.
+
+    Plain values only: a checkpoint may be a stranger's, and a mapping inside params names what is imported and called.
+    """
     model: Mapping[str, Any] = (checkpoint.get("config") or {}).get("model") or {}
     ours = cfg.public()["model"]
     for keys in (("optimizer", "params"), ("optimizer", "groups"), ("scheduler", "params")):
@@ -222,10 +225,21 @@ def _kept(checkpoint: Mapping[str, Any], cfg: Config) -> Iterator[list[Any]]:
             was, asked = _at(model, path), _at(ours, path)
             if isinstance(was, Mapping) and isinstance(asked, Mapping):
                 for key in {**asked, **was}:
-                    if was.get(key) != asked.get(key) and key != "fused" and "${" not in str(was.get(key)):
+                    if was.get(key) != asked.get(key) and key != "fused" and _is_plain(was.get(key)):
                         yield [*path, key, was.get(key), asked.get(key)]
-            elif isinstance(was, list) and isinstance(asked, list) and was != asked:
+            elif isinstance(was, list) and isinstance(asked, list) and was != asked and all(map(_is_group, was)):
                 yield [*path, was, asked]
+
+
+def _is_group(value: object) -> bool:
+    return isinstance(value, dict) and all(map(_is_plain, value.values()))
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether a value is a number, a truth value, null, a text without a reference, or a list of such."""
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return isinstance(value, bool | int | float | None) or (isinstance(value, str) and "${" not in value)
 
 
 def _keep(cfg: Config, kept: Iterable[Sequence[Any]]) -> None:

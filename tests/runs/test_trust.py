@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FunctionType, SimpleNamespace
 
 import pytest
+import torch
 
 from deeplightning import load_run, model
 from deeplightning.checks import trust
@@ -363,6 +364,24 @@ def test_the_server_of_torch_asks_too(run, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=f"{CLASSES}.type: to serve this run"):
         Checkpoint.open(copy)
     assert not (tmp_path / "PWNED").exists()
+
+
+@pytest.mark.parametrize("part", ["params", "groups"])
+def test_a_checkpoint_that_training_resumes_from_names_nothing_to_be_built(part, run, tiny, tmp_path, command):
+    """A resumed run takes plain values of the optimizer from its checkpoint; a target there is neither imported nor
+    called."""
+    work = tmp_path / "work"
+    work.mkdir()
+    touch = {"type": "sympy.sympify", "params": {"a": f"open({str(tmp_path / 'PWNED')!r}, 'w')"}}
+    checkpoint = torch.load(run.last, weights_only=True)
+    optimizer = checkpoint["config"]["model"]["optimizer"]
+    optimizer[part] = {**optimizer["params"], "lr": touch} if part == "params" else [{"match": ".*", "lr": touch}]
+    torch.save(checkpoint, tmp_path / "last.ckpt")
+    resume = f"train.resume_ckpt='{tmp_path / 'last.ckpt'}'"
+    outcome, seen = watched(command, work, "train", tiny, resume, "train.num_epochs=3")
+    assert not (tmp_path / "PWNED").exists(), outcome
+    assert "sympy.core.sympify" not in seen["imports"], outcome
+    assert "Traceback" not in outcome.err, outcome
 
 
 def test_the_tracker_that_a_hostile_config_names_is_not_asked(run, tmp_path, command):
