@@ -246,7 +246,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _next(host: str, port: int) -> int:
-    """A port above `port` that is free; 0, which is any that is free, where there is none."""
+    """Return a free port above `port`, or 0, which means any free port, if all of them are taken."""
     for candidate in range(port + 1, 65536):
         with contextlib.suppress(OSError), _bound(host, candidate):
             return candidate

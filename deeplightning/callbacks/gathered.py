@@ -18,7 +18,7 @@ class Gathered(pl.Callback):
     """Keeps in each checkpoint from inside an epoch the states of the task's torchmetrics objects, over all processes,
     and what Lightning has added up of `self.log(on_epoch=True)`.
 
-    What validations gather is left out: one that is under way is repeated, and the next one begins anew.
+    States that a validation updates are left out: a resumed run repeats the validation that was under way.
     """
 
     before = (OWN,)

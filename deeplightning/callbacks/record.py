@@ -412,13 +412,14 @@ class Record(pl.Callback):
 
 
 def _frozen(task: pl.LightningModule) -> list[str]:
-    """The parameters that do not learn, and the batch norms that Lightning's fine-tuning callbacks have untracked."""
+    """Return the parameters that do not learn, and the batch norms whose statistics a fine-tuning callback has
+    stopped."""
     untracked = [n for n, m in task.named_modules() if getattr(m, "track_running_stats", None) is False]
     return [name for name, parameter in task.named_parameters() if not parameter.requires_grad] + untracked
 
 
 def _freeze_again(task: pl.LightningModule, frozen: Iterable[object]) -> None:
-    """Restores what `_frozen` has found; callbacks that freeze have done so anew when the fit was set up."""
+    """Restore what `_frozen` returned, since callbacks that freeze parameters have frozen them again in `setup`."""
     frozen = {name for name in frozen if isinstance(name, str)}
     for name, parameter in task.named_parameters():
         if parameter.requires_grad == (name in frozen):
@@ -496,7 +497,7 @@ def _replace(folder: RunFolder, path: Path, text: str) -> None:
 
 
 def _read(config: Path) -> dict[str, Any]:
-    """The values of a config file as they are written; {} where there is none that can be read."""
+    """Return the values of a config file as they are written; {} if it cannot be read."""
     try:
         return plain(parse(text_of(config), config.name, [])) or {}
     except ConfigError:

@@ -205,7 +205,7 @@ class StreamEnds(pl.Callback):
         if not self._promised or is_last == (batches == loop.max_batches):
             return
         if not is_last and (self._is_resumed or trainer.limit_train_batches != 1):
-            return  # a stream that is resumed begins anew
+            return  # a resumed stream starts from its beginning
         if is_last and not self._is_warned:
             self._is_warned = True
             log.warning(

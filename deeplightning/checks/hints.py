@@ -43,7 +43,7 @@ def hints(cfg: Config, asked: Engine) -> Iterator[Notice]:
 
 
 def _rates_without_effect(cfg: Config) -> Iterator[Notice]:
-    """Name what sets the learning rate in the place of the optimizer's `lr`: a task of one's own, or a schedule.
+    """Report what sets the learning rate instead of the optimizer's `lr`: the user's task, or a schedule.
 
     Who writes both rates knows the schedule's; who changes `lr` alone, or searches over it, may not.
     """

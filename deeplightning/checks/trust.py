@@ -315,7 +315,7 @@ def _not_plain(what: str, place: str, config: RunConfig, key: str | None = None)
 
 
 def entry(root: Entry, key: str) -> Entry | None:
-    """Return the value at a dotted key; None: there is none."""
+    """Return the value at a dotted key, or None if the key is missing."""
     found: Entry | None = root
     for part in key.split("."):
         found = found.value.get(part) if found is not None and isinstance(found.value, dict) else None

@@ -56,7 +56,7 @@ class PastRun:
         """The text of the config.
 
         Raises:
-            CheckpointError: there is none, or it is foreign and not plain.
+            CheckpointError: the config is missing, or the run is foreign and its config is not plain.
         """
         return run_config(self.folder, self.allow, trust=self.trust)
 

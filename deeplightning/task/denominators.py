@@ -1,6 +1,6 @@
 """What the mean of a loss divides by: the weight of a batch where means of batches are combined.
 
-Shapes: B batch; what follows depends on the loss.
+Shapes: B is the batch size; the other dimensions depend on the loss.
 """
 
 from typing import Any
