@@ -44,6 +44,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     from deeplightning.callbacks.recompute import Recompute
     from deeplightning.callbacks.record import Record
     from deeplightning.callbacks.results import Results, ShowPictures
+    from deeplightning.callbacks.sample_weights import SampleWeights
     from deeplightning.callbacks.signals import Signals
     from deeplightning.callbacks.start import StartWeights
     from deeplightning.callbacks.steps import (
@@ -51,7 +52,6 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         FiniteLoss,
         LogSteps,
         SameBuffers,
-        SampleWeights,
         ScheduleSteps,
         Seeds,
         StreamEnds,

@@ -27,8 +27,9 @@ from pytorch_lightning.plugins.environments import LightningEnvironment
 from deeplightning.callbacks.console import one_line_warnings, to_terminal
 from deeplightning.callbacks.gradients import AdaptiveClip
 from deeplightning.callbacks.recompute import Recompute
+from deeplightning.callbacks.sample_weights import SampleWeights
 from deeplightning.callbacks.start import StartWeights
-from deeplightning.callbacks.steps import LogSteps, SampleWeights, Seeds
+from deeplightning.callbacks.steps import LogSteps, Seeds
 from deeplightning.checks.conditions import accumulates_itself
 from deeplightning.config.schema import Config
 from deeplightning.engine import compute
