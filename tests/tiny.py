@@ -166,6 +166,30 @@ class Measured(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Piles(pl.LightningModule):
+    """Steps one optimizer at each batch, and another at each second one, also over the end of an epoch."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.automatic_optimization = False
+        self.body, self.head = nn.Linear(64, 16), nn.Linear(16, 10)
+
+    def training_step(self, batch, batch_idx):
+        body, head = self.optimizers()
+        outputs = self.head(self.body(batch["image"].float().flatten(1) / 255))
+        loss = nn.functional.cross_entropy(outputs, batch["label"])
+        self.manual_backward(loss)
+        if (self.trainer.current_epoch * self.trainer.num_training_batches + batch_idx) % 2:
+            body.step()
+            body.zero_grad()
+        head.step()
+        head.zero_grad(set_to_none=False)
+        self.log("train_loss", loss)
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.body, self.head)]
+
+
 class Thaws(BaseFinetuning):
     """Freezes all but the last layer, batch norm too, and lets it learn from the second epoch on."""
 

@@ -36,7 +36,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     from deeplightning.callbacks.console import Console
     from deeplightning.callbacks.describe import Describe
     from deeplightning.callbacks.flops import Flops
-    from deeplightning.callbacks.gathered import Gathered
+    from deeplightning.callbacks.gathered import Gathered, PendingGradients
     from deeplightning.callbacks.gradients import AdaptiveClip, GradientNorm, Warmup
     from deeplightning.callbacks.histograms import Histograms
     from deeplightning.callbacks.memory import Memory
@@ -87,6 +87,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         Describe(cfg, record),
         Memory(record),
         Gathered(),
+        PendingGradients(),
     ]
     if cfg.model.init_from is not None:
         callbacks.append(StartWeights(cfg.model.init_from, cfg.logger.params.get("tracking_uri")))

@@ -1,6 +1,7 @@
-"""What a task has gathered since an epoch began: a run that resumes inside the epoch has its metrics over all of it."""
+"""Keep in checkpoints what a task has gathered and not yet used: metrics of an epoch, gradients of a step."""
 
-from typing import Any
+import logging
+from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 import torch
@@ -8,10 +9,17 @@ from torchmetrics import Metric, MetricCollection
 
 from deeplightning.callbacks.order import OWN
 from deeplightning.engine.group import replicas
+from deeplightning.engine.sharded import Sharded
 from deeplightning.private.lightning import add_to_logged_means, logged_means
 
-KEY = "gathered"
-"""Of a checkpoint from inside an epoch: {"metrics": states by the module's name, "logged": values of `self.log`}."""
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+log = logging.getLogger("deeplightning")
+
+KEY, GRADIENTS = "gathered", "gradients"
+"""Of a checkpoint from inside an epoch: {"metrics": states by the module's name, "logged": values of `self.log`}; of
+one between the steps of an optimizer: its gradients by the parameter's name."""
 
 
 class Gathered(pl.Callback):
@@ -74,6 +82,76 @@ class Gathered(pl.Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._logged = {}
+
+
+class PendingGradients(pl.Callback):
+    """Keeps in each checkpoint the gradients that no optimizer step has used yet, of a task that steps its optimizers
+    itself.
+
+    Where an optimizer steps at each second batch, a run that resumes in between would lose the first batch's gradients.
+    Under engines that shard parameters they are not kept, and the run says so.
+    """
+
+    before = (OWN,)
+
+    def __init__(self) -> None:
+        self._pending: set[torch.Tensor] = set()
+        self._watched: set[torch.Tensor] = set()
+        self._hooks: list[RemovableHandle] = []
+        self._saved: dict[str, torch.Tensor] = {}
+        self._is_warned = False
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._saved = checkpoint.get(GRADIENTS, {}) if trainer.state.fn == "fit" else {}
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        saved, self._saved = self._saved, {}
+        for name, parameter in pl_module.named_parameters():
+            if name in saved:
+                parameter.grad = saved[name].to(parameter)
+                self._pending.add(parameter)
+        self._watch(pl_module)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._watch(pl_module)
+
+    def _watch(self, task: pl.LightningModule) -> None:
+        """Have each parameter that learns tell when it gets a gradient; some begin to learn after an epoch."""
+        if task.automatic_optimization:
+            return
+        for parameter in task.parameters():
+            if parameter.requires_grad and parameter not in self._watched:
+                self._watched.add(parameter)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._pending.add))
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        if self._pending:
+            self._pending.difference_update(*(group["params"] for group in optimizer.param_groups))
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if not self._pending:
+            return
+        named = {name: p.grad for name, p in pl_module.named_parameters() if p in self._pending and p.grad is not None}
+        if not isinstance(trainer.strategy, Sharded):
+            checkpoint[GRADIENTS] = named
+        elif named and not self._is_warned:
+            self._is_warned = True
+            log.warning(
+                "the gradients of %s are not used yet, and the strategy %s keeps none in a checkpoint: a run that "
+                "resumes here lacks them; step each optimizer in the batch of its gradients, or use ddp",
+                *(next(iter(named)), type(trainer.strategy).__name__),
+            )
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._watched, self._pending = [], set(), set()
 
 
 def _metrics(task: pl.LightningModule) -> dict[str, Metric]:

@@ -42,6 +42,7 @@ _TYPES: dict[str, type] = {
     "points": list,
     "frozen": list,
     "gathered": dict,
+    "gradients": dict,
     "plateaus": dict,
     "train_metrics": dict,
 }

@@ -129,6 +129,18 @@ def test_a_users_metrics_of_an_epoch_count_the_batches_before_a_resume(
     assert values == expected
 
 
+def test_gradients_that_wait_for_a_step_of_their_optimizer_are_kept_over_a_resume(train):
+    """A task that steps its optimizers itself, one of them at each second batch, with nine batches an epoch: the
+    checkpoint holds the gradients of the ninth batch, and no others."""
+    settings = ["model.module.type=own.Piles", "model.network=null", "model.loss=null", "model.optimizer=null"]
+    settings += ["train.checkpoint.monitor=null"]
+    part = train(*settings, "train.num_epochs=1")
+    kept = torch.load(part.folder / "last.ckpt", weights_only=True)["gradients"]
+    assert set(kept) == {"body.weight", "body.bias"}
+    resumed = train(*settings, f"train.resume_ckpt='{part.folder}'", "train.num_epochs=2")
+    assert digest(resumed.folder / "last.ckpt") == digest(train(*settings, "train.num_epochs=2").folder / "last.ckpt")
+
+
 def test_a_run_resumed_with_accumulation_ends_bit_for_bit_like_an_uninterrupted_one(train):
     """Nine batches by twos: five steps an epoch; ended after seven."""
     settings = [*RANDOM, "train.num_epochs=2", "train.accumulator_factor=2"]
