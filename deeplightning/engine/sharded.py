@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pytorch_lightning.callbacks import BaseFinetuning
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -195,6 +196,10 @@ class Sharded(CountsOnce, ABC):
         Raises:
             CheckpointError: they are of optimizers with other groups or settings.
         """
+        trainer: Any = self.lightning_module.trainer
+        for callback in trainer.callbacks:
+            if isinstance(callback, BaseFinetuning):  # Lightning calls it before it loads what the callback needs here
+                BaseFinetuning.on_fit_start(callback, trainer, self.lightning_module)
         shares = self.shares()
         of_another = f"{getattr(self, 'path', 'the checkpoint')}: of another optimizer: it"
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):

@@ -4,6 +4,7 @@ The network has dropout, the data are shuffled and augmented, the learning rate 
 numbers, positions and counters is lost shows in the weights. That a run which is killed ends alike is in `test_kill`.
 """
 
+import functools
 import json
 import re
 import shutil
@@ -15,6 +16,7 @@ import yaml
 from commands import real
 from conftest import digest
 
+from deeplightning.engine.checkpoint_io import read_checkpoint
 from deeplightning.runfolder import RunFolder
 
 IN_WORKERS = "data.module.params.in_memory=false"
@@ -260,19 +262,21 @@ def test_a_signal_ends_a_batch_when_all_callbacks_have_seen_it(command, tiny, pl
     assert torch.load(folder / "last.ckpt", weights_only=True)["global_step"] == 12
 
 
-def test_a_fine_tuning_callback_that_is_resumed_ends_bit_for_bit_like_a_whole_run(train):
+@pytest.mark.parametrize(("engine", "ranks"), [("null", 1), pytest.param("fsdp", 2, marks=pytest.mark.slow)])
+def test_a_fine_tuning_callback_that_is_resumed_ends_bit_for_bit_like_a_whole_run(engine, ranks, job):
     """Lightning's BaseFinetuning works with a built-in task: the network is there when callbacks are set up. What it
     has unfrozen before a run resumes learns on, and batch norm keeps its running means as before."""
-    settings = ["model.network={type: own.Normed}", "train.callbacks=[{type: own.Thaws}]"]
-    settings += ["logger.params.experiment_name=thaws", "train.checkpoint.monitor=val_loss"]
+    settings = ["model.network={type: own.Normed}", "train.callbacks=[{type: own.Thaws}]", f"engine.backend={engine}"]
+    settings += [f"logger.params.experiment_name=thaws-{engine}", "train.checkpoint.monitor=val_loss"]
+    train = functools.partial(job, ranks=ranks)
     weights = []
     for epochs in (1, 2, 3):
         folder = train(*settings, f"train.num_epochs={epochs}", "train.resume_ckpt=auto").folder
-        weights.append(torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]["network.0.weight"])
+        weights.append(read_checkpoint(folder / "last.ckpt")["state_dict"]["network.0.weight"])
     whole = train(*settings, "train.num_epochs=3", "logger.params.experiment_name=thaws-whole")
     assert digest(folder / "last.ckpt") == digest(whole.folder / "last.ckpt")
     assert not torch.equal(weights[1], weights[2])
-    assert torch.load(whole.folder / "last.ckpt", weights_only=True)["frozen"] == []
+    assert read_checkpoint(whole.folder / "last.ckpt")["frozen"] == []
 
 
 def test_what_cannot_be_resumed_is_named(train, tmp_path, store, half):
