@@ -10,7 +10,6 @@ from pathlib import Path
 
 import click
 
-from deeplightning.cli.completion import complete_key
 from deeplightning.cli.exit_codes import run_verb
 from deeplightning.cli.group import (
     LOOSE,
@@ -188,7 +187,7 @@ def check(config: Path, overrides: tuple[str, ...], importing: bool, dry_run: bo
 
 
 @cli.command(context_settings=LOOSE, epilog=OVERRIDES)
-@with_config("[KEY …] [key=value …]", complete_key)
+@with_config("[KEY …] [key=value …]")
 def explain(config: Path, overrides: tuple[str, ...]) -> None:
     """Print the complete config that CONFIG means on this machine, with who set each value.
 
@@ -322,9 +321,9 @@ def configs(name: str | None, to: Path | None) -> None:
 
 
 @cli.command()
-@click.argument("words", nargs=-1)
-def docs(words: tuple[str, ...]) -> None:
-    """Print a page of the manual, or what it has about a KEY, a VERB or WORDS; without words, the list of all pages."""
+@click.argument("name", required=False)
+def docs(name: str | None) -> None:
+    """Print the page NAME of the manual, or the list of all pages."""
     from deeplightning.cli import manual
 
-    manual.show(manual.answer(words))
+    manual.show(manual.listing() if name is None else manual.page(name))
