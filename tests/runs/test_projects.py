@@ -138,8 +138,8 @@ def test_ten_everyday_tasks_are_one_command_each(run, trained, place, tmp_path):
     other = run("train", config, store, "stages=[train]", "model.module.params.optimizer.type=torch.optim.AdamW",
                 "~model.module.params.optimizer.params.momentum")  # fmt: skip
     assert "AdamW" in (other.folder / "cfg.yaml").read_text()
-    run("train", config, store, "+train.callbacks={type: pytorch_lightning.callbacks.StochasticWeightAveraging, params: "
-        "{swa_lrs: 0.05}}", "train.num_epochs=1", "stages=[train]")  # fmt: skip
+    averaged = "{type: pytorch_lightning.callbacks.StochasticWeightAveraging, params: {swa_lrs: 0.05}}"
+    run("train", config, store, f"+train.callbacks={averaged}", "train.num_epochs=1", "stages=[train]")
     run("train", config, "logger.type=TensorBoardLogger", f"logger.params.save_dir={tmp_path}", "stages=[train]")
     assert list(tmp_path.rglob("events.out.tfevents.*"))
     run("train", config, store, "engine.processes=2", "engine.backend=ddp", "train.num_epochs=1", "stages=[train]")

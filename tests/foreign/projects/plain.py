@@ -1,4 +1,4 @@
-"""Train each project with Lightning's own Trainer: `python plain.py FOLDER` writes FOLDER/NAME.pt for each NAME.yaml."""
+"""Train each project with Lightning's own Trainer: `python plain.py FOLDER` writes FOLDER/NAME.pt for each."""
 
 import functools
 import importlib
