@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import click
 
-from deeplightning.cli.completion import Complete, complete_config, complete_overrides, complete_run
+from deeplightning.cli.completion import complete_config, complete_run
 from deeplightning.cli.exit_codes import Session
 from deeplightning.process import garbage
 from deeplightning.process.terminal import say
@@ -81,14 +81,12 @@ LOOSE = {"ignore_unknown_options": True}
 
 def with_config(
     words: str = "[key=value …]",
-    complete: Complete = complete_overrides,
     instead: Callable[[dict[str, Any]], Path | None] = lambda options: None,
 ) -> Callable[[Verb], Verb]:
     """Gives a verb its `config` and its `overrides`, in which further config files come first.
 
     Args:
         words: what may follow CONFIG, for the help.
-        complete: what a shell offers there.
         instead: the config that the verb's options stand for where the command line names none; None: there is none.
     """
 
@@ -115,7 +113,7 @@ def with_config(
             files, given = [*map(_fetched, files)], [*map(_fetched, given)]
             return verb(config=Path(files[0]), overrides=(*files[1:], *given), **options)
 
-        more = click.argument("overrides", nargs=-1, metavar=f"[CONFIG …] {words}", shell_complete=complete)
+        more = click.argument("overrides", nargs=-1, metavar=f"[CONFIG …] {words}", shell_complete=complete_config)
         option = click.option(
             "--config",
             "configs",
@@ -152,9 +150,7 @@ def no_files(ctx: click.Context, param: click.Parameter, words: tuple[str, ...])
     return words
 
 
-with_overrides = click.argument(
-    "overrides", nargs=-1, metavar="[key=value …]", callback=no_files, shell_complete=complete_overrides
-)
+with_overrides = click.argument("overrides", nargs=-1, metavar="[key=value …]", callback=no_files)
 with_allow = click.option(
     "--allow", metavar="ROOT", multiple=True, help="A module to import for a RUN that was not made here; repeatable."
 )

@@ -1,266 +1,319 @@
-"""`deeplightning migrate FILE…`: the text of a config becomes one of the present version; comments and order are kept.
+"""`deeplightning migrate --from SYSTEM FILE`: a config of another system becomes one of ours, as far as it goes.
 
-It alone imports ruamel.yaml. The rows that it applies are those of `deeplightning.config.versions`.
+The file is read to nested mappings (`foreign`), its words are looked up in the one table of words
+(`config.other_tools`), and `check` names what is still missing. Each line that needs a person has a comment.
 """
 
-import difflib
-import glob
-import io
-import os
 import re
-import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
-from ruamel.yaml.comments import CommentedMap
-from ruamel.yaml.error import YAMLError
+from deeplightning.checks.check import check
+from deeplightning.cli.foreign import Call, read_python, read_yaml
+from deeplightning.cli.shipped import write_new
+from deeplightning.config import other_tools
+from deeplightning.config.schema import VERSION
+from deeplightning.config.tree import dump, line, scalar
 
-from deeplightning.config.schema import VERSION, Config, keys
-from deeplightning.config.source import short, text_of
-from deeplightning.config.tree import Entry, parse, plain
-from deeplightning.config.versions import UNNUMBERED, Entries, Migration, migrate, present_names, version_of
-from deeplightning.faults import ConfigError, Fault, SetupError
-from deeplightning.process.shared_folder import is_alive
-from deeplightning.runfolder import RunFolder
-from deeplightning.words import first_line
+LIGHTNING = ("lightning-cli", "hydra")
+NAMES = {"ModelCheckpoint": "model_checkpoint", "EarlyStopping": "early_stopping"}
+"""Callbacks that have keys of ours, and the sections of their words in the table."""
+SPARE = {
+    *("RichProgressBar", "TQDMProgressBar", "RichModelSummary", "ModelSummary", "LearningRateMonitor", "Timer"),
+    *("DeviceStatsMonitor", "ModelCheckpoint"),
+}
+"""Callbacks whose work is done anyway."""
+LOSSES = ("loss", "loss_fn", "loss_creator", "criterion")
+
+
+FLAGS: dict[str, tuple[str, dict[bool, Any]]] = {
+    "use_gpu": ("engine.gpus", {True: "auto", False: None}),
+    "gpu": ("engine.gpus", {True: "auto", False: None}),
+    "use_fp16": ("engine.precision", {True: 16, False: 32}),
+    "use_native_fp16": ("engine.precision", {True: 16, False: 32}),
+    "is_distributed": ("engine.backend", {True: "ddp", False: None}),
+    "use_fairscale_optimizer_sharding": ("engine.backend", {True: "deepspeed_stage_1", False: None}),
+    "use_fairscale_model_sharding": ("engine.backend", {True: "fsdp", False: None}),
+}
+"""What a truth value of theirs is here."""
 
 
 @dataclass
-class Migrated:
-    """A file and its text in the present version.
+class Conversion:
+    """The config that is made, and what a person must look at.
 
     Attributes:
-        changes: what differs in the text, in words.
-        notes: what a person must look at.
+        config: nested mappings in our words.
+        remarks: a sentence for each key of ours that needs a look.
+        left: a sentence for each key of theirs that has none here.
     """
 
-    path: Path
-    before: str
-    after: str
-    changes: list[str]
-    notes: list[str]
+    system: str
+    config: dict[str, Any] = field(default_factory=dict)
+    remarks: dict[str, list[str]] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+    devices: Any = None
 
-    def diff(self) -> str:
-        """The change as a unified diff, which `patch -p1` applies; empty where there is none."""
-        name = short(self.path)
-        lines = difflib.unified_diff(
-            self.before.splitlines(keepends=True), self.after.splitlines(keepends=True), f"a/{name}", f"b/{name}"
-        )
-        return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
-
-
-def migrated(path: Path) -> Migrated:
-    """A config file in the present version.
-
-    Raises:
-        ConfigError: it is no config, has a later version, or a row cannot be applied.
-    """
-    text = text_of(path)
-    name = short(path)
-    before = _tree(text, name)
-    had = before.value.get("version")
-    version_of(had)
-    if _is_option(before):
-        note = "no key of a whole config is in it; an option of a group is migrated in memory"
-        return Migrated(path, text, text, [], [note])
-    yaml = _yaml(text)
-    try:
-        document = yaml.load(text)
-    except (YAMLError, ValueError) as error:
-        raise ConfigError(Fault(f"not YAML: {first_line(error)}", place=name)) from None
-    if not isinstance(document, CommentedMap):  # a set, or another kind with a tag
-        raise ConfigError(Fault("a config is a mapping of keys such as `data:`", place=name))
-    migration = Migration(RoundTrip(document, name))
-    migration.apply(UNNUMBERED if had is None else version_of(had))
-    for mapping, key, now in [*present_names(document)]:
-        migration.changes.append(f"{mapping[key]} is now {now}")
-        mapping[key] = now
-    changes = migration.changes
-    if had is None:
-        document.insert(0, "version", VERSION)
-        changes = [f"version: {VERSION}", *changes]
-    elif had is not None and had.value != VERSION:
-        document["version"] = VERSION
-        changes = [f"version: {had.value} is now {VERSION}", *changes]
-    if not changes:
-        return Migrated(path, text, text, [], migration.notes)
-    if had is None and changes == [f"version: {VERSION}"]:
-        after = _with_first_line(text)
-    else:
-        written = io.StringIO()
-        yaml.dump(document, written)
-        after = written.getvalue()
-    _compare(before, had is None, _tree(after, name), name)
-    return Migrated(path, text, after, changes, migration.notes)
-
-
-def _tree(text: str, name: str) -> Entry:
-    faults: list[Fault] = []
-    tree = parse(text, name, faults)
-    if not faults and not isinstance(tree.value, dict):
-        faults = [Fault("this file holds no mapping; a config is a mapping of keys such as `data:`", place=name)]
-    if faults:
-        raise ConfigError(faults)
-    return tree
-
-
-def _compare(before: Entry, unnumbered: bool, after: Entry, name: str) -> None:
-    """Asserts that the new text holds what migration in memory makes of the old one."""
-    if unnumbered:
-        Migration(Entries(before)).apply(UNNUMBERED)
-    else:
-        migrate(before)
-    for tree in (before, after):
-        tree.value.pop("version", None)
-    expected = plain(before)
-    for mapping, key, now in [*present_names(expected)]:
-        mapping[key] = now
-    if expected != plain(after):
-        raise ConfigError(
-            Fault(
-                "cannot be rewritten without changing other values; edit it by hand, `check` has the lines", place=name
-            )
-        )
-
-
-def _is_option(tree: Entry) -> bool:
-    """Whether a file has no key of a whole config: it is an option of a group, or no config at all."""
-    return not any(name == "_base_" or name in {f.name for f in keys(Config)} for name in tree.value)
-
-
-def _yaml(text: str) -> YAML:
-    """A reader and writer that keeps quotes, long lines, and the indentation of the text's lists."""
-    yaml = YAML()
-    yaml.preserve_quotes = True
-    yaml.width = 4096
-    yaml.allow_duplicate_keys = False
-    yaml.representer.add_representer(
-        type(None), lambda dumper, _: dumper.represent_scalar("tag:yaml.org,2002:null", "null")
-    )
-    mapping = re.search(r"^[\w.]+:[^\S\n]*(?:#.*)?\n(?:[^\S\n]*(?:#.*)?\n)*( +)[\w~]", text, re.MULTILINE)
-    sequence = re.search(r"^( *)[\w.]+:[^\S\n]*(?:#.*)?\n( *)-( +)\S", text, re.MULTILINE)
-    step = len(mapping[1]) if mapping else 2
-    if sequence:
-        offset = len(sequence[2]) - len(sequence[1])
-        yaml.indent(mapping=step, sequence=offset + 1 + len(sequence[3]), offset=offset)
-    else:
-        yaml.indent(mapping=step, sequence=step + 2, offset=step)
-    return yaml
-
-
-def _with_first_line(text: str) -> str:
-    """The text with the line `version: 1` before its first key; nothing else changes."""
-    newline = "\r\n" if "\r\n" in text else "\n"
-    lines = text.splitlines(keepends=True)
-    first = next(i for i, line in enumerate(lines) if line.strip() and not line.lstrip().startswith(("#", "---", "%")))
-    if lines[first].lstrip().startswith("{"):  # one flow mapping
-        return text.replace("{", f"{{version: {VERSION}, ", 1)
-    indent = lines[first][: len(lines[first]) - len(lines[first].lstrip())]
-    return "".join([*lines[:first], f"{indent}version: {VERSION}{newline}", *lines[first:]])
-
-
-def write(found: Migrated) -> None:
-    """Writes the new text in the place of the old one, whole or not at all, with the same permissions.
-
-    Raises:
-        ConfigError: the file is the record of a run.
-        SetupError: it cannot be written.
-    """
-    path = found.path.resolve()
-    if path.name == "cfg.yaml" and RunFolder(path.parent).environment.is_file():
-        message = (
-            "this is the record of a run, which stays as it is: every verb migrates it in memory. To train with it, "
-            "copy it and migrate the copy"
-        )
-        raise ConfigError(Fault(message, place=short(found.path)))
-    save(path, found.after)
-
-
-def save(path: Path, text: str) -> None:
-    """Writes a file whole or not at all; the permissions of an existing one are kept. What a killed command has left
-    beside it is removed.
-
-    Raises:
-        SetupError: it cannot be written.
-    """
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
-            if re.fullmatch(r"\d{1,9}", pid := left.name.rpartition(".")[2]) and not is_alive(int(pid)):
-                left.unlink(missing_ok=True)
-        try:
-            with beside.open("w", encoding="utf-8", newline="") as file:
-                file.write(text)
-            if path.exists():
-                beside.chmod(stat.S_IMODE(path.stat().st_mode))
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
-    except OSError as error:
-        raise SetupError(f"{path}: cannot be written: {error.strerror}; the file is unchanged") from error
-
-
-class RoundTrip:
-    """A document of ruamel.yaml, as a `Tree` of `deeplightning.config.versions`."""
-
-    def __init__(self, root: CommentedMap, name: str):
-        self.root, self.name = root, name
-
-    def _above(self, key: str, make: bool = False) -> tuple[Any, str]:
-        *sections, last = key.split(".")
-        found: Any = self.root
-        for name in sections:
-            if not isinstance(found, dict):
-                return None, last
-            if found.get(name) is None and make:
-                found[name] = CommentedMap()
-            if name not in found:
-                return None, last
-            found = found[name]
-        return (found if isinstance(found, dict) else None), last
-
-    def has(self, key: str) -> bool:
-        """Whether the key is set."""
-        above, last = self._above(key)
-        return above is not None and last in above
-
-    def value(self, key: str) -> Any:
-        """The scalar at a key that is set."""
-        above, last = self._above(key)
-        return above[last]
-
-    def place(self, key: str) -> str:
-        """`file:line:col` of a key that is set."""
-        above, last = self._above(key)
-        row, column = above.lc.key(last) if last in above.lc.data else (above.lc.line, above.lc.col)
-        return f"{self.name}:{row + 1}:{column + 1}"
-
-    def move(self, old: str, new: str) -> None:
-        """Gives a value another key; in the same mapping its position and comments remain."""
-        above, last = self._above(old)
-        there, name = self._above(new, make=True)
-        if there is None:
-            raise ConfigError(
-                Fault(f"this key is now {new}, and a section above that is no mapping", old, self.place(old))
-            )
-        comments = above.ca.items.pop(last, None)
-        position = [*above].index(last)
-        value = above.pop(last)
-        if there is above:
-            above.insert(position, name, value)
+    def walk(self, key: str, value: Any) -> None:
+        """Converts a value of theirs at its dotted key."""
+        last = key.rpartition(".")[2]
+        if self._special(key, value):
+            return
+        if last == "callbacks" and isinstance(value, dict | list):
+            for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+                self._callback(f"{key}.{name}", item)
+        elif last == "logger" and isinstance(value, dict | list | Call):
+            items = [value] if isinstance(value, Call) else list(value.values() if isinstance(value, dict) else value)
+            for item in items:
+                self._logger(key, item)
+        elif isinstance(value, Call):
+            self._target(key, value)
+        elif isinstance(value, dict) and value:
+            for name, item in value.items():
+                self.walk(f"{key}.{name}".lstrip("."), item)
         else:
-            there[name] = value
-        if comments is not None:
-            there.ca.items[name] = comments
+            self._leaf(key, value)
 
-    def drop(self, key: str) -> None:
-        """Removes a key that is set, with the comment in its line."""
-        above, last = self._above(key)
-        del above[last]
+    def _special(self, key: str, value: Any) -> bool:
+        """Converts what needs more than another word; whether it was one of these."""
+        is_script = self.system not in LIGHTNING
+        last = key.rpartition(".")[2]
+        if isinstance(value, str) and "${" in value:
+            self.left.append(f"{key}: {_shown(value)} refers to a key of the other system")
+        elif key == "seed":
+            self.put("seed", value)
+        elif last in LOSSES and isinstance(value, Call | str) and "." in getattr(value, "name", str(value)):
+            made = value if isinstance(value, Call) else Call(value)
+            self.put("model.loss.type", made.name)
+            self.put("model.loss.params", _params(made.arguments))
+        elif key == "model" and is_script and isinstance(value, Call):
+            self._target("model_creator", value)
+        elif isinstance(value, bool) and last in FLAGS:
+            ours, words = FLAGS[last]
+            if words[value] is not None or not value:
+                self.put(ours, words[value])
+        elif self.system == "hydra" and key in ("train", "test") and isinstance(value, bool):
+            stages = self.config.setdefault("stages", [])
+            stages += [key] if value else []
+        elif key == "model.compile":
+            self.put("engine.compile", value)
+        elif key == "tags" and isinstance(value, list):
+            self.put("logger.params.tags", {str(tag): "true" for tag in value})
+        elif key == "num_workers" and self.system == "raysgd":
+            self.devices = value
+        elif key == "trainer.devices":
+            self.devices = None if value == "auto" else value
+        elif key == "warmup_proportion":
+            self.put("model.scheduler.warmup", value)
+        elif key == "log_steps_ratio" and isinstance(value, int | float) and value > 0:
+            self.put("logger.log_every_n_steps", {"per_epoch": max(1, round(1 / value))})
+        elif key == "is_dev_file":
+            self.left.append(f"{key}: {_shown(value)} is left out: validation runs with training")
+        else:
+            return False
+        return True
 
-    def put(self, key: str, value: object) -> None:
-        """Sets a key in a mapping that is there."""
-        above, last = self._above(key, make=True)
-        above[last] = value
+    def settle(self) -> None:
+        """Sets what follows from several of their settings: devices count GPUs or CPU processes."""
+        if self.devices is None:
+            return
+        engine = self.config.setdefault("engine", {})
+        if engine.get("gpus") is not None:
+            engine["gpus"] = self.devices
+        elif isinstance(self.devices, int) and self.devices > 1:
+            engine |= {"processes": self.devices, "backend": engine.get("backend") or "ddp"}
+
+    def _leaf(self, key: str, value: Any) -> None:
+        found = other_tools.ours(key)
+        if found is None:
+            self.left.append(f"{key}: {_shown(value)} has no known key here")
+        elif found.startswith("none:"):
+            self.left.append(f"{key}: {_shown(value)} is left out: {found.removeprefix('none: ')}")
+        else:
+            ours = str(other_tools.key_of(found)).lstrip(".")
+            remark = re.search(r"\((.*)\)$", found)
+            self.put(ours, value, f"was {key}: {_shown(value)}" + (f"; {remark[1]}" if remark else ""), bool(remark))
+
+    def put(self, key: str, value: Any, origin: str = "", remark: bool = False) -> None:
+        """Sets a key of ours; what cannot be set there is left to a person."""
+        if isinstance(value, str) and (other := other_tools.class_of(key.removesuffix(".type"), value)):
+            key, value = f"{key.removesuffix('.type')}.type", other
+        elif (meant := other_tools.value(key, value)) is not None:
+            if "." in meant and key != "engine.precision":
+                self.left.append(f"{origin}: today it is {meant}")
+                return
+            value = _plain_of(meant)
+        section = self.config
+        *above, last = key.split(".")
+        for name in above:
+            section = section.setdefault(name, {})
+            if not isinstance(section, dict):
+                self.left.append(f"{origin}: {key} cannot be set beside {'.'.join(above)}")
+                return
+        if last in section and section[last] != value and not (isinstance(section[last], dict) and value == {}):
+            self.left.append(f"{origin}: {key} is {_shown(section[last])} already")
+            return
+        section.setdefault(last, value)
+        if remark:
+            self.remarks.setdefault(key, []).append(origin)
+
+    def _target(self, key: str, call: Call) -> None:
+        """A class or function with its arguments."""
+        if call.name.rpartition(".")[2] == "Trainer" or key in ("trainer", "Stoke", "TorchTrainer", "PyTorchTrainer"):
+            for name, value in call.arguments.items():
+                self.walk(f"trainer.{name}" if self.system in LIGHTNING else name, value)
+            return
+        is_module = key in ("model", "data", "datamodule")
+        word = f"{'data' if key == 'datamodule' else key}.module" if is_module else None
+        found = word or other_tools.key_of(other_tools.ours(key) or "none:")
+        if found is None:
+            self.left.append(f"{key}: {call.name} has no known key here")
+            return
+        found = found.removesuffix(".type")
+        self.put(f"{found}.type", call.name)
+        if call.positions:
+            self.remarks.setdefault(f"{found}.type", []).append(
+                f"TODO its arguments by position need names: {', '.join(map(str, call.positions))}"
+            )
+        params: dict[str, Any] = {}
+        for name, value in call.arguments.items():
+            if is_module and self._special(f"{key}.{name}", value):
+                continue
+            inner = other_tools.ours(f"{key}.{name}") if is_module else None
+            ours = None if inner is None else other_tools.key_of(inner)
+            if isinstance(value, Call) and ours is not None:
+                self._target(f"{key}.{name}", value)
+            elif ours is not None and not ours.startswith(("train.callbacks", "model.module")) and inner is not None:
+                self._leaf(f"{key}.{name}", value)
+            else:
+                params[name] = _params(value)
+        self.put(f"{found}.params", params)
+
+    def _callback(self, key: str, item: Any) -> None:
+        if not isinstance(item, Call):
+            if item is not None:
+                self.walk(key, item)
+            return
+        name = item.name.rpartition(".")[2]
+        if name in NAMES:
+            for word, value in item.arguments.items():
+                self._leaf(f"{NAMES[name]}.{word}", value)
+        elif name in SPARE:
+            self.left.append(f"{key}: {name} is left out: the run shows and records this without a callback")
+        else:
+            callbacks = self.config.setdefault("train", {}).setdefault("callbacks", [])
+            callbacks.append({"type": item.name, "params": _params(item.arguments)})
+
+    def _logger(self, key: str, item: Any) -> None:
+        if not isinstance(item, Call):
+            if item is not None:
+                self.left.append(f"{key}: {_shown(item)} has no known key here")
+            return
+        if item.name.rpartition(".")[2].lower() == "mlflowlogger":
+            known = ("experiment_name", "tracking_uri", "run_name", "tags")
+            for name, value in item.arguments.items():
+                if name in known and value is not None:
+                    self.put(f"logger.params.{name}", _params(value))
+                else:
+                    self.left.append(f"{key}.{name}: {_shown(value)} is left out: our logger sets it")
+            return
+        extra = self.config.setdefault("logger", {}).setdefault("extra", [])
+        extra.append({"type": item.name, "params": _params(item.arguments)})
+
+
+def _plain_of(text: str) -> Any:
+    if text.startswith("["):
+        return [scalar(word.strip()) for word in text.strip("[]").split(",")]
+    return scalar(text)
+
+
+def _shown(value: Any) -> str:
+    return line(_params(value))[:100]
+
+
+def _params(value: Any) -> Any:
+    """Arguments as plain values: a call in them is a target."""
+    if isinstance(value, Call):
+        return {"type": value.name, "params": _params(value.arguments)}
+    if isinstance(value, dict):
+        return {str(name): _params(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_params(item) for item in value]
+    return value if isinstance(value, str | int | float | bool) or value is None else str(value)
+
+
+def conversion(path: Path, system: str) -> Conversion:
+    """What a file of another system becomes.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    found = Conversion(system)
+    theirs = read_python(path) if path.suffix == ".py" else read_yaml(path, with_defaults=system == "hydra")
+    for name, value in theirs.items():
+        # The sections of a system's own, whose keys have words of their own in the table.
+        if isinstance(value, dict) and name in ("data-params", "transformers-params", "dist-params", "fit"):
+            for word, item in value.items():
+                found.walk(str(word), item)
+        else:
+            found.walk(str(name), value)
+    found.settle()
+    return found
+
+
+def text_from(path: Path, system: str) -> str:
+    """The config as YAML text, with its comments.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    made = conversion(path, system)
+    order = ("seed", "stages", "data", "model", "engine", "train", "test", "logger", "tune", "serve")
+    config = {name: made.config[name] for name in order if name in made.config}
+    config |= made.config
+    remarks = {key: [*texts] for key, texts in made.remarks.items()}
+    made.left = [text if " is left out: " in text else f"TODO {text}" for text in made.left]
+    for fault in check({"version": VERSION, **config}).faults:
+        remarks.setdefault(fault.key or "", []).append(f"TODO {fault.message}")
+    return _commented({"version": VERSION, **config}, remarks, made.left, f"{path.name} ({system})")
+
+
+def _commented(config: dict[str, Any], remarks: dict[str, list[str]], left: list[str], origin: str) -> str:
+    """YAML text with each remark above the line of its key, or of the nearest section that is there."""
+    lines, path, placed = [], list[tuple[int, str]](), set[str]()
+    for row in dump(config).splitlines():
+        if match := re.match(r"( *)([\w~.-]+):", row):
+            indent = len(match[1])
+            path = [*[part for part in path if part[0] < indent], (indent, match[2])]
+            key = ".".join(name for _, name in path)
+            if key in remarks and key not in placed:
+                placed.add(key)
+                lines += [f"{match[1]}# {_flat(text)}" for text in remarks[key]]
+        lines.append(row)
+    rest = []
+    for key in remarks:
+        where = f"{key}: " if key else ""
+        rest += [f"# TODO {where}{_flat(text).removeprefix('TODO ')}" for text in remarks[key] if key not in placed]
+    rest += [f"# {_flat(text)}" for text in left]
+    head = [f"# Made from {origin}; a line with TODO needs a person."]
+    return "\n".join([*head, *lines, *rest]) + "\n"
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def convert(path: Path, system: str, write: bool) -> str:
+    """The text that the verb prints: the config, or the path of the new file.
+
+    Raises:
+        ConfigError: the file cannot be read.
+        SetupError: the new file is there already, or cannot be written.
+    """
+    text = text_from(path, system)
+    if not write:
+        return text
+    new = path.with_name(f"{path.stem}.deeplightning.yaml")
+    write_new({new: text})
+    return f"{new}\n"

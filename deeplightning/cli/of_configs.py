@@ -10,7 +10,6 @@ from pathlib import Path
 
 import click
 
-from deeplightning.cli.completion import complete_key
 from deeplightning.cli.exit_codes import run_verb
 from deeplightning.cli.group import (
     LOOSE,
@@ -188,7 +187,7 @@ def check(config: Path, overrides: tuple[str, ...], importing: bool, dry_run: bo
 
 
 @cli.command(context_settings=LOOSE, epilog=OVERRIDES)
-@with_config("[KEY …] [key=value …]", complete_key)
+@with_config("[KEY …] [key=value …]")
 def explain(config: Path, overrides: tuple[str, ...]) -> None:
     """Print the complete config that CONFIG means on this machine, with who set each value.
 
@@ -265,40 +264,24 @@ def batch(config: Path, overrides: tuple[str, ...], memory: str | None, most: in
 
 @cli.command()
 @click.argument("files", metavar="FILE…", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--write", is_flag=True, help="Write the files; default: print what would change.")
+@click.option("--write", is_flag=True, help="Write the configs; default: print them.")
 @click.option(
     "--from",
     "system",
+    required=True,
     type=click.Choice(["stoke", "raysgd", "bolt", "universal", "lightning-cli", "hydra"]),
-    help="FILE is a config or a script of this system.",
+    help="The system whose config or script FILE is.",
 )
-def migrate(files: tuple[Path, ...], write: bool, system: str | None) -> None:
-    """Rewrite config FILEs of earlier versions for this one, and print the difference.
+def migrate(files: tuple[Path, ...], write: bool, system: str) -> None:
+    """Make configs of FILEs of another system, with a comment at each line that needs a person.
 
-    Comments and the order of keys are kept. With --from, FILE is another system's: a config of ours is made of it,
-    with a comment at each line that needs a person. It is printed, or with --write put beside FILE, which stays, as
-    NAME.deeplightning.yaml. A FILE in Python is read, never run.
+    A config is printed, or with --write put beside FILE, which stays, as NAME.deeplightning.yaml. A FILE in Python is
+    read, never run.
     """
-    if system is not None:
-        from deeplightning.cli.migrate_from import convert
+    from deeplightning.cli.migrate import convert
 
-        for text in [convert(file, system, write) for file in files]:
-            say(text, nl=False)
-        return
-    from deeplightning.cli import migrate as rewriting
-
-    found = [rewriting.migrated(file) for file in files]
-    for file in found:
-        say(file.diff(), nl=False)
-        for note in file.notes:
-            say(f"look at    {file.path}: {note}", err=True)
-        if not file.changes:
-            say(f"unchanged  {file.path}", err=True)
-        elif write:
-            rewriting.write(file)
-            say(f"wrote      {file.path}", err=True)
-    if not write and any(file.changes for file in found):
-        say("next       --write writes the files", err=True)
+    for text in [convert(file, system, write) for file in files]:
+        say(text, nl=False)
 
 
 @cli.command()
@@ -338,9 +321,9 @@ def configs(name: str | None, to: Path | None) -> None:
 
 
 @cli.command()
-@click.argument("words", nargs=-1)
-def docs(words: tuple[str, ...]) -> None:
-    """Print a page of the manual, or what it has about a KEY, a VERB or WORDS; without words, the list of all pages."""
+@click.argument("name", required=False)
+def docs(name: str | None) -> None:
+    """Print the page NAME of the manual, or the list of all pages."""
     from deeplightning.cli import manual
 
-    manual.show(manual.answer(words))
+    manual.show(manual.listing() if name is None else manual.page(name))

@@ -45,7 +45,7 @@ Precision = Literal[
     "deepspeed",
 ]
 VERSION = 1
-"""The version of configs that this release reads and writes; `versions` has what changed from one to the next."""
+"""The version of configs that this release reads and writes."""
 
 # What the older words mean today.
 BACKENDS: dict[str, Backend] = {
@@ -527,8 +527,7 @@ class Config(Section):
     """One run, described whole."""
 
     version: int = key(
-        "of the keys; each file has its own, a file without it has version 1, and `deeplightning migrate` rewrites "
-        "older files",
+        "of the keys; a file without it has version 1",
         VERSION,
         low=1,
         high=VERSION,

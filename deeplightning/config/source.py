@@ -21,11 +21,10 @@ from deeplightning.config import addresses, other_tools, packages
 from deeplightning.config.groups import Group, check_name, choices, chosen, shipped_folder
 from deeplightning.config.interpolation import resolve
 from deeplightning.config.kinds import role_of
-from deeplightning.config.moved import present
+from deeplightning.config.schema import VERSION
 from deeplightning.config.secrets import Secrets
 from deeplightning.config.short_names import full_name
 from deeplightning.config.tree import Entry, KeyPath, dump, key_named, kind, nodes, parse
-from deeplightning.config.versions import migrate
 from deeplightning.faults import ConfigError, Fault, Notice, SetupError, is_of_machine, nearest
 from deeplightning.own_code import frozen
 
@@ -112,10 +111,8 @@ class Source:
         self.secrets, self.unchecked = found.secrets, found.unchecked
         self.notices = [*self.notices, *found.notices]
         for path, entry in nodes(self.root):
-            if path and path[-1] in ("type", "ref") and isinstance(entry.value, str):
-                entry.value = present(entry.value)
-                if "." not in entry.value:
-                    self._in_full(path, entry)
+            if path and path[-1] in ("type", "ref") and isinstance(entry.value, str) and "." not in entry.value:
+                self._in_full(path, entry)
 
     def _in_full(self, path: KeyPath, entry: Entry) -> None:
         """Puts the full name in the place of a short one, `type: Adam`."""
@@ -197,7 +194,6 @@ def compose(path: str | Path | Given | None, overrides: list[str] | None = None)
     source.notices = [
         Notice(f"config: {address}, SHA-256 {digest}", unasked=False) for address, digest in source.origins.items()
     ]
-    source.notices += [Notice(f"{change}; `deeplightning migrate` rewrites the file") for change in reading.migrated]
     return source
 
 
@@ -243,7 +239,6 @@ class _Reading:
         given: the texts of what is not read from files.
         files: what was read.
         groups: the option groups that were named so far; whoever names one first has chosen.
-        migrated: what was changed in files of an earlier version.
     """
 
     faults: list[Fault]
@@ -252,7 +247,6 @@ class _Reading:
     given: dict[Path, str] = field(default_factory=dict)
     files: list[_File] = field(default_factory=list)
     groups: dict[str, Group] = field(default_factory=dict)
-    migrated: list[str] = field(default_factory=list)
 
     def tree(
         self,
@@ -301,7 +295,9 @@ class _Reading:
             what = "is empty" if tree.value is None else f"holds {kind(tree)}"
             message = f"this file {what}; a config is a mapping of keys such as `data:`"
             raise ConfigError(Fault(message, place=short(path)))
-        self.migrated += [f"{short(path)}: {change}" for change in migrate(tree, inside.replace("/", "."))]
+        _check_version(tree.value.get("version"))
+        if inside:
+            tree.value.pop("version", None)
         base = tree.value.pop("_base_", None)
         if base is None or base.value is None:
             return tree
@@ -386,6 +382,20 @@ class _Reading:
         if is_there:
             message += f" Add {{{name}: {options[0]}}} to its `_base_`"
         raise ConfigError(Fault(message, name, entry.place))
+
+
+def _check_version(entry: Entry | None) -> None:
+    """
+    Raises:
+        ConfigError: the value at a file's key `version` is no version that this release reads.
+    """
+    found = None if entry is None else entry.value
+    if entry is None or (found == VERSION and not isinstance(found, bool)):
+        return
+    message = f"must be {VERSION}, not {kind(entry)}; write `version: {VERSION}`, or leave it out"
+    if isinstance(found, int) and found > VERSION:
+        message = f"a later release of Deep Lightning has written this config of version {found}; install that release"
+    raise ConfigError(Fault(message, "version", entry.place, found=str(found), allowed=str(VERSION)))
 
 
 def _folder(path: Path) -> Path:

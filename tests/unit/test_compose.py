@@ -6,7 +6,6 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
-from click.shell_completion import get_completion_class
 
 from deeplightning.checks.json_schema import json_schema
 from deeplightning.cli import cli
@@ -182,22 +181,11 @@ def test_an_option_that_is_not_there_is_named(answer, words, note):
 
 @pytest.mark.usefixtures("groups")
 def test_options_are_explained_and_offered(answer, monkeypatch):
-    """`explain` has the file and line of a value and the group around it; a shell gets groups and options."""
+    """`explain` has the file and line of a value and the group around it."""
     code, out, _ = answer("explain", "base.yaml", "model=wide", "model.loss.params.label_smoothing")
     assert code == 0
     assert "  set by      model/wide.yaml:3:17\n" in out
     assert "  option      model=wide  # override model=wide; there are: cnn, resnet18, small, vit, wide\n" in out
-    offered = {}
-    for last in ("mod", "model=", "model/optimizer=s"):
-        monkeypatch.setenv("COMP_WORDS", f"deeplightning\ncheck\nbase.yaml\n{last}")
-        monkeypatch.setenv("COMP_CWORD", "3")
-        found = get_completion_class("zsh")
-        offered[last] = found(cli, {}, "deeplightning", "_X").complete().splitlines()[1::3]
-    assert offered == {
-        "mod": ["model.", "model=", "model/optimizer="],
-        "model=": ["model=cnn", "model=resnet18", "model=small", "model=vit", "model=wide"],
-        "model/optimizer=s": ["model/optimizer=sgd"],
-    }
 
 
 @pytest.mark.parametrize(

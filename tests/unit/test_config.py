@@ -96,6 +96,26 @@ WORDS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("99", "a later release of Deep Lightning has written this config of version 99; install that release"),
+        ("one", "must be 1, not the text 'one'; write `version: 1`, or leave it out"),
+        ("0", "must be 1, not the number 0"),
+        ("true", "must be 1, not true"),
+        ("null", "must be 1, not null"),
+    ],
+)
+def test_a_version_that_is_not_known_is_refused(text, message):
+    """With its place, in a base too."""
+    write(f"version: {text}\nseed: 1\n", "a.yaml")
+    write("_base_: a.yaml\nversion: 1\n", "b.yaml")
+    for name in ("a.yaml", "b.yaml"):
+        with pytest.raises(ConfigError) as refused:
+            read(name)
+        assert str(refused.value).startswith(f"a.yaml:1:1: version: {message}")
+
+
 @pytest.mark.parametrize(("word", "value"), WORDS.items(), ids=repr)
 def test_an_unquoted_word_is_what_yaml_1_2_says(word, value):
     """`1e-3` is a number, `off` a word, `50_000_000` a whole number."""

@@ -28,7 +28,7 @@ from storm.place import Place, expect
 from storm.worker import GRACE, living_after
 
 WHAT = (
-    "kill -9 of tune, export, runs --clean --delete, runs --sync, migrate, init, reproduce, of cache building, "
+    "kill -9 of tune, export, runs --clean --delete, runs --sync, init, reproduce, of cache building, "
     "and of a program that trains"
 )
 HOUR = 300
@@ -212,33 +212,6 @@ def _sync(draw: random.Random, place: Place) -> str:
     return what
 
 
-def _migrate(draw: random.Random, place: Place) -> str:
-    import yaml
-
-    history = sorted((Path(__file__).parents[2] / "history").glob("*.yaml"))
-    texts = [
-        text["written"]
-        for path in history[:6]
-        for text in yaml.safe_load(path.read_text()).values()
-        if isinstance(text, dict) and "written" in text
-    ]
-    before = draw.choice(texts)
-    path, other = place.folder / "old.yaml", place.folder / "other.yaml"
-    path.write_text(before)
-    other.write_text(before)
-    _good(place.run("migrate", "--write", other), "undisturbed")
-    what = _kill(draw, place, 0.3, "migrate", "--write", path)
-    after = other.read_text()
-    expect(
-        path.read_text() in (before, after), f"{what}: the config is neither the old nor the new one", path.read_text()
-    )
-    _good(place.run("migrate", "--write", path), what)
-    expect(path.read_text() == after, f"{what}: the config is another than of an undisturbed command", path.read_text())
-    left = sorted(each.name for each in place.folder.iterdir() if not each.name.startswith(".output"))
-    expect(left == ["old.yaml", "other.yaml"], f"{what}: files are left", left)
-    return what
-
-
 def _init(draw: random.Random, place: Place) -> str:
     kind = draw.choice(["images", "table", "text", "own", "regression"])
     whole, torn = (place.folder / name / "project" for name in ("whole", "torn"))
@@ -325,7 +298,6 @@ COMMANDS: dict[str, tuple[int, Callable[[random.Random, Place], str]]] = {
     "export": (4, _export),
     "clean": (5, _clean),
     "sync": (5, _sync),
-    "migrate": (4, _migrate),
     "init": (4, _init),
     "cache": (5, _cache),
     "reproduce": (1, _reproduce),

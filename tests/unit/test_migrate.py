@@ -9,7 +9,7 @@ import yaml
 from deeplightning.checks.check import check
 from deeplightning.cli import cli
 from deeplightning.cli.exit_codes import run_verb
-from deeplightning.cli.migrate_from import text_from
+from deeplightning.cli.migrate import text_from
 from deeplightning.config.tree import parse, plain
 
 FOREIGN = Path(__file__).parents[1] / "foreign"
@@ -149,8 +149,8 @@ def test_the_new_file_is_beside_the_old_one(answer, tmp_path, monkeypatch):
     assert (code, out) == (0, "s.deeplightning.yaml\n")
     assert yaml.safe_load(Path("s.deeplightning.yaml").read_text()) == {"version": 1, "data": {"batch_size": 3}}
     code, _, err = answer("migrate", "--from", "stoke", "s.py", "--write")
-    assert (code, err.count("\n")) == (2, 1)
-    assert "s.deeplightning.yaml: this file is there already" in err
+    assert (code, err.count("\n")) == (3, 1)
+    assert "s.deeplightning.yaml: already there and not overwritten" in err
 
 
 @pytest.mark.parametrize(

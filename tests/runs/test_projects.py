@@ -1,0 +1,155 @@
+"""Six projects in the layouts that people use run here as they are, and gain resume, tracking and an endpoint.
+
+`tests/foreign/projects` has them: none imports Deep Lightning, and each has a YAML file beside it.
+"""
+
+import ast
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import digest
+
+PROJECTS = Path(__file__).parents[1] / "foreign" / "projects"
+NAMES = sorted(path.stem for path in PROJECTS.glob("*.yaml"))
+KILL = """\
+import os
+import signal
+
+import pytorch_lightning as pl
+
+
+class Kill(pl.Callback):
+    \"\"\"Kill the process before the fourth batch of the second epoch, once.\"\"\"
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if (trainer.current_epoch, batch_idx) == (1, 3) and not os.path.exists("killed"):
+            open("killed", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A copy of the projects, and a callback that kills."""
+    folder = tmp_path_factory.mktemp("projects") / "theirs"
+    shutil.copytree(PROJECTS, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "kill.py").write_text(KILL)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(place, command):
+    """`run(VERB, …)` is a command in the folder of the projects; `code` is the exit code that is expected."""
+
+    def called(*words: object, code: int = 0):
+        settings = ("logger.pictures=null", "logger.params.system_metrics=false") if words[0] == "train" else ()
+        outcome = command(*words, *settings, cwd=place)
+        assert outcome.code == code, outcome
+        return outcome
+
+    return called
+
+
+@pytest.fixture(scope="module")
+def trained(run):
+    """`trained(NAME)` is the run of a project, trained once."""
+    found = {}
+
+    def of(name: str):
+        if name not in found:
+            found[name] = run("train", f"{name}.yaml", f"logger.params.tracking_uri=store-{name}")
+        return found[name]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def plain(place, tmp_path_factory):
+    """What Lightning's own Trainer makes of each project: weights and metrics, by name."""
+    folder = tmp_path_factory.mktemp("plain")
+    subprocess.run([sys.executable, "plain.py", folder], cwd=place, check=True, timeout=600, capture_output=True)
+    return {name: torch.load(folder / f"{name}.pt", weights_only=True) for name in NAMES}
+
+
+def weights(run):
+    return torch.load(run.folder / "last.ckpt", weights_only=True)["state_dict"]
+
+
+def test_the_projects_are_none_of_ours():
+    """No file imports Deep Lightning, and six are there."""
+    assert len(NAMES) == 6
+    for path in PROJECTS.glob("*.py"):
+        names = [
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
+        assert not [node for node in names if "deeplightning" in ast.dump(node)], path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_project_is_checked_and_trains_as_trainer_fit_trains_it(name, run, trained, plain):
+    """Weights bit for bit on the CPU; the last value of each metric is tracked and shown."""
+    assert "error" not in run("check", f"{name}.yaml").err
+    ours, expected = trained(name), plain[name]
+    found = weights(ours)
+    assert found.keys() == expected["state_dict"].keys()
+    assert [key for key in found if not torch.equal(found[key], expected["state_dict"][key])] == []
+    for metric in (m for m in expected["metrics"] if m.startswith("val")):
+        assert f"{metric} {expected['metrics'][metric]:.4f}" in ours.out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_project_resumes_where_it_ended(name, run, trained, tmp_path):
+    """One epoch, then the second: weights and training state of an uninterrupted run."""
+    store = f"logger.params.tracking_uri={tmp_path}"
+    run("train", f"{name}.yaml", store, "train.num_epochs=1", "stages=[train]")
+    resumed = run("train", f"{name}.yaml", store, "stages=[train]", "train.resume_ckpt=auto")
+    assert digest(resumed.folder / "last.ckpt") == digest(trained(name).folder / "last.ckpt")
+
+
+def test_a_project_that_is_killed_inside_an_epoch_ends_with_the_same_weights(run, trained, tmp_path, place):
+    """Batches are drawn anew in the order that they had."""
+    words = ["train", "autoencoder.yaml", f"logger.params.tracking_uri={tmp_path}", "stages=[train]"]
+    words += ["train.callbacks=[{type: kill.Kill}]", "train.checkpoint.every_n_steps=1"]
+    run(*words, code=-signal.SIGKILL)
+    resumed = run(*words, "train.resume_ckpt=auto")
+    found, expected = weights(resumed), weights(trained("autoencoder"))
+    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+    assert "resumes    nothing" not in resumed.out
+
+
+def test_the_modules_that_take_a_tensor_have_an_endpoint(trained):
+    """A bundle is exported after training, from `example_input_array` or a batch of the validation."""
+    for name in ("autoencoder", "callable_optimizer"):
+        bundle = trained(name).folder / "bundle"
+        assert (bundle / "model.onnx").is_file(), trained(name)
+
+
+def test_ten_everyday_tasks_are_one_command_each(run, trained, place, tmp_path):
+    """Another optimizer, a callback, TensorBoard, two processes, a sweep, two runs beside each other, an export, the
+    removal of failed runs, and a run in Python: on a project of somebody else."""
+    config, store = "callable_optimizer.yaml", "logger.params.tracking_uri=everyday"
+    first = run("train", config, store, "stages=[train]", "train.num_epochs=1")
+    other = run("train", config, store, "stages=[train]", "model.module.params.optimizer.type=torch.optim.AdamW",
+                "~model.module.params.optimizer.params.momentum")  # fmt: skip
+    assert "AdamW" in (other.folder / "cfg.yaml").read_text()
+    averaged = "{type: pytorch_lightning.callbacks.StochasticWeightAveraging, params: {swa_lrs: 0.05}}"
+    run("train", config, store, f"+train.callbacks={averaged}", "train.num_epochs=1", "stages=[train]")
+    run("train", config, "logger.type=TensorBoardLogger", f"logger.params.save_dir={tmp_path}", "stages=[train]")
+    assert list(tmp_path.rglob("events.out.tfevents.*"))
+    run("train", config, store, "engine.processes=2", "engine.backend=ddp", "train.num_epochs=1", "stages=[train]")
+    swept = run("train", config, store, "model.module.params.net.params.hidden=4,8,16", "--multirun", "stages=[train]")
+    assert swept.out.count("finished") >= 3
+    assert "val_acc" in run("compare", first.folder, other.folder).out
+    run("export", other.folder)
+    run("train", config, store, "model.module.params.optimizer.params.lr=1e30", code=5)
+    cleaned = run("runs", "--tracking-uri", "everyday", "--clean")
+    assert "FAILED" not in run("runs", "--tracking-uri", "everyday").out, cleaned
+    program = "import json, sys, deeplightning as dl; print(json.dumps(sorted(dl.load_run(sys.argv[1]).metrics)))"
+    done = subprocess.run([sys.executable, "-c", program, first.folder], cwd=place, capture_output=True, check=True)
+    assert {"train_loss_epoch", "val_acc", "val_loss"} <= set(json.loads(done.stdout))

@@ -1,0 +1,104 @@
+"""What users and maintainers must know is frozen in `tests/surface.toml`: whoever adds to it edits that file.
+
+The commit that adds a verb, a key, a variable, an exit code, an entry point or an upper bound says what was removed for
+it or why it is worth it. The number of lines that a folder may have only falls.
+"""
+
+import inspect
+import re
+import tomllib
+from pathlib import Path
+
+import click
+import pytest
+
+from deeplightning import faults
+from deeplightning.checks.reference import sections
+from deeplightning.cli import cli
+from deeplightning.config import schema
+
+ROOT = Path(__file__).parents[2]
+FROZEN = tomllib.loads((ROOT / "tests" / "surface.toml").read_text())
+SPARE = 100  # lines by which a folder may stay below its number
+
+
+def verbs() -> dict[str, list[str]]:
+    """Return the options of each verb that is shown, by their longest names."""
+    return {
+        name: sorted(max(o.opts, key=len) for o in verb.params if isinstance(o, click.Option) and not o.hidden)
+        for name, verb in cli.commands.items()
+        if not verb.hidden and getattr(verb.callback, "__module__", "").startswith("deeplightning.")
+    }
+
+
+def keys() -> dict[str, list[str]]:
+    """Return the keys of each section of a config."""
+    return {path or "top": sorted(field.name for field in schema.keys(cls)) for path, cls in sections(schema.Config)}
+
+
+def sources() -> list[Path]:
+    """Return the Python files of the product."""
+    return [path for package in ("deeplightning", "serve") for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def variables() -> list[str]:
+    """Return the environment variables of ours that the code or a script reads or sets."""
+    texts = [path.read_text() for path in (*sources(), *ROOT.glob("*.sh"))]
+    return sorted({name for text in texts for name in re.findall(r"\bDEEPLIGHTNING_[A-Z_]*[A-Z]\b", text)})
+
+
+def exit_codes() -> list[int]:
+    """Return the codes that errors of ours end with."""
+    return sorted({c.exit_code for _, c in inspect.getmembers(faults, inspect.isclass) if hasattr(c, "exit_code")})
+
+
+def bounds() -> list[str]:
+    """Return the requirements with an upper bound or an excluded release."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [each for found in project["optional-dependencies"].values() for each in found]
+    return sorted(each.partition(";")[0].strip() for each in (*project["dependencies"], *extras) if "<" in each)
+
+
+def groups() -> list[str]:
+    """Return the groups of entry points that the product looks up."""
+    texts = [path.read_text() for path in sources()]
+    return sorted(
+        {
+            name
+            for text in texts
+            for name in re.findall(r'"(deeplightning\.(?:verbs|targets|launchers|rules|schema))"', text)
+        }
+    )
+
+
+def lines() -> dict[str, int]:
+    """Return the lines of the product's Python files by folder."""
+    found: dict[str, int] = {}
+    for path in sources():
+        parts = path.relative_to(ROOT).parts
+        folder = "/".join(parts[: 2 if parts[0] == "deeplightning" and len(parts) > 2 else 1])
+        found[folder] = found.get(folder, 0) + path.read_text().count("\n")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("verbs", verbs),
+        ("keys", keys),
+        ("variables", variables),
+        ("exit_codes", exit_codes),
+        ("entry_points", groups),
+        ("bounds", bounds),
+    ],
+)
+def test_the_surface_is_the_list(name, found):
+    """What is there is what the file lists, no more and no less."""
+    assert found() == FROZEN[name]
+
+
+def test_no_folder_grows():
+    """A folder has at most its number of lines, and a number that is too high falls."""
+    now, most = lines(), FROZEN["lines"]
+    assert {folder: count for folder, count in now.items() if count > most.get(folder, 0)} == {}
+    assert {folder: count for folder, count in most.items() if count > now.get(folder, 0) + SPARE} == {}
