@@ -3,10 +3,12 @@
 N samples, K classes or labels.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from deeplightning.batches import by_name
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -114,7 +116,8 @@ def _labels(data: Any, columns: tuple[str, ...]) -> Iterator[np.ndarray]:
         return
     batches = (dataset[list(range(n, min(size, n + _BATCH)))] for n in range(0, size, _BATCH))
     for batch in batches if size else data.train_dataloader():
-        name = next((name for name in columns if isinstance(batch, Mapping) and name in batch), None)
+        batch = by_name(batch, ("input", columns[0])) or {}
+        name = next((name for name in columns if name in batch), None)
         if name is None:
             return
         labels = np.asarray(batch[name])
