@@ -73,7 +73,7 @@ class Kind(NamedTuple):
 KINDS = {
     f"{takes}_{gives}": Kind(takes, gives)
     for takes, all_given in {
-        "image": ("classification", "reconstruction", "multilabel", "segmentation"),
+        "image": ("classification", "reconstruction", "multilabel", "segmentation", "regression"),
         "text": ("classification",),
         "table": ("classification", "regression", "multilabel"),
         "array": ("classification", "regression", "multilabel"),

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deeplightning.batches import by_name
-
 if TYPE_CHECKING:
     import pytorch_lightning as pl
 
@@ -108,6 +106,8 @@ def _labels(data: Any, columns: tuple[str, ...]) -> Iterator[np.ndarray]:
     have."""
     dataset: Any = data.dataset("train") if callable(getattr(data, "dataset", None)) else None
     from lightning_fabric.utilities.data import sized_len  # commands import this module before the stand-ins are there
+
+    from deeplightning.batches import by_name
 
     size = sized_len(dataset) or 0
     column: object = getattr(dataset, "labels", None)
