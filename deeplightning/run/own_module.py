@@ -48,6 +48,8 @@ def samples_of(task: pl.LightningModule, data: Any, batch: Any) -> dict[str, np.
     Raises:
         ConfigError: neither is a tensor.
     """
+    if not any(is_overridden(name, task) for name in ("forward", "predict_step")):
+        raise _refused(task, "it has neither `forward` nor `predict_step`")
     inputs, example = inputs_of(_transferred(task, data, batch)), inputs_of(task.example_input_array)
     if isinstance(example, Tensor) and not (isinstance(inputs, Tensor) and inputs.shape[1:] == example.shape[1:]):
         inputs = example

@@ -222,7 +222,7 @@ def _export_at_the_end(cfg: Config, task: Any, data: object, record: Any) -> Non
     """Keeps some validation images, then exports the best weights, where the task knows how."""
     if not record.has_learned and record.folder.bundle_card.exists():  # a finished run that was resumed
         return
-    if not _is_served(task):
+    if not _is_served(task):  # a task derived from one of ours
         log.info("bundle     none: the task offers no inference_model, or its data do not say how inputs are prepared")
         return
     from deeplightning.export.added import card_of
@@ -235,7 +235,7 @@ def _export_at_the_end(cfg: Config, task: Any, data: object, record: Any) -> Non
     except ConfigError as error:
         if not is_plain(task):
             raise
-        log.info("bundle     none: %s", error)
+        log.info("bundle     none: %s", error.faults[0].message)
     except FormatError as error:
         log.warning("bundle     %s", error)
     except NotExpressible as error:
