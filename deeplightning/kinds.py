@@ -83,6 +83,11 @@ KINDS = {
 """The kinds that can be exported and served, by name."""
 
 
+def is_plain(task: object) -> bool:
+    """Return whether a task is a LightningModule of the user's own that does not say how it is exported."""
+    return not hasattr(task, "inference_model") and not hasattr(task, "kind")
+
+
 def row_spec(takes: str, values: Mapping[str, object]) -> "TableSpec | ArraySpec":
     """How rows of a table, or arrays, are prepared, of what `to_dict` of their spec gave.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from deeplightning.callbacks.commands import seen_from_here
 from deeplightning.faults import CheckpointError
-from deeplightning.kinds import KINDS
+from deeplightning.kinds import KINDS, is_plain
 from deeplightning.run.assemble import init_module
 from deeplightning.run.load import TO_ANSWER, load_run, trained_task
 from deeplightning.runfolder import RunFolder, permissions_of, whole
@@ -107,11 +107,6 @@ def origin_of(folder: RunFolder, checkpoint: Path) -> dict[str, Any]:
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"deeplightning": __version__},
     }
-
-
-def is_plain(task: pl.LightningModule) -> bool:
-    """Return whether a task is a LightningModule of the user's own that does not say how it is exported."""
-    return not hasattr(task, "inference_model") and not hasattr(task, "kind")
 
 
 def is_servable(task: pl.LightningModule) -> bool:

@@ -20,8 +20,7 @@ from deeplightning.array import ArraySpec
 from deeplightning.batches import inputs_of, structure
 from deeplightning.faults import CheckpointError, ConfigError, Fault
 from deeplightning.image import MODES, ImageSpec
-from deeplightning.kinds import MAX_COMPARED
-from deeplightning.run.bundle import is_plain
+from deeplightning.kinds import MAX_COMPARED, is_plain
 from deeplightning.runfolder import RunFolder
 from deeplightning.words import first_line
 
@@ -133,6 +132,9 @@ class OwnModule:
 
 class _Forward(nn.Module):
     """A module's `forward`, or its `predict_step` where it has no `forward`, on prepared inputs."""
+
+    mean: Tensor
+    std: Tensor
 
     def __init__(self, module: pl.LightningModule, dtype: torch.dtype, spec: ImageSpec | None):
         super().__init__()

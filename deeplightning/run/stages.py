@@ -16,13 +16,14 @@ from deeplightning.config.schema import Config
 from deeplightning.config.target import find
 from deeplightning.config.tree import dump
 from deeplightning.faults import CheckpointError, ConfigError
+from deeplightning.kinds import is_plain
 from deeplightning.launch.environment import apply_environment
 from deeplightning.process import supervisor
 from deeplightning.process.agreement import all_ended, connect
 from deeplightning.process.identity import own_rank
 from deeplightning.process.terminal import say_path
 from deeplightning.run.assemble import init_module, init_trainer
-from deeplightning.run.bundle import export_run, is_plain, is_servable, keep_samples
+from deeplightning.run.bundle import export_run, is_servable, keep_samples
 from deeplightning.run.errors import run_stage
 from deeplightning.run.find import checkpoint_of, find_checkpoint
 from deeplightning.run.load import load_run

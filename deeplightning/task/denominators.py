@@ -72,20 +72,24 @@ def denominator(loss: Any, outputs: Any, truth: Tensor, weight: Tensor | None = 
     return torch.as_tensor(found, dtype=torch.float64, device=truth.device)
 
 
-def weighted_mean(loss: Any, outputs: Any, truth: Tensor, weight: Tensor) -> Tensor | None:
+def can_weigh(loss: Any) -> bool:
+    """Return whether a loss is a mean that also gives a number for each sample, pixel or element."""
+    return _is(loss, (*_BY_CLASS, *_BY_ELEMENT)) and loss.reduction == "mean"
+
+
+def weighted_mean(loss: Any, outputs: Any, truth: Tensor, weight: Tensor) -> Tensor:
     """Return sum(weight * loss of a sample) / sum(weight * what the sample adds to the denominator) for a batch; 0
-    where all weights are 0, and None for a loss that gives no number for each sample.
+    where all weights are 0.
 
     Args:
+        loss: one that `can_weigh`.
         weight: of each sample, (B,).
     """
-    if not _is(loss, (*_BY_CLASS, *_BY_ELEMENT)) or loss.reduction != "mean":
-        return None
     each_of = copy.copy(loss)
     each_of.reduction = "none"
     each = each_of(outputs, truth)  # (B, …)
     divided_by = denominator(loss, outputs, truth, weight)
-    found = (each * _along(weight, each)).sum(dtype=torch.float64) / divided_by.where(divided_by > 0, 1)
+    found: Tensor = (each * _along(weight, each)).sum(dtype=torch.float64) / divided_by.where(divided_by > 0, 1)
     return found.to(each.dtype if each.dtype == torch.float64 else torch.float32)
 
 

@@ -16,7 +16,14 @@ from deeplightning.batches import by_name, structure
 from deeplightning.config.target import build
 from deeplightning.task.columns import columns_of
 from deeplightning.task.compiled import ONLY_OWN_STEPS, Compiled
-from deeplightning.task.denominators import CANNOT_WEIGH, denominator, divides_by_samples, mean, weighted_mean
+from deeplightning.task.denominators import (
+    CANNOT_WEIGH,
+    can_weigh,
+    denominator,
+    divides_by_samples,
+    mean,
+    weighted_mean,
+)
 from deeplightning.task.errors import LabelError, MisfitError
 from deeplightning.task.metrics import InOwnPrecision, SampleMean
 from deeplightning.task.networks import build_loss, on_cpu
@@ -426,10 +433,10 @@ class Supervised(pl.LightningModule):
         elif weight is not None:
             counts = {next(iter(self.losses)): weight.sum(dtype=torch.float64)}
         if weight is not None:
+            if unfit := [name for name, loss in self.losses.items() if not can_weigh(loss)]:
+                key = f"model.loss.{unfit[0]}" if isinstance(self.cfg.model.loss, dict) else "model.loss"
+                raise MisfitError(CANNOT_WEIGH.format(type(self.losses[unfit[0]]).__name__), key)
             parts = {name: weighted_mean(loss, outputs, truth, weight) for name, loss in self.losses.items()}
-            if unweighed := [name for name, part in parts.items() if part is None]:
-                key = f"model.loss.{unweighed[0]}" if isinstance(self.cfg.model.loss, dict) else "model.loss"
-                raise MisfitError(CANNOT_WEIGH.format(type(self.losses[unweighed[0]]).__name__), key)
         elif counts and (self._combines or not self.training):
             parts = {name: mean(loss, outputs, truth, counts[name]) for name, loss in self.losses.items()}
         else:
