@@ -235,7 +235,7 @@ class Checkpoints(LightningCheckpoint):
     def _judge(self, trainer: pl.Trainer) -> None:
         """Keeps the weights if the monitored metric has a new value among the best k."""
         name = self.settings.monitor
-        validates = trainer.enable_validation  # type: ignore[attr-defined]
+        validates = any(trainer.num_val_batches)
         if name is None or not (self._validated or self._of_training or not validates):
             return
         self._validated = False

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from conftest import weights as checkpoint_weights
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from deeplightning.data.of_datasets import OfDatasets
@@ -201,6 +202,8 @@ import torch
 import pytorch_lightning as pl
 from torch.utils.data import DataLoader, TensorDataset
 
+from deeplightning.data.of_datasets import OfDatasets
+
 
 class Parts(pl.LightningDataModule):
     """Batches of as many tensors as asked for."""
@@ -213,6 +216,14 @@ class Parts(pl.LightningDataModule):
         return DataLoader(self.set, self.size)
 
     val_dataloader = train_dataloader
+
+
+def weighted(cfg):
+    """Triples of inputs, label and weight; 35 are no whole number of batches."""
+    random = torch.Generator().manual_seed(2)
+    x = torch.randn(35, 2, generator=random)
+    dataset = TensorDataset(x, (x.sum(1) > 0).long(), 3 * torch.rand(35, generator=random))
+    return OfDatasets(cfg, dataset, dataset)
 '''
 CONFIG = """\
 seed: 3
@@ -226,6 +237,20 @@ model:
 train: {num_epochs: 1, export: false, checkpoint: {monitor: val_loss}}
 logger: {params: {tracking_uri: STORE, system_metrics: false}, pictures: null}
 """
+
+
+def test_two_processes_weigh_samples_as_one_does(command, store, tmp_path):
+    """Two processes with batches of 4 learn what one learns with batches of 8, whatever their weights add up to."""
+    (tmp_path / "parts.py").write_text(OWN)
+    (tmp_path / "c.yaml").write_text(CONFIG.replace("STORE", str(store)))
+    data = "data.module={type: parts.weighted}"
+    one = command("train", "c.yaml", data, cwd=tmp_path)
+    assert one.code == 0, one
+    two = command("train", "c.yaml", data, "data.batch_size=4", "engine.processes=2", cwd=tmp_path, ranks=2)
+    assert [rank.code for rank in two.ranks] == [0, 0], two
+    first, second = (checkpoint_weights(each.folder / "last.ckpt") for each in (one, two))
+    for name in ("network.weight", "network.bias"):
+        torch.testing.assert_close(second[name], first[name], rtol=1e-5, atol=1e-6)
 
 
 def test_a_data_module_of_pairs_is_checked_and_trained(command, store, tmp_path):

@@ -172,6 +172,33 @@ class ByHand(Plain):
             schedule.step()
 
 
+class Trains(Plain):
+    """Logs one name without a stage, and validates nothing."""
+
+    def step(self, stage: str, batch: Any) -> torch.Tensor:
+        loss = nn.functional.mse_loss(self.layer(batch[0]), batch[1])
+        self.log("my_error", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def val_dataloader(self) -> list[Any]:
+        return []
+
+
+@pytest.mark.filterwarnings("ignore:.*no `val_dataloader`", "ignore:Total length of `list`")
+def test_a_name_without_a_stage_is_shown_and_judged(fit, caplog):
+    """Where nothing validates, the training's value of each epoch chooses the best checkpoint."""
+    caplog.set_level("INFO", "deeplightning")
+
+    def made(cfg: Any) -> Trains:
+        cfg.train.checkpoint.monitor, cfg.train.checkpoint.mode = "my_error", "min"
+        return Trains(lambda task, one: one)
+
+    done = fit("train.num_epochs=2", task=made, data=lambda cfg: None)
+    best = json.loads((done.folder / "best.json").read_text())
+    assert best["value"] == pytest.approx(min(value for _, value in done.series("my_error")))
+    assert "epoch 2 of 2  my_error 0." in caplog.text
+
+
 def two(task: Plain) -> tuple[SGD, SGD]:
     return SGD([task.layer.weight], lr=0.1), SGD([task.layer.bias], lr=0.1)
 
