@@ -73,7 +73,7 @@ class Kind(NamedTuple):
 KINDS = {
     f"{takes}_{gives}": Kind(takes, gives)
     for takes, all_given in {
-        "image": ("classification", "reconstruction", "multilabel", "segmentation"),
+        "image": ("classification", "reconstruction", "multilabel", "segmentation", "regression"),
         "text": ("classification",),
         "table": ("classification", "regression", "multilabel"),
         "array": ("classification", "regression", "multilabel"),
@@ -81,6 +81,11 @@ KINDS = {
     for gives in all_given
 }
 """The kinds that can be exported and served, by name."""
+
+
+def is_plain(task: object) -> bool:
+    """Return whether a task is a LightningModule of the user's own that does not say how it is exported."""
+    return not hasattr(task, "inference_model") and not hasattr(task, "kind")
 
 
 def row_spec(takes: str, values: Mapping[str, object]) -> "TableSpec | ArraySpec":

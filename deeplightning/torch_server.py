@@ -29,6 +29,7 @@ from deeplightning.image import ImageSpec
 from deeplightning.kinds import KINDS
 from deeplightning.run.bundle import SAMPLES_OF, origin_of
 from deeplightning.run.load import trained_task
+from deeplightning.run.own_module import servable
 from deeplightning.runfolder import RunFolder
 from deeplightning.table import TableSpec
 from deeplightning.text import TextSpec
@@ -85,6 +86,7 @@ class Checkpoint:
             DeviceError: the GPU cannot be used, or answers otherwise than the CPU.
         """
         task, _, checkpoint = trained_task(folder, allow, "serve")
+        task = servable(task, folder)
         if getattr(task, "kind", None) not in KINDS:
             raise CheckpointError(f"{type(task).__name__} is no task that can be served: {', '.join(KINDS)}")
         kind = KINDS[task.kind]

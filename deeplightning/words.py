@@ -1,4 +1,5 @@
-"""An exception in few words, and text that is safe to show. Imports nothing of ours, so that everything may use it."""
+"""An exception in few words, text that is safe to show, and the parts of a metric's name. Imports nothing of ours, so
+that everything may use it."""
 
 import re
 
@@ -11,6 +12,13 @@ _STEERS = re.compile(
     "\u2028\u2029\ud800-\udfff\ufffe\uffff]"  # line ends of Unicode; no characters
 )
 
+_STAGES = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation"), "val"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+_STAGE = re.compile(f"({'|'.join(_STAGES)})[_/.-](.+)|(.+)[_/.-]({'|'.join(_STAGES)})", re.IGNORECASE)
+
 _NO_MEMORY = ("allocate memory", "start new thread", "could not create a primitive", "could not create a memory object")
 _UNSUPPORTED = "could not create a primitive descriptor"
 """Of oneDNN, which has one text for all reasons that it does not compute for; this one has others."""
@@ -19,6 +27,15 @@ _UNSUPPORTED = "could not create a primitive descriptor"
 def first_line(error: BaseException) -> str:
     """The first line of an exception's text that is not empty; the exception's name where the text is empty."""
     return next((line.strip()[:MAX_LINE] for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def stage_of(metric: str) -> tuple[str, str]:
+    """Return the stage that a metric is of ("train", "val", "test", or "" where its name does not say), and the rest of
+    its name: ("val", "loss") of `val_loss`, `valid/loss` and `loss/val`."""
+    match = _STAGE.fullmatch(metric)
+    if match is None:
+        return "", metric
+    return _STAGES[(match[1] or match[4]).lower()], match[2] or match[3]
 
 
 def lacks_memory(error: BaseException) -> bool:

@@ -29,8 +29,9 @@ class Seen(pl.Callback):
 
     def _look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.gradients.append(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]))
-        self.rates.append(optimizer.param_groups[0]["lr"])
+        if parameters:  # the stand-in for no optimizer has none
+            self.gradients.append(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]))
+            self.rates.append(optimizer.param_groups[0]["lr"])
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         trainer.optimizers[0].register_step_post_hook(self._look)  # the closure inside it computes them

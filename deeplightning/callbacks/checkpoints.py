@@ -24,6 +24,7 @@ from deeplightning.faults import CheckpointError, ConfigError, Fault
 from deeplightning.private.lightning import forget_train_loader, restart_validation
 from deeplightning.process.streams import Interrupted
 from deeplightning.runfolder import RunFolder, write_whole
+from deeplightning.words import stage_of
 
 log = logging.getLogger("deeplightning")
 
@@ -60,7 +61,8 @@ class Checkpoints(LightningCheckpoint):
         self._validated = False
         self._marks = frozenset[int]()
         name = settings.monitor or ""
-        self._of_steps = name.startswith("train_") and not name.endswith("_epoch")  # the metric
+        self._of_training = stage_of(name)[0] == "train"  # the metric
+        self._of_steps = self._of_training and not name.endswith("_epoch")
         self._former: object = None  # its value before the batch that is under way
 
     @property
@@ -233,7 +235,8 @@ class Checkpoints(LightningCheckpoint):
     def _judge(self, trainer: pl.Trainer) -> None:
         """Keeps the weights if the monitored metric has a new value among the best k."""
         name = self.settings.monitor
-        if name is None or not (self._validated or name.startswith("train_")):
+        validates = any(trainer.num_val_batches)
+        if name is None or not (self._validated or self._of_training or not validates):
             return
         self._validated = False
         if name not in trainer.callback_metrics:

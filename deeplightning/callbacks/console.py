@@ -31,7 +31,7 @@ from deeplightning.process.identity import own_rank
 from deeplightning.process.terminal import is_interactive, styled, width, wrapped
 from deeplightning.transfer import Deferred
 from deeplightning.version import __version__
-from deeplightning.words import printable
+from deeplightning.words import printable, stage_of
 
 log = logging.getLogger("deeplightning")
 
@@ -236,9 +236,9 @@ class Console(pl.Callback):
         """Reports the last epoch: at the start of the next, when every hook has logged its values."""
         if self._epoch is None:
             return
-        kinds = ("train_", "val_") if self._validates else ("train_",)  # an earlier epoch's validation is no news
-        shown = {n: float(v) for n, v in sorted(trainer.callback_metrics.items()) if n.startswith(kinds)}
-        shown = {n.removesuffix("_epoch"): v for n, v in shown.items() if f"{n}_epoch" not in shown}
+        shown = self._values(trainer)
+        steps = {n for n in shown if f"{n.removesuffix('_step')}_epoch" in shown}  # the epoch has a mean of these
+        shown = {n.removesuffix("_epoch"): v for n, v in shown.items() if n not in steps}
         of = f" of {self.cfg.train.num_epochs}" if self.cfg.train.num_epochs else ""
         seconds, speed = time.monotonic() - self._epoch_started, self._speed(trainer)
         best = self.checkpoints.best
@@ -254,6 +254,14 @@ class Console(pl.Callback):
         text = f"epoch {self._epoch + 1}{of}"
         log.info("%s  %s  (%.1f s%s)", text, values, seconds, pace, extra={"terminal": rows})
         self._epoch, self._spoken = None, time.monotonic()
+
+    def _values(self, trainer: pl.Trainer) -> dict[str, float]:
+        """Return the metrics of an epoch that are shown: those with the name of a stage, the monitored one, and what is
+        logged with `prog_bar=True`; all, where these are none. An earlier epoch's validation is no news."""
+        known = {name: v for name, v in sorted(trainer.callback_metrics.items()) if v.numel() == 1}
+        wanted = {self.monitor, *trainer.progress_bar_metrics}
+        shown = [name for name in known if stage_of(name)[0] in ("train", "val") or name in wanted] or list(known)
+        return {name: float(known[name]) for name in shown if self._validates or stage_of(name)[0] != "val"}
 
     # ---- end
 
@@ -284,7 +292,7 @@ class Console(pl.Callback):
             )
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._say_results(trainer, "test_")
+        self._say_results(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._validated_at = time.monotonic()
@@ -301,13 +309,13 @@ class Console(pl.Callback):
             if self.monitor is not None and (value := trainer.callback_metrics.get(self.monitor)) is not None:
                 self._bar.values[self.monitor] = float(value)
         if trainer.state.fn == "validate":
-            self._say_results(trainer, "val_")
+            self._say_results(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._stop_bar()
 
-    def _say_results(self, trainer: pl.Trainer, prefix: str) -> None:
-        found = {n: float(v) for n, v in sorted(trainer.callback_metrics.items()) if n.startswith(prefix)}
+    def _say_results(self, trainer: pl.Trainer) -> None:
+        found = {name: float(value) for name, value in sorted(trainer.callback_metrics.items())}
         log.info("results    %s", "  ".join(f"{name} {value:.4f}" for name, value in found.items()))
 
     def _stop_bar(self) -> None:

@@ -21,6 +21,7 @@ from deeplightning.callbacks.order import OWN
 from deeplightning.engine.group import replicas
 from deeplightning.faults import RunError, SetupError
 from deeplightning.private.lightning import logged_steps, read_ahead
+from deeplightning.words import stage_of
 
 if TYPE_CHECKING:
     from pytorch_lightning.utilities.types import LRSchedulerConfig
@@ -253,7 +254,7 @@ class ScheduleSteps(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         epochs = trainer.check_val_every_n_epoch or 1
         for config in trainer.lr_scheduler_configs:
-            if config.interval == "epoch" and config.reduce_on_plateau and (config.monitor or "").startswith("val"):
+            if config.interval == "epoch" and config.reduce_on_plateau and stage_of(config.monitor or "")[0] == "val":
                 config.frequency = math.lcm(config.frequency, epochs)
         self._every = [(c, c.frequency) for c in trainer.lr_scheduler_configs if _by_optimizer_steps(c)]
         for config, _ in self._every:

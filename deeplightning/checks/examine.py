@@ -19,6 +19,7 @@ from deeplightning.config.source import Given
 from deeplightning.engine.plan import occupied, settle
 from deeplightning.faults import Fault, Notice, place_of
 from deeplightning.process.decisions import decision
+from deeplightning.words import stage_of
 
 
 def examine(
@@ -104,7 +105,7 @@ def unjudged(cfg: Config) -> list[Notice]:
     share, monitor = kept.every_n_epochs, kept.monitor
     if "train" not in cfg.stages or monitor is None or share is None or not 0 < share < 1:
         return []
-    of_training, of_epoch = monitor.startswith("train_"), monitor.endswith("_epoch")
+    of_training, of_epoch = stage_of(monitor)[0] == "train", monitor.endswith("_epoch")
     if of_training and not of_epoch:
         return []
     validations = share / often if 0 < often < 1 else 0  # from one checkpoint to the next

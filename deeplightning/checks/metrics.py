@@ -11,6 +11,7 @@ from deeplightning.config import schema
 from deeplightning.config.schema import Config, Mode, Model, Target
 from deeplightning.faults import Notice, nearest, upwards
 from deeplightning.static.signature import Undecided
+from deeplightning.words import stage_of
 
 _MIN = "loss error err mae mse rmse mape msle nll perplexity ppl wer cer fid lpips"
 _MAX = (
@@ -19,9 +20,6 @@ _MAX = (
 )
 WORDS: dict[str, Mode] = dict.fromkeys(_MIN.split(), "min") | dict.fromkeys(_MAX.split(), "max")  # type: ignore[assignment]
 """Words in the names of metrics, and which way of them is better."""
-
-STAGE = re.compile(r"^(train|val|test)_|_epoch$")
-"""What the name of a metric has before and behind its own."""
 
 LOADER = re.compile(r"/dataloader_idx_\d+$")
 """What Lightning puts behind the name of a metric where several loaders validate."""
@@ -130,7 +128,7 @@ def _logged(findings: Findings, config: Config) -> tuple[set[str], str | None]:
     for placeholder, words in (("{stage}", ["train", "val"]), ("{metric}", metrics), ("{loss}", losses)):
         split = [name.replace(placeholder, word) for name in found if placeholder in name for word in words]
         found = {name for name in found if placeholder not in name} | set(split)
-    return {name for name in found if not name.startswith("test_")}, vague
+    return {name for name in found if stage_of(name)[0] != "test"}, vague
 
 
 def _mode_of(metric: str, model: Model | None, meanings: Meanings) -> tuple[Mode | None, str]:
@@ -139,7 +137,7 @@ def _mode_of(metric: str, model: Model | None, meanings: Meanings) -> tuple[Mode
     Raises:
         Undecided: only importing the metric's class can tell.
     """
-    name = STAGE.sub("", metric)
+    name = own_name(metric)
     named: object = model.loss if model is not None else None
     if isinstance(named, dict) and not isinstance(named, Target) and name in named:
         return "min", f"`{name}` is a loss of model.loss"
@@ -153,9 +151,14 @@ def _mode_of(metric: str, model: Model | None, meanings: Meanings) -> tuple[Mode
     return None, f"neither its name nor a `higher_is_better` shows whether less or more of {metric} is better"
 
 
+def own_name(metric: str) -> str:
+    """Return the name of a metric without its stage and `_epoch`."""
+    return stage_of(metric)[1].removesuffix("_epoch")
+
+
 def mode_by_name(metric: str) -> Mode | None:
     """Which way of a metric is better, as far as the words in its name show."""
-    words = re.findall(r"[a-z]+\d*", STAGE.sub("", metric).lower())
+    words = re.findall(r"[a-z]+\d*", own_name(metric).lower())
     found = {WORDS[word] for word in words if word in WORDS}
     if words and words[-1] == "loss":
         found = {"min"}

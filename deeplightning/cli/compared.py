@@ -12,7 +12,7 @@ from deeplightning.reproduce.groups import Group, group_of, runs_in
 from deeplightning.reproduce.luck import Comparison, Row, number, of_samples
 from deeplightning.reproduce.past import PastRun, past_run
 from deeplightning.tune.table import text
-from deeplightning.words import printable
+from deeplightning.words import printable, stage_of
 
 FILTERS = ("name", "experiment", "status", "metric")
 """The words that choose runs, those of the options of `runs`."""
@@ -77,7 +77,7 @@ def _chosen(word: str, filters: dict[str, str]) -> Group:
 
 def as_text(found: Comparison) -> str:
     """The comparison for a terminal: who is compared, the table, the two sentences and the notes."""
-    rows = [row for row in found.rows if row.metric == found.judged or not row.metric.startswith("train_")]
+    rows = [row for row in found.rows if row.metric == found.judged or stage_of(row.metric)[0] != "train"]
     table = [["metric", "A", "B", "B - A", "95 % from", "to", "g", "evidence"], *(_cells(row) for row in rows)]
     lines = [f"A  {found.a}", f"B  {found.b}", "", "", *found.sentences]
     if found.samples is not None and not any("test samples" in sentence for sentence in found.sentences):

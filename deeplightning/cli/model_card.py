@@ -19,7 +19,7 @@ from deeplightning.faults import count
 from deeplightning.kinds import KINDS
 from deeplightning.runfolder import Card, RunFolder
 from deeplightning.tracking.series import from_file
-from deeplightning.words import printable
+from deeplightning.words import printable, stage_of
 
 PIPELINES = {
     "image_classification": "image-classification",
@@ -80,7 +80,7 @@ def model_card(folder: RunFolder, card: Card, name: str, left_out: list[str]) ->
         "license": "unknown",
         "library_name": "deeplightning",
         "tags": ["deeplightning", "onnx", "safetensors", kind.replace("_", "-")],
-        "metrics": sorted({metric.partition("_")[2] for metric in metrics}),
+        "metrics": sorted({stage_of(metric)[1] for metric in metrics}),
     }
     if kind in PIPELINES:
         front["pipeline_tag"] = PIPELINES[kind]
@@ -89,7 +89,7 @@ def model_card(folder: RunFolder, card: Card, name: str, left_out: list[str]) ->
     dataset = str(tree["data"]["module"]["type"]).rpartition(".")[2]
     if metrics:
         words = {"type": PIPELINES.get(kind, kind.replace("_", "-"))}
-        found = [{"type": m.partition("_")[2], "name": m, "value": value} for m, value in metrics.items()]
+        found = [{"type": stage_of(m)[1], "name": m, "value": value} for m, value in metrics.items()]
         result = {"task": words, "dataset": {"name": dataset, "type": dataset.lower()}, "metrics": found}
         front["model-index"] = [{"name": name, "results": [result]}]
     parts = [
@@ -127,7 +127,7 @@ def _metrics(folder: RunFolder) -> dict[str, float]:
     except ValueError:
         series = {}
     for name, points in sorted(series.items()):
-        if name.startswith("val_") and points:
+        if stage_of(name)[0] == "val" and points:
             found[name] = dict(points).get(best.get("step", -1), points[-1][1])
     for stage in ("validate", "test"):
         found |= {name: float(value) for name, value in _json(folder.results(stage)).items()}

@@ -1,19 +1,21 @@
 """Datasets of torch become a data module: a function of the config makes one, two or three, and is `data.module.type`.
 
-B batch. What a sample is, is the datasets' own matter; tasks understand a mapping of names to numbers or tensors.
+B batch. What a sample is, is the datasets' own matter; tasks understand a mapping of names to numbers or tensors, and
+tuples such as (input, target).
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.data import sized_len
-from torch import Generator, Tensor
+from torch import Generator
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
+from deeplightning.batches import by_name
 from deeplightning.config.target import build
 from deeplightning.data.datasets import EndsWithItsRun
 from deeplightning.data.errors import DataConfigError, DataError
@@ -22,8 +24,6 @@ from deeplightning.data.samplers import BatchIndices, go_on, is_made_for, replic
 from deeplightning.data.splits import deal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from deeplightning.config.part_config import PartConfig
 
 
@@ -36,8 +36,9 @@ class OfDatasets(pl.LightningDataModule):
 
     Args:
         cfg: the whole config; `seed` and `data` are read.
-        train, val, test: with a length; a sample is a mapping, or what `collate` makes one of. None: there is none.
-        collate: makes a batch, a mapping, of a list of samples; torch's `default_collate` stacks what they hold.
+        train, val, test: with a length; a sample is a mapping, a tuple, or what `collate` makes one of. None: there is
+            none.
+        collate: makes a batch of a list of samples; torch's `default_collate` stacks what they hold.
 
     Raises:
         DataConfigError: if a value of the config is impossible. It is a ValueError.
@@ -79,13 +80,14 @@ class OfDatasets(pl.LightningDataModule):
         if stage == "fit":
             self._train_sampler()  # what it refuses is told before a run begins
 
-    def example_batch(self, size: int) -> dict[str, Tensor]:
+    def example_batch(self, size: int) -> Any:
         """A batch of so many samples, some more than once where there are fewer, to try out whether parts fit."""
         name = next(iter(self._sets), "train")
         return self.dataset(name)[[position % len(self._sets[name]) for position in range(size)]]
 
     def dataset(self, name: str) -> "_Batches":
-        """The set "train", "val" or "test"; `[positions]` of it is a batch.
+        """Return the set "train", "val" or "test"; `[positions]` of it is a batch. A task with `batch_names` gets the
+        parts of a tuple by name; any other task gets the tuple.
 
         Raises:
             DataError: if there is none.
@@ -93,7 +95,8 @@ class OfDatasets(pl.LightningDataModule):
         if name not in self._sets:
             there = ", ".join(self._sets) or "none"
             raise DataError(f"{self.cfg.data.module.type} gives no {name} set; there is: {there}. Leave out the stage.")
-        return _Batches(self._sets[name], self._collate)
+        task: Any = getattr(self.trainer, "lightning_module", None)
+        return _Batches(self._sets[name], self._collate, getattr(task, "batch_names", ()))
 
     def train_dataloader(self) -> DataLoader:
         return self._loader("train", self._train_sampler())
@@ -141,26 +144,27 @@ class OfDatasets(pl.LightningDataModule):
 
 
 class _Batches(Dataset):
-    """A dataset that is asked for whole batches, and says of each row where it comes from: `index`, int64 (B,)."""
+    """A dataset that is asked for whole batches. One with named columns also gets `index`, the position of each row in
+    the dataset, int64 (B,).
 
-    def __init__(self, dataset: Any, collate: Callable[[list[object]], object]):
-        self.of, self.collate = dataset, collate
+    Args:
+        names: of the parts of a batch that is a tuple or list; empty: such a batch stays as it is.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[list[object]], object], names: Sequence[str] = ()):
+        self.of, self.collate, self.names = dataset, collate, names
 
     def __len__(self) -> int:
         return len(self.of)
 
     def __getattr__(self, name: str) -> Any:
         """Columns of the set, such as `labels`."""
-        if name in ("of", "collate") or name.startswith("__"):
+        if name in ("of", "collate", "names") or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.of, name)
 
-    def __getitem__(self, positions: "Sequence[int]") -> dict[str, Any]:
+    def __getitem__(self, positions: Sequence[int]) -> Any:
         # Index -1 is padding: the row takes the last sample, and its index marks it as not counted.
         batch = self.collate([self.of[int(position) % len(self.of)] for position in positions])
-        if not isinstance(batch, Mapping):
-            raise DataError(
-                f"a sample of {type(self.of).__name__} gives a batch that is a {type(batch).__name__}; tasks need a "
-                'mapping, such as {"input": …, "target": …}'
-            )
-        return {**batch, "index": torch.as_tensor(np.asarray(positions))}
+        named = by_name(batch, self.names)
+        return batch if named is None else {**named, "index": torch.as_tensor(np.asarray(positions))}

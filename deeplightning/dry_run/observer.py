@@ -14,12 +14,13 @@ from deeplightning.dry_run.afterwards import save
 from deeplightning.dry_run.attempt import Attempt
 from deeplightning.dry_run.diagnosis import UNCONNECTED, line_of_method, target_at, tensor_in_words
 from deeplightning.faults import ConfigError, Fault
+from deeplightning.words import stage_of
 
 
 def check_numbers(attempt: Attempt) -> None:
     """Logged values must be single numbers, and losses finite."""
     for name, value in attempt.trainer.callback_metrics.items():
-        stage, _, rest = name.partition("_")
+        stage, rest = stage_of(name)
         metric = next((n for n in attempt.cfg.model.metrics or {} if rest in (n, f"{n}_epoch")), None)
         key = f"model.metrics.{metric}" if metric else "model.module"
         if value.numel() != 1:

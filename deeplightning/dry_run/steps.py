@@ -111,7 +111,9 @@ def take_steps(attempt: Attempt) -> None:
 
 
 def example(attempt: Attempt, longest: bool = False) -> object:
-    """A batch of the data module, which from here on gives that and nothing else; None where there is none.
+    """Return a batch of the data module, which from here on gives that and nothing else; None where there is none.
+
+    It comes from `example_batch`, or from the training loader of a module that has nothing to prepare or set up.
 
     Args:
         longest: of samples of several lengths, those that need the most memory.
@@ -126,7 +128,11 @@ def example(attempt: Attempt, longest: bool = False) -> object:
     try:
         name = "longest_batch" if longest and hasattr(data, "longest_batch") else "example_batch"
         make = getattr(data, name, None)
-        batch = make(SAMPLES) if make is not None else None
+        own = [
+            h for h in ("prepare_data", "setup", "train_dataloader") if is_overridden(h, data, pl.LightningDataModule)
+        ]
+        holds = own == ["train_dataloader"]
+        batch = make(SAMPLES) if make is not None else next(iter(data.train_dataloader()), None) if holds else None
     except Exception as error:
         lacks = needs(error)
         reason = f"{target.type}.{name} {lacks or f'fails: {error_in_words(error)}{own_code.line_of(error)}'}"

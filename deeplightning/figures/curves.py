@@ -21,6 +21,7 @@ from deeplightning.figures.style import (
     lines,
     place,
 )
+from deeplightning.words import stage_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,7 +32,6 @@ Series = Mapping[str, Sequence[tuple[int, float]]]
 POINTS = 600
 """Points of a curve that are drawn; of more, every n-th and the last."""
 
-_OF_STAGE = re.compile(r"(train|val)_(.+?)(_epoch)?")
 _COLOUR = {"train": BLUE, "val": ORANGE}
 _WORD = {"train": "training", "val": "validation"}
 
@@ -54,16 +54,13 @@ def charts(series: Series) -> list[Chart]:
     means over epochs where they are there; a series of one point is no curve."""
     found: dict[str, Chart] = {}
     for name, given in series.items():
-        of = _OF_STAGE.fullmatch(name)
+        stage, metric = stage_of(name)
         points = [(step, value) for step, value in given if math.isfinite(value)]
-        if name == "epoch" or name.startswith("test_") or len(points) < 2:
+        if name == "epoch" or stage == "test" or len(points) < 2:
             continue
-        if of is None:
-            found.setdefault(name, Chart(name)).curves[""] = points
-            continue
-        stage, metric, is_epoch = of[1], of[2], of[3] is not None
-        chart = found.setdefault(metric, Chart(metric))
-        if is_epoch or stage not in chart.curves:
+        rest = metric.removesuffix("_epoch").removesuffix("_step") if stage else name
+        chart = found.setdefault(rest, Chart(rest))
+        if metric.endswith("_epoch") or stage not in chart.curves:
             chart.curves[stage] = points
     return sorted(found.values(), key=lambda chart: (_rank(chart), chart.name))
 

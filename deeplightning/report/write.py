@@ -12,6 +12,7 @@ from deeplightning.report import page
 from deeplightning.report.facts import PNG, STAGES, SVG, Facts, facts, files
 from deeplightning.report.judged import Judged, judged
 from deeplightning.runfolder import RunFolder, permissions_of, write_whole
+from deeplightning.words import stage_of
 
 MOST_PICTURES = 40
 MOST_BYTES = 24 * 2**20
@@ -63,7 +64,7 @@ def _headline(run: Facts) -> list[tuple[str, str]]:
     for stage in STAGES:
         values += [(name, f"{value:.4g}") for name, value in run.results.get(stage, {}).items()]
     if not values:
-        values = [(name, f"{points[-1][1]:.4g}") for name, points in run.series.items() if name.startswith("val_")]
+        values = [(name, f"{points[-1][1]:.4g}") for name, points in run.series.items() if stage_of(name)[0] == "val"]
     return values[:8]
 
 
@@ -138,7 +139,7 @@ def _compared_metrics(runs: Sequence[Facts], names: Sequence[str]) -> str:
     for run in runs:
         own = {f"best {run.best['metric']}": float(run.best["value"])} if run.best else {}
         own |= {name: value for stage in STAGES for name, value in run.results.get(stage, {}).items()}
-        last = {name: points[-1][1] for name, points in run.series.items() if name.startswith("val_") and points}
+        last = {name: points[-1][1] for name, points in run.series.items() if stage_of(name)[0] == "val" and points}
         found.append(own | {f"last {name}": value for name, value in last.items()})
     metrics = list(dict.fromkeys(name for own in found for name in own))
     rows = []

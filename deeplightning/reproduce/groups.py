@@ -19,6 +19,7 @@ from deeplightning.report.facts import is_inside
 from deeplightning.reproduce.past import PastRun, past_run
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.series import Series, from_file, is_repeatable, last_values
+from deeplightning.words import stage_of
 
 RUNS = "runs.csv"
 """The table that `train --seeds` and `train --multirun` leave in their folder: a row for each run."""
@@ -105,8 +106,8 @@ class Group:
     def metrics(self) -> list[str]:
         """The names of all metrics, those of the test first."""
         names = dict.fromkeys(name for member in self.members for name in member.metrics)
-        order = ("test_", "val_", "best ", "train_")
-        place = {name: next((n for n, head in enumerate(order) if name.startswith(head)), len(order)) for name in names}
+        order = ("test", "val", "best", "train", "")
+        place = {name: order.index("best" if name.startswith("best ") else stage_of(name)[0]) for name in names}
         return sorted(names, key=lambda name: (place[name], "loss" in name, name))
 
     def values(self, metric: str) -> dict[Key, float]:

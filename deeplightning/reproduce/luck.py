@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from deeplightning.checks.metrics import STAGE, mode_by_name
+from deeplightning.checks.metrics import mode_by_name, own_name
 from deeplightning.config.schema import Mode
 from deeplightning.faults import CheckpointError, count, nearest
 from deeplightning.reproduce import evidence
@@ -177,7 +177,7 @@ def _judged(a: Group, b: Group, shared: list[str]) -> str:
     for group in (a, b):
         monitor = group.members[0].run.config.get("train.checkpoint.monitor")
         if isinstance(monitor, str):
-            for name in (f"test_{STAGE.sub('', monitor)}", f"best {monitor}", monitor):
+            for name in (f"test_{own_name(monitor)}", f"best {monitor}", monitor):
                 if name in shared:
                     return name
     return next((name for name in USUAL if name in shared), shared[0])
@@ -185,11 +185,11 @@ def _judged(a: Group, b: Group, shared: list[str]) -> str:
 
 def _mode(metric: str, *groups: Group) -> Mode | None:
     """Which way is better: as the config monitors it, else as the name shows."""
-    own = STAGE.sub("", metric.removeprefix("best "))
+    own = own_name(metric.removeprefix("best "))
     for group in groups:
         config = group.members[0].run.config
         monitor, mode = (config.get(f"train.checkpoint.{key}") for key in ("monitor", "mode"))
-        if isinstance(monitor, str) and STAGE.sub("", monitor) == own and mode in ("min", "max"):
+        if isinstance(monitor, str) and own_name(monitor) == own and mode in ("min", "max"):
             return mode
     return mode_by_name(own)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from deeplightning.callbacks.commands import seen_from_here
 from deeplightning.faults import CheckpointError
-from deeplightning.kinds import KINDS
+from deeplightning.kinds import KINDS, is_plain
 from deeplightning.run.assemble import init_module
 from deeplightning.run.load import TO_ANSWER, load_run, trained_task
 from deeplightning.runfolder import RunFolder, permissions_of, whole
@@ -45,28 +45,36 @@ def halve_run(folder: RunFolder) -> str:
     )
 
 
-def keep_samples(data: Any, folder: RunFolder) -> None:
-    """Keeps some validation samples in the run's folder, or training samples where there are none: images as they reach
-    the network, uint8 (N, C, H, W), with the usual size of training pictures before they are prepared; or what the data
+def keep_samples(task: Any, data: Any, folder: RunFolder) -> None:
+    """Keep some validation samples in the run's folder, or training samples where there are none: images as they reach
+    the network, uint8 (N, C, H, W), with the usual size of training pictures before they are prepared; what the data
     module gives by `example_inputs` or `example_texts`: rows of a table as JSON objects or texts, (N,), or arrays
-    before they are prepared, (N, …).
+    before they are prepared, (N, …); or the inputs of a module of the user's own.
 
     Raises:
         CheckpointError: there are no samples at all.
+        ConfigError: a module of the user's own takes no tensor.
     """
     import numpy as np
 
-    if hasattr(data, "example_texts"):
+    from deeplightning.batches import by_name
+    from deeplightning.run.own_module import samples_of
+
+    if not is_plain(task) and hasattr(data, "example_texts"):
         kept: Mapping[str, Any] = {"texts": np.array(data.example_texts(SAMPLES), np.str_)}
-    elif hasattr(data, "example_inputs"):
+    elif not is_plain(task) and hasattr(data, "example_inputs"):
         kept = data.example_inputs(SAMPLES)
     else:
-        batch = next(itertools.chain(_batches(data.val_dataloader), _batches(data.train_dataloader)), None)
-        if batch is None:
+        source = task if data is None else data
+        batch = next(itertools.chain(_batches(source.val_dataloader), _batches(source.train_dataloader)), None)
+        if is_plain(task) and (batch is not None or task.example_input_array is not None):
+            kept = {name: v[:SAMPLES] if v.ndim else v for name, v in samples_of(task, data, batch).items()}
+        elif batch is None:
             raise CheckpointError(f"{folder.path}: a bundle is proved on samples, and the data module gives none")
-        size = getattr(data, "picture_size", lambda: None)()
-        images = batch["image"][:SAMPLES].cpu().numpy()
-        kept = {"images": images, **({} if size is None else {"picture_size": size})}
+        else:
+            size = getattr(data, "picture_size", lambda: None)()
+            images = (by_name(batch, task.batch_names) or {})["image"][:SAMPLES].cpu().numpy()
+            kept = {"images": images, **({} if size is None else {"picture_size": size})}
     with permissions_of(folder.path), whole(folder.samples) as file:
         np.savez_compressed(file, **kept)
 
@@ -102,8 +110,9 @@ def origin_of(folder: RunFolder, checkpoint: Path) -> dict[str, Any]:
 
 
 def is_servable(task: pl.LightningModule) -> bool:
-    """Whether a task says how its inputs are prepared; what serves a run needs that."""
-    return any(getattr(task, name, None) is not None for name in ("image_spec", "text_spec", "row_spec"))
+    """Return whether a task can be served: its export tells of a plain module; another says how inputs are prepared."""
+    specs = ("image_spec", "text_spec", "row_spec")
+    return is_plain(task) or any(getattr(task, name, None) is not None for name in specs)
 
 
 def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export", formats: Sequence[str] = ()) -> Path:
@@ -117,11 +126,13 @@ def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export
     Raises:
         CheckpointError: there are no weights or no samples, the exported model answers differently, the task does
             not say how its inputs are prepared, or the run is foreign and its config names what may not be built.
+        ConfigError: a module of the user's own takes or gives something else than one tensor.
         FormatError: one of the further formats cannot express the network. The bundle is there without it.
     """
     import numpy as np
 
     from deeplightning.export.bundle import export
+    from deeplightning.run.own_module import servable
 
     task, cfg, path = trained_task(folder, allow, verb)
     if not is_servable(task):
@@ -131,9 +142,11 @@ def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export
         )
     if not folder.samples.is_file():  # the run ended before it could keep some
         data = init_module(cfg, "data")
-        data.prepare_data()
-        data.setup("validate")
-        keep_samples(data, folder)
+        if data is not None:
+            data.prepare_data()
+            data.setup("validate")
+        keep_samples(task, data, folder)
+    task = servable(task, folder)
     with np.load(folder.samples, allow_pickle=False) as file:
         samples = file[SAMPLES_OF[KINDS[task.kind].takes]] if task.kind in KINDS else np.empty(0)
         size = file["picture_size"].tolist() if "picture_size" in file else None
@@ -187,6 +200,7 @@ def quantize_run(folder: RunFolder, allow: Sequence[str] = ()) -> str:
             would not be as right.
         SetupError: the bundle cannot be written.
     """
+    from deeplightning.batches import by_name
     from deeplightning.export.added import card_of
     from deeplightning.export.int8 import NOUNS, SCORES, quantize
 
@@ -205,6 +219,7 @@ def quantize_run(folder: RunFolder, allow: Sequence[str] = ()) -> str:
 
     def validation() -> Iterator[tuple[Any, Any]]:
         for batch in _batches(data.val_dataloader):
+            batch = by_name(batch, (name, truths[0])) or {}
             truth = next((batch[one] for one in truths if one in batch), None)
             if truth is None or name not in batch:
                 raise CheckpointError(

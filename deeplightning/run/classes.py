@@ -3,7 +3,7 @@
 N samples, K classes or labels.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -107,6 +107,8 @@ def _labels(data: Any, columns: tuple[str, ...]) -> Iterator[np.ndarray]:
     dataset: Any = data.dataset("train") if callable(getattr(data, "dataset", None)) else None
     from lightning_fabric.utilities.data import sized_len  # commands import this module before the stand-ins are there
 
+    from deeplightning.batches import by_name
+
     size = sized_len(dataset) or 0
     column: object = getattr(dataset, "labels", None)
     if size and hasattr(column, "__len__") and len(column) == size:
@@ -114,7 +116,8 @@ def _labels(data: Any, columns: tuple[str, ...]) -> Iterator[np.ndarray]:
         return
     batches = (dataset[list(range(n, min(size, n + _BATCH)))] for n in range(0, size, _BATCH))
     for batch in batches if size else data.train_dataloader():
-        name = next((name for name in columns if isinstance(batch, Mapping) and name in batch), None)
+        batch = by_name(batch, ("input", columns[0])) or {}
+        name = next((name for name in columns if name in batch), None)
         if name is None:
             return
         labels = np.asarray(batch[name])

@@ -60,15 +60,6 @@ def run_stage(stage: Any, *args: Any, **kwargs: Any) -> None:
         if says(error, Sentence.HOOK_IS_REMOVED):
             raise ConfigError(Fault(" ".join(str(error).split()), "model.module")) from error
         raise
-    except KeyError as error:
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        batch = frame.f_locals.get("batch")
-        if not frame.f_globals["__name__"].startswith("deeplightning.task.") or not isinstance(batch, dict):
-            raise
-        message = f"{type(args[0]).__name__} needs `{error.args[0]}` in a batch of the data module, which has "
-        raise ConfigError(
-            Fault(f"{message}{', '.join(batch)}; use the task that is made for such data", "model.module")
-        ) from error
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         if (fault := _of_part(error, args[0])) is not None:
             raise ConfigError(fault) from error

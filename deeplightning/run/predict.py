@@ -22,6 +22,7 @@ from deeplightning.image import files_below
 from deeplightning.kinds import KINDS
 from deeplightning.run.inputs import ENDINGS, Place, inputs_of
 from deeplightning.run.load import trained_task
+from deeplightning.run.own_module import servable
 from deeplightning.runfolder import RunFolder
 from deeplightning.words import printable
 from serve.local import answered
@@ -97,6 +98,7 @@ class _Network:
 
     def __init__(self, folder: RunFolder, allow: Sequence[str]):
         task, cfg, _ = trained_task(folder, allow, "predict")
+        task = servable(task, folder)
         kind = getattr(task, "kind", type(task).__name__)
         if kind not in KINDS:
             raise CheckpointError(

@@ -15,7 +15,8 @@ from deeplightning.config.automatic import unfilled
 from deeplightning.config.schema import Config
 from deeplightning.config.target import find
 from deeplightning.config.tree import dump
-from deeplightning.faults import CheckpointError
+from deeplightning.faults import CheckpointError, ConfigError
+from deeplightning.kinds import is_plain
 from deeplightning.launch.environment import apply_environment
 from deeplightning.process import supervisor
 from deeplightning.process.agreement import all_ended, connect
@@ -222,15 +223,20 @@ def _export_at_the_end(cfg: Config, task: Any, data: object, record: Any) -> Non
     """Keeps some validation images, then exports the best weights, where the task knows how."""
     if not record.has_learned and record.folder.bundle_card.exists():  # a finished run that was resumed
         return
-    if not _is_served(task):
+    if not _is_served(task):  # a task derived from one of ours
         log.info("bundle     none: the task offers no inference_model, or its data do not say how inputs are prepared")
         return
-    keep_samples(data, record.folder)
+    from deeplightning.export.added import card_of
     from deeplightning.export.bundle import FormatError, NotExpressible
 
     try:
+        keep_samples(task, data, record.folder)
         export_run(record.folder)
-        record.log_model(task.kind)
+        record.log_model(card_of(record.folder)["task"])
+    except ConfigError as error:
+        if not is_plain(task):
+            raise
+        log.info("bundle     none: %s", error.faults[0].message)
     except FormatError as error:
         log.warning("bundle     %s", error)
     except NotExpressible as error:
@@ -238,7 +244,7 @@ def _export_at_the_end(cfg: Config, task: Any, data: object, record: Any) -> Non
 
 
 def _is_served(task: Any) -> bool:
-    return hasattr(task, "inference_model") and is_servable(task)
+    return is_plain(task) or (hasattr(task, "inference_model") and is_servable(task))
 
 
 def _say_next(cfg: Config, task: object, record: Record) -> None:
@@ -248,7 +254,8 @@ def _say_next(cfg: Config, task: object, record: Record) -> None:
     if TRIAL in os.environ:
         return
     uri = cfg.logger.params.get("tracking_uri")
-    found = [commands.serve(record.folder.path)] if _is_served(task) else []
+    can_be_served = record.folder.bundle_card.is_file() if is_plain(task) else _is_served(task)
+    found = [commands.serve(record.folder.path)] if can_be_served else []
     if commands.page(record.loggers, uri) is not None and (start := commands.monitor(uri)) is not None:
         found.append(start)
     for text in ["next       commands to paste:", *(f"  {command}" for command in found)] if found else []:

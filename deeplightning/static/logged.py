@@ -1,6 +1,7 @@
 """The names of the metrics that a task logs."""
 
 import ast
+import builtins
 
 from deeplightning.static.annotations import plain
 from deeplightning.static.bindings import Assigned
@@ -91,6 +92,13 @@ def _is_a_module(receiver: ast.expr, method: Functions) -> bool:
     return False
 
 
+def _forked(call: ast.Call) -> tuple[str, ...]:
+    """Return what Lightning puts behind a name that is logged at steps and as the mean of an epoch."""
+    how = [k.value for k in call.keywords if k.arg in ("on_step", "on_epoch")]
+    never = any(isinstance(value, ast.Constant) and not value.value for value in how)
+    return ("_step", "_epoch") if how and not never else ()
+
+
 class Logged:
     """The names that the methods of some classes log."""
 
@@ -105,12 +113,20 @@ class Logged:
         self.asked: set[tuple[int, str]] = set()
 
     def names(self, complete: bool) -> tuple[set[str], bool]:
+        """Return the names that are logged, and whether these are all: code elsewhere may log others."""
         names: set[str] = set()
         for each, method in self.methods:
+            own, called = str(first_argument(method)), {n.func for n in ast.walk(method) if isinstance(n, ast.Call)}
+            for call in ast.walk(method) if each.path.partition(".")[0] != "deeplightning" else ():
+                match call:
+                    case ast.Attribute(attr="callback_metrics"):
+                        complete = False  # who asks a trainer for its metrics may add to them
+                    case ast.Attribute(value=receiver, attr="log" | "log_dict") if is_it(receiver, own):
+                        complete &= call in called  # else `self.log` is called under another name
+                    case ast.Call(func=func, args=args) if any(is_it(arg, own) for arg in args):
+                        complete &= isinstance(func, ast.Name) and hasattr(builtins, func.id)
             for call in ast.walk(method):
                 match call:
-                    case ast.Attribute(attr="callback_metrics") if each.path.partition(".")[0] != "deeplightning":
-                        complete = False  # who asks a trainer for its metrics may add to them
                     case ast.Call(func=ast.Attribute(value=receiver, attr="log" | "log_dict" as how)) if (
                         call.args or call.keywords
                     ) and _is_a_module(receiver, method):
@@ -121,7 +137,7 @@ class Logged:
                         if found is None:
                             complete = False
                         else:
-                            names |= found
+                            names |= found | {f"{n}{end}" for n in found for end in _forked(call)}
         return names, complete
 
     def text(self, node: ast.expr | None, each: Thing, method: Functions) -> set[str] | None:

@@ -39,6 +39,7 @@ class Classification(Supervised):
     """
 
     sample = "sample"
+    truth_name = "label"
     metric_names = ("acc",)
     uniform = True
 
@@ -55,13 +56,7 @@ class Classification(Supervised):
 
     def truth(self, batch: Batch) -> Tensor:
         """The labels, int64 (B,); what is no whole number stays as it is, and `check_truth` refuses it."""
-        if "label" not in batch:
-            raise LabelError(
-                f"the batches of the data have no `label`, but {', '.join(batch)}; a task that tells classes apart "
-                "needs one for each sample. Of a table, data.module.params.columns makes the target a category",
-                "data.module",
-            )
-        labels = batch["label"]
+        labels = self.column(batch, "label")
         return labels if labels.is_floating_point() else labels.long()  # torch's losses take no other integers
 
     def default_metrics(self) -> dict[str, object]:

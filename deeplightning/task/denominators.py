@@ -3,6 +3,7 @@
 Shapes: B is the batch size; the other dimensions depend on the loss.
 """
 
+import copy
 from typing import Any
 
 import torch
@@ -20,6 +21,13 @@ _BY_ELEMENT = (
 )
 
 
+CANNOT_WEIGH = (
+    "the batches of the data have a weight for each sample, and {} cannot weigh samples: take a loss of torch.nn that "
+    "is a mean over samples, pixels or elements, such as CrossEntropyLoss, BCEWithLogitsLoss or MSELoss, or leave the "
+    "weights out of the batch"
+)
+
+
 def divides_by_samples(loss: nn.Module, uniform: bool) -> bool:
     """Whether the denominators of a loss are to each other as the numbers of samples, in batches of any data.
 
@@ -34,29 +42,60 @@ def divides_by_samples(loss: nn.Module, uniform: bool) -> bool:
     return uniform or not _is(loss, _BY_ELEMENT) or loss.reduction != "mean"
 
 
-def denominator(loss: Any, outputs: Any, truth: Tensor) -> Tensor:
-    """What a loss divides by for a batch, float64 (): what its method `denominator` gives; of a loss of torch.nn with
-    classes as truth, the sum of the weights of the classes that it does not ignore; of one that is a mean over
+def denominator(loss: Any, outputs: Any, truth: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Return what a loss divides by for a batch, float64 (): what its method `denominator` gives; of a loss of torch.nn
+    with classes as truth, the sum of the weights of the classes that it does not ignore; of one that is a mean over
     elements, their number; else the number of samples.
+
+    Args:
+        weight: of each sample, (B,); it multiplies what the sample adds. None: 1 each.
     """
+    samples: Any = len(truth) if weight is None else weight.sum(dtype=torch.float64)
     if hasattr(loss, "denominator"):
         found = loss.denominator(outputs, truth)
         if isinstance(found, Tensor):
             return found.detach().double()
     elif _is(loss, _BY_CLASS) and not truth.is_floating_point():
         counted = truth != (-100 if loss.ignore_index is None else loss.ignore_index)
+        shares = counted if weight is None else counted * _along(weight.double(), counted)
         if loss.weight is None:
-            return counted.sum().double()
+            return shares.sum().double()
         try:
-            return (loss.weight.double()[truth.where(counted, 0)] * counted).sum()
+            return (loss.weight.double()[truth.where(counted, 0)] * shares).sum()
         except IndexError:
             loss(outputs, truth)  # says what does not fit
             raise
     elif _is(loss, _BY_CLASS):
-        found = truth.numel() / truth.shape[1]  # probabilities, (B, K, …)
+        found = truth[0, 0].numel() * samples  # probabilities, (B, K, …)
     else:
-        found = truth.numel() if _is(loss, _BY_ELEMENT) and loss.reduction == "mean" else len(truth)
-    return torch.full((), found, dtype=torch.float64, device=truth.device)
+        found = samples * (truth[0].numel() if _is(loss, _BY_ELEMENT) and loss.reduction == "mean" else 1)
+    return torch.as_tensor(found, dtype=torch.float64, device=truth.device)
+
+
+def can_weigh(loss: Any) -> bool:
+    """Return whether a loss is a mean that also gives a number for each sample, pixel or element."""
+    return _is(loss, (*_BY_CLASS, *_BY_ELEMENT)) and loss.reduction == "mean"
+
+
+def weighted_mean(loss: Any, outputs: Any, truth: Tensor, weight: Tensor) -> Tensor:
+    """Return sum(weight * loss of a sample) / sum(weight * what the sample adds to the denominator) for a batch; 0
+    where all weights are 0.
+
+    Args:
+        loss: one that `can_weigh`.
+        weight: of each sample, (B,).
+    """
+    each_of = copy.copy(loss)
+    each_of.reduction = "none"
+    each = each_of(outputs, truth)  # (B, …)
+    divided_by = denominator(loss, outputs, truth, weight)
+    found: Tensor = (each * _along(weight, each)).sum(dtype=torch.float64) / divided_by.where(divided_by > 0, 1)
+    return found.to(each.dtype if each.dtype == torch.float64 else torch.float32)
+
+
+def _along(weight: Tensor, values: Tensor) -> Tensor:
+    """Return weights (B,) in the shape (B, 1, …), to multiply values (B, …)."""
+    return weight.view(-1, *(1,) * (values.ndim - 1))
 
 
 def mean(loss: Any, outputs: Any, truth: Tensor, divided_by: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ Shapes: B batch, Z numbers of noise, C channels, H height, W width, K classes.
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import pytorch_lightning as pl
@@ -19,6 +19,7 @@ from torchmetrics import Metric
 
 from deeplightning.config.target import build
 from deeplightning.image import ImageSpec
+from deeplightning.task.columns import columns_of
 from deeplightning.task.compiled import ONLY_OWN_STEPS, Compiled
 from deeplightning.task.errors import MisfitError
 from deeplightning.task.metrics import InOwnPrecision, SampleMean
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("deeplightning.gan")
 
-Batch = dict[str, Tensor]
+Batch = Mapping[str, Tensor]
 
 SHOWN = 8
 """Made pictures on a sheet, to a side."""
@@ -123,6 +124,8 @@ class Gan(pl.LightningModule):
 
     network_names = ("generator", "discriminator")
     """The networks without which there is nothing to train; read from the source by `deeplightning check`."""
+
+    batch_names = ("image", "label")
 
     loss_arguments = ("logits", "truth")
     """What each loss is called with; read from the source by `deeplightning check`."""
@@ -276,6 +279,7 @@ class Gan(pl.LightningModule):
             if hasattr(getattr(loader, "sampler", None), "set_epoch"):
                 loader.sampler.set_epoch(epoch)
             for _, batch in zip(range(batches), loader, strict=False):
+                batch = columns_of(self, batch, "image")
                 if "label" not in batch:
                     found = ", ".join(batch)
                     raise MisfitError(f"model.network.scorer: it learns from labels, and a batch has {found} only")
@@ -304,6 +308,7 @@ class Gan(pl.LightningModule):
         Args:
             look: whether there may be rows that do not count; to look for them would stall a GPU.
         """
+        batch = columns_of(self, batch, "image")
         images = batch["image"]
         samples = len(images)
         if look and "index" in batch:
@@ -514,7 +519,7 @@ class Gan(pl.LightningModule):
         self._count(stage, {"loss_d": self._loss_d(real, made), "loss_g": self._loss_g(made)}, samples)
         if self.scorer_trained:
             metrics: Any = self.scores[f"{stage}_stage"]
-            answers = self.networks["scorer"](real)
+            answers, batch = self.networks["scorer"](real), columns_of(self, batch, "image")
             metrics["score"].update(self.networks["scorer"](made))
             metrics["score_real"].update(answers)
             if "label" in batch:

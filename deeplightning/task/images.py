@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from deeplightning.image import ImageSpec
 from deeplightning.task.errors import MisfitError
 from deeplightning.task.networks import try_network
-from deeplightning.task.supervised import Batch, Supervised
+from deeplightning.task.supervised import Supervised
 
 if TYPE_CHECKING:
     from deeplightning.config.part_config import PartConfig
@@ -43,6 +43,8 @@ class ImageTask(Supervised):
     where it has such); both travel in the checkpoint.
     """
 
+    input_name = "image"
+
     def __init__(self, cfg: "PartConfig"):
         super().__init__(cfg)
         self.normalise: nn.Module | None = None
@@ -59,9 +61,6 @@ class ImageTask(Supervised):
         self.normalise = Normalise(image_spec.mean, image_spec.std)
         # What torch's ddp reads: these are the same everywhere, and need not be sent at each step.
         self._ddp_params_and_buffers_to_ignore = ["normalise.mean", "normalise.std"]
-
-    def inputs(self, batch: Batch) -> Tensor:
-        return batch["image"]
 
     def forward(self, images: Tensor) -> object:
         """What the network gives to pictures, uint8 (B, C, H, W), or float as the network takes them."""

@@ -62,7 +62,7 @@ class ImageReconstruction(ImageTask):
         self._tokens: Tensor | None = None  # int64 (K,): how often each was used in the last validation
 
     def truth(self, batch: Batch) -> Tensor:
-        return self.normalised(batch["image"])
+        return self.normalised(self.inputs(batch))
 
     def default_metrics(self) -> dict[str, object]:
         return {"rmse": MeanSquaredError(squared=False)}
@@ -126,7 +126,7 @@ class ImageReconstruction(ImageTask):
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         if "train" not in self._shown:
-            self._shown["train"] = batch["image"][:SHOWN]
+            self._shown["train"] = self.inputs(batch)[:SHOWN]
 
     def pictures(self, stage: str) -> dict[str, object]:
         """`<stage>_original_<epoch>` and `<stage>_reconstruction_<epoch>` of training and validation, each a sheet,

@@ -3,6 +3,7 @@
 Shapes: B batch, N samples, K labels.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -108,6 +109,7 @@ class Labels(Supervised):
         thresholds: of each label; empty: 0.5 each, no validation has ended yet.
     """
 
+    truth_name = "label"
     metric_names = ("map", "f1")
     uniform = True
     class_names: list[str]
@@ -126,12 +128,13 @@ class Labels(Supervised):
 
     def truth(self, batch: Batch) -> Tensor:
         """The labels, float (B, K)."""
-        labels = batch.get("label", batch.get("target"))
-        if labels is None or (labels.ndim != 2 and "label" in batch):
-            found = ", ".join(batch) if labels is None else f"`label` {tuple(labels.shape)}"
+        of_table = isinstance(batch, Mapping) and "target" in batch and "label" not in batch
+        labels = self.column(batch, "target" if of_table else "label")
+        if labels.ndim != 2 and not of_table:
             raise LabelError(
-                f"the batches of the data have {found}; a task with several labels needs `label` (B, K), 0 or 1 for "
-                "each label of a sample. Of a table, data.module.params.target names a column of 0 and 1 for each",
+                f"the batches of the data have `label` {tuple(labels.shape)}; a task with several labels needs `label` "
+                "(B, K), 0 or 1 for each label of a sample. Of a table, data.module.params.target names a column of 0 "
+                "and 1 for each",
                 "data.module",
             )
         return (labels if labels.ndim == 2 else labels[:, None]).float()

@@ -130,18 +130,8 @@ class Regression(RowTask):
         return {"mse": MeanSquaredError(), "rmse": RootMeanSquaredError()}
 
     def truth(self, batch: Batch) -> Tensor:
-        """The targets as the network gives them, float (B,) or (B, T).
-
-        Raises:
-            MisfitError: the data have none.
-        """
-        if "target" not in batch:
-            raise MisfitError(
-                f"the batches of the data have no `target`, but {', '.join(batch)}; a regression needs numbers for "
-                "each sample. Of a table, data.module.params.columns makes the target a number",
-                "data.module",
-            )
-        target = _without_one(batch["target"])
+        """The targets as the network gives them, float (B,) or (B, T)."""
+        target = _without_one(super().truth(batch))
         return (target - self.target_mean) / self.target_std if self.is_scaled else target
 
     def in_units(self, values: Any) -> Any:

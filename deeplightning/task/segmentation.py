@@ -41,6 +41,7 @@ class Segmentation(ImageTask):
     """
 
     kind = "image_segmentation"
+    truth_name = "mask"
 
     metric_names = ("iou", "acc")
 
@@ -50,7 +51,7 @@ class Segmentation(ImageTask):
         self._classes = 0  # of the network
 
     def truth(self, batch: Batch) -> Tensor:
-        mask = batch["mask"].long()
+        mask = self.column(batch, "mask").long()
         return mask.masked_fill_(mask == NO_CLASS, IGNORED)
 
     def default_metrics(self) -> dict[str, object]:

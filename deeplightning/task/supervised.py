@@ -5,16 +5,26 @@ B batch; what follows depends on the task.
 """
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
+from deeplightning.batches import by_name, structure
 from deeplightning.config.target import build
+from deeplightning.task.columns import columns_of
 from deeplightning.task.compiled import ONLY_OWN_STEPS, Compiled
-from deeplightning.task.denominators import denominator, divides_by_samples, mean
-from deeplightning.task.errors import MisfitError
+from deeplightning.task.denominators import (
+    CANNOT_WEIGH,
+    can_weigh,
+    denominator,
+    divides_by_samples,
+    mean,
+    weighted_mean,
+)
+from deeplightning.task.errors import LabelError, MisfitError
 from deeplightning.task.metrics import InOwnPrecision, SampleMean
 from deeplightning.task.networks import build_loss, on_cpu
 from deeplightning.task.optimize import freeze, optimizers
@@ -28,7 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("deeplightning")
 
-Batch = dict[str, Tensor]
+Batch = Mapping[str, Tensor]
 Outputs = Tensor | dict[str, Tensor]
 """What a network gives: a tensor (B, …), or several by name."""
 
@@ -39,6 +49,9 @@ class Supervised(pl.LightningModule):
 
     Metrics: `<stage>_loss` and `<stage>_<name>` for each of `model.metrics` (`metric_names` by default), weighted by
     sample; losses by what they divide by. Rows of a batch whose `index` is -1 fill it up and are not counted.
+
+    A batch is a mapping with the columns `input_name` and `truth_name`, or a tuple or list of these two in that order;
+    a column `weight`, or a third part, float (B,), weighs each sample in the losses: sum(weight * loss) / sum(weight).
 
     Attributes:
         weighed_losses: the losses of the last training batch, each with what it divides by, float64 (); empty: by the
@@ -60,6 +73,9 @@ class Supervised(pl.LightningModule):
     uniform = False
     """Whether the truth of each sample has the same shape and no class in it is negative. Then a batch weighs its
     samples for losses without class weights and `ignore_index`, without a look at the truth."""
+
+    input_name, truth_name = "input", "target"
+    """The columns of a batch that `inputs` and `truth` read."""
 
     loss_arguments: tuple[str, ...] = ("outputs", "truth")
     """What each loss is called with; read from the source by `deeplightning check`."""
@@ -121,13 +137,48 @@ class Supervised(pl.LightningModule):
 
     # ---- what a task says
 
+    @property
+    def batch_names(self) -> tuple[str, ...]:
+        """The names of the parts of a batch that is a tuple or list."""
+        return (self.input_name, self.truth_name, "weight")
+
+    def column(self, batch: object, name: str) -> Tensor:
+        """Return a column of a batch.
+
+        Raises:
+            MisfitError: the batch has no such column, or has a form that cannot be understood.
+        """
+        found: Tensor = columns_of(self, batch, self.input_name, name)[name]
+        return found
+
     def inputs(self, batch: Batch) -> Tensor:
         """What the network is given, (B, …)."""
-        return batch["input"]
+        return self.column(batch, self.input_name)
 
     def truth(self, batch: Batch) -> Tensor:
         """What losses and metrics compare its outputs with, (B, …)."""
-        return batch["target"]
+        return self.column(batch, self.truth_name)
+
+    def _weight(self, batch: object, samples: int) -> Tensor | None:
+        """Return the weight of each sample of a batch, float (B,); None: the batch has none.
+
+        Raises:
+            MisfitError: there is not one number for each sample.
+            LabelError: a weight is negative or not finite. To look at each batch would stall a GPU, so there only the
+                first epoch is looked at.
+        """
+        weight = (by_name(batch, self.batch_names) or {}).get("weight")
+        if weight is None:
+            return None
+        if not isinstance(weight, Tensor) or weight.numel() != samples:
+            raise MisfitError(
+                f"the weights of a batch are {structure(weight)}, not float ({samples},), one for each sample",
+                "data.module",
+            )
+        looks = self.current_epoch == 0 or weight.device.type == "cpu"
+        if looks and not bool(((weight >= 0) & weight.isfinite()).all()):
+            raise LabelError("the weight of a sample is negative or not finite; it must be 0 or more", "data.module")
+        return weight.flatten()
 
     def default_metrics(self) -> dict[str, object]:
         """Where `model.metrics` is null: a torchmetrics Metric for each of `metric_names`."""
@@ -262,20 +313,21 @@ class Supervised(pl.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         inputs, truth = self.inputs(batch), self.truth(batch)
-        if self._compiled is not None and self._is_compiled(batch, batch_idx, inputs, truth):
+        weight, index = self._weight(batch, len(truth)), _index(batch)
+        if self._compiled is not None and weight is None and self._is_compiled(index, batch_idx, inputs, truth):
             return self._training_step_compiled(batch_idx, inputs, truth)
         outputs = self._outputs(inputs)
-        if self.trainer.is_last_batch and "index" in batch:
+        if self.trainer.is_last_batch and index is not None:
             # Only there are rows that do not count; a look at each batch would stall a GPU.
-            keep = batch["index"] >= 0
+            keep = index >= 0
             if not keep.any():
                 self._join("train", rows(outputs, slice(0)), truth[:0])
                 self._log_step({})
-                parts, counts, loss = self._loss(outputs, truth)
+                parts, counts, loss = self._loss(outputs, truth, weight)
                 self._weigh(parts, {name: torch.zeros_like(count) for name, count in counts.items()})
                 return loss  # with weight 0; without it the other processes would wait
-            outputs, truth = rows(outputs, keep), truth[keep]
-        parts, counts, loss = self._loss(outputs, truth)
+            outputs, truth, weight = rows(outputs, keep), truth[keep], None if weight is None else weight[keep]
+        parts, counts, loss = self._loss(outputs, truth, weight)
         self._weigh(parts, counts)
         values = self._count("train", outputs, truth, parts, counts, loss, wanted=self._due())
         self._log_step(values, len(truth), counts)
@@ -284,12 +336,12 @@ class Supervised(pl.LightningModule):
     def _weigh(self, parts: dict[str, Tensor], counts: dict[str, Tensor]) -> None:
         self.weighed_losses = [(parts[name], count) for name, count in counts.items()]
 
-    def _is_compiled(self, batch: Batch, batch_idx: int, inputs: Tensor, truth: Tensor) -> bool:
+    def _is_compiled(self, index: Tensor | None, batch_idx: int, inputs: Tensor, truth: Tensor) -> bool:
         assert self._compiled is not None
         last = self.trainer.is_last_batch
         if not self._compiled.takes(inputs, truth, may_be_short=last and batch_idx > 0):
             return False
-        return not last or "index" not in batch or bool((batch["index"] >= 0).all())
+        return not last or index is None or bool((index >= 0).all())
 
     def _training_step_compiled(self, batch_idx: int, inputs: Tensor, truth: Tensor) -> Tensor:
         compiled = cast(Compiled, self._compiled)
@@ -340,7 +392,7 @@ class Supervised(pl.LightningModule):
             named = self._of("train")
             nothing = torch.zeros((), device=named["loss"].device)  # a batch without samples has no values
             given = torch.stack([values.get(f"train_{name}", nothing) for name in named])
-            of = {"loss": next(iter((counts or {}).values()), samples), **(counts or {})}
+            of = dict.fromkeys(("loss", *self.losses), next(iter((counts or {}).values()), samples)) | (counts or {})
             weights = torch.stack([nothing + of.get(name, samples) for name in named])
             weighed = torch.where(weights > 0, given * weights, nothing)
             sums, totals = self.trainer.strategy.reduce(torch.stack([weighed, weights]), reduce_op="sum")
@@ -359,17 +411,33 @@ class Supervised(pl.LightningModule):
         self.log_pending()
         self._log_epoch("train", suffix="_epoch")
 
-    def _loss(self, outputs: object, truth: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
-        """What `_weighted` gives, of a truth that is checked."""
+    def _loss(
+        self, outputs: object, truth: Tensor, weight: Tensor | None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+        """Check a truth, and return what `_weighted` gives for it."""
         self.check_truth(outputs, truth)
-        return self._weighted(outputs, truth)
+        return self._weighted(outputs, truth, weight)
 
-    def _weighted(self, outputs: object, truth: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
-        """Each loss; what each divides by, float64 (), or nothing where all divide by the samples; the weighted sum."""
+    def _weighted(
+        self, outputs: object, truth: Tensor, weight: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+        """Return each loss; what each divides by, float64 (), one number for all that divide by the samples and none
+        where these do not have a weight; the weighted sum.
+
+        Raises:
+            MisfitError: samples have a weight, and a loss cannot weigh them.
+        """
         counts: dict[str, Tensor] = {}
         if not self._weighs_samples:
-            counts = {name: denominator(loss, outputs, truth) for name, loss in self.losses.items()}
-        if counts and (self._combines or not self.training):
+            counts = {name: denominator(loss, outputs, truth, weight) for name, loss in self.losses.items()}
+        elif weight is not None:
+            counts = {next(iter(self.losses)): weight.sum(dtype=torch.float64)}
+        if weight is not None:
+            if unfit := [name for name, loss in self.losses.items() if not can_weigh(loss)]:
+                key = f"model.loss.{unfit[0]}" if isinstance(self.cfg.model.loss, dict) else "model.loss"
+                raise MisfitError(CANNOT_WEIGH.format(type(self.losses[unfit[0]]).__name__), key)
+            parts = {name: weighted_mean(loss, outputs, truth, weight) for name, loss in self.losses.items()}
+        elif counts and (self._combines or not self.training):
             parts = {name: mean(loss, outputs, truth, counts[name]) for name, loss in self.losses.items()}
         else:
             parts = {name: loss(outputs, truth) for name, loss in self.losses.items()}
@@ -438,7 +506,7 @@ class Supervised(pl.LightningModule):
         self._log_epoch("test")
 
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, object]:
-        return self.answers(batch, self._judged(self.inputs(batch)))
+        return self._answers(batch, self._judged(self.inputs(batch)))
 
     def _judged(self, inputs: Tensor) -> object:
         """Outputs for a batch that is not learned from.
@@ -455,18 +523,24 @@ class Supervised(pl.LightningModule):
 
     def _judge(self, stage: str, batch: Batch) -> dict[str, object]:
         inputs, truth = self.inputs(batch), self.truth(batch)
-        outputs = self._judged(inputs)
-        keep = batch["index"] >= 0 if "index" in batch else None
+        outputs, weight, index = self._judged(inputs), self._weight(batch, len(truth)), _index(batch)
+        keep = index >= 0 if index is not None else None
         if keep is not None and not keep.all():  # rows that only fill up a batch
             inputs, truth, outputs = inputs[keep], truth[keep], rows(outputs, keep)
+            weight = weight if weight is None else weight[keep]
             batch = {name: column[keep] for name, column in batch.items()}
         if len(truth):
-            self._count(stage, outputs, truth, *self._loss(outputs, truth))
+            self._count(stage, outputs, truth, *self._loss(outputs, truth, weight))
         else:
             self._join(stage, outputs, truth)
         if stage == "val":  # a process without samples too: what is remembered may be summed over all
             self.remember(inputs, outputs, truth)
-        return self.answers(batch, outputs)
+        return self._answers(batch, outputs)
+
+    def _answers(self, batch: object, outputs: object) -> dict[str, Any]:
+        """Return the columns of `answers` for a batch of any form."""
+        named = by_name(batch, self.batch_names)
+        return self.answers(batch if named is None else named, outputs)  # type: ignore[arg-type]
 
     # ---- travelling
 
@@ -482,6 +556,11 @@ class Supervised(pl.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.saved_under in checkpoint:
             self.arrives(checkpoint[self.saved_under])
+
+
+def _index(batch: object) -> Tensor | None:
+    """Return the position of each row of a batch in its set, where our loaders give it: int64 (B,), or -1."""
+    return batch.get("index") if isinstance(batch, Mapping) else None
 
 
 def rows(outputs: Any, which: Tensor | slice) -> Any:

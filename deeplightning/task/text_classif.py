@@ -32,6 +32,7 @@ class TextClassification(Classification):
     """
 
     kind = "text_classification"
+    input_name = "tokens"
     sample = "text"
 
     def __init__(self, cfg: "PartConfig"):
@@ -49,7 +50,7 @@ class TextClassification(Classification):
         Raises:
             MisfitError: a text has more tokens than the network takes.
         """
-        tokens, most = batch["tokens"], getattr(self.network, "max_length", None)
+        tokens, most = super().inputs(batch), getattr(self.network, "max_length", None)
         if most is not None and tokens.shape[1] > most:
             raise MisfitError(
                 f"a text of the data has {tokens.shape[1]} tokens, and the network takes at most {most}; set "

@@ -16,7 +16,7 @@ from mlflow.tracking import MlflowClient
 from deeplightning.tracking.attach import attach
 from deeplightning.tracking.context import RUN_NAME, name_of
 from deeplightning.tracking.store import Store, check_writable
-from deeplightning.tracking.tracker import DATA_CONTEXT, SYSTEM, TEST, Batch, Experiment, Point, Run, as_logged
+from deeplightning.tracking.tracker import DATA_CONTEXT, SYSTEM, Batch, Experiment, Point, Run, as_logged, is_of_test
 
 if TYPE_CHECKING:
     import mlflow
@@ -147,7 +147,7 @@ class Client:
         for first in range(0, len(params), MAX_OTHERS):
             self._client.log_model_params(model.model_id, dict(params[first : first + MAX_OTHERS]))
         self._client.log_outputs(run_id, [LoggedModelOutput(model.model_id, 0)])
-        judged = {name for name in run.data.metrics if name.startswith(TEST)}
+        judged = {name for name in run.data.metrics if is_of_test(name)}
         latest = {point.name: point for point in sorted(self.history(run_id, judged), key=lambda p: (p.step, p.time))}
         self._client.log_batch(run_id, [Metric(*point, model_id=model.model_id) for point in latest.values()])
         self._client.finalize_logged_model(model.model_id, "READY")

@@ -30,7 +30,7 @@ from deeplightning.tracking.journal import Journal, replay
 from deeplightning.tracking.names import MAX_NAME, MAX_REASON, MAX_TAG, NOTE, NOTE_DIGEST, clean, flatten
 from deeplightning.tracking.open import open_tracker
 from deeplightning.tracking.store import Store, explain, local_path, locate
-from deeplightning.tracking.tracker import EPOCH, SYSTEM, TEST, Batch, Dataset, Point, Run, Tracker
+from deeplightning.tracking.tracker import EPOCH, SYSTEM, Batch, Dataset, Point, Run, Tracker, is_of_test
 from deeplightning.tracking.writer import Writer
 from deeplightning.words import printable
 
@@ -244,7 +244,7 @@ class MLflowLogger(Logger):
         for name, value in values.items():
             if name == EPOCH:
                 continue
-            latest, is_test = self._latest.get(name), name.startswith(TEST)
+            latest, is_test = self._latest.get(name), is_of_test(name)
             self._latest[name] = point = (0 if is_test else step, value)
             if _same(point, latest):
                 continue
@@ -493,7 +493,7 @@ class MLflowLogger(Logger):
         for point in sorted(tracker.history(run_id), key=lambda point: point.time):
             if self._continues:
                 self._there.setdefault(point.name, set()).add(point.step)
-            if point.name.startswith(TEST):
+            if is_of_test(point.name):
                 self._latest[point.name] = (0, point.value)
         if self._continues and "failure" in run.tags:
             tracker.drop_tag(run_id, "failure")

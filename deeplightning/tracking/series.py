@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from deeplightning.tracking.open import open_tracker
 from deeplightning.tracking.store import Store
-from deeplightning.tracking.tracker import EPOCH, SYSTEM, TEST, Point
+from deeplightning.tracking.tracker import EPOCH, SYSTEM, Point, is_of_test
 
 Series = dict[str, list[tuple[int, float]]]
 """By the metric's name."""
@@ -80,7 +80,7 @@ def from_file(path: Path) -> Series:
 
 
 def _step(name: str, step: int) -> int:
-    return 0 if name.startswith(TEST) else step
+    return 0 if is_of_test(name) else step
 
 
 def _word(value: float) -> float | str:

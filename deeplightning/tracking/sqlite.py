@@ -25,13 +25,13 @@ from deeplightning.tracking.store import Store, Wait, explain, is_locked, lock_o
 from deeplightning.tracking.tracker import (
     DATA_CONTEXT,
     SYSTEM,
-    TEST,
     Batch,
     Dataset,
     Experiment,
     Point,
     Run,
     as_logged,
+    is_of_test,
     stored,
 )
 
@@ -319,7 +319,7 @@ class Tracker:
             connection.execute(_ADD_MODEL_PARAMS, (model, number, run_id))
             used = connection.execute(_DATASETS_OF, (run_id,)).fetchone() or (None, None, None)
             found = connection.execute(_LATEST_OF, (run_id,)).fetchall()
-            judged = [point for point in found if point[0].startswith(TEST)]
+            judged = [point for point in found if is_of_test(point[0])]
             connection.executemany(_ADD_MODEL_METRIC, [(model, *point, number, run_id, *used) for point in judged])
 
         self._change(list_it)

@@ -12,16 +12,20 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from deeplightning.faults import count
+from deeplightning.words import stage_of
 
 SYSTEM = "system/"
 """How the names of metrics of the machine's load begin."""
 EPOCH = "epoch"
 """What Lightning adds to all that it logs; no metric."""
-TEST = "test_"
-"""How the names of metrics of a test begin. They are of a whole run and stand at step 0, where MLflow compares runs by
-bars; at a later step it draws a line of one point."""
 DATA_CONTEXT = ("mlflow.data.context", "training")
 """The tag by which MLflow says what a run has used a dataset for."""
+
+
+def is_of_test(name: str) -> bool:
+    """Return whether a metric is of a test. It is of a whole run and stands at step 0, where MLflow compares runs by
+    bars; at a later step it draws a line of one point."""
+    return stage_of(name)[0] == "test"
 
 
 class Point(NamedTuple):

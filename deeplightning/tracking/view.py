@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from deeplightning.tracking.names import DATA, ENGINE, NETWORK
+from deeplightning.words import stage_of
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -40,13 +41,13 @@ def columns(metrics: Iterable[str]) -> list[str]:
     Args:
         metrics: the names of the metrics of the runs; those that several runs have come several times.
     """
-    often = Counter(name for name in metrics if name.startswith(("val_", "test_")))
-    telling = [name for name in often if not name.endswith("_loss")] or list(often)
-    best = sorted(telling, key=lambda name: (_rank(name), -often[name], name.startswith("test_"), name))
+    often = Counter(name for name in metrics if stage_of(name)[0] in ("val", "test"))
+    telling = [name for name in often if not stage_of(name)[1].endswith("loss")] or list(often)
+    best = sorted(telling, key=lambda name: (_rank(name), -often[name], stage_of(name)[0] == "test", name))
     shown = [f"metrics.`{name}`" for name in best[:MAX_METRICS]]
     return [*shown, *(f"tags.`{name}`" for name in (NETWORK, DATA, ENGINE)), "attributes.`Duration`"]
 
 
 def _rank(name: str) -> int:
-    of = name.partition("_")[2]
+    of = stage_of(name)[1]
     return _FIRST.index(of) if of in _FIRST else len(_FIRST)

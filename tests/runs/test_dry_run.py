@@ -444,7 +444,7 @@ SCHEDULER = "model.scheduler={{type: torch.optim.lr_scheduler.{}, params: {{{}}}
         # the data module
         (
             ["data.module.type=own.Renamed"],
-            "ImageClassification fails in the training step: KeyError: 'image'; a batch has pixels",
+            "own.Renamed gives batches of the form dict (pixels: uint8 (5, 1, 8, 8)), and ImageClassification needs",
         ),
         (
             ["data.module.type=own.Exampleless"],

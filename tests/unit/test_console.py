@@ -31,6 +31,7 @@ def test_an_epochs_samples_per_second_are_those_of_training_alone(clock, caplog)
         current_epoch=0,
         world_size=2,
         global_rank=0,
+        progress_bar_metrics={},
         callback_metrics={"train_loss": torch.tensor(0.5)},
         accumulate_grad_batches=1,
         lightning_module=SimpleNamespace(automatic_optimization=True),

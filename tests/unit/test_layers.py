@@ -5,7 +5,7 @@ that come later in the list. Nothing imports the entry points. `serve` stands on
 `kinds`, `runfolder` and `words`; of the rest only `api`, `torch_server`, what answers inside an MLflow model, and
 `predict RUN FILE`, whose answers are those of the endpoint, use it. The parts (`data`, `task`, `model`, `loss`) are
 named in YAML, imported by nobody, and use of the core only `config.target.build`, the types in `config.part_config`,
-`figures`, `image`, `text`, `table`, `array`, `kinds`, `transfer` and `words`.
+`batches`, `figures`, `image`, `text`, `table`, `array`, `kinds`, `transfer` and `words`.
 """
 
 import ast
@@ -41,6 +41,7 @@ BASE = {
     *(
         "address",
         "array",
+        "batches",
         "faults",
         "hugging_face",
         "image",
@@ -64,6 +65,7 @@ OPEN_TO_PARTS = {
     "deeplightning.config.part_config",
     *(
         "deeplightning.address",
+        "deeplightning.batches",
         "deeplightning.figures",
         "deeplightning.words",
         "deeplightning.table",

@@ -791,6 +791,11 @@ LOGGED = {
     "def f(self): self.log(f'{self.make()}', 1)": (set(), False),
     "def f(self): self.log_dict(make())": (set(), False),
     "logged_metrics = ('{stage}_loss', 'lr')\n    def f(self): self.log(make(), 1)": ({"{stage}_loss", "lr"}, True),
+    "def f(self): self.log('a/b', 1, on_epoch=True); self.log('c', 1, on_step=False, on_epoch=True)":
+        ({"a/b", "a/b_step", "a/b_epoch", "c"}, True),
+    "def f(self):\n        log_all(self, 1)": (set(), False),
+    "def f(self): write = self.log; write('a', 1)": (set(), False),
+    "def f(self): isinstance(self, Base); self.log('a', 1)": ({"a"}, True),
     "def f(self): ...": (set(), True),
 }  # fmt: skip
 

@@ -1,0 +1,49 @@
+"""Batches in the forms that torch's loaders give: a tensor, a tuple or list, a mapping, a named tuple. B batch."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+MOST_PARTS = 8
+"""Parts of a batch, or of a part of one, that `structure` lists."""
+
+
+def by_name(batch: Any, names: Sequence[str]) -> Mapping[str, Any] | None:
+    """Return the columns of a batch by name, or None for a batch of another form.
+
+    A mapping is returned as it is, and so are the fields of a named tuple that has the first name. A tensor is the
+    first column; the tensors of a tuple or list are the first columns in the order of `names`.
+    """
+    if isinstance(batch, Mapping):
+        return batch
+    if not names:
+        return None
+    if names[0] in getattr(batch, "_fields", ()):
+        fields: Mapping[str, Any] = batch._asdict()
+        return fields
+    parts = [batch] if isinstance(batch, Tensor) else batch
+    if isinstance(parts, tuple | list) and len(parts) <= len(names) and all(isinstance(p, Tensor) for p in parts):
+        return dict(zip(names, parts, strict=False))
+    return None
+
+
+def inputs_of(batch: Any) -> Any:
+    """Return the part of a batch that a network is most likely called with: the first one."""
+    parts = list(batch.values()) if isinstance(batch, Mapping) else batch
+    return inputs_of(parts[0]) if isinstance(parts, tuple | list) and parts else parts
+
+
+def structure(batch: Any, depth: int = 2) -> str:
+    """Describe a batch by its containers, dtypes and shapes: `list (float32 (32, 2), int64 (32,))`."""
+    kind = type(batch).__name__
+    if hasattr(batch, "dtype") and hasattr(batch, "shape"):
+        return f"{str(batch.dtype).removeprefix('torch.')} {tuple(batch.shape)}"
+    if not isinstance(batch, Mapping | tuple | list):
+        return kind
+    plain = {type(part).__name__ for part in (batch.values() if isinstance(batch, Mapping) else batch)}
+    if depth == 0 or plain <= {"str", "int", "float", "bool"}:
+        return f"{kind} of {len(batch)}" + (f" {plain.pop()}" if len(plain) == 1 else "")
+    shown = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+    parts = [(f"{key}: " if isinstance(batch, Mapping) else "") + structure(part, depth - 1) for key, part in shown]
+    return f"{kind} ({', '.join([*parts[:MOST_PARTS], *(['…'] if len(parts) > MOST_PARTS else [])])})"

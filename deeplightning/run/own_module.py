@@ -1,0 +1,167 @@
+"""A LightningModule of the user's own becomes what an export needs of a task: a model of one input, and samples.
+
+Shapes: N samples, C channels, H height, W width.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zipfile
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+
+from deeplightning.array import ArraySpec
+from deeplightning.batches import inputs_of, structure
+from deeplightning.faults import CheckpointError, ConfigError, Fault
+from deeplightning.image import MODES, ImageSpec
+from deeplightning.kinds import MAX_COMPARED, is_plain
+from deeplightning.runfolder import RunFolder
+from deeplightning.words import first_line
+
+
+def servable(task: Any, folder: RunFolder) -> Any:
+    """Return a task as an export needs it (`deeplightning.export.bundle.Exportable`).
+
+    Raises:
+        ConfigError: a module of the user's own takes or gives something else than one tensor.
+        CheckpointError: the samples of the run cannot be read.
+    """
+    return OwnModule(task, folder) if is_plain(task) else task
+
+
+def samples_of(task: pl.LightningModule, data: Any, batch: Any) -> dict[str, np.ndarray]:
+    """Return what a run keeps of a batch to prove an export with: `images`, uint8 (N, C, H, W), where the inputs are
+    pictures, else `arrays`, (N, …); and `about`, JSON: the inputs' dtype, the names of the outputs, the `image_spec`.
+
+    Args:
+        data: the data module; its `image_spec` and `class_names` are used where it has them.
+        batch: as a loader gives it. Its first part is what `forward` is called with, unless `example_input_array` has
+            another shape.
+
+    Raises:
+        ConfigError: neither is a tensor.
+    """
+    if not any(is_overridden(name, task) for name in ("forward", "predict_step")):
+        raise _refused(task, "it has neither `forward` nor `predict_step`")
+    inputs, example = inputs_of(_transferred(task, data, batch)), inputs_of(task.example_input_array)
+    if isinstance(example, Tensor) and not (isinstance(inputs, Tensor) and inputs.shape[1:] == example.shape[1:]):
+        inputs = example
+    if not isinstance(inputs, Tensor) or inputs.ndim < 2 or not len(inputs):
+        raise _refused(task, f"the inputs of a validation batch are {structure(inputs)}, not a tensor (N, …)")
+    inputs, spec = inputs.detach().cpu(), getattr(data, "image_spec", None)
+    about = {
+        "dtype": str(inputs.dtype).removeprefix("torch."),
+        "names": [str(name) for name in getattr(data, "class_names", None) or ()],
+    }
+    modes = {channels: mode for mode, channels in MODES.items()}
+    if spec is None and inputs.dtype == torch.uint8 and inputs.ndim == 4 and inputs.shape[1] in modes:
+        spec = ImageSpec(inputs.shape[2], inputs.shape[3], modes[inputs.shape[1]])
+    if spec is None:
+        return {"arrays": inputs.float().numpy(), "about": np.array(json.dumps(about))}
+    if inputs.dtype != torch.uint8:
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (spec.mean, spec.std))
+        inputs = ((inputs.float() * std + mean) * 255).round().clamp(0, 255).byte()
+    return {"images": inputs.numpy(), "about": np.array(json.dumps(about | {"image_spec": spec.to_dict()}))}
+
+
+def _transferred(task: pl.LightningModule, data: Any, batch: Any) -> Any:
+    """Return a batch after the hooks by which Lightning hands it to a step; as it is where these need a trainer."""
+    try:
+        for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+            has_own = isinstance(data, pl.LightningDataModule) and is_overridden(hook, data)
+            batch = getattr(data if has_own else task, hook)(batch, 0)
+    except Exception:  # of the user's own
+        return batch
+    return batch
+
+
+class OwnModule:
+    """What `Exportable` asks for, of a LightningModule with a `forward` or a `predict_step` of one tensor.
+
+    Attributes:
+        kind: the answers are the numbers that the module gives, in the order of memory.
+        class_names: a name for each of these.
+
+    Raises:
+        ConfigError: the module does not take the samples, or gives something else than one tensor of numbers.
+        CheckpointError: the samples of the run cannot be read.
+    """
+
+    def __init__(self, module: pl.LightningModule, folder: RunFolder):
+        try:
+            with np.load(folder.samples, allow_pickle=False) as file:
+                about = json.loads(str(file["about"]))
+                samples: np.ndarray = file["images" if "image_spec" in about else "arrays"][:2]
+            dtype, names = getattr(torch, about["dtype"]), about["names"]
+            spec = ImageSpec.from_dict(about["image_spec"]) if "image_spec" in about else None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
+            message = f"{folder.samples} cannot be read ({first_line(error)}); `deeplightning export RUN` keeps some"
+            raise CheckpointError(message) from error
+        self.image_spec, self.row_spec = spec, None if spec else ArraySpec(samples.shape[1:])
+        self.kind = "image_regression" if spec else "array_regression"
+        self._model = _Forward(module, dtype, spec).cpu().float().eval()
+        count = self._outputs(module, samples)
+        numbered = [f"output_{number}" for number in range(count)] if count > 1 else ["output"]
+        self.class_names: list[str] = names if len(names) == count else numbered
+
+    def _outputs(self, module: pl.LightningModule, samples: np.ndarray) -> int:
+        """Return how many numbers the module gives for a sample."""
+        try:
+            with torch.inference_mode():
+                found = self._model.outputs(torch.from_numpy(samples))
+        except Exception as error:  # of the user's own
+            raise _refused(
+                module, f"{self._model.name} does not take {structure(samples)}: {first_line(error)}"
+            ) from error
+        if not isinstance(found, Tensor) or found.ndim < 1 or len(found) != len(samples):
+            raise _refused(module, f"{self._model.name} gives {structure(found)}, not a tensor (N, …)")
+        if (count := math.prod(found.shape[1:])) > MAX_COMPARED:
+            raise _refused(module, f"{self._model.name} gives {count:,} numbers a sample; {MAX_COMPARED:,} are allowed")
+        return count
+
+    def inference_model(self) -> nn.Module:
+        """Pictures uint8 (N, C, H, W) or arrays float32 (N, …) to numbers float32 (N, K), on the CPU, in eval mode."""
+        return self._model
+
+
+class _Forward(nn.Module):
+    """A module's `forward`, or its `predict_step` where it has no `forward`, on prepared inputs."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, module: pl.LightningModule, dtype: torch.dtype, spec: ImageSpec | None):
+        super().__init__()
+        self.module, self.dtype, self.spec = module, dtype, spec
+        self.name = "forward" if is_overridden("forward", module) else "predict_step"
+        if spec is not None:
+            for name, values in (("mean", spec.mean), ("std", spec.std)):
+                self.register_buffer(name, torch.tensor(values).view(-1, 1, 1), persistent=False)
+
+    def outputs(self, inputs: Tensor) -> Any:
+        if self.spec is None or self.dtype == torch.uint8:
+            inputs = inputs.to(self.dtype)
+        else:
+            inputs = (inputs.to(self.dtype) / 255 - self.mean) / self.std
+        return self.module(inputs) if self.name == "forward" else self.module.predict_step(inputs, 0)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.outputs(inputs)
+        return found.float().reshape(found.shape[0], -1)
+
+
+def _refused(task: object, why: str) -> ConfigError:
+    name = f"{type(task).__module__}.{type(task).__qualname__}"
+    return ConfigError(
+        Fault(
+            f"{name} cannot be exported: {why}. Give it a `forward` of one tensor (or a `predict_step`), and "
+            "`example_input_array`, a tensor that it takes; or an `inference_model` of its own",
+            "model.module",
+        )
+    )

@@ -1,0 +1,255 @@
+"""An endpoint for a LightningModule of the user's own, without a line for it: answers are those of its forward."""
+
+import io
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+from PIL import Image
+from torch import nn
+
+from deeplightning.faults import ConfigError
+from deeplightning.run.own_module import OwnModule, samples_of
+from deeplightning.runfolder import RunFolder
+
+OWN = """\
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Pairs(pl.LightningDataModule):
+    def __init__(self, cfg):
+        super().__init__()
+
+    def setup(self, stage):
+        x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+        self.set = TensorDataset(x, (x.sum(1) > 0).long())
+
+    def train_dataloader(self):
+        return DataLoader(self.set, 16)
+
+    val_dataloader = train_dataloader
+
+
+class Task(pl.LightningModule):
+    def __init__(self, cfg, several=False):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+        self.several = several
+
+    def forward(self, x):
+        return (self.layers(x), x) if self.several else self.layers(x)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+"""
+CONFIG = """\
+seed: 5
+stages: [train]
+data: {module: {type: own_endpoint.Pairs}, batch_size: 16}
+model:
+  module: {type: own_endpoint.Task}
+  network: {type: torch.nn.Identity}
+  optimizer: {type: torch.optim.SGD, params: {lr: 0.1}}
+  loss: null
+train: {num_epochs: 1, checkpoint: {monitor: val_loss}}
+logger: {params: {tracking_uri: STORE, system_metrics: false}, pictures: null}
+"""
+
+
+@pytest.fixture
+def here(tmp_path, store):
+    (tmp_path / "own_endpoint.py").write_text(OWN)
+    (tmp_path / "c.yaml").write_text(CONFIG.replace("STORE", str(store)))
+    return tmp_path
+
+
+def test_a_plain_module_is_exported_and_answers_as_its_forward(command, here):
+    """The export at the end of training, `export` and `predict FILE` of the same run, and a server's session agree with
+    the module itself; golden answers are in the bundle."""
+    from serve.bundle import Bundle
+
+    done = command("train", "c.yaml", cwd=here)
+    assert done.code == 0, done
+    assert "bundle     " in done.out
+    folder = RunFolder(done.folder)
+    arrays = np.random.default_rng(3).normal(size=(5, 4)).astype(np.float32)
+    state = torch.load(folder.best, weights_only=True)["state_dict"]
+    layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).eval()
+    layers.load_state_dict({name.removeprefix("layers."): value for name, value in state.items()})
+    expected = layers(torch.from_numpy(arrays)).detach().numpy()
+    card = json.loads(folder.bundle_card.read_text())
+    assert (card["task"], card["labels"]) == ("array_regression", ["output_0", "output_1", "output_2"])
+    assert len(card["golden"]["arrays"]) == 16
+    np.testing.assert_allclose(Bundle.open(folder.bundle).predict(arrays), expected, rtol=1e-5, atol=1e-6)
+    again = command("export", str(folder.path), cwd=here)
+    assert again.code == 0, again
+    golden = json.loads(folder.bundle_card.read_text())["golden"]
+    assert [golden[name] for name in ("arrays", "fp32")] == [card["golden"][name] for name in ("arrays", "fp32")]
+    np.save(here / "rows.npy", arrays)
+    told = command("predict", str(folder.path), "rows.npy", "--out", "rows.csv", cwd=here)
+    assert told.code == 0, told
+    rows = np.genfromtxt(here / "rows.csv", delimiter=",", names=True, dtype=None, encoding="utf-8")
+    found = np.stack([rows[f"predicted_output_{n}"] for n in range(3)], 1)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_cannot_be_exported_is_one_note(command, here):
+    """A training ends well without a bundle and says why; `export` ends with 2 and one note."""
+    done = command("train", "c.yaml", "model.module.params.several=true", cwd=here)
+    assert done.code == 0, done
+    words = "own_endpoint.Task cannot be exported: forward gives tuple (float32 (2, 3), float32 (2, 4)), not a tensor"
+    assert f"bundle     none: {words}" in done.out, done
+    refused = command("export", str(done.folder), cwd=here)
+    assert refused.code == 2, refused
+    (note,) = [line for line in refused.err.splitlines() if words in line]
+    assert "`example_input_array`" in note
+    assert "Traceback" not in refused.err
+
+
+# ---- what goes in, and what comes out
+
+
+class Linear(pl.LightningModule):
+    """Flattens its inputs."""
+
+    def __init__(self, inputs: int = 4, outputs: int = 2):
+        super().__init__()
+        self.layer = nn.Linear(inputs, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.flatten(1).float())
+
+
+class OfStep(pl.LightningModule):
+    """Has no forward."""
+
+    def predict_step(self, x: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return x.sum((1, 2))
+
+
+class Tokens(pl.LightningModule):
+    """Takes whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table(x)
+
+
+class Takes2(Linear):
+    """Takes two tensors, and shows one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.ones(3, 4)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch["a"], batch["b"]
+
+
+class Data(pl.LightningDataModule):
+    """Gives names and, where asked for, how pictures are prepared."""
+
+    def __init__(self, **attributes: Any):
+        super().__init__()
+        self.__dict__.update(attributes)
+
+
+def kept(folder, task, batch, data=None):
+    found = samples_of(task, data, batch)
+    np.savez(folder.samples, **found)
+    return found, OwnModule(task, folder)
+
+
+PIXELS = torch.arange(2 * 3 * 2 * 2, dtype=torch.uint8).view(2, 3, 2, 2)
+FLOATS = torch.linspace(-1, 1, 24).view(4, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("task", "batch", "kind", "names"),
+    [
+        (Linear(6), (FLOATS, torch.ones(4)), "array_regression", ["output_0", "output_1"]),
+        (Linear(6, 1), {"anything": FLOATS, "y": torch.ones(4)}, "array_regression", ["output"]),
+        (OfStep(), [FLOATS], "array_regression", ["output"]),
+        (Linear(12), (PIXELS, torch.ones(2)), "image_regression", ["output_0", "output_1"]),
+        (Tokens(), torch.tensor([[1, 8], [0, 2]]), "array_regression", [f"output_{n}" for n in range(6)]),
+        (Takes2(), {"a": torch.ones(3, 7), "b": FLOATS}, "array_regression", ["output_0", "output_1"]),
+    ],
+)
+def test_inputs_are_the_first_part_of_a_batch_or_the_example(tmp_path, task, batch, kind, names):
+    """Arrays, whole numbers and pictures; the answers are the numbers of the module, flattened."""
+    found, own = kept(RunFolder(tmp_path), task, batch)
+    assert (own.kind, own.class_names) == (kind, names)
+    samples = torch.from_numpy(found["images" if kind.startswith("image") else "arrays"])
+    given = samples.long() if isinstance(task, Tokens) else samples
+    wanted = task(given) if not isinstance(task, OfStep) else task.predict_step(given, 0)
+    torch.testing.assert_close(own.inference_model()(samples), wanted.reshape(len(samples), -1))
+
+
+def test_pictures_are_prepared_as_the_data_module_says(tmp_path):
+    """With an `image_spec` the endpoint takes pictures, `forward` gets what it got in training, and class names name
+    the answers."""
+    from deeplightning.image import ImageSpec
+
+    spec = ImageSpec(2, 2, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
+    scaled = (PIXELS / 255 - torch.tensor(spec.mean).view(-1, 1, 1)) / torch.tensor(spec.std).view(-1, 1, 1)
+    task = Linear(12)
+    found, own = kept(RunFolder(tmp_path), task, (scaled, 0), Data(image_spec=spec, class_names=["cat", "dog"]))
+    assert (own.kind, own.class_names, own.image_spec) == ("image_regression", ["cat", "dog"], spec)
+    torch.testing.assert_close(torch.from_numpy(found["images"]), PIXELS)
+    torch.testing.assert_close(own.inference_model()(PIXELS), task(scaled))
+
+
+@pytest.mark.parametrize("batch", [(PIXELS, 0), (FLOATS, 0)], ids=["pictures", "arrays"])
+def test_a_bundle_is_served_as_pictures_or_arrays(tmp_path, batch):
+    """`/predict` answers with the module's numbers by name, and `/openapi.json` describes it."""
+    from deeplightning.export.bundle import export
+    from serve.bundle import Bundle
+    from serve.limits import Limits
+    from serve.local import answers
+    from serve.openapi import describe
+
+    folder, task = RunFolder(tmp_path), Linear(batch[0][0].numel())
+    found, own = kept(folder, task, batch)
+    samples = found.get("images", found.get("arrays"))
+    export(own, folder, samples, {"id": "1"})
+    bundle = Bundle.open(folder.bundle)
+    sent = samples[0]
+    if "images" in found:
+        png = io.BytesIO()
+        Image.fromarray(samples[0].transpose(1, 2, 0)).save(png, "PNG")
+        sent = png.getvalue()
+    (answer,) = answers(bundle, [sent], 10**6)
+    wanted = dict(zip(("output_0", "output_1"), task(torch.from_numpy(samples[:1]))[0].tolist(), strict=True))
+    assert {one["name"]: one["value"] for one in answer["predictions"]} == pytest.approx(wanted, rel=1e-5)
+    schemas = describe(bundle, Limits(), secured=False)["components"]["schemas"]
+    assert "predicted_value" in json.dumps(schemas)
+
+
+@pytest.mark.parametrize(
+    ("task", "batch", "words"),
+    [
+        (Linear(5), FLOATS, "forward does not take float32 (2, 2, 3): "),
+        (Linear(), {"text": ["a", "b"]}, "the inputs of a validation batch are str, not a tensor"),
+        (pl.LightningModule(), FLOATS, "it has neither `forward` nor `predict_step`"),
+        (Linear(), torch.ones(3), "the inputs of a validation batch are float32 (3,), not a tensor (N, …)"),
+    ],
+)
+def test_a_module_that_takes_something_else_is_refused(tmp_path, task, batch, words):
+    with pytest.raises(ConfigError) as refused:
+        kept(RunFolder(tmp_path), task, batch)
+    assert words in str(refused.value)
