@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deeplightning.own_code import top_level
+from deeplightning.static.signature import Factory
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,13 @@ KINDS = {
     "tune.sampler": Kind("optuna.samplers.BaseSampler", "a sampler of Optuna's"),
     "tune.pruner": Kind("optuna.pruners.BasePruner", "a pruner of Optuna's"),
 }
+
+REMOVED_HOOKS = {
+    "training_epoch_end": "on_train_epoch_end",
+    "validation_epoch_end": "on_validation_epoch_end",
+    "test_epoch_end": "on_test_epoch_end",
+}
+"""Hooks of Lightning 1, whose presence Lightning 2 refuses when a stage begins, and what replaces each."""
 
 HOOK = "engine.setup_hook"
 """Called for what it does, not for what it makes."""
@@ -101,7 +109,29 @@ def misfit(paths: Sequence[str], complete: bool, role: str) -> str | None:
         if other and role in ("model.network", "model.loss") and (role, other) != ("model.loss", "a loss"):
             return f"is {other}, not {kind.words}"
         return ""
-    return f"is not {kind.words}" if complete else None
+    if not complete:
+        return None
+    parts = {"_Loss": "model.loss", "Metric": "model.metrics"}
+    home = next((parts[name] for name in parts if name in names), None) or next(
+        (r for r, k in KINDS.items() if (k.base.partition(".")[0], k.base.rpartition(".")[2]) in ancestors), None
+    )
+    return f"is not {kind.words}" + (f"; {KINDS[home].words} belongs to {home}" if home else "")
+
+
+def is_bound(paths: Sequence[str], is_lacking: bool, factory: Factory | None) -> bool:
+    """Return whether a target inside params stands for a callable with its params bound, not for what it makes.
+
+    So does an optimizer or a schedule, which a config alone cannot make; and where a callable is wanted, a class whose
+    instances this returns, and what lacks arguments.
+
+    Args:
+        paths: the dotted paths of a class and its ancestors; of a function nothing.
+        is_lacking: whether required arguments are not among the params.
+        factory: the callable that the parameter wants.
+    """
+    if any(misfit(paths, True, role) == "" for role in ("model.optimizer", "model.scheduler")):
+        return True
+    return factory is not None and (is_lacking or not set(factory.returns).isdisjoint(paths))
 
 
 def no_part(path: str, role: str | None) -> str | None:

@@ -33,6 +33,12 @@ def forget_train_loader(trainer: "pl.Trainer") -> None:
     trainer.fit_loop._combined_loader = None
 
 
+def begin_epoch_again(trainer: "pl.Trainer") -> None:
+    """Have Lightning begin the iteration over the training data again; to be called when an epoch starts. Where the
+    name has moved, a run of a user's own modules fails when it resumes."""
+    iter(trainer.fit_loop._data_fetcher)
+
+
 def read_ahead(trainer: "pl.Trainer") -> bool:
     """Has Lightning find the end of the training data by reading one batch ahead, as it does where they have no length;
     to be called before the first batch. False: a task that reads its batches itself. Where a name has moved, it fails
@@ -104,6 +110,12 @@ def add_to_logged_means(trainer: "pl.Trainer", saved: dict[str, dict[str, Any]])
             now, value = getattr(result, name), value.to(result.device)
             extreme = result.meta.is_max_reduction or result.meta.is_min_reduction
             setattr(result, name, result.meta.reduce_fx(value, now) if extreme else value + now)
+
+
+def set_logged_hyperparameters(module: Any, values: dict[str, Any]) -> None:
+    """Replace what Lightning logs of `save_hyperparameters`. Where the name has moved, loggers get the text of each
+    object, without an error."""
+    module._hparams_initial = values
 
 
 def keep_signals(trainer: Any) -> None:

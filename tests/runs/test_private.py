@@ -220,6 +220,26 @@ def test_the_training_loader_is_made_again(trained):
     assert loop._combined_loader not in (None, before)
 
 
+def test_an_epoch_begins_again():
+    """The loader is asked for a new iterator, whose first batch is read next."""
+
+    class Again(pl.Callback):
+        def on_train_epoch_start(self, trainer, module):
+            lightning.begin_epoch_again(trainer)
+
+    asked: list[None] = []
+    options = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+
+    class Loader(DataLoader):
+        def __iter__(self):
+            asked.append(None)
+            return super().__iter__()
+
+    trainer = pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[Again()], logger=False, **options)
+    trainer.fit(Line(), Loader(torch.zeros(4, 1)))
+    assert (len(asked), trainer.global_step) == (2, 4)
+
+
 def test_the_end_of_a_stream_is_found_by_reading_ahead():
     """`_data_fetcher` of the fit loop, with its `length`, `done`, `iterator`, `batches` and `reset`."""
     seen = []
@@ -277,6 +297,19 @@ def test_what_lightning_adds_up_over_an_epoch_is_known_and_can_be_continued(trai
     assert saved == {}
     assert [float(result.compute()) for result in results.values()] == [15 / 8, 4.0]
     results.clear()
+
+
+def test_hyperparameters_that_are_logged_are_replaced():
+    """What a module has saved stays."""
+
+    class Saves(pl.LightningModule):
+        def __init__(self, width):
+            super().__init__()
+            self.save_hyperparameters()
+
+    module = Saves(3)
+    lightning.set_logged_hyperparameters(module, {"depth": 4})
+    assert (module.hparams_initial, module.hparams) == ({"depth": 4}, {"width": 3})
 
 
 @pytest.mark.parametrize("keeps", [True, False])
