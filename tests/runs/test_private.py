@@ -236,7 +236,7 @@ def test_an_epoch_begins_again():
             return super().__iter__()
 
     trainer = pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[Again()], logger=False, **options)
-    trainer.fit(Line(), Loader(torch.zeros(4, 1)))
+    trainer.fit(Line(), Loader(torch.zeros(4, 2)), _loader())
     assert (len(asked), trainer.global_step) == (2, 4)
 
 
