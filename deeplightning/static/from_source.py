@@ -245,9 +245,9 @@ class Handed:
         own = self.own()
         if bound and own and own[0].position:
             own = own[1:]
-        has_more = self.node.args.vararg is not None
+        variadic = self.uses_args()
         if self.node.args.kwarg is None:
-            return Signature(tuple(own), variadic=has_more)
+            return Signature(tuple(own), variadic=variadic)
         uses = uses_of(self.node, self.node.args.kwarg.arg)
         more: dict[str, Parameter] = {}
         first: list[Parameter] = []
@@ -282,6 +282,7 @@ class Handed:
                 more[parameter.name] = parameter if known is None else _either(known, parameter)
             if position and where is self and len(asked) == 1:
                 first = [p for p in taken.parameters if p.position]
+                variadic = taken.variadic
         for word in sorted(words):
             known = more.get(word)
             more[word] = Parameter(word, position=False) if known is None else replace(known, required=False)
@@ -298,7 +299,13 @@ class Handed:
             rest = rest or f"{self.node.name} {other}"
         elif rest is None and not asked and not uses.refuses:
             rest = "it takes any other keyword and ignores it"
-        return Signature(tuple(ordered), rest, has_more and not first)
+        return Signature(tuple(ordered), rest, variadic)
+
+    def uses_args(self) -> bool:
+        """Return whether the function takes `*args` and does anything with them."""
+        args = self.node.args.vararg
+        body = (node for statement in self.node.body for node in ast.walk(statement))
+        return args is not None and any(isinstance(node, ast.Name) and node.id == args.arg for node in body)
 
     def later(self, attribute: str) -> Iterator[tuple["Handed", Uses]]:
         """What the methods of the class do with `**kwargs` that have become an attribute."""
