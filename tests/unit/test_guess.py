@@ -68,7 +68,7 @@ def test_data_without_a_test_set_are_not_tested(kind, sets):
             elif kind == "segmentation":
                 picture(f"d/{name}/images/{member}.png", (9, 9, 9), (8, 8))
                 Path(f"d/{name}/masks").mkdir(exist_ok=True)
-                Image.fromarray(np.ones((8, 8), np.uint8)).save(f"d/{name}/masks/{member}.png")
+                Image.fromarray(np.eye(8, dtype=np.uint8)).save(f"d/{name}/masks/{member}.png")
             else:
                 Path(f"d/{name}/{member}").mkdir(parents=True)
                 np.save(f"d/{name}/{member}/1.npy", np.ones((1, 8), np.float32))
