@@ -232,7 +232,7 @@ def _export_at_the_end(cfg: Config, task: Any, data: object, record: Any) -> Non
     except FormatError as error:
         log.warning("bundle     %s", error)
     except NotExpressible as error:
-        log.warning("bundle     none; deploy.sh will answer by torch, from the checkpoint: %s", error)
+        log.warning("bundle     none; `deeplightning serve` answers by torch, from the checkpoint: %s", error)
 
 
 def _is_served(task: Any) -> bool:
