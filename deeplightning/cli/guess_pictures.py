@@ -265,7 +265,10 @@ class _Look:
             f"mean {self.mean}, std {self.std}",
         ]
         if self.bad:
-            lines.append(f"{count(len(self.bad), 'file')} cannot be decoded and will be left out: {some(self.bad)}")
+            where = f" in a sample of {self.looked:,}; a training counts all" if self.looked < self.files else ""
+            lines.append(
+                f"{count(len(self.bad), 'file')} cannot be decoded and will be left out{where}: {some(self.bad)}"
+            )
         return lines
 
 

@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from deeplightning.cli import guess_tables
+from deeplightning.cli.guess import MAX_LOOKED_AT
 from deeplightning.cli.init import init
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain
@@ -105,6 +106,11 @@ def test_grey_large_and_damaged_pictures(here):
     assert params["mean"] == [round(100 / 255, 4)]
     assert written["model"]["network"]["params"] == {"num_classes": 2, "num_channels": 1, "small_images": False}
     assert "1 file cannot be decoded and will be left out: x/train/a/bad.png" in notes
+    for number in range(2 * MAX_LOOKED_AT - 6):  # each second file is looked at
+        picture(f"x/train/b/{number + 3}.png", 100, (9, 9), "L")
+    init(Path("larger"), "images", Path("x"))
+    notes = Path("larger/README.md").read_text()
+    assert "1 file cannot be decoded and will be left out in a sample of 300; a training counts all: x/train" in notes
 
 
 def test_masks_give_classes(here):
