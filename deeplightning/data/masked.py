@@ -7,6 +7,7 @@ N samples, B batch, C channels, H height, W width of the prepared picture, K cla
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -51,13 +52,14 @@ def code_of(value: object) -> int:
         ValueError: if it is no such value.
     """
     is_colour = isinstance(value, Sequence) and not isinstance(value, str)
-    parts, highest = (value, 255) if is_colour else ([value], 65535)
+    parts: list[Any] = [*cast(Sequence[object], value)] if is_colour else [value]
+    highest = 255 if is_colour else 65535
     if len(parts) != (3 if is_colour else 1) or not all(type(part) is int and 0 <= part <= highest for part in parts):
         raise ValueError("a value is a number from 0 to 65535, or a colour [red, green, blue] of numbers from 0 to 255")
     if len(set(parts)) == 1:
-        return parts[0]
+        return int(parts[0])
     red, green, blue = parts
-    return _COLOUR | red << 16 | green << 8 | blue
+    return int(_COLOUR | red << 16 | green << 8 | blue)
 
 
 def value_of(code: int, by_colour: bool) -> MaskValue:
