@@ -37,7 +37,6 @@ from deeplightning.kinds import KINDS
 from deeplightning.own_code import ROOTS, added_roots
 from deeplightning.process.child import Child
 from deeplightning.reproduce.past import PastRun, past_run
-from deeplightning.run.stages import PRINTS_CONFIG
 from deeplightning.words import printable
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def train(config: str | Path | Given | Config, overrides: Sequence[str] = ()) ->
     with _as_file(config, overrides) as (words, environment):
         command = [sys.executable, "-P", "-m", "deeplightning", "train", *words]
         temporary = None if words[0] == str(config) else words[0]
-        with Child(command, environment | {PRINTS_CONFIG: "0"}, temporary, GIVEN) as child:
+        with Child(command, environment, temporary, GIVEN) as child:
             folder = child.watch(RUN_FOLDER)
     if folder is None:
         raise RunError("the command has printed no run folder; its lines above say why")

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from deeplightning.array import ArraySpec
+from deeplightning.config.packages import TORCH_BUILD
 from deeplightning.faults import CheckpointError, UserError
 from deeplightning.image import ImageSpec
 from deeplightning.kinds import KINDS
@@ -201,7 +202,7 @@ def _torch_lacks() -> str | None:
     would start CUDA in this process, whose workers could not use it then."""
     if torch.version.cuda is not None:
         return None
-    return f"torch {torch.__version__} is built without CUDA; install a build with it (TORCH_BACKEND=auto bash env.sh)"
+    return f"torch {torch.__version__} is built without CUDA; {TORCH_BUILD} installs a build with it"
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ SIDES = (32, 64, 96, 128, 224)
 """Sizes that are proposed where pictures differ in theirs."""
 SMALL = 32
 """Pictures of at most so many pixels a side get the small network."""
+MAX_NUMBERED, MAX_VALUES = 200, 32
+"""Most classes in masks whose values are numbered from 0, and in others: more are edges that were smoothed."""
 
 
 def images(data: Path) -> Guess:
@@ -130,9 +132,6 @@ def segmentation(data: Path) -> Guess:
     Raises:
         SetupError: it is something else.
     """
-    import numpy as np
-    from PIL import Image
-
     from deeplightning.image import EXTENSIONS, files_below
 
     need_folder(data)
@@ -142,43 +141,94 @@ def segmentation(data: Path) -> Guess:
             there = ", ".join(folders(top)[:8]) or "none"
             raise SetupError(
                 f"{top} holds no folder `{name}` (its folders: {there}); put the pictures into `images`, and the "
-                "masks, PNG files of the same names whose values are the classes, into `masks`"
+                "masks, PNG files of the same names with a value or colour for each class, into `masks`"
             )
     files = sorted(path for path in files_below(top / "images") if path.name.lower().endswith(EXTENSIONS))
     if not files:
         raise SetupError(f"{top / 'images'} holds no picture")
-    seen: Counter[int] = Counter()
-    for path in evenly(files):
+    values, ignore, notes = _values_of(files, top)
+    look = _look_at(files, multiple=8)
+    names = [f"class_{number}" for number in range(len(values))]
+    which, left_out = stages(data, top)
+    is_default = values == [*range(len(values))]
+    found = {
+        "stages": which,
+        "count": len(files),
+        "number": len(names),
+        "names": names,
+        "values": None if is_default else values,
+        "ignore": ignore,
+        **look.values(),
+    }
+    notes += ["their names are for you to write: data.module.params.class_names", *look.notes(), *left_out]
+    return Guess(found, notes, files[0])
+
+
+def _values_of(files: Sequence[Path], top: Path) -> tuple[list[Any], int | None, list[str]]:
+    """Return the value of each class in the masks of some pictures, the value that does not count, and notes.
+
+    255 does not count where the other values are numbered from 0 upwards, and is a class elsewhere. The index of a
+    palette is the value, unless one index has several colours or other masks hold colours.
+
+    Raises:
+        SetupError: a mask cannot be read, or the masks hold one value only, or too many.
+    """
+    import numpy as np
+    from PIL import Image
+
+    from deeplightning.config.target import find
+
+    read_codes: Any = find("deeplightning.data.masked.read_codes")
+    value_of: Any = find("deeplightning.data.masked.value_of")
+    codes, colours, palettes = set[int](), set[int](), set[tuple[int, int]]()
+    looked = evenly(files)
+    for path in looked:
         mask = (top / "masks" / path.relative_to(top / "images")).with_suffix(".png")
         try:
             with Image.open(mask) as opened:
-                if opened.mode not in ("L", "P", "1"):
-                    raise SetupError(
-                        f"{mask}: a mask of mode {opened.mode}; it must be a grey or palette PNG (mode L or P) whose "
-                        "values are the classes 0, 1, 2 …"
-                    )
-                seen.update(np.unique(np.asarray(opened.convert("L") if opened.mode == "1" else opened)).tolist())
+                found, first = np.unique(read_codes(opened, by_colour=False), return_index=True)
+                as_colours = read_codes(opened, by_colour=True).ravel()[first]
+                pairs = [*zip(found.tolist(), as_colours.tolist(), strict=True)]
+                palettes |= {*pairs} if opened.mode == "P" else set()
         except (OSError, ValueError, Image.DecompressionBombError) as error:
             raise SetupError(f"{mask}: the mask of {path} cannot be read: {error}") from None
-    kinds = sorted(seen.keys() - {255})
-    number = max(kinds, default=0) + 1
-    if number > max(2 * len(kinds), 16):
+        codes |= {code for code, _ in pairs}
+        colours |= {colour for _, colour in pairs}
+    place, notes = top / "masks", []
+    differ = len({index for index, _ in palettes}) < len(palettes)
+    by_colour = differ or any(not isinstance(value_of(code, by_colour=False), int) for code in codes)
+    if differ:
+        notes = [f"the palettes in {place} differ, so a class is a colour there, not an index"]
+    seen = sorted(colours if by_colour else codes)
+    ignore = 255 if not by_colour and 255 in seen and _are_numbered(sorted({*seen} - {255})) else None
+    kinds = [code for code in seen if code != ignore]
+    is_numbered = not by_colour and _are_numbered(kinds)
+    if is_numbered and (len(looked) < len(files) or top.name == "train"):
+        kinds = [*range(kinds[-1] + 1)]  # masks that were not looked at may hold what is missing between
+    values = [value_of(code, by_colour=by_colour) for code in kinds]
+    if len(values) < 2:
         raise SetupError(
-            f"the masks in {top / 'masks'} have the values {some(kinds)}; they must be the classes, counted from 0, "
-            "and 255 where a pixel does not count"
+            f"the masks in {place} hold one value only, {some(values)}; they must hold two classes or more"
         )
-    look = _look_at(files, multiple=8)
-    names = [f"class_{value}" for value in range(max(number, 2))]
-    which, left_out = stages(data, top)
-    values = {"stages": which, "count": len(files), "number": len(names), "names": names, **look.values()}
-    notes = [
-        f"{len(names)} classes, by the values in {top / 'masks'}: {some(kinds)}"
-        + ("; 255 does not count" if 255 in seen else ""),
-        "their names are for you to write: data.module.params.class_names",
-        *look.notes(),
-        *left_out,
-    ]
-    return Guess(values, notes, files[0])
+    if len(values) > (MAX_NUMBERED if is_numbered else MAX_VALUES):
+        raise SetupError(
+            f"the masks in {place} hold too many values for classes: {some(values)}; save them without smoothed edges, "
+            "with one value or colour for each class"
+        )
+    return (
+        values,
+        ignore,
+        [
+            f"{len(values)} classes, by the {'colours' if by_colour else 'values'} in {place}: {some(values)}"
+            + (f"; {ignore} does not count" if ignore is not None else ""),
+            *notes,
+        ],
+    )
+
+
+def _are_numbered(values: list[int]) -> bool:
+    """Return whether sorted values are the numbers of two classes or more from 0 upwards; few may be missing."""
+    return len(values) > 1 and values[0] == 0 and values[-1] < 2 * len(values)
 
 
 @dataclass
@@ -215,7 +265,10 @@ class _Look:
             f"mean {self.mean}, std {self.std}",
         ]
         if self.bad:
-            lines.append(f"{count(len(self.bad), 'file')} cannot be decoded and will be left out: {some(self.bad)}")
+            where = f" in a sample of {self.looked:,}; a training counts all" if self.looked < self.files else ""
+            lines.append(
+                f"{count(len(self.bad), 'file')} cannot be decoded and will be left out{where}: {some(self.bad)}"
+            )
         return lines
 
 

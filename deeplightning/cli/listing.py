@@ -203,7 +203,7 @@ class _runs:
     def __enter__(self) -> Any:
         if self.store.database is not None:
             if not self.store.database.exists():  # MLflow would make one
-                raise SetupError(f"{self.store.shown}: there are no runs; the first `bash train.sh` makes the store")
+                raise SetupError(f"{self.store.shown}: there are no runs; `deeplightning train` makes the first one")
             self.opened = open_directly(self.store)
         return self.opened or _ByMLflow(attach(self.store))
 

@@ -69,7 +69,7 @@ def init(folder: Path, kind: str, data: Path | None) -> None:
 @click.option(
     "--jobs", type=click.IntRange(1), metavar="N", help="Runs of --multirun or --seeds at the same time; default: 1."
 )
-@click.option("--show-config", is_flag=True, help="Print the whole config first, also on a terminal.")
+@click.option("--show-config", is_flag=True, help="Print the whole config first.")
 def train(
     config: Path, overrides: tuple[str, ...], multirun: bool, seeds: int | None, jobs: int | None, show_config: bool
 ) -> None:
@@ -78,8 +78,8 @@ def train(
     With --seeds, or `train.seeds` in CONFIG, the runs have one parent run, and the same command continues those that
     were interrupted; `compare` compares two such groups.
 
-    Where stdout is no terminal the whole config is printed first. Without CONFIG, here and in every verb that takes
-    one: config.yaml of the working directory, if it is there. The last line on stdout is the run's folder.
+    Without CONFIG, here and in every verb that takes one: config.yaml of the working directory, if it is there. The
+    last line on stdout is the run's folder.
     """
     from deeplightning.config.source import located
 
@@ -156,8 +156,11 @@ def _train_here(words: Sequence[str]) -> int:
     "--dry-run", is_flag=True, help="Also pass one made-up batch through training and validation, on the CPU."
 )
 @click.option("--format", type=click.Choice(["text", "json"]), default="text", help="The format of the output.")
-def check(config: Path, overrides: tuple[str, ...], importing: bool, dry_run: bool, format: str) -> None:
-    """Report every fault of CONFIG, or print it whole.
+@click.option("--show-config", is_flag=True, help="Print the whole config if it has no fault.")
+def check(
+    config: Path, overrides: tuple[str, ...], importing: bool, dry_run: bool, format: str, show_config: bool
+) -> None:
+    """Report every fault of CONFIG.
 
     Nothing is run, and without options nothing is imported.
     """
@@ -175,15 +178,19 @@ def check(config: Path, overrides: tuple[str, ...], importing: bool, dry_run: bo
             gc.enable()
             faults, report.unchecked = try_out(report.config)
             report.add(*faults)
-        elif not dry_run:
+    if format == "json":
+        if not dry_run:
             message = "what constructors and batches refuse; `--dry-run` builds everything and passes a batch"
             report.unchecked.append(Fault(message))
-    if format == "json":
         say(json.dumps(report.to_dict(), indent=2))
         sys.exit(report.exit_code)
     cfg = report.checked()
     show_notices(report)
-    show(dump(cfg.public()))
+    if show_config:
+        show(dump(cfg.public()))
+    else:
+        more = "" if dry_run else "--dry-run builds everything and passes a batch; "
+        say(f"no faults; {more}--show-config prints the config")
 
 
 @cli.command(context_settings=LOOSE, epilog=OVERRIDES)

@@ -19,6 +19,10 @@ _PACKAGE = Path(__file__).parents[1]
 HOME = _PACKAGE if (_PACKAGE / SHIPPED[0]).is_dir() else _PACKAGE.parent
 """The folder that holds the shipped `configs` and `examples`."""
 
+_SETS_UP = "TORCH_BACKEND=auto bash env.sh"
+TORCH_BUILD = f"`{_SETS_UP if (HOME / 'env.sh').is_file() else 'uv pip install --torch-backend=auto -U torch'}`"
+"""The command that installs a build of torch that fits the machine."""
+
 _ADDRESS = re.compile(r"pkg:/+([^/]*)/*(.*)", re.DOTALL)  # a Path keeps one slash of two
 _MAX_NAMED = 8  # files that a note lists
 _LONGEST = 200  # characters of a shipped path

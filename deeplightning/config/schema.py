@@ -414,7 +414,7 @@ class Train(Section):
         False,
     )
     export: bool | list[ExportFormat] = key(
-        "write the bundle that `deploy.sh` serves when training has ended; a list names the formats in it: `onnx`, "
+        "write the bundle that `serve` answers from when training has ended; a list names the formats in it: `onnx`, "
         "which is always there, and `torchscript` and `pt2` for programs with torch",
         True,
         example="[onnx, pt2]",

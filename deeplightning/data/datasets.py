@@ -92,7 +92,8 @@ def report_messages(item: object) -> None:
     """Logs how many messages a decoder had about the picture that was decoded just now, for the first that has any."""
     if (number := caught_messages()) and not _reported[0]:
         _reported[0] = 1
-        log.warning("%s: left out %s messages of its decoder, and all about further pictures", item, f"{number:,}")
+        messages = f"{number:,} {'message' if number == 1 else 'messages'}"
+        log.warning("%s: left out %s of its decoder, and all about further pictures", item, messages)
 
 
 class InMemory(Dataset):

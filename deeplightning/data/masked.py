@@ -7,6 +7,7 @@ N samples, B batch, C channels, H height, W width of the prepared picture, K cla
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,6 +20,10 @@ from deeplightning.image import ImageSpec
 NO_CLASS = 255
 """In a batch's masks: the pixel counts in no loss and no metric."""
 
+MaskValue = int | Sequence[int]
+"""The pixels of a class in mask files: a grey value or palette index, 0 to 65535, or a colour, [red, green, blue]."""
+
+_COLOUR = 1 << 24  # added to the code of a colour, so that it differs from every grey value
 _EXIF_ORIENTATION, _LYING = 0x0112, (5, 6, 7, 8)  # a picture so marked is shown turned by a quarter
 
 
@@ -40,6 +45,50 @@ class MaskedSamples(Samples):
         return MaskedSamples(items, self.labels[positions], masks)
 
 
+def code_of(value: object) -> int:
+    """Return one number for a `MaskValue`. A grey colour has the code of its grey value.
+
+    Raises:
+        ValueError: if it is no such value.
+    """
+    is_colour = isinstance(value, Sequence) and not isinstance(value, str)
+    parts: list[Any] = [*cast(Sequence[object], value)] if is_colour else [value]
+    highest = 255 if is_colour else 65535
+    if len(parts) != (3 if is_colour else 1) or not all(type(part) is int and 0 <= part <= highest for part in parts):
+        raise ValueError("a value is a number from 0 to 65535, or a colour [red, green, blue] of numbers from 0 to 255")
+    if len(set(parts)) == 1:
+        return int(parts[0])
+    red, green, blue = parts
+    return int(_COLOUR | red << 16 | green << 8 | blue)
+
+
+def value_of(code: int, by_colour: bool) -> MaskValue:
+    """Return the `MaskValue` of a code: a colour where `by_colour`, else a colour only where it is not grey."""
+    if code < _COLOUR:
+        return [code] * 3 if by_colour else code
+    return [code >> 16 & 255, code >> 8 & 255, code & 255]
+
+
+def read_codes(mask: Image.Image, by_colour: bool) -> np.ndarray:
+    """Return the code of each pixel, int (H, W), see `code_of`. A mask of one bit per pixel holds 0 and 255; the
+    transparency of a pixel does not count.
+
+    Args:
+        mask: a PNG.
+        by_colour: whether a pixel of a palette is its colour; else it is its index.
+    """
+    if mask.mode == "1":
+        mask = mask.convert("L")
+    if mask.mode == "LA":
+        mask = mask.getchannel("L")
+    if mask.mode not in ("RGB", "RGBA") and not (mask.mode == "P" and by_colour):
+        return np.asarray(mask)
+    # A palette may say how transparent its colours are, which Pillow takes to RGBA only.
+    red, green, blue, _ = np.moveaxis(np.asarray(mask.convert("RGBA")).astype(np.int32), -1, 0)
+    is_grey = (red == green) & (green == blue)
+    return np.where(is_grey, red, _COLOUR | red << 16 | green << 8 | blue)
+
+
 @dataclass(frozen=True)
 class Masks:
     """How a file becomes a mask.
@@ -47,14 +96,16 @@ class Masks:
     Attributes:
         spec: of the pictures.
         max_pixels: largest picture that is decoded.
-        num_classes: K.
-        ignore: the value of pixels that do not count.
+        codes: of class 0, 1 … to K - 1, see `code_of`.
+        ignore: the code of pixels that do not count; None: there are none.
+        by_colour: see `read_codes`.
     """
 
     spec: ImageSpec
     max_pixels: int
-    num_classes: int
-    ignore: int
+    codes: Sequence[int]
+    ignore: int | None
+    by_colour: bool
 
     def prepare(self, samples: MaskedSamples, position: int) -> tuple[np.ndarray, np.ndarray]:
         """A picture, uint8 (C, H, W), and its mask, uint8 (H, W).
@@ -71,33 +122,43 @@ class Masks:
                 lying = opened.getexif().get(_EXIF_ORIENTATION) in _LYING
                 size = opened.size[::-1] if lying else opened.size
             with Image.open(path, formats=["PNG"]) as mask:
-                if mask.mode not in ("L", "P"):
-                    raise DataError(
-                        f"{path}: a mask is a PNG of mode L or P whose values are class numbers; this is of mode "
-                        f"{mask.mode}."
-                    )
                 if mask.size != size:
                     raise DataError(
                         f"{path}: this mask has {mask.width} x {mask.height} pixels, its picture {picture} has "
                         f"{size[0]} x {size[1]}."
                     )
-                values = np.asarray(mask)  # (H', W'), of a palette the indexes
+                found = read_codes(mask, self.by_colour)  # (H', W')
         except DataError:
             raise
         except UnidentifiedImageError:
             raise DataError(f"{path}: this is no PNG, which a mask must be.") from None
         except Exception as error:  # parsers of damaged bytes raise anything, see `deeplightning.image`
             raise DataError(f"{path}: cannot be used as a mask. {error}") from error
-        wrong = (values >= self.num_classes) & (values != self.ignore)
+        return resized(self._classes(path, found), self.spec)
+
+    def _classes(self, path: str, found: np.ndarray) -> np.ndarray:
+        """Return the class of each pixel, uint8 (H', W'), for its code, int (H', W')."""
+        known = np.array([*self.codes, *([] if self.ignore is None else [self.ignore])])
+        numbers = np.array([*range(len(self.codes)), NO_CLASS], np.uint8)
+        order = known.argsort()
+        places = order[np.searchsorted(known, found, sorter=order).clip(max=len(known) - 1)]
+        wrong = known[places] != found
         if wrong.any():
             row, column = np.argwhere(wrong)[0]
+            value, *values = (value_of(code, self.by_colour) for code in (found[row, column].item(), *self.codes))
+            is_default = values == [*range(len(values))]
+            named = f"0 to {len(values) - 1}, data.module.params.class_names" if is_default else (
+                f"{', '.join(map(str, values))}; data.module.params.values"
+            )  # fmt: skip
+            ignored = "" if self.ignore is None else (
+                f", and {value_of(self.ignore, self.by_colour)} for pixels that do not count "
+                "(data.module.params.ignore)"
+            )  # fmt: skip
             raise DataError(
-                f"{path}: value {values[row, column]} (row {row}, column {column}) is no class. There are "
-                f"{self.num_classes} (0 to {self.num_classes - 1}, data.module.params.class_names), and "
-                f"{self.ignore} for pixels that do not count (data.module.params.ignore)."
+                f"{path}: value {value} (row {row}, column {column}) is no class. There are {len(values)} "
+                f"({named}){ignored}. data.module.params.values lists the value or [red, green, blue] of each class."
             )
-        values = np.where(values == self.ignore, NO_CLASS, values).astype(np.uint8)
-        return resized(values, self.spec)
+        return numbers[places]
 
 
 def resized(values: np.ndarray, spec: ImageSpec) -> np.ndarray:

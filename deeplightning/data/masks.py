@@ -17,7 +17,16 @@ from deeplightning.data.datasets import Batch, InMemory, OnDemand, Samples, thre
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.image_folder import STATISTICS
 from deeplightning.data.images import IN_MEMORY_LIMIT, ImageData, height_width
-from deeplightning.data.masked import NO_CLASS, MaskedInMemory, MaskedOnDemand, MaskedSamples, Masks, prepare_masked
+from deeplightning.data.masked import (
+    NO_CLASS,
+    MaskedInMemory,
+    MaskedOnDemand,
+    MaskedSamples,
+    Masks,
+    code_of,
+    prepare_masked,
+    value_of,
+)
 from deeplightning.image import EXTENSIONS, MAX_PIXELS, ImageSpec, files_below
 
 if TYPE_CHECKING:
@@ -38,7 +47,7 @@ class MaskFolder(ImageData):
       `data.num_splits`, a tenth or a fold of `train` validates.
 
     Picture and mask have the same name but for the ending, and the same size; a picture that its camera turned has the
-    mask of how it is shown. A mask is a PNG of mode L or P: the value of each pixel is the number of its class. It is
+    mask of how it is shown. A mask is a PNG: grey, of a palette, of one bit per pixel (0 and 255), or of colours. It is
     resized like its picture, but no value is mixed with another; what padding or `RandomCrop` adds counts as nothing.
 
     A batch is {"image": uint8 (B, C, H, W), "mask": uint8 (B, H, W), "index": int64 (B,)}; 255 in a mask is no class.
@@ -47,7 +56,7 @@ class MaskFolder(ImageData):
     Args:
         cfg: the whole config.
         class_names: of class 0, 1 … in order; at most 255.
-        ignore: the value of pixels that do not count, 0 to 255.
+        ignore: the value or colour of pixels that do not count; None: each pixel counts.
         image_size: pixels, one number for a square or [height, width].
         mode: "RGB" or "L" (grey).
         resize: "crop", "stretch" or "pad", see `deeplightning.image.ImageSpec`.
@@ -62,13 +71,15 @@ class MaskFolder(ImageData):
             are prepared for each batch. None: true if they take at most `deeplightning.data.images.IN_MEMORY_LIMIT`.
             "auto": like None, and on the GPU if there is room, see `deeplightning.data.images.ImageData`.
         limit: see `deeplightning.data.images.ImageData`.
+        values: what the pixels of class 0, 1 … hold in the files: a number from 0 to 65535 (of a palette the index), or
+            a colour [red, green, blue]. With colours, a pixel of a palette is its colour. None: 0, 1, 2 …
     """
 
     def __init__(
         self,
         cfg: "PartConfig",
         class_names: Sequence[str],
-        ignore: int = NO_CLASS,
+        ignore: int | Sequence[int] | None = NO_CLASS,
         image_size: int | Sequence[int] = 64,
         mode: Literal["RGB", "L"] = "RGB",
         resize: Literal["crop", "stretch", "pad"] = "crop",
@@ -79,6 +90,7 @@ class MaskFolder(ImageData):
         augment: Sequence[nn.Module] = (),
         in_memory: bool | Literal["auto", "device"] | None = "auto",
         limit: int | None = None,
+        values: Sequence[int | Sequence[int]] | None = None,
     ):
         usual = STATISTICS.get(mode, ((), ()))
         spec = ImageSpec(
@@ -100,9 +112,17 @@ class MaskFolder(ImageData):
                 "data.module.params.class_names must be a list of 1 to 255 different names, that of class 0 first, not "
                 f"{class_names!r}."
             )
-        if not isinstance(ignore, int) or isinstance(ignore, bool) or not len(names) <= ignore <= 255:
+        codes = list(range(len(names))) if values is None else _codes("values", values)
+        if len(codes) != len(names) or len(set(codes)) < len(codes):
             raise DataConfigError(
-                f"data.module.params.ignore must be a value that is no class, from {len(names)} to 255, not {ignore!r}."
+                f"data.module.params.values must be {len(names)} different values, one for each of class_names, not "
+                f"{values!r}."
+            )
+        ignored = None if ignore is None else _codes("ignore", [ignore])[0]
+        if ignored in codes:
+            raise DataConfigError(
+                f"data.module.params.ignore must be null or a value that is no class, not {ignore!r}, the value of "
+                f"{names[codes.index(ignored)]}."
             )
         if isinstance(extensions, str) or not all(isinstance(end, str) and end.startswith(".") for end in extensions):
             raise DataConfigError(f'data.module.params.extensions must be a list like [".jpg"], not {extensions!r}.')
@@ -113,7 +133,8 @@ class MaskFolder(ImageData):
         self.class_names = names
         self.root = folder_of(cfg.data.root)
         self.extensions = tuple(end.lower() for end in extensions)
-        self.masks = Masks(spec, max_pixels, len(names), ignore)
+        by_colour = any(not isinstance(value, int) for value in (*(values or ()), ignore) if value is not None)
+        self.masks = Masks(spec, max_pixels, codes, ignored, by_colour)
 
     def check(self) -> None:
         if not self.root.is_dir():
@@ -169,6 +190,30 @@ class MaskFolder(ImageData):
             [str(masks[name]) for name in pictures],
         )
 
+    def _ready(self, stage: str | None) -> None:
+        super()._ready(stage)
+        if stage in ("fit", None):
+            self._need_two_classes()
+
+    def _need_two_classes(self) -> None:
+        """
+        Raises:
+            DataError: the masks of the training set hold fewer than two classes: there is nothing to tell apart.
+        """
+        dataset, seen = self.dataset("train"), set[int]()
+        for position in range(len(dataset)):  # most masks hold two classes: the first one ends this loop
+            seen |= {*dataset[[position]]["mask"].unique().tolist()} - {NO_CLASS}
+            if len(seen) > 1:
+                return
+        only = f"the class {self.class_names[seen.pop()]} only" if seen else "no class"
+        ignored = "" if self.masks.ignore is None else (
+            f" The value {value_of(self.masks.ignore, self.masks.by_colour)} does not count "
+            "(data.module.params.ignore). If it is a class, add it to class_names and values, and set ignore to null."
+        )  # fmt: skip
+        raise DataError(
+            f"{self._describe()}: the {len(dataset)} training masks hold {only}; a training needs two or more.{ignored}"
+        )
+
     def _prepare(self, samples: Samples) -> InMemory | OnDemand:
         assert isinstance(samples, MaskedSamples)
         if self.in_memory is None:
@@ -200,6 +245,18 @@ class MaskFolder(ImageData):
 
     def _describe(self) -> str:
         return f"{type(self).__name__} in {self.root}"
+
+
+def _codes(param: str, values: Sequence[int | Sequence[int]]) -> list[int]:
+    """Return the codes of the values of a param.
+
+    Raises:
+        DataConfigError: if one is no value of a mask.
+    """
+    try:
+        return [code_of(value) for value in values]
+    except (TypeError, ValueError) as error:
+        raise DataConfigError(f"data.module.params.{param}: {error}, not {values!r}.") from None
 
 
 def _named(top: Path, endings: tuple[str, ...]) -> dict[str, Path]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from deeplightning.config.packages import TORCH_BUILD
 from deeplightning.config.schema import Engine
 from deeplightning.engine import devices
 from deeplightning.engine.devices import VISIBLE, Gpu, Machine
@@ -23,7 +24,7 @@ LEAST_MEMORY = 512 * 2**20
 _DRIVERS = {11: "450", 12: "525", 13: "580"}
 _CPU = "`engine.gpus=null` runs on the CPU"
 _NO_CUDA = "this torch is built without CUDA"
-_BUILD = "`TORCH_BACKEND=auto bash env.sh` installs a build that fits"
+_BUILD = f"{TORCH_BUILD} installs a build that fits"
 _MANY = 8  # GPUs that a message lists
 
 _replaced: tuple[str | None, str] | None = None

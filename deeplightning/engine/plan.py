@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from deeplightning.config.packages import TORCH_BUILD
 from deeplightning.config.schema import BACKENDS, PRECISIONS, Config, Engine
 from deeplightning.config.target import build_inside, is_installed
 from deeplightning.engine.devices import cpu_computes_bf16
@@ -209,7 +210,7 @@ def _lacks_nccl(engine: Engine) -> list[Fault]:
         return []
     one = ", or `engine.backend=null` for the one GPU" if world_size(engine) == 1 else ""
     message = (
-        "this torch is built without NCCL, by which GPUs exchange tensors; `TORCH_BACKEND=auto bash env.sh` installs a "
+        f"this torch is built without NCCL, by which GPUs exchange tensors; {TORCH_BUILD} installs a "
         "build with it on Linux; elsewhere set `engine.backend=ddp` and `engine.params.process_group_backend=gloo`"
     )
     message += one

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,8 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("deeplightning")
 
 PRINTS_CONFIG = "DEEPLIGHTNING_PRINT_CONFIG"
-"""The environment variable that has a run print its whole config first (1) or not (0); unset: where stdout is no
-terminal."""
+"""The environment variable that has a run print its whole config first."""
 
 
 def launch(cfg: Config) -> RunFolder:
@@ -59,7 +57,7 @@ def launch(cfg: Config) -> RunFolder:
     to_terminal(cfg)
     one_line_warnings()
     if own_rank() == 0 and supervisor.restarts() == 0:
-        if os.environ.get(PRINTS_CONFIG, "0" if sys.stdout.isatty() else "1") != "0":
+        if PRINTS_CONFIG in os.environ:
             show(dump(cfg.public()))
         if cfg.train.fast:
             log.info("%-10s one batch of each stage; no checkpoint and no bundle is written", "fast")
@@ -240,7 +238,7 @@ def _export_at_the_end(cfg: Config, task: Any, data: object, record: Any) -> Non
     except FormatError as error:
         log.warning("bundle     %s", error)
     except NotExpressible as error:
-        log.warning("bundle     none; deploy.sh will answer by torch, from the checkpoint: %s", error)
+        log.warning("bundle     none; `deeplightning serve` answers by torch, from the checkpoint: %s", error)
 
 
 def _is_served(task: Any) -> bool:

@@ -301,7 +301,10 @@ def test_what_the_user_allows_is_imported(run, own, tmp_path, monkeypatch):
 def test_training_says_that_a_network_cannot_be_exported(forked):
     """The run ends well, without a bundle, and one line says why and what answers instead."""
     (line,) = [line for line in forked.err.splitlines() if "bundle" in line]
-    assert "none; deploy.sh will answer by torch, from the checkpoint: The network cannot be exported to ONNX" in line
+    assert (
+        "none; `deeplightning serve` answers by torch, from the checkpoint: The network cannot be exported to ONNX"
+        in line
+    )
     assert not RunFolder(forked.folder).bundle.exists()
 
 

@@ -293,7 +293,7 @@ def test_a_failed_trial_has_its_run_in_the_table(command, tiny, tracked, tmp_pat
 def test_a_launch_prints_its_config_and_its_folder_once(command, tiny, place):
     """Restarts repeat neither; the folder is the last line, after the reason of the end."""
     killed = "train.callbacks=[{type: own.Killed, params: {epoch: 1, batch: 0}}]"
-    outcome = command("train", tiny, "engine.max_restarts=1", killed, cwd=place, main="forks:main")
+    outcome = command("train", tiny, "--show-config", "engine.max_restarts=1", killed, cwd=place, main="forks:main")
     assert outcome.code == 5, outcome
     assert outcome.err.count("restart 1 of 1: ") == 1
     assert outcome.out.count("seed: 7\n") == 1

@@ -418,7 +418,7 @@ def runs_of(store):
 def test_torchrun_starts_all_processes_itself(by_torchrun, alone, store):
     """Two processes in all, one run; its weights are those of two processes that this command starts."""
     before = runs_of(store)
-    ended = by_torchrun(["--nproc-per-node", "2"]).end()
+    ended = by_torchrun(["--nproc-per-node", "2"], "--show-config").end()
     assert ended.code == 0, ended
     assert runs_of(store) - before == {ended.folder}
     assert "processes: 2" in ended.out
@@ -446,7 +446,7 @@ def test_two_torchruns_are_one_run(by_torchrun, alone, store):
     options += ["--rdzv-id=two", "--local-addr=127.0.0.1"]
     for _ in range(2):
         before = runs_of(store)
-        ended = [each.end() for each in [by_torchrun(options, "engine.backend=ddp") for _ in range(2)]]
+        ended = [each.end() for each in [by_torchrun(options, "--show-config", "engine.backend=ddp") for _ in range(2)]]
         assert [each.code for each in ended] == [0, 0], ended
         (folder,) = runs_of(store) - before
         assert digest(folder / "last.ckpt") == digest(alone.folder / "last.ckpt")

@@ -14,6 +14,7 @@ import torch
 from conftest import weights
 from PIL import Image
 from sklearn.metrics import accuracy_score, jaccard_score
+from torch import nn
 
 import deeplightning as dl
 from deeplightning.checks.examine import load_config
@@ -190,7 +191,11 @@ def cut(root):
         (other_size, "masks/02.png", r"this mask has 16 x 15 pixels, its picture .*images/02.png has 16 x 16"),
         (outside, "masks/02.png", r"value 3 \(row 3, column 5\) is no class. There are 3 \(0 to 2, .*255 for"),
         (lambda root: (root / "masks" / "02.png").unlink(), "images/02.png", "this picture has no mask; it would be"),
-        (lambda root: Image.new("RGB", (16, 16)).save(root / "masks/02.png"), "masks/02.png", "this is of mode RGB"),
+        (
+            lambda root: Image.new("RGB", (16, 16), "red").save(root / "masks/02.png"),
+            "masks/02.png",
+            r"value \[255, 0, 0\] \(row 0, column 0\) is no class. There are 3 \(0 to 2, .*params.values lists",
+        ),
         (cut, "masks/02.png", "cannot be used as a mask"),
         (lambda root: (root / "masks/02.png").write_bytes(b"no"), "masks/02.png", "this is no PNG"),
         (lambda root: (root / "images/02.png").write_bytes(b"no"), "images/02.png", "cannot be used as an image"),
@@ -223,7 +228,11 @@ def test_files_that_do_not_fit(break_it, place, words, in_memory, config, tmp_pa
         ("class_names=road", "class_names must be a list of 1 to 255 different names, that of class 0 first"),
         ("class_names=[a,a]", "class_names must be a list"),
         ("class_names=[]", "class_names must be a list"),
-        ("ignore=2", "ignore must be a value that is no class, from 3 to 255, not 2"),
+        ("ignore=2", "ignore must be null or a value that is no class, not 2, the value of high"),
+        ("ignore=[1,2]", r"params.ignore: a value is a number from 0 to 65535, or a colour"),
+        ("values=[0,1]", r"values must be 3 different values, one for each of class_names, not \[0, 1\]"),
+        ("values=[0,1,[1,1,1]]", "values must be 3 different values"),
+        ("values=[0,1,[1,1,256]]", r"params.values: a value is a number from 0 to 65535, or a colour"),
         ("image_size=0", "image_size must be a whole number"),
         ("extensions=.png", "extensions must be a list"),
     ],
@@ -241,6 +250,22 @@ def test_masks_without_a_picture_are_counted(config, tmp_path, caplog):
         Image.new("L", (16, 16)).save(tmp_path / "masks" / f"{name}.png")
     module(config, f"data.root='{tmp_path}'")
     assert "2 masks without a picture, such as" in caplog.text
+
+
+@pytest.mark.parametrize("in_memory", ["true", "false"])
+def test_masks_of_one_class_are_a_fault(config, tmp_path, in_memory):
+    """There is nothing to learn: exit code 3, with the class and what may be meant. A mask without a class is none."""
+    fill(tmp_path, 12)
+    where = [f"data.root='{tmp_path}'", f"data.module.params.in_memory={in_memory}"]
+    for path in (tmp_path / "masks").iterdir():
+        Image.fromarray(np.kron([[1, 255], [255, 1]], np.ones((8, 8))).astype(np.uint8)).save(path)
+    with pytest.raises(DataError, match=r"\d training masks hold the class low only; .* 255 does not") as error:
+        module(config, *where)
+    assert error.value.exit_code == 3
+    for path in (tmp_path / "masks").iterdir():
+        Image.new("L", (16, 16), 255).save(path)
+    with pytest.raises(DataError, match="training masks hold no class; a training needs two or more"):
+        module(config, *where)
 
 
 def test_augmentation_moves_picture_and_mask_alike(config):
@@ -293,6 +318,27 @@ def test_metrics_equal_scikit_learns():
     assert float(metrics["acc"].compute()) == pytest.approx(accuracy_score(true, answered))
     with pytest.raises(ValueError, match="of is a class's number"):
         IoU(of=-1)
+
+
+def test_a_score_of_one_class_is_a_warning(caplog):
+    """A network that always answers this class scores 1; the log says so once, not in each epoch."""
+    truth = torch.full((2, 4, 4), 2)
+    outputs = nn.functional.one_hot(truth, 3).permute(0, 3, 1, 2).float()
+    for metric in (IoU(), PixelAccuracy()):
+        caplog.clear()
+        for _ in range(2):
+            metric(outputs, truth)
+            assert metric.compute() == 1
+            metric.reset()
+        assert [record.getMessage()[-75:] for record in caplog.records] == [
+            "network that always answers this class scores 1. Check the masks of this set"[-75:]
+        ]
+        assert f"{type(metric).__name__}: all scored pixels are of class 2" in caplog.text
+        caplog.clear()
+        metric(outputs, truth - 1)
+        metric(outputs, truth)
+        assert metric.compute() < 1
+        assert caplog.records == []
 
 
 def test_the_least_right_pictures_are_kept():

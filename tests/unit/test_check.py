@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import yaml
 
 from deeplightning.checks import strategy
 from deeplightning.checks.check import load
@@ -709,8 +710,7 @@ def test_a_full_disk_is_a_note(here):
             stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
         )  # fmt: skip
     assert done.returncode == 3
-    told = done.stderr.splitlines()[1]  # the first line says what is unchecked
-    assert told.startswith("error: the disk is full: [Errno 28] No space left on device.")
+    assert done.stderr.startswith("error: the disk is full: [Errno 28] No space left on device.")
 
 
 def test_a_right_config_for_programs(command, here):
@@ -831,11 +831,19 @@ def test_a_rate_that_a_file_sets_over_the_schedule_of_another_is_a_warning():
 
 
 def test_check_says_what_only_a_dry_run_tries(command, here):
-    """Constructors and batches are unchecked, unless `--dry-run` tries them."""
+    """A config without a fault is one line, which names the options that check and show more. The report for programs
+    calls constructors and batches unchecked, unless `--dry-run` tries them."""
     Path("c.yaml").write_text(GOOD)
-    told = "unchecked: what constructors and batches refuse; `--dry-run` builds everything and passes a batch\n"
-    assert command("check", "c.yaml", cwd=here).err == told
-    assert told not in command("check", "c.yaml", "--dry-run", cwd=here).err
+    plain = command("check", "c.yaml", cwd=here)
+    more = "--dry-run builds everything and passes a batch; "
+    assert (plain.out, plain.err) == (f"no faults; {more}--show-config prints the config\n", "")
+    report = json.loads(command("check", "c.yaml", "--format", "json", cwd=here).out)
+    assert [fault["message"][:32] for fault in report["unchecked"]] == ["what constructors and batches re"]
+    shown = command("check", "c.yaml", "--show-config", cwd=here)
+    assert yaml.safe_load(shown.out) == report["config"]
+    assert "what constructors" not in command("check", "c.yaml", "--dry-run", "--format", "json", cwd=here).out
+    tried = command("check", "c.yaml", "--dry-run", cwd=here)
+    assert (tried.code, tried.out) == (0, "no faults; --show-config prints the config\n"), tried
 
 
 def test_check_imports_nothing_heavy_and_nothing_that_is_named():

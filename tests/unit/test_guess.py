@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from deeplightning.cli import guess_tables
+from deeplightning.cli.guess import MAX_LOOKED_AT
 from deeplightning.cli.init import init
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain
@@ -68,7 +69,7 @@ def test_data_without_a_test_set_are_not_tested(kind, sets):
             elif kind == "segmentation":
                 picture(f"d/{name}/images/{member}.png", (9, 9, 9), (8, 8))
                 Path(f"d/{name}/masks").mkdir(exist_ok=True)
-                Image.fromarray(np.ones((8, 8), np.uint8)).save(f"d/{name}/masks/{member}.png")
+                Image.fromarray(np.eye(8, dtype=np.uint8)).save(f"d/{name}/masks/{member}.png")
             else:
                 Path(f"d/{name}/{member}").mkdir(parents=True)
                 np.save(f"d/{name}/{member}/1.npy", np.ones((1, 8), np.float32))
@@ -105,6 +106,11 @@ def test_grey_large_and_damaged_pictures(here):
     assert params["mean"] == [round(100 / 255, 4)]
     assert written["model"]["network"]["params"] == {"num_classes": 2, "num_channels": 1, "small_images": False}
     assert "1 file cannot be decoded and will be left out: x/train/a/bad.png" in notes
+    for number in range(2 * MAX_LOOKED_AT - 6):  # each second file is looked at
+        picture(f"x/train/b/{number + 3}.png", 100, (9, 9), "L")
+    init(Path("larger"), "images", Path("x"))
+    notes = Path("larger/README.md").read_text()
+    assert "1 file cannot be decoded and will be left out in a sample of 300; a training counts all: x/train" in notes
 
 
 def test_masks_give_classes(here):

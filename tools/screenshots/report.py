@@ -30,7 +30,7 @@ TALLEST = 9000
 def command(*words: object, cwd: Path) -> list[str]:
     """What a verb prints, by lines; ends this program where it fails."""
     started = [sys.executable, "-m", "deeplightning", *map(str, words)]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "DEEPLIGHTNING_PRINT_CONFIG": "0"}
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(started, cwd=cwd, env=env, capture_output=True, text=True)
     if done.returncode:
         sys.exit(done.stderr)

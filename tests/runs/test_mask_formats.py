@@ -1,0 +1,165 @@
+"""Masks in the formats that tools write: `init` guesses the classes, and a network learns from each what it learns from
+the same masks as class numbers, to the bit."""
+
+import base64
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from deeplightning.checks.examine import load_config
+from deeplightning.cli.init import init
+from deeplightning.config.source import read
+from deeplightning.config.tree import plain
+from deeplightning.faults import SetupError
+from deeplightning.run.assemble import init_module
+from serve.app import application
+from serve.bundle import Bundle
+from serve.service import Service
+
+GREEN, RED = [0, 128, 0], [128, 0, 0]
+PALETTE = [0, 0, 0, *GREEN, *RED]
+
+
+def grey(*values):
+    """Masks with these values for class 0, 1 …"""
+    return lambda classes, number: Image.fromarray(np.array(values, np.uint8)[classes])
+
+
+def palette(classes, number):
+    image = Image.fromarray(classes)
+    image.putpalette(PALETTE)
+    return image
+
+
+def own_palette(classes, number):
+    """A palette whose order differs from file to file, as programs that shrink files write it."""
+    order = np.roll(np.arange(3, dtype=np.uint8), number % 3)  # the index of each class
+    image = Image.fromarray(order[classes])
+    image.putpalette(np.array(PALETTE).reshape(3, 3)[order.argsort()].ravel().tolist())
+    return image
+
+
+def colours(classes, number):
+    return palette(classes, number).convert("RGB")
+
+
+def sixteen_bits(classes, number):
+    return Image.fromarray(np.array([0, 1000, 40000], np.uint16)[classes])
+
+
+# How a mask is drawn, its number of classes, and the `values` and `ignore` that `init` writes.
+FORMATS = {
+    "numbers": (grey(0, 1, 2), 3, None, None),
+    "0 and 255": (grey(0, 255), 2, [0, 255], None),
+    "one bit": (lambda classes, number: Image.fromarray(classes > 0), 2, [0, 255], None),
+    "palette": (palette, 3, None, None),
+    "palettes of their own": (own_palette, 3, [[0, 0, 0], GREEN, RED], None),
+    "colours": (colours, 3, [[0, 0, 0], GREEN, RED], None),
+    "0, 128 and 255": (grey(0, 128, 255), 3, [0, 128, 255], None),
+    "1 and 2": (grey(1, 2), 2, [1, 2], None),
+    "1 and 255": (grey(1, 255), 2, [1, 255], None),
+    "0 and 2": (grey(0, 2), 2, [0, 2], None),
+    "grey as RGB": (lambda classes, number: grey(0, 1, 2)(classes, number).convert("RGB"), 3, None, None),
+    "transparent": (lambda classes, number: colours(classes, number).convert("RGBA"), 3, [[0, 0, 0], GREEN, RED], None),
+    "grey and alpha": (lambda classes, number: grey(0, 9, 99)(classes, number).convert("LA"), 3, [0, 9, 99], None),
+    "sixteen bits": (sixteen_bits, 3, [0, 1000, 40000], None),
+    "one bit and 0 and 255": (
+        lambda classes, number: grey(0, 255)(classes, number).convert("1" if number % 2 else "L"), 2, [0, 255], None
+    ),
+    "0, 1, 2 and 255 for none": (grey(0, 1, 2, 255), 4, None, 255),
+}  # fmt: skip
+
+
+def draw(top: Path, form: str) -> Path:
+    """Draws 20 pictures whose brightness tells the classes, with masks of a format."""
+    mask_of, number_of_classes, *_ = FORMATS[form]
+    random = np.random.default_rng(0)
+    for folder in ("images", "masks"):
+        (top / folder).mkdir(parents=True)
+    for number in range(20):
+        classes = np.kron(random.integers(0, number_of_classes, (4, 4)), np.ones((4, 4))).astype(np.uint8)
+        pixels = classes * 60 + random.integers(0, 40, (16, 16))
+        Image.fromarray(pixels.astype(np.uint8)).save(top / "images" / f"{number:02}.png")
+        mask_of(classes, number).save(top / "masks" / f"{number:02}.png")
+    return top
+
+
+def project(top: Path, form: str) -> Path:
+    draw(top / "data", form)
+    init(top / "project", "segmentation", top / "data")
+    return top / "project"
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_init_guesses_the_classes_and_training_reads_them(form, tmp_path, monkeypatch):
+    """The config has the values, and batches hold the classes that were drawn; 255 is none."""
+    _, number_of_classes, values, ignore = FORMATS[form]
+    folder = project(tmp_path, form)
+    params = plain(read(folder / "config.yaml").root)["data"]["module"]["params"]
+    assert (params["values"], params["ignore"]) == (values, ignore)
+    assert len(params["class_names"]) == number_of_classes - (ignore is not None)
+    monkeypatch.chdir(folder)
+    data = init_module(load_config(Path("config.yaml"), []), "data")
+    data.setup()
+    for split in ("train", "val", "test"):
+        dataset = data.dataset(split)
+        expected = np.stack([classes_of(path) for path in dataset.samples.items])
+        if ignore is not None:
+            expected[expected == number_of_classes - 1] = 255
+        np.testing.assert_array_equal(dataset[np.arange(len(dataset))]["mask"], expected)
+
+
+def classes_of(path: str) -> np.ndarray:
+    """Return the classes that `draw` drew for a picture, by the darkest pixel of each square of 4 x 4."""
+    pixels = np.asarray(Image.open(path)).reshape(4, 4, 4, 4)
+    return np.kron(pixels.min((1, 3)) // 60, np.ones((4, 4))).astype(np.uint8)
+
+
+def results(command, folder: Path) -> tuple[dict[str, float], Path]:
+    words = ("train.num_epochs=1", "stages=[train, validate, test]", "engine.gpus=null", "logger.pictures=null")
+    done = command("train", *words, "model.network.params.width=4", cwd=folder)
+    assert done.code == 0, done
+    read_of = [json.loads((done.folder / f"{stage}_results.json").read_text()) for stage in ("val", "test")]
+    return {name: value for found in read_of for name, value in found.items() if "iou" in name}, done.folder
+
+
+@pytest.mark.parametrize(
+    "form", [pytest.param(f, marks=[pytest.mark.slow] * (f != "one bit")) for f in list(FORMATS)[1:-1]]
+)
+def test_a_network_learns_the_same_from_each_format(form, command, tmp_path, monkeypatch):
+    """IoU on validation and test sets is that of the same masks as class numbers, to the last bit. The server answers
+    with the classes of the table: number n is the n-th of class_names."""
+    number_of_classes = FORMATS[form][1]
+    monkeypatch.setitem(FORMATS, "as numbers", (grey(*range(number_of_classes)), number_of_classes, None, None))
+    expected, _ = results(command, project(tmp_path / "numbers", "as numbers"))
+    found, run = results(command, project(tmp_path / "other", form))
+    assert found == expected
+    assert set(found) == {"val_iou", "test_iou"}
+    client = application(Service(Bundle.open(run))).test_client()
+    said = client.post("/predict", data=(tmp_path / "other/data/images/00.png").read_bytes()).json
+    names = [f"class_{number}" for number in range(number_of_classes)]
+    assert [(each["class"], each["label"]) for each in said["classes"]] == [*enumerate(names)]
+    mask = np.asarray(Image.open(io.BytesIO(base64.b64decode(said["mask"]))))
+    assert np.bincount(mask.ravel(), minlength=number_of_classes).tolist() == [e["pixels"] for e in said["classes"]]
+
+
+@pytest.mark.parametrize(
+    ("mask_of", "words"),
+    [
+        (lambda number: np.zeros((16, 16), np.uint8), "hold one value only, 0; they must hold two classes or more"),
+        (lambda number: np.full((16, 16), 255, np.uint8), "hold one value only, 255"),
+        (lambda number: np.arange(256, dtype=np.uint8).reshape(16, 16), "hold too many values for classes: 0, 1, 2"),
+        (lambda number: np.random.default_rng(number).integers(0, 255, (16, 16, 3), np.uint8), "too many values"),
+    ],
+)
+def test_masks_that_tell_no_classes_are_refused(mask_of, words, tmp_path):
+    """Masks of one value, and masks with smoothed edges, end `init` with one note."""
+    data = draw(tmp_path / "data", "numbers")
+    for number, path in enumerate(sorted((data / "masks").iterdir())):
+        Image.fromarray(mask_of(number)).save(path)
+    with pytest.raises(SetupError, match=words):
+        init(tmp_path / "project", "segmentation", data)
