@@ -1,4 +1,4 @@
-"""A row of a table becomes numbers: `TableSpec` takes rows to the array that a network was trained on.
+"""Turn rows of a table into the array that a network was trained on (`TableSpec`), and the text of CSV into rows.
 
 Training and serving both call it, so they cannot disagree. numpy and the standard library only. Letters: N rows, F
 columns.
@@ -8,11 +8,15 @@ the spec. A number is standardised in float64. A category is the number of its w
 for a word that is not in the list, and for a missing one.
 """
 
+import codecs
 import csv
 import io
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
 from functools import cached_property
 from typing import Any
 
@@ -20,8 +24,19 @@ import numpy as np
 
 KINDS = ("number", "category")
 
-MISSING = ("", "na", "n/a", "nan", "null", "none")
-"""Words, in small or capital letters, that stand for a missing value in a file or a request."""
+MISSING = ("na", "n/a", "nan", "null", "none")
+"""Words, in small or capital letters, that stand for a missing value unless a config names others."""
+
+DELIMITERS = (",", ";", "\t", "|")
+"""Signs that may separate the values of a row, the most usual first."""
+
+_GROUPED = {
+    decimal: re.compile(
+        rf"[+-]?[1-9][0-9]{{0,2}}([{group}' \u2019\u00a0\u202f])[0-9]{{3}}(?:\1[0-9]{{3}})*(?:\{decimal}[0-9]*)?"
+    )
+    for decimal, group in ((".", ","), (",", "."))
+}
+"""Numbers with a separator of thousands, by the decimal sign."""
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -37,6 +52,72 @@ class TableError(ValueError):
     """
 
     status = 400
+
+
+@dataclass(frozen=True)
+class TableFormat:
+    """How the values of a table are written.
+
+    Attributes:
+        delimiter: the character between the values of a row.
+        decimal: the decimal sign, "." or ",".
+        encoding: the Python codec of a file.
+        missing_words: words that stand for a missing value, in small or capital letters; the empty text always does.
+
+    Raises:
+        ValueError: a value is impossible.
+    """
+
+    delimiter: str = ","
+    decimal: str = "."
+    encoding: str = "utf-8"
+    missing_words: tuple[str, ...] = MISSING
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.delimiter, str) or len(self.delimiter) != 1 or self.delimiter in '"\r\n':
+            raise ValueError(f'delimiter must be one character such as ";" or "\\t", not {self.delimiter!r}')
+        if self.decimal not in _GROUPED:
+            raise ValueError(f'decimal must be "." or ",", not {self.decimal!r}')
+        try:
+            codecs.lookup(self.encoding)
+        except (LookupError, TypeError, ValueError):
+            raise ValueError(f"encoding must be utf-8, utf-16, latin-1 or so, not {self.encoding!r}") from None
+        words = self.missing_words
+        if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
+            raise ValueError(f'missing_words must be a list of texts such as ["?", "na"], not {words!r}')
+        object.__setattr__(self, "missing_words", tuple(dict.fromkeys(word.strip().lower() for word in words)))
+
+    def is_missing(self, value: object) -> bool:
+        """Return whether a value of a file or a request is missing."""
+        if isinstance(value, str):
+            word = value.strip().lower()
+            return not word or word in self.missing_words
+        return value is None or (isinstance(value, float) and math.isnan(value))
+
+    def number(self, value: object) -> float:
+        """Return a value of a column of numbers; of a date such as 2024-02-29 the days since 1970.
+
+        Raises:
+            ValueError: it is not a number.
+        """
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            try:
+                return float(value)
+            except OverflowError:
+                return math.inf
+        if not isinstance(value, str) or "_" in value:  # Python reads 1_000, and no table means it
+            raise ValueError(repr(value))
+        text = value.strip()
+        if found := _GROUPED[self.decimal].fullmatch(text):
+            text = text.replace(found[1], "")
+        if self.decimal == ",":
+            if "." in text:
+                raise ValueError(value)
+            text = text.replace(",", ".")
+        try:
+            return float(text)
+        except ValueError:
+            return (datetime.fromisoformat(text).replace(tzinfo=None) - datetime(1970, 1, 1)) / timedelta(days=1)
 
 
 @dataclass(frozen=True)
@@ -139,6 +220,7 @@ class TableSpec:
         unknown: what becomes of a category that no training row has: "other" (the number 0), or "refuse".
         missing: what becomes of a missing value: "fill" (the mean of a number, the number 0 of a category), or
             "refuse".
+        format: how the values of the table are written.
 
     Raises:
         ValueError: a value is impossible.
@@ -147,6 +229,7 @@ class TableSpec:
     columns: tuple[Column, ...]
     unknown: str = "other"
     missing: str = "refuse"
+    format: TableFormat = TableFormat()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "columns", tuple(self.columns))
@@ -214,7 +297,7 @@ class TableSpec:
 
     def _number(self, column: Column, value: object) -> float:
         try:
-            found = math.nan if is_missing(value) else as_number(value)
+            found = math.nan if self.format.is_missing(value) else self.format.number(value)
         except ValueError:
             raise TableError(f"Column {column.name}: {_shown(value)} is not a number.") from None
         if math.isnan(found):
@@ -227,7 +310,7 @@ class TableSpec:
         return standardised
 
     def _code(self, column: Column, value: object) -> float:
-        if is_missing(value):
+        if self.format.is_missing(value):
             return self._gap(column)
         word = as_word(value)
         if word is None:
@@ -301,9 +384,11 @@ class TableSpec:
     # ---- travelling
 
     def to_dict(self) -> dict[str, object]:
-        """Plain JSON types, for a checkpoint and a bundle."""
+        """Return plain JSON types, for a checkpoint and a bundle; without the format where it is the default."""
         columns = [asdict(column) | {"categories": list(column.categories)} for column in self.columns]
-        return {"columns": columns, "unknown": self.unknown, "missing": self.missing}
+        form = asdict(self.format) | {"missing_words": list(self.format.missing_words)}
+        others = {} if self.format == TableFormat() else {"format": form}
+        return {"columns": columns, "unknown": self.unknown, "missing": self.missing, **others}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "TableSpec":
@@ -312,14 +397,18 @@ class TableSpec:
         Raises:
             ValueError: a key is missing or unknown, or a value is impossible.
         """
-        _has_exactly("a table spec", values, ("columns", "unknown", "missing"))
+        _has_exactly("a table spec", {"format": None, **values}, ("columns", "unknown", "missing", "format"))
         if not isinstance(values["columns"], list | tuple):
             raise ValueError("the columns of a table spec must be a list")
         columns = []
         for column in values["columns"]:
             _has_exactly("a column", column, ("name", "kind", "mean", "std", "categories"))
             columns.append(Column(**column))
-        return cls(tuple(columns), values["unknown"], values["missing"])
+        form = TableFormat()
+        if "format" in values:
+            _has_exactly("the format of a table", values["format"], [*asdict(form)])
+            form = TableFormat(**values["format"])
+        return cls(tuple(columns), values["unknown"], values["missing"], form)
 
 
 def _has_exactly(what: str, values: object, known: Sequence[str]) -> None:
@@ -327,31 +416,6 @@ def _has_exactly(what: str, values: object, known: Sequence[str]) -> None:
         raise ValueError(f"{what} must be a mapping, not {type(values).__name__}")
     if faults := [key for key in known if key not in values] + [str(key) for key in values if key not in known]:
         raise ValueError(f"{what} has exactly the keys {', '.join(known)}; look at {', '.join(faults)}")
-
-
-def is_missing(value: object) -> bool:
-    """Whether a value of a file or a request is missing."""
-    if isinstance(value, str):
-        return value.strip().lower() in MISSING
-    return value is None or (isinstance(value, float) and math.isnan(value))
-
-
-def as_number(value: object) -> float:
-    """A value of a column of numbers.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if isinstance(value, str):
-        if "_" in value:  # Python reads 1_000, and no table means it
-            raise ValueError(value)
-        return float(value)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            return math.inf
-    raise ValueError(repr(value))
 
 
 def as_word(value: object) -> str | None:
@@ -365,36 +429,118 @@ def as_word(value: object) -> str | None:
     return str(value) if isinstance(value, int | float) else None
 
 
-def rows_of_csv(text: str, most: int | None = None) -> list[dict[str, str]]:
-    """The rows of a table in CSV whose first line names the columns.
+def decoded(data: bytes, encoding: str = "utf-8") -> str:
+    """Return the text of a file: a byte order mark decides, then UTF-8 where it fits, then `encoding`.
+
+    Raises:
+        UnicodeDecodeError: it is neither.
+    """
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return data.decode("utf-16")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return data.decode(encoding)
+
+
+def records(text: str, delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
+    """Yield the lines of a CSV file that are not empty from the header on, split into values, each with its number.
+
+    Raises:
+        TableError: a line cannot be split.
+    """
+    above, quote = above_header(text, delimiter)
+    lines = io.StringIO(text, newline="")
+    for _ in range(above):
+        lines.readline()
+    reader = csv.reader(lines, delimiter=delimiter, quotechar=quote, strict=True)
+    try:
+        for values in reader:
+            if values:
+                yield above + reader.line_num, values
+    except csv.Error as error:
+        raise TableError(f"Line {above + reader.line_num} is not CSV: {error}.") from error
+
+
+def above_header(text: str, delimiter: str) -> tuple[int, str]:
+    """Return how many lines are above the header of a CSV file, and its quotation mark.
+
+    Empty lines, `sep=;` (of Excel) and lines that begin with # are above it. The last line with # is the header itself
+    where it has as many values as the line below it, and only that line has numbers.
+    """
+    head = [line.rstrip("\r\n") for line in io.StringIO(text[: 2**16], newline="")]
+    above = len([*itertools.takewhile(lambda line: re.match(r"\s*$|#|sep=.$", line), head)])
+    rows = [line.split(delimiter) for line in head[max(0, above - 1) : above + 1]]
+    if above and len(rows) == 2 and len(rows[0]) == len(rows[1]) > 1:
+        above -= any(map(_is_number, rows[1])) and not any(map(_is_number, rows[0]))
+    sign = re.escape(delimiter)
+    has_single = any(re.search(rf"(^|{sign})'[^']*'({sign}|$)", line) for line in head[above:])
+    return above, "'" if has_single and '"' not in "".join(head) else '"'
+
+
+def named_columns(header: Sequence[str], first: Sequence[str] = ()) -> list[str]:
+    """Return the names of the columns: without blanks around them, and `column_N` of the N-th that has none.
+
+    Args:
+        first: values of the first row; where there is one more than in the header, R has written the table, and the
+            first column has no name.
+
+    Raises:
+        TableError: two have the same name.
+    """
+    if first and first[-1].strip() and len(first) == len(header) + 1:
+        header = ["", *header]
+    names = [name.strip() or f"column_{place}" for place, name in enumerate(header, 1)]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        places = [str(place) for place, name in enumerate(names, 1) if name == twice]
+        raise TableError(
+            f"The columns {', '.join(places[:-1])[:100]} and {places[-1]} have the same name, {_shown(twice)}; rename "
+            f"{'one' if len(places) == 2 else 'all but one'}."
+        )
+    return names
+
+
+def rows_of_csv(
+    text: str, most: int | None = None, form: TableFormat | None = None, columns: Sequence[str] = ()
+) -> list[dict[str, str]]:
+    """Return the rows of a table in CSV whose header names the columns.
 
     Args:
         most: rows that are read; None: all.
+        form: gives the delimiter.
+        columns: columns that are needed; of the usual delimiters, the first that gives most of them is used.
 
     Raises:
         TableError: it has no rows, a row has more or fewer values than the header, or two columns have the same name.
     """
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    try:
-        header = [name.strip() for name in next(reader, [])]
-        if not header:
-            raise TableError("The table is empty; the first line names the columns.")
-        if len(set(header)) != len(header):
-            raise TableError(f"The header has a name twice: {', '.join(header)[:200]}.")
-        rows: list[dict[str, str]] = []
-        for values in reader:
-            if not values:
-                continue
-            if len(values) != len(header):
-                raise TableError(f"Line {reader.line_num} has {len(values)} values, the header {len(header)}.")
-            rows.append(dict(zip(header, values, strict=True)))
-            if most is not None and len(rows) > most:
-                break
-    except csv.Error as error:
-        raise TableError(f"Line {reader.line_num} is not CSV: {error}.") from error
-    if not rows:
+    delimiter = (form or TableFormat()).delimiter
+    if columns:
+        wanted = {*columns}
+        headers = {sign: next(records(text, sign), (0, []))[1] for sign in dict.fromkeys((delimiter, *DELIMITERS))}
+        delimiter = max(headers, key=lambda sign: len(wanted & {name.strip() for name in headers[sign]}))
+    found = records(text, delimiter)
+    _, header = next(found, (0, []))
+    if not header:
+        raise TableError("The table is empty; the first line names the columns.")
+    first = next(found, None)
+    if first is None:
         raise TableError("The table has a header and no rows.")
+    header = named_columns(header, first[1])
+    rows: list[dict[str, str]] = []
+    for number, values in itertools.chain([first], found):
+        if len(values) != len(header):
+            raise TableError(f"Line {number} has {len(values)} values, the header {len(header)}.")
+        rows.append(dict(zip(header, values, strict=True)))
+        if most is not None and len(rows) > most:
+            break
     return rows
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def _named(what: str, names: Sequence[str]) -> str:

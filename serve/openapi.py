@@ -188,7 +188,7 @@ def _row_bodies(spec: "TableSpec", most: int, example: JsonObject | None) -> Jso
         "text/csv": {
             "schema": {
                 "type": "string",
-                "description": "A header that names the columns, separated by commas, and one or more rows.",
+                "description": "A header that names the columns, and one or more rows. The delimiter is recognised.",
                 "pattern": r"^[^\r\n]+[\r\n][\s\S]*[^\r\n]",
             }
         },
@@ -196,7 +196,11 @@ def _row_bodies(spec: "TableSpec", most: int, example: JsonObject | None) -> Jso
     if example is not None:
         given = {name: example[name] for name in columns}  # others are ignored
         table = io.StringIO()
-        csv.writer(table, lineterminator="\n").writerows([given, given.values()])
+        values = [
+            str(value).replace(".", spec.format.decimal) if isinstance(value, float) else value
+            for value in given.values()
+        ]
+        csv.writer(table, delimiter=spec.format.delimiter, lineterminator="\n").writerows([given, values])
         bodies["application/json"]["example"] = {"rows": [given]}
         bodies["text/csv"]["example"] = table.getvalue()
     return bodies
@@ -341,7 +345,7 @@ def _input(kind: Kind) -> JsonObject:
             columns={"type": "array", "items": {"type": "object"}, "minItems": 1},
             unknown={"type": "string", "enum": ["other", "refuse"]},
             missing={"type": "string", "enum": ["fill", "refuse"]},
-        )
+        ) | {"description": "With the key format where the table was not written with commas and decimal points."}
     if kind.takes == "array":
         return _object(shape={"type": "array", "items": side, "minItems": 1}, mean=numbers, std=numbers)
     return _object(

@@ -3,7 +3,7 @@
 
 import re
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import unquote_to_bytes
 
 from deeplightning.kinds import KINDS
@@ -46,7 +46,8 @@ class Predictions:
 
     def __init__(self, model: Model, limits: Limits):
         self._limits = limits
-        self._shape: tuple[int, ...] = getattr(getattr(model, "row_spec", None), "shape", ())
+        self._spec: Any = getattr(model, "row_spec", None)
+        self._shape: tuple[int, ...] = getattr(self._spec, "shape", ())
         readers = {"image": self._pictures, "text": self._texts, "table": self._rows, "array": self._arrays}
         self._takes = KINDS[model.task].takes
         self._read = readers[self._takes]
@@ -136,7 +137,8 @@ class Predictions:
         if mimetype == b"application/json":
             return lambda _: _counted(rows_from_json(body, columns, limits), limits, "rows")
         if mimetype == b"text/csv":
-            return lambda _: _counted(rows_from_csv(body, limits), limits, "rows")
+            form, names = self._spec.format, [column.name for column in self._spec.columns]
+            return lambda _: _counted(rows_from_csv(body, limits, names, form), limits, "rows")
         raise Refusal(
             415, f"A body of type {_shown(kind)} is not read: this server answers rows of a table; {ROWS_USAGE}."
         )

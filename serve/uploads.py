@@ -11,12 +11,15 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from serve.limits import Limits, Refusal
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from deeplightning.table import TableFormat
 
 USAGE = 'send {"images": ["<base64 of an image file>", …]}'
 
@@ -222,16 +225,22 @@ def rows_from_json(body: bytes, columns: int, limits: Limits) -> list[dict[str, 
     return rows
 
 
-def rows_from_csv(body: bytes, limits: Limits) -> list[dict[str, str]]:
-    """The rows of a table whose first line names the columns, in UTF-8.
+def rows_from_csv(
+    body: bytes, limits: Limits, columns: Sequence[str], form: "TableFormat | None" = None
+) -> list[dict[str, str]]:
+    """Return the rows of a table whose header names the columns.
+
+    Args:
+        columns: those that the network takes, by which the delimiter is recognised.
+        form: how the training table was written.
 
     Raises:
         Refusal: the body is something else.
     """
-    from deeplightning.table import TableError, rows_of_csv  # imported lazily: most servers never need it
+    from deeplightning.table import TableError, decoded, rows_of_csv  # imported lazily: most servers never need it
 
     try:
-        return rows_of_csv(body.decode("utf-8-sig"), limits.max_images)
+        return rows_of_csv(decoded(body, form.encoding if form else "utf-8"), limits.max_images, form, columns)
     except UnicodeDecodeError:
         raise Refusal(400, "The table is not in UTF-8; save it as UTF-8.") from None
     except TableError as error:

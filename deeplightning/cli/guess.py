@@ -34,6 +34,21 @@ class Guess:
     template: str = "data"
 
 
+@dataclass(frozen=True)
+class Columns:
+    """What the options of `init` say of the columns of a table.
+
+    Attributes:
+        target: the column to be predicted; None: guessed.
+        ignore: columns that the network does not take.
+        task: classification or regression; None: guessed.
+    """
+
+    target: str | None = None
+    ignore: tuple[str, ...] = ()
+    task: str | None = None
+
+
 def evenly(files: Sequence[Path]) -> Sequence[Path]:
     """At most `MAX_LOOKED_AT` of them, from all parts of the list."""
     return files[:: math.ceil(len(files) / MAX_LOOKED_AT)]

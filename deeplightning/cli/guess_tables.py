@@ -1,19 +1,21 @@
-"""What the columns of a CSV file are, and which of them holds texts, classes or numbers to be predicted, for the config
-of a new project."""
+"""What the columns of a table are, and which of them holds texts, classes or numbers to be predicted, for the config of
+a new project."""
 
 from __future__ import annotations
 
-import csv
 import json
-import math
-from collections import Counter
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from deeplightning.cli.guess import Guess, some
-from deeplightning.faults import SetupError, count
-from deeplightning.words import printable
+import numpy as np
+
+from deeplightning.cli.guess import Columns, Guess, some
+from deeplightning.config.target import find
+from deeplightning.faults import ConfigError, Fault, SetupError, count, nearest
+from deeplightning.table import MISSING, TableFormat
 
 MAX_ROWS = 200_000
 """Rows of a table that are read."""
@@ -21,144 +23,170 @@ MAX_CLASSES = 1000
 """Different values of a column; one with more holds no classes."""
 MAX_FEW = 20
 """Different whole numbers that may be classes."""
-MISSING = ("", "na", "n/a", "nan", "null", "none")
-"""Words that mean a missing value, the same as in `deeplightning.table`."""
+MAX_STRAY = 20
+"""Different words that may stand for a missing value in a column of numbers."""
+NUMBERS = 0.9
+"""The part of the values of a column that must be numbers, for the other words to stand for missing values."""
 
-LABELS = ("label", "class", "category", "sentiment", "target", "y")
-TARGETS = ("target", "y", "price", "value", "label")
-NUMBERED = ("id", "index", "no", "nr", "row")
+TARGETS = ("target", "label", "class", "category", "sentiment", "price", "value", "y")
+"""Names of a column that is to be predicted, the likeliest first; the manual lists them."""
+
+_GAPS = tuple(word for word in MISSING if word != "none")
+"""Words that always stand for a missing value. "None" is a class, unless it is between numbers."""
+_NUMBERED = {"id", "ids", "index", "idx", "no", "nr", "number", "num", "row", "rows", "rownames", "unnamed", "column"}
+_DATE = re.compile(
+    r"\d{4}([-/.])\d\d?\1\d\d?([T ].*)?|\d\d?([-/.])\d\d?\3(\d\d){1,2}([T ].*)?"
+    r"|[A-Za-z]{3,9}[-/. ]\d\d?[-/., ]+\d{4}|\d\d?[-/. ]+[A-Za-z]{3,9}[-/. ]+(\d\d){1,2}"
+)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Column:
-    """What the values of a column are: how many are there, missing, and numbers; sums of these; some of them all."""
+    """What the values of a column are.
 
-    filled: int = 0
-    missing: int = 0
-    numbers: int = 0
-    total: float = 0.0
-    squares: float = 0.0
-    offset: float | None = None
-    letters: int = 0
-    values: Counter[str] = field(default_factory=Counter)
+    Attributes:
+        filled, missing: how many values there are, and are not.
+        different: how many of them are different.
+        values: each with its number; of more than `MAX_CLASSES` some.
+        strays: words between numbers; of more than `MAX_STRAY` some.
+        numbers: how many of the values are numbers.
+        mean, std: of the numbers.
+        letters: of all values.
+        is_whole: all numbers are whole.
+        has_codes: some number begins with 0, as in 00501.
+        has_dates: all values are dates.
+        type: the name of a type that is neither number nor text, such as list.
+    """
 
-    def add(self, cell: str) -> None:
-        cell = cell.strip()
-        if cell.lower() in MISSING:
-            self.missing += 1
-            return
-        number = _number(cell)
-        if number is not None and not math.isfinite(number):
-            self.missing += 1
-            return
-        self.filled += 1
-        self.letters += len(cell)
-        if len(self.values) <= MAX_CLASSES:
-            self.values[cell] += 1
-        if number is not None:
-            self.numbers += 1
-            self.offset = number if self.offset is None else self.offset
-            self.total += number - self.offset
-            self.squares += (number - self.offset) ** 2
+    filled: int
+    missing: int
+    different: int
+    values: dict[str, int]
+    strays: dict[str, int]
+    numbers: int
+    mean: float
+    std: float
+    letters: int
+    is_whole: bool
+    has_codes: bool
+    has_dates: bool
+    type: str
 
-    def is_numbers(self) -> bool:
-        return self.filled > 0 and self.numbers == self.filled
+    @classmethod
+    def of(cls, counts: dict[str, int], form: TableFormat, kind: str) -> Column:
+        """Return what the values of a column are, by how often each is in it."""
+        words = {word: number for word, number in counts.items() if not form.is_missing(word)}
+        numbers = {word: number for word in words if (number := _number(word, form)) is not None}
+        values, weights = np.array([*numbers.values()]), np.array([words[word] for word in numbers])
+        mean = float(np.average(values, weights=weights)) if numbers else 0.0
+        std = float(np.average((values - mean) ** 2, weights=weights)) ** 0.5 if numbers else 0.0
+        strays = [word for word in words if word not in numbers]
+        return cls(
+            filled=sum(words.values()),
+            missing=sum(counts.values()) - sum(words.values()),
+            different=len(words),
+            values={word: words[word] for word in [*words][: MAX_CLASSES + 1]},
+            strays={word: words[word] for word in strays[: MAX_STRAY + 1]},
+            numbers=sum(weights.tolist()),
+            mean=float(f"{mean:.6g}"),
+            std=float(f"{std or 1.0:.6g}"),
+            letters=sum(len(word) * number for word, number in words.items()),
+            is_whole=bool(numbers) and all(float(number).is_integer() for number in numbers.values()),
+            has_codes=any(re.fullmatch(r"0\d+", word) for word in words),
+            has_dates=bool(words) and all(_DATE.fullmatch(word) for word in words),
+            type=kind,
+        )
 
-    def mean_std(self) -> tuple[float, float]:
-        rest = self.total / self.numbers
-        std = math.sqrt(max(self.squares / self.numbers - rest**2, 0))
-        return _short((self.offset or 0) + rest), _short(std or 1.0)
+    def is_number(self, classes: frozenset[str] = frozenset()) -> bool:
+        """Return whether it holds numbers, and its other words stand for missing values; `classes` are no such."""
+        few = len(self.strays) <= MAX_STRAY and not classes & {word.lower() for word in self.strays}
+        return few and self.numbers > 0 and self.numbers >= NUMBERS * self.filled and not self.has_codes
+
+    def classes(self) -> dict[str, int]:
+        """Return the values that may be classes, in order, each with its number."""
+        values = self.values if not self.is_number() else {w: n for w, n in self.values.items() if w not in self.strays}
+        form = TableFormat()
+        return dict(sorted(values.items(), key=lambda pair: ((n := _number(pair[0], form)) is None, n or 0, pair[0])))
 
 
-@dataclass
+@dataclass(frozen=True)
 class Table:
-    """A CSV file: its columns by name, in their order, how many rows were read, and the cells of the first."""
+    """A table in a file: its columns by name, in their order, how many rows were read, and the values of the first."""
 
     path: Path
-    delimiter: str
+    form: TableFormat
     columns: dict[str, Column]
     rows: int
     is_whole: bool
     first: dict[str, str]
+    above: int
 
     def of(self) -> str:
         return f"{count(self.rows, 'row')}{'' if self.is_whole else ', the first ones,'} of {self.path}"
 
+    def format_note(self) -> str:
+        form = self.form
+        note = f"delimiter {form.delimiter!r}, decimal {form.decimal!r}, encoding {form.encoding}"
+        if form.encoding in ("latin-1", "cp1252"):
+            note += " (the file is not UTF-8; look whether letters such as ü are right)"
+        return note + (f"; {count(self.above, 'line')} above the header skipped" if self.above else "")
 
-def table(path: Path) -> Table:
-    """The columns of a CSV file with a header.
+
+def table(path: Path, missing_words: Sequence[str] = _GAPS) -> Table:
+    """Read the first rows of a table.
 
     Raises:
         SetupError: it cannot be read, or is something else.
     """
-    if path.suffix.lower() in (".parquet", ".pq"):
-        raise SetupError(
-            f"{path}: only CSV is looked at; begin with some of its rows in CSV, and name {path.name} then"
-        )
+    path = _file_of(path)
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            delimiter = max(",;\t", key=file.readline().count)
-            file.seek(0)
-            reader = csv.reader(file, delimiter=delimiter)
-            names = [name.strip() for name in next(reader, [])]
-            _check_header(path, names)
-            columns = {name: Column() for name in names}
-            rows, first = 0, dict[str, str]()
-            for row in reader:
-                if not row:
-                    continue
-                if rows == MAX_ROWS:
-                    return Table(path, delimiter, columns, rows, False, first)
-                if len(row) > len(names):
-                    raise SetupError(
-                        f"{path}, line {reader.line_num}: {len(row)} values for {len(names)} columns; a value with "
-                        f"{delimiter!r} in it needs quotes"
-                    )
-                rows += 1
-                cells = dict(zip(names, [*row, *[""] * (len(names) - len(row))], strict=True))
-                first = first or {name: cell.strip() for name, cell in cells.items()}
-                for name, cell in cells.items():
-                    columns[name].add(cell)
-    except OSError as error:
-        raise SetupError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise SetupError(f"{path} is not UTF-8 ({error.reason}); save it as UTF-8") from None
-    except csv.Error as error:
-        raise SetupError(f"{path} is no CSV file: {error}") from None
-    if rows < 10:
-        raise SetupError(f"{path} has {count(rows, 'row')} below its header; at least 10 are needed to divide them")
-    return Table(path, delimiter, columns, rows, True, first)
+        form = find("deeplightning.data.table_files.guess_format")(path)
+        form = replace(form, missing_words=tuple(missing_words))
+        rows: Any = find("deeplightning.data.table_files.FirstRows")(path, form, MAX_ROWS)
+    except Exception as error:
+        if getattr(error, "exit_code", None) != SetupError.exit_code:
+            raise
+        raise SetupError(str(error)) from None
+    names = rows.file.names
+    if rows.rows < 10:
+        raise SetupError(
+            f"{path} has {count(rows.rows, 'row')} below its header; at least 10 are needed to divide them"
+        )
+    columns = {name: Column.of(rows.counts(name), form, rows.types.get(name, "")) for name in names}
+    return Table(path, form, columns, rows.rows, rows.is_whole, rows.first(), rows.file.above)
 
 
-def _check_header(path: Path, names: list[str]) -> None:
-    if not names:
-        raise SetupError(f"{path} is empty")
-    if all(_number(name) is not None for name in names) or not any(names):
-        raise SetupError(f"{path}: the first line, {some(names)}, names no columns; put a header above it")
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise SetupError(f"{path}: two columns are called {printable(twice)!r}; rename one")
-
-
-def text(data: Path) -> Guess:
-    """A CSV file with a column of texts and one of classes.
+def text(data: Path, wanted: Columns) -> Guess:
+    """Look at a CSV file with a column of texts and one of classes.
 
     Raises:
         SetupError: it is something else.
     """
-    found = table(_file_of(data))
+    found = table(data, ())
+    name = found.path.name
+    others = {".parquet": "parquet", ".pq": "parquet", ".jsonl": "json", ".ndjson": "json", ".gz": "csv", ".bz2": "csv"}
+    if reader := others.get(found.path.suffix.lower()):
+        lines = ", lines=True" if reader == "json" else ""
+        raise SetupError(
+            f"{found.path}: a project of texts reads plain CSV. In its folder, this converts the file: "
+            f"python -c \"import pandas; pandas.read_{reader}('{name}'{lines}).to_csv('texts.csv', index=False)\""
+        )
+    _check_names(found, wanted)
     by_length = sorted(found.columns, key=lambda name: -found.columns[name].letters)
-    text = by_length[0]
-    others = [name for name in found.columns if name != text]
-    classes = [name for name in others if 2 <= len(found.columns[name].values) <= min(MAX_CLASSES, found.rows // 2)]
-    label = _named(classes, LABELS) or min(classes, key=lambda name: len(found.columns[name].values), default=None)
-    if label is None:
+    text = next(name for name in by_length if name != wanted.target)
+    classes = [
+        n for n in found.columns if n != text and 2 <= found.columns[n].different <= min(MAX_CLASSES, found.rows // 2)
+    ]
+    label = wanted.target or _named(classes) or min(classes, key=lambda n: found.columns[n].different, default=None)
+    if label not in classes:
         raise SetupError(
             f"{found.path}: beside the texts ({text}) no column has classes, 2 or more values that come again; its "
             f"columns: {some(list(found.columns))}"
+            if label is None
+            else f"{found.path}: the column {label} has {found.columns[label].different} different values, no classes"
         )
-    names = sorted(found.columns[label].values, key=lambda name: (_number(name) is None, _number(name) or 0, name))
-    counts = found.columns[label].values
+    counts = found.columns[label].classes()
+    names = [*counts]
     values = {
         "count": found.rows,
         "number": len(names),
@@ -166,66 +194,76 @@ def text(data: Path) -> Guess:
         "names": names,
         "text": text,
         "label": label,
-        "delimiter": found.delimiter,
+        "delimiter": found.form.delimiter,
+        "encoding": found.form.encoding,
     }
     notes = [
         f"{found.of()}: texts in the column {text}, classes in the column {label}",
         f"{len(names)} classes: {some([f'{name} ({counts[name]})' for name in names])}",
-        *_missing(found, [text, label]),
+        found.format_note(),
+        *_left_out(found, [text, label]),
     ]
     return Guess(values, notes, '--text "a text of yours"')
 
 
-def rows(data: Path) -> Guess:
-    """A CSV file with a column to be predicted: classes, or numbers.
+def regression(data: Path, wanted: Columns) -> Guess:
+    """Look at a table with numbers to be predicted.
 
     Raises:
+        ConfigError: classes are wanted.
         SetupError: it is something else.
     """
-    found = table(_file_of(data))
-    used = {name: kind for name, kind in _kinds(found).items() if kind != "ignore"}
-    target = _named(list(used), (*LABELS, *TARGETS)) or next(reversed(used), None)
-    if target is None or len(used) < 2:
-        raise SetupError(f"{found.path}: there must be two columns or more of numbers or categories; {_columns(found)}")
+    if wanted.task == "classification":
+        message = "the kind regression predicts numbers; --kind table takes --classification"
+        raise ConfigError(Fault(message, "--classification"))
+    return rows(data, replace(wanted, task="regression"))
+
+
+def rows(data: Path, wanted: Columns) -> Guess:
+    """Look at a table with a column to be predicted: classes, or numbers.
+
+    Raises:
+        ConfigError: a column that is wanted is not there.
+        SetupError: it is something else.
+    """
+    found = table(data)
+    _check_names(found, wanted)
+    kinds, reasons = _kinds(found, wanted)
+    target, reason = _target(found, kinds, wanted)
     column = found.columns[target]
-    are_classes = used[target] == "category" or (
-        2 <= len(column.values) <= min(MAX_FEW, found.rows // 5)
-        and all(float(value).is_integer() for value in column.values)
+    classes = column.classes()
+    are_classes = wanted.task == "classification" or (
+        wanted.task is None
+        and (not column.is_number() or (column.is_whole and 2 <= len(classes) <= min(MAX_FEW, found.rows // 5)))
     )
-    return _of_rows(found, target, are_classes)
-
-
-def regression(data: Path) -> Guess:
-    """The same with numbers to be predicted.
-
-    Raises:
-        SetupError: it is something else.
-    """
-    found = table(_file_of(data))
-    used = {name: kind for name, kind in _kinds(found).items() if kind != "ignore"}
-    numbers = [name for name, kind in used.items() if kind == "number"]
-    target = _named(numbers, TARGETS) or (numbers[-1] if numbers else None)
-    if target is None or len(used) < 2:
+    if wanted.task == "regression" and not column.is_number():
+        raise SetupError(f"{found.path}: the column {target} holds no numbers to be predicted; {_columns(kinds)}")
+    if are_classes and len(classes) > min(MAX_CLASSES, max(MAX_FEW, found.rows // 2)):
         raise SetupError(
-            f"{found.path}: there must be two columns or more, and one of numbers to be predicted; {_columns(found)}"
+            f"{found.path}: the column {target} has {column.different} different values, too many for classes; "
+            "--regression predicts numbers, and --target NAME names another column"
         )
-    return _of_rows(found, target, False)
-
-
-def _of_rows(found: Table, target: str, are_classes: bool) -> Guess:
-    if found.delimiter != ",":
-        raise SetupError(f"{found.path}: its columns are divided by {found.delimiter!r}; save it with commas")
-    column = found.columns[target]
-    if column.missing:
-        raise SetupError(
-            f"{found.path}: {count(column.missing, 'row')} has nothing in the column {target}, which is to be "
-            "predicted; remove such rows"
-        )
-    kinds = _kinds(found) | {target: "category" if are_classes else "number"}
+    if are_classes:
+        kinds, reasons = _kinds(found, wanted, frozenset(word.lower() for word in classes))
+    kinds[target] = "category" if are_classes else "number"
+    reasons.pop(target, None)
     inputs = [name for name, kind in kinds.items() if kind != "ignore" and name != target]
-    words = [len(found.columns[name].values) + 1 for name in inputs if kinds[name] == "category"]
-    ignored = [name for name, kind in kinds.items() if kind == "ignore"]
-    gaps = {name: found.columns[name].missing for name in inputs if found.columns[name].missing}
+    if not inputs:
+        raise _too_few(found, kinds)
+    strays = {
+        name: found.columns[name].strays
+        for name, kind in kinds.items()
+        if (kind == "number" or name == target) and found.columns[name].is_number() and found.columns[name].strays
+    }
+    missing_words = [*_GAPS, *dict.fromkeys(word.lower() for words in strays.values() for word in words)]
+    form = replace(found.form, missing_words=tuple(missing_words))
+    gaps = {name: _gaps(found.columns[name], form) for name in inputs}
+    gaps = {name: number for name, number in gaps.items() if number}
+    words = [
+        sum(not form.is_missing(word) for word in found.columns[name].values) + 1
+        for name in inputs
+        if kinds[name] == "category"
+    ]
     task = "classif.Classification" if are_classes else "regression.Regression"
     values = {
         "count": found.rows,
@@ -233,87 +271,169 @@ def _of_rows(found: Table, target: str, are_classes: bool) -> Guess:
         "file": found.path.name,
         "target": target,
         "missing": "fill" if gaps else "refuse",
+        "missing_words": missing_words,
+        "delimiter": form.delimiter,
+        "decimal": form.decimal,
+        "encoding": form.encoding,
         "columns": kinds,
         "task": f"deeplightning.task.{task}",
         "numbers": len(inputs) - len(words),
         "cardinalities": words,
-        "outputs": len(column.values) if are_classes else 1,
+        "outputs": len(classes) if are_classes else 1,
         "loss": "torch.nn.CrossEntropyLoss" if are_classes else "torch.nn.MSELoss",
         "monitor": "val_acc" if are_classes else "val_rmse",
         "mode": "max" if are_classes else "min",
     }
-    classes = [f"{name} ({number})" for name, number in sorted(column.values.items())]
     predicted = (
-        f"{len(classes)} classes: {some(classes)}" if are_classes else "mean {}, std {}".format(*column.mean_std())
+        f"{len(classes)} classes: {some([f'{name} ({number})' for name, number in classes.items()])}"
+        if are_classes
+        else f"mean {column.mean}, std {column.std}"
     )
+    dates = [name for name in inputs if kinds[name] == "number" and found.columns[name].has_dates]
+    rare = [name for name, number in classes.items() if number == 1] if are_classes else []
     notes = [
-        f"{found.of()}: the column {target} is predicted, {predicted}",
+        f"{found.of()}: the column {target} is predicted ({reason}), {predicted}",
+        found.format_note(),
         *(
             f"{kind}: {some([name for name in inputs if kinds[name] == kind])}"
             for kind in ("number", "category")
             if any(kinds[name] == kind for name in inputs)
         ),
-        *([f"ignored, different in nearly each row, or empty: {some(ignored)}"] if ignored else []),
+        *(
+            f"ignored, {why}: {some([name for name, reason in reasons.items() if reason == why])}"
+            for why in dict.fromkeys(reasons.values())
+        ),
+        *([f"dates, as days since 1970-01-01: {some(dates)}"] if dates else []),
+        *(
+            f"words of {name} that stand for a missing value: {some([f'{w!r} ({n})' for w, n in words.items()])}"
+            for name, words in strays.items()
+        ),
+        *_left_out(found, [target], form),
+        *([f"classes of one row, which is in the training set: {some(rare)}"] if rare else []),
     ]
     if gaps:
         notes.append(f"missing values, which are filled: {some([f'{name} ({n})' for name, n in gaps.items()])}")
-    row = {name: _cell(found.first[name], kinds[name]) for name in inputs}
+    row = {name: _cell(found.first[name], kinds[name], form) for name in inputs}
     return Guess(values, notes, "row.json", {"row.json": json.dumps({"rows": [row]}, ensure_ascii=False) + "\n"})
 
 
-def _kinds(found: Table) -> dict[str, str]:
-    """What each column is taken for: number, category or ignore."""
-    kinds = {}
+def _target(found: Table, kinds: dict[str, str], wanted: Columns) -> tuple[str, str]:
+    """Return the column that is to be predicted, and why it is."""
+    if wanted.target is not None:
+        if found.columns[wanted.target].different < 2:
+            raise SetupError(f"{found.path}: the column {wanted.target} has fewer than two different values")
+        return wanted.target, "--target"
+    able = [
+        name
+        for name, kind in kinds.items()
+        if kind in (("number",) if wanted.task == "regression" else ("number", "category"))
+        and found.columns[name].different > 1
+        and not found.columns[name].has_dates
+    ]
+    if not able or sum(kind != "ignore" for kind in kinds.values()) < 2:
+        needed = ", and one of numbers to be predicted" if wanted.task == "regression" else ""
+        raise _too_few(found, kinds, needed)
+    named = _named(able)
+    return (named, "by its name") if named else (able[-1], "the last column that can be; --target names another")
+
+
+def _kinds(
+    found: Table, wanted: Columns, classes: frozenset[str] = frozenset()
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return what each column is taken for, number, category or ignore, and the reasons of those that are ignored.
+
+    Args:
+        classes: words in small letters that do not stand for a missing value.
+    """
+    kinds, reasons = {}, {}
     for name, column in found.columns.items():
-        many = len(column.values) > min(MAX_CLASSES, max(MAX_FEW, found.rows // 2))
-        empty = column.filled == 0 or not name or name.lower() in NUMBERED
-        is_category = not column.is_numbers() and not many
-        kinds[name] = (
-            "ignore" if empty or (many and not column.is_numbers()) else "category" if is_category else "number"
+        parts = {part.lower() for part in re.split(r"[^A-Za-z]+|(?<=[a-z])(?=[A-Z])", name)}
+        is_whole = column.is_whole and column.numbers == column.filled
+        many = column.different > min(MAX_CLASSES, max(MAX_FEW, found.rows // 2))
+        reason = (
+            "by --ignore"
+            if name in wanted.ignore
+            else f"of type {column.type}"
+            if column.type
+            else "empty"
+            if column.filled == 0
+            else "a number of each row"
+            if parts & _NUMBERED and is_whole and column.different == column.filled
+            else "dates that are not written as 2024-02-29"
+            if column.has_dates and not column.is_number()
+            else "different in nearly each row"
+            if many and (not column.is_number(classes) or ("id" in parts and is_whole))
+            else ""
         )
-    return kinds
+        is_number = column.is_number(classes) and not ("id" in parts and is_whole)
+        kinds[name] = "ignore" if reason else "number" if is_number else "category"
+        if reason:
+            reasons[name] = reason
+    return kinds, reasons
 
 
-def _columns(found: Table) -> str:
-    kinds = [f"{name} ({kind})" for name, kind in _kinds(found).items()]
-    return f"its columns: {some(kinds)}"
+def _check_names(found: Table, wanted: Columns) -> None:
+    for option, name in [("--target", wanted.target), *(("--ignore", name) for name in wanted.ignore)]:
+        if name is not None and name not in found.columns:
+            message = f"{found.path} has no column {name!r}.{nearest(name, found.columns)} Its columns: "
+            raise ConfigError(Fault(message + some(list(found.columns)), option))
+    if wanted.target in wanted.ignore:
+        raise ConfigError(Fault(f"the column {wanted.target} is the target; remove one of both", "--ignore"))
 
 
-def _cell(text: str, kind: str) -> object:
-    """The value of a cell as JSON has it."""
-    if text.lower() in MISSING:
+def _too_few(found: Table, kinds: dict[str, str], needed: str = "") -> SetupError:
+    hint, name = "", found.path.name
+    for date in [date for date, column in found.columns.items() if kinds[date] == "ignore" and column.has_dates][:1]:
+        hint = (
+            f'. In its folder, this rewrites the dates so that they are numbers: python -c "import pandas; '
+            f"t = pandas.read_csv('{name}', sep={found.form.delimiter!r}); "
+            f"t['{date}'] = pandas.to_datetime(t['{date}']).dt.date; t.to_csv('table.csv', index=False)\""
+        )
+    return SetupError(
+        f"{found.path}: there must be two columns or more of numbers or categories{needed}; {_columns(kinds)}{hint}"
+    )
+
+
+def _columns(kinds: dict[str, str]) -> str:
+    return f"its columns: {some([f'{name} ({kind})' for name, kind in kinds.items()])}"
+
+
+def _gaps(column: Column, form: TableFormat) -> int:
+    return column.missing + sum(number for word, number in column.values.items() if form.is_missing(word))
+
+
+def _cell(text: str, kind: str, form: TableFormat) -> object:
+    """Return the value of a cell as JSON has it."""
+    if form.is_missing(text):
         return None
-    return float(text) if kind == "number" else text
+    return form.number(text) if kind == "number" and not _DATE.fullmatch(text) else text
 
 
 def _file_of(data: Path) -> Path:
-    if data.is_dir():
+    if data.is_dir() and data.suffix.lower() != ".parquet":
         files = sorted(path.name for path in data.iterdir() if path.suffix.lower() in (".csv", ".tsv"))
         hint = f", such as {data / files[0]}" if files else ""
         raise SetupError(f"{data} is a folder; name a CSV file with a header{hint}")
     return data
 
 
-def _missing(found: Table, columns: list[str]) -> list[str]:
-    lacking = {name: found.columns[name].missing for name in columns if found.columns[name].missing}
+def _left_out(found: Table, columns: list[str], form: TableFormat | None = None) -> list[str]:
+    lacking = {name: _gaps(found.columns[name], form or found.form) for name in columns}
+    lacking = {name: number for name, number in lacking.items() if number}
     if not lacking:
         return []
     return [f"missing values, whose rows are left out: {some([f'{name} ({n})' for name, n in lacking.items()])}"]
 
 
-def _named(names: Sequence[str], wanted: Sequence[str]) -> str | None:
-    """The first of the names that is one of those wanted, the likeliest first."""
+def _named(names: Sequence[str]) -> str | None:
+    """Return the column with the likeliest of `TARGETS`."""
     lowered = {name.lower(): name for name in names}
-    return next((lowered[word] for word in wanted if word in lowered), None)
+    return next((lowered[word] for word in TARGETS if word in lowered), None)
 
 
-def _number(cell: str) -> float | None:
+def _number(text: str, form: TableFormat) -> float | None:
     try:
-        return float(cell)
+        number = form.number(text)
     except ValueError:
         return None
-
-
-def _short(value: float) -> float:
-    """A number to 6 digits."""
-    return float(f"{value:.6g}")
+    return number if np.isfinite(number) else None

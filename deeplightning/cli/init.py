@@ -16,7 +16,7 @@ from pathlib import Path
 from string import Template
 
 from deeplightning.cli import guess_pictures, guess_signals, guess_tables, sample
-from deeplightning.cli.guess import Guess
+from deeplightning.cli.guess import Columns, Guess
 from deeplightning.cli.shipped import schema_line, write_new
 from deeplightning.config.packages import HOME
 from deeplightning.config.tree import line
@@ -32,7 +32,8 @@ class Kind:
 
     Attributes:
         about: a sentence for README.md.
-        look: finds out what data are like; None: the kind takes none.
+        look: finds out what data are like; None: the kind takes none. It takes `Columns` too, if there are options.
+        options: of `Columns`, those that the kind takes.
         modules: of a project without data, files that ship elsewhere.
         ask: of a project without data, what `deeplightning ask` may be given; None: it has no endpoint.
         sample: of a project without data, the name of a table and what writes it; it is looked at like the user's.
@@ -40,13 +41,15 @@ class Kind:
     """
 
     about: str
-    look: Callable[[Path], Guess] | None
+    look: Callable[..., Guess] | None
     modules: tuple[str, ...] = ()
     ask: str | None = None
     sample: tuple[str, Callable[[], str]] | None = None
     template: str | None = None
+    options: tuple[str, ...] = ()
 
 
+_OF_ROWS = ("target", "ignore", "task")
 _DIGITS = "                  # the sample digits; any other picture: deeplightning ask FILE"
 
 KINDS = {
@@ -56,6 +59,7 @@ KINDS = {
         guess_tables.text,
         ("examples/sst2/reviews.py",),
         '--text "a charming film" "its plot is dull"',
+        options=("target",),
     ),
     "segmentation": Kind(
         "Says of each pixel which class it is.",
@@ -63,12 +67,18 @@ KINDS = {
         ("examples/segmentation/shape_masks.py",),
         "shapes/images/0000.jpg",
     ),
-    "table": Kind("Predicts a column of a table from the others.", guess_tables.rows, sample=("wine.csv", sample.wine)),
+    "table": Kind(
+        "Predicts a column of a table from the others.",
+        guess_tables.rows,
+        sample=("wine.csv", sample.wine),
+        options=_OF_ROWS,
+    ),
     "regression": Kind(
         "Predicts a number from the columns of a table.",
         guess_tables.regression,
         sample=("diabetes.csv", sample.diabetes),
         template="table",
+        options=_OF_ROWS,
     ),
     "signal": Kind("Tells classes of signals apart.", guess_signals.signals, ask="signal.json"),
     "own": Kind(
@@ -90,13 +100,14 @@ deeplightning test last            # tests the best weights again
 deeplightning predict last         # a row for each test sample, in predictions.csv of the run's folder"""
 
 
-def init(folder: Path, kind: str, data: Path | None) -> tuple[list[str], list[Path]]:
-    """Writes a new project.
+def init(folder: Path, kind: str, data: Path | None, columns: Columns | None = None) -> tuple[list[str], list[Path]]:
+    """Write a new project.
 
     Args:
         folder: made if it is not there.
         kind: of `KINDS`.
         data: what to look at; None: data that everybody has.
+        columns: the options for the columns of a table.
 
     Returns:
         What was guessed of the data, a line each, and the files that were written.
@@ -110,19 +121,26 @@ def init(folder: Path, kind: str, data: Path | None) -> tuple[list[str], list[Pa
             Fault(f"there is no kind {kind!r}.{nearest(kind, KINDS)} There are: {', '.join(KINDS)}", "--kind")
         )
     chosen, found, files = KINDS[kind], None, dict[str, str]()
+    columns = columns or Columns()
+    given = {name: value for name, value in vars(columns).items() if value}
+    for name in given:
+        if name not in chosen.options or (data is None and chosen.sample is None):
+            why = "takes no such option" if name not in chosen.options else "takes it beside --data only"
+            raise ConfigError(Fault(f"the kind {kind} {why}", f"--{columns.task if name == 'task' else name}"))
+    more = (columns,) if chosen.options else ()
     if data is not None:
         if chosen.look is None:
             message = f"the kind {kind} takes no data; they are read by the code of the project, in own_data.py"
             raise ConfigError(Fault(message, "--data"))
         if not data.exists():
             raise SetupError(f"--data {data}: there is no such file or folder")
-        found = chosen.look(data)
+        found = chosen.look(data, *more)
     elif chosen.sample is not None and chosen.look is not None:
         name, write = chosen.sample
         with tempfile.TemporaryDirectory() as place:
             table = Path(place) / name
             table.write_text(write())
-            found, files = chosen.look(table), {name: table.read_text()}
+            found, files = chosen.look(table, *more), {name: table.read_text()}
             found = replace(found, notes=[each.replace(str(table), name) for each in found.notes])
     if found is not None:
         found = replace(found, notes=[printable(note) for note in found.notes])

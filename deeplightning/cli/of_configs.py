@@ -39,17 +39,24 @@ def _complete_kind(ctx: click.Context, param: click.Parameter, incomplete: str) 
     "--kind", metavar="KIND", required=True, shell_complete=_complete_kind, help="What is learned; see above."
 )
 @click.option("--data", metavar="PATH", type=click.Path(path_type=Path), help="Your data, to be looked at.")
-def init(folder: Path, kind: str, data: Path | None) -> None:
+@click.option("--target", metavar="COLUMN", help="The column of a table that is predicted.")
+@click.option("--ignore", metavar="COLUMN", multiple=True, help="A column of a table to leave out; repeatable.")
+@click.option("--classification", "task", flag_value="classification", help="The target of a table holds classes.")
+@click.option("--regression", "task", flag_value="regression", help="The target of a table holds numbers.")
+def init(
+    folder: Path, kind: str, data: Path | None, target: str | None, ignore: tuple[str, ...], task: str | None
+) -> None:
     """Begin a project in DIR: config.yaml, modules of your own where it needs some, README.md and .gitignore.
 
     KIND is images, table, signal, text, segmentation, regression or own. Without --data the project learns from data
     that everybody has. --data names a folder per class (images, signal), a folder with labels.csv (images), the folders
-    images and masks (segmentation), or a CSV file with a header (table, text, regression): classes, channels, sizes,
-    mean, std and columns are filled in, and what was guessed is printed. Nothing is overwritten.
+    images and masks (segmentation), or a table with a header (table, text, regression): classes, channels, sizes, mean,
+    std and columns are filled in, and what was guessed is printed. Nothing is overwritten.
     """
+    from deeplightning.cli.guess import Columns
     from deeplightning.cli.init import init as begin
 
-    notes, paths = begin(folder, kind, data)
+    notes, paths = begin(folder, kind, data, Columns(target, ignore, task))
     for line in notes:
         say(f"guessed    {line}")
     for path in paths:

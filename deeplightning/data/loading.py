@@ -18,7 +18,7 @@ from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.loader import InMemoryLoader
 from deeplightning.data.memory import Room
 from deeplightning.data.samplers import BatchIndices, go_on, is_made_for, replicas, train_sampler
-from deeplightning.data.splits import deal, shuffled
+from deeplightning.data.splits import deal, keep_classes, shuffled
 
 if TYPE_CHECKING:
     from deeplightning.config.part_config import PartConfig
@@ -191,8 +191,9 @@ class DataOfSets(pl.LightningDataModule):
         return splits
 
     def _folds(self, samples: Any, number: int, purpose: int) -> np.ndarray:
-        """The fold of each sample, int (N,), from 0 to `number` - 1."""
-        return deal(samples.labels, number, self.cfg.seed, purpose)
+        """Return the fold of each sample, int (N,), from 0 to `number` - 1; none holds out all samples of a class."""
+        held_out = 0 if purpose == _SPLIT_TEST else self.cfg.data.fold
+        return keep_classes(samples.labels, deal(samples.labels, number, self.cfg.seed, purpose), held_out)
 
     def _check_batches(self, samples: int) -> None:
         world, batch_size = replicas(self.trainer)[0], self.cfg.data.batch_size

@@ -24,6 +24,25 @@ def deal(labels: np.ndarray, num_folds: int, seed: int, purpose: int = 0) -> np.
     return folds
 
 
+def keep_classes(labels: np.ndarray, folds: np.ndarray, held_out: int) -> np.ndarray:
+    """Move a sample of each class that lies only in the fold that is held out into the next fold, so that each class
+    is in the training set.
+
+    Args:
+        labels, folds: int (N,).
+    """
+    if labels.ndim > 1:  # several labels for each sample
+        return folds
+    lost = np.setdiff1d(labels[folds == held_out], labels[folds != held_out])
+    number = folds.max(initial=0) + 1
+    if len(lost) == 0 or number == 1 or len(np.unique(labels)) == 1:
+        return folds
+    first = [int((labels == label).argmax()) for label in lost]
+    moved = folds.copy()
+    moved[first] = (held_out + 1) % number
+    return moved
+
+
 def shuffled(size: int, seed: int, purpose: int = 0) -> np.ndarray:
     """A permutation, int (size,). `RandomState`, because its streams are frozen by numpy's policy (NEP 19)."""
     bits = np.random.MT19937(np.random.SeedSequence(seed, spawn_key=(purpose,)))

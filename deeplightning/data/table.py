@@ -1,23 +1,20 @@
-"""Tables in CSV or Parquet: rows become arrays of numbers, as `deeplightning.table.TableSpec` prepares them.
+"""Divide the rows of a table and turn them into arrays of numbers, as `deeplightning.table.TableSpec` prepares them.
 
 N rows, F columns that the network takes, T columns that it predicts.
 """
 
-import contextlib
 import difflib
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
-from pyarrow import csv, parquet
 
 from deeplightning.data.cache_files import Unusable
 from deeplightning.data.columns import ColumnData, ColumnSet, Moments
@@ -25,9 +22,10 @@ from deeplightning.data.datasets import InMemory, OnDemand
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.memory import free_memory
 from deeplightning.data.splits import deal
+from deeplightning.data.table_files import TableFile
 from deeplightning.data.table_rows import CHUNK, Rows, StoredRows, StoredSet, check_parts
 from deeplightning.data.table_store import stored
-from deeplightning.table import MISSING, Column, TableError, TableSpec, Words
+from deeplightning.table import DELIMITERS, MISSING, Column, TableError, TableFormat, TableSpec, Words
 
 if TYPE_CHECKING:
     from deeplightning.config.part_config import PartConfig
@@ -39,18 +37,14 @@ KINDS = ("number", "category", "ignore")
 MAX_CATEGORIES = 1000
 """The most different words of a text column that is a category by default; `columns` in the config allows more."""
 
-_NULLS = sorted(
-    {form for word in MISSING for form in (word, word.upper(), word.capitalize())} | {"NaN", "-nan", "-NaN"}
-)
 _SETS = {"train": "train", "val": "val", "validation": "val", "valid": "val", "test": "test"}
 
 
-MEMORY = 4
-"""How many times its size, in a file of CSV, a table takes in memory while it is read: 3 to 5 times, by its numbers."""
-
-
 class TableData(ColumnData):
-    """Rows of one table, or of one for each set, in `data.root`: CSV with a header, or Parquet.
+    """Rows of one table, or of one for each set, in `data.root`: CSV with a header, JSON lines or Parquet.
+
+    Rows without a target are left out, and their number is logged. Each class has a row in the training set, unless
+    `split`, `group`, `time` or files of their own divide the rows.
 
     One table is divided 80/10/10; with a table for the tests, a tenth of the training rows validates, or one fold of
     `data.num_splits`. A column of numbers is standardised by mean and deviation of the training rows; of texts, or of
@@ -63,7 +57,8 @@ class TableData(ColumnData):
 
     Args:
         cfg: the whole config; `seed` and `data` are read.
-        train: name of the table; *.parquet is Parquet, any other name CSV.
+        train: name of the table; *.parquet is Parquet, *.jsonl JSON lines, any other name CSV. CSV and JSON lines may
+            be compressed (.gz, .bz2, .zst). Empty lines and comments (#) above the header of CSV are skipped.
         validation, test: names of further tables; None: rows of the training table.
         target: the column to be predicted, or several columns of numbers. A category makes it a classification, and
             numbers a regression.
@@ -78,6 +73,11 @@ class TableData(ColumnData):
         limit: use at most this many training rows (validation included) and as many test rows, a seeded choice.
         in_memory: true: the tables are held in memory; false: they are read into the cache; "auto": into the cache
             where they would take more memory than is free.
+        delimiter: of CSV, the character between the values of a row, such as ";" or "\\t".
+        decimal: the decimal sign of numbers, "." or ",". The other one, an apostrophe or a blank may separate
+            thousands.
+        encoding: of CSV, such as utf-8, utf-16 or latin-1.
+        missing_words: texts that stand for a missing value, in small or capital letters. The empty text always does.
 
     Attributes:
         table_spec: how a row is prepared; there after `setup`.
@@ -103,8 +103,16 @@ class TableData(ColumnData):
         time: str | None = None,
         limit: int | None = None,
         in_memory: bool | Literal["auto"] = "auto",
+        delimiter: str = ",",
+        decimal: Literal[".", ","] = ".",
+        encoding: str = "utf-8",
+        missing_words: Sequence[str] = MISSING,
     ):
         super().__init__(cfg, limit)
+        try:
+            self.format = TableFormat(delimiter, decimal, encoding, missing_words)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise DataConfigError(f"data.module.params.{error}.") from None
         if in_memory not in (True, False, "auto"):
             raise DataConfigError(f"data.module.params.in_memory must be auto, true or false, not {in_memory!r}.")
         self.tables_in_memory = in_memory
@@ -149,8 +157,7 @@ class TableData(ColumnData):
         Raises:
             DataError: a table cannot be read, lacks a column, or has values that are not of its kind.
         """
-        path = self.files["train"]
-        types = self._types(path)
+        types = self._types(TableFile(self.files["train"], self.format))
         found: dict[str, Any] | None = self._stored(types)
         if found is None:
             found = {name: self._rows(file, types) for name, file in self.files.items()}
@@ -158,13 +165,14 @@ class TableData(ColumnData):
             return self._by_column(found["train"])
         return found if len(found) > 1 else {"all": found["train"]}
 
-    def _types(self, path: Path) -> dict[str, str]:
-        """What each column of the training table is taken for: number, category, or word (for what divides the rows).
+    def _types(self, file: TableFile) -> dict[str, str]:
+        """Return what each column of the training table is taken for: number, category, or word (what divides the
+        rows).
 
         Raises:
             DataError: the table cannot be read, or a column that the config names is not there.
         """
-        schema = _schema(path)
+        path, schema = file.path, file.schema()
         for key, names in (
             ("target", self.targets),
             ("columns", self.kinds),
@@ -176,8 +184,11 @@ class TableData(ColumnData):
                     close = difflib.get_close_matches(name, schema.names, 1)
                     near = f" Do you mean {close[0]}?" if close else ""
                     columns = ", ".join(schema.names)
+                    sign = next((sign for sign in DELIMITERS if len(schema) == 1 and sign in columns), None)
+                    hint = f" Its header is one column; set data.module.params.delimiter to {sign!r}." if sign else ""
                     raise DataConfigError(
                         f"data.module.params.{key}: {path} has no column {name!r}.{near} Its columns: {columns:.300}."
+                        f"{hint}"
                     )
         types = {}
         for field in schema:
@@ -197,7 +208,7 @@ class TableData(ColumnData):
                 if kind is None:
                     raise DataError(
                         f"{path}, column {field.name}: values of type {field.type} are neither numbers nor categories. "
-                        f"Set data.module.params.columns.{field.name} to ignore, or to category."
+                        f"Set data.module.params.columns.{field.name} to ignore, category or number (days of dates)."
                     )
             if kind != "ignore":
                 types[field.name] = kind
@@ -214,13 +225,14 @@ class TableData(ColumnData):
         return self.kinds.get(column, "ignore") != "ignore"
 
     def _rows(self, path: Path, types: Mapping[str, str]) -> Rows:
-        table = _read(path, types)
-        columns = {name: _values(path, name, table.column(name), kind) for name, kind in types.items()}
-        return Rows(columns, self._labels(path, {name: columns[name] for name in self.targets}))
+        columns = TableFile(path, self.format).read(types)
+        labels, has_target = self._labels(path, {name: columns[name] for name in self.targets})
+        rows = Rows(columns, labels)
+        return rows if has_target is None else rows.take(has_target)
 
     def _stored(self, types: Mapping[str, str]) -> dict[str, StoredRows] | None:
         """The rows of each file, where these are kept on the disk; None: they go into memory."""
-        needed, free = sum(_memory(file, types) for file in self.files.values()), free_memory()
+        needed, free = sum(TableFile(file, self.format).memory(types) for file in self.files.values()), free_memory()
         if self.trainer is not None:
             needed *= max(1, self.trainer.world_size // max(1, self.trainer.num_nodes))
         too_large = free is not None and needed > free
@@ -247,30 +259,43 @@ class TableData(ColumnData):
         times = self.divider if self.way == "time" and types[str(self.divider)] == "word" else None
         store = stored(
             path,
-            _parts(path, types),
-            [*types.items(), _NULLS],
+            TableFile(path, self.format).parts(types, CHUNK),
+            [*types.items(), self.format],
             bounded=[name for name in bounded if name not in self.targets],
             times=times,
-            code=[Path(__file__)],
+            code=[Path(__file__).with_name("table_files.py")],
         )
         kind = np.int32 if len(store) < 2**31 else np.int64
         every = np.arange(len(store), dtype=kind)
-        labels = self._labels(path, {name: store.column(name, every) for name in self.targets})
-        return StoredRows(store, every, labels.astype(kind))
+        labels, has_target = self._labels(path, {name: store.column(name, every) for name in self.targets})
+        rows = StoredRows(store, every, labels.astype(kind))
+        return rows if has_target is None else rows.take(has_target)
 
-    def _labels(self, path: Path, targets: Mapping[str, "np.ndarray | Words"]) -> np.ndarray:
-        """The class of each row by the position of its word, int64 (N,); 0 where the targets are numbers."""
+    def _labels(self, path: Path, targets: Mapping[str, "np.ndarray | Words"]) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the class of each row by the position of its word, int64 (N,), 0 where the targets are numbers; and
+        the positions of the rows that have all targets, None if all do.
+
+        Raises:
+            DataError: no row has a target.
+        """
         target = targets[self.targets[0]]
         if not len(target):
             raise DataError(f"{path} has a header and no rows.")
-        for name, values in targets.items():
-            gaps = values.indices < 0 if isinstance(values, Words) else ~np.isfinite(values)
-            if gaps.any():
-                raise DataError(
-                    f"{path}, column {name}, row {int(gaps.argmax()) + 1}: the target is missing or not finite, as are "
-                    f"{int(gaps.sum())} of {len(gaps)}. Remove these rows."
-                )
-        return target.indices if isinstance(target, Words) else np.zeros(len(target), np.int64)
+        gaps = {
+            name: values.indices < 0 if isinstance(values, Words) else ~np.isfinite(values)
+            for name, values in targets.items()
+        }
+        labels = target.indices if isinstance(target, Words) else np.zeros(len(target), np.int64)
+        absent = np.logical_or.reduce([*gaps.values()])
+        if not absent.any():
+            return labels, None
+        names = [name for name, mask in gaps.items() if mask.any()]
+        said = f"{path}, column {', '.join(names)}: the target is missing or not finite in {int(absent.sum()):,} of "
+        said += f"{len(absent):,} rows, first in row {int(absent.argmax()) + 1}"
+        if absent.all():
+            raise DataError(f"{said}. No row is left to learn from; name another column in data.module.params.target.")
+        log.warning("%s. These rows are left out.", said)
+        return labels, np.flatnonzero(~absent)
 
     # ---- dividing
 
@@ -342,7 +367,7 @@ class TableData(ColumnData):
         ]
         if not columns:
             raise DataError(f"{path} has no column that a network could take besides the target.")
-        self.table_spec = TableSpec(tuple(columns), self.unknown, self.missing)
+        self.table_spec = TableSpec(tuple(columns), self.unknown, self.missing, self.format)
         if self.targets[0] in found:
             self.class_names = sorted(found[self.targets[0]], key=_natural)
         else:
@@ -424,129 +449,6 @@ def _kind_of(found: pa.DataType) -> str | None:
     return None
 
 
-def _is_parquet(path: Path) -> bool:
-    return path.suffix.lower() in (".parquet", ".pq")
-
-
-def _options(types: Mapping[str, str] | None = None) -> csv.ConvertOptions:
-    arrow = {name: pa.float64() if kind == "number" else pa.string() for name, kind in (types or {}).items()}
-    return csv.ConvertOptions(
-        column_types=arrow,
-        include_columns=list(arrow),
-        null_values=_NULLS,
-        strings_can_be_null=True,
-        quoted_strings_can_be_null=True,
-    )
-
-
-def _schema(path: Path) -> pa.Schema:
-    """Names and types of the columns; of CSV as its first block has them."""
-    try:
-        if _is_parquet(path):
-            return parquet.read_schema(path)
-        with csv.open_csv(path, convert_options=_options()) as reader:
-            schema = reader.schema
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read as a table: {_first(error)}.") from error
-    names = schema.names
-    if len(set(names)) != len(names):
-        raise DataError(f"{path}: the header has a name twice: {', '.join(names)[:300]}.")
-    return schema
-
-
-def _read(path: Path, types: Mapping[str, str]) -> pa.Table:
-    with _as_data_errors(path, types):
-        table = (
-            parquet.read_table(path, columns=list(types))
-            if _is_parquet(path)
-            else csv.read_csv(path, convert_options=_options(types))
-        )
-    _check_columns(path, types, table.column_names)
-    return table
-
-
-def _parts(path: Path, types: Mapping[str, str]) -> Iterator[dict[str, "np.ndarray | Words"]]:
-    """The rows of a table in parts that fit into memory, by column.
-
-    Raises:
-        DataError: as `_read` and `_values`.
-    """
-    with contextlib.ExitStack() as opened, _as_data_errors(path, types):
-        if _is_parquet(path):
-            file = opened.enter_context(parquet.ParquetFile(path))
-            _check_columns(path, types, file.schema_arrow.names)
-            batches: Iterable[pa.RecordBatch] = file.iter_batches(batch_size=CHUNK, columns=list(types))
-        else:
-            batches = opened.enter_context(csv.open_csv(path, convert_options=_options(types)))
-        for batch in batches:
-            table = pa.Table.from_batches([batch])
-            yield {name: _values(path, name, table.column(name), kind) for name, kind in types.items()}
-
-
-def _check_columns(path: Path, types: Mapping[str, str], there: Sequence[str]) -> None:
-    if absent := [name for name in types if name not in there]:
-        raise DataError(f"{path} lacks columns of the training table: {', '.join(absent)}.")
-
-
-@contextlib.contextmanager
-def _as_data_errors(path: Path, types: Mapping[str, str]) -> Iterator[None]:
-    """What pyarrow finds wrong with a table, in words for people."""
-    try:
-        yield
-    except KeyError as error:
-        raise DataError(f"{path} lacks a column of the training table: {error}.") from error
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        hint = ""
-        if "conversion error" in str(error):
-            hint = " A column that is no number throughout can be made a category by data.module.params.columns."
-        raise DataError(f"{path} cannot be read as a table: {_first(_with_row(path, types, error))}.{hint}") from error
-
-
-def _with_row(path: Path, types: Mapping[str, str], error: Exception) -> Exception:
-    """The same error with the number of the row, which pyarrow knows of CSV where it reads in one thread."""
-    if isinstance(error, pa.ArrowInvalid) and not _is_parquet(path) and "Row #" not in str(error):
-        try:
-            options = csv.ReadOptions(use_threads=False)
-            with csv.open_csv(path, read_options=options, convert_options=_options(types)) as reader:
-                for _ in reader:
-                    pass
-        except pa.ArrowInvalid as again:
-            return again
-    return error
-
-
-def _memory(path: Path, types: Mapping[str, str]) -> int:
-    """Bytes that a table takes in memory while it is read, about; of a folder of Parquet 0: it is read in memory."""
-    if path.is_dir():
-        return 0
-    if _is_parquet(path):
-        with _as_data_errors(path, types):
-            return parquet.read_metadata(path).num_rows * len(types) * 8 * MEMORY
-    return path.stat().st_size * MEMORY
-
-
-def _values(path: Path, name: str, column: pa.ChunkedArray, kind: str) -> "np.ndarray | Words":
-    """A column as float64 (N,), NaN where it is missing, or as words."""
-    if kind == "number":
-        try:
-            return pc.cast(column, pa.float64()).to_numpy(zero_copy_only=False).astype(np.float64)
-        except pa.ArrowException as error:
-            raise DataError(f"{path}, column {name}: values of type {column.type} are not numbers: {error}.") from error
-    try:
-        texts = pc.utf8_trim_whitespace(pc.cast(column, pa.string())).combine_chunks()
-    except pa.ArrowException as error:
-        raise DataError(f"{path}, column {name}: values of type {column.type} are not words: {error}.") from error
-    encoded = pc.dictionary_encode(texts)
-    if isinstance(encoded, pa.ChunkedArray):
-        encoded = encoded.combine_chunks()
-    words = encoded.dictionary.to_pylist()
-    gone = {number for number, word in enumerate(words) if word is None or word.lower() in MISSING}
-    indices = pc.fill_null(encoded.indices, -1).to_numpy(zero_copy_only=False).astype(np.int64)
-    if gone:
-        indices = np.where(np.isin(indices, list(gone)), -1, indices)
-    return Words(["" if word is None else word for word in words], indices)
-
-
 def _column(path: Path, name: str, found: list[str] | Moments, is_named: bool) -> Column:
     """How a column is prepared, by the words or the numbers of the training rows.
 
@@ -566,7 +468,3 @@ def _column(path: Path, name: str, found: list[str] | Moments, is_named: bool) -
             f"data.module.params.columns.{name} to ignore, or to category if you mean that many."
         )
     return Column(name, "category", categories=tuple(sorted(found, key=_natural)))
-
-
-def _first(error: Exception) -> str:
-    return str(error).split("\n")[0].rstrip(".")

@@ -8,17 +8,20 @@ import csv
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deeplightning.array import read_signal
 from deeplightning.image import EXTENSIONS
 from serve.limits import Limits, Refusal
 from serve.uploads import arrays_from_json, arrays_from_npy, rows_from_csv, rows_from_json, texts_from_json
 
+if TYPE_CHECKING:
+    from deeplightning.table import TableSpec
+
 ENDINGS = {
     "image": EXTENSIONS,
     "text": (".txt", ".csv", ".tsv", ".jsonl", ".json"),
-    "table": (".csv", ".json", ".jsonl", ".parquet", ".pq"),
+    "table": (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".pq"),
     "array": (".npy", ".csv", ".wav", ".json"),
 }
 """How the names of files end, in small or capital letters, by what a network takes."""
@@ -46,12 +49,12 @@ def expected(takes: str) -> str:
     return f"files end in {', '.join(ENDINGS[takes])}"
 
 
-def inputs_of(path: Path, takes: str, shape: tuple[int, ...] = ()) -> Iterator[tuple[Place, Any]]:
-    """The inputs of one file as a network prepares them: texts, rows (mappings), arrays; of a picture its path.
+def inputs_of(path: Path, takes: str, spec: Any = None) -> Iterator[tuple[Place, Any]]:
+    """Yield the inputs of one file as a network prepares them: texts, rows (mappings), arrays; of a picture its path.
 
     Args:
         takes: of `deeplightning.kinds.INPUTS`.
-        shape: of a prepared row or array.
+        spec: prepares a row (`TableSpec`) or an array (`ArraySpec`).
 
     Raises:
         ValueError: the file is of another kind, damaged, or has no inputs.
@@ -66,7 +69,7 @@ def inputs_of(path: Path, takes: str, shape: tuple[int, ...] = ()) -> Iterator[t
         raise ValueError(f"this run takes {_TAKEN[takes]}: {expected(takes)}")
     number = 0
     try:
-        for number, one in enumerate(reader(path, shape), 1):
+        for number, one in enumerate(reader(path, spec), 1):
             yield Place(path, number), one
     except (Refusal, csv.Error, RecursionError) as error:
         raise ValueError(str(error)) from error
@@ -126,29 +129,34 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
         raise ValueError(f"this is no Parquet file that can be read: {error}") from error
 
 
-def _arrays_of_npy(path: Path, shape: tuple[int, ...]) -> list[Any]:
-    arrays = arrays_from_npy(path.read_bytes(), shape)
-    return [array[None] if (1, *array.shape) == shape else array for array in arrays]  # (T,) of one channel
+def _arrays_of_npy(path: Path, spec: Any) -> list[Any]:
+    arrays = arrays_from_npy(path.read_bytes(), spec.shape)
+    return [array[None] if (1, *array.shape) == spec.shape else array for array in arrays]  # (T,) of one channel
 
 
-def _signal(path: Path, shape: tuple[int, ...]) -> list[Any]:
+def _signal(path: Path, spec: Any) -> list[Any]:
     signal = read_signal(path)  # (C, T)
-    return [signal[0] if signal[:1].shape == (1, *shape) else signal]
+    return [signal[0] if signal[:1].shape == (1, *spec.shape) else signal]
 
 
-Reader = Callable[[Path, tuple[int, ...]], "Iterator[Any] | list[Any]"]
+def _rows(path: Path, spec: "TableSpec") -> list[dict[str, str]]:
+    return rows_from_csv(path.read_bytes(), _ANY_NUMBER, [column.name for column in spec.columns], spec.format)
+
+
+Reader = Callable[[Path, Any], "Iterator[Any] | list[Any]"]
 
 _READERS: dict[str, dict[str, Reader]] = {
     "text": {
         ".txt": lambda path, _: _lines(path),
-        ".csv": lambda path, _: [_text_of(row) for row in rows_from_csv(path.read_bytes(), _ANY_NUMBER)],
+        ".csv": lambda path, _: map(_text_of, rows_from_csv(path.read_bytes(), _ANY_NUMBER, TEXT_COLUMNS)),
         ".tsv": lambda path, _: map(_text_of, _tabbed(path)),
         ".jsonl": lambda path, _: map(_text_of, _objects(path)),
         ".json": lambda path, _: [text.decode() for text in texts_from_json(path.read_bytes())],
     },
     "table": {
-        ".csv": lambda path, _: list(rows_from_csv(path.read_bytes(), _ANY_NUMBER)),
-        ".json": lambda path, shape: list(rows_from_json(path.read_bytes(), shape[0], _ANY_NUMBER)),
+        ".csv": _rows,
+        ".tsv": _rows,
+        ".json": lambda path, spec: list(rows_from_json(path.read_bytes(), spec.shape[0], _ANY_NUMBER)),
         ".jsonl": lambda path, _: _objects(path),
         ".parquet": lambda path, _: _parquet(path),
         ".pq": lambda path, _: _parquet(path),
@@ -157,7 +165,7 @@ _READERS: dict[str, dict[str, Reader]] = {
         ".npy": _arrays_of_npy,
         ".csv": _signal,
         ".wav": _signal,
-        ".json": lambda path, shape: list(arrays_from_json(path.read_bytes(), shape, _ANY_NUMBER)),
+        ".json": lambda path, spec: list(arrays_from_json(path.read_bytes(), spec.shape, _ANY_NUMBER)),
     },
 }
 

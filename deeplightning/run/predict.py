@@ -75,7 +75,7 @@ def predict_files(folder: RunFolder, files: Sequence[Path], out: Path | None = N
         _check_folders(files, takes)
         row_of = _rows(network, out)
         with _bar(files, takes, out) as paths:
-            inputs = _inputs(paths, takes, network.shape, refuse)
+            inputs = _inputs(paths, takes, network.row_spec, refuse)
             for place, answer in answered(network, inputs, network.max_pixels, refuse):
                 row = {} if place.row is None else {"row": place.row}
                 write({"path": str(place.path), **row, **row_of(place, answer)})
@@ -116,11 +116,6 @@ class _Network:
         self.labels = [str(name) for name in task.class_names] if KINDS[kind].has_labels else []
         self.output: dict[str, Any] = getattr(task, "answer_details", dict)()
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of a prepared row or array."""
-        return () if self.row_spec is None else tuple(self.row_spec.shape)
-
     def prepare(self, path: Path, max_pixels: int) -> np.ndarray:
         """A picture's file as the network takes it, uint8 (C, H, W)."""
         assert self._image_spec is not None, "it takes pictures"
@@ -153,12 +148,12 @@ def _paths(files: Sequence[Path], takes: str) -> Iterator[Path]:
 
 
 def _inputs(
-    paths: Iterator[Path], takes: str, shape: tuple[int, ...], refuse: Callable[[Place | Path, Exception], None]
+    paths: Iterator[Path], takes: str, spec: Any, refuse: Callable[[Place | Path, Exception], None]
 ) -> Iterator[tuple[Place, Any]]:
     """The inputs of all files; `refuse` is called with each file that cannot be read to its end."""
     for path in paths:
         try:
-            yield from inputs_of(path, takes, shape)
+            yield from inputs_of(path, takes, spec)
         except (ValueError, OSError) as error:
             refuse(path, error)
 

@@ -56,6 +56,17 @@ def numbers(path):
         csv.writer(file).writerows([["width", "name", "height", "price"], *rows])
 
 
+def awkward(path):
+    """Semicolons, decimal commas, a marker between numbers, dates, codes, gaps in the target and classes of one row."""
+    rng = np.random.default_rng(0)
+    lines = ["# by hand", "Tag;zip;Fläche;;kind"]
+    for number, area in enumerate(rng.uniform(1000, 9000, 60)):
+        value = "?" if number == 7 else f"{area:,.1f}".translate({ord(","): ".", ord("."): ","})
+        kind = "" if number % 10 == 9 else f"rare{number}" if number % 20 == 0 else "None" if area > 4000 else "Some"
+        lines.append(f"2024-02-{number % 28 + 1:02d};0{number % 5};{value};{number};{kind}")
+    path.write_text("\n".join(lines), encoding="latin-1")
+
+
 def waves(root):
     rng = np.random.default_rng(0)
     for name, speed in (("slow", 0.2), ("quick", 0.9)):
@@ -89,7 +100,7 @@ DATA = {
 WRITTEN = [pytest.param(kind, None, marks=() if kind in ("images", "text") else pytest.mark.slow) for kind in KINDS]
 WRITTEN += [
     pytest.param(kind, data, marks=() if kind in ("images", "table") else pytest.mark.slow)
-    for kind, data in (*DATA.items(), ("images", labelled))
+    for kind, data in (*DATA.items(), ("images", labelled), ("table", awkward))
 ]
 
 

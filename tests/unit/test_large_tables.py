@@ -148,9 +148,14 @@ def broken(path, at, column, value, keep):
 @pytest.mark.parametrize(
     ("row", "column", "value", "params", "words"),
     [
-        (23000, "weight", "heavy", {}, "conversion error to double: invalid value 'heavy'"),
-        (8000, "kind", "", {}, "column kind, row 8000: the target is missing or not finite, as are 1 of 9000"),
-        ([8000, 8100], "price", "inf", {"target": "price"}, "row 8000: the target is missing or not finite, as are 2"),
+        (23000, "weight", "heavy", {}, "column weight, row 23000: 'heavy' is not a number"),
+        (
+            [*range(1, 9001)],
+            "kind",
+            "",
+            {"columns": {"kind": "category"}},
+            "column kind: the target is missing or not finite in 9,000 of 9,000 rows, first in row 1. No row is left",
+        ),
         (8000, "weight", "inf", {"split": "part"}, r"column weight, row \d+: inf is not finite, or too large"),
         (8000, "part", "rest", {"split": "part"}, "column part, row 8000: 'rest' is no set"),
         (
@@ -236,13 +241,13 @@ def test_an_impossible_way(place):
 @pytest.fixture
 def counted(monkeypatch):
     """The files that were read."""
-    read, parts = [], table._parts
+    read, parts = [], table.TableFile.parts
 
-    def counting(path, types):
-        read.append(path.name)
-        yield from parts(path, types)
+    def counting(file, *args):
+        read.append(file.path.name)
+        yield from parts(file, *args)
 
-    monkeypatch.setattr(table, "_parts", counting)
+    monkeypatch.setattr(table.TableFile, "parts", counting)
     return read
 
 
@@ -277,7 +282,7 @@ def test_a_changed_file_is_read_again(place, tmp_path, counted):
 
 def test_a_file_that_changes_while_it_is_read(place, tmp_path, counted, cache, monkeypatch):
     """It ends the run, and nothing of it is kept."""
-    path, parts = tmp_path / "orders.csv", table._parts
+    path, parts = tmp_path / "orders.csv", table.TableFile.parts
     path.write_text((place / "orders.csv").read_text())
 
     def changing(*args):
@@ -285,7 +290,7 @@ def test_a_file_that_changes_while_it_is_read(place, tmp_path, counted, cache, m
         with path.open("a") as file:
             file.write("\n")
 
-    monkeypatch.setattr(table, "_parts", changing)
+    monkeypatch.setattr(table.TableFile, "parts", changing)
     with pytest.raises(DataError, match="was changed while it was read"):
         ready(tmp_path, False)
     assert folders(cache) == []

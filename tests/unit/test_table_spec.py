@@ -121,7 +121,7 @@ def test_a_table_in_csv_becomes_rows():
     for text, words in (
         ("", "The table is empty"),
         ("age\n", "a header and no rows"),
-        ("a,a\n1,2\n", "a name twice"),
+        ("a,b,a\n1,2,3\n", "The columns 1 and 3 have the same name, 'a'; rename one"),
         ("a,b\n1\n", "Line 2 has 1 values, the header 2"),
         ('a\n"1', "Line 2 is not CSV"),
     ):

@@ -1,12 +1,12 @@
 """Texts of one column of a CSV file become a data module, classes are in another; a tenth validates, a tenth tests."""
 
-import csv
 import logging
 from pathlib import Path
 
 import numpy as np
 
 from deeplightning.data.text import TextData, Texts
+from deeplightning.table import decoded, named_columns, records
 
 log = logging.getLogger(__name__)
 
@@ -19,6 +19,7 @@ class TextsOfColumns(TextData):
         file: its path, from the working directory.
         text, label: names of columns.
         delimiter: between columns.
+        encoding: of the file.
         class_names: the values of the column `label`, in the order of their numbers.
         options: see `TextData`.
 
@@ -26,26 +27,28 @@ class TextsOfColumns(TextData):
         ValueError: the file lacks a column, or has a label that is none of the classes.
     """
 
-    def __init__(self, cfg, file, text, label, class_names, delimiter=",", **options):
+    def __init__(self, cfg, file, text, label, class_names, delimiter=",", encoding="utf-8", **options):
         super().__init__(cfg, class_names=class_names, **options)
-        self.file, self.columns, self.delimiter = Path(file).expanduser(), (text, label), delimiter
+        self.file, self.columns = Path(file).expanduser(), (text, label)
+        self.delimiter, self.encoding = delimiter, encoding
 
     def read(self):
         """The rows of each set; a row without text or label is left out."""
         numbers = {name: number for number, name in enumerate(self.class_names)}
         texts, labels, lines, incomplete = [], [], [], 0
-        with self.file.open(encoding="utf-8-sig", newline="") as opened:
-            rows = csv.DictReader(opened, delimiter=self.delimiter)
-            for row in rows:
-                text, label = ((row.get(column) or "").strip() for column in self.columns)
-                if not text or not label:
-                    incomplete += 1
-                elif label not in numbers:
-                    raise ValueError(f"{self.file}, line {rows.line_num}: {label!r} is none of {self.class_names}")
-                else:
-                    texts.append(text)
-                    labels.append(numbers[label])
-                    lines.append(rows.line_num)
+        rows = records(decoded(self.file.read_bytes(), self.encoding), self.delimiter)
+        header = named_columns(next(rows)[1])
+        for line, values in rows:
+            row = dict(zip(header, values, strict=False))
+            text, label = (row.get(column, "").strip() for column in self.columns)
+            if not text or not label:
+                incomplete += 1
+            elif label not in numbers:
+                raise ValueError(f"{self.file}, line {line}: {label!r} is none of {self.class_names}")
+            else:
+                texts.append(text)
+                labels.append(numbers[label])
+                lines.append(line)
         if not texts:
             raise ValueError(f"{self.file}: no row has values in the columns {self.columns}")
         if incomplete:

@@ -1,0 +1,464 @@
+"""Tables in the forms in which users bring them: the guess of `init`, the rows of the training, and the endpoint's rows
+of the same file agree."""
+
+import gzip
+import io
+import itertools
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from deeplightning.cli.guess import Columns
+from deeplightning.cli.guess_tables import TARGETS
+from deeplightning.cli.init import init
+from deeplightning.config.source import read
+from deeplightning.config.tree import plain
+from deeplightning.data.errors import DataConfigError, DataError
+from deeplightning.data.table import TableData
+from deeplightning.faults import ConfigError, SetupError
+from serve.limits import Limits
+from serve.uploads import rows_from_csv
+
+ROWS = 60
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A table, and what is right.
+
+    Attributes:
+        data: the content of the file.
+        columns: what each column is taken for.
+        target: the column that is predicted.
+        notes: parts of what is said.
+        params: parts of `data.module.params`.
+        rows: that have a target.
+        outputs: of the network.
+        name: of the file.
+    """
+
+    data: str | bytes
+    columns: dict[str, str]
+    target: str = "kind"
+    notes: tuple[str, ...] = ()
+    params: dict[str, Any] = field(default_factory=dict)
+    rows: int = ROWS
+    outputs: int = 2
+    kind: str = "table"
+    name: str = "t.csv"
+    options: Columns = field(default_factory=Columns)
+
+
+def text(
+    *,
+    header: str = "area,rooms,town,kind",
+    delimiter: str = ",",
+    area: Callable[[float], str] = lambda value: f"{value:.2f}",
+    change: Callable[[int, list[str]], list[str]] = lambda _, row: row,
+    above: str = "",
+    end: str = "\n",
+) -> str:
+    """Sixty flats: a number, a whole number, a category and a class, each row as `change` returns it."""
+    rng = random.Random(0)
+    lines = [header.replace(",", delimiter)]
+    for number in range(ROWS):
+        value = rng.uniform(20, 3000)
+        row = [area(value), str(rng.randint(1, 6)), rng.choice(["Bern", "Genf", "Zug"]), "ab"[value > 800]]
+        lines.append(delimiter.join(change(number, row)))
+    return above + end.join(lines) + end
+
+
+def put(place: int, value: Callable[[int, str], str]) -> Callable[[int, list[str]], list[str]]:
+    """Changes the values of one column."""
+    return lambda number, row: [*row[:place], value(number, row[place]), *row[place + 1 :]]
+
+
+def swiss(value: float) -> str:
+    return f"{value:,.2f}".replace(",", "\u2019")
+
+
+def german(value: float) -> str:
+    return f"{value:,.2f}".translate({ord(","): ".", ord("."): ","})
+
+
+PLAIN = {"area": "number", "rooms": "number", "town": "category", "kind": "category"}
+NUMBERED = {"id": "ignore"} | PLAIN
+
+
+def with_first(values: Callable[[int], str], name: str = "id") -> str:
+    return text(header=f"{name},area,rooms,town,kind", change=lambda number, row: [values(number), *row])
+
+
+def named(*names: str, kind: str = "category") -> dict[str, str]:
+    """The columns of `text` with other names."""
+    return dict(zip(names, [*["number", "number", "category"], kind], strict=True))
+
+
+def frame() -> pd.DataFrame:
+    return pd.read_csv(io.StringIO(text()))
+
+
+def parquet() -> bytes:
+    found = io.BytesIO()
+    frame().to_parquet(found)
+    return found.getvalue()
+
+
+FORMS = {
+    # ---- files
+    "commas": Form(text(), PLAIN, params={"delimiter": ",", "decimal": ".", "encoding": "utf-8"}),
+    "semicolons": Form(text(delimiter=";"), PLAIN, params={"delimiter": ";", "decimal": "."}),
+    "tabs": Form(text(delimiter="\t"), PLAIN, notes=(r"delimiter '\t'",), params={"delimiter": "\t"}),
+    "bars": Form(text(delimiter="|"), PLAIN, params={"delimiter": "|"}),
+    "blanks": Form(text(delimiter=" "), PLAIN, params={"delimiter": " "}),
+    "semicolons and commas in texts": Form(
+        text(delimiter=";", change=put(2, lambda _, town: f"{town}, CH")), PLAIN, params={"delimiter": ";"}
+    ),
+    "decimal commas": Form(
+        text(delimiter=";", area=lambda value: f"{value:.2f}".replace(".", ",")),
+        PLAIN,
+        params={"delimiter": ";", "decimal": ","},
+    ),
+    "decimal commas in quotes": Form(
+        text(area=lambda value: f'"{value:.2f}"'.replace(".", ",")), PLAIN, params={"delimiter": ",", "decimal": ","}
+    ),
+    "decimal commas and thousands": Form(
+        text(delimiter="\t", area=german), PLAIN, params={"delimiter": "\t", "decimal": ","}
+    ),
+    "thousands": Form(text(area=lambda value: f'"{value:,.2f}"'), PLAIN, params={"decimal": "."}),
+    "thousands with apostrophes": Form(text(delimiter=";", area=swiss), PLAIN, params={"decimal": "."}),
+    "byte order mark": Form("\ufeff" + text(), PLAIN, params={"encoding": "utf-8"}),
+    "UTF-16": Form(text(delimiter="\t").encode("utf-16"), PLAIN, params={"encoding": "utf-16", "delimiter": "\t"}),
+    "Latin-1": Form(
+        text(change=put(2, lambda _, town: town.replace("Zug", "Zürich"))).encode("latin-1"),
+        PLAIN,
+        notes=("encoding latin-1 (the file is not UTF-8; look whether letters such as ü are right)",),
+        params={"encoding": "latin-1"},
+    ),
+    "a euro of Windows": Form(
+        text(header="Umsatz €;rooms;town;kind", delimiter=";", area=german).encode("cp1252"),
+        named("Umsatz €", "rooms", "town", "kind"),
+        params={"encoding": "cp1252", "decimal": ","},
+    ),
+    "Windows line ends": Form(text(end="\r\n"), PLAIN),
+    "single quotes": Form(text(change=put(2, lambda _, town: f"'{town}, CH'")), PLAIN),
+    "line ends in quotes": Form(text(change=put(2, lambda _, town: f'"{town}\nCH"')), PLAIN),
+    "comments above the header": Form(
+        text(above="# made by hand\n# on Monday\n\n"), PLAIN, notes=("3 lines above the header skipped",)
+    ),
+    "Excel's line": Form(text(above="sep=;\n", delimiter=";"), PLAIN, params={"delimiter": ";"}),
+    "header with #": Form(text(header="#area,rooms,town,kind"), named("#area", "rooms", "town", "kind")),
+    "gzip": Form(gzip.compress(text().encode()), PLAIN, name="t.csv.gz"),
+    "JSON lines": Form(frame().to_json(orient="records", lines=True), PLAIN, name="t.jsonl"),
+    "Parquet": Form(parquet(), PLAIN, name="t.parquet"),
+    "R's row names": Form(text(change=lambda number, row: [f'"{number}"', *row]), {"column_1": "ignore"} | PLAIN),
+    # ---- missing values
+    "a stray marker": Form(
+        text(change=put(0, lambda number, area: "?" if number == 7 else area)),
+        PLAIN,
+        notes=("words of area that stand for a missing value: '?' (1)", "which are filled: area (1)"),
+        params={"missing": "fill", "missing_words": ["na", "n/a", "nan", "null", "?"]},
+    ),
+    "several markers": Form(
+        text(change=put(0, lambda number, area: {1: "-", 2: "k.A.", 3: "None", 4: "inf"}.get(number, area))),
+        PLAIN,
+        params={"missing_words": ["na", "n/a", "nan", "null", "-", "k.a.", "none", "inf"]},
+    ),
+    "a marker in every fifth row": Form(
+        text(change=put(0, lambda number, area: "?" if number % 5 == 0 else area)),
+        PLAIN | {"area": "ignore"},
+        notes=("ignored, different in nearly each row: area",),
+    ),
+    "NA in a column of words": Form(
+        text(change=put(2, lambda number, town: "NA" if number == 4 else town)), PLAIN, params={"missing": "fill"}
+    ),
+    "None is a class": Form(
+        text(change=put(3, lambda _, kind: "None" if kind == "a" else "Some")),
+        PLAIN,
+        params={"missing_words": ["na", "n/a", "nan", "null"], "missing": "refuse"},
+    ),
+    "the marker of a number is a class": Form(
+        text(change=lambda number, row: ["?" if number == 3 else row[0], *row[1:3], "?" if row[3] == "a" else "b"]),
+        PLAIN | {"area": "ignore"},
+        params={"missing_words": ["na", "n/a", "nan", "null"]},
+    ),
+    "gaps in the target": Form(
+        text(change=put(3, lambda number, kind: "" if number % 10 == 0 else kind)),
+        PLAIN,
+        notes=("missing values, whose rows are left out: kind (6)",),
+        rows=54,
+    ),
+    "gaps in a target of numbers": Form(
+        text(header="area,rooms,town,price", change=put(3, lambda number, _: "n/a" if number < 5 else f"{number}.5")),
+        named("area", "rooms", "town", "price", kind="number"),
+        target="price",
+        rows=55,
+        outputs=1,
+        kind="regression",
+    ),
+    # ---- columns
+    "a number of each row": Form(
+        with_first(str), NUMBERED, notes=("ignored, a number of each row: id",)
+    ),
+    "customers who come again": Form(with_first(lambda number: str(number % 7)), NUMBERED | {"id": "category"}),
+    "an index that is a measure": Form(
+        with_first(lambda number: f"{number % 9}.5", "price_index"), {"price_index": "number"} | PLAIN
+    ),
+    "an unnamed column": Form(
+        with_first(str, ""), {"column_1": "ignore"} | PLAIN, notes=("a number of each row: column_1",)
+    ),
+    "codes with leading zeros": Form(
+        with_first(lambda number: f"{number % 5:05d}", "zip"), {"zip": "category"} | PLAIN
+    ),
+    "days": Form(
+        with_first(lambda number: f"2024-02-{number % 28 + 1:02d}", "day"),
+        {"day": "number"} | PLAIN,
+        notes=("dates, as days since 1970-01-01: day",),
+    ),
+    "days with points": Form(
+        with_first(lambda number: f"{number % 28 + 1}.2.24", "Tag"),
+        {"Tag": "ignore"} | PLAIN,
+        notes=("ignored, dates that are not written as 2024-02-29: Tag",),
+    ),
+    "a day is no target": Form(
+        text(header="area,rooms,town,day", change=put(3, lambda number, _: f"2024-02-{number % 28 + 1:02d}")),
+        named("area", "rooms", "town", "day", kind="number"),
+        target="town",
+        outputs=3,
+    ),
+    "yes and no": Form(with_first(lambda number: ["ja", "nein"][number % 2], "neu"), {"neu": "category"} | PLAIN),
+    "Y and N": Form(with_first(lambda number: "YN"[number % 2], "new"), {"new": "category"} | PLAIN),
+    "an empty column": Form(with_first(lambda _: "", "note"), {"note": "ignore"} | PLAIN, notes=("empty: note",)),
+    # ---- targets
+    "price before y": Form(
+        text(header="price,y,town,z"),
+        named("price", "y", "town", "z"),
+        target="price",
+        notes=("the column price is predicted (by its name)",),
+        outputs=1,
+    ),
+    "the target is named": Form(
+        text(),
+        PLAIN | {"town": "category"},
+        target="town",
+        options=Columns("town"),
+        notes=("the column town is predicted (--target)",),
+        outputs=3,
+    ),
+    "columns are left out": Form(
+        text(),
+        PLAIN | {"town": "ignore", "area": "ignore"},
+        options=Columns(ignore=("town", "area")),
+        notes=("ignored, by --ignore: area, town",),
+    ),
+    "whole numbers are classes": Form(
+        text(), PLAIN | {"rooms": "category"}, target="rooms", options=Columns("rooms"), outputs=6
+    ),
+    "whole numbers are numbers": Form(
+        text(), PLAIN, target="rooms", options=Columns("rooms", task="regression"), outputs=1
+    ),
+    "many numbers are classes": Form(
+        with_first(lambda number: str(number % 25), "level"),
+        {"level": "category"} | PLAIN,
+        target="level",
+        options=Columns("level", task="classification"),
+        outputs=25,
+    ),
+    "rare classes": Form(
+        text(change=put(3, lambda number, kind: f"rare{number}" if number % 6 == 0 else kind)),
+        PLAIN,
+        notes=("classes of one row, which is in the training set: rare0, rare12",),
+        outputs=12,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def written(form):
+    """The config that `init` writes for a form, and its notes."""
+    Path(form.name).write_bytes(form.data if isinstance(form.data, bytes) else form.data.encode())
+    notes, paths = init(Path("p"), form.kind, Path(form.name), form.options)
+    return plain(read(paths[0]).root), "\n".join(notes)
+
+
+def prepared(params, seed=0):
+    """The data module of some parameters, with all sets."""
+    data = SimpleNamespace(root=".", num_splits=None, fold=0, batch_size=8, num_workers=0, loader={})
+    module = TableData(SimpleNamespace(seed=seed, data=data), **params)
+    module.setup(None)
+    return module
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_form_is_read_as_it_is_meant(name):
+    """`init` guesses the columns and the target and says so; the training reads all rows that have a target; the
+    endpoint makes of the file's own rows the numbers that the training learned from."""
+    form = FORMS[name]
+    config, notes = written(form)
+    params = config["data"]["module"]["params"]
+    assert params["columns"] == form.columns
+    assert params["target"] == form.target
+    assert {key: params[key] for key in form.params} == form.params
+    assert [words for words in form.notes if words not in notes] == []
+    assert config["model"]["network"]["params"]["num_outputs"] == form.outputs
+    module = prepared(params)
+    sets = [module.dataset(split) for split in ("train", "val", "test")]
+    inputs = np.concatenate([found.inputs.numpy() for found in sets])  # (N, F)
+    assert len(inputs) == form.rows
+    spec = module.table_spec
+    if form.kind == "table" and form.outputs > 1:
+        assert len(module.class_names) == form.outputs
+        assert set(range(form.outputs)) == set(sets[0].others["label"].tolist())
+    asked = json.loads(Path("p/row.json").read_text())["rows"][0]
+    assert any(np.array_equal(spec.prepare(asked), row) for row in inputs) or form.rows < ROWS
+    if not form.name.endswith(".csv"):
+        return
+    names = [column.name for column in spec.columns]
+    rows = rows_from_csv(Path(form.name).read_bytes(), Limits(max_images=ROWS), names, spec.format)
+    answered = np.array([spec.prepare(row) for row in rows if not spec.format.is_missing(row[form.target])])
+    assert sorted(map(tuple, answered.tolist())) == sorted(map(tuple, inputs.tolist()))
+
+
+def test_decimal_commas_and_separators_give_the_same_numbers():
+    """Each way to write the areas gives the inputs of the plain one, bit by bit."""
+    names = ["decimal commas", "decimal commas in quotes", "decimal commas and thousands", "thousands"]
+    found = []
+    for name in ["commas", *names, "thousands with apostrophes", "gzip", "JSON lines", "Parquet", "UTF-16"]:
+        Path(name).mkdir()
+        form = FORMS[name]
+        Path(name, form.name).write_bytes(form.data if isinstance(form.data, bytes) else form.data.encode())
+        _, paths = init(Path(name, "p"), "table", Path(name, form.name))
+        params = plain(read(paths[0]).root)["data"]["module"]["params"]
+        params["train"] = str(Path(name, params["train"]))
+        found.append(prepared(params).dataset("train").inputs.numpy().tobytes())
+    assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize("counts", [[50, 9, 1], [30, 2, 2, 2, 1, 1], [20, *[1] * 20], [5, 5]])
+@pytest.mark.parametrize("seed", range(4))
+def test_each_class_is_in_the_training_set(counts, seed):
+    """Also classes of one or two rows, by each seed and in each fold; no row is in two sets, and none is lost."""
+    rows = [f"{number}.5,k{number}" for number, count in enumerate(counts) for _ in range(count)]
+    Path("t.csv").write_text("\n".join(["size,kind", *rows]))
+    data = SimpleNamespace(root=".", num_splits=None, fold=0, batch_size=8, num_workers=0, loader={})
+    for num_splits, fold in [(None, 0), (3, 0), (3, 2)]:
+        data.num_splits, data.fold = num_splits, fold
+        module = TableData(SimpleNamespace(seed=seed, data=data), "t.csv", "kind")
+        module.setup(None)
+        labels = {split: module.dataset(split).others["label"].tolist() for split in ("train", "val", "test")}
+        assert set(labels["train"]) == set(range(len(counts)))
+        assert sorted(itertools.chain(*labels.values())) == [n for n, count in enumerate(counts) for _ in range(count)]
+
+
+REFUSED = [
+    ("t.xlsx", b"PK", "pip install openpyxl && python -c \"import pandas; pandas.read_excel('t.xlsx').to_csv('t.csv'"),
+    ("t.json", b"[]", "pandas.read_json('t.json').to_json('t.jsonl', orient='records', lines=True)"),
+    ("t.zip", b"PK", "unzip t.zip"),
+    ("t.csv", b"a,b\n" + bytes(100), "t.csv is not a text file"),
+    (
+        "t.csv",
+        b"1;2\n3;4\n" * 20,
+        "names no columns; put a header above it: sed -i \"1i $(seq -f column_%g -s ';' 2)\"",
+    ),
+    ("t.csv", b"a,b\n" + b"1,2\n" * 9, "t.csv has 9 rows below its header"),
+    ("t.csv", b"a,b,a, a\n" + b"1,2,3,4\n" * 20, "The columns 1, 3 and 4 have the same name, 'a'; rename all but one"),
+    ("t.csv", b"Rents\nby hand\na,b\n" + b"1,2\n" * 20, "If this is the header: tail -n +3 t.csv >table.csv"),
+    ("t.csv", b"a,b\n" + b"1,2\n" * 20 + b"end\n", "If the table ends above it: head -n 21 t.csv >table.csv"),
+    ("t.csv", b"a,kind\n" + b"1.1.2024,x\n2.1.2024,y\n" * 9, "t['a'] = pandas.to_datetime(t['a']).dt.date"),
+]
+
+
+@pytest.mark.parametrize(("name", "data", "words"), REFUSED)
+def test_what_is_not_read_is_refused_with_the_next_step(name, data, words):
+    """Where a command makes a table of it, the note has the command; nothing is written."""
+    Path(name).write_bytes(data)
+    with pytest.raises(SetupError) as error:
+        init(Path("p"), "table", Path(name))
+    assert words in str(error.value)
+    assert not Path("p").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        ("table", Columns("knd"), "--target: t.csv has no column 'knd'. Did you mean kind? Its columns: area"),
+        ("table", Columns(ignore=("x",)), "--ignore: t.csv has no column 'x'"),
+        ("table", Columns("kind", ("kind",)), "the column kind is the target"),
+        ("regression", Columns(task="classification"), "--classification: the kind regression predicts numbers"),
+        ("text", Columns(ignore=("area",)), "--ignore: the kind text takes no such option"),
+        ("images", Columns("area"), "--target: the kind images takes no such option"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(kind, options, words):
+    """With the option and what is allowed."""
+    Path("t.csv").write_text(text())
+    with pytest.raises(ConfigError) as error:
+        init(Path("p"), kind, Path("t.csv"), options)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (Columns("town", task="regression"), "the column town holds no numbers to be predicted"),
+        (Columns("area", task="classification"), "the column area has 60 different values, too many for classes"),
+    ],
+)
+def test_a_target_of_the_other_sort_is_refused(options, words):
+    """The column and what it holds."""
+    Path("t.csv").write_text(text())
+    with pytest.raises(SetupError, match=words):
+        init(Path("p"), "table", Path("t.csv"), options)
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"delimiter": ";;"}, "data.module.params.delimiter must be one character"),
+        ({"decimal": "'"}, 'data.module.params.decimal must be "." or ","'),
+        ({"encoding": "utf-9"}, "data.module.params.encoding must be utf-8, utf-16, latin-1 or so, not 'utf-9'"),
+        ({"missing_words": "?"}, "data.module.params.missing_words must be a list of texts"),
+    ],
+)
+def test_values_of_the_format_are_checked(params, words):
+    """Before the file is read."""
+    with pytest.raises(DataConfigError, match=words):
+        prepared({"train": "none.csv", "target": "kind"} | params)
+
+
+def test_a_config_by_hand_needs_no_columns():
+    """Kinds follow from the values: codes with leading zeros are categories, numbers with separators are numbers."""
+    Path("t.csv").write_text(text(area=lambda value: f'"{value:,.2f}"', change=put(1, lambda _, rooms: f"0{rooms}")))
+    spec = prepared({"train": "t.csv", "target": "kind"}).table_spec
+    assert {column.name: column.kind for column in spec.columns} == {
+        "area": "number", "rooms": "category", "town": "category"
+    }  # fmt: skip
+
+
+def test_words_between_numbers_are_named():
+    """A word that the config does not list is refused with its row and the key that lists it."""
+    Path("t.csv").write_text(text(change=put(0, lambda number, area: "?" if number == 7 else area)))
+    params = {"train": "t.csv", "target": "kind", "columns": {"area": "number"}, "missing": "fill"}
+    with pytest.raises(DataError, match=r"column area, row 8: '\?' is not a number.*data.module.params.missing_words"):
+        prepared(params)
+    assert prepared(params | {"missing_words": ["?"]}).table_spec.format.missing_words == ("?",)
+
+
+def test_the_manual_lists_the_names_of_targets():
+    """In the order in which `init` looks for them."""
+    listed = ", ".join(f"`{name}`" for name in TARGETS)
+    for page in ("docs/tutorial/table.md", "docs/how-to/regression.md"):
+        assert listed in " ".join((ROOT / page).read_text().split()), page
