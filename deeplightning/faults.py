@@ -135,10 +135,6 @@ def no_module(top: str, name: str, known: Collection[str], places: Collection[st
     is_known = top in _PACKAGES or top in PROJECTS
     if is_known:
         hint = f" It is a package that is not installed here: {install(top)}"
-    if top == "lightning":
-        hint = (
-            f" Did you mean {name.replace('lightning.pytorch', 'pytorch_lightning', 1)}? Ours is `pytorch_lightning`."
-        )
     searched = f" Searched: {', '.join(places)}, and what is installed." if places else ""
     kind = Missing if is_known else ValueError
     return kind(f"there is no module {top} to import (for `{name}`).{hint}{searched}")

@@ -27,6 +27,7 @@ from deeplightning.engine.compute import matmul_hint
 from deeplightning.engine.group import replicas
 from deeplightning.engine.plan import effective_batch
 from deeplightning.faults import count
+from deeplightning.own_code import UNIFIED
 from deeplightning.process.identity import own_rank
 from deeplightning.process.terminal import is_interactive, styled, width, wrapped
 from deeplightning.transfer import Deferred
@@ -166,8 +167,8 @@ class Console(pl.Callback):
         own_size = own_size if isinstance(own_size, int) else None
         return {
             **({"config": _origin(cfg)} if cfg.written else {}),
-            "versions": f"Deep Lightning {__version__}, torch {torch.__version__}, Lightning {pl.__version__}, "
-            f"Python {platform.python_version()}",
+            "versions": f"Deep Lightning {__version__}, torch {torch.__version__}, Lightning {pl.__version__}"
+            f"{' (and as `lightning`)' if UNIFIED in sys.modules else ''}, Python {platform.python_version()}",
             "data": f"{cfg.data.module.type.rpartition('.')[2]}: {', '.join(sizes)} samples",
             "network": f"{name}: {count(total, 'parameter')} ({total / 1e6:.3f} M){frozen}",
             "engine": f"{where}, {engine.backend or 'one process'}, precision {trainer.precision}",

@@ -10,6 +10,7 @@ from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain
 from deeplightning.faults import CheckpointError, ConfigError
+from deeplightning.own_code import from_start, start_folder
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import resolve_run
 from deeplightning.tracking.build import experiment_of
@@ -32,11 +33,11 @@ def find_checkpoint(name: str | None, cfg: Config, to_go_on: bool = False) -> Pa
             if (folder.path / file).is_file():
                 return folder.path / file
         raise CheckpointError(f"{name}: no run of this experiment in {store_of(cfg).shown} has a {file}")
-    path = Path(name).expanduser()
+    path = from_start(name)
     if path.is_file() or path.suffix == ".ckpt":
         if not path.exists():
             raise CheckpointError(f"{path}: there is no such checkpoint")
-        return path.absolute()
+        return path
     folder = RunFolder(resolve_run(name, cfg.logger.params.get("tracking_uri")))
     return folder.last if to_go_on and folder.last.exists() else checkpoint_of(folder)
 
@@ -49,7 +50,7 @@ def runs_of(cfg: Config, wanted: Callable[[Path], bool] = lambda folder: True) -
     """
     root = store_of(cfg).artifact_root
     # Runs that a server keeps have their folders where the launch was.
-    paths = root.glob("*/*/artifacts/cfg.yaml") if root else Path("runs").glob("*/cfg.yaml")
+    paths = root.glob("*/*/artifacts/cfg.yaml") if root else (start_folder() / "runs").glob("*/cfg.yaml")
     # By the start of the run: a resumed one begins with the checkpoints of its forerunner.
     begun = sorted(((path.stat().st_mtime_ns, path) for path in paths), reverse=True)
     ours = experiment_of(cfg.logger.type, cfg.logger.params)
