@@ -229,14 +229,14 @@ class CheckpointError(UserError):
 
 
 class RunError(UserError):
-    """The run itself failed: a loss that is not finite, no memory left, a lost worker."""
+    """The run itself failed: a loss that is not finite, no memory left, a lost worker, an exception of own code."""
 
     exit_code = 5
 
 
 def error_of(faults: list[Fault]) -> UserError:
     """The error that tells these faults. A wrong config comes before a lacking machine, that before missing weights,
-    and a slip in the user's own code comes last."""
+    and an exception of the user's own code comes last."""
     kinds = (ConfigError, SetupError, CheckpointError, RunError, UserError)
     codes = {fault.exit_code for fault in faults}
     return next(kind for kind in kinds if kind.exit_code in codes)(faults)
