@@ -20,7 +20,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import machinery
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -45,6 +45,9 @@ _UNIFIED = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "light
 """The packages that the package `lightning` unites, and their own names."""
 UNIFIED = "deeplightning.unified"
 """The module that has the names of its top level; imported where own code imports any part of `lightning`."""
+
+ON_IMPORT: dict[str, Callable[[], None]] = {}
+"""What to call, by the name of an installed module, after own code imports it."""
 
 PREFIX = f"{__name__}."
 INSTALLED = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -422,7 +425,10 @@ def _import(
     if full != name and not full.startswith(PREFIX):
         importlib.import_module(UNIFIED)  # the log tells of it
     if full == name or fromlist:
-        return builtins.__import__(full, globals, locals, fromlist, level)
+        module = builtins.__import__(full, globals, locals, fromlist, level)
+        if (call := ON_IMPORT.get(full.partition(".")[0])) is not None and not level:
+            call()
+        return module
     importlib.import_module(full)
     top = name.partition(".")[0]
     return sys.modules[PREFIX + top] if full.startswith(PREFIX) else importlib.import_module(full_name(top))

@@ -18,7 +18,7 @@ from deeplightning.callbacks.checkpoints import Checkpoints
 from deeplightning.callbacks.describe import samples_behind
 from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.progress import BEST, Bar, EpochTable, live, rate
-from deeplightning.callbacks.record import Record, Redacting, rank_shown
+from deeplightning.callbacks.record import Record, Redacting, print_once, rank_shown
 from deeplightning.callbacks.watch import batch_loss, has_loss, samples_in
 from deeplightning.checks.hints import proposals
 from deeplightning.config.schema import Config, Target
@@ -71,7 +71,8 @@ class _Terminal(logging.Handler):
 
 
 def to_terminal(cfg: Config) -> None:
-    """Shows what is logged under `deeplightning` on the terminal, on the ranks that `logger.ranks` names."""
+    """Show once what is logged under `deeplightning` on the terminal, on the ranks that `logger.ranks` names."""
+    print_once()
     for handler in [h for h in log.handlers if isinstance(h, _Terminal)]:
         log.removeHandler(handler)
     log.setLevel(logging.INFO)

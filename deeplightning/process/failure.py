@@ -94,10 +94,12 @@ def _frames_of(error: BaseException) -> list[tuple[str, int]]:
 def exit_code_of(error: BaseException) -> int:
     """Return the exit code of an error: its own, else 5 if the user's code raised it and 1 if ours did.
 
-    What a library raises counts for the code that called it.
+    What a library raises counts for the code that called it; a worker of a loader that was lost is 5.
     """
     if isinstance(code := getattr(error, "exit_code", None), int):
         return code
+    if str(error).startswith("DataLoader worker (pid"):
+        return 5
     of_user = [is_theirs(name) for name, _ in _frames_of(error) if is_theirs(name) or name.startswith(OURS)]
     return 5 if of_user and of_user[-1] else 1
 

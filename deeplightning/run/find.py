@@ -13,7 +13,7 @@ from deeplightning.faults import CheckpointError, ConfigError
 from deeplightning.own_code import from_start, start_folder
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import resolve_run
-from deeplightning.tracking.build import experiment_of
+from deeplightning.tracking.build import experiment_of, experiments_of
 from deeplightning.tracking.store import Store, locate
 
 
@@ -43,18 +43,26 @@ def find_checkpoint(name: str | None, cfg: Config, to_go_on: bool = False) -> Pa
 
 
 def runs_of(cfg: Config, wanted: Callable[[Path], bool] = lambda folder: True) -> list[RunFolder]:
-    """The runs of the config's experiment and store that have a config, the one that began last first.
+    """Return the runs of the config's experiment and store that have a config, the one that began last first.
+
+    Runs that were deleted in MLflow are left out.
 
     Args:
-        wanted: looks at a run's folder, before its config is read.
+        wanted: looks at a run's folder, before its experiment is asked for.
+
+    Raises:
+        SetupError: the store cannot be asked.
     """
-    root = store_of(cfg).artifact_root
+    store = store_of(cfg)
+    root = store.artifact_root
     # Runs that a server keeps have their folders where the launch was.
     paths = root.glob("*/*/artifacts/cfg.yaml") if root else (start_folder() / "runs").glob("*/cfg.yaml")
     # By the start of the run: a resumed one begins with the checkpoints of its forerunner.
     begun = sorted(((path.stat().st_mtime_ns, path) for path in paths), reverse=True)
     ours = experiment_of(cfg.logger.type, cfg.logger.params)
-    return [RunFolder(path.parent) for _, path in begun if wanted(path.parent) and _experiment(path) == ours]
+    found = [path for _, path in begun if wanted(path.parent)]
+    names = experiments_of(store, [path.parts[-3] for path in found])
+    return [RunFolder(path.parent) for path in found if names.get(path.parts[-3], _experiment(path)) == ours]
 
 
 def store_of(cfg: Config) -> Store:

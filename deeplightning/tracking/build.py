@@ -14,7 +14,7 @@ from deeplightning.own_code import from_start
 from deeplightning.private.lightning import has_run, resume_run
 from deeplightning.tracking.attach import attach
 from deeplightning.tracking.open import open_tracker
-from deeplightning.tracking.store import explain, local_path, locate
+from deeplightning.tracking.store import Store, explain, local_path, locate
 from deeplightning.tracking.tracker import SYSTEM
 
 if TYPE_CHECKING:
@@ -50,6 +50,24 @@ def prepare(type_name: str, params: dict[str, Any]) -> dict[str, object]:
 def experiment_of(type_name: str, params: Mapping[str, Any]) -> str:
     """The name of the experiment that a logger of this type and these arguments tracks into."""
     return params.get("experiment_name") or ("lightning_logs" if _LIGHTNINGS.fullmatch(type_name) else "Default")
+
+
+def experiments_of(store: Store, run_ids: Sequence[str]) -> dict[str, str | None]:
+    """Return the present name of the experiment of each run that a local store has; None: the run was deleted.
+
+    Raises:
+        SetupError: the store cannot be asked.
+    """
+    if store.database is None or not store.database.exists() or not run_ids:
+        return {}
+    try:
+        tracker = open_tracker(store)
+        runs = [run for run_id in run_ids if (run := tracker.run(run_id)) is not None]
+        found = {run.id: tracker.name_of(run.experiment_id) if run.is_active else None for run in runs}
+        tracker.close()
+    except Exception as error:  # MLflow, SQLAlchemy, requests and the file system each have their own
+        raise explain(error, store) from error
+    return found
 
 
 def refusal(type_name: str, params: Mapping[str, Any], run_id: str, folder: Path) -> str | None:
