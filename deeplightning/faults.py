@@ -135,10 +135,6 @@ def no_module(top: str, name: str, known: Collection[str], places: Collection[st
     is_known = top in _PACKAGES or top in PROJECTS
     if is_known:
         hint = f" It is a package that is not installed here: {install(top)}"
-    if top == "lightning":
-        hint = (
-            f" Did you mean {name.replace('lightning.pytorch', 'pytorch_lightning', 1)}? Ours is `pytorch_lightning`."
-        )
     searched = f" Searched: {', '.join(places)}, and what is installed." if places else ""
     kind = Missing if is_known else ValueError
     return kind(f"there is no module {top} to import (for `{name}`).{hint}{searched}")
@@ -233,14 +229,14 @@ class CheckpointError(UserError):
 
 
 class RunError(UserError):
-    """The run itself failed: a loss that is not finite, no memory left, a lost worker."""
+    """The run itself failed: a loss that is not finite, no memory left, a lost worker, an exception of own code."""
 
     exit_code = 5
 
 
 def error_of(faults: list[Fault]) -> UserError:
     """The error that tells these faults. A wrong config comes before a lacking machine, that before missing weights,
-    and a slip in the user's own code comes last."""
+    and an exception of the user's own code comes last."""
     kinds = (ConfigError, SetupError, CheckpointError, RunError, UserError)
     codes = {fault.exit_code for fault in faults}
     return next(kind for kind in kinds if kind.exit_code in codes)(faults)

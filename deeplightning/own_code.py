@@ -4,6 +4,9 @@ A name in a config is looked up in these folders first, and so is what their fil
 first: a module of the user's whose name something installed has as well (`wave.py`) is imported as a submodule of this
 module, `deeplightning.own_code.wave`, so that `import wave` elsewhere still gives the standard library's.
 
+`lightning` in own code and configs means `pytorch_lightning`, whose classes Deep Lightning uses, whether the package
+`lightning` is installed or not. Installed modules that import it get the package itself.
+
 A sealed launch (`deeplightning.launch.sealed`) keeps a copy of these folders as they were when it was submitted. In its
 processes the copy of each folder takes the place of the folder, here and in `sys.path`.
 """
@@ -17,7 +20,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import machinery
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -38,6 +41,14 @@ config files; and `addresses`, those of configs, to files of the cache."""
 LIBRARIES = ("deeplightning", "torch", "torchvision", "torchmetrics", "pytorch_lightning")
 """Names that always mean what is installed: a foreign config may name these alone, see `deeplightning.checks.trust`."""
 
+_UNIFIED = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
+"""The packages that the package `lightning` unites, and their own names."""
+UNIFIED = "deeplightning.unified"
+"""The module that has the names of its top level; imported where own code imports any part of `lightning`."""
+
+ON_IMPORT: dict[str, Callable[[], None]] = {}
+"""What to call, by the name of an installed module, after own code imports it."""
+
 PREFIX = f"{__name__}."
 INSTALLED = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
@@ -50,6 +61,7 @@ _MOST_ENTRIES = 1000
 
 _added: list[str] = json.loads(os.environ.get(ROOTS, "[]"))  # for every config of this process
 _roots: list[str] = [*_added]
+_start: str | None = None  # the working directory when the command started
 _on_path: list[str] = []  # their entries in `sys.path`
 _seal: tuple[str, dict[str, Any]] = ("", {})  # the folder of the launch's seal, and the content of its file
 __path__: list[str] = [*_roots]  # with it, `PREFIX + name` can be imported, in a spawned process too
@@ -112,6 +124,30 @@ def _own_modules() -> dict[str, set[str]]:
 def _is_from(module: ModuleType, spec: ModuleSpec) -> bool:
     there = getattr(module, "__spec__", None)
     return there is not None and _places(there) == _places(spec)
+
+
+@contextlib.contextmanager
+def started_here() -> Iterator[None]:
+    """Remember the working directory: relative paths of a command refer to it, also after user code has changed it."""
+    global _start
+    before = _start
+    try:
+        with contextlib.suppress(OSError):  # the folder was removed
+            _start = _start or os.getcwd()  # noqa: PTH109
+        yield
+    finally:
+        _start = before
+
+
+def start_folder() -> Path:
+    """Return the folder that relative paths refer to: the working directory when the command started."""
+    return Path(_start or os.getcwd())  # noqa: PTH109
+
+
+def from_start(path: str | os.PathLike) -> Path:
+    """Return a path as absolute, seen from `start_folder`, with `~` expanded."""
+    path = Path(path).expanduser()
+    return path if path.is_absolute() else start_folder() / path
 
 
 def use_seal(folder: Path | None) -> None:
@@ -202,7 +238,7 @@ def is_own(file: str | None) -> bool:
 
 
 def full_name(name: str, inside: Iterable[str] = ()) -> str:
-    """The name under which `sys.modules` has the module that own code and configs call `name`.
+    """Return the name under which `sys.modules` has the module that own code and configs call `name`.
 
     Args:
         inside: what is wanted of it. A folder without `__init__.py` comes before something installed only where it has
@@ -210,6 +246,9 @@ def full_name(name: str, inside: Iterable[str] = ()) -> str:
     """
     top, *rest = name.split(".")
     spec = top_level(top)
+    if top == "lightning" and (spec is None or spec.loader is None):
+        package = _UNIFIED.get(".".join([top, *rest[:1]]))
+        return UNIFIED if not rest else ".".join([package, *rest[1:]]) if package else name
     if spec is None or not _is_shadowed(spec):
         return name
     if spec.loader is None:
@@ -241,7 +280,8 @@ def short(file: str) -> str:
     if (origin := original(file)) != file:
         with contextlib.suppress(OSError):
             file = origin if Path(origin).read_bytes() == Path(file).read_bytes() else file
-    return os.path.relpath(file) if Path(file).is_relative_to(Path.cwd()) else file
+    here = start_folder()
+    return os.path.relpath(file, here) if Path(file).is_relative_to(here) else file
 
 
 def lines_of(error: BaseException) -> list[tuple[str, int]]:
@@ -380,12 +420,18 @@ def _import(
     fromlist: Sequence[str] | None = (),
     level: int = 0,
 ) -> ModuleType:
-    """What an `import` in own code does."""
+    """Do what an `import` in own code asks for."""
     full = name if level else full_name(name, fromlist or ())
+    if full != name and not full.startswith(PREFIX):
+        importlib.import_module(UNIFIED)  # the log tells of it
     if full == name or fromlist:
-        return builtins.__import__(full, globals, locals, fromlist, level)
+        module = builtins.__import__(full, globals, locals, fromlist, level)
+        if (call := ON_IMPORT.get(full.partition(".")[0])) is not None and not level:
+            call()
+        return module
     importlib.import_module(full)
-    return sys.modules[PREFIX + name.partition(".")[0]]
+    top = name.partition(".")[0]
+    return sys.modules[PREFIX + top] if full.startswith(PREFIX) else importlib.import_module(full_name(top))
 
 
 sys.meta_path.insert(0, _Finder())

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NotRequired, TypedDict
 
+from deeplightning.own_code import from_start
+
 try:
     import fcntl
 except ImportError:  # Windows has none: nobody holds a folder there
@@ -44,7 +46,7 @@ class RunFolder:
     """
 
     def __init__(self, path: str | Path):
-        self.path = Path(path).expanduser().absolute()
+        self.path = from_start(path)
         self.config = self.path / "cfg.yaml"
         self.asked = self.path / "asked.yaml"  # what was asked for where cfg.yaml has something else, by keys
         self.environment = self.path / "environment.json"

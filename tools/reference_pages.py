@@ -324,7 +324,7 @@ def _arguments(found: Any) -> str:
 
 OTHER_CODES = {
     0: "Done.",
-    1: "A fault of ours or of your own code, with its traceback.",
+    1: "A bug in Deep Lightning, with its traceback.",
     130: "Interrupted by Ctrl-C.",
     141: "The reader of a result left first, as in `deeplightning explain mine.yaml | head`. A training continues.",
     143: "Ended by SIGTERM.",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.config.packages import HOME
+from deeplightning.own_code import start_folder
 from deeplightning.tracking.store import locate
 from deeplightning.tracking.view import PORT
 
@@ -59,6 +60,6 @@ def _experiment(logger: Any) -> str | None:
 def seen_from_here(path: Path) -> str:
     """A path below the working directory is relative to it, any other is absolute."""
     try:
-        return str(path.relative_to(Path.cwd())) or "."
+        return str(path.relative_to(start_folder())) or "."
     except ValueError:
         return str(path)

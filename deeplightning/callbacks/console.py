@@ -18,7 +18,7 @@ from deeplightning.callbacks.checkpoints import Checkpoints
 from deeplightning.callbacks.describe import samples_behind
 from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.progress import BEST, Bar, EpochTable, live, rate
-from deeplightning.callbacks.record import Record, Redacting, rank_shown
+from deeplightning.callbacks.record import Record, Redacting, print_once, rank_shown
 from deeplightning.callbacks.watch import batch_loss, has_loss, samples_in
 from deeplightning.checks.hints import proposals
 from deeplightning.config.schema import Config, Target
@@ -27,6 +27,7 @@ from deeplightning.engine.compute import matmul_hint
 from deeplightning.engine.group import replicas
 from deeplightning.engine.plan import effective_batch
 from deeplightning.faults import count
+from deeplightning.own_code import UNIFIED
 from deeplightning.process.identity import own_rank
 from deeplightning.process.terminal import is_interactive, styled, width, wrapped
 from deeplightning.transfer import Deferred
@@ -70,7 +71,8 @@ class _Terminal(logging.Handler):
 
 
 def to_terminal(cfg: Config) -> None:
-    """Shows what is logged under `deeplightning` on the terminal, on the ranks that `logger.ranks` names."""
+    """Show once what is logged under `deeplightning` on the terminal, on the ranks that `logger.ranks` names."""
+    print_once()
     for handler in [h for h in log.handlers if isinstance(h, _Terminal)]:
         log.removeHandler(handler)
     log.setLevel(logging.INFO)
@@ -169,8 +171,8 @@ class Console(pl.Callback):
         own_size = own_size if isinstance(own_size, int) else None
         return {
             **({"config": _origin(cfg)} if cfg.written else {}),
-            "versions": f"Deep Lightning {__version__}, torch {torch.__version__}, Lightning {pl.__version__}, "
-            f"Python {platform.python_version()}",
+            "versions": f"Deep Lightning {__version__}, torch {torch.__version__}, Lightning {pl.__version__}"
+            f"{' (and as `lightning`)' if UNIFIED in sys.modules else ''}, Python {platform.python_version()}",
             "data": f"{cfg.data.module.type.rpartition('.')[2]}: {', '.join(sizes)} samples",
             "network": f"{name}: {count(total, 'parameter')} ({total / 1e6:.3f} M){frozen}",
             "engine": f"{where}, {engine.backend or 'one process'}, precision {trainer.precision}",

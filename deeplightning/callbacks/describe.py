@@ -18,6 +18,7 @@ from lightning_fabric.utilities.data import sized_len
 from deeplightning.callbacks.about import data_name, engine_in_words, network_name
 from deeplightning.config.schema import Config
 from deeplightning.faults import count
+from deeplightning.own_code import start_folder
 from deeplightning.runfolder import RunFolder
 from deeplightning.words import printable
 
@@ -70,7 +71,7 @@ def note(cfg: Config, folder: RunFolder, run_id: str | None, learned: str = "") 
     lines = [f"**{_plain(network_name(cfg))}** on **{_plain(data_name(cfg))}**: {about}.", ""]
     if figures := list(_figures(folder)):
         lines += ["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in figures), ""]
-    here = Path.cwd()
+    here = start_folder()
     found = run_id if folder.path.is_relative_to(here / "mlruns") else None
     run, program = shlex.quote(found or str(folder.path)), _program(here)
     commands = [f"{program} {verb} {run}" for verb in ("test", "reproduce", "serve")]

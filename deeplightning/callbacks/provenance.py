@@ -21,6 +21,7 @@ from deeplightning.checks.trust import note_own
 from deeplightning.config.schema import Config
 from deeplightning.config.secret_scan import BLOT
 from deeplightning.config.secrets import redact
+from deeplightning.own_code import from_start
 from deeplightning.runfolder import RunFolder, permissions_of, write_whole
 from deeplightning.tracking.code import Code, collect, versions_of, without_secrets
 from deeplightning.tracking.datafiles import describe_arrays, describe_files, paths_of
@@ -133,8 +134,8 @@ class Origin:
         cfg = self.cfg
         paths = paths_of(data, self._root(data), cfg.data.module.params)
         for name in (began_from, cfg.model.init_from):
-            if name is not None and Path(name).is_file():
-                paths.append(Path(name).absolute())
+            if name is not None and (path := from_start(name)).is_file():
+                paths.append(path)
         return paths
 
     def _root(self, data: "pl.LightningDataModule | None") -> str | None:
@@ -186,7 +187,7 @@ class Origin:
         if address is not None:
             kind, source = "http", {"url": address}
         elif root is not None:
-            kind, source = "local", {"uri": str(Path(root).expanduser().absolute())}
+            kind, source = "local", {"uri": str(from_start(root))}
         else:
             kind, source = "code", {"tags": {"mlflow.source.name": cfg.module.type, "mlflow.source.type": "LOCAL"}}
         size = {"files" if files else "arrays": len(listed), "bytes": sum(int(one[0]) for one in listed.values())}

@@ -33,6 +33,7 @@ from deeplightning.engine.restored import check_schedules
 from deeplightning.faults import CheckpointError, ConfigError, SetupError
 from deeplightning.launch.storage import stored
 from deeplightning.private.lightning import add_logged_steps, logged_steps, values_to_log
+from deeplightning.private.mlflow import autologs
 from deeplightning.process import supervisor
 from deeplightning.process.identity import own_rank
 from deeplightning.process.logs import Printable
@@ -43,6 +44,7 @@ from deeplightning.tracking.build import end, go_on, point_at, publish, run_fold
 from deeplightning.tracking.environment import REPRODUCES, describe, git_diff
 from deeplightning.tracking.names import DATA, ENGINE, NETWORK
 from deeplightning.tracking.tracker import Dataset
+from deeplightning.tracking.user_calls import TrackedRun, UserCalls, run_of
 from deeplightning.version import __version__
 from deeplightning.words import printable
 
@@ -129,6 +131,7 @@ class Record(pl.Callback):
         self._origin: Origin | None = None  # on rank 0
         self._frozen: list[str] | None = None  # of the checkpoint
         self._umask: object = None  # while that of the run is set
+        self._user_calls = UserCalls()
 
     @property
     def folder(self) -> RunFolder:
@@ -149,6 +152,7 @@ class Record(pl.Callback):
             self.open(trainer)
             return
         self._point(trainer)  # the run opens when its checkpoint is restored: a refusal changes no run
+        self._expect_user_calls(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.open(trainer)
@@ -207,22 +211,23 @@ class Record(pl.Callback):
         if not trainer.loggers:
             self._point(trainer)
         resumption = self.resumption or Resumption()
-        folder = ""
+        folder, tracked = "", None
         if trainer.is_global_zero:
             if resumption.run_id is not None:
                 go_on(self.loggers, resumption.run_id, resumption.owed)
-            for logger in self.loggers:
-                if hasattr(logger, "suggest_name"):
-                    logger.suggest_name(f"{network_name(self.cfg)}-{data_name(self.cfg)}")
             path = run_folder(self.loggers, resumption.folder or self.fallback)
             with contextlib.suppress(OSError):  # reported below
                 make_private(path, path.parents[2 if path.name == "artifacts" else 0])  # STORE/EXPERIMENT/RUN/artifacts
                 for logger in self.loggers:
                     if isinstance(logger, CSVLogger):
                         _ = logger.experiment  # it warns of a folder that has files, and ours come next
-            folder = str(path)
-        self._folder = RunFolder(self._agreed(trainer, folder))
+            folder, tracked = str(path), run_of(self.loggers)
+        folder, tracked = self._agreed(trainer, folder, tracked)
+        self._folder = RunFolder(folder)
+        if tracked is not None:
+            self._user_calls.begin(TrackedRun(*tracked))
         self._restrict()
+        print_once()
         if self.cfg.logger.per_rank_files:
             _log_to_file(self._folder.log(trainer.global_rank), self.cfg)
         if surroundings is None:
@@ -247,10 +252,32 @@ class Record(pl.Callback):
         resumption.say()
 
     def _point(self, trainer: pl.Trainer) -> None:
-        """Hands the loggers to the trainer; they open their runs at the first use."""
+        """Hand the loggers to the trainer; they open their runs at the first use."""
         trainer.loggers = self.loggers
+        self._prepare_loggers(trainer)
+
+    def _prepare_loggers(self, trainer: pl.Trainer) -> None:
+        """Tell the loggers, before their first use, the run to continue and the name of a new one."""
+        for logger in self.loggers:
+            if hasattr(logger, "suggest_name"):
+                logger.suggest_name(f"{network_name(self.cfg)}-{data_name(self.cfg)}")
         if trainer.is_global_zero and self.resumption is not None and self.resumption.run_id is not None:
             point_at(self.loggers, self.resumption.run_id, self.resumption.owed)
+
+    def prepare_autolog(self, trainer: pl.Trainer) -> None:
+        """Have MLflow's autolog use this run: it asks for the active one before training starts."""
+        if trainer.is_global_zero and autologs() and not self._expect_user_calls(trainer):
+            self._prepare_loggers(trainer)
+            if (tracked := run_of(self.loggers)) is not None:
+                self._user_calls.begin(tracked)
+
+    def _expect_user_calls(self, trainer: pl.Trainer) -> bool:
+        """Direct calls of MLflow's functions to the run that training continues; return whether there is one."""
+        run_id = self.resumption.run_id if self.resumption is not None else None
+        if run_id is None or not hasattr(self.loggers[0], "tracking_uri"):
+            return False
+        self._user_calls.expect(TrackedRun(self.loggers[0].tracking_uri, run_id))
+        return True
 
     def _restrict(self) -> None:
         """What this process makes from now on has the permissions of the run's folder."""
@@ -267,14 +294,16 @@ class Record(pl.Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._unrestrict()
 
-    def _agreed(self, trainer: pl.Trainer, folder: str) -> str:
-        """The folder that rank 0 has found, on every rank.
+    def _agreed(
+        self, trainer: pl.Trainer, folder: str, tracked: TrackedRun | None
+    ) -> tuple[str, tuple[Any, ...] | None]:
+        """Return the folder and the tracker's run that rank 0 has found, on every rank.
 
         Raises:
             SetupError: the ranks were started separately, and decided differently what only one may decide.
         """
         ours = {"seed": self.cfg.seed, "train.resume_ckpt": self.resumption.named if self.resumption else None}
-        folder, theirs = trainer.strategy.broadcast((folder, ours))
+        folder, run, theirs = trainer.strategy.broadcast((folder, tracked and tuple(tracked), ours))
         differ = [
             f"{name} is {theirs[name]} on rank 0 and {ours[name]} here" for name in ours if ours[name] != theirs[name]
         ]
@@ -283,7 +312,7 @@ class Record(pl.Callback):
                 f"rank {trainer.global_rank} decided differently from rank 0: {'; '.join(differ)}. Processes that are "
                 "started one by one need a fixed `seed`, a checkpoint's path, and one file system"
             )
-        return folder
+        return folder, run
 
     def _describe(self, environment: dict[str, object], diff: str | None) -> None:
         """Records what is known at the start of the run; a continued run keeps what was recorded before."""
@@ -338,8 +367,9 @@ class Record(pl.Callback):
         return settings
 
     def close(self) -> None:
-        """Says the last of the run, and lets go of its folder."""
+        """Set the final run status and release the folder lock."""
         self._unrestrict()
+        self._user_calls.end("FINISHED")
         if self._origin is not None:
             self._origin.end(self._stopped)
             for logger in self.loggers:
@@ -381,12 +411,13 @@ class Record(pl.Callback):
         self.fail(exception)
 
     def fail(self, error: BaseException) -> None:
-        """Ends the run as FAILED with the reason, or as KILLED where a signal was the reason."""
+        """End the run as FAILED with the reason, or as KILLED where a signal was the reason."""
         if isinstance(error, Exception) and not isinstance(error, Interrupted) and not self._failed:
             keep_out(self.cfg)
+        stopped = isinstance(error, Interrupted | KeyboardInterrupt)
+        self._user_calls.end("KILLED" if stopped else "FAILED")
         if self._folder is None:
             return
-        stopped = isinstance(error, Interrupted | KeyboardInterrupt)
         reason = self.cfg.redact_message(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
         if not self._failed:
             log.info("the run ends: %s", reason)
@@ -560,6 +591,17 @@ def _log_to_file(path: Path, cfg: Config) -> None:
     say_losses()
 
 
+def print_once() -> None:
+    """Keep handlers that print what any logger says, as of `logging.basicConfig`, from printing our lines again."""
+    for handler in logging.getLogger().handlers:
+        if type(handler) is logging.StreamHandler and handler.stream in (sys.stdout, sys.stderr):
+            handler.addFilter(_is_of_others)
+
+
+def _is_of_others(record: logging.LogRecord) -> bool:
+    return record.name.partition(".")[0] != log.name
+
+
 class _Others(logging.StreamHandler[Any]):
     """Warnings of loggers that are not ours, on stderr: Python prints them itself only where there is no handler."""
 
@@ -567,7 +609,7 @@ class _Others(logging.StreamHandler[Any]):
         super().__init__()
         self.setLevel(logging.WARNING)
         self.setFormatter(Redacting(cfg, f"{rank_shown(cfg)}%(message)s"))
-        self.addFilter(lambda record: record.name.partition(".")[0] != log.name)
+        self.addFilter(_is_of_others)
 
 
 def rank_shown(cfg: Config) -> str:

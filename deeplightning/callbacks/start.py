@@ -10,6 +10,7 @@ import torch
 from deeplightning.engine.checkpoint_io import read_weights
 from deeplightning.engine.sharded import whole_shapes
 from deeplightning.faults import CheckpointError, Fault
+from deeplightning.own_code import from_start
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import resolve_run
 
@@ -49,9 +50,9 @@ class StartWeights(pl.Callback):
             self._fill(trainer)
 
     def _find(self) -> Path:
-        path = Path(self.name).expanduser()
+        path = from_start(self.name)
         if path.is_file() or path.suffix in (".ckpt", ".safetensors", ".pt", ".pth"):
-            return path.absolute()
+            return path
         folder = RunFolder(resolve_run(self.name, self.tracking_uri))
         for path in (folder.best, folder.last, folder.bundle_weights, folder.path / "model.safetensors"):
             if path.is_file():

@@ -2,6 +2,7 @@
 samples, points at the steps that are due, a loss that is a number."""
 
 import functools
+import hashlib
 import logging
 import math
 import random
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import distributed
 from torch.utils.data import IterableDataset
@@ -23,7 +25,7 @@ from deeplightning.config.target import takes_config
 from deeplightning.engine.group import replicas
 from deeplightning.engine.plan import world_size
 from deeplightning.faults import RunError, SetupError
-from deeplightning.private.lightning import logged_steps, read_ahead
+from deeplightning.private.lightning import batches_ahead, batches_left, logged_steps, read_ahead
 from deeplightning.words import stage_of
 
 if TYPE_CHECKING:
@@ -187,22 +189,46 @@ class AccumulateFrom(pl.Callback):
 
 
 class StreamEnds(pl.Callback):
-    """Ends an epoch where its stream ends, whatever number of batches the stream's length promises.
+    """Ends an epoch where its stream ends, whatever number of batches the stream's length promises; of several
+    processes, where the shortest stream ends.
 
     Lightning 2.6 believes the length: a shorter stream is never validated, and of a longer one the rest is not read.
-    Other data whose length is wrong end the run. `FitLoop.max_batches` is the number of batches that are expected, and
+    Where a process has fewer batches than another, that one waits for ever. Other data whose length is wrong end the
+    run. `FitLoop.max_batches` is the number of batches that are expected, and
     `Trainer.val_check_batch` the number of the batch that is validated next.
     """
 
     def __init__(self) -> None:
         self._promised: float = 0  # batches of an epoch; 0: nothing to correct
         self._is_resumed = self._is_warned = self._is_first = False
+        self._is_cut = self._has_told_cut = False  # whether the stream of another process ended this epoch
+        self._flags: Any = None  # the group that tells the end of a stream; None: nothing to tell
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         loop = trainer.fit_loop
         self._is_resumed = self._is_first = loop.epoch_loop.batch_progress.current.ready > 0
         if math.isfinite(loop.max_batches) and _is_stream(trainer.train_dataloader) and read_ahead(trainer):
             self._promised = loop.max_batches
+        self._flags = None
+        if trainer.world_size > 1 and distributed.is_initialized() and (ahead := batches_ahead(trainer)) is not None:
+            # Flags travel beside the device's queue: NCCL would have each step wait for it.
+            nccl = distributed.get_backend() == "nccl"
+            self._flags = distributed.new_group(backend="gloo") if nccl else distributed.group.WORLD
+            self._warn_of_copies(trainer, ahead)
+
+    def _warn_of_copies(self, trainer: pl.Trainer, ahead: list[Any]) -> None:
+        """Warn if two processes have read the same first batch."""
+        digests: list[tuple[int, str]] = [(0, "")] * trainer.world_size
+        mine = (replicas(trainer)[1], _digest(ahead[0]) if ahead else "")
+        distributed.all_gather_object(digests, mine, group=self._flags)
+        firsts = {part: digest for part, digest in digests if digest}
+        if trainer.is_global_zero and len({*firsts.values()}) < len(firsts):
+            log.warning(
+                "%s is not divided among the processes: %d of them read the same first batch, and each trains on all "
+                "samples. Divide it in `__iter__`: itertools.islice(samples, RANK, None, WORLD) with "
+                "torch.distributed.get_rank() and get_world_size(), and again by torch.utils.data.get_worker_info()",
+                *(_stream_name(trainer), len(firsts)),
+            )
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._is_resumed = False
@@ -210,12 +236,17 @@ class StreamEnds(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
         loop = trainer.fit_loop
         progress = loop.epoch_loop.batch_progress
+        if self._flags is not None:
+            ended = torch.tensor(int(progress.is_last_batch))
+            distributed.all_reduce(ended, distributed.ReduceOp.MAX, self._flags)
+            self._is_cut = bool(ended) and not progress.is_last_batch
+            progress.is_last_batch = bool(ended)
         batches, is_last = progress.current.ready, progress.is_last_batch
         if not self._promised or is_last == (batches == loop.max_batches):
             return
         if not is_last and (self._is_resumed or trainer.limit_train_batches != 1):
             return  # a resumed stream starts from its beginning
-        if is_last and not self._is_warned:
+        if is_last and not self._is_warned and not self._is_cut:
             self._is_warned = True
             log.warning(
                 "epoch %d of the training data has %d batches, their length says %d; each epoch ends where they end",
@@ -229,9 +260,18 @@ class StreamEnds(pl.Callback):
         """
         Raises:
             SetupError: the data ended before the number of batches that their length promises.
+            RunError: the stream of this process has no samples, and others wait for it.
         """
         loop = trainer.fit_loop
         batches = loop.epoch_loop.batch_progress
+        if self._flags is not None and batches.current.ready == 0:
+            name, epoch = _stream_name(trainer), trainer.current_epoch + 1
+            raise RunError(
+                f"{name} has 0 batches for rank {trainer.global_rank} in epoch {epoch}, and the other ranks have some; "
+                "give each process at least one batch"
+            )
+        if self._flags is not None:
+            self._tell_cut(trainer, batches.current.ready)
         has_stopped = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
         is_whole = batches.is_last_batch or batches.current.ready >= loop.max_batches
         is_first, self._is_first = self._is_first, False
@@ -240,6 +280,48 @@ class StreamEnds(pl.Callback):
                 f"epoch {trainer.current_epoch + 1} of the training data has {batches.current.ready} batches, but "
                 f"their length says {loop.max_batches}; correct the length of the loader that data.module makes"
             )
+
+    def _tell_cut(self, trainer: pl.Trainer, batches: int) -> None:
+        """Warn once of streams of unequal length; those that are longer are read on, up to twice the length."""
+        is_cut, self._is_cut = self._is_cut, False
+        if self._has_told_cut or trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step:
+            return
+        lengths: list[int] = [0] * trainer.world_size
+        cut = torch.tensor(int(is_cut))
+        distributed.all_reduce(cut, distributed.ReduceOp.MAX, self._flags)
+        if not cut:
+            return
+        self._has_told_cut = True
+        mine = batches + (batches_left(trainer, batches) if is_cut else 0)
+        distributed.all_gather_object(lengths, mine, group=self._flags)
+        if trainer.is_global_zero:
+            log.warning(
+                "%s has unequal lengths: %s; each epoch ends for all after %d batches. Divide the samples evenly",
+                _stream_name(trainer),
+                ", ".join(
+                    f"{'over ' if n > 2 * batches else ''}{n} batches on rank {r}" for r, n in enumerate(lengths)
+                ),
+                batches,
+            )
+
+
+def _stream_name(trainer: pl.Trainer) -> str:
+    """Return what to call the training data: the class of their dataset, else that of the loader."""
+    loader = trainer.train_dataloader
+    return f"the training stream {type(getattr(loader, 'dataset', loader)).__name__}"
+
+
+def _digest(batch: object) -> str:
+    """Return a digest of the tensors in a batch; "": it has none."""
+    found = hashlib.sha256()
+
+    def add(tensor: torch.Tensor) -> torch.Tensor:
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        return tensor
+
+    before = found.hexdigest()
+    apply_to_collection(batch, torch.Tensor, add)
+    return "" if found.hexdigest() == before else found.hexdigest()
 
 
 def _is_stream(loader: Any) -> bool:

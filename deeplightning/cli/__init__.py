@@ -6,6 +6,7 @@ import sys
 from deeplightning.cli import of_configs, of_plans, of_runs  # noqa: F401 (its verbs join the group, in the order of a journey)
 from deeplightning.cli.exit_codes import interrupted, run_verb
 from deeplightning.cli.group import cli
+from deeplightning.own_code import started_here
 from deeplightning.process import garbage, streams
 from deeplightning.process.identity import RANK_VARIABLES
 
@@ -22,7 +23,8 @@ def main() -> None:
             from deeplightning.process import supervisor
 
             supervisor.follow()
-        code = run_verb(cli)
+        with started_here():
+            code = run_verb(cli)
     except KeyboardInterrupt:
         code = interrupted()
     streams.release()

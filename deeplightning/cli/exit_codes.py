@@ -59,7 +59,7 @@ def interrupted() -> int:
 
 
 def report(error: BaseException, redact: Callable[[str], str] = str) -> int:
-    """Shows an error as notes, with a traceback only where it is ours; returns the exit code.
+    """Show an error as notes, after its traceback if no note explains it; return the exit code.
 
     Of several processes one shows the first cause, and all end with its exit code.
     """
@@ -85,23 +85,25 @@ def report(error: BaseException, redact: Callable[[str], str] = str) -> int:
         )
     if code is None and (lacks := needs(error)) is not None:
         code, notes = 3, [f"the run {lacks}"]
-    rank, place = f" [rank {own_rank()}]" if own_rank() else "", ""
+    has_note = code is not None
+    if code is None:
+        code, notes = failure.exit_code_of(error), [failure.reason_of(error)]
+    rank = f" [rank {own_rank()}]" if own_rank() else ""
     if (group := supervisor.here()) is not None:
-        reason = failure.reason_of(error) if code is None else "; ".join(notes)
-        cause, is_ours_to_tell = group.verdict(error, reason, 1 if code is None else code)
+        cause, is_ours_to_tell = group.verdict(error, "; ".join(notes), code)
         if not is_ours_to_tell:
             return cause.exit_code
-        rank, place = f" [{cause.whose}]" if cause.whose else "", f"{failure.place_of(error)}: "
+        rank = f" [{cause.whose}]" if cause.whose else ""
         if isinstance(error, failure.RankError) or cause.rank != group.rank or failure.is_lost(error):
-            code, notes = cause.exit_code, [cause.reason + (group.kept() if cause.lost else "")]
-    if code is None or os.environ.get("DEEPLIGHTNING_DEBUG") == "1":
+            code, notes, has_note = cause.exit_code, [cause.reason + (group.kept() if cause.lost else "")], True
+    if not has_note or os.environ.get("DEEPLIGHTNING_DEBUG") == "1":
         say(redact("".join(traceback.format_exception(error))), err=True)
     word = styled("error", 31, sys.stderr) + rank
-    if code is None:
-        notes = [f"{place}a fault of Deep Lightning or of your own code; the lines above say where"]
+    if not has_note and code == 1:
+        notes = [f"{notes[0]}; this looks like a bug in Deep Lightning: report it with the lines above"]
     for note in notes:
         text = f"error{rank}: {redact(note)}"
         text = wrapped(text, 2) if is_interactive(sys.stderr) else text
         text = printable(text.removeprefix(f"error{rank}"), LAYOUT)
         print(word + text, file=sys.stderr)  # noqa: T201  (with the style of the word)
-    return 1 if code is None else code
+    return code

@@ -48,7 +48,7 @@ def faults_of(attempt: Attempt, error: BaseException, building: Target | None = 
         return [Fault(f"{building.type} cannot be built: {reason}", building.name, exit_code=code)]
     owner, taken = _owner(attempt, error)
     if code == 2 and own_code.lines_of(error) and (owner is None or _is_own(owner)):
-        code = 1  # a training ends with its traceback
+        code = 5  # as a training ends, with its traceback
     if owner is None:
         if says(error, Sentence.NO_GRADIENT):
             return [Fault(UNCONNECTED, "model.loss" if attempt.cfg.model.loss else "model.module")]

@@ -8,6 +8,7 @@ from deeplightning.config.schema import Config
 from deeplightning.engine.gpus import show_gpus
 from deeplightning.engine.plan import address_of
 from deeplightning.own_code import ROOTS, add_import_roots, original_roots
+from deeplightning.private.python import import_in_spawned
 from deeplightning.process.decisions import hand_on
 
 
@@ -29,3 +30,4 @@ def apply_environment(cfg: Config) -> None:
     hand_on("seed", cfg.seed)
     add_import_roots(*map(Path, cfg.roots or ()))
     os.environ[ROOTS] = json.dumps(original_roots())
+    import_in_spawned(add_import_roots)  # spawned workers of a loader find own code as this process does

@@ -58,6 +58,20 @@ def read_ahead(trainer: "pl.Trainer") -> bool:
     return True
 
 
+def batches_ahead(trainer: "pl.Trainer") -> list[Any] | None:
+    """Return the training batches that were read ahead; None: the data have a length, or the task reads them. Where a
+    name has moved, a run of several processes fails when training starts."""
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    return getattr(fetcher, "batches", None) if fetcher.length is None else None
+
+
+def batches_left(trainer: "pl.Trainer", most: int) -> int:
+    """Read at most so many batches of the rest of an epoch; return how many there are, with those read ahead."""
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    rest = (next(fetcher.iterator, None) for _ in range(most))  # `iter` would begin the epoch again
+    return len(fetcher.batches) + sum(1 for _ in itertools.takewhile(lambda batch: batch is not None, rest))
+
+
 def restart_validation(trainer: "pl.Trainer") -> None:
     """Has a resumed run repeat the validation that was interrupted. Where the name has moved, the run leaves that
     validation out, without an error."""

@@ -1,5 +1,6 @@
 """Private names of MLflow 3.17."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,14 @@ def register_store(scheme: str, build: Callable[..., object]) -> None:
     from mlflow.tracking._tracking_service import utils
 
     utils._tracking_store_registry.register(scheme, build)
+
+
+def autologs() -> bool:
+    """Return whether MLflow logs what Lightning trains by itself (`mlflow.autolog`). Where the name has moved, its
+    values go to a run of their own, without an error."""
+    autologging = sys.modules.get("mlflow.utils.autologging_utils")
+    is_disabled = getattr(autologging, "autologging_is_disabled", None)
+    return is_disabled is not None and "mlflow.pytorch" in sys.modules and not is_disabled("pytorch")
 
 
 def latest_schema() -> str:

@@ -1,6 +1,8 @@
-"""Private names of the standard library (3.11 to 3.14): a process forked to live a life of its own ends as one."""
+"""Private names of the standard library (3.11 to 3.14): the end of a forked process, the start of a spawned one."""
 
 import atexit
+import multiprocessing
+from collections.abc import Callable
 
 
 def forget_exit_functions() -> None:
@@ -11,3 +13,9 @@ def forget_exit_functions() -> None:
 def run_exit_functions() -> None:
     """Does what was registered since, before `os._exit`, which does not."""
     atexit._run_exitfuncs()
+
+
+def import_in_spawned(function: Callable[..., object]) -> None:
+    """Have each process that `multiprocessing` spawns from this one import the module of a function before it unpickles
+    what it works on. Where the name has moved, a run fails at its start."""
+    multiprocessing.current_process()._config["deeplightning"] = function  # type: ignore[attr-defined]

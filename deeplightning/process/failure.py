@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from deeplightning.faults import UserError
-from deeplightning.own_code import is_theirs, short
+from deeplightning.own_code import OURS, is_theirs, short
 from deeplightning.runfolder import RunFolder
+from deeplightning.words import first_line
 
 REPORTED = "reported"
 """The file that a process makes in the folder of its launch when it reports the cause of failure, which one does."""
@@ -25,6 +26,10 @@ _LOST = re.compile(
     r"gloo/|Application timeout caused pair closure|NCCL|c10d|TCPStore|Connection (closed|reset) by peer|Broken pipe|"
     r"Socket Timeout|\bstore\b"
 )
+
+# What torch makes of an exception in a worker of a loader.
+_IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
+_FRAME = re.compile(r'^\s*File "(.+)", line (\d+)', re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,23 +77,43 @@ def says_lost(message: str) -> bool:
 
 
 def place_in(frames: Iterable[tuple[str, int]]) -> str | None:
-    """`file:line` of the innermost code that is neither a library's nor ours, else of the innermost at all."""
+    """Return `file:line` of the innermost code that is the user's, else of the innermost at all."""
     known = [(name, line) for name, line in frames if name != "<string>"]
     theirs = [frame for frame in known if is_theirs(frame[0])] or known
     return f"{short(theirs[-1][0])}:{theirs[-1][1]}" if theirs else None
 
 
-def place_of(error: BaseException) -> str | None:
-    """The file and line of the code that raised an error."""
-    return place_in((frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__))
+def _frames_of(error: BaseException) -> list[tuple[str, int]]:
+    """Return file and line of each call that an error came through, the innermost last."""
+    frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    if _IN_WORKER.match(str(error)):  # the traceback of a loader's worker is in the message
+        frames += [(name, int(line)) for name, line in _FRAME.findall(str(error))]
+    return frames
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code of an error: its own, else 5 if the user's code raised it and 1 if ours did.
+
+    What a library raises counts for the code that called it; a worker of a loader that was lost is 5.
+    """
+    if isinstance(code := getattr(error, "exit_code", None), int):
+        return code
+    if str(error).startswith("DataLoader worker (pid"):
+        return 5
+    of_user = [is_theirs(name) for name, _ in _frames_of(error) if is_theirs(name) or name.startswith(OURS)]
+    return 5 if of_user and of_user[-1] else 1
 
 
 def reason_of(error: BaseException) -> str:
-    """An error in a line: its notes where a user can mend it, else type, message and place."""
+    """Return an error in a line: its notes if a user can correct it, else place, type and message."""
     if getattr(error, "exit_code", None) is not None:
         return str(error).replace("\n", "; ")
-    words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return f"{words} ({found})" if (found := place_of(error)) else words
+    kind, text = type(error).__name__, str(error)
+    if _IN_WORKER.match(text):
+        words = text.rstrip().rpartition("\n")[2]
+    else:
+        words = f"{kind}: {first_line(error)}" if text.strip() else kind
+    return f"{found}: {words}" if (found := place_in(_frames_of(error))) else words
 
 
 def how_it_ended(code: int) -> str:

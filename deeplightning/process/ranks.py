@@ -26,6 +26,7 @@ from deeplightning.process.failure import (
     Cause,
     RankError,
     claim_in,
+    exit_code_of,
     first_of,
     how_it_ended,
     is_lost,
@@ -127,7 +128,7 @@ class Ranks:
         self._ends, self._until = True, time.monotonic() + LATE
         if is_lost(error):
             return RankError(self._why_lost(error))
-        code = getattr(error, "exit_code", 1)
+        code = exit_code_of(error)
         if code in INTERRUPTED.values():
             self._until = None  # the checkpoint that is saved now may be large; a second signal ends it
         mine = self.claim(Cause(self.rank, reason_of(error), code))

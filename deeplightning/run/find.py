@@ -10,9 +10,10 @@ from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain
 from deeplightning.faults import CheckpointError, ConfigError
+from deeplightning.own_code import from_start, start_folder
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import resolve_run
-from deeplightning.tracking.build import experiment_of
+from deeplightning.tracking.build import experiment_of, experiments_of
 from deeplightning.tracking.store import Store, locate
 
 
@@ -32,28 +33,36 @@ def find_checkpoint(name: str | None, cfg: Config, to_go_on: bool = False) -> Pa
             if (folder.path / file).is_file():
                 return folder.path / file
         raise CheckpointError(f"{name}: no run of this experiment in {store_of(cfg).shown} has a {file}")
-    path = Path(name).expanduser()
+    path = from_start(name)
     if path.is_file() or path.suffix == ".ckpt":
         if not path.exists():
             raise CheckpointError(f"{path}: there is no such checkpoint")
-        return path.absolute()
+        return path
     folder = RunFolder(resolve_run(name, cfg.logger.params.get("tracking_uri")))
     return folder.last if to_go_on and folder.last.exists() else checkpoint_of(folder)
 
 
 def runs_of(cfg: Config, wanted: Callable[[Path], bool] = lambda folder: True) -> list[RunFolder]:
-    """The runs of the config's experiment and store that have a config, the one that began last first.
+    """Return the runs of the config's experiment and store that have a config, the one that began last first.
+
+    Runs that were deleted in MLflow are left out.
 
     Args:
-        wanted: looks at a run's folder, before its config is read.
+        wanted: looks at a run's folder, before its experiment is asked for.
+
+    Raises:
+        SetupError: the store cannot be asked.
     """
-    root = store_of(cfg).artifact_root
+    store = store_of(cfg)
+    root = store.artifact_root
     # Runs that a server keeps have their folders where the launch was.
-    paths = root.glob("*/*/artifacts/cfg.yaml") if root else Path("runs").glob("*/cfg.yaml")
+    paths = root.glob("*/*/artifacts/cfg.yaml") if root else (start_folder() / "runs").glob("*/cfg.yaml")
     # By the start of the run: a resumed one begins with the checkpoints of its forerunner.
     begun = sorted(((path.stat().st_mtime_ns, path) for path in paths), reverse=True)
     ours = experiment_of(cfg.logger.type, cfg.logger.params)
-    return [RunFolder(path.parent) for _, path in begun if wanted(path.parent) and _experiment(path) == ours]
+    found = [path for _, path in begun if wanted(path.parent)]
+    names = experiments_of(store, [path.parts[-3] for path in found])
+    return [RunFolder(path.parent) for path in found if names.get(path.parts[-3], _experiment(path)) == ours]
 
 
 def store_of(cfg: Config) -> Store:

@@ -83,6 +83,7 @@ def launch(cfg: Config) -> RunFolder:
     connect(trainer, cfg.redact_message, lambda error: _end(record, trainer, error), agreement(cfg, goes_on))
     try:
         if "train" in cfg.stages:
+            record.prepare_autolog(trainer)
             _train(cfg, trainer, task, data, goes_on)
         for stage in ("validate", "test", "predict"):
             if stage in cfg.stages:

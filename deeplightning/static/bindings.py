@@ -306,7 +306,7 @@ class _Reader:
                     full = self.scope.module.full_name(alias.name)
                     self.imported(full, node.lineno)
                     if alias.asname is None:
-                        full = full.removesuffix(alias.name.removeprefix(bound))
+                        full = self.scope.module.full_name(bound, alias.name.split(".")[1:2])
                     self.bind(alias.asname or bound, Imported, node.lineno, full, None)
                     if alias.asname is None and alias.name.startswith(f"{self.scope.module.name}."):
                         self.scope.effects.append(alias.name)

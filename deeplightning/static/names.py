@@ -463,8 +463,8 @@ class Names:
                 return self.imported(Imported(0, local.lineno, (), source, alias.name), alias.name, frame)
             if isinstance(local, ast.Import):
                 alias = next(a for a in local.names if (a.asname or a.name.partition(".")[0]) == name)
-                full = frame.module.full_name(alias.name)
-                found = self.module(full if alias.asname else full.removesuffix(alias.name.removeprefix(name)))
+                asked = (alias.name, ()) if alias.asname else (name, alias.name.split(".")[1:2])
+                found = self.module(frame.module.full_name(*asked))
                 if found is not None:
                     return self.of_module(found)
             if local is not None:

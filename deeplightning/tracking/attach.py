@@ -27,8 +27,9 @@ def attach(store: Store) -> str:
     working directory. So its registry gets a store of ours that opens late, under a lock, with the right folder.
     """
     quiet_mlflow()
+    uri = uri_of(store)
     if store.address is not None:
-        return store.address
+        return uri
     if store.database is None:
         assert store.folder is not None
         # MLflow 3.17 refuses its old file stores without this switch, which its own error message names.
@@ -38,11 +39,18 @@ def attach(store: Store) -> str:
             "mlflow migrate-filestore --source '%s' --target 'sqlite:///%s'",
             *(store.shown, store.folder, store.folder / DATABASE),
         )
-        return store.folder.as_uri()
-    uri = _sqlite_uri(store.database)
+        return uri
     _attached[uri] = store
     register_store("sqlite", _build_late)
     return uri
+
+
+def uri_of(store: Store) -> str:
+    """Return the URI by which MLflow opens a store."""
+    if store.database is not None:
+        return _sqlite_uri(store.database)
+    assert store.address is not None or store.folder is not None
+    return store.address or store.folder.as_uri()  # type: ignore[union-attr]
 
 
 def _sqlite_uri(database: Path) -> str:

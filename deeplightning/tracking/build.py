@@ -9,10 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deeplightning.address import is_address
+from deeplightning.own_code import from_start
 from deeplightning.private.lightning import has_run, resume_run
 from deeplightning.tracking.attach import attach
 from deeplightning.tracking.open import open_tracker
-from deeplightning.tracking.store import explain, local_path, locate
+from deeplightning.tracking.store import Store, explain, local_path, locate
 from deeplightning.tracking.tracker import SYSTEM
 
 if TYPE_CHECKING:
@@ -24,15 +26,17 @@ _LIGHTNINGS = re.compile(r"(pytorch_lightning|lightning\.pytorch)\.loggers(\.mlf
 
 
 def prepare(type_name: str, params: dict[str, Any]) -> dict[str, object]:
-    """The arguments to build a logger with.
+    """Return the arguments to build a logger with, a relative `save_dir` made absolute.
 
     Those of Lightning's own `MLFlowLogger` are translated: a directory as `tracking_uri` means the same store as with
-    ours, and under `mlflow run` the run that is there is joined. Others are returned as they are. Writes nothing: the
-    store is made, under its lock, when the logger first uses it.
+    ours, and under `mlflow run` the run that is there is joined. Writes nothing: the store is made, under its lock,
+    when the logger first uses it.
 
     Raises:
         SetupError: the `tracking_uri` is of no known kind.
     """
+    if isinstance(folder := params.get("save_dir"), str) and not is_address(folder):
+        params = params | {"save_dir": str(from_start(folder))}
     if not _LIGHTNINGS.fullmatch(type_name):
         return params
     run_id = os.environ.get("MLFLOW_RUN_ID")
@@ -46,6 +50,24 @@ def prepare(type_name: str, params: dict[str, Any]) -> dict[str, object]:
 def experiment_of(type_name: str, params: Mapping[str, Any]) -> str:
     """The name of the experiment that a logger of this type and these arguments tracks into."""
     return params.get("experiment_name") or ("lightning_logs" if _LIGHTNINGS.fullmatch(type_name) else "Default")
+
+
+def experiments_of(store: Store, run_ids: Sequence[str]) -> dict[str, str | None]:
+    """Return the present name of the experiment of each run that a local store has; None: the run was deleted.
+
+    Raises:
+        SetupError: the store cannot be asked.
+    """
+    if store.database is None or not store.database.exists() or not run_ids:
+        return {}
+    try:
+        tracker = open_tracker(store)
+        runs = [run for run_id in run_ids if (run := tracker.run(run_id)) is not None]
+        found = {run.id: tracker.name_of(run.experiment_id) if run.is_active else None for run in runs}
+        tracker.close()
+    except Exception as error:  # MLflow, SQLAlchemy, requests and the file system each have their own
+        raise explain(error, store) from error
+    return found
 
 
 def refusal(type_name: str, params: Mapping[str, Any], run_id: str, folder: Path) -> str | None:
@@ -140,8 +162,8 @@ def run_folder(loggers: Iterable[object], fallback: str | os.PathLike) -> Path:
             return folder
     for logger in loggers:
         if folder := getattr(logger, "log_dir", None):
-            return Path(folder).expanduser().absolute()
-    return Path(fallback).expanduser().absolute()
+            return from_start(folder)
+    return from_start(fallback)
 
 
 def _artifact_folder(logger: Any) -> Path | None:

@@ -289,7 +289,7 @@ class _Collector:
         order = {root: number for number, root in reversed([*enumerate(found)])}
         roots = sorted({root for root, _ in self.files}, key=lambda root: (order.get(root, len(order)), root))
         with suppress(OSError):
-            here = str(Path.cwd())
+            here = str(own_code.start_folder())
             return Code(
                 roots=roots,
                 working_directory=here if here in roots else None,
@@ -311,7 +311,7 @@ def _installed_into(path: Iterable[str]) -> list[str]:
     """
     given = {os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder}  # noqa: PTH100
     copies = own_code.seal().get("roots", {})
-    given = {copies.get(folder, folder) for folder in given - {os.getcwd()}}  # noqa: PTH109
+    given = {copies.get(folder, folder) for folder in given - {str(own_code.start_folder())}}
     found = []
     for folder in given.intersection(path):
         for record in Path(folder).glob("*.dist-info/RECORD"):

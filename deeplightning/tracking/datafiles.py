@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deeplightning.own_code import from_start, start_folder
+
 if TYPE_CHECKING:
     import pytorch_lightning as pl
 
@@ -43,20 +45,20 @@ def paths_of(data: "pl.LightningDataModule | None", root: str | None, params: Ma
         root: `data.root`.
         params: of the data module; texts in it that are paths count.
     """
-    top = Path(root).expanduser().absolute() if root is not None else None
+    top = from_start(root) if root is not None else None
     declared = getattr(data, "files", None)
     with suppress(Exception):  # a user's own, which may mean something else
         declared = declared() if callable(declared) else declared
     found = []
     for path in _texts_and_paths(declared):
         is_its_own = isinstance(path, Path) and path.exists()
-        found.append(Path(path).absolute() if is_its_own else (top or Path.cwd()) / path)
+        found.append(Path(path).absolute() if is_its_own else (top or start_folder()) / path)
     for name, value in list(getattr(data, "__dict__", {}).items()):
         if name not in ("files", "trainer"):
             found += [path.absolute() for path in _texts_and_paths(value) if isinstance(path, Path) and path.is_file()]
     for name, value in params.items():
         for text in _texts_and_paths(value) if not name.startswith(("cache", "augment")) else ():
-            near = [folder / text for folder in (Path.cwd(), top) if folder is not None and len(str(text)) < 4096]
+            near = [folder / text for folder in (start_folder(), top) if folder is not None and len(str(text)) < 4096]
             with suppress(OSError, ValueError):  # a text that can be no path
                 found += [path for path in near if str(text) not in ("", ".") and path.exists()][:1]
     there = [path for path in dict.fromkeys(found) if path.exists() and path != top]
@@ -97,7 +99,7 @@ def describe_files(
         `incomplete` (why files are missing here or have no SHA-256; None: they are all there).
     """
     until = time.monotonic() + seconds
-    top = Path(root).expanduser().absolute() if root is not None else None
+    top = from_start(root) if root is not None else None
     files: dict[str, Path] = {}
     folders, incomplete, passed = [], None, {str(path) for path in without}
     for path in paths:
@@ -187,7 +189,7 @@ def describe_again(before: Mapping[str, Any], root: str | None) -> dict[str, Any
     Args:
         root: where `data.root` is now.
     """
-    top = Path(root or before["root"] or "/").expanduser().absolute()
+    top = from_start(root or before["root"] or "/")
     listed = [top / name for name in before["files"]]
     paths = [top / name for name in before["folders"]] + [path for path in listed if path.is_file()]
     unread = [name for name, (_, digest) in before["files"].items() if digest is None]

@@ -19,7 +19,7 @@ from typing import Any
 
 from deeplightning.config.secret_scan import conceal_diff
 from deeplightning.faults import SetupError
-from deeplightning.own_code import SEALED
+from deeplightning.own_code import SEALED, start_folder
 from deeplightning.process.identity import identity
 from deeplightning.tracking.git import SECONDS, run_git
 
@@ -71,7 +71,7 @@ def describe(redact: Callable[[str], str] = str) -> dict[str, object]:
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": shlex.join(sys.argv),
             "launch": _launch(),
-            "directory": _quietly(os.getcwd),
+            "directory": _quietly(lambda: str(start_folder())),
             "host": socket.gethostname(),
             "python": {"version": platform.python_version(), "executable": sys.executable},
             "os": platform.platform(),
@@ -173,7 +173,7 @@ def ask_git(*arguments: str, limit: int | None = None, folder: Path | None = Non
 
 def _directory() -> str:
     """The working directory, where it or a folder above it is a repository; else the folder that this code lies in."""
-    here = Path.cwd()
+    here = start_folder()
     if any((folder / ".git").exists() for folder in (here, *here.parents)):
         return str(here)
     return str(Path(__file__).resolve().parents[2])

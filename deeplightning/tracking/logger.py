@@ -23,7 +23,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from deeplightning.faults import SetupError, count
 from deeplightning.runfolder import make_private
 from deeplightning.tracking.artifacts import Artifacts, LocalArtifacts, RemoteArtifacts
-from deeplightning.tracking.attach import LazyClient
+from deeplightning.tracking.attach import LazyClient, uri_of
 from deeplightning.tracking.context import RUN_NAME, run_tags
 from deeplightning.tracking.environment import git_state
 from deeplightning.tracking.journal import Journal, replay
@@ -144,6 +144,11 @@ class MLflowLogger(Logger):
         """The store's folder, absolute; None if the store is not on this machine. Opens nothing."""
         folder = (self._store or self._locate()[0]).folder
         return None if folder is None else str(folder)
+
+    @property
+    def tracking_uri(self) -> str:
+        """The URI by which MLflow opens the store; opens nothing."""
+        return uri_of(self._store or self._locate()[0])
 
     @property
     def artifact_folder(self) -> Path | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from deeplightning.faults import CheckpointError, SetupError, install
+from deeplightning.own_code import from_start
 from deeplightning.tracking.store import Store, explain, local_path, locate
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def resolve_run(run: str | os.PathLike, tracking_uri: str | os.PathLike | None =
     if text.startswith("runs:/"):
         run_id, _, inside = text.removeprefix("runs:/").strip("/").partition("/")
         return _of_run(run_id, locate(tracking_uri)) / inside
-    folder = (local_path(text) if text.startswith("file:") else None) or Path(text).expanduser().absolute()
+    folder = (local_path(text) if text.startswith("file:") else None) or from_start(text)
     if folder.is_dir():
         return folder
     if folder.exists():

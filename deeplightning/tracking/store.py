@@ -17,6 +17,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from deeplightning.faults import SetupError
+from deeplightning.own_code import from_start
 from deeplightning.runfolder import RunFolder, make_private, permissions_of, umask_of
 
 log = logging.getLogger("deeplightning.tracking")
@@ -185,7 +186,7 @@ def _directory(folder: Path) -> Store:
 
 
 def _absolute(path: str) -> Path:
-    return Path(os.path.abspath(Path(path).expanduser()))  # noqa: PTH100  (also folds `..`, without following links)
+    return Path(os.path.abspath(from_start(path)))  # noqa: PTH100  (also folds `..`, without following links)
 
 
 @contextmanager

@@ -36,6 +36,7 @@ from deeplightning.engine import compute
 from deeplightning.engine.plan import clip_arguments, trainer_arguments
 from deeplightning.faults import CheckpointError, ConfigError, RunError, SetupError, UserError
 from deeplightning.private.python import forget_exit_functions
+from deeplightning.process.failure import exit_code_of, reason_of
 from deeplightning.process.terminal import say
 from deeplightning.run.assemble import init_module
 from deeplightning.tune.worker import end_with
@@ -120,7 +121,7 @@ def in_child(work: Callable[[], dict[str, object]], limit: int | None, redact: C
 
     Raises:
         UserError: what ended it, for other reasons than memory.
-        SystemExit: a fault of ours or of the user's code ended it; its traceback has been printed.
+        SystemExit: a bug of ours ended it; its traceback has been printed.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -205,6 +206,6 @@ def _told(error: BaseException, redact: Callable[[str], str]) -> dict[str, objec
     code = getattr(error, "exit_code", None)
     if code not in _ERRORS:
         say(redact("".join(traceback.format_exception(error))), err=True)
-        return {"code": 1}
+        return {"code": exit_code_of(error), "message": redact(reason_of(error))}
     notes = [str(fault) for fault in error.faults] if isinstance(error, UserError) else [str(error)]
     return {"code": code, "message": redact("; ".join(notes))}

@@ -302,9 +302,8 @@ class Grid:
             log.info("%-10s interrupted; the same command continues it", f"run {number}")
         else:
             notes = re.findall(r"^(?:\x1b\[\d+m)?error(?:\x1b\[0m)?[^:]*: (.*)$", output, re.MULTILINE)
-            raised = re.findall(r"^[\w.]+(?:Error|Exception)\b.*$", output, re.MULTILINE)
             killed = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            reason = ((raised if code == 1 else []) or notes or [killed])[-1]
+            reason = (notes or [killed])[-1]
             point.note(state=FAILED, failure=self.cfg.redact(reason)[:1000])
             log.warning("run %d failed: %s (%s)", number, reason, file)
 

@@ -425,12 +425,10 @@ class _Search:
             self._stopping = self._stopping or _STOPS[code](f"{note} (trial {number}; the same command continues)")
             self.workers.interrupt()
         else:
-            raised = re.findall(r"^[\w.]+(?:Error|Exception)\b.*$", output, re.MULTILINE)  # a fault of somebody's code
-            causes = (raised if code == 1 else notes)[-1:] or notes[-1:]
             if code < 0:
                 self._remove_if_empty(number)
             killed = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            self._fail(number, causes[0] if causes else killed)
+            self._fail(number, notes[-1] if notes else killed)
 
     def _remove_if_empty(self, number: int) -> None:
         """Removes the run of a trial that was killed before it had anything to resume from, or to show."""

@@ -209,9 +209,9 @@ def test_a_training_that_fails_is_an_exception(config, tmp_path, monkeypatch):
         "        raise RuntimeError('of mine')\n"
     )
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="own code") as caught:
+    with pytest.raises(UserError, match=r"own_loss\.py:4: RuntimeError: of mine") as caught:
         dl.train(config, ["model.loss={type: own_loss.Bad}"])
-    assert caught.value.exit_code == 1
+    assert caught.value.exit_code == 5
 
 
 def started(config, overrides, tmp_path):

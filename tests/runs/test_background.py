@@ -265,5 +265,5 @@ def test_a_checkpoint_that_cannot_be_written_in_the_background_ends_the_run(trai
 def test_a_run_that_fails_waits_for_the_checkpoint_that_is_written(train, own):
     """An error in the fifth batch leaves the checkpoint of the third step."""
     callbacks = "train.callbacks=[{type: in_the_background.Fails}]"
-    done = train(CHECKPOINTS, "engine.setup_hook=in_the_background.slowly", callbacks, code=1)
+    done = train(CHECKPOINTS, "engine.setup_hook=in_the_background.slowly", callbacks, code=5)
     assert read_checkpoint(done.folder / "last.ckpt")["global_step"] == 3

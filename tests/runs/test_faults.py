@@ -234,10 +234,10 @@ def test_a_fault_has_one_exit_code(rows, command, tiny, overrides, code, words):
 
 
 def test_a_slip_in_a_step_of_own_code_has_one_exit_code(rows, command, tiny):
-    """It is 1 in a dry run as in a training, which shows the traceback."""
+    """It is 5 in a dry run as in a training, which shows the traceback."""
     for verb, words in (("check --dry-run", "own_rows.Slips fails in the training step: "), ("train", "Traceback")):
         outcome = command(*verb.split(), tiny, "model.module.type=own_rows.Slips", cwd=rows.cwd)
-        assert outcome.code == 1, outcome
+        assert outcome.code == 5, outcome
         assert words in outcome.err
 
 

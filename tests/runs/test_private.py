@@ -572,6 +572,39 @@ def test_exit_functions_are_the_childs_own():
     assert (done.stdout, done.stderr) == ("its own\n", "")
 
 
+def test_a_spawned_process_imports_a_module_first(tmp_path):
+    """`_config` of `multiprocessing`'s processes is unpickled before what a process works on."""
+    (tmp_path / "early.py").write_text("import sys\n\nsys.modules['work'] = sys\n\n\ndef function(): ...\n")
+    (tmp_path / "main.py").write_text(
+        "import multiprocessing, sys, types\n"
+        "from deeplightning.private.python import import_in_spawned\n"
+        "if __name__ == '__main__':\n"
+        "    import early\n"
+        "    import_in_spawned(early.function)\n"
+        "    sys.modules['work'] = work = types.ModuleType('work')\n"
+        "    work.getrecursionlimit = sys.getrecursionlimit\n"
+        "    exec('def exc_info(): ...', vars(work))\n"
+        "    child = multiprocessing.get_context('spawn').Process(target=work.exc_info)\n"
+        "    child.start(); child.join(); sys.exit(child.exitcode)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "main.py"], cwd=tmp_path, env=environment, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_mlflow_tells_whether_autolog_is_on():
+    """`autologging_is_disabled` of its utilities."""
+    program = (
+        "import mlflow, mlflow.pytorch, pytorch_lightning\n"
+        "from deeplightning.private.mlflow import autologs\n"
+        "print(autologs())\nmlflow.autolog(silent=True)\nprint(autologs())\n"
+        "mlflow.autolog(disable=True, silent=True)\nprint(autologs())\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["False", "True", "False"], done.stderr
+
+
 def test_a_text_becomes_a_tree_by_name_of_rule_and_mode():
     """`grammar_parser.parse` takes text, rule and mode; a tree of a value has a text, and the text its parts."""
     assert [*inspect.signature(omegaconf.tree_of).parameters] == ["value", "parser_rule", "lexer_mode"]

@@ -142,12 +142,12 @@ def told(outcome):
 )
 def test_a_fault_in_one_process_is_told_once_and_fails_the_run(rank, ranks, backend, failing, tracked):
     """Traceback and place of the user's code, by the process that failed; the reason of the run names it."""
-    failed = failing(at(rank, "fault"), f"engine.backend={backend}", ranks=ranks, code=1)
+    failed = failing(at(rank, "fault"), f"engine.backend={backend}", ranks=ranks, code=5)
     assert f"error [rank {rank}]: faulty.py:{LINE}: " in told(failed)
     assert "Traceback" in failed.ranks[rank].err
     run = tracked(failed.folder)
     assert run.status == "FAILED"
-    named = f'rank {rank}: KeyError: "a fault of the user\'s" (faulty.py:{LINE})'
+    named = f'rank {rank}: faulty.py:{LINE}: KeyError: "a fault of the user\'s"'
     assert named in run.tags["failure"] or rank == 0
     assert "KeyError" in run.tags["failure"]
 
@@ -202,7 +202,7 @@ def test_the_process_that_does_not_answer_is_named_whichever_operation_timed_out
 
 def test_a_fault_in_all_processes_is_told_by_one(failing, tracked):
     """The same traceback would come from each."""
-    failed = failing(at("null", "fault"), code=1)
+    failed = failing(at("null", "fault"), code=5)
     assert f"faulty.py:{LINE}: " in told(failed)
     assert tracked(failed.folder).status == "FAILED"
 

@@ -268,7 +268,7 @@ def test_a_single_process_is_started_again_as_well(launch, tracked, undisturbed)
 @pytest.mark.parametrize(
     ("what", "code", "words"),
     [
-        ("fault", 1, "losses.py:{FAULT}: a fault of Deep Lightning or of your own code"),
+        ("fault", 5, "losses.py:{FAULT}: KeyError: "),
         ("spoil", 5, "train_loss is nan"),
         ("leave", 5, "the process ended with exit code 7 without a message"),
     ],
@@ -481,10 +481,10 @@ def test_a_hook_that_is_none_is_named(hook, words, command, tiny, here):
 
 
 def test_a_hook_that_fails_is_code_of_the_user(command, tiny, here):
-    """Its place, and exit 1."""
+    """Its place and the exception, and exit 5."""
     failed = command("train", tiny, "engine.setup_hook=losses.fails", cwd=here)
-    assert failed.code == 1, failed
-    assert "losses.py" in failed.err
+    assert failed.code == 5, failed
+    assert "losses.py:" in failed.err.splitlines()[-1]
     assert "the device is not there" in failed.err
 
 

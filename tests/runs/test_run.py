@@ -6,7 +6,7 @@ import signal
 
 import pytest
 from commands import real
-from conftest import digest, weights
+from conftest import OWN, digest, weights
 
 from deeplightning.runfolder import RunFolder
 
@@ -162,10 +162,11 @@ def test_a_run_that_is_not_there_is_named(command, place):
 
 
 def test_a_fault_in_own_code_keeps_its_traceback_and_fails_the_run(train, tracked):
-    """Exit 1, traceback on stderr, run FAILED with the reason, path printed."""
-    failed = train("model.module.type=own.Raises", code=1)
-    assert 'KeyError: "a fault of the user\'s"' in failed.err
-    assert "own.py" in failed.err
+    """Exit 5, traceback on stderr, and last file, line and exception; run FAILED with the reason, path printed."""
+    failed = train("model.module.type=own.Raises", code=5)
+    line = 1 + OWN.splitlines().index('            raise KeyError("a fault of the user\'s")')
+    assert failed.err.splitlines()[-1] == f'error: own.py:{line}: KeyError: "a fault of the user\'s"'
+    assert "Traceback" in failed.err
     run = tracked(failed.folder)
     assert run.status == "FAILED"
     assert "a fault of the user's" in run.tags["failure"]
@@ -237,7 +238,7 @@ def test_a_secret_is_nowhere(fails, train, store, tracked):
     secret = "pa55-w0rd/with+signs"
     module = f"data.module={{type: own.{'Failing' if fails else 'Guarded'}, params: {{token: '${{oc.env:TOKEN}}'}}}}"
     stages = "stages=[train,test]"
-    done = train(module, stages, "train.num_epochs=1", "train.export=true", code=1 if fails else 0, TOKEN=secret)
+    done = train(module, stages, "train.num_epochs=1", "train.export=true", code=5 if fails else 0, TOKEN=secret)
     assert secret not in done.out + done.err
     if not fails:
         assert "${oc.env:TOKEN}" in (done.folder / "cfg.yaml").read_text()

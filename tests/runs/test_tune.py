@@ -338,7 +338,7 @@ def test_a_failing_trial_does_not_win(command, config, store, place):
     found = {row["model.module.type"].removeprefix("broken."): row for row in table(outcome)}
     states = {name: row["state"] for name, row in found.items()}
     assert states == {"Raises": "failed", "Silent": "failed", "NoNumber": "failed", "Learns": "finished"}
-    assert found["Raises"]["failure"] == "KeyError: 'a fault of the user'"
+    assert found["Raises"]["failure"].endswith("broken.py:10: KeyError: 'a fault of the user'")
     assert found["Silent"]["failure"].startswith("val_acc was not logged; there was ")
     assert found["NoNumber"]["failure"] == "val_acc is nan"
     assert run(store, found["Raises"]["run"]).status == "FAILED"

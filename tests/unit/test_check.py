@@ -499,8 +499,6 @@ def test_what_is_given_on_is_compared_with_what_takes_it(override, words):
          "torch.optim.lr_scheduler.OneCycleLR has no param `tota_steps`. Did you mean total_steps?"),
         ("model.loss={type: torch.nn.functional.cross_entropy}",
          "needs input, target; a function is called once, to make a loss (torch.nn.Module)"),
-        ("train.callbacks=[{type: lightning.pytorch.callbacks.Timer}]",
-         "no module lightning to import (for `lightning.pytorch.callbacks.Timer`). Did you mean pytorch_lightning."),
     ],
 )  # fmt: skip
 def test_what_others_would_write_is_answered_with_our_word(override, words):

@@ -52,7 +52,7 @@ BASE = {
         "text",
         "transfer",
     ),
-    *("version", "words"),
+    *("unified", "version", "words"),
 }
 """Files that any folder of the core may import, and that import only each other."""
 STAND_ON_SERVE = {

@@ -1,0 +1,117 @@
+"""MLflow's own functions, called in user code (`mlflow.log_metric`, `mlflow.autolog`), reach the store and the run.
+
+MLflow reads both from environment variables. If own code imports MLflow, the run becomes the active one as well: then
+`mlflow.start_run(nested=True)` starts a child of it. Nothing here imports MLflow.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from deeplightning.own_code import ON_IMPORT
+from deeplightning.tracking.store import no_foreign_warnings
+
+log = logging.getLogger("deeplightning")
+
+_URI, _RUN = "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"
+_EXPERIMENT, _EXPERIMENT_NAME = "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME"
+_QUIET = "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"  # the last line on stdout is ours
+
+
+class TrackedRun(NamedTuple):
+    """A run as MLflow's functions need it.
+
+    Attributes:
+        uri: of the store, for MLflow.
+        experiment_id: None: not known before the run is opened.
+    """
+
+    uri: str
+    run_id: str
+    experiment_id: str | None = None
+
+
+def run_of(loggers: Iterable[Any]) -> TrackedRun | None:
+    """Return the run of the first MLflow logger, on rank 0; opens it. None: there is no such logger."""
+    for logger in loggers:
+        names = {base.__name__ for base in type(logger).__mro__}
+        if "MLflowLogger" in names:
+            return TrackedRun(logger.tracking_uri, logger.run_id, logger.name)
+        if "MLFlowLogger" in names:
+            return TrackedRun(logger.experiment.tracking_uri, logger.run_id, logger.experiment_id)
+    return None
+
+
+class UserCalls:
+    """Directs the calls of MLflow's functions in this process to a run, until `end`."""
+
+    def __init__(self) -> None:
+        self._run: TrackedRun | None = None
+        self._before: dict[str, str | None] | None = None  # variables of the user
+        self._is_active = False
+
+    def expect(self, run: TrackedRun) -> None:
+        """Direct calls to a run that is not open yet: the first one continues it."""
+        if self._run == run:
+            return
+        names = (_URI, _RUN, _EXPERIMENT, _EXPERIMENT_NAME, _QUIET)
+        if self._before is None:
+            self._before = {name: os.environ.get(name) for name in names}
+        self._run = run
+        os.environ |= {_URI: run.uri, _RUN: run.run_id, _QUIET: "true"}
+        if run.experiment_id is not None:
+            os.environ[_EXPERIMENT] = run.experiment_id
+            os.environ.pop(_EXPERIMENT_NAME, None)  # MLflow refuses both
+
+    def begin(self, run: TrackedRun) -> None:
+        """Direct calls to an open run, and make it the active one if own code uses MLflow, now or later."""
+        if self._is_active:
+            return
+        self.expect(run)
+        if "mlflow" in sys.modules:
+            self._activate()
+        else:
+            ON_IMPORT["mlflow"] = self._activate
+
+    def _activate(self) -> None:
+        mlflow: Any = sys.modules["mlflow"]
+        run = self._run
+        if run is None or self._is_active:
+            return
+        try:
+            if mlflow.get_tracking_uri() != run.uri:
+                log.warning(
+                    "mlflow     your code has set the tracking URI %s: its calls go there", mlflow.get_tracking_uri()
+                )
+                return
+            os.environ.pop(_RUN, None)  # else a nested run would continue this one
+            if (active := mlflow.active_run()) is None:
+                with no_foreign_warnings():
+                    active = mlflow.start_run(run_id=run.run_id, log_system_metrics=False)
+            self._is_active = active.info.run_id == run.run_id
+        except Exception as error:  # MLflow, SQLAlchemy, requests and the file system each have their own
+            log.warning("mlflow     calls in your code do not reach the run: %s", error)
+
+    def end(self, status: str) -> None:
+        """End what own code has begun in the run, and restore the variables.
+
+        Args:
+            status: of the run, in MLflow's words: MLflow would set it to FINISHED when the process ends.
+        """
+        ON_IMPORT.pop("mlflow", None)
+        mlflow: Any = sys.modules.get("mlflow")
+        run, self._run, self._is_active = self._run, None, False
+        if run is None:
+            return
+        with suppress(Exception), no_foreign_warnings():
+            while _RUN not in os.environ and mlflow is not None and (active := mlflow.active_run()) is not None:
+                mlflow.end_run(status)
+                if active.info.run_id == run.run_id:
+                    break
+        for name, value in (self._before or {}).items():
+            os.environ.pop(name, None)
+            os.environ |= {name: value} if value is not None else {}
+        self._before = None

@@ -1,0 +1,208 @@
+"""Code that imports `lightning`, calls MLflow's functions and changes the working directory, as a run finds it."""
+
+import os
+import re
+import sys
+
+import pytest
+from commands import real
+from mlflow.tracking import MlflowClient
+
+from deeplightning import own_code
+from deeplightning.process import failure
+from deeplightning.tracking.user_calls import TrackedRun, UserCalls
+
+CODE = """\
+import os
+import tempfile
+
+import lightning.pytorch as pl
+import mlflow
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+mlflow.pytorch.autolog(log_models=False, checkpoint=False)
+
+
+class Samples(Dataset):
+    def __init__(self, fails=False):
+        self.fails = fails
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        if self.fails and index == 17:
+            raise ValueError("sample 17 is broken")
+        return {"x": torch.full((4,), index / 24), "y": torch.tensor(index % 2)}
+
+
+class Data(pl.LightningDataModule):
+    def __init__(self, cfg, fails=False):
+        super().__init__()
+        self.fails = fails
+
+    def train_dataloader(self):
+        workers = {"num_workers": 1, "multiprocessing_context": "spawn"} if self.fails else {}
+        return DataLoader(Samples(self.fails), 8, **workers)
+
+
+class Task(pl.LightningModule):
+    def __init__(self, cfg):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 2)
+        os.chdir(tempfile.mkdtemp(dir=os.environ["ELSEWHERE"]))
+
+    def on_fit_start(self):
+        mlflow.log_param("author", "somebody")
+
+    def training_step(self, batch, batch_idx):
+        loss = torch.nn.functional.cross_entropy(self.net(batch["x"]), batch["y"])
+        self.log("train_loss", loss)
+        return loss
+
+    def on_train_epoch_end(self):
+        mlflow.log_metric("own_metric", 7.0, step=self.current_epoch)
+        with mlflow.start_run(nested=True, run_name=f"child {self.current_epoch}"):
+            mlflow.log_metric("of_child", self.current_epoch)
+        with open("note.txt", "w") as file:
+            file.write("a note")
+        mlflow.log_artifact("note.txt")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+"""
+CONFIG = """\
+seed: 1
+data: {module: {type: mine.Data}, batch_size: 8}
+model: {module: {type: mine.Task}, optimizer: null}
+train: {num_epochs: 2, export: false, checkpoint: {monitor: null}}
+logger: {pictures: null, params: {tracking_uri: here/store, experiment_name: first, system_metrics: false}}
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("project") / "their code"
+    folder.mkdir()
+    (folder / "mine.py").write_text(CODE)
+    (folder / "config.yaml").write_text(CONFIG)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(command, project, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+
+    def run(*overrides, code=0, start=command):
+        outcome = start("train", "config.yaml", *overrides, cwd=project, ELSEWHERE=str(elsewhere))
+        assert outcome.code == code, outcome
+        assert sorted(path.name for path in elsewhere.rglob("*") if path.is_file()) in ([], ["note.txt"]), outcome
+        for path in elsewhere.rglob("note.txt"):
+            path.unlink()
+        return outcome
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def done(run):
+    return run()
+
+
+@pytest.fixture(scope="module")
+def client(project, done):
+    return MlflowClient(f"sqlite:///{project / 'here' / 'store' / 'mlflow.db'}")
+
+
+def test_a_run_lies_where_the_command_started(done, project):
+    """Whatever folder the user's constructor changes to; nothing else appears beside the config."""
+    assert done.folder.is_relative_to(project / "here" / "store")
+    assert {path.name for path in project.iterdir()} - {"__pycache__"} == {"mine.py", "config.yaml", "here"}
+
+
+def test_calls_of_mlflow_reach_the_run(done, client):
+    """Parameter, metric, artifact and autolog; nested runs are its children, and all have ended."""
+    run = client.get_run(done.folder.parent.name)
+    assert {"author": "somebody", "optimizer_name": "SGD"}.items() <= run.data.params.items()
+    assert [point.value for point in client.get_metric_history(run.info.run_id, "own_metric")] == [7.0, 7.0]
+    assert (done.folder / "note.txt").read_text() == "a note"
+    assert run.info.status == "FINISHED"
+    others = [each for each in client.search_runs([run.info.experiment_id]) if each.info.run_id != run.info.run_id]
+    assert {each.data.tags["mlflow.parentRunId"] for each in others} == {run.info.run_id}
+    assert {each.info.run_name: each.info.status for each in others} == dict.fromkeys(
+        ["child 0", "child 1"], "FINISHED"
+    )
+
+
+def test_each_line_is_on_the_terminal_once(done):
+    """`autolog` gives the root logger a handler; and the log tells that `lightning` is an alias."""
+    assert "INFO:deeplightning" not in done.out + done.err
+    assert done.out.count("first loss") == 1
+    assert re.search(r"^versions .* Lightning [\d.]+ \(and as `lightning`\), Python", done.out, re.MULTILINE)
+
+
+def test_a_run_is_resumed_under_the_new_name_of_its_experiment_unless_it_was_deleted(done, run, client):
+    """By `auto`; the children of the resumed run are children too, and its name stays."""
+    run_id = done.folder.parent.name
+    name = client.get_run(run_id).info.run_name
+    experiment = client.get_run(run_id).info.experiment_id
+    client.rename_experiment(experiment, "second")
+    more = ["train.resume_ckpt=auto", "logger.params.experiment_name=second"]
+    again = run("train.num_epochs=3", *more)
+    assert f"run        {run_id} continues" in again.out
+    assert client.get_run(run_id).info.run_name == name
+    assert "child 2" in {each.info.run_name for each in client.search_runs([experiment])}
+    client.delete_run(run_id)
+    anew = run("train.num_epochs=3", *more)
+    assert "resumes    nothing: there is no run of this experiment" in anew.out
+    assert anew.folder != done.folder
+
+
+def test_an_exception_in_a_worker_of_a_loader_is_the_users(run, client):
+    """File, line and exception come last; exit code 5, and the run has failed. The worker, which is spawned, imports
+    `lightning` as the run does."""
+    failed = run("data.module.params.fails=true", code=5, start=real)
+    line = 1 + CODE.splitlines().index('            raise ValueError("sample 17 is broken")')
+    assert failed.err.splitlines()[-1] == f"error: mine.py:{line}: ValueError: sample 17 is broken"
+    assert client.get_run(failed.folder.parent.name).info.status == "FAILED"
+
+
+def test_an_exception_counts_for_whoever_called_the_library(tmp_path, monkeypatch):
+    """5 where the user's code called it, 1 where ours did, its own where it has one."""
+
+    def raised(function):
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            function()
+        return caught.value
+
+    def fail():
+        int("x")
+
+    assert failure.exit_code_of(raised(fail)) == 5
+    monkeypatch.setattr(failure, "OURS", (os.path.dirname(__file__),))  # noqa: PTH120
+    monkeypatch.setattr(failure, "is_theirs", lambda file: False)
+    assert failure.exit_code_of(raised(fail)) == 1
+    assert failure.exit_code_of(failure.UserError("no")) == 1
+    assert failure.exit_code_of(failure.RankError(failure.Cause(0, "no", 3))) == 3
+
+
+def test_mlflow_that_is_imported_later_finds_the_run(tmp_path, monkeypatch):
+    """A function of the user's imports it; the variables are the user's again afterwards."""
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    client = MlflowClient(uri)
+    run = client.create_run(client.create_experiment("own")).info
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "another")
+    mlflow = sys.modules["mlflow"]
+    monkeypatch.delitem(sys.modules, "mlflow")
+    calls = UserCalls()
+    calls.begin(TrackedRun(uri, run.run_id, run.experiment_id))
+    assert os.environ["MLFLOW_RUN_ID"] == run.run_id
+    sys.modules["mlflow"] = mlflow
+    assert own_code._import("mlflow") is mlflow
+    assert mlflow.active_run().info.run_id == run.run_id
+    calls.end("KILLED")
+    assert mlflow.active_run() is None
+    assert client.get_run(run.run_id).info.status == "KILLED"
+    assert os.environ["MLFLOW_EXPERIMENT_NAME"] == "another"
+    assert "MLFLOW_RUN_ID" not in os.environ
