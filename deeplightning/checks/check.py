@@ -22,6 +22,8 @@ from deeplightning.config.target import find_function
 from deeplightning.config.tree import Entry
 from deeplightning.faults import ConfigError, Fault, upwards
 from deeplightning.own_code import added_roots, original_roots, use_import_roots
+from deeplightning.static.definition import look_up
+from deeplightning.static.signature import Undecided
 
 
 def check(
@@ -113,7 +115,26 @@ def _variables(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = text
 
 
+OWN_LOADERS = "deeplightning.data.of_module.OfModule"
+
+
+def _use_own_loaders(source: Source) -> None:
+    """Let a LightningModule that defines `train_dataloader` stand for the data module of a config without `data`."""
+    root = source.root
+    if "data" in root.value:
+        return
+    try:
+        target = root.value["model"].value["module"].value["type"].value
+        has_loaders = look_up(target).defines("train_dataloader", outside="pytorch_lightning")
+    except (AttributeError, KeyError, TypeError, ValueError, Undecided):  # reported where the config is read
+        return
+    if has_loaders:
+        module = Entry({"type": Entry(OWN_LOADERS, root.place)}, root.place)
+        root.value["data"] = Entry({"module": module}, root.place)
+
+
 def _examine(report: Report, source: Source, importing: bool) -> None:
+    _use_own_loaders(source)
     findings = Findings(source.faults, source.secrets, source.root)
     for fault in source.unchecked:
         findings.answered.add(fault.key)

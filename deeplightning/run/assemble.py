@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 def init_module(cfg: Config, section: str, read: bool = True) -> Any:
-    """The data module (`data`) or the task (`model`) of a config. What its constructor draws follows from the seed.
+    """Return the data module (`data`) or the task (`model`) of a config; None for data that the task loads itself. What
+    a constructor draws follows from the seed.
 
     With the data module, each `auto` in the params of a network becomes a number, in `cfg` itself.
 
@@ -33,6 +34,7 @@ def init_module(cfg: Config, section: str, read: bool = True) -> Any:
     from lightning_fabric import seed_everything
 
     from deeplightning.callbacks.steps import draws_as_lightning, seed_all
+    from deeplightning.data.of_module import OfModule
     from deeplightning.engine.compute import lay_channels_last
     from deeplightning.engine.memory import refuse_what_does_not_fit
 
@@ -48,6 +50,8 @@ def init_module(cfg: Config, section: str, read: bool = True) -> Any:
     module = build(getattr(cfg, section).module, cfg)
     if section == "data":
         fill(cfg, module, read)
+    if isinstance(module, OfModule):
+        return None
     if section == "data" and cfg.train.overfit is not None:
         from deeplightning.run.overfit import overfit
 

@@ -189,10 +189,15 @@ class Definition:
         """
         return constant(self._names, self._thing, name) if self.kind == "class" else None
 
-    def defines(self, name: str) -> bool:
-        """Return whether a class, or an ancestor whose source is known, defines a name."""
+    def defines(self, name: str, outside: str | None = None) -> bool:
+        """Return whether a class, or an ancestor whose source is known, defines a name.
+
+        Args:
+            outside: a package whose classes do not count.
+        """
         line = self._names.line(self._thing)[0] if self.kind == "class" else []
-        return any(self._names.own(each, name) for each in line)
+        counted = (each for each in line if outside is None or not each.path.startswith(f"{outside}."))
+        return any(self._names.own(each, name) for each in counted)
 
     def steps_itself(self) -> bool:
         """Whether a task steps its optimizers itself, by what its `__init__` says."""

@@ -201,7 +201,8 @@ def of_object(found: Callable[..., object]) -> Signature:
     if isinstance(called, types.FunctionType) and hasattr(called, "__wrapped__"):  # it may take more than it shows
         parameters = [*parameters, *inspect.signature(called, follow_wrapped=False).parameters.values()]
     rest = "it takes any keyword" if any(p.kind is p.VAR_KEYWORD for p in parameters) else None
-    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    is_lightnings = getattr(called, "__module__", "").startswith("pytorch_lightning.")  # which ignores its arguments
+    variadic = not is_lightnings and any(p.kind is p.VAR_POSITIONAL for p in parameters)
     return Signature(known, rest, variadic, unresolved)
 
 
