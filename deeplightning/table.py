@@ -74,12 +74,12 @@ class TableFormat:
     missing_words: tuple[str, ...] = MISSING
 
     def __post_init__(self) -> None:
-        if not isinstance(self.delimiter, str) or len(self.delimiter) != 1 or self.delimiter in '"\r\n':
-            raise ValueError(f'delimiter must be one character such as ";" or "\\t", not {self.delimiter!r}')
-        if self.decimal not in _GROUPED:
+        if not isinstance(self.delimiter, str) or not re.fullmatch(r"[\t !#-&(-~]", self.delimiter):
+            raise ValueError(f'delimiter must be one ASCII character such as ";" or "\\t", not {self.delimiter!r}')
+        if self.decimal not in [*_GROUPED]:
             raise ValueError(f'decimal must be "." or ",", not {self.decimal!r}')
         try:
-            codecs.lookup(self.encoding)
+            "a".encode(self.encoding)  # codecs that give no text are refused here
         except (LookupError, TypeError, ValueError):
             raise ValueError(f"encoding must be utf-8, utf-16, latin-1 or so, not {self.encoding!r}") from None
         words = self.missing_words
@@ -397,7 +397,13 @@ class TableSpec:
         Raises:
             ValueError: a key is missing or unknown, or a value is impossible.
         """
-        _has_exactly("a table spec", {"format": None, **values}, ("columns", "unknown", "missing", "format"))
+        keys = (
+            "columns",
+            "unknown",
+            "missing",
+            *(("format",) if isinstance(values, Mapping) and "format" in values else ()),
+        )
+        _has_exactly("a table spec", values, keys)
         if not isinstance(values["columns"], list | tuple):
             raise ValueError("the columns of a table spec must be a list")
         columns = []

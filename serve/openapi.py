@@ -189,7 +189,7 @@ def _row_bodies(spec: "TableSpec", most: int, example: JsonObject | None) -> Jso
             "schema": {
                 "type": "string",
                 "description": "A header that names the columns, and one or more rows. The delimiter is recognised.",
-                "pattern": r"^[^\r\n]+[\r\n][\s\S]*[^\r\n]",
+                "pattern": r"^[\r\n]*[^\r\n]+[\r\n][\s\S]*[^\r\n]",
             }
         },
     }

@@ -241,7 +241,7 @@ def rows_from_csv(
 
     try:
         return rows_of_csv(decoded(body, form.encoding if form else "utf-8"), limits.max_images, form, columns)
-    except UnicodeDecodeError:
+    except UnicodeError:
         raise Refusal(400, "The table is not in UTF-8; save it as UTF-8.") from None
     except TableError as error:
         raise Refusal(error.status, str(error)) from error

@@ -345,7 +345,7 @@ def test_sizes_of_the_network_follow_from_the_data(priced_orders, signals):
         ("age,kind\n" + "2020-01-01,a\n" * 12, "column age: values of type date32.* neither numbers nor categories"),
         ("age,kind\n" + "1,a\n" * 11 + ",a\n", "column age, row .*: the value is missing"),
         ("age,kind\n" + "1,a\n" * 11 + "1,\n", None),
-        ("age,kind\n" + "1,\n" * 11, "column kind: the target is missing or not finite in 11 of 11 rows"),
+        ("age,kind\n" + "1,\n" * 11, "column kind is of type null"),
         ("age;kind\n" + "1;a\n" * 12, "Its header is one column; set data.module.params.delimiter to ';'"),
         ("age,sort\n1,a\n", "has no column 'kind'.* Its columns: age, sort"),
         (None, "is missing. Set data.root"),

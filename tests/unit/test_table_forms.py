@@ -427,7 +427,7 @@ def test_a_target_of_the_other_sort_is_refused(options, words):
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        ({"delimiter": ";;"}, "data.module.params.delimiter must be one character"),
+        ({"delimiter": ";;"}, "data.module.params.delimiter must be one ASCII character"),
         ({"decimal": "'"}, 'data.module.params.decimal must be "." or ","'),
         ({"encoding": "utf-9"}, "data.module.params.encoding must be utf-8, utf-16, latin-1 or so, not 'utf-9'"),
         ({"missing_words": "?"}, "data.module.params.missing_words must be a list of texts"),

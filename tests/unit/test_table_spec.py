@@ -1,11 +1,12 @@
 """A row of a table becomes the same numbers in training and in a server; what cannot be prepared is named."""
 
+import json
 import math
 
 import numpy as np
 import pytest
 
-from deeplightning.table import Column, TableError, TableSpec, Words, rows_of_csv
+from deeplightning.table import Column, TableError, TableFormat, TableSpec, Words, rows_of_csv
 
 AGE = Column("age", "number", 40.0, 10.0)
 CITY = Column("city", "category", categories=("Bern", "Genf"))
@@ -86,8 +87,13 @@ def test_training_rows_that_cannot_be_used_are_named(columns, words):
 
 
 def test_a_spec_travels_as_plain_types():
-    """And what is no spec is refused with what is wrong."""
+    """And what is no spec is refused with what is wrong. The default format is left out, so that older programs read
+    the spec."""
     assert TableSpec.from_dict(SPEC.to_dict()) == SPEC
+    assert "format" not in SPEC.to_dict()
+    german = TableSpec(SPEC.columns, format=TableFormat(";", ",", "latin-1", ("?",)))
+    assert TableSpec.from_dict(json.loads(json.dumps(german.to_dict()))) == german
+    assert german.prepare({"age": "1.050,5", "city": "Bern"}).tolist() == [101.05000305175781, 1.0]
     for change, words in (
         ({"missing": "guess"}, "missing must be one of fill, refuse"),
         ({"columns": []}, "at least one column"),
@@ -95,6 +101,16 @@ def test_a_spec_travels_as_plain_types():
         ({"columns": 3}, "must be a list"),
         ({"columns": [{}]}, "a column has exactly the keys"),
         ({"new": 1}, "look at new"),
+        ({"format": {"delimiter": ";"}}, "the format of a table has exactly the keys"),
+        *(
+            ({"format": {"delimiter": ";", "decimal": ".", "encoding": "utf-8", "missing_words": []} | wrong}, words)
+            for wrong, words in (
+                ({"delimiter": "\xa7"}, "delimiter must be one ASCII character"),
+                ({"decimal": [","]}, "decimal must be"),
+                ({"encoding": "zlib"}, "encoding must be utf-8"),
+                ({"missing_words": [None]}, "missing_words must be a list of texts"),
+            )
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             TableSpec.from_dict(SPEC.to_dict() | change)
