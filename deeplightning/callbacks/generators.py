@@ -1,6 +1,5 @@
 """Random numbers of modules that do not take the config: as under Lightning's own Trainer, also in a resumed run."""
 
-import logging
 import random
 from typing import Any
 
@@ -12,14 +11,12 @@ from deeplightning.callbacks.order import OWN
 from deeplightning.faults import CheckpointError
 from deeplightning.private.lightning import begin_epoch_again
 
-log = logging.getLogger("deeplightning")
-
 
 class Generators(pl.Callback):
     """Save the states of the generators of Python, NumPy and torch in each checkpoint, and restore them on resume.
 
-    So the numbers are those of `seed_everything` and `Trainer.fit`, and a run that resumes at the end of an epoch draws
-    what an uninterrupted one does. Inside an epoch, an order that a loader has drawn cannot be restored.
+    So the numbers are those of `seed_everything` and `Trainer.fit`, and a run that resumes draws what an uninterrupted
+    one does. Inside an epoch it iterates from the states before that epoch, and drops the batches that are done.
     """
 
     after = ("Record",)
@@ -27,11 +24,12 @@ class Generators(pl.Callback):
 
     def __init__(self) -> None:
         self._saved: dict[str, Any] | None = None
+        self._before: dict[str, Any] | None = None  # the states before the epoch; None: it is the first
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        checkpoint["generators"] = _states()
+        checkpoint["generators"] = {"now": _states(), "before": self._before}
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -39,31 +37,25 @@ class Generators(pl.Callback):
         self._saved = checkpoint.get("generators") if trainer.state.fn == "fit" else None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if 0 < trainer.fit_loop.epoch_loop.batch_progress.current.ready < trainer.num_training_batches:
-            self._restore(trainer)
-            log.warning(
-                "This run resumes inside an epoch. It will not end bit for bit like an uninterrupted one where its "
-                "loaders shuffle: they draw the order of this epoch anew"
-            )
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        if self._saved is None or not 0 < done < trainer.num_training_batches:
+            return
+        saved, self._saved = self._saved, None
+        self._before = saved.get("before")
+        if self._before is not None:
+            _set_states(trainer, self._before)
+        begin_epoch_again(trainer, done, anew=self._before is not None)
+        _set_states(trainer, saved.get("now"))
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._restore(trainer):
-            begin_epoch_again(trainer)
+        if self._saved is not None:
+            saved, self._saved = self._saved, None
+            _set_states(trainer, saved.get("now"))
+            self._before = saved["now"]
+            begin_epoch_again(trainer, 0, anew=True)
 
-    def _restore(self, trainer: pl.Trainer) -> bool:
-        """Restore the states of the checkpoint, once; return whether there were any.
-
-        Raises:
-            CheckpointError: they are damaged.
-        """
-        if self._saved is None:
-            return False
-        saved, self._saved = self._saved, None
-        try:
-            _set_states(saved)
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise CheckpointError(f"{trainer.ckpt_path}: damaged: `generators`: {error}") from error
-        return True
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._before = _states()
 
 
 def _states() -> dict[str, Any]:
@@ -76,9 +68,16 @@ def _states() -> dict[str, Any]:
     }
 
 
-def _set_states(states: dict[str, Any]) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(tuple(states["numpy"]))
-    torch.set_rng_state(states["torch"])
-    if states["device"]:
-        torch.get_device_module().set_rng_state_all(states["device"])
+def _set_states(trainer: pl.Trainer, states: Any) -> None:
+    """
+    Raises:
+        CheckpointError: they are damaged.
+    """
+    try:
+        random.setstate(states["python"])
+        np.random.set_state(tuple(states["numpy"]))
+        torch.set_rng_state(states["torch"])
+        if states["device"]:
+            torch.get_device_module().set_rng_state_all(states["device"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{trainer.ckpt_path}: damaged: `generators`: {error}") from error

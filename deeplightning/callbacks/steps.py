@@ -25,7 +25,14 @@ from deeplightning.config.target import takes_config
 from deeplightning.engine.group import replicas
 from deeplightning.engine.plan import world_size
 from deeplightning.faults import RunError, SetupError
-from deeplightning.private.lightning import batches_ahead, batches_left, logged_steps, read_ahead
+from deeplightning.private.lightning import (
+    batches_ahead,
+    batches_left,
+    begin_epoch_again,
+    logged_steps,
+    read_ahead,
+    training_loaders,
+)
 from deeplightning.words import stage_of
 
 if TYPE_CHECKING:
@@ -101,6 +108,7 @@ class Seeds(pl.Callback):
     def __init__(self, seed: int):
         self.seed = seed
         self._epoch, self._word = (-1, -1), 0
+        self._begins = False  # whether a resumed run begins an epoch, whose iterator Lightning has made too early
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         seed_all(self.seed, 0)  # the same on every rank: all start from the same weights
@@ -108,10 +116,30 @@ class Seeds(pl.Callback):
             _build_network(trainer, pl_module, stage)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._restore_position(trainer)
         self._seed_batch(trainer)
+
+    def _restore_position(self, trainer: pl.Trainer) -> None:
+        """Have a resumed run read the batches that the uninterrupted one reads next, of loaders that do not know their
+        position: each epoch is iterated from its seed, and batches that are done are read and dropped."""
+        loop, loaders = trainer.fit_loop, training_loaders(trainer)
+        number, batches = loop.epoch_progress.current.processed, loop.epoch_loop.batch_progress
+        if trainer.ckpt_path is None or any(map(_knows_position, loaders)):
+            return
+        done, size = batches.current.ready, trainer.num_training_batches
+        self._begins = batches.is_last_batch or done >= size  # the next epoch, when it has its seed
+        if self._begins or done == 0:
+            return
+        if number > 0:  # the iterator of the first epoch is made before training starts, by the same seed
+            # Lightning counts the batches of the last epoch until the next one has its iterator.
+            _seed_from(_mixed(_word(self.seed, 1 + number, replicas(trainer)[1]), int(size) if size < math.inf else 0))
+        begin_epoch_again(trainer, done, anew=number > 0)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._seed_batch(trainer)
+        if self._begins:
+            self._begins = False
+            begin_epoch_again(trainer, 0, anew=True)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
         self._seed_batch(trainer)
@@ -125,6 +153,14 @@ class Seeds(pl.Callback):
         if epoch != self._epoch:
             self._epoch, self._word = epoch, _word(self.seed, *epoch)
         _seed_from(_mixed(self._word, trainer.fit_loop.epoch_loop.batch_progress.current.ready))
+
+
+def _knows_position(loader: Any) -> bool:
+    """Return whether a loader resumes inside an epoch by itself: one of ours, or one with a state."""
+    dataset = getattr(loader, "dataset", None)
+    parts = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+    parts += [dataset] if isinstance(dataset, IterableDataset) else []
+    return hasattr(loader, "state_dict") or any(_is_of(type(part), "deeplightning") for part in parts)
 
 
 def _sets_up(callback: pl.Callback) -> bool:

@@ -33,13 +33,6 @@ def forget_train_loader(trainer: "pl.Trainer") -> None:
     trainer.fit_loop._combined_loader = None
 
 
-def begin_epoch_again(trainer: "pl.Trainer") -> None:
-    """Have Lightning begin the iteration over the training data again; to be called when an epoch starts. Where the
-    name has moved, a run of a user's own modules fails when it resumes."""
-    fetcher: Any = trainer.fit_loop._data_fetcher
-    iter(fetcher)
-
-
 def read_ahead(trainer: "pl.Trainer") -> bool:
     """Has Lightning find the end of the training data by reading one batch ahead, as it does where they have no length;
     to be called before the first batch. False: a task that reads its batches itself. Where a name has moved, it fails
@@ -54,8 +47,27 @@ def read_ahead(trainer: "pl.Trainer") -> bool:
         fetcher.length, fetcher.done = None, False
 
     fetcher.reset, fetcher.length, fetcher.done = without_length, None, False
-    fetcher.batches += itertools.islice(fetcher.iterator, 1)
+    fetcher.batches += [batch for batch in [next(fetcher.iterator, None)] if batch is not None]
     return True
+
+
+def begin_epoch_again(trainer: "pl.Trainer", done: int, anew: bool) -> None:
+    """Iterate over the training data, `anew` or as Lightning has begun, and drop the batches that are done; to be
+    called before the first batch. Where a name has moved, a run that resumes with loaders of the user's fails when
+    training starts."""
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    if anew:
+        iter(fetcher)
+    for _ in range(done):
+        next(fetcher, None)
+    if fetcher.length is not None:
+        fetcher.fetched, fetcher.done = 0, False  # Lightning adds what is done
+
+
+def training_loaders(trainer: "pl.Trainer") -> list[Any]:
+    """Return the loaders that training reads, of a collection each."""
+    loader: Any = trainer.fit_loop._combined_loader
+    return loader.flattened if loader is not None else []
 
 
 def batches_ahead(trainer: "pl.Trainer") -> list[Any] | None:
