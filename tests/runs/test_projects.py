@@ -104,7 +104,7 @@ def test_a_project_is_checked_and_trains_as_trainer_fit_trains_it(name, run, tra
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_project_that_is_killed_inside_an_epoch_ends_with_the_same_weights(name, run, trained, tmp_path, place):
-    """It resumes from the checkpoint of the first epoch, or inside the second one, with the random numbers that follow."""
+    """It resumes at the end of the first epoch or inside the second one, with the random numbers that follow."""
     (place / "killed").unlink(missing_ok=True)
     words = ["train", f"{name}.yaml", f"logger.params.tracking_uri={tmp_path}", "stages=[train]", "train.export=false"]
     words += ["train.callbacks=[{type: kill.Kill}]"]
