@@ -15,6 +15,7 @@ from deeplightning.checks.report import Report, in_order
 from deeplightning.checks.sections import read_section
 from deeplightning.checks.targets import compare
 from deeplightning.checks.trust import RunConfig
+from deeplightning.checks.unread import check_sections
 from deeplightning.config.schema import Config
 from deeplightning.config.source import Given, Source, compose
 from deeplightning.config.target import find_function
@@ -126,6 +127,7 @@ def _examine(report: Report, source: Source, importing: bool) -> None:
         findings.meanings = Meanings(importing and not source.faults)
         with _variables(config.engine.env if findings.meanings.importing else {}):  # libraries read them when imported
             compare(findings, config)
+            check_sections(findings, config, source)
             if config.model is not None and config.train is not None and "train" in config.stages:
                 check_monitors(findings, config)
                 settle_modes(findings, config)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, TypeVar
 from deeplightning import own_code
 from deeplightning.checks.values import misfits
 from deeplightning.config import other_tools
-from deeplightning.config.kinds import KINDS, misfit, no_part
-from deeplightning.config.target import find, path_of
+from deeplightning.config.kinds import KINDS, is_bound, misfit, no_part
+from deeplightning.config.target import find, path_of, signature_of
 from deeplightning.faults import Fault, nearest
-from deeplightning.static.signature import Instance, Signature, Undecided, of_object, positional
+from deeplightning.static.signature import Instance, Options, Signature, Undecided, factory_of, positional
 
 if TYPE_CHECKING:
     from deeplightning.static.definition import Definition
@@ -83,16 +83,7 @@ class Imported:
         Raises:
             Undecided: it has none (a function written in C).
         """
-        live = of_object(self.thing)
-        if live.rest is not None:
-            from deeplightning.static import definition
-
-            try:
-                read = definition.look_up(self.name).signature()
-            except (ValueError, Undecided):
-                return live
-            return read if read.rest is None else live
-        return live
+        return signature_of(self.name, self.thing)
 
 
 class Meanings:
@@ -159,17 +150,19 @@ def judge(
     key: str,
     *,
     role: str | None = None,
-    given: int = 0,
+    given: int | None = 0,
     hidden: Mapping[str, str] | None = None,
     called_with: int | None = None,
+    wanted: Callable[[], Options] | None = None,
 ) -> Verdict:
     """What is wrong with the target at `key`.
 
     Args:
         role: what it is for, one of `KINDS`; None: anything.
-        given: how many positional arguments it gets from us.
+        given: how many positional arguments it gets from us; None: the config, if it takes that.
         hidden: how params were written that hold what must not be shown.
         called_with: how many arguments the task calls a loss with; None: it does not say.
+        wanted: of a target inside params, what the parameter allows that it is for; None: it is not inside params.
     """
     try:
         if refusal := no_part(name, role):
@@ -193,7 +186,7 @@ def judge(
         message = f"{name} is abstract: it has no {absent} of its own; name a class that has"
         return Verdict([Fault(message, f"{key}.type", found=name)])
     verdict = _kind(meanings, name, key, role, called_with) if role in KINDS else Verdict()
-    call = _call(meanings, name, params, key, given, hidden or {})
+    call = _call(meanings, name, params, key, given, hidden or {}, wanted)
     if found.kind == "function" and role in KINDS and not params and call.faults:  # the commonest: a loss as a function
         once = f"; a function is called once, to make {KINDS[role].words}"
         return Verdict([replace(f, message=f.message + once) for f in call.faults])
@@ -236,16 +229,29 @@ def _misfit(made: Instance, role: str, called_with: int | None) -> str | None:
 
 
 def _call(
-    meanings: Meanings, name: str, params: Mapping[str, object], key: str, given: int, hidden: Mapping[str, str]
+    meanings: Meanings,
+    name: str,
+    params: Mapping[str, object],
+    key: str,
+    given: int | None,
+    hidden: Mapping[str, str],
+    wanted: Callable[[], Options] | None,
 ) -> Verdict:
     """Whether it takes these params beside the arguments that we give."""
     try:
         signature = meanings.signature(name)
     except Undecided as why:
         return Verdict(undecided={f"{key}.params": (f"{name}: {why}", "--import")} if params else {})
-    verdict, meant = Verdict(), ""
-    taken = {p.name for p in [p for p in signature.parameters if p.position][:given]}
+    verdict, meant, may_lack = Verdict(), "", False
+    if wanted is not None:
+        factory = factory_of(wanted())
+        paths = meanings.makes(name)[0].paths if meanings.of(name).kind == "class" else ()
+        if is_bound(paths, bool(signature.lacking(params)), factory):  # the rest is given where it is called
+            given = factory.arguments if factory is not None else 1
+            given, may_lack = given or 0, given is None
+    taken = signature.given(given)
     free = {p.name: p for p in signature.parameters if p.keyword and p.name not in taken}
+    unnamed = [p.name for p in signature.parameters if not p.keyword and p.name not in taken]
     for param, value in params.items():
         here = f"{key}.params.{param}"
         if param in free:
@@ -259,6 +265,8 @@ def _call(
                 verdict.faults.append(Fault(message, here + at, found=shown, allowed=allowed))
         elif param in taken:
             verdict.faults.append(Fault(f"{name} gets `{param}` from us; remove it", here, found=param))
+        elif param in unnamed:
+            verdict.faults.append(Fault(f"{name} takes `{param}` by position alone{_REMEDY}", here, found=param))
         elif signature.rest is None:
             known = ", ".join(free) or "none"
             known_as = other_tools.ours(here)
@@ -270,11 +278,20 @@ def _call(
             verdict.faults.append(Fault(message, here, found=param, allowed=known))
         else:
             verdict.undecided[here] = f"{name}: {signature.rest}", "--dry-run"
-    absent = [p.name for p in free.values() if p.required and p.name not in params]
+    absent = [] if may_lack else [param for param in signature.lacking(params) if param not in taken]
     missing = [param for param in absent if f"mean {param}?" not in meant]  # a misspelt one is reported once
     if missing:
-        verdict.faults.append(Fault(f"{name} needs {', '.join(missing)}", f"{key}.params", allowed=", ".join(missing)))
+        words = ", ".join(missing)
+        message = f"{name} needs {words}"
+        if by_position := [param for param in missing if param in unnamed]:
+            message = f"{name} takes {', '.join(by_position)} by position alone{_REMEDY}"
+        elif given is None and not taken and {"cfg", "config"} & set(missing):
+            message += ". The config is passed to the first parameter alone, if that is named `cfg`"
+        verdict.faults.append(Fault(message, f"{key}.params", allowed=words))
     return verdict
+
+
+_REMEDY = ", and params are given by name: remove the `/` from its signature"
 
 
 def _show(value: object) -> str:

@@ -1,5 +1,6 @@
 """What a check has found so far: faults, what could not be checked, and what is still to compare."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -8,7 +9,7 @@ from deeplightning.checks.compare import Meanings, Verdict, judge
 from deeplightning.config.secrets import Secrets
 from deeplightning.config.tree import MAX_FAULTS, TAG, Entry, nodes
 from deeplightning.faults import ConfigError, Fault, place_of, upwards
-from deeplightning.static.signature import Undecided
+from deeplightning.static.signature import Options, Undecided
 
 
 class Findings:
@@ -75,6 +76,12 @@ class Findings:
             if asked in upwards(str(fault.key))
         ]
         self.take(Verdict(faults, {key: verdict.undecided[asked]} if asked in verdict.undecided else {}))
+
+    def allowed(self, name: str, param: str) -> Options:
+        """Return what a param of a class may be; None: anything, or not known."""
+        with contextlib.suppress(ValueError, Undecided):
+            return next((p.allowed for p in self.meanings.signature(name).parameters if p.name == param), None)
+        return None
 
     def names(self, name: str) -> set[str]:
         """What a class takes by name."""

@@ -1,7 +1,9 @@
 """What a config names, at any depth, and what it gives to that, is compared with what is there."""
 
 import contextlib
+import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 from deeplightning.checks import strategy
@@ -15,11 +17,13 @@ from deeplightning.config.schema import Config, Target
 from deeplightning.config.target import build, is_reference, is_target
 from deeplightning.config.tree import Entry, KeyPath, plain
 from deeplightning.faults import ConfigError, SetupError, nearest, upwards
-from deeplightning.static.signature import UNKNOWN, Undecided
+from deeplightning.static.signature import UNKNOWN, Options, Undecided, of_item
 
-# Positional arguments that we hand to a target: the config to task and data, parameters to an optimizer, an optimizer
-# to a scheduler, the training set to a sampler; and what we hand to one by name.
-GIVEN = {"data.module": 1, "data.sampler": 1, "model.module": 1, "model.optimizer": 1, "model.scheduler": 1}
+Wanted = Callable[[], Options]
+
+# How many positional arguments we give to a target: parameters to an optimizer, an optimizer to a scheduler, the
+# training set to a sampler; None: the config to a module that takes it. And what we give to one by name.
+GIVEN = {"data.module": None, "data.sampler": 1, "model.module": None, "model.optimizer": 1, "model.scheduler": 1}
 GIVEN_BY_NAME = {"data.sampler": {"batch_size": 1, "num_replicas": 1, "rank": 0, "seed": 0}}
 _NETWORKS = ("deeplightning.model.", "deeplightning.loss.")
 AUTO = ("total_steps", "steps_per_epoch", "epochs", "T_max")
@@ -31,8 +35,14 @@ _LOADER = "torch.utils.data.DataLoader"
 _LOADER_GIVEN = {"dataset": "data.module", "batch_size": "data.batch_size", "num_workers": "data.num_workers"}
 
 
-def note_target(findings: Findings, name: str, entry: Entry, key: str, path: KeyPath) -> None:
-    """Puts a target, and those inside its params, on the list of what is compared with what they name."""
+def note_target(
+    findings: Findings, name: str, entry: Entry, key: str, path: KeyPath, wanted: Wanted | None = None
+) -> None:
+    """Put a target, and those inside its params, on the list of what is compared with what they name.
+
+    Args:
+        wanted: of a target inside params, what the parameter allows that it is for.
+    """
     place = entry.value["type"].place if "type" in entry.value else entry.place
     params = entry.value.get("params") or Entry({}, place)
     items = params.value if isinstance(params.value, dict) else {}
@@ -60,7 +70,15 @@ def note_target(findings: Findings, name: str, entry: Entry, key: str, path: Key
             values.setdefault("search_space", {})  # made from tune.space
         called_with = findings.loss_arguments if role == "model.loss" else None
         verdict = judge(
-            findings.meanings, name, values, key, role=role, given=given, hidden=hidden, called_with=called_with
+            findings.meanings,
+            name,
+            values,
+            key,
+            role=role,
+            given=given,
+            hidden=hidden,
+            called_with=called_with,
+            wanted=wanted,
         )
         findings.take(verdict)
         is_known = not hidden and all(plain(item) != "auto" for item in items.values())
@@ -72,7 +90,8 @@ def note_target(findings: Findings, name: str, entry: Entry, key: str, path: Key
 
     findings.targets.append(compare)
     for param, item in items.items():
-        note_inside(findings, item, f"{key}.params.{param}", (*path, "params", param))
+        inside = functools.partial(findings.allowed, name, param)
+        note_inside(findings, item, f"{key}.params.{param}", (*path, "params", param), inside)
 
 
 def _construct(findings: Findings, target: Target, role: str | None) -> None:
@@ -93,11 +112,15 @@ def _construct(findings: Findings, target: Target, role: str | None) -> None:
                 findings.fault(error.faults[0].message, str(target.name), target.place)
 
 
-def note_inside(findings: Findings, entry: Entry, key: str, path: KeyPath) -> None:
-    """Targets and references inside params, at any depth."""
+def note_inside(findings: Findings, entry: Entry, key: str, path: KeyPath, wanted: Wanted = lambda: None) -> None:
+    """Put targets and references inside params, at any depth, on the list of what is compared.
+
+    Args:
+        wanted: what the parameter allows that the value is for.
+    """
     if isinstance(entry.value, dict):
         if is_target(plain(entry)):
-            note_target(findings, entry.value["type"].value, entry, key, path)
+            note_target(findings, entry.value["type"].value, entry, key, path, wanted)
             return
         if is_reference(plain(entry)):
             _note_reference(findings, entry.value["ref"], key)
@@ -109,7 +132,8 @@ def note_inside(findings: Findings, entry: Entry, key: str, path: KeyPath) -> No
             note_inside(findings, item, f"{key}.{name}", (*path, name))
     elif isinstance(entry.value, list):
         for number, item in enumerate(entry.value):
-            note_inside(findings, item, f"{key}.{number}", (*path, number))
+            of_one = functools.partial(lambda number: of_item(wanted(), number), number)
+            note_inside(findings, item, f"{key}.{number}", (*path, number), of_one)
 
 
 def _note_reference(findings: Findings, entry: Entry, key: str) -> None:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from deeplightning.config.target import is_reference, is_target
 from deeplightning.faults import nearest
-from deeplightning.static.signature import Built, ListOf, Options, Parameter
+from deeplightning.static.signature import Built, ListOf, Options, Parameter, TheConfig, factory_of
 
 SIMPLE = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list"}
 
@@ -54,8 +54,8 @@ def _unlike_default(value: object, parameter: Parameter) -> str | None:
 
 
 def _compared(value: object, allowed: Options, at: str) -> list[Misfit]:
-    if _is_open(value) or not _is_annotated(allowed):
-        return []
+    if _is_open(value) or not _is_annotated(allowed) or factory_of(allowed) is not None:
+        return []  # many libraries take the name of a function where they want a callable
     inside: list[list[Misfit]] = []  # for each kind of list that may stand here, what is wrong with the items
     for option in allowed or ():
         if _fits(value, option):
@@ -85,7 +85,7 @@ def _fits(value: object, option: object) -> bool:
 def _words(option: Any) -> str:
     if isinstance(option, ListOf):
         return f"a list of {len(option.items)} items" if option.fixed else SIMPLE[list]
-    more = {dict: "a mapping", Built: "a target {type: MODULE.CLASS, params: {…}}"}
+    more = {dict: "a mapping", Built: "a target {type: MODULE.CLASS, params: {…}}", TheConfig: "the config"}
     return (SIMPLE | more).get(option) or repr(option)
 
 

@@ -168,14 +168,14 @@ class _Spot:
         value: what the config that was named holds there.
         doc: a sentence for people.
         target: the class that the mapping here gives its params to.
-        given: how many of that class's first parameters are none of the config's.
+        given: what of that class's parameters is given otherwise, see `Signature.given`.
     """
 
     types: tuple[Any, ...] = ()
     value: Any = None
     doc: str = ""
     target: str | None = None
-    given: int = 0
+    given: int | None = 0
 
     def items(self) -> dict[str, Any]:
         """What the config holds here, by key or index."""
@@ -312,21 +312,21 @@ def _is_target(value: object) -> bool:
     return isinstance(value, Mapping) and isinstance(value.get("type"), str) and set(value) <= {"type", "params"}
 
 
-def _params(target: str, given: int) -> list[tuple[str, tuple[Any, ...], str]]:
+def _params(target: str, given: int | None) -> list[tuple[str, tuple[Any, ...], str]]:
     """The parameters of a target by name, with what they take: types, and literal words as one `Literal`."""
     from deeplightning.static import definition
-    from deeplightning.static.signature import ListOf, Undecided
+    from deeplightning.static.signature import Factory, ListOf, Undecided
 
     try:
         found = definition.look_up(target)
-        parameters = found.signature().parameters
+        signature = found.signature()
     except (ValueError, Undecided):
         return []
-    ours = [p.name for p in parameters if p.position][:given]
+    ours = signature.given(given)
     rows = []
-    for p in parameters:
+    for p in signature.parameters:
         if p.keyword and p.name not in ours:
-            words = tuple(option for option in p.allowed or () if not isinstance(option, type | ListOf))
+            words = tuple(o for o in p.allowed or () if not isinstance(o, type | ListOf | Factory))
             types = [option for option in p.allowed or () if isinstance(option, type)]
             types += [typing.Literal[words]] if words else []  # type: ignore[list-item]
             rows.append((p.name, tuple(types), (found.documentation(p.name) or "").partition(". ")[0]))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deeplightning.own_code import top_level
+from deeplightning.static.signature import Factory
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,22 @@ def misfit(paths: Sequence[str], complete: bool, role: str) -> str | None:
             return f"is {other}, not {kind.words}"
         return ""
     return f"is not {kind.words}" if complete else None
+
+
+def is_bound(paths: Sequence[str], is_lacking: bool, factory: Factory | None) -> bool:
+    """Return whether a target inside params stands for a callable with its params bound, not for what it makes.
+
+    So does an optimizer or a schedule, which a config alone cannot make; and where a callable is wanted, a class whose
+    instances this returns, and what lacks arguments.
+
+    Args:
+        paths: the dotted paths of a class and its ancestors; of a function nothing.
+        is_lacking: whether required arguments are not among the params.
+        factory: the callable that the parameter wants.
+    """
+    if any(misfit(paths, True, role) == "" for role in ("model.optimizer", "model.scheduler")):
+        return True
+    return factory is not None and (is_lacking or not set(factory.returns).isdisjoint(paths))
 
 
 def no_part(path: str, role: str | None) -> str | None:

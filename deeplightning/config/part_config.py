@@ -1,12 +1,19 @@
 """The type of the config that a part (data, task) gets, for annotations alone: a part imports it under `TYPE_CHECKING`.
 
-It is the `Config` of the schema, narrowed to what loading and the checks have made sure of: the seed is drawn, and
-there is one network. A task with several networks checks that it has a mapping, and keeps that.
+It is the `Config` of the schema, narrowed to what loading and the checks have made sure of: the seed is drawn, a data
+module that takes it has a batch size, and there is one network. A task with several networks checks that it has a
+mapping, and keeps that.
 """
 
-from deeplightning.config.schema import Config, Model, Scheduler, Target
+from deeplightning.config.schema import Config, Data, Model, Scheduler, Target
 
 __all__ = ["PartConfig", "Scheduler", "Target"]
+
+
+class PartData(Data):
+    """The section `data` of a data module that takes the config."""
+
+    batch_size: int
 
 
 class PartModel(Model):
@@ -19,4 +26,5 @@ class PartConfig(Config):
     """The whole config, as it is passed to a data module and a task."""
 
     seed: int
+    data: PartData
     model: PartModel

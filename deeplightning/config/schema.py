@@ -192,9 +192,15 @@ class Data(Section):
     """Where samples come from."""
 
     module: Target = key(
-        "a LightningDataModule, called with the whole config", example="{type: deeplightning.data.digits.Digits}"
+        "a LightningDataModule; a first parameter named `cfg` gets the whole config",
+        example="{type: deeplightning.data.digits.Digits}",
     )
-    batch_size: int = key("samples per step and process", example="64", low=1)
+    batch_size: int | None = key(
+        "samples per step and process; null: the own size of a data module that does not take the config",
+        None,
+        example="64",
+        low=1,
+    )
     root: str | None = key("folder of the data set", None, example="~/data")
     dataset: str | None = key("a name for people; nothing depends on it", None, example="MNIST")
     num_workers: int = key("loader processes per training process; 0 loads in the process itself", 0, low=0)
@@ -217,7 +223,7 @@ class Model(Section):
     """What learns, and how."""
 
     module: Target = key(
-        "the task: a LightningModule, called with the whole config",
+        "the task: a LightningModule; a first parameter named `cfg` gets the whole config",
         example="{type: deeplightning.task.img_classif.ImageClassification}",
     )
     network: Target | dict[str, Target] | None = key("the network, or several by name", None)
@@ -227,7 +233,9 @@ class Model(Section):
         None,
         example="logits",
     )
-    optimizer: Optimizer | dict[str, Optimizer] | None = key("the optimizer, or one per network; null: the task's own")
+    optimizer: Optimizer | dict[str, Optimizer] | None = key(
+        "the optimizer, or one per network; null: the task's own", None
+    )
     scheduler: Scheduler | dict[str, Scheduler] | None = key("the schedule of the learning rate", None)
     loss: Loss | dict[str, Loss] | None = key("the loss, or several by name, added by weight", None)
     metrics: dict[str, Target] | None = key("torchmetrics by name; null: the task's own", None)

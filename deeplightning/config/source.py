@@ -75,6 +75,10 @@ class Source:
     has_bases: bool = False
     files: list[Path] = field(default_factory=list)
 
+    def is_top(self, place: str) -> bool:
+        """Return whether a place is in a file that the user named, or in an override, not in what these build on."""
+        return place.startswith(_OVERRIDE) or place.rsplit(":", 2)[0] in self.names
+
     def changes(self) -> list[str]:
         """The dotted keys whose values differ from what the config builds on, `~key` for one that is removed: those of
         overrides and of further files, and those of the first file if it has `_base_` files. A list counts whole."""

@@ -4,6 +4,7 @@ The only place that imports by name.
 """
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -18,8 +19,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from deeplightning import own_code
-from deeplightning.config.kinds import misfit, no_part, role_of
-from deeplightning.config.schema import Target
+from deeplightning.config.kinds import is_bound, misfit, no_part, role_of
+from deeplightning.config.schema import Config, Target
 from deeplightning.faults import (
     ConfigError,
     Fault,
@@ -32,6 +33,7 @@ from deeplightning.faults import (
     nearest,
     no_module,
 )
+from deeplightning.static.signature import Options, Signature, Undecided, factory_of, of_item, of_object
 from deeplightning.words import first_line
 
 
@@ -171,16 +173,46 @@ def _public_names(owner: object) -> list[str]:
     return names
 
 
-def build(target: Target | Mapping[str, Any], *given: object, **more: Any) -> Any:
-    """The object that a target describes, called with `given`, its params and `more`, which wins over params.
+def signature_of(name: str, found: Any) -> Signature:
+    """Return what a live class or function takes. What it hands on, and annotations that are not imported at run time,
+    are read from its source.
 
-    Targets and references inside the params, at any depth, are built first.
+    Raises:
+        Undecided: it has no signature (a function written in C).
+    """
+    live = of_object(found)
+    if live.rest is None and not live.variadic and not live.unresolved:
+        return live
+    from deeplightning.static import definition
+
+    try:
+        read = definition.look_up(name).signature()
+    except (ValueError, Undecided):
+        return live
+    return read if read.rest is None else live
+
+
+def build(target: Target | Mapping[str, Any], *given: object, **more: Any) -> Any:
+    """Build the object that a target describes, called with `given`, its params and `more`, which wins over params.
+
+    Targets and references inside the params, at any depth, are built first: see `build_inside`. A config that is given
+    first goes to a first parameter that is named `cfg` or annotated with its type, and is left out where there is none.
 
     Raises:
         ConfigError: the target cannot be found, makes no part of a run, cannot be built, or gives something else than
             its section needs.
         SetupError: it needs a package that is not installed, a file that is not there, or a download that fails.
     """
+    return _build(target, given, more)
+
+
+def _build(
+    target: Target | Mapping[str, Any],
+    given: tuple[object, ...] = (),
+    more: Mapping[str, Any] = types.MappingProxyType({}),
+    wanted: Options = None,
+    inside: bool = False,
+) -> Any:
     if isinstance(target, Mapping):
         target = Target(type=target["type"], params=dict(target.get("params") or {}))
     role = role_of(target.name or "")
@@ -188,12 +220,29 @@ def build(target: Target | Mapping[str, Any], *given: object, **more: Any) -> An
         found = find(target.type)
         if refusal := no_part(target.type, role) or no_part(path_of(found) or "", role):
             raise ValueError(refusal)
-        params = {name: build_inside(value) for name, value in target.params.items()}
+        has_config = bool(given) and isinstance(given[0], Config)
+        signature: Signature | None = None
+        if has_config or inside or any(isinstance(value, Mapping | list) for value in target.params.values()):
+            with contextlib.suppress(Undecided):
+                signature = signature_of(target.type, found)
+        allowed = {p.name: p.allowed for p in signature.parameters} if signature else {}
+        params = {name: build_inside(value, allowed.get(name)) for name, value in target.params.items()}
     except ValueError as error:
         code = getattr(error, "exit_code", 2)
         raise error_of([Fault(str(error), target.name, target.place, exit_code=code)]) from error
+    params = _with_tensors(found, params)
+    if inside:
+        paths = [path_of(c) or "" for c in found.__mro__] if isinstance(found, type) else []
+        is_lacking = signature is None or bool(signature.lacking(params))
+        if is_bound(paths, is_lacking, factory_of(wanted)):
+            return functools.partial(found, **params)
+    if has_config and signature is not None:
+        config = signature.config()
+        if config is not None and not config.position:
+            more = {config.name: given[0], **more}
+        given = given if config is not None and config.position else given[1:]
     try:
-        made = found(*given, **_with_tensors(found, params) | more)
+        made = found(*given, **params | more)
     except Exception as error:
         if hasattr(error, "exit_code") or os.environ.get("DEEPLIGHTNING_DEBUG") == "1" or not _is_of_config(error):
             raise
@@ -260,14 +309,20 @@ def _is_numbers(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def build_inside(value: Any) -> Any:
-    """A value of some params, with the targets and references in it, at any depth, built and found."""
+def build_inside(value: Any, wanted: Options = None) -> Any:
+    """Build a value of some params, with the targets and references in it, at any depth.
+
+    A target that `kinds.is_bound` becomes a callable with its params bound.
+
+    Args:
+        wanted: what the parameter allows that gets the value; None: not known.
+    """
     if is_target(value):
-        return build(value)
+        return _build(value, wanted=wanted, inside=True)
     if is_reference(value):
         return find(value["ref"])
     if isinstance(value, Mapping):
         return {name: build_inside(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [build_inside(item) for item in value]
+        return [build_inside(item, of_item(wanted, number)) for number, item in enumerate(value)]
     return value

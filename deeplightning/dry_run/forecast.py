@@ -20,6 +20,7 @@ from deeplightning.dry_run.fake import Count, counted
 from deeplightning.dry_run.held import KINDS
 from deeplightning.dry_run.holdings import Engine, Holding, holding
 from deeplightning.engine.cards import NETWORK, WORKSPACE, Card
+from deeplightning.engine.plan import batch_size
 
 USABLE = 0.92
 """The share of a GPU's memory that tensors may take: the rest is CUDA's own and lost between blocks."""
@@ -135,7 +136,7 @@ def forecast(attempt: Attempt, cfg: Config, setting: Setting) -> Plan:
     Raises:
         ConfigError: the network is shared out in a way that it cannot be.
     """
-    batch, asked = cfg.data.batch_size, cfg.engine.activation_checkpointing or []
+    batch, asked = batch_size(cfg), cfg.engine.activation_checkpointing or []
     is_half = str(cfg.engine.precision).startswith(("16", "bf16"))
     steps = {"plain": _steps(attempt, batch, setting.on_gpu)}
     plain = steps["plain"][0]

@@ -311,6 +311,18 @@ def _strategy(engine: Engine) -> "str | Strategy":
         raise ConfigError(Fault(f"{engine.backend} refuses its arguments: {error}", "engine.params")) from error
 
 
+def batch_size(cfg: Config) -> int:
+    """Return `data.batch_size`, for a command that needs it.
+
+    Raises:
+        ConfigError: the data module has a batch size of its own.
+    """
+    if cfg.data.batch_size is None:
+        message = f"null: {cfg.data.module.type} has a batch size of its own, which this command cannot change"
+        raise ConfigError(Fault(message, "data.batch_size"))
+    return cfg.data.batch_size
+
+
 def effective_batch(cfg: Config, size: int | None = None, samples: int = 0) -> str:
     """Return how many samples one optimizer step sees, and what multiplies to it.
 
@@ -320,10 +332,13 @@ def effective_batch(cfg: Config, size: int | None = None, samples: int = 0) -> s
     """
     batch, world, factor = size or cfg.data.batch_size, replicas(cfg.engine), cfg.train.accumulator_factor
     group = group_size(cfg.engine)
-    parts = [f"{batch} per group of {group} processes" if group > 1 else f"{batch} per process"]
+    whose = batch or "those of a batch of the data module"
+    parts = [f"{whose} per group of {group} processes" if group > 1 else f"{whose} per process"]
     parts += [f"{world} {'groups' if group > 1 else 'processes'}"] if world > 1 else []
     parts += [f"{factor} batches accumulated"] if factor > 1 else []
     late = f" from epoch {cfg.train.accumulator_epoch} on" if factor > 1 and cfg.train.accumulator_epoch else ""
+    if batch is None:
+        return f"{' x '.join(parts)}{late}"
     step = batch * world * factor
     most = f"{samples} samples a step, the whole training set" if 0 < samples < step else f"{step} samples a step"
     return f"{most}: {' x '.join(parts)}{late}"
@@ -362,7 +377,8 @@ def sized(cfg: Config, wanted: int, local: int, nodes: int) -> Config:
         why = f"{world} workers of {wanted}; the same samples a step"
         key, text = "train.accumulator_factor", f"train.accumulator_factor: {factor} → {accumulates} ({why})"
     else:
-        was, is_now = cfg.data.batch_size * wanted * factor, effective_batch(made)
-        key, text = "data.batch_size", f"{was} samples a step → {is_now} ({world} workers of {wanted})"
+        size = cfg.data.batch_size
+        was = f"{size * wanted * factor} samples a step" if size is not None else f"batches of {wanted} workers"
+        key, text = "data.batch_size", f"{was} → {effective_batch(made)} ({world} workers of {wanted})"
     made.notices.append(Notice(text, unasked=True, key=key))
     return made

@@ -2,12 +2,23 @@
 
 import ast
 import builtins
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from deeplightning.static.bindings import Broken, Imported, Module
 from deeplightning.static.names import Names
-from deeplightning.static.signature import COLLECTIONS, UNKNOWN, Options, Undecided, collection, instance
+from deeplightning.static.signature import (
+    COLLECTIONS,
+    UNKNOWN,
+    Factory,
+    Options,
+    TheConfig,
+    Undecided,
+    collection,
+    instance,
+)
 from deeplightning.static.syntax import is_type_variable, nominal
 from deeplightning.static.thing import UNKNOWABLE, Absent, Failing, Frame, Thing
 
@@ -75,6 +86,9 @@ class Types:
                 return tuple(values)
             case "Annotated":
                 return self.of(parts[0], variables)
+            case "Callable":
+                arguments = len(parts[0].elts) if isinstance(parts[0], ast.List) else None
+                return (Factory.of(arguments, self.classes(parts[-1])),)
             case str(name):
                 if any(isinstance(part, ast.Starred) or "Unpack" in ast.unparse(part) for part in parts):
                     return None
@@ -89,6 +103,22 @@ class Types:
             inside = self.inside(found)
             return inside.of(found.node, {name: given for name in free if inside.is_variable(name)})
         return self.instance(found)
+
+    def classes(self, node: ast.expr) -> Iterator[str]:
+        """Yield the dotted paths of the classes that an annotation names: one, or those of a union."""
+        match node:
+            case ast.BinOp(op=ast.BitOr()):
+                parts = sides(node)
+            case ast.Subscript(value=outer, slice=inner) if self.typing(outer) in ("Optional", "Union"):
+                parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+            case _:
+                with contextlib.suppress(*UNKNOWABLE):
+                    found = self.names.value(node, self.frame)
+                    if found.kind == "class":
+                        yield found.path
+                return
+        for part in parts:
+            yield from self.classes(part)
 
     def is_alias(self, found: Thing) -> bool:
         return found.kind == "value" and isinstance(found.node, ast.expr) and found.module is not None
@@ -126,6 +156,8 @@ class Types:
             return variables[node.id]
         if is_tensor(node, self.frame.module):
             return None
+        if is_config(node, self.frame.module):
+            return (TheConfig,)
         name = self.typing(node)
         if name in ("int", "float", "bool", "str"):
             return (vars(builtins)[name],)
@@ -181,6 +213,16 @@ def is_tensor(node: ast.expr, module: Module) -> bool:
             options = module.scope.names.get(name, ())
             return any(isinstance(o, Imported) and o.module == "torch" and o.name is None for o in options)
     return False
+
+
+def is_config(node: ast.expr, module: Module) -> bool:
+    """Return whether a name is imported as the type of our config, also under `TYPE_CHECKING`."""
+    return isinstance(node, ast.Name) and any(
+        alias.name in ("Config", "PartConfig") and (alias.asname or alias.name) == node.id
+        for found in ast.walk(module.tree)
+        if isinstance(found, ast.ImportFrom) and str(found.module).startswith("deeplightning.config.")
+        for alias in found.names
+    )
 
 
 def sides(node: ast.expr) -> list[ast.expr]:

@@ -245,8 +245,9 @@ class Handed:
         own = self.own()
         if bound and own and own[0].position:
             own = own[1:]
+        has_more = self.node.args.vararg is not None
         if self.node.args.kwarg is None:
-            return Signature(tuple(own))
+            return Signature(tuple(own), variadic=has_more)
         uses = uses_of(self.node, self.node.args.kwarg.arg)
         more: dict[str, Parameter] = {}
         first: list[Parameter] = []
@@ -297,7 +298,7 @@ class Handed:
             rest = rest or f"{self.node.name} {other}"
         elif rest is None and not asked and not uses.refuses:
             rest = "it takes any other keyword and ignores it"
-        return Signature(tuple(ordered), rest)
+        return Signature(tuple(ordered), rest, has_more and not first)
 
     def later(self, attribute: str) -> Iterator[tuple["Handed", Uses]]:
         """What the methods of the class do with `**kwargs` that have become an attribute."""

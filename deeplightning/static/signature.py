@@ -6,8 +6,8 @@ Both sides give the same `Signature`, so that a config is compared in one way (`
 import inspect
 import types
 import typing
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 UNKNOWN: Any = type("Unknown", (), {"__repr__": lambda self: "…"})()
@@ -21,12 +21,37 @@ COLLECTIONS = ("builtins", "collections.abc")
 Options = tuple[Any, ...] | None
 """What an annotation allows, the one as good as the other; None: anything.
 
-Each is a type (int, float, bool, str, NoneType; dict: any mapping), a literal word, a `ListOf`, or `Built`.
+Each is a type (int, float, bool, str, NoneType; dict: any mapping), a literal word, a `ListOf`, a `Factory`,
+`Built`, or `TheConfig`.
 """
+
+_CONFIGS = ("deeplightning.config.schema.Config", "deeplightning.config.part_config.PartConfig")
 
 
 class Built:
     """An option: an object that only a target builds, such as a network."""
+
+
+class TheConfig:
+    """An option: the whole config, which is passed to a module that asks for it."""
+
+
+@dataclass(frozen=True)
+class Factory:
+    """An option: a callable, such as `Callable[[Iterable], Optimizer]`.
+
+    Attributes:
+        arguments: how many positional arguments it is called with; None: not known.
+        returns: the dotted paths of the classes that it may return, without tensors and plain values; (): not known.
+    """
+
+    arguments: int | None = None
+    returns: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, arguments: int | None, paths: Iterable[str]) -> "Factory":
+        """Make one of the paths of all that it may return."""
+        return cls(arguments, tuple(p for p in paths if not p.startswith("builtins.") and not p.endswith(".Tensor")))
 
 
 @dataclass(frozen=True)
@@ -75,10 +100,39 @@ class Signature:
     Attributes:
         parameters: in order, without `self`, `*args` and `**kwargs`; those that `**kwargs` hand on are among them.
         rest: None if no other keyword is taken; else why others cannot be judged, in words that follow "unchecked: ".
+        variadic: whether it takes any number of positional arguments, and where they go is not known.
+        unresolved: whether an annotation of a live object names something that cannot be found.
     """
 
     parameters: tuple[Parameter, ...]
     rest: str | None = None
+    variadic: bool = field(default=False, compare=False)
+    unresolved: bool = field(default=False, compare=False)
+
+    def config(self) -> Parameter | None:
+        """Return the parameter of a module that gets the whole config: the first one, if it is named `cfg` or annotated
+        with the type of the config."""
+        first = next(iter(self.parameters), None)
+        if first is not None and (first.name == "cfg" or TheConfig in (first.allowed or ())):
+            return first
+        if self.variadic and not any(p.position for p in self.parameters):
+            return Parameter("cfg", keyword=False)
+        return None
+
+    def lacking(self, params: Collection[str]) -> list[str]:
+        """Return the names of the parameters that must be given and are not among `params`."""
+        return [p.name for p in self.parameters if p.required and p.name not in params]
+
+    def given(self, count: int | None) -> set[str]:
+        """Return the names of the parameters that get their arguments from us.
+
+        Args:
+            count: how many positional arguments we give; None: the config, to a parameter that takes it.
+        """
+        if count is None:
+            config = self.config()
+            return {config.name} if config is not None else set()
+        return {p.name for p in [p for p in self.parameters if p.position][:count]}
 
 
 @dataclass(frozen=True)
@@ -97,6 +151,20 @@ class Instance:
     forward: Callable[[], tuple[int, float] | None]
 
 
+def of_item(options: Options, number: int) -> Options:
+    """Return what an item of a list may be, where the list may be what `options` says."""
+    found = next((option for option in options or () if isinstance(option, ListOf) and option.items), None)
+    if found is None:
+        return None
+    return found.items[min(number, len(found.items) - 1)] if found.fixed else found.items[0]
+
+
+def factory_of(options: Options) -> Factory | None:
+    """Return the callable that a parameter may be given, if it may be one."""
+    found = next((option for option in options or () if isinstance(option, Factory)), None)
+    return replace(found, returns=()) if found is not None and Built in (options or ()) else found
+
+
 class Undecided(Exception):
     """What a name means cannot be known without importing it; the text says why."""
 
@@ -111,10 +179,11 @@ def of_object(found: Callable[..., object]) -> Signature:
         parameters = [*inspect.signature(found).parameters.values()]
     except (ValueError, TypeError):
         raise Undecided("it does not tell its parameters") from None
+    unresolved = False
     try:
         hints = typing.get_type_hints(found.__init__ if inspect.isclass(found) else found)
     except Exception:  # an annotation that names something unknown: the comparison continues without types
-        hints = {}
+        hints, unresolved = {}, True
     known = tuple(
         Parameter(
             p.name,
@@ -132,7 +201,8 @@ def of_object(found: Callable[..., object]) -> Signature:
     if isinstance(called, types.FunctionType) and hasattr(called, "__wrapped__"):  # it may take more than it shows
         parameters = [*parameters, *inspect.signature(called, follow_wrapped=False).parameters.values()]
     rest = "it takes any keyword" if any(p.kind is p.VAR_KEYWORD for p in parameters) else None
-    return Signature(known, rest)
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return Signature(known, rest, variadic, unresolved)
 
 
 def positional(owner: type, method: str) -> tuple[int, float] | None:
@@ -164,6 +234,10 @@ def allowed_by(hint: object) -> Options:
         return None if None in parts else tuple(option for part in parts if part for option in part)
     if not isinstance(origin, type):
         return None
+    if origin is Callable and inner:
+        arguments = len(inner[0]) if isinstance(inner[0], list) else None
+        returned = typing.get_args(inner[1]) or (inner[1],)
+        return (Factory.of(arguments, [f"{c.__module__}.{c.__qualname__}" for c in returned if isinstance(c, type)]),)
     if origin.__module__ in COLLECTIONS:
         if any(typing.get_origin(i) is typing.Unpack or getattr(i, "__unpacked__", False) for i in inner):
             return None
@@ -179,6 +253,8 @@ def collection(name: str, inner: Sequence[Any]) -> Options:
     match name.lower():
         case "dict" | "mapping" | "mutablemapping":
             return (dict,)
+        case "callable":
+            return (Factory(),)
         case "tuple" if len(inner) > 1 and ... not in inner:
             return (ListOf(tuple(inner), fixed=True),)
         case "list" | "mutablesequence" | "tuple":  # many write `tuple[int]` for a tuple of any length
@@ -194,6 +270,8 @@ def instance(paths: Sequence[str]) -> Options:
     """An instance of a class, given by its own path and those of its ancestors."""
     if "torch.nn.modules.module.Module" in paths:
         return (Built,)
+    if not set(_CONFIGS).isdisjoint(paths):
+        return (TheConfig,)
     top, _, name = paths[0].partition(".")
     is_path = top in ("os", "pathlib") and name.rpartition(".")[2] in ("PathLike", "Path", "PurePath")
     return (str,) if is_path else None

@@ -447,7 +447,7 @@ class Supervised(pl.LightningModule):
         samples are in a short batch depends on the number of processes. With as many rows in each batch, files of 1,
         2 and 3 processes were equal to the last digit (CPU, torch 2.15, November 2026).
         """
-        missing = self.cfg.data.batch_size - len(inputs)
+        missing = (self.cfg.data.batch_size or 0) - len(inputs)  # null: the data module does not take the config
         if self.trainer.state.fn == "fit" or missing <= 0:
             return self._outputs(inputs)
         filled = torch.cat([inputs, inputs.new_zeros((missing, *inputs.shape[1:]))])

@@ -16,6 +16,7 @@ from lightning_fabric.utilities.data import sized_len
 
 from deeplightning.callbacks.watch import samples_in
 from deeplightning.checks.examine import load_config
+from deeplightning.engine.plan import batch_size
 from deeplightning.faults import ConfigError, RunError
 from deeplightning.tune.measure import ALONE, in_child, one_gpu, trained
 
@@ -134,7 +135,7 @@ def search(
         return True, f"{size:>10,}  {found['speed']:>12,.0f}  {held / 1e9:>8.2f} GB"
 
     yield f"{'batch_size':>10}  {'samples/s':>12}  {'memory':>11}"
-    size = 2 ** (min(asked.data.batch_size, known["most"]).bit_length() - 1)
+    size = 2 ** (min(batch_size(asked), known["most"]).bit_length() - 1)
     good, line = fits(size)
     yield line
     too_large: int | None = None

@@ -16,7 +16,7 @@ import pytest
 from deeplightning.checks.values import misfits
 from deeplightning.config.target import find
 from deeplightning.static.definition import look_up
-from deeplightning.static.signature import UNKNOWN, Built, ListOf, Undecided, of_object
+from deeplightning.static.signature import UNKNOWN, Built, Factory, ListOf, Undecided, of_object
 
 ROOT = Path(__file__).parents[2]
 
@@ -684,7 +684,13 @@ def test_the_examples_are_known(monkeypatch):
         ("Own | int", None),
         ("Any", None),
         ("object", None),
-        ("Callable[[int], int]", None),
+        ("Callable", (Factory(),)),
+        ("Callable[..., Module]", (Factory(None, ("torch.nn.modules.module.Module",)),)),
+        ("abc.Callable[[int], int] | None", (Factory(1), type(None))),
+        (
+            "Callable[[int], Module | Own] | Module",
+            (Factory(1, ("torch.nn.modules.module.Module", "own_thing.Own")), Built),
+        ),
         ("type[Module]", None),
         ("set[int]", None),
         ("Colour", None),

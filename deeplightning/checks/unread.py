@@ -1,0 +1,113 @@
+"""Sections of a config that a user's module needs, or does not read: a module that does not take the config gets its
+values from `params` alone."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from deeplightning.checks.findings import Findings
+from deeplightning.config import schema
+from deeplightning.config.schema import Config, Target
+from deeplightning.config.source import Source
+from deeplightning.config.tree import nodes
+from deeplightning.faults import Notice, nearest
+from deeplightning.static.signature import Parameter, Undecided
+
+_READ = {
+    "data": ("batch_size", "root", "num_workers", "num_splits", "fold", "sampler", "loader"),
+    "model": ("network", "output", "optimizer", "scheduler", "loss", "metrics", "trainable"),
+}
+"""The keys that a module reads from the config; others are read by the run."""
+_REQUIRED = {"data": "batch_size", "model": "optimizer"}
+"""What a module that takes the config must be given."""
+
+
+def check_sections(findings: Findings, config: Config, source: Source) -> None:
+    """Ask for what a module needs that takes the config, and refuse what is set for one that does not.
+
+    What a base file sets for a module that does not take the config is left out of the config, and so is a value that
+    the module has as well: the run's config holds only what is read.
+    """
+    for name in _READ:
+        section = getattr(config, name)
+        if section is None or not isinstance(section.module, Target) or not isinstance(section.module.type, str):
+            continue
+        required, module = f"{name}.{_REQUIRED[name]}", section.module
+        try:
+            signature = findings.meanings.signature(module.type)
+        except Undecided as why:
+            if required not in findings.places:
+                findings.leave(required, f"{module.type}: whether it takes the config: {why}")
+            continue
+        except ValueError:  # reported as a fault of the module; most take the config
+            _require(findings, section, name)
+            continue
+        if signature.config() is not None:
+            _require(findings, section, name)
+            continue
+        known = {p.name: p for p in signature.parameters if p.keyword}
+        defaults = dict(schema.defaults(type(section)))
+        for key in _READ[name]:
+            if getattr(section, key) != defaults[key] and not _is_referred_to(f"{name}.{key}", source):
+                _refuse(findings, config, f"{name}.{key}", module, known, source)
+                setattr(section, key, defaults[key])
+
+
+def _require(findings: Findings, section: Any, name: str) -> None:
+    key = _REQUIRED[name]
+    is_given = getattr(section, key) is not None or (name == "model" and f"{name}.{key}" in findings.places)
+    if not is_given:
+        known = next(f.metadata for f in schema.keys(type(section)) if f.name == key)
+        example = f"; for example `{key}: {known['example']}`" if known["example"] else ""
+        findings.fault(f"missing: {known['doc'].partition('; null')[0]}{example}", f"{name}.{key}")
+
+
+def _is_referred_to(key: str, source: Source) -> bool:
+    """Return whether another value of the config is written as a reference to a key, or to one inside it."""
+    return any(f"${{{key}" in (entry.written or "") for _, entry in nodes(source.root))
+
+
+def _refuse(
+    findings: Findings, config: Config, key: str, module: Target, known: dict[str, Parameter], source: Source
+) -> None:
+    """Report a key that a module does not read: a fault where the user has set it to another value than the module's
+    own, else a notice."""
+    params = f"{key.partition('.')[0]}.module.params"
+    own = [leaf for leaf in _leaves(findings, key) if source.is_top(findings.places[leaf])]
+    names = {leaf: leaf.rpartition(".")[2] for leaf in own if not leaf.endswith(".type")}
+    same = [
+        leaf
+        for leaf, name in names.items()
+        if name in known and _value(config, leaf) == _own_value(known[name], module)
+    ]
+    if not own or (same and len(same) == len(names)):
+        where = f"the same value as {params}.{names[same[0]]}" if same else "set by a base file"
+        text = f"{key} is left out: {module.type}, which does not take the config, does not read it ({where})"
+        config.notices = [*(config.notices or []), Notice(text, unasked=False, key=key)]
+        return
+    wrong = next((leaf for leaf in names if leaf not in same), own[0])
+    words = [names.get(wrong, ""), key.rpartition(".")[2]]
+    meant = next((word for word in words if word in known), None)
+    near = meant or next((p for word in words for p in known if word and nearest(word, [p])), None)
+    remedy = (
+        f"it takes `{near}`: set {params}.{near}"
+        if near
+        else f"it takes {', '.join(known) or 'no params'}: remove this"
+    )
+    findings.fault(f"is not read by {module.type}; {remedy}", wrong if near else key)
+
+
+def _leaves(findings: Findings, key: str) -> Iterator[str]:
+    """Yield the dotted keys at and below a key that hold no other keys."""
+    below = [k for k in findings.places if k == key or k.startswith(f"{key}.")]
+    return (k for k in below if not any(other.startswith(f"{k}.") for other in below))
+
+
+def _value(config: Config, key: str) -> object:
+    value: Any = config
+    for name in key.split("."):
+        value = value[name] if isinstance(value, dict) else getattr(value, name)
+    return value
+
+
+def _own_value(parameter: Parameter, module: Target) -> object:
+    return module.params.get(parameter.name, parameter.default)

@@ -1,0 +1,312 @@
+"""A LightningModule and a LightningDataModule as Lightning's manual writes them: what `check` and `build` make of their
+params, by their source and by the imported class."""
+
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from deeplightning.checks.examine import examine
+from deeplightning.config.schema import Config
+from deeplightning.config.target import build
+
+OWN = """\
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.cli import LRSchedulerCallable, OptimizerCallable
+from torch import nn
+
+if TYPE_CHECKING:
+    from deeplightning.config.schema import Config
+
+
+class Plain(pl.LightningModule):
+    def __init__(self, width: int, lr: float = 0.1, names: list[str] | None = None):
+        super().__init__()
+        self.given = (width, lr, names)
+
+
+class Bare(pl.LightningModule):
+    def __init__(self, width, lr=0.1, **more):
+        super().__init__()
+        self.given = (width, lr, more)
+
+
+class HandsOn(Plain):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+class Nested(pl.LightningModule):
+    def __init__(
+        self,
+        net: nn.Module,
+        optimizer: OptimizerCallable = torch.optim.Adam,
+        scheduler: LRSchedulerCallable | None = None,
+        losses: list[nn.Module] = (),
+        norm: Callable[..., nn.Module] = nn.Identity,
+        act: Callable[[torch.Tensor], torch.Tensor] = torch.relu,
+        best: torch.optim.Optimizer | None = None,
+        per_layer: list[OptimizerCallable] | None = None,
+    ):
+        super().__init__()
+        self.given = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+
+
+class Named(pl.LightningModule):
+    def __init__(self, cfg, width: int = 1):
+        super().__init__()
+        self.given = (cfg, width)
+
+
+class ByName(Named):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+
+
+class Annotated(pl.LightningModule):
+    def __init__(self, settings: Config, width: int = 1):
+        super().__init__()
+        self.given = (settings, width)
+
+
+class OnlyPosition(pl.LightningModule):
+    def __init__(self, cfg, /, width: int = 1):
+        super().__init__()
+        self.given = (cfg, width)
+
+
+class Second(pl.LightningModule):
+    def __init__(self, width, cfg):
+        super().__init__()
+
+
+class Slash(pl.LightningModule):
+    def __init__(self, width, /, lr: float = 0.1):
+        super().__init__()
+
+
+class Old(Plain):
+    def training_epoch_end(self, outputs):
+        pass
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 1):
+        super().__init__()
+
+
+class Numbers(pl.LightningDataModule):
+    def __init__(self, batch_size: int = 32, data_dir: str = "here"):
+        super().__init__()
+
+
+def scaled(value: torch.Tensor, by: float) -> torch.Tensor:
+    return value * by
+"""
+
+PLAIN = """\
+data: {module: {type: own_module.Numbers}}
+model: {module: {type: own_module.Plain, params: {width: 3}}}
+train: {num_epochs: 1}
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """A working directory with the user's modules, for each test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("own_module.py").write_text(OWN)
+    yield tmp_path
+    for name in [n for n in sys.modules if n == "own_module"]:
+        del sys.modules[name]
+
+
+def faults(*overrides: str, text: str = PLAIN) -> list[str]:
+    """Return what is wrong with a config, the same by its source and when all of it is imported."""
+    Path("c.yaml").write_text(text)
+    read, found = examine("c.yaml", list(overrides)), examine("c.yaml", list(overrides), importing=True)
+    assert read.faults == found.faults
+    assert read.unchecked == []
+    return [str(fault).removeprefix(f"override {(*overrides, '')[0]}: ") for fault in found.faults]
+
+
+def config(*overrides: str) -> Config:
+    Path("c.yaml").write_text(PLAIN)
+    return examine("c.yaml", list(overrides), importing=True).checked()
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "given"),
+    [
+        ("Plain", "{width: 3, names: [a]}", (3, 0.1, ["a"])),
+        ("Bare", "{width: 3}", (3, 0.1, {})),
+        ("HandsOn", "{width: 3, lr: 0.5}", (3, 0.5, None)),
+        ("Named", "{width: 3}", ("cfg", 3)),
+        ("ByName", "{width: 3}", ("cfg", 3)),
+        ("Annotated", "{width: 3}", ("cfg", 3)),
+        ("OnlyPosition", "{width: 3}", ("cfg", 3)),
+    ],
+)
+def test_only_a_first_parameter_that_asks_for_it_gets_the_config(name, params, given):
+    """By its name `cfg`, or by its annotation; all else comes from params."""
+    override = f"model.module={{type: own_module.{name}, params: {params}}}"
+    needs = ["model.optimizer=null"] if given[0] == "cfg" else []
+    assert faults(override, *needs) == []
+    cfg = config(override, *needs)
+    assert build(cfg.model.module, cfg).given == tuple(cfg if value == "cfg" else value for value in given)
+
+
+NOTES = {
+    "{type: own_module.Plain, params: {widht: 3}}": "own_module.Plain has no param `widht`. Did you mean width?",
+    "{type: own_module.Plain}": "model.module.params: own_module.Plain needs width",
+    "{type: own_module.Plain, params: {width: wide}}": "takes a whole number here, not the text 'wide'",
+    "{type: own_module.HandsOn, params: {width: wide}}": "takes a whole number here, not the text 'wide'",
+    "{type: own_module.Bare, params: {width: 3, lr: fast}}": "takes a number here, not the text 'fast'",
+    "{type: own_module.Nested, params: {net: {type: own_module.Net, params: {wide: 1}}}}": (
+        "model.module.params.net.params.wide: own_module.Net has no param `wide`"
+    ),
+    "{type: own_module.Nested, params: {net: {type: own_module.Net}, optimizer: {type: torch.optim.SGD, params: "
+    "{lrr: 1}}}}": "model.module.params.optimizer.params.lrr: torch.optim.SGD has no param `lrr`. Did you mean lr?",
+    "{type: own_module.Nested, params: {net: {type: own_module.Net}, scheduler: {type: "
+    "torch.optim.lr_scheduler.ExponentialLR}}}": "torch.optim.lr_scheduler.ExponentialLR needs gamma",
+    "{type: own_module.Nested, params: {net: {type: own_module.Net}, best: {type: torch.optim.SGD, params: {params: "
+    "[1]}}}}": "torch.optim.SGD gets `params` from us",
+    "{type: own_module.Second, params: {width: 3}}": (
+        "own_module.Second needs cfg. The config is passed to the first parameter alone, if that is named `cfg`"
+    ),
+    "{type: own_module.Slash, params: {width: 3}}": (
+        "own_module.Slash takes `width` by position alone, and params are given by name: remove the `/`"
+    ),
+    "{type: own_module.Slash}": "own_module.Slash takes width by position alone",
+}
+
+
+@pytest.mark.parametrize("module", NOTES)
+def test_what_a_module_cannot_be_given_is_one_note(module):
+    """Misspelt, missing, of another type, at any depth; and what no param can give."""
+    first, *more = faults(f"model.module={module}")
+    assert NOTES[module] in first
+    assert [note for note in more if "Slash" not in module] == []
+
+
+def test_nested_targets_become_objects_and_callables():
+    """An optimizer is a callable with its params bound; so is what a parameter takes that is called to make it."""
+    nested = (
+        "{type: own_module.Nested, params: {net: {type: own_module.Net}, "
+        "optimizer: {type: torch.optim.SGD, params: {lr: 0.5}}, "
+        "scheduler: {type: torch.optim.lr_scheduler.ExponentialLR, params: {gamma: 0.5}}, "
+        "losses: [{type: torch.nn.MSELoss}, {type: torch.nn.HuberLoss, params: {delta: 2.0}}], "
+        "norm: {type: torch.nn.GELU, params: {approximate: tanh}}, "
+        "act: {type: own_module.scaled, params: {by: 2.0}}, "
+        "best: {type: torch.optim.AdamW, params: {lr: 0.5}}, "
+        "per_layer: [{type: torch.optim.AdamW}]}}"
+    )
+    assert faults(f"model.module={nested}") == []
+    cfg = config(f"model.module={nested}")
+    given = build(cfg.model.module, cfg).given
+    optimizer = given["optimizer"]([torch.nn.Parameter(torch.zeros(1))])
+    assert optimizer.defaults["lr"] == 0.5
+    assert given["scheduler"](optimizer).gamma == 0.5
+    assert [type(loss) for loss in given["losses"]] == [torch.nn.MSELoss, torch.nn.HuberLoss]
+    assert given["norm"]().approximate == "tanh"
+    assert given["act"](torch.ones(1)) == 2
+    assert isinstance(given["best"], functools.partial)
+    assert [maker.func for maker in given["per_layer"]] == [torch.optim.AdamW]
+
+
+def test_a_callable_object_is_built_where_a_callable_is_wanted():
+    """A class whose instances are not what the callable returns is made once, as an activation is."""
+    act = "{type: own_module.Nested, params: {net: {type: own_module.Net}, act: {type: torch.nn.GELU}}}"
+    assert faults(f"model.module={act}") == []
+    cfg = config(f"model.module={act}")
+    assert type(build(cfg.model.module, cfg).given["act"]) is torch.nn.GELU
+
+
+# ---- sections that a module does not read
+
+UNREAD = {
+    "data.batch_size=64": (
+        "data.batch_size: is not read by own_module.Numbers; it takes `batch_size`: set data.module.params.batch_size"
+    ),
+    "data.num_workers=2": (
+        "data.num_workers: is not read by own_module.Numbers; it takes batch_size, data_dir: remove this"
+    ),
+    "model.optimizer={type: SGD, params: {lr: 0.5}}": (
+        "model.optimizer.params.lr: is not read by own_module.Plain; it takes `lr`: set model.module.params.lr"
+    ),
+    "model.optimizer={type: SGD, params: {lr: 0.1, momentum: 0.9}}": (
+        "model.optimizer: is not read by own_module.Plain; it takes width, lr, names: remove this"
+    ),
+    "model.network={type: own_module.Net, params: {width: 2}}": (
+        "model.network.params.width: is not read by own_module.Plain; it takes `width`: set model.module.params.width"
+    ),
+    "model.loss={type: torch.nn.MSELoss}": (
+        "model.loss: is not read by own_module.Plain; it takes width, lr, names: remove this"
+    ),
+    "model.trainable=head": "model.trainable: is not read by own_module.Plain; it takes width, lr, names: remove this",
+}
+
+
+@pytest.mark.parametrize("override", UNREAD)
+def test_a_value_that_nothing_reads_is_a_fault_that_names_the_param(override):
+    """The user believes that it has an effect."""
+    (found,) = faults(override)
+    assert found.startswith(UNREAD[override])
+
+
+def test_an_optimizer_belongs_to_the_param_that_takes_it():
+    """A module that gets its optimizer as a callable is told apart from one that has its own."""
+    module = "model.module={type: own_module.Nested, params: {net: {type: own_module.Net}}}"
+    (found,) = faults("model.optimizer={type: SGD, params: {lr: 0.5}}", module)
+    assert found.endswith("it takes `optimizer`: set model.module.params.optimizer")
+
+
+def test_defaults_of_a_base_and_repeated_values_are_left_out_of_the_config():
+    """They are not read either, so the run's config does not hold them, and a notice says so."""
+    Path("base.yaml").write_text(
+        "data: {batch_size: 16, num_workers: 3}\n"
+        "model:\n"
+        "  {network: {type: own_module.Net}, optimizer: {type: SGD, params: {lr: 0.7}}, loss: {type: own_module.Net}}\n"
+    )
+    own = PLAIN.replace("Numbers}}", "Numbers}, batch_size: 32}").replace(
+        "own_module.Plain, params: {width: 3}}", "own_module.Plain, params: {width: 3, lr: 0.5}}, scheduler: null"
+    )
+    assert faults("model.optimizer.params.lr=0.5", text=f"_base_: base.yaml\n{own}") == []
+    report = examine("c.yaml", ["model.optimizer.params.lr=0.5"])
+    cfg = report.config
+    assert (cfg.data.batch_size, cfg.data.num_workers, cfg.model.network, cfg.model.optimizer, cfg.model.loss) == (
+        *(None, 0, None, None, None),
+    )
+    told = {notice.key: notice.text.rpartition("(")[2] for notice in cfg.notices if "is left out" in notice.text}
+    assert told == {
+        "data.batch_size": "the same value as data.module.params.batch_size)",
+        "data.num_workers": "set by a base file)",
+        "model.network": "set by a base file)",
+        "model.optimizer": "the same value as model.module.params.lr)",
+        "model.loss": "set by a base file)",
+    }
+
+
+def test_a_value_that_a_param_refers_to_is_read():
+    """`${data.root}` in the params of a module reads the key."""
+    text = PLAIN.replace("Numbers}}", "Numbers, params: {data_dir: '${data.root}/x'}}, root: there}")
+    assert faults(text=text) == []
+    assert examine("c.yaml").config.data.root == "there"
+
+
+def test_a_module_that_takes_the_config_needs_what_it_reads():
+    """Nothing that shapes learning has a silent default."""
+    assert [note.partition("; for")[0] for note in faults("model.module.type=own_module.Named")] == [
+        "c.yaml:2:1: model.optimizer: missing: the optimizer, or one per network"
+    ]
+    cfg = config("model.module={type: own_module.Named, params: {width: 1}}", "model.optimizer=null")
+    assert cfg.model.optimizer is None
