@@ -21,6 +21,7 @@ import torch
 from pytorch_lightning.loggers import Logger
 
 from deeplightning.callbacks.about import data_name, engine_in_words, network_name
+from deeplightning.callbacks.hyperparameters import log_plain_values, save_plain_values, say_left_out
 from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.provenance import Origin, keep_out
 from deeplightning.checks.trust import note_own
@@ -140,6 +141,7 @@ class Record(pl.Callback):
         return self._folder is not None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        log_plain_values(trainer, self.cfg.redact)
         data: object = getattr(trainer, "datamodule", None)
         if hasattr(data, "check_stages"):  # a stage that cannot run must not fail after hours of training
             data.check_stages(self.cfg.stages)
@@ -172,6 +174,8 @@ class Record(pl.Callback):
             _freeze_again(pl_module, self._frozen)
             self._frozen = None
         self.open(trainer)
+        if trainer.is_global_zero:
+            say_left_out(trainer)
         self.has_learned = True
         carries = launches_by(self.cfg.engine, "Ray")
         if trainer.num_nodes > 1 and trainer.local_rank == 0 and not carries and not self.folder.config.exists():
@@ -400,6 +404,7 @@ class Record(pl.Callback):
         """
         _log_pending(pl_module)
         checkpoint["config"] = self.cfg.public()
+        save_plain_values(trainer, checkpoint, self.cfg.redact)
         run = {name: getattr(trainer.logger, f"run_{name}", None) for name in ("id", "name")}
         checkpoint["run"] = {"folder": str(self.folder.path), **run}
         # A run that ends now logs these never again, and the store may not have them yet.

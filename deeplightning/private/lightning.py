@@ -106,6 +106,12 @@ def add_to_logged_means(trainer: "pl.Trainer", saved: dict[str, dict[str, Any]])
             setattr(result, name, result.meta.reduce_fx(value, now) if extreme else value + now)
 
 
+def set_logged_hyperparameters(module: Any, values: dict[str, Any]) -> None:
+    """Replace what Lightning logs of `save_hyperparameters`. Where the name has moved, loggers get the text of each
+    object, without an error."""
+    module._hparams_initial = values
+
+
 def keep_signals(trainer: Any) -> None:
     """Keeps Lightning from replacing our signal handlers when a stage begins. Where the name has moved, it fails when
     a stage is set up; where only the method has, SIGTERM leaves no checkpoint, without an error."""

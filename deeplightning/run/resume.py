@@ -71,24 +71,49 @@ def _decide(cfg: Config) -> Resumption:
 
 
 def _newest_whole(cfg: Config) -> Resumption:
-    """What `auto` means: the newest checkpoint that can be read; a run that ended before its first begins again."""
+    """Find what `auto` means: the newest checkpoint that can be read of the newest run that has any; a run that ended
+    before its first begins again.
+
+    Raises:
+        CheckpointError: none of that run's checkpoints can be read.
+    """
     from deeplightning.callbacks.record import Resumption
-    from deeplightning.engine.checkpoint_io import read_checkpoint
 
     empty = None
     for folder in runs_of(cfg):
-        for path in folder.checkpoints():
-            try:
-                checkpoint = read_checkpoint(path)
-            except CheckpointError as error:
-                log.warning("resumes    not this one: %s", error)
-            else:
-                return _from(path, checkpoint, cfg)
-        if empty is None and not folder.checkpoints() and _is_same(cfg, folder):
+        if (found := _newest_of(folder)) is not None:
+            return _from(*found, cfg)
+        if empty is None and _is_same(cfg, folder):
             empty = folder
     if empty is not None and (found := _from_the_start(cfg, empty)) is not None:
         return found
     return Resumption(notes=[f"resumes    nothing: there is no run of this experiment in {store_of(cfg).shown} yet"])
+
+
+def _newest_of(folder: RunFolder) -> tuple[Path, dict[str, Any]] | None:
+    """Find the newest checkpoint of a run that can be read; None: it has saved none.
+
+    Raises:
+        CheckpointError: it has checkpoints, and none can be read.
+    """
+    from deeplightning.engine.checkpoint_io import read_checkpoint
+
+    errors: list[str] = []
+    for path in folder.checkpoints():
+        try:
+            checkpoint = read_checkpoint(path)
+        except CheckpointError as error:
+            errors.append(str(error))
+            continue
+        for text in errors:
+            log.warning("resumes    not this one: %s", text)
+        return path, checkpoint
+    if not errors:
+        return None
+    raise CheckpointError(
+        f"{folder.path}: no checkpoint of this run can be read: {'; '.join(errors)}. To begin a new run set "
+        "train.resume_ckpt=null; to resume another one set it to that run's id or folder"
+    )
 
 
 def _from_the_start(cfg: Config, folder: RunFolder) -> Resumption | None:
@@ -111,7 +136,6 @@ def _of_launch(cfg: Config) -> Resumption | None:
     None: it has opened no run yet, or is new, or it cannot be known.
     """
     from deeplightning.callbacks.record import Resumption
-    from deeplightning.engine.checkpoint_io import read_checkpoint
 
     here = identity()
     if here is None or here.launch is None or not here.goes_on:
@@ -123,11 +147,8 @@ def _of_launch(cfg: Config) -> Resumption | None:
         return next(filter(None, (_from_the_start(cfg, each) for each in nameless if _is_same(cfg, each))), None)
     if folder is None or (restarts() == 0 and _has_finished(cfg, folder)):
         return None  # a finished job's id is used for another
-    for path in folder.checkpoints():
-        try:
-            return replace(_from(path, read_checkpoint(path), cfg), over="")  # the stages after training remain
-        except CheckpointError as error:
-            log.warning("resumes    not this one: %s", error)
+    if (found := _newest_of(folder)) is not None:
+        return replace(_from(*found, cfg), over="")  # the stages after training remain
     hold = folder.hold() if own_rank() == 0 else None
     return Resumption(
         run_id=folder.path.parent.name,

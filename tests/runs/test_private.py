@@ -280,6 +280,19 @@ def test_what_lightning_adds_up_over_an_epoch_is_known_and_can_be_continued(trai
 
 
 @pytest.mark.parametrize("keeps", [True, False])
+def test_hyperparameters_that_are_logged_are_replaced():
+    """What a module has saved stays."""
+
+    class Saves(pl.LightningModule):
+        def __init__(self, width):
+            super().__init__()
+            self.save_hyperparameters()
+
+    module = Saves(3)
+    lightning.set_logged_hyperparameters(module, {"depth": 4})
+    assert (module.hparams_initial, module.hparams) == ({"depth": 4}, {"width": 3})
+
+
 def test_lightning_leaves_signals_alone(keeps):
     """`register_signal_handlers` of `_signal_connector`, which else takes SIGTERM over while a stage runs."""
     seen = []

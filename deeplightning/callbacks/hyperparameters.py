@@ -1,0 +1,80 @@
+"""What `self.save_hyperparameters()` of a user's modules puts into a checkpoint and into loggers: plain values alone.
+
+So a checkpoint loads with `weights_only`, and `load_from_checkpoint` needs as arguments only what is no plain value.
+"""
+
+import logging
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+
+from deeplightning.private.lightning import set_logged_hyperparameters
+
+log = logging.getLogger("deeplightning")
+
+_LEFT_OUT: Any = object()
+
+
+def log_plain_values(trainer: pl.Trainer, redact: Callable[[str], str]) -> None:
+    """Have Lightning log the plain values among the hyperparameters, without secrets; before it logs them."""
+    for module in _modules(trainer):
+        set_logged_hyperparameters(module, _plain_items(module.hparams_initial, redact))
+
+
+def save_plain_values(trainer: pl.Trainer, checkpoint: dict[str, Any], redact: Callable[[str], str]) -> None:
+    """Leave the plain values among the hyperparameters in a checkpoint, without secrets."""
+    for module in _modules(trainer):
+        key, kind = module.CHECKPOINT_HYPER_PARAMS_KEY, module.CHECKPOINT_HYPER_PARAMS_TYPE
+        checkpoint[key] = _plain_items(module.hparams, redact)
+        if kind in checkpoint:  # a class of OmegaConf
+            checkpoint[kind] = "AttributeDict"  # which Lightning makes of a text
+
+
+def say_left_out(trainer: pl.Trainer) -> None:
+    """Log which hyperparameters a checkpoint does not hold."""
+    for module in _modules(trainer):
+        if absent := sorted(module.hparams.keys() - _plain_items(module.hparams, str)):
+            log.info(
+                "checkpoints hold the plain hyperparameters of %s; its load_from_checkpoint also needs %s",
+                *(type(module).__name__, ", ".join(f"{name}=…" for name in absent)),
+            )
+
+
+def _modules(trainer: pl.Trainer) -> list[Any]:
+    """Return the modules of a run that have saved hyperparameters."""
+    modules = (trainer.lightning_module, getattr(trainer, "datamodule", None))
+    return [module for module in modules if module is not None and module.hparams]
+
+
+def _plain_items(values: Any, redact: Callable[[str], str]) -> dict[Any, Any]:
+    found = {key: _plain(values[key], redact) for key in values}
+    return {key: value for key, value in found.items() if value is not _LEFT_OUT}
+
+
+def _plain(value: Any, redact: Callable[[str], str]) -> Any:
+    """Return a value as numbers, texts, tensors, and lists and dicts of such."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, Namespace):
+        value = vars(value)
+    if value is None or type(value) in (bool, int, float, torch.Tensor, torch.dtype, torch.device, torch.Size):
+        return value
+    if isinstance(value, str | Path):
+        return redact(str(value))
+    if isinstance(value, Mapping):
+        items = {key: _plain(inner, redact) for key, inner in value.items()}
+        is_plain = all(isinstance(key, str | int) and inner is not _LEFT_OUT for key, inner in items.items())
+        return items if is_plain else _LEFT_OUT
+    if type(value) in (list, tuple, set):
+        inside = [_plain(inner, redact) for inner in value]
+        return _LEFT_OUT if any(inner is _LEFT_OUT for inner in inside) else type(value)(inside)
+    if type(value).__module__.startswith("omegaconf."):
+        from omegaconf import OmegaConf
+
+        return _plain(OmegaConf.to_container(value, resolve=True), redact)
+    return _LEFT_OUT

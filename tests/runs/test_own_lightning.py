@@ -1,0 +1,231 @@
+"""A LightningModule and a LightningDataModule as Lightning's manual writes them train here unchanged, as `Trainer.fit`
+trains them, and gain checkpoints that plain Lightning loads, resume and test."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import digest
+
+OWN = """\
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.cli import OptimizerCallable
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, random_split
+
+
+class Points(pl.LightningDataModule):
+    def __init__(self, batch_size: int = 8, noise: float = 0.1):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def setup(self, stage):
+        x = torch.rand(120, 2)
+        y = x.sum(1, keepdim=True) + self.hparams.noise * torch.randn(120, 1)
+        self.train, self.val, self.rest = random_split(TensorDataset(x, y), [80, 20, 20])
+
+    def train_dataloader(self):
+        return DataLoader(self.train, self.hparams.batch_size, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(self.val, self.hparams.batch_size)
+
+    def test_dataloader(self):
+        return DataLoader(self.rest, self.hparams.batch_size)
+
+
+class Line(pl.LightningModule):
+    def __init__(self, net: nn.Module, losses: list[nn.Module], optimizer: OptimizerCallable = torch.optim.Adam,
+                 dropout: float = 0.0, token: str = ""):
+        super().__init__()
+        self.save_hyperparameters(ignore=["losses"])
+        self.net, self.losses, self.dropout = net, nn.ModuleList(losses), nn.Dropout(dropout)
+
+    def loss(self, batch):
+        x, y = batch
+        outputs = self.net(self.dropout(x))
+        return sum(loss(outputs, y) for loss in self.losses)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch))
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.loss(batch))
+
+    def configure_optimizers(self):
+        return self.hparams.optimizer(self.parameters())
+
+
+class OfConfig(Line):
+    def __init__(self, cfg, dropout: float = 0.0):
+        from deeplightning.config.target import build
+
+        super().__init__(build(cfg.model.network), [build(cfg.model.loss)], dropout=dropout)
+        self.save_hyperparameters()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class DataOfConfig(Points):
+    def __init__(self, cfg):
+        super().__init__(cfg.data.batch_size)
+        self.save_hyperparameters()
+"""
+
+CONFIG = """\
+seed: 7
+stages: [train, test]
+data: {module: {type: own_line.Points, params: {batch_size: 16}}}
+model:
+  module:
+    type: own_line.Line
+    params:
+      net: {type: torch.nn.Linear, params: {in_features: 2, out_features: 1}}
+      losses: [{type: torch.nn.MSELoss}, {type: torch.nn.HuberLoss, params: {delta: 0.5}}]
+      optimizer: {type: torch.optim.SGD, params: {lr: 0.1, momentum: 0.5}}
+      dropout: 0.2
+      token: ${oc.env:OWN_TOKEN}
+train: {num_epochs: 3, export: false, checkpoint: {monitor: val_loss}}
+logger: {pictures: null, params: {tracking_uri: STORE, system_metrics: false}}
+"""
+
+TOKEN = "horse-battery-staple-17"
+
+REFERENCE = """\
+import sys
+import pytorch_lightning as pl
+import torch
+from own_line import Line, Points
+from torch import nn
+
+pl.seed_everything(7)
+torch.set_num_threads(1)
+model = Line(nn.Linear(2, 1), [nn.MSELoss(), nn.HuberLoss(delta=0.5)],
+             lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.5), dropout=0.2)
+data = Points(16)
+trainer = pl.Trainer(max_epochs=3, accelerator="cpu", logger=False, enable_progress_bar=False,
+                     enable_checkpointing=False, enable_model_summary=False)
+trainer.fit(model, data)
+torch.save({"state_dict": model.state_dict(), "val_loss": float(trainer.callback_metrics["val_loss"])}, sys.argv[1])
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A folder with a user's modules and a config for them."""
+    place = tmp_path_factory.mktemp("own-lightning")
+    (place / "own_line.py").write_text(OWN)
+    (place / "config.yaml").write_text(CONFIG.replace("STORE", str(place / "mlruns")))
+    return place
+
+
+@pytest.fixture(scope="module")
+def run(project, command):
+    """`run(override, …)` trains the config; `code` is the exit code that is expected."""
+
+    def train(*overrides: str, code: int = 0, verb: str = "train"):
+        words = ["config.yaml"] if verb == "train" else []
+        outcome = command(verb, *words, *overrides, cwd=project, OWN_TOKEN=TOKEN)
+        assert outcome.code == code, outcome
+        return outcome
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def whole(run):
+    """Three epochs, and a test of the best weights."""
+    return run()
+
+
+def content(folder: Path, name: str = "last.ckpt"):
+    return torch.load(folder / name, weights_only=True)
+
+
+def test_a_run_ends_with_the_weights_and_metrics_of_plain_lightning(whole, project, tmp_path):
+    """Bit for bit, with the same seed: dropout, shuffled batches, a split that is drawn, and an optimizer as a
+    callable."""
+    (project / "reference.py").write_text(REFERENCE)
+    subprocess.run([sys.executable, "reference.py", tmp_path / "plain.pt"], cwd=project, check=True, timeout=300)
+    plain, ours = content(tmp_path, "plain.pt"), content(whole.folder)
+    assert plain["state_dict"].keys() == ours["state_dict"].keys()
+    assert all(torch.equal(plain["state_dict"][name], tensor) for name, tensor in ours["state_dict"].items())
+    points = whole.folder / "metrics.jsonl"
+    assert f"val_loss {plain['val_loss']:.4f}" in whole.out
+
+
+def test_what_the_log_says_of_the_run_is_what_the_loaders_give(whole):
+    """Batch size, steps and samples."""
+    assert "batch      16 samples a step: 16 per process" in whole.out
+    assert "length     3 epochs; 15 steps" in whole.out
+    assert "data       Points: 80 training, 20 validation samples" in whole.out
+
+
+def test_checkpoints_hold_plain_hyperparameters_that_lightning_loads(whole, project, tmp_path):
+    """Of both modules; what is no plain value is given when the checkpoint is loaded. A secret is in none of them."""
+    checkpoint = content(whole.folder)
+    assert checkpoint["datamodule_hyper_parameters"] == {"batch_size": 16, "noise": 0.1}
+    assert checkpoint["hyper_parameters"].keys() == {"dropout", "token"}
+    assert TOKEN not in str(checkpoint["hyper_parameters"])
+    assert "needs net=…, optimizer=…" in whole.out
+    script = f"""\
+    import torch
+    from own_line import Line, Points
+    path = {str(whole.folder / "best.ckpt")!r}
+    model = Line.load_from_checkpoint(path, net=torch.nn.Linear(2, 1), losses=[torch.nn.MSELoss()])
+    assert model.hparams.dropout == 0.2
+    assert torch.equal(model.net.weight, torch.load(path, weights_only=True)["state_dict"]["net.weight"])
+    assert Points.load_from_checkpoint(path).hparams.batch_size == 16
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], cwd=project, check=True, timeout=300)
+
+
+def test_a_run_resumes_with_the_weights_of_an_uninterrupted_one(whole, run, tmp_path):
+    """At an epoch's end, and test finds its weights."""
+    store = f"logger.params.tracking_uri={tmp_path}"
+    run(store, "train.num_epochs=2")
+    resumed = run(store, "train.resume_ckpt=auto")
+    assert "(step 10, epoch 2)" in resumed.out
+    assert digest(resumed.folder / "last.ckpt") == digest(whole.folder / "last.ckpt")
+    assert run(str(resumed.folder), verb="test").code == 0
+
+
+def test_modules_that_take_the_config_save_what_is_plain(run, tmp_path):
+    """`save_hyperparameters()` beside `cfg`, in both modules: trained, tested, resumed."""
+    settings = [
+        f"logger.params.tracking_uri={tmp_path}",
+        "data={module: {type: own_line.DataOfConfig}, batch_size: 20}",
+        "model={module: {type: own_line.OfConfig, params: {dropout: 0.1}}, optimizer: null, loss: {type: "
+        "torch.nn.MSELoss}, network: {type: torch.nn.Linear, params: {in_features: 2, out_features: 1}}}",
+    ]
+    first = run(*settings, "train.num_epochs=1")
+    checkpoint = content(first.folder)
+    assert checkpoint["hyper_parameters"] == {"dropout": 0.1, "token": ""}
+    assert checkpoint["datamodule_hyper_parameters"] == {"batch_size": 20, "noise": 0.1}
+    resumed = run(*settings, "train.num_epochs=2", "train.resume_ckpt=auto")
+    assert "(step 4, epoch 1)" in resumed.out
+    assert resumed.folder == first.folder
+
+
+def test_a_run_whose_checkpoints_cannot_be_read_is_not_begun_anew(whole, run, tmp_path):
+    """`auto` ends with 4 and names each checkpoint; no run is started."""
+    store = tmp_path / "store"
+    first = run(f"logger.params.tracking_uri={store}", "train.num_epochs=1")
+    for path in first.folder.glob("*.ckpt"):
+        path.write_bytes(path.read_bytes()[:1000])
+    runs = sorted(store.glob("*/*/artifacts"))
+    refused = run(f"logger.params.tracking_uri={store}", "train.resume_ckpt=auto", code=4)
+    assert "no checkpoint of this run can be read" in refused.err
+    assert "last.ckpt: damaged" in refused.err
+    assert "train.resume_ckpt=null" in refused.err
+    assert sorted(store.glob("*/*/artifacts")) == runs
