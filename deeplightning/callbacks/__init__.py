@@ -37,6 +37,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     from deeplightning.callbacks.describe import Describe
     from deeplightning.callbacks.flops import Flops
     from deeplightning.callbacks.gathered import Gathered
+    from deeplightning.callbacks.generators import Generators
     from deeplightning.callbacks.gradients import AdaptiveClip, GradientNorm, Warmup
     from deeplightning.callbacks.histograms import Histograms
     from deeplightning.callbacks.memory import Memory
@@ -56,6 +57,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         Seeds,
         StreamEnds,
         ValidateParts,
+        draws_as_lightning,
     )
     from deeplightning.callbacks.threads import MeasuredThreads
     from deeplightning.tracking.build import prepare
@@ -75,7 +77,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     )  # a pool copies the files
     callbacks: list[pl.Callback] = [
         record,
-        Seeds(cfg.seed),
+        Generators() if draws_as_lightning(cfg) else Seeds(cfg.seed),
         StreamEnds(),
         LogSteps(every if isinstance(every, int) else asdict(every)),
         FiniteLoss(),

@@ -18,7 +18,10 @@ from torch.utils.data import IterableDataset
 
 from deeplightning import transfer
 from deeplightning.callbacks.order import OWN
+from deeplightning.config.schema import Config
+from deeplightning.config.target import takes_config
 from deeplightning.engine.group import replicas
+from deeplightning.engine.plan import world_size
 from deeplightning.faults import RunError, SetupError
 from deeplightning.private.lightning import logged_steps, read_ahead
 
@@ -37,6 +40,12 @@ def seed_all(seed: int, *position: int) -> None:
     _seed_from(word)
     if (module := _device_module()) is not None and not _is_initialized(module):
         torch.manual_seed(word)  # also notes the seed for a GPU that is first used later
+
+
+def draws_as_lightning(cfg: Config) -> bool:
+    """Return whether a run draws random numbers as `seed_everything` and `Trainer.fit` of Lightning do, see
+    `generators`: its modules do not take the config, and there is one process, whose states a checkpoint can hold."""
+    return world_size(cfg.engine) == 1 and not (takes_config(cfg.data.module) or takes_config(cfg.model.module))
 
 
 def _word(seed: int, *position: int) -> int:

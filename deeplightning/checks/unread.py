@@ -29,19 +29,17 @@ def check_sections(findings: Findings, config: Config, source: Source) -> None:
     """
     for name in _READ:
         section = getattr(config, name)
-        if section is None or not isinstance(section.module, Target) or not isinstance(section.module.type, str):
+        if section is None:
             continue
         required, module = f"{name}.{_REQUIRED[name]}", section.module
         try:
-            signature = findings.meanings.signature(module.type)
+            is_right = module is not None and f"{name}.module.type" not in findings.answered
+            signature = findings.meanings.signature(module.type) if is_right else None
         except Undecided as why:
             if required not in findings.places:
                 findings.leave(required, f"{module.type}: whether it takes the config: {why}")
             continue
-        except ValueError:  # reported as a fault of the module; most take the config
-            _require(findings, section, name)
-            continue
-        if signature.config() is not None:
+        if signature is None or signature.config() is not None:
             _require(findings, section, name)
             continue
         known = {p.name: p for p in signature.parameters if p.keyword}

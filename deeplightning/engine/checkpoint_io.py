@@ -44,6 +44,7 @@ _TYPES: dict[str, type] = {
     "gathered": dict,
     "plateaus": dict,
     "train_metrics": dict,
+    "generators": dict,
 }
 """What a checkpoint may hold under the keys that are read here; each may be missing or None, but for the first."""
 

@@ -33,6 +33,12 @@ def forget_train_loader(trainer: "pl.Trainer") -> None:
     trainer.fit_loop._combined_loader = None
 
 
+def begin_epoch_again(trainer: "pl.Trainer") -> None:
+    """Have Lightning begin the iteration over the training data again; to be called when an epoch starts. Where the
+    name has moved, a run of a user's own modules fails when it resumes."""
+    iter(trainer.fit_loop._data_fetcher)
+
+
 def read_ahead(trainer: "pl.Trainer") -> bool:
     """Has Lightning find the end of the training data by reading one batch ahead, as it does where they have no length;
     to be called before the first batch. False: a task that reads its batches itself. Where a name has moved, it fails

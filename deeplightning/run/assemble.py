@@ -30,14 +30,19 @@ def init_module(cfg: Config, section: str, read: bool = True) -> Any:
     Args:
         read: read the data where such a number is not known before.
     """
-    from deeplightning.callbacks.steps import seed_all
+    from lightning_fabric import seed_everything
+
+    from deeplightning.callbacks.steps import draws_as_lightning, seed_all
     from deeplightning.engine.compute import lay_channels_last
     from deeplightning.engine.memory import refuse_what_does_not_fit
 
     assert cfg.seed is not None, "load_config draws one"
     apply_environment(cfg)
     garbage.resume()  # the imports are done: what is made from here on is the user's
-    seed_all(cfg.seed, 0)
+    if draws_as_lightning(cfg):
+        seed_everything(cfg.seed, verbose=False)
+    else:
+        seed_all(cfg.seed, 0)
     if section == "model":
         refuse_unfilled(cfg)
     module = build(getattr(cfg, section).module, cfg)

@@ -103,6 +103,7 @@ TOKEN = "horse-battery-staple-17"
 
 REFERENCE = """\
 import sys
+from functools import partial
 import pytorch_lightning as pl
 import torch
 from own_line import Line, Points
@@ -111,7 +112,7 @@ from torch import nn
 pl.seed_everything(7)
 torch.set_num_threads(1)
 model = Line(nn.Linear(2, 1), [nn.MSELoss(), nn.HuberLoss(delta=0.5)],
-             lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.5), dropout=0.2)
+             partial(torch.optim.SGD, lr=0.1, momentum=0.5), dropout=0.2)
 data = Points(16)
 trainer = pl.Trainer(max_epochs=3, accelerator="cpu", logger=False, enable_progress_bar=False,
                      enable_checkpointing=False, enable_model_summary=False)
@@ -160,7 +161,6 @@ def test_a_run_ends_with_the_weights_and_metrics_of_plain_lightning(whole, proje
     plain, ours = content(tmp_path, "plain.pt"), content(whole.folder)
     assert plain["state_dict"].keys() == ours["state_dict"].keys()
     assert all(torch.equal(plain["state_dict"][name], tensor) for name, tensor in ours["state_dict"].items())
-    points = whole.folder / "metrics.jsonl"
     assert f"val_loss {plain['val_loss']:.4f}" in whole.out
 
 

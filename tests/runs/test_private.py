@@ -220,6 +220,26 @@ def test_the_training_loader_is_made_again(trained):
     assert loop._combined_loader not in (None, before)
 
 
+def test_an_epoch_begins_again():
+    """The loader is asked for a new iterator, whose first batch is read next."""
+
+    class Again(pl.Callback):
+        def on_train_epoch_start(self, trainer, module):
+            lightning.begin_epoch_again(trainer)
+
+    asked: list[None] = []
+    options = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+
+    class Loader(DataLoader):
+        def __iter__(self):
+            asked.append(None)
+            return super().__iter__()
+
+    trainer = pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[Again()], logger=False, **options)
+    trainer.fit(Line(), Loader(torch.zeros(4, 1)))
+    assert (len(asked), trainer.global_step) == (2, 4)
+
+
 def test_the_end_of_a_stream_is_found_by_reading_ahead():
     """`_data_fetcher` of the fit loop, with its `length`, `done`, `iterator`, `batches` and `reset`."""
     seen = []
