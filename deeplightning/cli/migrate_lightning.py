@@ -26,6 +26,7 @@ from deeplightning.static import definition
 from deeplightning.static.signature import Undecided, factory_of
 
 MAX_FILES = 50
+SUBCOMMANDS = ("validate", "test", "predict", "fit")
 SPARE = ("RichProgressBar", "TQDMProgressBar", "RichModelSummary", "ModelSummary", "LearningRateMonitor")
 SPARE += ("DeviceStatsMonitor",)
 """Callbacks whose work a run does anyway."""
@@ -66,11 +67,12 @@ def read(files: Sequence[Path], system: str) -> Entry:
     root = Entry({}, "")
     for file in files:
         root = _over(root, _composed(file, _choices(file, ()), ()) if system == "hydra" else _mapping(file))
-    if system == "lightning-cli":
-        for name in ("trainer", "model", "data", "optimizer", "lr_scheduler"):  # a section may be a file of its own
-            entry = root.value.get(name)
-            if entry is not None and isinstance(entry.value, str) and entry.value.endswith((".yaml", ".yml")):
-                root.value[name] = _mapping(files[0].parent / entry.value)
+    for section in [root, *(root.value.get(name) for name in SUBCOMMANDS)] if system == "lightning-cli" else []:
+        items = section.value if section is not None and isinstance(section.value, dict) else {}
+        for name in ("trainer", "model", "data", "optimizer", "lr_scheduler"):  # each may be a file of its own
+            value = items[name].value if name in items else None
+            if isinstance(value, str) and value.endswith((".yaml", ".yml")):
+                items[name] = _mapping(files[0].parent / value)
     return root
 
 
@@ -309,7 +311,7 @@ class Conversion:
 
     def _subcommands(self, items: dict[str, Entry]) -> dict[str, Entry]:
         """Return the settings of `fit`; other subcommands may have no others."""
-        for name in ("validate", "test", "predict", "fit"):
+        for name in SUBCOMMANDS:
             section = items.get(name)
             if section is None or not isinstance(section.value, dict):
                 continue

@@ -184,6 +184,7 @@ def compose(path: str | Path | Given | None, overrides: list[str] | None = None)
     # The last file chooses before the others where several name an option group.
     trees = [reading.tree(file, order=(number,)) for number, file in reversed([*enumerate(tops)])]
     root = functools.reduce(_lay, reversed(trees)) if trees else Entry({}, "")
+    _refuse_other_form(root, [short(file) for file in tops])
     for text in words:
         key = text.partition("=")[0]
         if key in reading.words and key in reading.groups:
@@ -513,6 +514,32 @@ def _for_logger(base: Entry, top: Entry) -> Entry:
 def _laid(top: Entry, base: Entry | None) -> Entry:
     """`top` with `base` under everything that it replaces already."""
     return top if base is None else replace(top, over=_laid(top.over, base) if top.over else base)
+
+
+def _refuse_other_form(root: Entry, files: list[str]) -> None:
+    """Refuse a whole config of LightningCLI or Hydra with one note, in the place of one for each of its keys.
+
+    Raises:
+        ConfigError: with the command that converts it.
+    """
+    items = {name: entry.value for name, entry in root.value.items()}
+    words = {word for name in ("model", "data", "fit") if isinstance(items.get(name), dict) for word in items[name]}
+    listed = items.get("defaults") if isinstance(items.get("defaults"), list) else []
+    groups = {str(group).lstrip("/") for item in listed if isinstance(item.value, dict) for group in item.value}
+    if isinstance(items.get("fit"), dict) and words & {"trainer", "model", "data"}:
+        system, sign = "lightning-cli", "fit"
+    elif "trainer" in items and ("class_path" in words or "seed_everything" in items):
+        system, sign = "lightning-cli", "trainer"
+    elif groups & {"model", "data", "datamodule", "trainer"}:
+        system, sign = "hydra", "defaults"
+    elif "trainer" in items and "_target_" in words:
+        system, sign = "hydra", "trainer"
+    else:
+        return
+    command = f"deeplightning migrate --from {system} {' '.join(files)} --write"
+    name = {"lightning-cli": "LightningCLI", "hydra": "Hydra"}[system]
+    message = f"this is a config of {name}. `{command}` makes one that trains the same"
+    raise ConfigError(Fault(message, sign, root.value[sign].place))
 
 
 # ---- overrides
