@@ -1,5 +1,5 @@
-"""`deeplightning migrate --from SYSTEM FILE…`: a config of another system becomes one of ours, as far as it goes; one of
-LightningCLI or Hydra completely, by `migrate_lightning`.
+"""`deeplightning migrate --from SYSTEM FILE…`: a config of another system becomes one of ours, as far as it goes.
+`migrate_lightning` converts those of LightningCLI and Hydra completely.
 
 The file is read to nested mappings (`foreign`), its words are looked up in the one table of words
 (`config.other_tools`), and `check` names what is still missing. Each line that needs a person has a comment.

@@ -1,4 +1,4 @@
-"""`deeplightning migrate --from lightning-cli|hydra FILE…`: a project of Lightning becomes a config that trains the same.
+"""`deeplightning migrate --from lightning-cli|hydra`: a project of Lightning becomes a config that trains the same.
 
 The files become one tree whose values know their lines. `class_path` and `_target_` become `type` and `params`, and the
 arguments of the Trainer become keys. What cannot be converted is a fault at its line; nothing is imported.
@@ -126,7 +126,7 @@ def _defaults(path: Path) -> tuple[Entry, list[tuple[str, Entry]]]:
 
 
 def _choices(path: Path, trail: tuple[Path, ...], root: Path | None = None) -> dict[str, Entry]:
-    """Return the options that the files of a defaults list choose for other groups, by group: `override /data: mnist`."""
+    """Return the options that files of a defaults list choose for other groups, by group: `override /data: mnist`."""
     root = root or path.parent
     found: dict[str, Entry] = {}
     if path in trail or len(trail) > MAX_FILES:
@@ -254,6 +254,11 @@ class Conversion:
         """Return the value that a text with references stands for; a variable of the environment stays a reference."""
         whole = re.fullmatch(r"\$\{([\w.]+)\}", entry.value)
         if whole and (found := self._at(whole[1])) is not None and depth < MAX_FILES:
+            if self.system == "lightning-cli" and file_of(found) != file_of(entry):
+                message = (
+                    "refers to a value of another file, which LightningCLI reads by its parser mode; write the value"
+                )
+                self.refuse(key, entry, message)
             is_text = isinstance(found.value, str) and "${" in found.value
             return self._referred(key, found, depth + 1) if is_text else self.value(key, found)
 
@@ -336,7 +341,8 @@ class Conversion:
         if entry.value is None or name in ("config", "print_config", "subcommand"):
             return
         if name in ("optimizer", "lr_scheduler"):
-            self._optimizer(name, entry)
+            message = "has no key here: LightningCLI gives it to a module that has no configure_optimizers. Write that "
+            self.refuse(name, entry, message + "method, or a parameter `optimizer: OptimizerCallable`, in the class")
         elif name == "ckpt_path":
             self.put("train.resume_ckpt", self.value(name, entry), entry)
         elif name == "task_name" and self.system == "hydra":
@@ -347,17 +353,6 @@ class Conversion:
             self.leave(name, entry, "the template's own script reads it")
         elif name not in self.used:
             self.refuse(name, entry, "is no section of Lightning's: only your Python code reads it. Remove it")
-
-    def _optimizer(self, name: str, entry: Entry) -> None:
-        """Convert the optimizer or the schedule that LightningCLI gives to a module that has none."""
-        if isinstance(entry.value, str):
-            entry = Entry({"class_path": entry}, entry.place)
-        made = self.target(name, entry)
-        if name == "lr_scheduler" and made["type"].endswith(".ReduceLROnPlateau"):
-            made["type"] = "torch.optim.lr_scheduler.ReduceLROnPlateau"  # LightningCLI's own adds `monitor`
-            if (monitor := made.get("params", {}).pop("monitor", None)) is not None:
-                made["call"] = {"monitor": monitor}
-        self.put(f"model.{name.removeprefix('lr_')}", made, entry)
 
     def judge(self, path: Path) -> None:
         """Add what `check` finds wrong with the config as a file at `path`, at the lines of theirs."""
@@ -573,6 +568,11 @@ def convert(files: Sequence[Path], system: str) -> str:
     order = ("seed", "stages", "data", "model", "engine", "train", "logger")
     config = {"version": schema.VERSION} | {name: made.config[name] for name in order if name in made.config}
     return f"# Made from {', '.join(file.name for file in files)} ({system}).\n{dump(config)}{left}"
+
+
+def file_of(entry: Entry) -> str:
+    """Return the file that set a value."""
+    return entry.place.rsplit(":", 2)[0]
 
 
 def _class(entry: Entry) -> str | None:

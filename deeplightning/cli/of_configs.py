@@ -275,10 +275,10 @@ def batch(config: Path, overrides: tuple[str, ...], memory: str | None, most: in
 def migrate(files: tuple[Path, ...], write: bool, system: str | None) -> None:
     """Rewrite config FILEs of earlier versions for this one, and print the difference.
 
-    Comments and the order of keys are kept. With --from, FILE is another system's: a config of ours is made of it. It is
-    printed, or with --write put beside FILE, which stays, as NAME.deeplightning.yaml. FILEs of LightningCLI and of Hydra
-    are one project; what cannot be converted is a fault at its line. For the others a comment is at each line that needs
-    a person. A FILE in Python is read, never run.
+    Comments and the order of keys are kept. With --from, FILE is another system's: a config of ours is made of it. It
+    is printed, or with --write put beside FILE, which stays, as NAME.deeplightning.yaml. FILEs of LightningCLI and of
+    Hydra are one project; what cannot be converted is a fault at its line. For the others a comment is at each line
+    that needs a person. A FILE in Python is read, never run.
     """
     if system is not None:
         from deeplightning.cli.migrate_from import convert

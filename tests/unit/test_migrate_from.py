@@ -119,10 +119,11 @@ def test_an_example_becomes_a_config(system, tmp_path):
         ("trainer: {deterministic: warn}", "c.yaml:4:11: trainer.deterministic", "`warn` has no counterpart"),
         ("trainer: {max_epoch: 3}", "c.yaml:4:11: trainer.max_epoch", "is no argument of Lightning's Trainer"),
         ("early: {patience: 3}", "c.yaml:4:1: early", "only your Python code reads it"),
+        ("optimizer: {class_path: Adam}", "c.yaml:4:1: optimizer", "`optimizer: OptimizerCallable`, in the class"),
         ("model: {hidden: 3}", "c.yaml:4:1: model", "names no class"),
         (
             "data: {class_path: parts.Data, init_args: {size: '${a.b}'}}",
-            "c.yaml:4:45: data.size",
+            "c.yaml:4:44: data.size",
             "`${a.b}` has no value",
         ),
         ("data: {class_path: parts.Data, init_args: {sice: 3}}", "c.yaml:4:1: data.module.params.sice", "mean size?"),
@@ -164,6 +165,18 @@ def test_values_mean_what_their_tool_reads(here):
     assert at(made, "model.module.params.loss") == {1: 16, "a": 0.001, "b": "yes"}
     assert made["engine"] == {"gpus": "auto", "sync_batchnorm": True, "precision": "16-mixed"}
     assert (made["seed"], made["train"], made["logger"]) == (None, {"num_epochs": 1000}, {"progress": "off"})
+
+
+def test_a_reference_into_another_file_is_refused(here):
+    """LightningCLI takes the value of the first file or of the last, as its parser mode says."""
+    text = "trainer: {accelerator: cpu}\nmodel: {class_path: parts.Model, init_args: {loss: 1}}\n"
+    (here / "c.yaml").write_text(
+        f"{text}data: {{class_path: parts.Data, init_args: {{size: '${{model.init_args.loss}}'}}}}\n"
+    )
+    (here / "over.yaml").write_text("model: {init_args: {loss: 2}}\n")
+    assert "size: 1" in text_of_lightning([here / "c.yaml"], "lightning-cli")
+    with pytest.raises(ConfigError, match=r"c.yaml:3:44: data.size: refers to a value of another file"):
+        text_of_lightning([here / "c.yaml", here / "over.yaml"], "lightning-cli")
 
 
 def test_a_partial_that_would_be_built_is_refused(here):
@@ -222,7 +235,7 @@ def test_a_file_that_cannot_be_read(answer, tmp_path, monkeypatch, name, text, m
     """Exit code 2 and one sentence with its place."""
     monkeypatch.chdir(tmp_path)
     Path(name).write_text(text)
-    code, _, err = answer("migrate", "--from", "hydra", name)
+    code, _, err = answer("migrate", "--from", "stoke" if name == "a.py" else "hydra", name)
     assert (code, err.count("\n")) == (2, 1)
     assert message in err
 
