@@ -27,8 +27,10 @@ from deeplightning.static.signature import Undecided, factory_of
 
 MAX_FILES = 50
 SUBCOMMANDS = ("validate", "test", "predict", "fit")
-SPARE = ("RichProgressBar", "TQDMProgressBar", "RichModelSummary", "ModelSummary", "LearningRateMonitor")
-SPARE += ("DeviceStatsMonitor",)
+SPARE = {
+    *("RichProgressBar", "TQDMProgressBar", "RichModelSummary", "ModelSummary", "LearningRateMonitor"),
+    "DeviceStatsMonitor",
+}
 """Callbacks whose work a run does anyway."""
 ARGUMENTS = {
     *("max_epochs", "max_steps", "num_nodes", "precision", "deterministic", "sync_batchnorm", "profiler"),
@@ -307,9 +309,9 @@ class Conversion:
                 if (section := items.pop(name, None)) is not None and isinstance(section.value, dict):
                     several = {key: e for key, e in section.value.items() if isinstance(e.value, dict)}
                     arguments[name] = section if _class(section) else Entry([*several.values()], section.place)
-        for section, names in (("data", ("data", "datamodule")), ("model", ("model",))):
-            if (name := next((name for name in names if name in items), None)) is not None:
-                self._module(section, name, items.pop(name))
+        for name in ("data", "datamodule", "model"):
+            if name in items:
+                self._module(name.removesuffix("module"), name, items.pop(name))
         self._trainer(arguments, trainer)
         for name, entry in items.items():
             self._other(name, entry)

@@ -524,7 +524,8 @@ def _refuse_other_form(root: Entry, files: list[str]) -> None:
     """
     items = {name: entry.value for name, entry in root.value.items()}
     words = {word for name in ("model", "data", "fit") if isinstance(items.get(name), dict) for word in items[name]}
-    listed = items.get("defaults") if isinstance(items.get("defaults"), list) else []
+    listed: Any = items.get("defaults")
+    listed = listed if isinstance(listed, list) else []
     groups = {str(group).lstrip("/") for item in listed if isinstance(item.value, dict) for group in item.value}
     if isinstance(items.get("fit"), dict) and words & {"trainer", "model", "data"}:
         system, sign = "lightning-cli", "fit"
