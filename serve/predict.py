@@ -42,12 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="deeplightning ask",
         description="Ask a server about files or texts. One JSON line is printed for each, in order. A .json file is "
         "sent as JSON, .csv and .txt as text, any other as a picture.",
-        epilog=f"The server's address is read from PREDICT_URL; without it, {DEFAULT_URL} is asked.",
+        epilog=f"Without --url, the server's address is read from PREDICT_URL; without that, {DEFAULT_URL} is asked.",
     )
     parser.add_argument("files", metavar="FILE", nargs="*", type=Path, help="default: the sample digits shipped")
     parser.add_argument("--text", metavar="TEXT", nargs="+", default=[], help="texts, for a server of texts")
+    parser.add_argument("--url", default=os.environ.get("PREDICT_URL") or DEFAULT_URL, help="the server's address")
     options = parser.parse_args(arguments)
-    url = os.environ.get("PREDICT_URL") or DEFAULT_URL
+    url = options.url
     try:
         for text in options.text:
             answer = ask(url, text.encode(errors="surrogateescape"), "The text", "text/plain; charset=utf-8")
@@ -76,7 +77,7 @@ def ask(url: str, picture: bytes, name: str, kind: str = "application/octet-stre
     try:
         connection = kinds[parts.scheme](parts.hostname or "", parts.port, timeout=SECONDS)
     except (KeyError, ValueError, http.client.InvalidURL):
-        raise PredictError(f"PREDICT_URL is {url!r}; it must look like {DEFAULT_URL}.") from None
+        raise PredictError(f"The server's address is {url!r}; it must look like {DEFAULT_URL}.") from None
     target = (parts.path or "/predict") + (f"?{parts.query}" if parts.query else "")
     try:
         connection.request("POST", target, picture, {"Content-Type": kind})
@@ -85,7 +86,7 @@ def ask(url: str, picture: bytes, name: str, kind: str = "application/octet-stre
     except (OSError, http.client.HTTPException) as error:
         raise PredictError(
             f"No server answers at {url} ({error}). Start one with: deeplightning serve last (in a clone: bash "
-            "deploy.sh RUN), or name another in PREDICT_URL."
+            "deploy.sh RUN), or name another with --url."
         ) from None
     finally:
         connection.close()

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.loggers import CSVLogger, Logger
+from pytorch_lightning.loggers import Logger
 
 from deeplightning.callbacks.about import data_name, engine_in_words, network_name
 from deeplightning.callbacks.hyperparameters import log_plain_values, save_plain_values, say_left_out
@@ -40,7 +40,7 @@ from deeplightning.process.logs import Printable
 from deeplightning.process.streams import Interrupted, say_losses
 from deeplightning.process.terminal import LAYOUT, say
 from deeplightning.runfolder import UMASK, Hold, RunFolder, make_private, umask_of, write_whole
-from deeplightning.tracking.build import end, go_on, point_at, publish, run_folder
+from deeplightning.tracking.build import end, go_on, open_runs, point_at, publish, run_folder
 from deeplightning.tracking.environment import REPRODUCES, describe, git_diff
 from deeplightning.tracking.names import DATA, ENGINE, NETWORK
 from deeplightning.tracking.tracker import Dataset
@@ -218,9 +218,8 @@ class Record(pl.Callback):
             path = run_folder(self.loggers, resumption.folder or self.fallback)
             with contextlib.suppress(OSError):  # reported below
                 make_private(path, path.parents[2 if path.name == "artifacts" else 0])  # STORE/EXPERIMENT/RUN/artifacts
-                for logger in self.loggers:
-                    if isinstance(logger, CSVLogger):
-                        _ = logger.experiment  # it warns of a folder that has files, and ours come next
+                # Before our files are there: CSVLogger warns of a folder that has files.
+                open_runs(self.loggers, (self.cfg.logger, *self.cfg.logger.extra))
             folder, tracked = str(path), run_of(self.loggers)
         folder, tracked = self._agreed(trainer, folder, tracked)
         self._folder = RunFolder(folder)

@@ -12,12 +12,10 @@ from deeplightning.config.source import short, text_of
 from deeplightning.config.tree import parse, plain
 from deeplightning.faults import ConfigError, Fault
 
-MAX_FILES = 50
-
 
 @dataclass
 class Call:
-    """A class or function with arguments: `class_path` of LightningCLI, `_target_` of Hydra, a call of a script.
+    """A class or function with arguments: a call of a script.
 
     Attributes:
         positions: the arguments without a name, as source text.
@@ -31,79 +29,19 @@ class Call:
 # ---- YAML
 
 
-def read_yaml(path: Path, with_defaults: bool = False) -> dict[str, Any]:
-    """A YAML file of another system.
-
-    Args:
-        with_defaults: lay it over the files of its Hydra defaults list.
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return what a YAML file of another system holds.
 
     Raises:
         ConfigError: it is no YAML, or no mapping.
     """
-    content = _composed(path, path.parent, ()) if with_defaults else _mapping(path)
-    made = _calls(content)
-    assert isinstance(made, dict)
-    return made
-
-
-def _mapping(path: Path) -> dict[str, Any]:
     faults: list[Fault] = []
     found = plain(parse(text_of(path), short(path), faults))
     if faults:
         raise ConfigError(faults)
     if not isinstance(found, dict):
         raise ConfigError(Fault("this file holds no mapping of settings; is this the right file?", place=short(path)))
-    return found
-
-
-def _composed(path: Path, root: Path, trail: tuple[Path, ...]) -> dict[str, Any]:
-    """A file of Hydra over its defaults, those of groups below the name of the group."""
-    if path in trail or len(trail) > MAX_FILES:
-        raise ConfigError(Fault("this file is in its own defaults list; remove it there", place=short(path)))
-    content = _mapping(path)
-    defaults = content.pop("defaults", None)
-    made: dict[str, Any] = {}
-    is_laid = False
-    for item in defaults if isinstance(defaults, list) else []:
-        if item == "_self_":
-            made, is_laid = _over(made, content), True
-            continue
-        pairs = item.items() if isinstance(item, dict) else [(None, item)]
-        for group, option in pairs:
-            words = str(group).split() if group is not None else []
-            name = words[-1].lstrip("/") if words else ""
-            if option is None or "optional" in words or name.startswith("hydra"):
-                continue
-            for one in option if isinstance(option, list) else [option]:
-                folder = root if str(group).startswith("/") or "override" in words else path.parent
-                file = folder / name / f"{str(one).removesuffix('.yaml')}.yaml"
-                part = _composed(file, root, (*trail, path))
-                made = _over(made, {name.split("@")[0]: part} if name else part)
-    return made if is_laid else _over(made, content)
-
-
-def _over(base: Any, top: Any) -> Any:
-    if not (isinstance(base, dict) and isinstance(top, dict)):
-        return top
-    return {**base, **{name: _over(base[name], item) if name in base else item for name, item in top.items()}}
-
-
-def _calls(value: Any) -> Any:
-    """Mappings with a class become calls."""
-    if isinstance(value, list):
-        return [_calls(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    items = {str(name): _calls(item) for name, item in value.items()}
-    if isinstance(items.get("class_path"), str):
-        given = items.get("init_args")
-        return Call(items["class_path"], given if isinstance(given, dict) else {})
-    if isinstance(items.get("_target_"), str):
-        name = items.pop("_target_")
-        return Call(
-            name, {word: item for word, item in items.items() if word not in ("_partial_", "_recursive_", "_convert_")}
-        )
-    return items
+    return {str(name): item for name, item in found.items()}
 
 
 # ---- Python

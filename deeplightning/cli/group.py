@@ -12,6 +12,7 @@ import click
 
 from deeplightning.cli.completion import complete_config, complete_run
 from deeplightning.cli.exit_codes import Session
+from deeplightning.faults import nearest
 from deeplightning.process import garbage
 from deeplightning.process.terminal import say
 from deeplightning.version import __version__
@@ -27,6 +28,21 @@ OVERRIDES = "key=value sets, ~key removes, +list=[x] appends; for example model.
 
 VERBS = "deeplightning.verbs"
 """The group of entry points by which an installed package adds verbs: each is a `click.Command`."""
+
+_VALIDATE = "train CONFIG 'stages=[validate]' test.ckpt=RUN"
+OTHER_WORDS = {
+    "fit": ("train CONFIG",),
+    "validate": (_VALIDATE,),
+    **dict.fromkeys(("eval", "evaluate"), ("test RUN", _VALIDATE)),
+    "resume": ("train CONFIG train.resume_ckpt=auto",),
+    **dict.fromkeys(("list", "ls"), ("runs",)),
+    "sweep": ("train CONFIG KEY=A,B,C --multirun", "tune CONFIG"),
+    "launch": ("train CONFIG", "serve RUN"),
+    "ui": ("monitor",),
+    "deploy": ("serve RUN",),
+    **dict.fromkeys(("rm", "clean"), ("runs --clean",)),
+}
+"""The commands for the verbs that other tools have."""
 
 
 class Verbs(click.Group):
@@ -48,6 +64,10 @@ class Verbs(click.Group):
         found = load(VERBS, cmd_name)
         if found is not None and not isinstance(found, click.Command):
             raise click.ClickException(f"the verb {cmd_name} of an installed package is no click.Command: {found!r}")
+        if found is None and not ctx.resilient_parsing:
+            meant = " or ".join(f"`deeplightning {words}`" for words in OTHER_WORDS.get(cmd_name, ()))
+            hint = f" Use {meant}" if meant else nearest(cmd_name, self.commands)
+            ctx.fail(f"No such command '{cmd_name}'.{hint}")
         return found
 
 

@@ -1,10 +1,12 @@
-"""`deeplightning migrate --from SYSTEM FILE`: a config of another system becomes one of ours, as far as it goes.
+"""`deeplightning migrate --from SYSTEM FILE…`: a config of another system becomes one of ours, as far as it goes.
+`migrate_lightning` converts those of LightningCLI and Hydra completely.
 
 The file is read to nested mappings (`foreign`), its words are looked up in the one table of words
 (`config.other_tools`), and `check` names what is still missing. Each line that needs a person has a comment.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,14 +18,6 @@ from deeplightning.config import other_tools
 from deeplightning.config.schema import VERSION
 from deeplightning.config.tree import dump, line, scalar
 
-LIGHTNING = ("lightning-cli", "hydra")
-NAMES = {"ModelCheckpoint": "model_checkpoint", "EarlyStopping": "early_stopping"}
-"""Callbacks that have keys of ours, and the sections of their words in the table."""
-SPARE = {
-    *("RichProgressBar", "TQDMProgressBar", "RichModelSummary", "ModelSummary", "LearningRateMonitor", "Timer"),
-    *("DeviceStatsMonitor", "ModelCheckpoint"),
-}
-"""Callbacks whose work is done anyway."""
 LOSSES = ("loss", "loss_fn", "loss_creator", "criterion")
 
 
@@ -57,17 +51,9 @@ class Conversion:
 
     def walk(self, key: str, value: Any) -> None:
         """Converts a value of theirs at its dotted key."""
-        last = key.rpartition(".")[2]
         if self._special(key, value):
             return
-        if last == "callbacks" and isinstance(value, dict | list):
-            for name, item in value.items() if isinstance(value, dict) else enumerate(value):
-                self._callback(f"{key}.{name}", item)
-        elif last == "logger" and isinstance(value, dict | list | Call):
-            items = [value] if isinstance(value, Call) else list(value.values() if isinstance(value, dict) else value)
-            for item in items:
-                self._logger(key, item)
-        elif isinstance(value, Call):
+        if isinstance(value, Call):
             self._target(key, value)
         elif isinstance(value, dict) and value:
             for name, item in value.items():
@@ -77,33 +63,21 @@ class Conversion:
 
     def _special(self, key: str, value: Any) -> bool:
         """Converts what needs more than another word; whether it was one of these."""
-        is_script = self.system not in LIGHTNING
         last = key.rpartition(".")[2]
-        if isinstance(value, str) and "${" in value:
-            self.left.append(f"{key}: {_shown(value)} refers to a key of the other system")
-        elif key == "seed":
+        if key == "seed":
             self.put("seed", value)
         elif last in LOSSES and isinstance(value, Call | str) and "." in getattr(value, "name", str(value)):
             made = value if isinstance(value, Call) else Call(value)
             self.put("model.loss.type", made.name)
             self.put("model.loss.params", _params(made.arguments))
-        elif key == "model" and is_script and isinstance(value, Call):
+        elif key == "model" and isinstance(value, Call):
             self._target("model_creator", value)
         elif isinstance(value, bool) and last in FLAGS:
             ours, words = FLAGS[last]
             if words[value] is not None or not value:
                 self.put(ours, words[value])
-        elif self.system == "hydra" and key in ("train", "test") and isinstance(value, bool):
-            stages = self.config.setdefault("stages", [])
-            stages += [key] if value else []
-        elif key == "model.compile":
-            self.put("engine.compile", value)
-        elif key == "tags" and isinstance(value, list):
-            self.put("logger.params.tags", {str(tag): "true" for tag in value})
         elif key == "num_workers" and self.system == "raysgd":
             self.devices = value
-        elif key == "trainer.devices":
-            self.devices = None if value == "auto" else value
         elif key == "warmup_proportion":
             self.put("model.scheduler.warmup", value)
         elif key == "log_steps_ratio" and isinstance(value, int | float) and value > 0:
@@ -162,11 +136,9 @@ class Conversion:
         """A class or function with its arguments."""
         if call.name.rpartition(".")[2] == "Trainer" or key in ("trainer", "Stoke", "TorchTrainer", "PyTorchTrainer"):
             for name, value in call.arguments.items():
-                self.walk(f"trainer.{name}" if self.system in LIGHTNING else name, value)
+                self.walk(name, value)
             return
-        is_module = key in ("model", "data", "datamodule")
-        word = f"{'data' if key == 'datamodule' else key}.module" if is_module else None
-        found = word or other_tools.key_of(other_tools.ours(key) or "none:")
+        found = "data.module" if key in ("data", "datamodule") else other_tools.key_of(other_tools.ours(key) or "none:")
         if found is None:
             self.left.append(f"{key}: {call.name} has no known key here")
             return
@@ -176,50 +148,7 @@ class Conversion:
             self.remarks.setdefault(f"{found}.type", []).append(
                 f"TODO its arguments by position need names: {', '.join(map(str, call.positions))}"
             )
-        params: dict[str, Any] = {}
-        for name, value in call.arguments.items():
-            if is_module and self._special(f"{key}.{name}", value):
-                continue
-            inner = other_tools.ours(f"{key}.{name}") if is_module else None
-            ours = None if inner is None else other_tools.key_of(inner)
-            if isinstance(value, Call) and ours is not None:
-                self._target(f"{key}.{name}", value)
-            elif ours is not None and not ours.startswith(("train.callbacks", "model.module")) and inner is not None:
-                self._leaf(f"{key}.{name}", value)
-            else:
-                params[name] = _params(value)
-        self.put(f"{found}.params", params)
-
-    def _callback(self, key: str, item: Any) -> None:
-        if not isinstance(item, Call):
-            if item is not None:
-                self.walk(key, item)
-            return
-        name = item.name.rpartition(".")[2]
-        if name in NAMES:
-            for word, value in item.arguments.items():
-                self._leaf(f"{NAMES[name]}.{word}", value)
-        elif name in SPARE:
-            self.left.append(f"{key}: {name} is left out: the run shows and records this without a callback")
-        else:
-            callbacks = self.config.setdefault("train", {}).setdefault("callbacks", [])
-            callbacks.append({"type": item.name, "params": _params(item.arguments)})
-
-    def _logger(self, key: str, item: Any) -> None:
-        if not isinstance(item, Call):
-            if item is not None:
-                self.left.append(f"{key}: {_shown(item)} has no known key here")
-            return
-        if item.name.rpartition(".")[2].lower() == "mlflowlogger":
-            known = ("experiment_name", "tracking_uri", "run_name", "tags")
-            for name, value in item.arguments.items():
-                if name in known and value is not None:
-                    self.put(f"logger.params.{name}", _params(value))
-                else:
-                    self.left.append(f"{key}.{name}: {_shown(value)} is left out: our logger sets it")
-            return
-        extra = self.config.setdefault("logger", {}).setdefault("extra", [])
-        extra.append({"type": item.name, "params": _params(item.arguments)})
+        self.put(f"{found}.params", _params(call.arguments))
 
 
 def _plain_of(text: str) -> Any:
@@ -250,10 +179,10 @@ def conversion(path: Path, system: str) -> Conversion:
         ConfigError: it cannot be read.
     """
     found = Conversion(system)
-    theirs = read_python(path) if path.suffix == ".py" else read_yaml(path, with_defaults=system == "hydra")
+    theirs = read_python(path) if path.suffix == ".py" else read_yaml(path)
     for name, value in theirs.items():
         # The sections of a system's own, whose keys have words of their own in the table.
-        if isinstance(value, dict) and name in ("data-params", "transformers-params", "dist-params", "fit"):
+        if isinstance(value, dict) and name in ("data-params", "transformers-params", "dist-params"):
             for word, item in value.items():
                 found.walk(str(word), item)
         else:
@@ -304,16 +233,22 @@ def _flat(text: str) -> str:
     return " ".join(text.split())
 
 
-def convert(path: Path, system: str, write: bool) -> str:
-    """The text that the verb prints: the config, or the path of the new file.
+def convert(files: Sequence[Path], system: str, write: bool) -> str:
+    """Return what the verb prints: the configs, or the paths of the new files. Several files of LightningCLI or Hydra
+    are one project, the later over the earlier.
 
     Raises:
-        ConfigError: the file cannot be read.
-        SetupError: the new file is there already, or cannot be written.
+        ConfigError: a file cannot be read or converted.
+        SetupError: a new file is there already, or cannot be written.
     """
-    text = text_from(path, system)
+    if system in ("lightning-cli", "hydra"):
+        from deeplightning.cli.migrate_lightning import convert as converted
+
+        texts = {files[0]: converted(files, system)}
+    else:
+        texts = {path: text_from(path, system) for path in files}
     if not write:
-        return text
-    new = path.with_name(f"{path.stem}.deeplightning.yaml")
-    write_new({new: text})
-    return f"{new}\n"
+        return "".join(texts.values())
+    made = {path.with_name(f"{path.stem}.deeplightning.yaml"): text for path, text in texts.items()}
+    write_new(made)
+    return "".join(f"{new}\n" for new in made)

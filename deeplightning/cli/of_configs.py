@@ -287,15 +287,15 @@ def batch(config: Path, overrides: tuple[str, ...], memory: str | None, most: in
     help="The system whose config or script FILE is.",
 )
 def migrate(files: tuple[Path, ...], write: bool, system: str) -> None:
-    """Make configs of FILEs of another system, with a comment at each line that needs a person.
+    """Make a config of FILEs of another system. It is printed, or with --write put beside FILE, which stays, as
+    NAME.deeplightning.yaml.
 
-    A config is printed, or with --write put beside FILE, which stays, as NAME.deeplightning.yaml. A FILE in Python is
-    read, never run.
+    FILEs of LightningCLI and of Hydra are one project; what cannot be converted is a fault at its line. For the others
+    a comment is at each line that needs a person. A FILE in Python is read, never run.
     """
     from deeplightning.cli.migrate import convert
 
-    for text in [convert(file, system, write) for file in files]:
-        say(text, nl=False)
+    say(convert(files, system, write), nl=False)
 
 
 @cli.command()

@@ -141,11 +141,11 @@ def serve(run: str, overrides: tuple[str, ...], allow: tuple[str, ...], **option
 
 
 @cli.command(context_settings={"ignore_unknown_options": True, "help_option_names": []}, add_help_option=False)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[FILE …] [--text TEXT …]")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[FILE …] [--text TEXT …] [--url URL]")
 def ask(arguments: tuple[str, ...]) -> None:
     """Ask the server that runs about FILEs: pictures, .json, .csv or .txt; or about TEXTs.
 
-    PREDICT_URL names another server than the one of this machine. `ask --help` has more.
+    --url, or the variable PREDICT_URL, names another server than the one of this machine. `ask --help` has more.
     """
     os.execv(sys.executable, [sys.executable, "-P", "-m", "serve.predict", *arguments])
 

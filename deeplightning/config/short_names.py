@@ -17,6 +17,8 @@ MODULES = {
     "model.scheduler": ("torch.optim.lr_scheduler",),
     "model.loss": ("torch.nn", "deeplightning.loss.*"),
     "model.network": ("torchvision.models", "deeplightning.model.*"),
+    "train.callbacks": ("pytorch_lightning.callbacks",),
+    **dict.fromkeys(("logger", "logger.extra"), ("pytorch_lightning.loggers", "deeplightning.tracking")),
 }
 """Where the short name of each section's target is looked for; `*` means each module of a package."""
 

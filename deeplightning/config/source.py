@@ -21,7 +21,7 @@ from deeplightning.config import addresses, other_tools, packages
 from deeplightning.config.groups import Group, check_name, choices, chosen, shipped_folder
 from deeplightning.config.interpolation import resolve
 from deeplightning.config.kinds import role_of
-from deeplightning.config.schema import VERSION
+from deeplightning.config.schema import VERSION, Logger
 from deeplightning.config.secrets import Secrets
 from deeplightning.config.short_names import full_name
 from deeplightning.config.tree import Entry, KeyPath, dump, key_named, kind, nodes, parse
@@ -122,7 +122,7 @@ class Source:
         """Puts the full name in the place of a short one, `type: Adam`."""
         key = ".".join(map(str, path[:-1]))
         role = role_of(key)
-        is_there = path[-1] == "type" and 3 <= len(path) <= 4 and "params" not in path
+        is_there = path[-1] == "type" and 2 <= len(path) <= 4 and "params" not in path
         if not is_there or role is None or not entry.value.isidentifier():
             return
         try:
@@ -179,7 +179,8 @@ def compose(path: str | Path | Given | None, overrides: list[str] | None = None)
     reading = _Reading(faults, choices(words), local, given)
     # The last file chooses before the others where several name an option group.
     trees = [reading.tree(file, order=(number,)) for number, file in reversed([*enumerate(tops)])]
-    root = functools.reduce(_merge, reversed(trees)) if trees else Entry({}, "")
+    root = functools.reduce(_lay, reversed(trees)) if trees else Entry({}, "")
+    _refuse_other_form(root, [short(file) for file in tops])
     for text in words:
         key = text.partition("=")[0]
         if key in reading.words and key in reading.groups:
@@ -327,7 +328,7 @@ class _Reading:
                 self.tree(file, trail, named_at, order=(*order, number), inside=inside, root=root, roots=roots)
             ]
         laid = [part for number in sorted(parts) for part in parts[number]]
-        return functools.reduce(_merge, [*laid, tree])
+        return functools.reduce(_merge if inside else _lay, [*laid, tree])
 
     def _options(
         self,
@@ -498,9 +499,57 @@ def _merge(base: Entry, top: Entry) -> Entry:
     return Entry(merged, top.place, top.at, over=_laid(top, base.over).over, gone=gone)
 
 
+def _lay(base: Entry, top: Entry) -> Entry:
+    """Merge whole configs as `_merge` does. A logger of another class gets none of the params below it."""
+    return _merge(_for_logger(base, top), top)
+
+
+def _for_logger(base: Entry, top: Entry) -> Entry:
+    """Return `base` without the params of its logger that files set, if `top` names a logger of another class."""
+    below, above = (tree.value.get("logger") for tree in (base, top))
+    if below is None or above is None or not (isinstance(below.value, dict) and isinstance(above.value, dict)):
+        return base
+    names = [section.value.get("type", Entry(Logger.type, "")).value for section in (below, above)]
+    params = below.value.get("params")
+    if "type" not in above.value or params is None or not isinstance(params.value, dict):
+        return base
+    if len({str(name).rpartition(".")[2].lower() for name in names}) == 1:  # Lightning's own MLFlowLogger too
+        return base
+    kept = {name: item for name, item in params.value.items() if item.place.startswith(_OVERRIDE)}
+    section = replace(below, value=below.value | {"params": replace(params, value=kept)})
+    return replace(base, value=base.value | {"logger": section})
+
+
 def _laid(top: Entry, base: Entry | None) -> Entry:
     """`top` with `base` under everything that it replaces already."""
     return top if base is None else replace(top, over=_laid(top.over, base) if top.over else base)
+
+
+def _refuse_other_form(root: Entry, files: list[str]) -> None:
+    """Refuse a whole config of LightningCLI or Hydra with one note, in the place of one for each of its keys.
+
+    Raises:
+        ConfigError: with the command that converts it.
+    """
+    items = {name: entry.value for name, entry in root.value.items()}
+    words = {word for name in ("model", "data", "fit") if isinstance(items.get(name), dict) for word in items[name]}
+    listed: Any = items.get("defaults")
+    listed = listed if isinstance(listed, list) else []
+    groups = {str(group).lstrip("/") for item in listed if isinstance(item.value, dict) for group in item.value}
+    if isinstance(items.get("fit"), dict) and words & {"trainer", "model", "data"}:
+        system, sign = "lightning-cli", "fit"
+    elif "trainer" in items and ("class_path" in words or "seed_everything" in items):
+        system, sign = "lightning-cli", "trainer"
+    elif groups & {"model", "data", "datamodule", "trainer"}:
+        system, sign = "hydra", "defaults"
+    elif "trainer" in items and "_target_" in words:
+        system, sign = "hydra", "trainer"
+    else:
+        return
+    command = f"deeplightning migrate --from {system} {' '.join(files)} --write"
+    name = {"lightning-cli": "LightningCLI", "hydra": "Hydra"}[system]
+    message = f"this is a config of {name}. `{command}` makes one that trains the same"
+    raise ConfigError(Fault(message, sign, root.value[sign].place))
 
 
 # ---- overrides
@@ -528,6 +577,8 @@ def _override(root: Entry, text: str) -> None:
     new = None if sign == "~" else _override_value(value, name, place)
     if sign == "+" and new is not None and not isinstance(new.value, list) and other_tools.ours(name):
         raise ConfigError(Fault(f"a key is added without `+`.{_meant(name, value)}", place=place))
+    if name == "logger.type" and new is not None:
+        root.value = _for_logger(root, Entry({"logger": Entry({"type": new}, place)}, place)).value
     above, last = _reach(root, parts, place, make=sign != "~")
     items = above.value
     old = items[last] if isinstance(items, list) or last in items else above.gone.get(last)

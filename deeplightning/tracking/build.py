@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deeplightning.address import is_address
+from deeplightning.config.schema import Target
+from deeplightning.faults import ConfigError, Fault
 from deeplightning.own_code import from_start
 from deeplightning.private.lightning import has_run, resume_run
 from deeplightning.tracking.attach import attach
@@ -148,6 +150,25 @@ def _steps_there(client: "MlflowClient", run: "mlflow.entities.Run") -> dict[str
     """The steps of each metric of an MLflow run, but for the load of the machine."""
     names = [name for name in run.data.metrics if not name.startswith(SYSTEM)]
     return {name: {point.step for point in client.get_metric_history(run.info.run_id, name)} for name in names}
+
+
+def open_runs(loggers: Iterable[Any], targets: Iterable[Target]) -> None:
+    """Have each logger open its run, in which it passes the rest of its params on.
+
+    Args:
+        targets: what the loggers were built from.
+
+    Raises:
+        ConfigError: what it passes them on to takes no such param.
+    """
+    for logger, target in zip(loggers, targets, strict=True):
+        try:
+            _ = logger.experiment
+        except TypeError as error:
+            if "unexpected keyword argument" not in str(error):
+                raise
+            message = f"{target.type} refuses a param: {error}; remove it"
+            raise ConfigError(Fault(message, f"{target.name}.params", target.place)) from error
 
 
 def run_folder(loggers: Iterable[object], fallback: str | os.PathLike) -> Path:

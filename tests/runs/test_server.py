@@ -508,7 +508,8 @@ def predict(url, *arguments, cwd=ROOT):
 
 
 def test_the_client_prints_one_line_per_image(start, tmp_path):
-    """In order, each with its file's name, whatever the name; without arguments the ten sample digits."""
+    """In order, each with its file's name, whatever the name; without arguments the ten sample digits. `--url` counts
+    before PREDICT_URL."""
     server = start()
     url = f"http://127.0.0.1:{server.port}/predict"
     paths = [tmp_path / "a red one.png", tmp_path / "grün.png"]
@@ -533,6 +534,8 @@ def test_the_client_prints_one_line_per_image(start, tmp_path):
     code, lines, err = predict(url, paths[0], tmp_path / "text.png", paths[1])
     assert (code, len(lines), err.count("\n")) == (3, 1, 1)
     assert "text.png: the server answers 415: This is not an image" in err
+    code, (line,), _ = predict("http://127.0.0.1:9/predict", "--url", url.removesuffix("/predict"), paths[0])
+    assert (code, line["label"]) == (0, "red")
     code, lines, err = predict(f"http://127.0.0.1:{server.port}/", paths[0])
     assert (code, lines) == (3, [])
     assert "405" in err
@@ -545,9 +548,9 @@ def test_the_client_prints_one_line_per_image(start, tmp_path):
         ("http://127.0.0.1:9/predict", "examples/digits/1.png", "deeplightning serve last"),
         ("http://127.0.0.1:9/predict", "no.png", "no.png cannot be read: No such file"),
         ("http://127.0.0.1:9/predict", "examples", "examples cannot be read: Is a directory"),
-        ("file:///etc/hostname", "examples/digits/1.png", "PREDICT_URL is 'file:///etc/hostname'"),
-        ("127.0.0.1:5000", "examples/digits/1.png", "PREDICT_URL is"),
-        ("http://127.0.0.1:x/", "examples/digits/1.png", "PREDICT_URL is"),
+        ("file:///etc/hostname", "examples/digits/1.png", "The server's address is 'file:///etc/hostname'"),
+        ("127.0.0.1:5000", "examples/digits/1.png", "The server's address is"),
+        ("http://127.0.0.1:x/", "examples/digits/1.png", "The server's address is"),
     ],
 )
 def test_the_client_says_why_there_is_no_answer(url, image, words):

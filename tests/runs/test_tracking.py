@@ -31,10 +31,12 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 import deeplightning.tracking
 from deeplightning.cli.listing import listing
-from deeplightning.faults import CheckpointError, SetupError
+from deeplightning.config.schema import Target
+from deeplightning.config.target import build
+from deeplightning.faults import CheckpointError, ConfigError, SetupError
 from deeplightning.tracking import MLflowLogger, resolve_run
 from deeplightning.tracking.attach import attach
-from deeplightning.tracking.build import end, prepare, refusal, run_folder
+from deeplightning.tracking.build import end, open_runs, prepare, refusal, run_folder
 from deeplightning.tracking.client import Client
 from deeplightning.tracking.journal import replay
 from deeplightning.tracking.names import flatten
@@ -598,6 +600,19 @@ def test_the_run_folder_without_mlflow(tmp_path):
     """It is where the first logger writes files, else the fallback."""
     assert run_folder([CSVLogger(tmp_path, "name", 3)], "x") == tmp_path / "name" / "version_3"
     assert run_folder([], "x") == tmp_path / "cwd" / "x"
+
+
+def test_a_param_that_a_logger_passes_on_in_vain_is_a_fault_of_the_config(tmp_path):
+    """TensorBoardLogger takes any keyword, and the writer that it opens does not."""
+    params = {"save_dir": str(tmp_path), "flush_secs": 1, "tracking_uri": "mlruns"}
+    target = Target(
+        type="pytorch_lightning.loggers.TensorBoardLogger", params=params, name="logger", place="c.yaml:9:3"
+    )
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'tracking_uri'; remove it") as caught:
+        open_runs([build(target)], [target])
+    assert [(fault.key, fault.place) for fault in caught.value.faults] == [("logger.params", "c.yaml:9:3")]
+    del params["tracking_uri"]
+    open_runs([build(target)], [target])
 
 
 def test_other_loggers_are_built_as_they_are(tmp_path):

@@ -12,6 +12,9 @@ import reference_pages
 from deeplightning.checks import reference, strategy
 from deeplightning.checks.compare import Meanings
 from deeplightning.checks.examine import examine
+from deeplightning.cli import cli
+from deeplightning.cli.exit_codes import run_verb
+from deeplightning.cli.group import OTHER_WORDS
 from deeplightning.config import other_tools, schema
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,6 +145,32 @@ def told_of(text: str, *overrides: str) -> list[str]:
     """What `check` says of a config in the working directory."""
     Path("c.yaml").write_text(text)
     return [str(fault) for fault in examine("c.yaml", list(overrides)).faults]
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("fit", "`deeplightning train CONFIG`"),
+        ("validate", "`deeplightning train CONFIG 'stages=[validate]' test.ckpt=RUN`"),
+        ("eval", "`deeplightning test RUN`"),
+        ("resume", "`deeplightning train CONFIG train.resume_ckpt=auto`"),
+        ("list", "`deeplightning runs`"),
+        ("ls", "`deeplightning runs`"),
+        ("sweep", "`deeplightning train CONFIG KEY=A,B,C --multirun` or `deeplightning tune CONFIG`"),
+        ("launch", "`deeplightning train CONFIG`"),
+        ("ui", "`deeplightning monitor`"),
+        ("deploy", "`deeplightning serve RUN`"),
+        ("rm", "`deeplightning runs --clean`"),
+        ("clean", "`deeplightning runs --clean`"),
+        ("trian", "Did you mean train?"),
+    ],
+)
+def test_the_verb_of_another_tool_gets_ours(monkeypatch, capsys, typed, answer):
+    """Whatever follows it, with exit code 2; each verb in the answer is one that we have."""
+    monkeypatch.setattr("sys.argv", ["deeplightning", typed, "config.yaml", "--fast"])
+    assert run_verb(cli) == 2
+    assert f"No such command '{typed}'. {'' if 'mean' in answer else 'Use '}{answer}" in capsys.readouterr().err
+    assert {words.split()[0] for told in OTHER_WORDS.values() for words in told} <= {*cli.commands}
 
 
 @pytest.mark.parametrize(

@@ -289,6 +289,26 @@ def test_an_override_sets_removes_and_appends(override, key, value):
     assert values(TREE, override)[key] == value
 
 
+@pytest.mark.parametrize(
+    ("below", "overrides", "params"),
+    [
+        ("{params: {tracking_uri: runs}}", ["logger.type=CSVLogger"], {}),
+        ("{type: MLflowLogger, params: {tracking_uri: runs}}", ["logger.type=a.B", "logger.params.x=1"], {"x": 1}),
+        ("{params: {tracking_uri: runs}}", ["logger.params.save_dir=d", "logger.type=CSVLogger"], {"save_dir": "d"}),
+        ("{params: {tracking_uri: runs}}", ["logger.type=MLflowLogger"], {"tracking_uri": "runs"}),
+        ("{params: {tracking_uri: runs}}", ["logger.type=pl.MLFlowLogger"], {"tracking_uri": "runs"}),
+        ("{params: {tracking_uri: runs}}", ["top.yaml"], {"name": "n"}),
+        ("{type: a.B, params: {x: 1}}", ["top.yaml", "logger.type=a.B"], {}),
+    ],
+)
+def test_a_logger_of_another_class_gets_none_of_the_params_below_it(below, overrides, params):
+    """Those of the same file, of a file above and of overrides stay; MLflow's own logger takes those of ours."""
+    write("logger: {type: CSVLogger, params: {name: n}}\n", "top.yaml")
+    write(f"logger: {below}\n", "base.yaml")
+    source = read(write(f"_base_: base.yaml\n{SMALL}"), overrides)
+    assert (source.faults, plain(source.root)["logger"].get("params")) == ([], params)
+
+
 def test_overrides_are_applied_in_their_order():
     """A later one sees what an earlier one did, and a list's items of equal value are told apart."""
     found = values(TREE, "l=[1, 2, 1]", "~l.2", "+l=[7]", "l.0=5")

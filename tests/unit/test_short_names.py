@@ -23,6 +23,9 @@ BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
         ("model.loss.type=NLLLoss", "torch.nn.NLLLoss"),
         ("model.network.type=resnet18", "torchvision.models.resnet18"),
         ("model.network.type=SimpleCNN", "deeplightning.model.cnn.SimpleCNN"),
+        ("logger.type=TensorBoardLogger", "pytorch_lightning.loggers.TensorBoardLogger"),
+        ("logger.type=MLflowLogger", "deeplightning.tracking.MLflowLogger"),
+        ("train.callbacks.0.type=Timer", "pytorch_lightning.callbacks.Timer"),
         ("model.optimizer.type=own.Adam", "own.Adam"),
         ("data.module.type=Digits", "Digits"),
         ("model.loss.type=Linear", "Linear"),
@@ -30,9 +33,10 @@ BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
 )
 def test_a_short_name_is_that_of_a_module_of_its_section(override, full):
     """Names with a dot, those of other sections and what is no loss stay as they are."""
-    _, section, _ = override.partition("=")[0].split(".")
-    first = override.partition(".")[0]
-    assert plain(read(BASE, [override]).root)[first][section]["type"] == full
+    found = plain(read(BASE, ["train.callbacks=[{type: own.Callback}]", override]).root)
+    for key in override.partition("=")[0].split("."):
+        found = found[int(key) if key.isdecimal() else key]
+    assert found == full
 
 
 def test_it_holds_for_several_by_name_and_not_inside_params():
@@ -55,6 +59,8 @@ def test_explain_has_both_names():
 @pytest.mark.parametrize(
     ("override", "note"),
     [
+        ("logger.type=TensorboardLogger", "pytorch_lightning.loggers has no `TensorboardLogger`. Did you mean "
+         "pytorch_lightning.loggers.TensorBoardLogger?"),
         ("model.network.type=resnet18", "`resnet18` is the name of several: torchvision.models.resnet18, "
          "torchvision.models.quantization.resnet18; write one of them in full"),
         ("model.optimizer.type=AdmaW", "torch.optim has no `AdmaW`. Did you mean torch.optim.AdamW?"),

@@ -1,0 +1,594 @@
+"""`deeplightning migrate --from lightning-cli|hydra`: a project of Lightning becomes a config that trains the same.
+
+The files become one tree whose values know their lines. `class_path` and `_target_` become `type` and `params`, and the
+arguments of the Trainer become keys. What cannot be converted is a fault at its line; nothing is imported.
+"""
+
+import contextlib
+import re
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from deeplightning.checks.check import check
+from deeplightning.checks.compare import Meanings
+from deeplightning.config import other_tools, schema
+from deeplightning.config.kinds import is_bound
+from deeplightning.config.source import Text, short, text_of
+from deeplightning.config.target import is_reference, is_target
+from deeplightning.config.tree import Entry, dump, line, parse, plain
+from deeplightning.faults import ConfigError, Fault, upwards
+from deeplightning.static import definition
+from deeplightning.static.signature import Undecided, factory_of
+
+MAX_FILES = 50
+SUBCOMMANDS = ("validate", "test", "predict", "fit")
+SPARE = {
+    *("RichProgressBar", "TQDMProgressBar", "RichModelSummary", "ModelSummary", "LearningRateMonitor"),
+    "DeviceStatsMonitor",
+}
+"""Callbacks whose work a run does anyway."""
+ARGUMENTS = {
+    *("max_epochs", "max_steps", "num_nodes", "precision", "deterministic", "sync_batchnorm", "profiler"),
+    *("limit_train_batches", "limit_val_batches", "limit_test_batches", "accumulate_grad_batches"),
+    *("gradient_clip_val", "gradient_clip_algorithm", "log_every_n_steps", "check_val_every_n_epoch"),
+}
+"""Arguments of the Trainer whose key of ours, in the table of words, takes the same value."""
+LEFT_OUT = {
+    **dict.fromkeys(("num_sanity_val_steps", "enable_model_summary", "benchmark", "detect_anomaly"), "trains the same"),
+    **dict.fromkeys(("enable_checkpointing", "default_root_dir"), "a run keeps its checkpoints in its own folder"),
+}
+"""Arguments of the Trainer that do not change what is trained."""
+CHECKPOINT = {
+    "monitor": "monitor",
+    "mode": "mode",
+    "save_top_k": "save_top_k",
+    "every_n_epochs": "every_n_epochs",
+    "every_n_train_steps": "every_n_steps",
+}
+EARLY_STOP = {"monitor": "metric", "mode": "mode", "patience": "patience", "min_delta": "delta"}
+UNUSED = ("dirpath", "filename", "auto_insert_metric_name", "save_last", "verbose", "enable_version_counter")
+"""Arguments of callbacks that say where files lie or what is printed."""
+OF_TEMPLATE = ("paths", "extras", "hydra", "debug", "optimized_metric", "hparams_search", "experiment", "local")
+"""Sections of the Lightning-Hydra template that its own script reads, and no training."""
+
+
+# ---- reading
+
+
+def read(files: Sequence[Path], system: str) -> Entry:
+    """Return the tree of a project's config files, the later over the earlier; of Hydra over their defaults lists.
+
+    Raises:
+        ConfigError: a file cannot be read, is no mapping, or is in its own defaults list.
+    """
+    root = Entry({}, "")
+    for file in files:
+        root = _over(root, _composed(file, _choices(file, ()), ()) if system == "hydra" else _mapping(file))
+    for section in [root, *(root.value.get(name) for name in SUBCOMMANDS)] if system == "lightning-cli" else []:
+        items = section.value if section is not None and isinstance(section.value, dict) else {}
+        for name in ("trainer", "model", "data", "optimizer", "lr_scheduler"):  # each may be a file of its own
+            value = items[name].value if name in items else None
+            if isinstance(value, str) and value.endswith((".yaml", ".yml")):
+                items[name] = _mapping(files[0].parent / value)
+    return root
+
+
+def _mapping(path: Path) -> Entry:
+    faults: list[Fault] = []
+    text = text_of(path)
+    tree = parse(text, short(path), faults, ["params", "theirs"])  # keys have the types that YAML gives
+    if faults:
+        raise ConfigError(faults)
+    if not isinstance(tree.value, dict):
+        raise ConfigError(Fault("this file holds no mapping of settings; is this the right file?", place=short(path)))
+    _as_yaml_1_1(tree, yaml.safe_load(text))
+    return tree
+
+
+def _as_yaml_1_1(entry: Entry, theirs: Any) -> None:
+    """Take the words that both tools read as YAML 1.1 does, such as `yes` and `0x10`, for what they mean there."""
+    if isinstance(entry.value, dict) and isinstance(theirs, dict):
+        for key, item in entry.value.items():
+            _as_yaml_1_1(item, theirs.get(key))
+    elif isinstance(entry.value, list) and isinstance(theirs, list):
+        for item, other in zip(entry.value, theirs, strict=True):
+            _as_yaml_1_1(item, other)
+    elif not isinstance(entry.value, dict | list) and isinstance(theirs, bool | int | float):
+        entry.value = theirs
+
+
+def _over(base: Entry, top: Entry) -> Entry:
+    """Lay one tree over another. The arguments of another class are none of those below."""
+    if not (isinstance(base.value, dict) and isinstance(top.value, dict)):
+        return top
+    below, above = (tree.value.get("class_path") for tree in (base, top))
+    if below is not None and above is not None and below.value != above.value:
+        return top
+    return Entry(
+        base.value | {key: _over(base.value[key], e) if key in base.value else e for key, e in top.value.items()},
+        top.place,
+    )
+
+
+def _defaults(path: Path) -> tuple[Entry, list[tuple[str, Entry]]]:
+    """Return a file of Hydra without its defaults list, and that list as pairs of a group and an option; a file of the
+    same folder has the group `""`."""
+    content = _mapping(path)
+    listed = content.value.pop("defaults", None)
+    pairs = []
+    for item in listed.value if listed is not None and isinstance(listed.value, list) else []:
+        for group, option in item.value.items() if isinstance(item.value, dict) else [("", item)]:
+            pairs += [(group, one) for one in (option.value if isinstance(option.value, list) else [option])]
+    return content, pairs
+
+
+def _choices(path: Path, trail: tuple[Path, ...], root: Path | None = None) -> dict[str, Entry]:
+    """Return the options that files of a defaults list choose for other groups, by group: `override /data: mnist`."""
+    root = root or path.parent
+    found: dict[str, Entry] = {}
+    if path in trail or len(trail) > MAX_FILES:
+        raise ConfigError(Fault("this file is in its own defaults list; remove it there", place=short(path)))
+    for group, option in _defaults(path)[1]:
+        *words, name = group.split() or [""]
+        if "override" in words:
+            found[name.lstrip("/").partition("@")[0]] = option
+        elif (file := _file(path, root, group, option)) is not None:
+            found |= _choices(file, (*trail, path), root)
+    return found
+
+
+def _file(path: Path, root: Path, group: str, option: Entry) -> Path | None:
+    """Return the file of an option; None: the option is null, `_self_`, optional and not there, or Hydra's own."""
+    *words, name = group.split() or [""]
+    name = name.partition("@")[0]
+    if option.value in (None, "_self_") or name.lstrip("/").partition("/")[0] == "hydra":
+        return None
+    folder = root if name.startswith("/") or "override" in words else path.parent
+    file = folder / name.lstrip("/") / f"{str(option.value).removesuffix('.yaml')}.yaml"
+    return None if "optional" in words and not file.is_file() else file
+
+
+def _composed(path: Path, choices: dict[str, Entry], trail: tuple[Path, ...], package: str = "") -> Entry:
+    """Return the tree of a file of Hydra over its defaults, each below its package."""
+    root = (trail or (path,))[0].parent
+    content, pairs = _defaults(path)
+    header = re.search(r"^#\s*@package\s+(\S+)", text_of(path), re.MULTILINE)
+    if header and header[1] != "_group_":
+        package = header[1].replace("_global_", "").lstrip(".")
+    for part in reversed(package.split(".") if package else []):
+        content = Entry({part: content}, content.place)
+    made, is_laid = Entry({}, short(path)), False
+    for group, option in pairs:
+        *words, name = group.split() or [""]
+        if option.value == "_self_":
+            made, is_laid = _over(made, content), True
+            continue
+        if "override" in words:
+            continue
+        group_of, _, at = name.partition("@")
+        inside = f"{path.parent.relative_to(root)}/{group_of}".removeprefix("./").strip("/")
+        whole = group_of.lstrip("/") if group_of.startswith("/") else inside
+        file = _file(path, root, group, choices.get(whole, option) if name else option)
+        if file is not None:
+            relative = at or (group_of.lstrip("/") if group_of.startswith("/") else group_of).replace("/", ".")
+            below = ".".join(filter(None, ["" if group_of.startswith("/") else package, relative]))
+            made = _over(made, _composed(file, choices, (*trail, path), below))
+    return made if is_laid else _over(made, content)
+
+
+# ---- converting
+
+
+class Conversion:
+    """The config that is made of a tree.
+
+    Attributes:
+        config: nested mappings in our words.
+        places: the place in their files that set a key of ours.
+        faults: what cannot be converted.
+        left: a sentence for each setting of theirs that needs no key here.
+        used: the sections of theirs that references lead to.
+        partials: the key, the class, the parameter and the value of each argument with `_partial_: true`.
+    """
+
+    def __init__(self, root: Entry, system: str):
+        self.root, self.system = root, system
+        self.config: dict[str, Any] = {}
+        self.places: dict[str, str] = {}
+        self.faults: list[Fault] = []
+        self.left: list[str] = []
+        self.used: set[str] = set()
+        self.partials: list[tuple[str, str, str, Entry]] = []
+
+    def put(self, key: str, value: Any, entry: Entry) -> None:
+        """Set a key of ours."""
+        section = self.config
+        *above, last = key.split(".")
+        for name in above:
+            section = section.setdefault(name, {})
+        section[last] = value
+        self.places[key] = entry.place
+
+    def refuse(self, key: str, entry: Entry, message: str) -> None:
+        self.faults.append(Fault(message, key, entry.place))
+
+    def leave(self, key: str, entry: Entry, why: str) -> None:
+        self.left.append(f"{key}: {line(plain(entry))[:100]} is left out: {why}")
+
+    # ---- values
+
+    def value(self, key: str, entry: Entry) -> Any:
+        """Return a value of theirs as one of ours: a class with its arguments is a target, a reference its value."""
+        if isinstance(entry.value, list):
+            return [self.value(f"{key}.{number}", item) for number, item in enumerate(entry.value)]
+        if isinstance(entry.value, dict):
+            if _class(entry) is not None:
+                return self.target(key, entry)
+            made = {name: self.value(f"{key}.{name}", item) for name, item in entry.value.items()}
+            if is_target(made) or is_reference(made):
+                self.refuse(
+                    key, entry, "a mapping of `type` or `ref` builds a class here; give it to the class by name"
+                )
+            return made
+        if isinstance(entry.value, str) and "${" in entry.value:
+            return self._referred(key, entry)
+        return entry.value
+
+    def target(self, key: str, entry: Entry) -> dict[str, Any]:
+        """Return a class with its arguments as `type` and `params`."""
+        name = str(_class(entry)).replace("lightning.pytorch.", "pytorch_lightning.")
+        params = {}
+        for word, item in _arguments(entry):
+            if word == "_args_" or (word == "_recursive_" and item.value is False):
+                self.refuse(f"{key}.{word}", item, "cannot be converted: name the arguments, and nest their classes")
+            elif word not in ("_partial_", "_recursive_", "_convert_"):
+                params[word] = self.value(f"{key}.{word}", item)
+                if isinstance(item.value, dict) and (partial := item.value.get("_partial_")) and partial.value:
+                    self.partials.append((f"{key}.{word}", name, word, item))
+        return {"type": name, "params": params} if params else {"type": name}
+
+    def _referred(self, key: str, entry: Entry, depth: int = 0) -> Any:
+        """Return the value that a text with references stands for; a variable of the environment stays a reference."""
+        whole = re.fullmatch(r"\$\{([\w.]+)\}", entry.value)
+        if whole and (found := self._at(whole[1])) is not None and depth < MAX_FILES:
+            if self.system == "lightning-cli" and file_of(found) != file_of(entry):
+                message = (
+                    "refers to a value of another file, which LightningCLI reads by its parser mode; write the value"
+                )
+                self.refuse(key, entry, message)
+            is_text = isinstance(found.value, str) and "${" in found.value
+            return self._referred(key, found, depth + 1) if is_text else self.value(key, found)
+
+        def text(match: re.Match[str]) -> str:
+            found = self._at(match[1])
+            if found is None or isinstance(found.value, dict | list) or depth >= MAX_FILES:
+                return match[0]
+            made = Entry(str(found.value), entry.place)
+            return str(self._referred(key, made, depth + 1)) if "${" in made.value else made.value
+
+        made = re.sub(r"\$\{([\w.]+)\}", text, entry.value)
+        if rest := re.search(r"\$\{(?!oc\.env:)[^}]*\}?", made):
+            self.refuse(key, entry, f"`{rest[0]}` has no value here; write the value in its place")
+        return made
+
+    def _at(self, key: str) -> Entry | None:
+        found: Entry | None = self.root
+        self.used.add(key.partition(".")[0])
+        for name in key.split("."):
+            items = found.value if found is not None else None
+            if isinstance(items, list) and name.isdecimal() and int(name) < len(items):
+                found = items[int(name)]
+            else:
+                found = items.get(name) if isinstance(items, dict) else None
+        return found
+
+    # ---- sections
+
+    def convert(self) -> None:
+        """Convert every section."""
+        items = dict(self.root.value)
+        if self.system == "lightning-cli":
+            items = self._subcommands(items)
+            seed, stages = items.pop("seed_everything", None), ["train"]
+        else:
+            seed = items.pop("seed", None)
+            flags = {name: items.pop(name, None) for name in ("train", "test")}
+            stages = [name for name, e in flags.items() if (e is None and name == "train") or (e and e.value)]
+        fixed = seed is not None and isinstance(seed.value, int) and not isinstance(seed.value, bool)
+        self.put("seed", seed.value if seed is not None and fixed else None, seed or self.root)
+        self.put("stages", stages, self.root)
+        trainer = items.pop("trainer", Entry({}, self.root.place))
+        arguments = dict(_arguments(trainer))
+        if self.system == "hydra":
+            for name in ("callbacks", "logger"):
+                if (section := items.pop(name, None)) is not None and isinstance(section.value, dict):
+                    several = {key: e for key, e in section.value.items() if isinstance(e.value, dict)}
+                    arguments[name] = section if _class(section) else Entry([*several.values()], section.place)
+        for name in ("data", "datamodule", "model"):
+            if name in items:
+                self._module(name.removesuffix("module"), name, items.pop(name))
+        self._trainer(arguments, trainer)
+        for name, entry in items.items():
+            self._other(name, entry)
+
+    def _subcommands(self, items: dict[str, Entry]) -> dict[str, Entry]:
+        """Return the settings of `fit`; other subcommands may have no others."""
+        for name in SUBCOMMANDS:
+            section = items.get(name)
+            if section is None or not isinstance(section.value, dict):
+                continue
+            del items[name]
+            if name == "fit":
+                items = _over(Entry(items, section.place), section).value
+                continue
+            fit = self.root.value.get("fit", Entry({}, "")).value
+            for key, item in section.value.items():
+                if key in ("trainer", "model", "data") and plain(fit.get(key, items.get(key, item))) != plain(item):
+                    self.refuse(f"{name}.{key}", item, "is other than that of `fit`, and a config has one; remove it")
+        return items
+
+    def _module(self, section: str, name: str, entry: Entry) -> None:
+        if _class(entry) is None:
+            remedy = "write it as `class_path` with its arguments in `init_args`, or as `_target_`"
+            self.refuse(name, entry, f"names no class, which your Python code gives to LightningCLI; {remedy}")
+            return
+        self.put(f"{section}.module", self.target(name, entry), entry)
+
+    def _other(self, name: str, entry: Entry) -> None:
+        if entry.value is None or name in ("config", "print_config", "subcommand"):
+            return
+        if name in ("optimizer", "lr_scheduler"):
+            message = "has no key here: LightningCLI gives it to a module that has no configure_optimizers. Write that "
+            self.refuse(name, entry, message + "method, or a parameter `optimizer: OptimizerCallable`, in the class")
+        elif name == "ckpt_path":
+            self.put("train.resume_ckpt", self.value(name, entry), entry)
+        elif name == "task_name" and self.system == "hydra":
+            self.put("logger.params.experiment_name", self.value(name, entry), entry)
+        elif name == "tags" and isinstance(entry.value, list):
+            self.put("logger.params.tags", {str(tag.value): "true" for tag in entry.value}, entry)
+        elif self.system == "hydra" and name in OF_TEMPLATE:
+            self.leave(name, entry, "the template's own script reads it")
+        elif name not in self.used:
+            self.refuse(name, entry, "is no section of Lightning's: only your Python code reads it. Remove it")
+
+    def judge(self, path: Path) -> None:
+        """Add what `check` finds wrong with the config as a file at `path`, at the lines of theirs."""
+        text = Text(path.absolute(), dump({"version": schema.VERSION, **self.config}))
+        for fault in check(text).faults:
+            near = next((key for key in upwards(fault.key or "") if key in self.places), None)
+            self.faults.append(replace(fault, place=self.places[near] if near else short(path)))
+        meanings = Meanings()
+        for key, name, word, entry in self.partials:
+            inner, params = str(_class(entry)), dict(_arguments(entry))
+            with contextlib.suppress(ValueError, Undecided):  # `check` has reported what is not there
+                wanted = next((p.allowed for p in meanings.signature(name).parameters if p.name == word), None)
+                made = meanings.makes(inner) if meanings.of(inner).kind == "class" else []
+                is_lacking = bool(meanings.signature(inner).lacking(params))
+                if not is_bound(made[0].paths if made else (), is_lacking, factory_of(wanted)):
+                    message = (
+                        f"`_partial_` needs a parameter that is annotated as a callable; `{word}` of {name} is not"
+                    )
+                    self.refuse(key, entry, message)
+
+    # ---- the Trainer
+
+    def _trainer(self, arguments: dict[str, Entry], trainer: Entry) -> None:
+        known = {p.name: p for p in definition.look_up("pytorch_lightning.Trainer").signature().parameters}
+        given = {
+            name: entry
+            for name, entry in arguments.items()
+            if entry.value is not None and (name not in known or entry.value != known[name].default)
+        }
+        self._length(given, trainer)
+        self._devices(given, trainer)
+        self._validation(given)
+        stops = self._callbacks(given.pop("callbacks", Entry([], "")))
+        if (logger := given.pop("logger", None)) is not None and not isinstance(logger.value, bool):
+            for number, item in enumerate(logger.value if isinstance(logger.value, list) else [logger]):
+                self._logger(f"logger.{number}", item)
+        for name, entry in given.items():
+            key = f"trainer.{name}"
+            if name not in known:
+                self.refuse(key, entry, "is no argument of Lightning's Trainer")
+            elif name in LEFT_OUT:
+                self.leave(key, entry, LEFT_OUT[name])
+            elif name in ARGUMENTS:
+                self._argument(name, self.value(key, entry), entry)
+            elif name in ("min_epochs", "min_steps") and not (stops and (name == "min_steps" or entry.value > 1)):
+                self.leave(key, entry, "nothing ends the training earlier")
+            elif name == "enable_progress_bar":
+                self.put("logger.progress", "off", entry)
+            elif name == "fast_dev_run" and entry.value is True:
+                self.put("train.fast", True, entry)
+            else:
+                found = str(other_tools.ours(key) or "")
+                why = (
+                    f": {found.removeprefix('none: ')}" if found.startswith("none: ") and "remove" not in found else ""
+                )
+                self.refuse(
+                    key, entry, f"{line(plain(entry))[:80]} has no key here{why}. Remove it, then migrate again"
+                )
+        clip = self.config.get("train", {}).get("gradient_clip", {})
+        if "value" not in clip or clip["value"] == 0:
+            self.config.get("train", {}).pop("gradient_clip", None)
+
+    def _argument(self, name: str, value: Any, entry: Entry) -> None:
+        key = str(other_tools.key_of(str(other_tools.ours(f"trainer.{name}"))))
+        meant = other_tools.value(key, value) if isinstance(value, str) and name == "profiler" else None
+        if name == "deterministic" and value == "warn":
+            self.refuse(f"trainer.{name}", entry, "`warn` has no counterpart; write true, which ends the run instead")
+            return
+        self.put(key, meant or value, entry)
+
+    def _length(self, given: dict[str, Entry], trainer: Entry) -> None:
+        """Convert what ends the training. Without any end Lightning takes 1,000 epochs."""
+        epochs, steps, time = (given.pop(name, None) for name in ("max_epochs", "max_steps", "max_time"))
+        if time is not None:
+            timer = {"type": "pytorch_lightning.callbacks.Timer", "params": {"duration": self.value("max_time", time)}}
+            self.config.setdefault("train", {}).setdefault("callbacks", []).append(timer)
+        if steps is not None:
+            self.put("train.max_steps", self.value("trainer.max_steps", steps), steps)
+        if epochs is None and steps is None and time is None:
+            self.put("train.num_epochs", 1000, trainer)
+        elif epochs is not None and epochs.value != -1:
+            self.put("train.num_epochs", self.value("trainer.max_epochs", epochs), epochs)
+        elif steps is None:
+            self.refuse("trainer.max_epochs", epochs or trainer, "a training needs an end: a number, or max_steps")
+
+    def _devices(self, given: dict[str, Entry], trainer: Entry) -> None:
+        kind, devices, strategy = (given.pop(name, None) for name in ("accelerator", "devices", "strategy"))
+        where = "auto" if kind is None else self.value("trainer.accelerator", kind)
+        number: Any = "auto" if devices is None else self.value("trainer.devices", devices)
+        if isinstance(number, str) and number != "auto":
+            number = [int(word) for word in number.split(",") if word.strip()] if "," in number else int(number)
+        number = "auto" if number == -1 else number
+        if where == "auto" and number != "auto":
+            message = (
+                "with a number of devices, `auto` is a GPU on one machine and the CPU on another: write cpu or gpu"
+            )
+            self.refuse("trainer.accelerator", kind or devices or trainer, message)
+        elif where not in ("auto", "cpu", "gpu", "cuda"):
+            self.refuse("trainer.accelerator", kind or trainer, f"there is none for `{where}` here; write cpu or gpu")
+        self.put("engine.gpus", None if where == "cpu" else number, kind or devices or trainer)
+        if where == "cpu" and number not in ("auto", 1):
+            self.put("engine.processes", number, devices or trainer)
+            self.put("engine.backend", "ddp", devices or trainer)
+        if strategy is None:
+            return
+        word = self.value("trainer.strategy", strategy)
+        backend = other_tools.value("engine.backend", word) or word
+        if isinstance(word, str) and word.startswith("ddp_find_unused_parameters_"):
+            self.put("engine.params", {"find_unused_parameters": word.endswith("true")}, strategy)
+            backend = "ddp"
+        if backend not in typing.get_args(schema.Backend):
+            self.refuse("trainer.strategy", strategy, "has no key here; engine.backend takes ddp, fsdp or deepspeed_…")
+        self.put("engine.backend", backend, strategy)
+
+    def _validation(self, given: dict[str, Entry]) -> None:
+        share = given.pop("val_check_interval", None)
+        if share is None:
+            return
+        if isinstance(share.value, float) and "check_val_every_n_epoch" not in given:
+            self.put("train.val_every_n_epoch", share.value, share)
+        else:
+            message = (
+                "a number of batches, or one beside check_val_every_n_epoch, has no key; write a share such as 0.5"
+            )
+            self.refuse("trainer.val_check_interval", share, message)
+
+    # ---- callbacks and loggers
+
+    def _callbacks(self, section: Entry) -> bool:
+        """Convert the callbacks; return whether one of them may end the training."""
+        own = self.config.setdefault("train", {}).setdefault("callbacks", [])
+        for number, item in enumerate(section.value if isinstance(section.value, list) else [section]):
+            key = f"trainer.callbacks.{number}"
+            name = str(_class(item)).rpartition(".")[2]
+            arguments = dict(_arguments(item))
+            if name in SPARE:
+                self.leave(key, item, "the run shows and records this without a callback")
+            elif name == "ModelCheckpoint" and self._fits("train.checkpoint", CHECKPOINT, arguments, item):
+                if "every_n_train_steps" in arguments and "every_n_epochs" not in arguments:
+                    self.put("train.checkpoint.every_n_epochs", None, item)
+            elif name != "EarlyStopping" or not self._fits("train.early_stop", EARLY_STOP, arguments, item):
+                own.append(self._own(key, item))
+        if not own:
+            del self.config["train"]["callbacks"]
+        return bool(own) or "early_stop" in self.config["train"]
+
+    def _own(self, key: str, item: Entry) -> Any:
+        """Return a callback as one of `train.callbacks`, without the folder that a run has itself."""
+        kept = [pair for pair in _arguments(item) if pair[0] != "dirpath"]
+        return self.target(
+            key,
+            Entry(
+                {"class_path": Entry(_class(item), item.place)} | {"init_args": Entry(dict(kept), item.place)},
+                item.place,
+            ),
+        )
+
+    def _fits(self, section: str, words: dict[str, str], arguments: dict[str, Entry], item: Entry) -> bool:
+        """Convert a callback that has a section of its own, if that is free and has all that is set; whether it was."""
+        name, _, last = section.partition(".")
+        own = definition.look_up(
+            f"pytorch_lightning.callbacks.{'ModelCheckpoint' if last == 'checkpoint' else 'EarlyStopping'}"
+        )
+        defaults = {p.name: p.default for p in own.signature().parameters}
+        given = {
+            word: entry
+            for word, entry in arguments.items()
+            if word not in UNUSED and (word in words or entry.value != defaults.get(word))
+        }
+        if last in self.config.get(name, {}) or not set(given) <= {*words} or "monitor" not in given:
+            return False
+        if (top := given.get("save_top_k")) is not None and (not isinstance(top.value, int) or top.value < 1):
+            return False
+        for word, entry in given.items():
+            if entry.value is not None:
+                self.put(f"{section}.{words[word]}", self.value(word, entry), entry)
+        self.config[name][last].setdefault("mode", "min")
+        return True
+
+    def _logger(self, key: str, item: Entry) -> None:
+        name = _class(item)
+        if name is None:
+            self.refuse(key, item, "names no class")
+        elif name.rpartition(".")[2].lower() == "mlflowlogger":
+            for word, entry in _arguments(item):
+                if word in ("experiment_name", "tracking_uri", "run_name", "tags") and entry.value is not None:
+                    self.put(f"logger.params.{word}", self.value(word, entry), entry)
+                elif entry.value is not None:
+                    self.leave(f"{key}.{word}", entry, "the run's logger sets it")
+        else:
+            extra = self.config.setdefault("logger", {}).setdefault("extra", [])
+            arguments = dict(_arguments(item))
+            if (folder := arguments.get("save_dir")) is not None and "${" in str(folder.value):
+                arguments["save_dir"] = Entry("logs", folder.place)
+                self.leave(f"{key}.save_dir", folder, "this logger writes to `logs`")
+            given = {word: entry for word, entry in arguments.items() if entry.value is not None}
+            extra.append(self.target(key, Entry({"class_path": Entry(name, ""), "init_args": Entry(given, "")}, "")))
+
+
+def convert(files: Sequence[Path], system: str) -> str:
+    """Return the config of a project as YAML text, with a comment for each setting that is left out.
+
+    Raises:
+        ConfigError: a file cannot be read; or with every value that cannot be converted, each with its line.
+    """
+    made = Conversion(read(files, system), system)
+    made.convert()
+    if not made.faults:
+        made.judge(files[0])
+    if made.faults:
+        raise ConfigError(made.faults)
+    left = "".join(f"# {' '.join(text.split())}\n" for text in made.left)
+    order = ("seed", "stages", "data", "model", "engine", "train", "logger")
+    config = {"version": schema.VERSION} | {name: made.config[name] for name in order if name in made.config}
+    return f"# Made from {', '.join(file.name for file in files)} ({system}).\n{dump(config)}{left}"
+
+
+def file_of(entry: Entry) -> str:
+    """Return the file that set a value."""
+    return entry.place.rsplit(":", 2)[0]
+
+
+def _class(entry: Entry) -> str | None:
+    """Return the class that a mapping names, as LightningCLI or Hydra has it."""
+    items = entry.value if isinstance(entry.value, dict) else {}
+    found = items.get("class_path", items.get("_target_"))
+    return found.value if found is not None and isinstance(found.value, str) else None
+
+
+def _arguments(entry: Entry) -> Iterator[tuple[Any, Entry]]:
+    """Yield the arguments beside or below a class."""
+    items = entry.value if isinstance(entry.value, dict) else {}
+    if "class_path" in items:
+        for name in ("init_args", "dict_kwargs"):
+            yield from (items[name].value or {}).items() if name in items else ()
+    else:
+        yield from ((name, item) for name, item in items.items() if name != "_target_")

@@ -1,0 +1,82 @@
+"""Modules as Lightning's manual shows them for LightningCLI: plain arguments, nothing of Deep Lightning."""
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.cli import LRSchedulerCallable, OptimizerCallable
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Encoder(nn.Module):
+    """A hidden layer with dropout."""
+
+    def __init__(self, width: int = 8, activation: str = "relu", dropout: float = 0.0):
+        super().__init__()
+        self.layer, self.activation = nn.Linear(4, width), getattr(torch, activation)
+        self.dropout = nn.Dropout(dropout)
+        self.width = width
+
+    def forward(self, x):
+        return self.dropout(self.activation(self.layer(x)))
+
+
+class Points(pl.LightningDataModule):
+    """Points with the class that the sign of their sum gives."""
+
+    def __init__(self, batch_size: int = 16, samples: int = 96):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def setup(self, stage=None):
+        x = torch.randn(self.hparams.samples, 4, generator=torch.Generator().manual_seed(1))
+        self.points = TensorDataset(x, (x.sum(1) > 0).long())
+
+    def train_dataloader(self):
+        return DataLoader(self.points, self.hparams.batch_size, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(self.points, self.hparams.batch_size)
+
+
+class Plain(pl.LightningModule):
+    """Makes its own network and optimizer of numbers."""
+
+    def __init__(self, hidden: int = 4, lr: float = 1e-3, dropout: float = 0.0):
+        super().__init__()
+        self.save_hyperparameters()
+        self.encoder = Encoder(hidden, dropout=dropout)
+        self.head = nn.Linear(hidden, 2)
+
+    def forward(self, x):
+        return self.head(self.encoder(x))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = nn.functional.cross_entropy(self(x), y)
+        self.log("train/loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("val/loss", nn.functional.cross_entropy(self(x), y))
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=self.hparams.lr)
+
+
+class Composed(Plain):
+    """Gets its network as an object, and optimizer and schedule as callables."""
+
+    def __init__(
+        self,
+        encoder: nn.Module,
+        optimizer: OptimizerCallable = torch.optim.Adam,
+        scheduler: LRSchedulerCallable = torch.optim.lr_scheduler.ConstantLR,
+    ):
+        pl.LightningModule.__init__(self)
+        self.encoder, self.optimizer, self.scheduler = encoder, optimizer, scheduler
+        self.head = nn.Linear(encoder.width, 2)
+
+    def configure_optimizers(self):
+        optimizer = self.optimizer(self.parameters())
+        return {"optimizer": optimizer, "lr_scheduler": self.scheduler(optimizer)}

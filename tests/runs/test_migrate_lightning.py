@@ -1,0 +1,125 @@
+"""`deeplightning migrate --from lightning-cli|hydra`: the config trains what the project trained, bit for bit."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+FOREIGN = Path(__file__).parents[1] / "foreign"
+
+
+class Case(NamedTuple):
+    """A project, and what its own tool makes of it, written out by hand.
+
+    Attributes:
+        files: the configs, in `tests/foreign`.
+        modules: the model and the data module, as Python.
+        trainer: the arguments of Lightning's Trainer, as Python.
+    """
+
+    system: str
+    files: list[str]
+    seed: int
+    modules: str
+    trainer: str
+
+
+CASES = {
+    "plain": Case(
+        "lightning-cli",
+        ["plain.yaml"],
+        7,
+        "Plain(6, 0.02, 0.25), Points(12, 96)",
+        "max_epochs=3, accumulate_grad_batches=2, gradient_clip_val=0.5",
+    ),
+    "subcommands": Case(
+        "lightning-cli",
+        ["subcommands.yaml"],
+        3,
+        "Plain(5), Points(8)",
+        "max_epochs=10, max_steps=9, limit_train_batches=4, val_check_interval=0.5",
+    ),
+    "composed": Case(
+        "lightning-cli",
+        ["composed.yaml"],
+        11,
+        "Composed(Encoder(10, 'tanh', 0.1), partial(optim.SGD, lr=0.1, momentum=0.9), "
+        "partial(optim.lr_scheduler.ExponentialLR, gamma=0.5)), Points(10)",
+        "max_epochs=2, callbacks=[pl.callbacks.EarlyStopping('train/loss', 10, 1)]",
+    ),
+    "over": Case(
+        "lightning-cli",
+        ["composed.yaml", "over.yaml"],
+        11,
+        "Composed(Encoder(4, 'tanh', 0.1), partial(optim.Adam, lr=0.05), "
+        "partial(optim.lr_scheduler.ExponentialLR, gamma=0.5)), Points(4)",
+        "max_epochs=1",
+    ),
+    "train": Case(
+        "hydra",
+        ["configs/train.yaml"],
+        12345,
+        "PointsTask(Dense(6), partial(optim.Adam, lr=0.01), partial(optim.lr_scheduler.ReduceLROnPlateau, "
+        "factor=0.1, patience=10), False), PointsData('data', 12, [64, 20, 16])",
+        "max_epochs=3",
+    ),
+    "wide": Case(
+        "hydra",
+        ["configs/wide.yaml"],
+        5,
+        "PointsTask(Dense(16), partial(optim.Adam, lr=0.05), partial(optim.lr_scheduler.ReduceLROnPlateau, "
+        "factor=0.1, patience=10), False), PointsData('data', 12, [64, 20, 16])",
+        "max_epochs=2",
+    ),
+}
+FOLDERS = {"lightning-cli": "cli", "hydra": "hydra"}
+REFERENCE = """\
+import sys
+from functools import partial
+
+import pytorch_lightning as pl
+import torch
+from torch import optim
+
+from MODULE import *
+
+torch.set_num_threads(1)
+pl.seed_everything(SEED, workers=True)
+model, data = MODULES
+trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
+                     enable_checkpointing=False, enable_model_summary=False, TRAINER)
+trainer.fit(model, data)
+torch.save(model.state_dict(), sys.argv[1])
+"""
+
+
+def weights_of(case: Case, place: Path) -> dict[str, torch.Tensor]:
+    """The weights after the training by Lightning's own Trainer."""
+    module = "points" if case.system == "lightning-cli" else "src.points"
+    text = REFERENCE.replace("MODULES", case.modules).replace("MODULE", module)
+    (place / "reference.py").write_text(text.replace("SEED", str(case.seed)).replace("TRAINER", case.trainer))
+    subprocess.run([sys.executable, "reference.py", "weights.pt"], cwd=place, check=True, timeout=300)
+    return torch.load(place / "weights.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("name", ["plain", "train", *(pytest.param(n, marks=pytest.mark.slow) for n in [*CASES][1:4]),
+                                  pytest.param("wide", marks=pytest.mark.slow)])  # fmt: skip
+def test_a_converted_project_trains_the_same(command, tmp_path, name):
+    """The same weights, bit for bit; the template's `test: true` tests."""
+    case = CASES[name]
+    place = shutil.copytree(FOREIGN / FOLDERS[case.system], tmp_path / "project")
+    done = command("migrate", "--from", case.system, *case.files, "--write", cwd=place, PROJECT_ROOT=".")
+    assert done.code == 0, done
+    store = f"logger.params.tracking_uri={tmp_path / 'mlruns'}"
+    made = done.out.strip()
+    done = command("train", made, store, "logger.pictures=null", cwd=place, PROJECT_ROOT=".")
+    assert done.code == 0, done
+    ours = torch.load(done.folder / "last.ckpt", weights_only=True)["state_dict"]
+    theirs = weights_of(case, place)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], tensor) for key, tensor in theirs.items())
+    assert (done.folder / "test_results.json").exists() == (case.system == "hydra")
