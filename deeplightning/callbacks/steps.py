@@ -122,7 +122,8 @@ class Seeds(pl.Callback):
     def _restore_position(self, trainer: pl.Trainer) -> None:
         """Have a resumed run read the batches that the uninterrupted one reads next, of loaders that do not know their
         position: each epoch is iterated from its seed, and batches that are done are read and dropped."""
-        loop, loaders = trainer.fit_loop, training_loaders(trainer)
+        loop: Any = trainer.fit_loop
+        loaders = training_loaders(trainer)
         number, batches = loop.epoch_progress.current.processed, loop.epoch_loop.batch_progress
         if trainer.ckpt_path is None or any(map(_knows_position, loaders)):
             return
@@ -352,7 +353,7 @@ def _digest(batch: object) -> str:
     found = hashlib.sha256()
 
     def add(tensor: torch.Tensor) -> torch.Tensor:
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return tensor
 
     before = found.hexdigest()
