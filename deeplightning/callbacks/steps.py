@@ -113,7 +113,7 @@ class Seeds(pl.Callback):
         """Have a resumed run read the batches that the uninterrupted one reads next, of loaders that do not know their
         position: each epoch is iterated from its seed, and batches that are done are read and dropped."""
         loop, loaders = trainer.fit_loop, training_loaders(trainer)
-        number, batches = loop.epoch_progress.current.processed, loop.epoch_loop.batch_progress
+        number, batches = trainer.current_epoch, loop.epoch_loop.batch_progress
         if trainer.ckpt_path is None or any(map(_knows_position, loaders)):
             return
         done, size = batches.current.ready, trainer.num_training_batches
@@ -342,7 +342,7 @@ def _digest(batch: object) -> str:
     found = hashlib.sha256()
 
     def add(tensor: torch.Tensor) -> torch.Tensor:
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return tensor
 
     before = found.hexdigest()
