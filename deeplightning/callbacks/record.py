@@ -224,7 +224,7 @@ class Record(pl.Callback):
         folder, tracked = self._agreed(trainer, folder, tracked)
         self._folder = RunFolder(folder)
         if tracked is not None:
-            self._user_calls.begin(TrackedRun(*tracked))
+            self._user_calls.begin(tracked)
         self._restrict()
         print_once()
         if self.cfg.logger.per_rank_files:
@@ -293,16 +293,14 @@ class Record(pl.Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._unrestrict()
 
-    def _agreed(
-        self, trainer: pl.Trainer, folder: str, tracked: TrackedRun | None
-    ) -> tuple[str, tuple[Any, ...] | None]:
+    def _agreed(self, trainer: pl.Trainer, folder: str, tracked: TrackedRun | None) -> tuple[str, TrackedRun | None]:
         """Return the folder and the tracker's run that rank 0 has found, on every rank.
 
         Raises:
             SetupError: the ranks were started separately, and decided differently what only one may decide.
         """
         ours = {"seed": self.cfg.seed, "train.resume_ckpt": self.resumption.named if self.resumption else None}
-        folder, run, theirs = trainer.strategy.broadcast((folder, tracked and tuple(tracked), ours))
+        folder, run, theirs = trainer.strategy.broadcast((folder, tracked, ours))
         differ = [
             f"{name} is {theirs[name]} on rank 0 and {ours[name]} here" for name in ours if ours[name] != theirs[name]
         ]
