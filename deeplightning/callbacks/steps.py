@@ -122,14 +122,8 @@ class Seeds(pl.Callback):
     def _restore_position(self, trainer: pl.Trainer) -> None:
         """Have a resumed run read the batches that the uninterrupted one reads next, of loaders that do not know their
         position: each epoch is iterated from its seed, and batches that are done are read and dropped."""
-<<<<<<< HEAD
-        loop: Any = trainer.fit_loop
-        loaders = training_loaders(trainer)
-        number, batches = loop.epoch_progress.current.processed, loop.epoch_loop.batch_progress
-=======
         loop, loaders = trainer.fit_loop, training_loaders(trainer)
         number, batches = trainer.current_epoch, loop.epoch_loop.batch_progress
->>>>>>> h42c
         if trainer.ckpt_path is None or any(map(_knows_position, loaders)):
             return
         done, size = batches.current.ready, trainer.num_training_batches
@@ -358,11 +352,7 @@ def _digest(batch: object) -> str:
     found = hashlib.sha256()
 
     def add(tensor: torch.Tensor) -> torch.Tensor:
-<<<<<<< HEAD
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-=======
         found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
->>>>>>> h42c
         return tensor
 
     before = found.hexdigest()
