@@ -162,7 +162,10 @@ class Console(pl.Callback):
         length = [count(cfg.train.num_epochs, "epoch")] if cfg.train.num_epochs is not None else []
         length += [f"at most {count(cfg.train.max_steps, 'step')}"] if cfg.train.max_steps is not None else []
         steps, clip = trainer.estimated_stepping_batches, cfg.train.gradient_clip  # the former makes the loader
-        own_size = getattr(trainer.train_dataloader, "batch_size", None)
+        loader = trainer.train_dataloader
+        own_size = getattr(loader, "batch_size", None) or getattr(
+            getattr(loader, "batch_sampler", None), "batch_size", None
+        )
         own_size = own_size if isinstance(own_size, int) else None
         return {
             **({"config": _origin(cfg)} if cfg.written else {}),

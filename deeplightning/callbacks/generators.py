@@ -67,11 +67,10 @@ class Generators(pl.Callback):
 
 
 def _states() -> dict[str, Any]:
-    name, keys, *rest = np.random.get_state()
-    accelerator = torch.get_device_module() if torch.accelerator.is_available() else None
+    accelerator: Any = torch.get_device_module() if torch.accelerator.is_available() else None
     return {
         "python": random.getstate(),
-        "numpy": [name, keys.tolist(), *rest],
+        "numpy": [each.tolist() if isinstance(each, np.ndarray) else each for each in np.random.get_state()],
         "torch": torch.get_rng_state(),
         "device": accelerator.get_rng_state_all() if hasattr(accelerator, "get_rng_state_all") else [],
     }

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from deeplightning import own_code
 from deeplightning.checks.values import misfits
 from deeplightning.config import other_tools
-from deeplightning.config.kinds import KINDS, is_bound, misfit, no_part
+from deeplightning.config.kinds import KINDS, REMOVED_HOOKS, is_bound, misfit, no_part
 from deeplightning.config.target import find, path_of, signature_of
 from deeplightning.faults import Fault, nearest
 from deeplightning.static.signature import Instance, Options, Signature, Undecided, factory_of, positional
@@ -72,6 +72,10 @@ class Imported:
             return definition.look_up(self.name).makes()
         except ValueError:
             raise Undecided("it does not tell what it returns") from None
+
+    def defines(self, name: str) -> bool:
+        """Return whether a class or an ancestor has an attribute of a name."""
+        return hasattr(self.thing, name)
 
     def constant(self, name: str) -> object:
         """An attribute of a class; None where it has none."""
@@ -186,6 +190,11 @@ def judge(
         message = f"{name} is abstract: it has no {absent} of its own; name a class that has"
         return Verdict([Fault(message, f"{key}.type", found=name)])
     verdict = _kind(meanings, name, key, role, called_with) if role in KINDS else Verdict()
+    if hook := next((h for h in REMOVED_HOOKS if role == "model.module" and found.defines(h)), None):
+        message = (
+            f"{name} has `{hook}`, which Lightning 2 has removed; write `{REMOVED_HOOKS[hook]}`, without `outputs`"
+        )
+        verdict.faults.append(Fault(message, f"{key}.type", found=name))
     call = _call(meanings, name, params, key, given, hidden or {}, wanted)
     if found.kind == "function" and role in KINDS and not params and call.faults:  # the commonest: a loss as a function
         once = f"; a function is called once, to make {KINDS[role].words}"

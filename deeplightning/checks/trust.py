@@ -218,11 +218,13 @@ class RunConfig(Text):
 
         A module is imported only if its name begins as the rule demands.
         """
-        name, rule = named.value, _rule(path)
+        name, rules = named.value, _rules(path)
         if _within(name, self.allow):
             return None
         origin = _known_origin(name)
-        if rule is not None and _within(name, rule.modules) and not any(p.startswith("_") for p in name.split(".")):
+        for rule in rules:
+            if not _within(name, rule.modules) or any(p.startswith("_") for p in name.split(".")):
+                continue
             if not rule.imported:
                 return None
             try:
@@ -232,7 +234,7 @@ class RunConfig(Text):
             origin = _origin(found, name)
             if isinstance(found, type) and issubclass(found, find(rule.base)) and _within(origin, rule.modules):
                 return None
-        allowed = "no `ref` is allowed" if rule is None else str(rule)
+        allowed = "; or ".join(map(str, rules)) or "no `ref` is allowed"
         module = name.rpartition(".")[0] if _within(name, _NAMED_ONLY) else name.partition(".")[0]
         what = f"{name}, which is {origin}," if origin != name else name
         return Fault(
@@ -334,14 +336,17 @@ def _names(root: Entry) -> Iterator[tuple[KeyPath, Entry]]:
     )
 
 
-def _rule(path: KeyPath) -> _Rule | None:
-    """Return what a key may name; None: nothing at all. Whatever is inside params is a part of a network."""
+def _rules(path: KeyPath) -> list[_Rule]:
+    """Return what a key may name, by any of these rules. The params of a network hold parts of it; those of a task also
+    an optimizer and a schedule."""
     if path[-1] == "ref":
-        return None
+        return []
     key = ".".join(map(str, path[:-1]))
+    if _within(key, ["model.module.params"]):
+        return [_NETWORK, _RULES["model.optimizer"], _RULES["model.scheduler"]]
     if "params" in path:
-        return _NETWORK
-    return next((rule for section, rule in _RULES.items() if _within(key, [section])), _NETWORK)
+        return [_NETWORK]
+    return [next((rule for section, rule in _RULES.items() if _within(key, [section])), _NETWORK)]
 
 
 def _within(name: str, modules: Sequence[str]) -> bool:

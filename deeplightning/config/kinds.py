@@ -41,6 +41,13 @@ KINDS = {
     "tune.pruner": Kind("optuna.pruners.BasePruner", "a pruner of Optuna's"),
 }
 
+REMOVED_HOOKS = {
+    "training_epoch_end": "on_train_epoch_end",
+    "validation_epoch_end": "on_validation_epoch_end",
+    "test_epoch_end": "on_test_epoch_end",
+}
+"""Hooks of Lightning 1, whose presence Lightning 2 refuses when a stage begins, and what replaces each."""
+
 HOOK = "engine.setup_hook"
 """Called for what it does, not for what it makes."""
 
@@ -102,7 +109,13 @@ def misfit(paths: Sequence[str], complete: bool, role: str) -> str | None:
         if other and role in ("model.network", "model.loss") and (role, other) != ("model.loss", "a loss"):
             return f"is {other}, not {kind.words}"
         return ""
-    return f"is not {kind.words}" if complete else None
+    if not complete:
+        return None
+    parts = {"_Loss": "model.loss", "Metric": "model.metrics"}
+    home = next((parts[name] for name in parts if name in names), None) or next(
+        (r for r, k in KINDS.items() if (k.base.partition(".")[0], k.base.rpartition(".")[2]) in ancestors), None
+    )
+    return f"is not {kind.words}" + (f"; {KINDS[home].words} belongs to {home}" if home else "")
 
 
 def is_bound(paths: Sequence[str], is_lacking: bool, factory: Factory | None) -> bool:

@@ -196,7 +196,7 @@ class Data(Section):
         example="{type: deeplightning.data.digits.Digits}",
     )
     batch_size: int | None = key(
-        "samples per step and process; null: the own size of a data module that does not take the config",
+        "samples per step and process; null: the data module's own",
         None,
         example="64",
         low=1,

@@ -207,7 +207,8 @@ def takes_config(target: Target) -> bool:
 def build(target: Target | Mapping[str, Any], *given: object, **more: Any) -> Any:
     """Build the object that a target describes, called with `given`, its params and `more`, which wins over params.
 
-    Targets and references inside the params, at any depth, are built first: see `build_inside`. A config that is given
+    Targets and references inside the params, at any depth, are built first. Where a parameter takes a callable, a
+    target becomes a callable with its params bound, and so does each optimizer and schedule. A config that is given
     first goes to a first parameter that is named `cfg` or annotated with its type, and is left out where there is none.
 
     Raises:
@@ -254,7 +255,7 @@ def _build(
             more = {config.name: given[0], **more}
         given = given if config is not None and config.position else given[1:]
     try:
-        made = found(*given, **params | more)
+        made = found(*given, **{**params, **more})
     except Exception as error:
         if hasattr(error, "exit_code") or os.environ.get("DEEPLIGHTNING_DEBUG") == "1" or not _is_of_config(error):
             raise

@@ -36,7 +36,8 @@ def forget_train_loader(trainer: "pl.Trainer") -> None:
 def begin_epoch_again(trainer: "pl.Trainer") -> None:
     """Have Lightning begin the iteration over the training data again; to be called when an epoch starts. Where the
     name has moved, a run of a user's own modules fails when it resumes."""
-    iter(trainer.fit_loop._data_fetcher)
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    iter(fetcher)
 
 
 def read_ahead(trainer: "pl.Trainer") -> bool:

@@ -85,9 +85,10 @@ def _newest_whole(cfg: Config) -> Resumption:
             return _from(*found, cfg)
         if empty is None and _is_same(cfg, folder):
             empty = folder
-    if empty is not None and (found := _from_the_start(cfg, empty)) is not None:
-        return found
-    return Resumption(notes=[f"resumes    nothing: there is no run of this experiment in {store_of(cfg).shown} yet"])
+    if empty is not None and (again := _from_the_start(cfg, empty)) is not None:
+        return again
+    note = f"resumes    nothing, a new run begins: no run of this experiment in {store_of(cfg).shown} has a checkpoint"
+    return Resumption(notes=[note])
 
 
 def _newest_of(folder: RunFolder) -> tuple[Path, dict[str, Any]] | None:

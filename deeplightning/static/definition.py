@@ -189,6 +189,11 @@ class Definition:
         """
         return constant(self._names, self._thing, name) if self.kind == "class" else None
 
+    def defines(self, name: str) -> bool:
+        """Return whether a class, or an ancestor whose source is known, defines a name."""
+        line = self._names.line(self._thing)[0] if self.kind == "class" else []
+        return any(self._names.own(each, name) for each in line)
+
     def steps_itself(self) -> bool:
         """Whether a task steps its optimizers itself, by what its `__init__` says."""
         return self.kind == "class" and steps_itself(self._names, self._thing)

@@ -234,11 +234,13 @@ def allowed_by(hint: object) -> Options:
         return None if None in parts else tuple(option for part in parts if part for option in part)
     if not isinstance(origin, type):
         return None
-    if origin is Callable and inner:
-        arguments = len(inner[0]) if isinstance(inner[0], list) else None
-        returned = typing.get_args(inner[1]) or (inner[1],)
-        return (Factory.of(arguments, [f"{c.__module__}.{c.__qualname__}" for c in returned if isinstance(c, type)]),)
     if origin.__module__ in COLLECTIONS:
+        if origin.__name__ == "Callable" and inner:
+            arguments = len(inner[0]) if isinstance(inner[0], list) else None
+            returned = typing.get_args(inner[1]) or (inner[1],)
+            return (
+                Factory.of(arguments, [f"{c.__module__}.{c.__qualname__}" for c in returned if isinstance(c, type)]),
+            )
         if any(typing.get_origin(i) is typing.Unpack or getattr(i, "__unpacked__", False) for i in inner):
             return None
         return collection(origin.__name__, [i if i is ... else allowed_by(i) for i in inner])

@@ -236,7 +236,7 @@ def test_an_epoch_begins_again():
             return super().__iter__()
 
     trainer = pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[Again()], logger=False, **options)
-    trainer.fit(Line(), Loader(torch.zeros(4, 1)))
+    trainer.fit(Line(), Loader(torch.zeros(4, 2)), _loader())
     assert (len(asked), trainer.global_step) == (2, 4)
 
 
@@ -299,7 +299,6 @@ def test_what_lightning_adds_up_over_an_epoch_is_known_and_can_be_continued(trai
     results.clear()
 
 
-@pytest.mark.parametrize("keeps", [True, False])
 def test_hyperparameters_that_are_logged_are_replaced():
     """What a module has saved stays."""
 
@@ -313,6 +312,7 @@ def test_hyperparameters_that_are_logged_are_replaced():
     assert (module.hparams_initial, module.hparams) == ({"depth": 4}, {"width": 3})
 
 
+@pytest.mark.parametrize("keeps", [True, False])
 def test_lightning_leaves_signals_alone(keeps):
     """`register_signal_handlers` of `_signal_connector`, which else takes SIGTERM over while a stage runs."""
     seen = []

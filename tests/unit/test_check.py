@@ -122,7 +122,7 @@ def test_a_right_config_has_no_faults():
         # missing
         ("~train.num_epochs", "train.num_epochs: missing: say how long to train, for example `num_epochs: 10`"),
         ("~data.batch_size", "data.batch_size: missing: samples per step and process; for example `batch_size: 64`"),
-        ("~data.module", "data.module: missing: a LightningDataModule, called with the whole config; for example"),
+        ("~data.module", "data.module: missing: a LightningDataModule; a first parameter named `cfg` gets the whole"),
         ("~model.optimizer.params", "model.optimizer.params: missing: "),
         ("~model.network.type", "model.network.type: missing: MODULE.CLASS or MODULE.FUNCTION; for example `type:"),
         ("train.early_stop={mode: max}", "train.early_stop.metric: missing: name of a metric; for example `metric:"),
@@ -159,7 +159,7 @@ def test_a_value_of_a_base_is_told_with_its_file():
     """The file that set the value is named, not the one that was given."""
     Path("base.yaml").write_text(GOOD.replace("32", "many"))
     assert notes(text="_base_: base.yaml\nseed: 1\n") == [
-        "base.yaml:3:3: data.batch_size: must be a whole number, not the text 'many'"
+        "base.yaml:3:3: data.batch_size: must be a whole number or null, not the text 'many'"
     ]
 
 
@@ -396,7 +396,7 @@ def test_a_variable_that_is_no_number_is_not_shown(monkeypatch):
     """A wrong value from the environment is told by the variable's name."""
     monkeypatch.setenv("SOME_TOKEN", "hunter2")
     assert note("data.batch_size=${oc.env:SOME_TOKEN}") == (
-        "data.batch_size: must be a whole number, not what ${oc.env:SOME_TOKEN} gives"
+        "data.batch_size: must be a whole number or null, not what ${oc.env:SOME_TOKEN} gives"
     )
     assert note("model.optimizer.params.lr=${oc.env:SOME_TOKEN}") == (
         "model.optimizer.params.lr: torch.optim.SGD takes a number here, not the text that ${oc.env:SOME_TOKEN} gives; "
@@ -631,7 +631,7 @@ def test_ten_faults_in_three_files_are_ten_notes_in_one_run(command, here):
     expected = {
         "ground.yaml:2:12: data.module.type": "has no `Digitz`. Did you mean deeplightning.data.digits.Digits?",
         "ground.yaml:6:80: model.network.params.num_channel": "has no param `num_channel`. Did you mean num_channels?",
-        "middle.yaml:3:3: data.batch_size": "must be a whole number, not the text 'many'",
+        "middle.yaml:3:3: data.batch_size": "must be a whole number or null, not the text 'many'",
         "middle.yaml:4:3: data.batch_sise": "unknown key. Did you mean batch_size?",
         "middle.yaml:7:5: model.optimizer.type": "torch.nn.Linear is not an optimizer",
         "middle.yaml:9:16: train.checkpoint.monitor": "no metric `val_acuracy` is logged. Did you mean val_acc?",
@@ -668,7 +668,7 @@ def test_a_report_for_programs(command, here):
     Path("c.yaml").write_text(GOOD.replace("32", "many"))
     (fault,) = json.loads(command("check", "c.yaml", "--format=json", cwd=here).out)["faults"]
     assert [fault[name] for name in ("file", "line", "column", "override")] == ["c.yaml", 3, 3, None]
-    assert [fault[name] for name in ("found", "allowed")] == ["the text 'many'", "a whole number"]
+    assert [fault[name] for name in ("found", "allowed")] == ["the text 'many'", "a whole number or null"]
 
 
 def test_what_a_module_prints_does_not_stand_in_the_report(command, here):

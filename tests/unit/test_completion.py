@@ -258,7 +258,7 @@ def test_bash_gets_what_follows_the_break_in_a_word():
 def test_zsh_and_fish_get_the_sentence_of_a_key():
     """One line each, in the form of the shell."""
     assert offered("zsh", "deeplightning train c.yaml data.b", 3) == [
-        "plain", "data.batch_size=", "samples per step and process"
+        "plain", "data.batch_size=", "samples per step and process; null: the data module's own"
     ]  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COMP_CWORD", "data.b")
@@ -266,7 +266,7 @@ def test_zsh_and_fish_get_the_sentence_of_a_key():
         fish = get_completion_class("fish")
         assert fish is not None
         answer = fish(cli, {}, "deeplightning", VARIABLE).complete()
-    assert answer == "plain,data.batch_size=\tsamples per step and process"
+    assert answer == "plain,data.batch_size=\tsamples per step and process; null: the data module's own"
 
 
 @pytest.mark.run
