@@ -20,7 +20,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib import machinery
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -28,6 +28,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from deeplightning.faults import SetupError
+from deeplightning.runfolder import start_folder
 
 ROOTS = "DEEPLIGHTNING_ROOTS"
 """The environment variable in which the processes that a run starts get the folders, as a JSON list."""
@@ -61,7 +62,6 @@ _MOST_ENTRIES = 1000
 
 _added: list[str] = json.loads(os.environ.get(ROOTS, "[]"))  # for every config of this process
 _roots: list[str] = [*_added]
-_start: str | None = None  # the working directory when the command started
 _on_path: list[str] = []  # their entries in `sys.path`
 _seal: tuple[str, dict[str, Any]] = ("", {})  # the folder of the launch's seal, and the content of its file
 __path__: list[str] = [*_roots]  # with it, `PREFIX + name` can be imported, in a spawned process too
@@ -124,30 +124,6 @@ def _own_modules() -> dict[str, set[str]]:
 def _is_from(module: ModuleType, spec: ModuleSpec) -> bool:
     there = getattr(module, "__spec__", None)
     return there is not None and _places(there) == _places(spec)
-
-
-@contextlib.contextmanager
-def started_here() -> Iterator[None]:
-    """Remember the working directory: relative paths of a command refer to it, also after user code has changed it."""
-    global _start
-    before = _start
-    try:
-        with contextlib.suppress(OSError):  # the folder was removed
-            _start = _start or os.getcwd()  # noqa: PTH109
-        yield
-    finally:
-        _start = before
-
-
-def start_folder() -> Path:
-    """Return the folder that relative paths refer to: the working directory when the command started."""
-    return Path(_start or os.getcwd())  # noqa: PTH109
-
-
-def from_start(path: str | os.PathLike) -> Path:
-    """Return a path as absolute, seen from `start_folder`, with `~` expanded."""
-    path = Path(path).expanduser()
-    return path if path.is_absolute() else start_folder() / path
 
 
 def use_seal(folder: Path | None) -> None:

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NotRequired, TypedDict
 
-from deeplightning.own_code import from_start
-
 try:
     import fcntl
 except ImportError:  # Windows has none: nobody holds a folder there
@@ -37,6 +35,33 @@ class Card(TypedDict):
     golden: dict[str, Any]  # samples and answers by name; `digest`: `golden_digest`
     int8: NotRequired[dict[str, float]]  # figures of the quantized model
     digest: str  # `seal`
+
+
+_start: str | None = None  # the working directory when the command started
+
+
+@contextlib.contextmanager
+def started_here() -> Iterator[None]:
+    """Remember the working directory: relative paths of a command refer to it, also after user code has changed it."""
+    global _start
+    before = _start
+    try:
+        with contextlib.suppress(OSError):  # the folder was removed
+            _start = _start or os.getcwd()  # noqa: PTH109
+        yield
+    finally:
+        _start = before
+
+
+def start_folder() -> Path:
+    """Return the folder that relative paths refer to: the working directory when the command started."""
+    return Path(_start or os.getcwd())  # noqa: PTH109
+
+
+def from_start(path: str | os.PathLike) -> Path:
+    """Return a path as absolute, seen from `start_folder`, with `~` expanded."""
+    path = Path(path).expanduser()
+    return path if path.is_absolute() else start_folder() / path
 
 
 class RunFolder:

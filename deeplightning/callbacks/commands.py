@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.config.packages import HOME
-from deeplightning.own_code import start_folder
+from deeplightning.runfolder import start_folder
 from deeplightning.tracking.store import locate
 from deeplightning.tracking.view import PORT
 

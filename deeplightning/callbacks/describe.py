@@ -18,8 +18,7 @@ from lightning_fabric.utilities.data import sized_len
 from deeplightning.callbacks.about import data_name, engine_in_words, network_name
 from deeplightning.config.schema import Config
 from deeplightning.faults import count
-from deeplightning.own_code import start_folder
-from deeplightning.runfolder import RunFolder
+from deeplightning.runfolder import RunFolder, start_folder
 from deeplightning.words import printable
 
 if TYPE_CHECKING:

@@ -21,8 +21,7 @@ from deeplightning.checks.trust import note_own
 from deeplightning.config.schema import Config
 from deeplightning.config.secret_scan import BLOT
 from deeplightning.config.secrets import redact
-from deeplightning.own_code import from_start
-from deeplightning.runfolder import RunFolder, permissions_of, write_whole
+from deeplightning.runfolder import RunFolder, from_start, permissions_of, write_whole
 from deeplightning.tracking.code import Code, collect, versions_of, without_secrets
 from deeplightning.tracking.datafiles import describe_arrays, describe_files, paths_of
 from deeplightning.tracking.program import changed_files, describe_program

@@ -10,8 +10,7 @@ import torch
 from deeplightning.engine.checkpoint_io import read_weights
 from deeplightning.engine.sharded import whole_shapes
 from deeplightning.faults import CheckpointError, Fault
-from deeplightning.own_code import from_start
-from deeplightning.runfolder import RunFolder
+from deeplightning.runfolder import RunFolder, from_start
 from deeplightning.tracking import resolve_run
 
 log = logging.getLogger("deeplightning")

@@ -250,7 +250,7 @@ def misfits(space: Sequence[Dimension], examine: Callable[[list[str]], Report], 
                 continue
             seen.add((key, fault.message))
             below = (fault.key or "").removeprefix(about.key if about else "").strip(".")
-            if about is not None and "uniform" in about.kind and "a whole number, not" in fault.message:
+            if about is not None and "uniform" in about.kind and "a whole number" in fault.message:
                 message = f"{fault.message}; take {about.kind.replace('uniform', 'int')}"
                 fault = replace(fault, message=message)
             inside = f"{below}: " if below and about is not None and fault.key != about.key else ""

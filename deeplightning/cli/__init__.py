@@ -6,9 +6,9 @@ import sys
 from deeplightning.cli import of_configs, of_plans, of_runs  # noqa: F401 (its verbs join the group, in the order of a journey)
 from deeplightning.cli.exit_codes import interrupted, run_verb
 from deeplightning.cli.group import cli
-from deeplightning.own_code import started_here
 from deeplightning.process import garbage, streams
 from deeplightning.process.identity import RANK_VARIABLES
+from deeplightning.runfolder import started_here
 
 
 def main() -> None:

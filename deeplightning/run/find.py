@@ -10,8 +10,7 @@ from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain
 from deeplightning.faults import CheckpointError, ConfigError
-from deeplightning.own_code import from_start, start_folder
-from deeplightning.runfolder import RunFolder
+from deeplightning.runfolder import RunFolder, from_start, start_folder
 from deeplightning.tracking import resolve_run
 from deeplightning.tracking.build import experiment_of, experiments_of
 from deeplightning.tracking.store import Store, locate

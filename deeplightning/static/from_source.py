@@ -245,7 +245,8 @@ class Handed:
         own = self.own()
         if bound and own and own[0].position:
             own = own[1:]
-        variadic = self.uses_args()
+        is_lightnings = self.frame.module.name.startswith("pytorch_lightning")  # whose constructors ignore arguments
+        variadic = self.node.args.vararg is not None and not is_lightnings
         if self.node.args.kwarg is None:
             return Signature(tuple(own), variadic=variadic)
         uses = uses_of(self.node, self.node.args.kwarg.arg)
@@ -300,12 +301,6 @@ class Handed:
         elif rest is None and not asked and not uses.refuses:
             rest = "it takes any other keyword and ignores it"
         return Signature(tuple(ordered), rest, variadic)
-
-    def uses_args(self) -> bool:
-        """Return whether the function takes `*args` and does anything with them."""
-        args = self.node.args.vararg
-        body = (node for statement in self.node.body for node in ast.walk(statement))
-        return args is not None and any(isinstance(node, ast.Name) and node.id == args.arg for node in body)
 
     def later(self, attribute: str) -> Iterator[tuple["Handed", Uses]]:
         """What the methods of the class do with `**kwargs` that have become an attribute."""

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from deeplightning.address import is_address
 from deeplightning.config.schema import Target
 from deeplightning.faults import ConfigError, Fault
-from deeplightning.own_code import from_start
 from deeplightning.private.lightning import has_run, resume_run
+from deeplightning.runfolder import from_start
 from deeplightning.tracking.attach import attach
 from deeplightning.tracking.open import open_tracker
 from deeplightning.tracking.store import Store, explain, local_path, locate

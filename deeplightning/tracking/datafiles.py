@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deeplightning.own_code import from_start, start_folder
+from deeplightning.runfolder import from_start, start_folder
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl

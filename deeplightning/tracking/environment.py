@@ -19,8 +19,9 @@ from typing import Any
 
 from deeplightning.config.secret_scan import conceal_diff
 from deeplightning.faults import SetupError
-from deeplightning.own_code import SEALED, start_folder
+from deeplightning.own_code import SEALED
 from deeplightning.process.identity import identity
+from deeplightning.runfolder import start_folder
 from deeplightning.tracking.git import SECONDS, run_git
 
 MAX_DIFF = 2_000_000

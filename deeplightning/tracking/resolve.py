@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from deeplightning.faults import CheckpointError, SetupError, install
-from deeplightning.own_code import from_start
+from deeplightning.runfolder import from_start
 from deeplightning.tracking.store import Store, explain, local_path, locate
 
 if TYPE_CHECKING:

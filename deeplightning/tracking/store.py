@@ -17,8 +17,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from deeplightning.faults import SetupError
-from deeplightning.own_code import from_start
-from deeplightning.runfolder import RunFolder, make_private, permissions_of, umask_of
+from deeplightning.runfolder import RunFolder, from_start, make_private, permissions_of, umask_of
 
 log = logging.getLogger("deeplightning.tracking")
 

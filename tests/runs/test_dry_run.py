@@ -118,17 +118,6 @@ class Misspelt(pl.LightningModule):
         return None
 
 
-class Old(ImageClassification):
-    def training_epoch_end(self, outputs):
-        pass
-
-    def validation_epoch_end(self, outputs):
-        pass
-
-    def training_step_end(self, outputs):
-        pass
-
-
 class Detached(ImageClassification):
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx).detach()
@@ -359,10 +348,6 @@ SCHEDULER = "model.scheduler={{type: torch.optim.lr_scheduler.{}, params: {{{}}}
         (["model.optimizer.params={lr: 0.1, nesterov: true}"], "Nesterov momentum requires a momentum"),
         ([SCHEDULER.format("StepLR", "step_size: 0", "")], "model.scheduler: torch.optim.lr_scheduler.StepLR fails"),
         (
-            [SCHEDULER.format("CyclicLR", "base_lr: 0.1, max_lr: 1.0, mode: square", "")],
-            "model.scheduler: torch.optim.lr_scheduler.CyclicLR refuses its arguments: ValueError: mode is invalid",
-        ),
-        (
             [SCHEDULER.format("ReduceLROnPlateau", "", "")],
             "model.scheduler.call.monitor: ReduceLROnPlateau needs a metric, for example val_loss",
         ),
@@ -426,12 +411,6 @@ SCHEDULER = "model.scheduler={{type: torch.optim.lr_scheduler.{}, params: {{{}}}
         (MISSPELT, "own.Misspelt lacks configure_optimizers(self)"),
         (MISSPELT, "own.Misspelt lacks validation_step(self"),
         (MISSPELT, "own.Misspelt lacks test_step(self"),
-        (
-            ["model.module.type=own.Old"],
-            "own.Old has training_epoch_end, which Lightning calls no more (since 2.0); to",
-        ),
-        (["model.module.type=own.Old"], "today it is on_validation_epoch_end(self)"),
-        (["model.module.type=own.Old"], "own.Old has training_step_end"),
         (
             ["model.module.type=own.Idle"],
             "model.module: own.Idle.configure_optimizers gives no optimizer: nothing would",

@@ -378,9 +378,10 @@ def test_slow_clients_are_cut_off(server):
     def ask(name, *parts):
         answers[name] = raw(server, *parts)
 
+    begun = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n1"
     threads = [
-        threading.Thread(target=ask, args=("head", b"GET / HTTP/1.1\r\nX: ")),
-        threading.Thread(target=ask, args=("body", b"POST /predict HTTP/1.1\r\nContent-Length: 9\r\n\r\n1")),
+        threading.Thread(target=ask, args=("head", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: ")),
+        threading.Thread(target=ask, args=("body", begun)),
         threading.Thread(target=ask, args=("nothing",)),
     ]
     for thread in threads:

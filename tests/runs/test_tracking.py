@@ -616,8 +616,8 @@ def test_a_param_that_a_logger_passes_on_in_vain_is_a_fault_of_the_config(tmp_pa
 
 
 def test_other_loggers_are_built_as_they_are(tmp_path):
-    """Only the arguments of Lightning's MLflow logger are translated, and even then nothing is written."""
-    assert prepare("pytorch_lightning.loggers.CSVLogger", {"save_dir": "x"}) == {"save_dir": "x"}
+    """Only the arguments of Lightning's MLflow logger are translated, a folder is absolute, and nothing is written."""
+    assert prepare("pytorch_lightning.loggers.CSVLogger", {"save_dir": "x"}) == {"save_dir": str(Path.cwd() / "x")}
     params = prepare("lightning.pytorch.loggers.MLFlowLogger", {"tracking_uri": str(tmp_path / "new")})
     end([MLFlowLogger(**params), MLflowLogger(tracking_uri=tmp_path / "new")], "failed", "before it began")
     assert not (tmp_path / "new").exists()
