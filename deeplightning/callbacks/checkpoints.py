@@ -118,7 +118,8 @@ class Checkpoints(LightningCheckpoint):
         _writer(trainer).check()
         every, step = self.settings.every_n_steps, trainer.global_step
         due = every is not None and step % every == 0 and step not in (self._began_at, self._saved_step)
-        if due or batch_idx + 1 in self._marks or step == trainer.max_steps:
+        is_last = 0 < trainer.max_steps <= step  # two optimizers may take more than one step in a batch
+        if due or batch_idx + 1 in self._marks or is_last:
             self._due = True
         # Behind a batch that is validated, after that: Lightning 2.6 would not do it after resuming from here.
         if self._due and between_steps(trainer) and not (epoch_is_over(trainer) or _is_validated(trainer)):

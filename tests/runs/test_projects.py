@@ -116,6 +116,14 @@ def test_a_project_that_is_killed_inside_an_epoch_ends_with_the_same_weights(nam
     assert "resumes    nothing" not in resumed.out
 
 
+def test_a_run_of_two_optimizers_that_max_steps_ends_resumes_inside_its_epoch(run, trained, tmp_path):
+    """Each batch takes two steps, so that the number may be passed; the rest of the epoch is not taken for another."""
+    store = f"logger.params.tracking_uri={tmp_path}"
+    run("train", "gan.yaml", store, "train.max_steps=11")
+    found, expected = weights(run("train", "gan.yaml", store, "train.resume_ckpt=auto")), weights(trained("gan"))
+    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+
+
 def test_the_modules_that_take_a_tensor_have_an_endpoint(trained):
     """A bundle is exported after training, from `example_input_array` or a batch of the validation."""
     for name in ("autoencoder", "callable_optimizer"):
