@@ -236,7 +236,8 @@ class Checkpoints(LightningCheckpoint):
     def _judge(self, trainer: pl.Trainer) -> None:
         """Keeps the weights if the monitored metric has a new value among the best k."""
         name = self.settings.monitor
-        validates = any(trainer.num_val_batches)
+        is_known = trainer.val_dataloaders is not None  # Lightning asks for them when it first validates
+        validates = trainer.enable_validation and (not is_known or any(trainer.num_val_batches))  # type: ignore[attr-defined]
         if name is None or not (self._validated or self._of_training or not validates):
             return
         self._validated = False

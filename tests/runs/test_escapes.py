@@ -134,7 +134,7 @@ VERBS = {
     "compare": ["compare OWN RUN", "compare OWN RUN --format json", "compare OWN,OWN RUN", "compare name=* RUN"],
     "report": ["report RUN", "report RUN OWN"],
     "plan": ["plan CONFIG --against RUN"],
-    "train": ["train CONFIG train.resume_ckpt=FOREIGN/last.ckpt", "train CONFIG model.init_from=RUN"],
+    "train": ["train CONFIG --show-config train.resume_ckpt=FOREIGN/last.ckpt", "train CONFIG model.init_from=RUN"],
     "check": ["check FOREIGN/cfg.yaml", "check REFUSED/cfg.yaml", "check REFUSED/cfg.yaml --format json"],
     "explain": ["explain FOREIGN/cfg.yaml", "explain FOREIGN/cfg.yaml logger.params.experiment_name", "explain CONFIG"],
     "stats": ["stats FOREIGN/cfg.yaml", "stats CONFIG"],

@@ -38,6 +38,8 @@ DOCUMENTED = {
     "sys._current_frames",
     "Listed._make",
     "getattr(outputs, '_fields', ())",  # of a named tuple
+    "getattr(batch, '_fields', ())",
+    "batch._asdict",
 }
 """Names of the standard library that begin with an underscore and are public."""
 

@@ -493,7 +493,10 @@ def as_a_person_starts_it() -> None:
 WRONG = {
     "unknown section": ("{model.optimiser.params.lr: {uniform: [0, 1]}}", "unknown key. Did you mean optimizer?"),
     "unknown param": ("{model.optimizer.params.lrr: {uniform: [0, 1]}}", "has no param `lrr`. Did you mean lr?"),
-    "type": ("{data.batch_size: {uniform: [8, 16]}}", "8.0: must be a whole number, not the number 8.0; take int"),
+    "type": (
+        "{data.batch_size: {uniform: [8, 16]}}",
+        "8.0: must be a whole number or null, not the number 8.0; take int",
+    ),
     "low end": ("{train.num_epochs: {int: [-1, 3]}}", "-1: must be at least 0, not -1"),
     "high end": ("{seed: {int: [0, 4294967296]}}", "4294967296: must be at most 4294967295"),
     "param's type": ("{model.network.params.num_classes: {choice: [10, many]}}", "many: deeplightning.model.cnn"),
