@@ -243,19 +243,18 @@ def _build(
     except ValueError as error:
         code = getattr(error, "exit_code", 2)
         raise error_of([Fault(str(error), target.name, target.place, exit_code=code)]) from error
-    params = _with_tensors(found, params)
     if inside:
         paths = [path_of(c) or "" for c in found.__mro__] if isinstance(found, type) else []
         is_lacking = signature is None or bool(signature.lacking(params))
         if is_bound(paths, is_lacking, factory_of(wanted)):
-            return functools.partial(found, **params)
+            return functools.partial(found, **_with_tensors(found, params))
     if has_config and signature is not None:
         config = signature.config()
         if config is not None and not config.position:
             more = {config.name: given[0], **more}
         given = given if config is not None and config.position else given[1:]
     try:
-        made = found(*given, **{**params, **more})
+        made = found(*given, **{**_with_tensors(found, params), **more})
     except Exception as error:
         if hasattr(error, "exit_code") or os.environ.get("DEEPLIGHTNING_DEBUG") == "1" or not _is_of_config(error):
             raise

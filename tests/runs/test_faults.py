@@ -195,7 +195,7 @@ def test_a_run_about_rows_trains_and_is_not_served(rows, command, tracked):
 def test_data_of_another_task_are_a_fault_of_the_config(train):
     """The note says what a batch lacks and what it has."""
     outcome = train(CLASSES[0], code=2)
-    assert "model.module: Classification needs `input` in a batch of the data module, which has image" in outcome.err
+    assert "data.digits.Digits gives batches of the form dict (image: uint8 (16, 1, 8, 8), label: int64" in outcome.err
     assert outcome.err.count("error: ") == 1
 
 

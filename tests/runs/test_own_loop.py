@@ -241,7 +241,7 @@ def test_a_hook_of_an_older_lightning_is_answered_with_todays_name(learn):
     """One note and exit 2, at the start of a training."""
     outcome = learn("Retired", code=2)
     assert "model.module" in outcome.err
-    assert re.search("`training_epoch_end` has been removed .*`on_train_epoch_end`", outcome.err)
+    assert re.search("`training_epoch_end`, which Lightning 2 has removed; write `on_train_epoch_end`", outcome.err)
     assert "Traceback" not in outcome.err
 
 

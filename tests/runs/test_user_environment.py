@@ -155,7 +155,7 @@ def test_a_run_is_resumed_under_the_new_name_of_its_experiment_unless_it_was_del
     assert "child 2" in {each.info.run_name for each in client.search_runs([experiment])}
     client.delete_run(run_id)
     anew = run("train.num_epochs=3", *more)
-    assert "resumes    nothing: there is no run of this experiment" in anew.out
+    assert "resumes    nothing, a new run begins: no run of this experiment" in anew.out
     assert anew.folder != done.folder
 
 
