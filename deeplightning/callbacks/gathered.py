@@ -89,7 +89,7 @@ class PendingGradients(pl.Callback):
     itself.
 
     Where an optimizer steps at each second batch, a run that resumes in between would lose the first batch's gradients.
-    Under engines that shard parameters they are not kept, and the run says so.
+    Engines that shard parameters do not keep them, and the run says so.
     """
 
     before = (OWN,)

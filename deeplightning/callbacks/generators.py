@@ -9,7 +9,7 @@ import torch
 
 from deeplightning.callbacks.order import OWN
 from deeplightning.faults import CheckpointError
-from deeplightning.private.lightning import begin_epoch_again
+from deeplightning.private.lightning import restart_epoch
 
 
 class Generators(pl.Callback):
@@ -44,7 +44,7 @@ class Generators(pl.Callback):
         self._before = saved.get("before")
         if self._before is not None:
             _set_states(trainer, self._before)
-        begin_epoch_again(trainer, done, anew=self._before is not None)
+        restart_epoch(trainer, skip=done, new_iterator=self._before is not None)
         _set_states(trainer, saved.get("now"))
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -52,7 +52,7 @@ class Generators(pl.Callback):
             saved, self._saved = self._saved, None
             _set_states(trainer, saved.get("now"))
             self._before = saved["now"]
-            begin_epoch_again(trainer, 0, anew=True)
+            restart_epoch(trainer, skip=0, new_iterator=True)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._before = _states()

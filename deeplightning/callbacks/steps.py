@@ -28,7 +28,7 @@ from deeplightning.faults import RunError, SetupError
 from deeplightning.private.lightning import (
     batches_ahead,
     batches_left,
-    begin_epoch_again,
+    restart_epoch,
     logged_steps,
     read_ahead,
     training_loaders,
@@ -133,13 +133,13 @@ class Seeds(pl.Callback):
         if number > 0:  # the iterator of the first epoch is made before training starts, by the same seed
             # Lightning counts the batches of the last epoch until the next one has its iterator.
             _seed_from(_mixed(_word(self.seed, 1 + number, replicas(trainer)[1]), int(size) if size < math.inf else 0))
-        begin_epoch_again(trainer, done, anew=number > 0)
+        restart_epoch(trainer, skip=done, new_iterator=number > 0)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._seed_batch(trainer)
         if self._begins:
             self._begins = False
-            begin_epoch_again(trainer, 0, anew=True)
+            restart_epoch(trainer, skip=0, new_iterator=True)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
         self._seed_batch(trainer)

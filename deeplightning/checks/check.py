@@ -119,7 +119,7 @@ OWN_LOADERS = "deeplightning.data.of_module.OfModule"
 
 
 def _use_own_loaders(source: Source) -> None:
-    """Let a LightningModule that defines `train_dataloader` stand for the data module of a config without `data`."""
+    """Use the loaders of a LightningModule that defines `train_dataloader` where the config has no `data`."""
     root = source.root
     if "data" in root.value:
         return

@@ -1,10 +1,10 @@
-"""Stand for the data module where a LightningModule has loaders of its own, as `train_dataloader`."""
+"""The target of `data.module` for a LightningModule that has its own loaders."""
 
 import pytorch_lightning as pl
 
 
 class OfModule(pl.LightningDataModule):
-    """No data module: Lightning asks the LightningModule for its loaders.
+    """Mark a run without a data module: Lightning asks the LightningModule for its loaders.
 
-    A config without `data` gets it where the class of `model.module` defines `train_dataloader`.
+    A config without `data` gets this target where the class of `model.module` defines `train_dataloader`.
     """

@@ -51,14 +51,18 @@ def read_ahead(trainer: "pl.Trainer") -> bool:
     return True
 
 
-def begin_epoch_again(trainer: "pl.Trainer", done: int, anew: bool) -> None:
-    """Iterate over the training data, `anew` or as Lightning has begun, and drop the batches that are done; to be
-    called before the first batch. Where a name has moved, a run that resumes with loaders of the user's fails when
-    training starts."""
+def restart_epoch(trainer: "pl.Trainer", skip: int, new_iterator: bool) -> None:
+    """Skip batches of the training data before the first one is read. Where a name has moved, a run that resumes with
+    loaders of the user's fails when training starts.
+
+    Args:
+        skip: the number of batches to read and drop.
+        new_iterator: replace the iterator that Lightning has made.
+    """
     fetcher: Any = trainer.fit_loop._data_fetcher
-    if anew:
+    if new_iterator:
         iter(fetcher)
-    for _ in range(done):
+    for _ in range(skip):
         next(fetcher, None)
     if fetcher.length is not None:
         fetcher.fetched, fetcher.done = 0, False  # Lightning adds what is done

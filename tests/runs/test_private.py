@@ -227,7 +227,7 @@ def test_an_epoch_begins_again():
 
     class Again(pl.Callback):
         def on_train_epoch_start(self, trainer, module):
-            lightning.begin_epoch_again(trainer, 0, anew=True)
+            lightning.restart_epoch(trainer, skip=0, new_iterator=True)
 
     asked: list[None] = []
     options = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
