@@ -28,9 +28,9 @@ from deeplightning.faults import RunError, SetupError
 from deeplightning.private.lightning import (
     batches_ahead,
     batches_left,
-    restart_epoch,
     logged_steps,
     read_ahead,
+    restart_epoch,
     training_loaders,
 )
 from deeplightning.words import stage_of
