@@ -10,6 +10,9 @@ if sys.path[:1] in ([""], [os.getcwd()]):  # noqa: PTH109
 from deeplightning.process import streams
 from deeplightning.process.terminal import say
 
+if "DEEPLIGHTNING_ROOTS" in os.environ:  # a process that a run has started, perhaps to unpickle what is the user's
+    import deeplightning.own_code  # noqa: F401
+
 
 def main() -> None:
     """Hears signals from here on, then imports and runs the command."""

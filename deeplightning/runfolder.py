@@ -11,12 +11,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NotRequired, TypedDict
 
-try:
-    import fcntl
-except ImportError:  # Windows has none: nobody holds a folder there
-    fcntl = None  # type: ignore[assignment]
-
-
 BUNDLE_FORMAT = 2
 """The number of the layout of a bundle that `deeplightning.export.bundle` describes. A reader refuses any other."""
 
@@ -128,14 +122,15 @@ class RunFolder:
         """Claims the folder for this process until the hold is released or the process ends, however it ends; None: a
         process that runs has it. The folder must be there."""
         descriptor = os.open(self.path, os.O_RDONLY)
-        if fcntl is not None:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(descriptor)
-                return None
-            except OSError:  # a file system without locks
-                pass
+        try:
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except (ImportError, OSError):  # Windows, or a file system without locks
+            pass
         return Hold(descriptor)
 
     def log(self, rank: int) -> Path:

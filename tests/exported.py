@@ -49,7 +49,7 @@ def task_of(kind: str, model: nn.Module | None = None) -> tuple[Any, np.ndarray]
     if takes == "image":
         task.image_spec = ImageSpec(6, 5)
         body = [nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3, padding=1)]
-        if gives in ("classification", "multilabel"):
+        if gives in ("classification", "multilabel", "regression"):
             body += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 3)]
         made: nn.Module = Pixels(nn.Sequential(*body), end)
         samples = random.integers(0, 256, (5, 3, 6, 5), dtype=np.uint8)

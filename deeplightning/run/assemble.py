@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from deeplightning.checks.check import OWN_LOADERS
 from deeplightning.checks.conditions import accumulates_itself
 from deeplightning.config.schema import Config, LimitBatches
 from deeplightning.config.target import build
@@ -34,7 +35,6 @@ def init_module(cfg: Config, section: str, read: bool = True) -> Any:
     from lightning_fabric import seed_everything
 
     from deeplightning.callbacks.steps import draws_as_lightning, seed_all
-    from deeplightning.data.of_module import OfModule
     from deeplightning.engine.compute import lay_channels_last
     from deeplightning.engine.memory import refuse_what_does_not_fit
 
@@ -45,13 +45,13 @@ def init_module(cfg: Config, section: str, read: bool = True) -> Any:
         seed_everything(cfg.seed, verbose=False)
     else:
         seed_all(cfg.seed, 0)
+    if section == "data" and cfg.data.module.type == OWN_LOADERS:
+        return None
     if section == "model":
         refuse_unfilled(cfg)
     module = build(getattr(cfg, section).module, cfg)
     if section == "data":
         fill(cfg, module, read)
-    if isinstance(module, OfModule):
-        return None
     if section == "data" and cfg.train.overfit is not None:
         from deeplightning.run.overfit import overfit
 

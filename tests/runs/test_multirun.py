@@ -110,7 +110,7 @@ def test_the_same_command_repeats_nothing(first, command, words, place):
     assert rows(larger)[2]["state"] == "finished"
     wrong = command(*words[:-2], "data.batch_size=16,many", "--multirun", cwd=place)
     assert wrong.code == 2
-    assert "data.batch_size: must be a whole number, not the text 'many'" in wrong.err
+    assert "data.batch_size: must be a whole number or null, not the text 'many'" in wrong.err
     assert command(*words[:-1], cwd=place).code == 2  # without --multirun a comma is text
 
 

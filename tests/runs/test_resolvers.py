@@ -78,7 +78,8 @@ def test_what_a_resolver_returns_is_judged_like_a_value_that_is_written_there():
     )
     (fault,) = check("data.batch_size=${my.shouted:word}").faults
     assert str(fault) == (
-        "override data.batch_size=${my.shouted:word}: data.batch_size: must be a whole number, not the text 'WORD'"
+        "override data.batch_size=${my.shouted:word}: data.batch_size: must be a whole number or null, "
+        "not the text 'WORD'"
     )
 
 

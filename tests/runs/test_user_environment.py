@@ -194,6 +194,7 @@ def test_mlflow_that_is_imported_later_finds_the_run(tmp_path, monkeypatch):
     run = client.create_run(client.create_experiment("own")).info
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "another")
     mlflow = sys.modules["mlflow"]
+    mlflow.set_tracking_uri(uri)  # another test of this process may have set one
     monkeypatch.delitem(sys.modules, "mlflow")
     calls = UserCalls()
     calls.begin(TrackedRun(uri, run.run_id, run.experiment_id))

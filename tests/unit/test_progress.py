@@ -148,7 +148,7 @@ def test_a_terminal_has_a_table_and_a_file_has_lines(how, terminal, monkeypatch,
     shown = Console(cfg, None, SimpleNamespace(best={"epoch": 0}))
     trainer = SimpleNamespace(
         current_epoch=0, world_size=1, is_global_zero=True, state=SimpleNamespace(fn="fit"), callbacks=[],
-        callback_metrics={"train_loss": torch.tensor(0.5), "val_acc": torch.tensor(0.25)},
+        callback_metrics={"train_loss": torch.tensor(0.5), "val_acc": torch.tensor(0.25)}, progress_bar_metrics={},
     )  # fmt: skip
     shown.on_train_epoch_start(trainer, None)
     shown.on_validation_start(trainer, None)

@@ -12,13 +12,15 @@ from deeplightning import own_code
 from deeplightning.checks.examine import examine
 
 CONFIG = """\
-data: {module: {type: parts.Data}, batch_size: 8}
+data: {module: {type: unified_parts.Data}, batch_size: 8}
 model:
   module: {type: deeplightning.task.img_classif.ImageClassification}
   network: {type: torch.nn.Linear, params: {in_features: 4, out_features: 2}}
   optimizer: {type: torch.optim.SGD, params: {lr: 0.1}}
   loss: {type: torch.nn.CrossEntropyLoss}
-train: {num_epochs: 1, callbacks: [{type: lightning.pytorch.callbacks.Timer}, {type: parts.Own, params: {every: 2}}]}
+train:
+  num_epochs: 1
+  callbacks: [{type: lightning.pytorch.callbacks.Timer}, {type: unified_parts.Own, params: {every: 2}}]
 """
 PARTS = """\
 import lightning
@@ -59,7 +61,7 @@ def parts(request, tmp_path, monkeypatch):
     """Own code that imports `lightning` in each form, where the package is installed and where it is not."""
     own, installed = tmp_path / "own", tmp_path / "installed"
     own.mkdir()
-    (own / "parts.py").write_text(PARTS)
+    (own / "unified_parts.py").write_text(PARTS)
     (own / "config.yaml").write_text(CONFIG)
     (installed / "lightning" / "pytorch").mkdir(parents=True)
     (installed / "lightning" / "__init__.py").write_text("NAME = 'the package'\n")
@@ -79,7 +81,7 @@ def parts(request, tmp_path, monkeypatch):
 
 def test_every_form_of_the_import_gives_the_classes_of_pytorch_lightning(parts):
     """Also inside a function, also where the package `lightning` is installed."""
-    module = importlib.import_module("parts")
+    module = importlib.import_module("unified_parts")
     assert {pl.LightningModule} == {*module.FOUND}
     assert {pl.Trainer} == {*module.SAME}
     assert module.callbacks is pl.callbacks
@@ -93,7 +95,7 @@ def test_check_reads_the_same_names(parts):
     for importing in (False, True):
         assert examine("config.yaml", [], importing=importing).faults == []
         (fault,) = examine("config.yaml", ["train.callbacks.1.params.evry=2"], importing=importing).faults
-        assert "parts.Own has no param `evry`. Did you mean every?" in str(fault)
+        assert "unified_parts.Own has no param `evry`. Did you mean every?" in str(fault)
 
 
 def test_an_installed_module_gets_the_installed_package(parts):
