@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from deeplightning.checks.conditions import accumulates_itself
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.target import build
 from deeplightning.launch.storage import POOL
@@ -111,7 +110,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         callbacks.append(Histograms(cfg.logger.histograms, record))
     if train.val_every_n_epoch < 1 and not train.fast:
         callbacks.append(ValidateParts(train.val_every_n_epoch))
-    if train.accumulator_factor > 1 and (train.accumulator_epoch > 0 or accumulates_itself(cfg)):
+    if train.accumulator_factor > 1 and train.accumulator_epoch > 0:
         callbacks.append(AccumulateFrom(train.accumulator_epoch, train.accumulator_factor))
     if train.early_stop is not None:
         stop = train.early_stop  # whose mode is null where it does not train

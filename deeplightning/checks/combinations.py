@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deeplightning.checks.conditions import (
-    accumulates_itself,
     averages_of,
     clips_by,
     clips_by_other_norm,
@@ -120,10 +119,10 @@ RULES = [
     Rule(
         "train.accumulator_factor",
         "model.module",
-        "accumulation, a task that steps its optimizers itself, other than `Gan`",
+        "accumulation, a task that steps its optimizers itself",
         "Lightning cannot accumulate for it",
         "set `train.accumulator_factor=1`",
-        lambda cfg, _: cfg.train.accumulator_factor > 1 and steps_itself(cfg) and not accumulates_itself(cfg),
+        lambda cfg, _: cfg.train.accumulator_factor > 1 and steps_itself(cfg),
     ),
     Rule(
         "train.gradient_clip",

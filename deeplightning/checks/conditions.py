@@ -110,13 +110,6 @@ def ignores_config(cfg: Config) -> bool:
     return task is not None and task.ignores_config()
 
 
-def accumulates_itself(cfg: Config) -> bool:
-    """Whether there is something to accumulate, and the task, which steps its optimizers itself, does so, as far as its
-    source tells."""
-    task = _task(cfg) if cfg.train.accumulator_factor > 1 else None
-    return task is not None and task.steps_itself() and task.accumulates()
-
-
 def _task(cfg: Config) -> Any:
     """What the source says of the task; None: it is missing, or cannot be read."""
     name: Any = cfg.model.module and cfg.model.module.type  # where it is missing or no target, a fault says so

@@ -25,7 +25,7 @@ Wanted = Callable[[], Options]
 # training set to a sampler; None: the config to a module that takes it. And what we give to one by name.
 GIVEN = {"data.module": None, "data.sampler": 1, "model.module": None, "model.optimizer": 1, "model.scheduler": 1}
 GIVEN_BY_NAME = {"data.sampler": {"batch_size": 1, "num_replicas": 1, "rank": 0, "seed": 0}}
-_NETWORKS = ("deeplightning.model.", "deeplightning.loss.")
+_NETWORKS = ("deeplightning.model.",)
 AUTO = ("total_steps", "steps_per_epoch", "epochs", "T_max")
 """Params of a scheduler that may be `auto`."""
 

@@ -40,7 +40,7 @@ NOT_TAKEN = (
 callbacks belong to the machine that trained; a tracker's address could be anywhere."""
 
 _NETWORKS = (
-    *("deeplightning.model", "deeplightning.loss", "torch.nn"),
+    *("deeplightning.model", "torch.nn"),
     *("torchvision.models", "torchvision.ops", "torchvision.transforms"),
 )
 _NAMED_ONLY = (*LIBRARIES, "optuna")

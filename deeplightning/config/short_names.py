@@ -15,7 +15,7 @@ _PACKAGE = Path(__file__).parents[1]
 MODULES = {
     "model.optimizer": ("torch.optim",),
     "model.scheduler": ("torch.optim.lr_scheduler",),
-    "model.loss": ("torch.nn", "deeplightning.loss.*"),
+    "model.loss": ("torch.nn",),
     "model.network": ("torchvision.models", "deeplightning.model.*"),
     "train.callbacks": ("pytorch_lightning.callbacks",),
     **dict.fromkeys(("logger", "logger.extra"), ("pytorch_lightning.loggers", "deeplightning.tracking")),

@@ -53,7 +53,7 @@ class Count:
         flops: operations of matrix products, convolutions and attentions in an optimizer step.
         moved: bytes that operators of that step read and wrote.
         launches: operators of its forward and backward passes that did so.
-        batches: of one optimizer step; more than 1 where a loop of the task's own accumulates.
+        batches: of one optimizer step; more than 1 where a task that steps its optimizers itself accumulates.
         buffers: bytes of the network's buffers.
         partial: why no step was counted; None where one was.
     """

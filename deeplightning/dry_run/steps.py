@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from deeplightning import own_code
 from deeplightning.callbacks.recompute import Recompute
 from deeplightning.callbacks.steps import LogSteps, Seeds
-from deeplightning.checks.conditions import accumulates_itself, splits_layers
+from deeplightning.checks.conditions import splits_layers
 from deeplightning.config.automatic import WEIGHTS, unfilled
 from deeplightning.config.target import build, needs
 from deeplightning.dry_run.afterwards import InMemory, answer
@@ -191,7 +191,7 @@ def _inspect(attempt: Attempt, task: pl.LightningModule) -> None:
                 "training_step and set this to null"
             )
             attempt.fault(message, "train.gradient_clip")
-        if train.accumulator_factor > 1 and not accumulates_itself(attempt.cfg):
+        if train.accumulator_factor > 1:
             message = f"{name} steps its optimizers itself, so Lightning cannot accumulate; set this to 1"
             attempt.fault(message, "train.accumulator_factor")
 
@@ -228,7 +228,7 @@ def make_trainer(attempt: Attempt, look: pl.Callback) -> pl.Trainer:
         **trainer_arguments(attempt.cfg),
         max_epochs=-1 if train.num_epochs is None else train.num_epochs,
         max_steps=-1 if train.max_steps is None else train.max_steps,
-        accumulate_grad_batches=1 if accumulates_itself(attempt.cfg) else train.accumulator_factor,
+        accumulate_grad_batches=train.accumulator_factor,
         **clip_arguments(attempt.cfg),
         limit_val_batches=0 if train.limit_batches and train.limit_batches.val == 0 else 1.0,
         callbacks=[*kept, look],

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from deeplightning.checks.check import OWN_LOADERS
-from deeplightning.checks.conditions import accumulates_itself
 from deeplightning.config.schema import Config, LimitBatches
 from deeplightning.config.target import build
 from deeplightning.engine.plan import clip_arguments, trainer_arguments
@@ -83,14 +82,13 @@ def init_trainer(cfg: Config) -> pl.Trainer:
     limits = LimitBatches(train=1, val=1, test=1) if train.fast else train.limit_batches
     often = 1 if train.fast else train.val_every_n_epoch
     epochs = -1 if train.num_epochs is None else train.num_epochs
-    from_start = train.accumulator_epoch == 0 and not accumulates_itself(cfg)  # else a callback sets it
     return Trainer(
         **trainer_arguments(cfg),
         max_epochs=1 if train.fast and epochs != 0 else epochs,
         max_steps=-1 if train.max_steps is None else train.max_steps,
         check_val_every_n_epoch=max(1, int(often)),
         val_check_interval=float(often) if often < 1 else 1.0,
-        accumulate_grad_batches=train.accumulator_factor if from_start else 1,
+        accumulate_grad_batches=1 if train.accumulator_epoch else train.accumulator_factor,  # a callback sets it
         **clip_arguments(cfg),
         limit_train_batches=limits.train if limits else 1.0,
         limit_val_batches=limits.val if limits else 1.0,

@@ -20,7 +20,7 @@ from deeplightning.static.docstrings import described, docstrings
 from deeplightning.static.from_source import Signatures
 from deeplightning.static.logged import constant, logged_names, loss_arguments, network_names, usual_metrics
 from deeplightning.static.made import Made, instance
-from deeplightning.static.manual import accumulates, ignores_config, steps_itself
+from deeplightning.static.manual import ignores_config, steps_itself
 from deeplightning.static.names import Names
 from deeplightning.static.signature import Instance, Signature, Undecided
 from deeplightning.static.thing import Absent, Failing, Kind, Lacking, Thing
@@ -206,7 +206,3 @@ class Definition:
     def ignores_config(self) -> bool:
         """Return whether a task does not read the config that it is given, by what its `__init__` says."""
         return self.kind == "class" and ignores_config(self._names, self._thing)
-
-    def accumulates(self) -> bool:
-        """Whether the class that has a task's `training_step` says that this heeds the accumulation."""
-        return self.kind == "class" and accumulates(self._names, self._thing)

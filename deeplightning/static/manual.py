@@ -1,4 +1,4 @@
-"""Whether a task steps its optimizers itself, accumulates gradients itself, and uses its config."""
+"""Whether a task steps its optimizers itself and uses its config."""
 
 import ast
 
@@ -21,17 +21,6 @@ def steps_itself(names: Names, thing: Thing) -> bool:
     return False
 
 
-def accumulates(names: Names, thing: Thing) -> bool:
-    """Whether the nearest class that defines `training_step` has `accumulates = True` beside it: a step of one's own in
-    a subclass may not heed what its ancestor's does."""
-    line, _ = names.line(thing)
-    for each in line:
-        body = each.node.body if isinstance(each.node, ast.ClassDef) else []
-        if any(isinstance(method, Functions) and method.name == "training_step" for method in body):
-            return any(_says_so(statement) for statement in body)
-    return False
-
-
 def ignores_config(names: Names, thing: Thing) -> bool:
     """Return whether `__init__` of a class, or of its nearest ancestor that has one, does not read the config, which is
     its first argument."""
@@ -43,13 +32,6 @@ def ignores_config(names: Names, thing: Thing) -> bool:
         return False
     used = {getattr(node, "id", None) or getattr(node, "attr", None) for node in ast.walk(methods[0])}
     return used.isdisjoint({arguments[1], "locals", "vars", "save_hyperparameters"})
-
-
-def _says_so(statement: ast.stmt) -> bool:
-    match statement:
-        case ast.Assign(targets=[ast.Name(id="accumulates")], value=ast.Constant(value=True)):
-            return True
-    return False
 
 
 def _value_set(statement: ast.stmt, self: str | None) -> bool | None:

@@ -30,7 +30,6 @@ from deeplightning.callbacks.recompute import Recompute
 from deeplightning.callbacks.sample_weights import SampleWeights
 from deeplightning.callbacks.start import StartWeights
 from deeplightning.callbacks.steps import LogSteps, Seeds
-from deeplightning.checks.conditions import accumulates_itself
 from deeplightning.config.schema import Config
 from deeplightning.engine import compute
 from deeplightning.engine.plan import clip_arguments, trainer_arguments
@@ -95,7 +94,7 @@ def trained(cfg: Config, *callbacks: pl.Callback) -> pl.Trainer:
     trainer = pl.Trainer(
         **trainer_arguments(cfg),
         max_epochs=-1,
-        accumulate_grad_batches=1 if accumulates_itself(cfg) else cfg.train.accumulator_factor,
+        accumulate_grad_batches=cfg.train.accumulator_factor,
         **clip_arguments(cfg),
         limit_val_batches=0,
         callbacks=[*ours, *callbacks],

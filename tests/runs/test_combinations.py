@@ -239,17 +239,6 @@ def test_what_goes_together_passes(overrides):
     assert [str(fault) for fault in examine("c.yaml", overrides).faults if fault.key not in OTHER_FAULTS] == []
 
 
-def test_a_task_that_accumulates_itself_may_be_told_how_often():
-    """The GAN task heeds the factor, as does a subclass that keeps its `training_step`; one with its own does not."""
-    Path("kin.py").write_text(
-        "from deeplightning.task.gan import Gan\n\n\nclass Kept(Gan): ...\n\n\n"
-        "class Own(Gan):\n    def training_step(self, batch, batch_idx): ...\n"
-    )
-    for task, refused in (("deeplightning.task.gan.Gan", False), ("kin.Kept", False), ("kin.Own", True)):
-        report = examine("c.yaml", [f"model.module={{type: {task}}}", "train.accumulator_factor=2"])
-        assert ("train.accumulator_factor" in [fault.key for fault in report.faults]) == refused
-
-
 def test_two_contradictions_are_told_at_once():
     """With whatever else is wrong, in the order of the file."""
     report = examine("c.yaml", ["stages=[test]", "data.fold=1", "data.num_worker=1", "engine.sync_batchnorm=true"])

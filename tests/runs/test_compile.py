@@ -15,7 +15,6 @@ import yaml
 from commands import real
 from conftest import digest, weights
 from functorch.compile import make_boxed_func
-from test_gan import CONFIG as GAN
 from test_text_classif import CONFIG as TEXT
 from test_text_classif import reviews
 from torch._dynamo.backends.common import aot_autograd
@@ -309,17 +308,6 @@ def overwriting():
 def section(config, name, **changes):
     """Overrides that take a section of another config for the tiny one's."""
     return [f"~{name}", f"{name}={json.dumps(yaml.safe_load(config)[name] | changes)}"]
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch hides it, but where it is an error (2.15)
-@pytest.mark.parametrize("mode", [MODES[0], pytest.param(MODES[1], marks=pytest.mark.slow)])
-def test_a_gan_compiles_its_generator_and_two_losses_once(mode, fit, backend):
-    """Three graphs; weights as in eager mode."""
-    config = "\n".join(line for line in GAN.splitlines() if "scorer:" not in line)
-    settings = [EPOCHS, *section(config, "model", module={"type": "deeplightning.task.gan.Gan"})]
-    compiled = fit(*settings, f"engine.compile={mode}")
-    assert backend.graphs == 3
-    assert digest(last_of(compiled)) == digest(last_of(fit(*settings)))
 
 
 @pytest.mark.parametrize(("mode", "graphs"), [pytest.param("true", 2, marks=pytest.mark.slow), ("reduce-overhead", 1)])

@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("sklearn", reason="the digits and the metrics that runs are compared with come from scikit-learn")
 
 from conftest import weights
+from example_code import copy_code
 from pretend import DEVICE
 from test_gan import CONFIG as GAN
 from test_img_recon import CONFIG as RECONSTRUCTION
@@ -115,6 +116,8 @@ def configs(tmp_path_factory, store):
     for name, rows in (("train", reviews(64)), ("dev", reviews(33, 1000)), ("test", reviews(20, 2000))):
         lines = "".join(f"{text}\t{label}\n" for text, label in rows)
         (folder / f"{name}.tsv").write_text(f"sentence\tlabel\n{lines}")
+    copy_code("dcgan", folder)
+    copy_code("vqvae", folder)
     texts = {
         "text": TEXTS.replace("ROOT", str(folder)),
         "gan": GAN,

@@ -7,10 +7,8 @@ import json
 
 import pytest
 import torch
-import yaml
 from commands import real
 from conftest import weights
-from test_gan import CONFIG as GAN
 
 from deeplightning.engine import background
 from deeplightning.engine.background import Snapshot
@@ -153,18 +151,6 @@ def test_a_run_with_recorded_steps_resumes_bit_for_bit(learned):
     resumed, _ = learned(*settings, f"train.resume_ckpt={first.folder}")
     for name, values in weights(resumed.folder / "last.ckpt").items():
         assert torch.equal(values, whole[name]), name
-
-
-def test_a_gan_records_its_generator_and_two_losses(learned):
-    """Weights as in eager mode, bit for bit."""
-    config = yaml.safe_load("\n".join(line for line in GAN.splitlines() if "scorer:" not in line))
-    model = json.dumps({**config["model"], "module": {"type": "deeplightning.task.gan.Gan"}})
-    settings = [*SAME, f"model={model}"]
-    expected = weights(learned(*settings)[0].folder / "last.ckpt")
-    done, notes = learned(*settings, "engine.compile=graphs")
-    assert notes["recorded"] == 3
-    for name, values in weights(done.folder / "last.ckpt").items():
-        assert torch.equal(values, expected[name]), name
 
 
 @pytest.mark.parametrize(

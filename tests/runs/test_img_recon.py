@@ -13,12 +13,12 @@ import pytest
 import sklearn.metrics
 import torch
 from conftest import digest
+from example_code import copy_code, module_of
 from PIL import Image
 from served import COLOURS, Server
 
 from deeplightning.checks.examine import load_config
 from deeplightning.image import ImageSpec
-from deeplightning.model.vqvae import DiscreteVAE
 from deeplightning.run.assemble import init_module
 from deeplightning.run.load import trained_task
 from deeplightning.runfolder import RunFolder
@@ -26,6 +26,7 @@ from deeplightning.task.errors import MisfitError
 from deeplightning.task.img_recon import ImageReconstruction, perplexity
 from deeplightning.task.sheets import epoch_suffix, sheet
 
+DiscreteVAE = module_of("vqvae/discrete_vae.py").DiscreteVAE
 CONFIG = """\
 seed: 7
 stages: [train, validate]
@@ -36,11 +37,11 @@ data:
 model:
   module: {type: deeplightning.task.img_recon.ImageReconstruction}
   network:
-    type: deeplightning.model.vqvae.DiscreteVAE
+    type: discrete_vae.DiscreteVAE
     params: {image_size: 8, num_channels: 3, num_tokens: 8, codebook_dim: 8, num_layers: 1, width: 16,
              straight_through: true}
   optimizer: {type: torch.optim.Adam, params: {lr: 0.01}}
-  loss: {type: deeplightning.loss.vae.DiscreteVAELoss, params: {kl_weight: 0.001}}
+  loss: {type: vae_losses.DiscreteVAELoss, params: {kl_weight: 0.001}}
 train: {num_epochs: 2}
 logger:
   params: {tracking_uri: STORE, system_metrics: false}
@@ -59,6 +60,7 @@ def place(tmp_path_factory, store):
         for number in range(60):
             pixels = np.clip(np.array(colour) + random.randint(-8, 9, (8, 8, 3)), 0, 255).astype(np.uint8)
             Image.fromarray(pixels).save(folder / "pictures" / name / f"{number}.png")
+    copy_code("vqvae", folder)
     (folder / "colours.yaml").write_text(CONFIG.replace("STORE", str(store)))
     return folder
 
@@ -179,7 +181,7 @@ def test_two_processes_judge_as_one(learn, run):
 
 def test_several_losses_are_each_logged(learn, tracked):
     """Three losses by name train together, each logged beside their weighted sum."""
-    kind = "deeplightning.loss.vae"
+    kind = "vae_losses"
     losses = {
         "error": f"{{type: {kind}.ReconstructionError}}",
         "smooth": f"{{type: {kind}.ReconstructionError, params: {{error: smooth_l1}}, weight: 0.5}}",
@@ -293,16 +295,17 @@ def test_a_sheet_has_its_places():
     assert sheet(torch.zeros(9, 3, 100, 80, dtype=torch.uint8), columns=2).shape == (3, 200, 160)
 
 
-def test_image_files_are_answered_with_pictures(run, command, tmp_path):
+def test_image_files_are_answered_with_pictures(run, command, place, tmp_path):
     """`predict RUN IMAGE --out FILE.csv` writes a PNG per image; without `--out` a note says how."""
-    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    outcome = command("predict", run.path, "a.png", cwd=tmp_path)
+    picture, answers = tmp_path / "a.png", tmp_path / "answers.csv"
+    Image.new("RGB", (8, 8)).save(picture)
+    outcome = command("predict", run.path, picture, cwd=place)
     assert (outcome.code, "Traceback" in outcome.err) == (3, False)
     assert "--out FILE.csv writes them as PNG files" in outcome.err
-    outcome = command("predict", run.path, "a.png", "--out", "answers.csv", cwd=tmp_path)
+    outcome = command("predict", run.path, picture, "--out", answers, cwd=place)
     assert outcome.code == 0, outcome
-    (row,) = csv.DictReader((tmp_path / "answers.csv").read_text().splitlines())
-    assert row["path"] == "a.png"
-    (picture,) = (tmp_path / "answers").glob("*.png")
-    with Image.open(picture) as image:
+    (row,) = csv.DictReader(answers.read_text().splitlines())
+    assert row["path"] == str(picture)
+    (answered,) = (tmp_path / "answers").glob("*.png")
+    with Image.open(answered) as image:
         assert (image.size, image.mode) == ((8, 8), "RGB")

@@ -505,7 +505,7 @@ def test_what_a_rule_allows_is_what_our_configs_name(run, tmp_path):
     augment = [{"type": "torchvision.transforms.v2.RandomHorizontalFlip", "params": {"p": 0.5}}]
     changes = {
         "model.network": {"type": "torch.nn.Sequential"},
-        "model.loss": {"type": "deeplightning.loss.vae.DiscreteVAELoss"},
+        "model.loss": {"type": "torch.nn.MSELoss"},
         "model.optimizer": {"type": "torch.optim.AdamW", "params": {"lr": 0.1}},
         "model.scheduler": {"type": "torch.optim.lr_scheduler.ReduceLROnPlateau"},
         "data.module.params.augment": augment,

@@ -749,10 +749,6 @@ def test_what_only_importing_can_tell_is_said_to_be_unchecked(command, here):
             "image_size: 28, patch_size: 5}}",
             "deeplightning.model.vit.ViT refuses its arguments: ValueError: patch_size 5 does not divide",
         ),
-        (
-            "model.network={type: deeplightning.model.vqvae.DiscreteVAE, params: {num_channels: 1, image_size: 28}}",
-            "image_size must be a power of two, not 28: 16 and 32 are the next",
-        ),
         ("model.loss={type: own_classes.Abstract}", "own_classes.Abstract is abstract: it has no forward of its own"),
     ],
 )

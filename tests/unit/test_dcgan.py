@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from example_code import module_of
 
-from deeplightning.model.dcgan import Discriminator, Generator
+networks = module_of("dcgan/dcgan.py")
+Generator, Discriminator = networks.Generator, networks.Discriminator
 
 
 @pytest.mark.parametrize(("size", "channels"), [(8, 1), (16, 3), (28, 1), (32, 3), (64, 1), (12, 2)])

@@ -3,7 +3,7 @@
 `LAYERS` lists the folders of the core from the top to the bottom: a file imports files of its own folder, and of those
 that come later in the list. Nothing imports the entry points. `serve` stands on `image`, `text`, `table`, `array`,
 `kinds`, `runfolder` and `words`; of the rest only `api`, `torch_server`, what answers inside an MLflow model, and
-`predict RUN FILE`, whose answers are those of the endpoint, use it. The parts (`data`, `task`, `model`, `loss`) are
+`predict RUN FILE`, whose answers are those of the endpoint, use it. The parts (`data`, `task`, `model`) are
 named in YAML, imported by nobody, and use of the core only `config.target.build`, the types in `config.part_config`,
 `batches`, `figures`, `image`, `text`, `table`, `array`, `kinds`, `transfer` and `words`.
 """
@@ -59,7 +59,7 @@ STAND_ON_SERVE = {
     *("deeplightning.api", "deeplightning.torch_server", "deeplightning.tracking.pyfunc"),
     *("deeplightning.run.inputs", "deeplightning.run.predict"),
 }
-PARTS = {"data", "task", "model", "loss"}
+PARTS = {"data", "task", "model"}
 OPEN_TO_PARTS = {
     *("deeplightning.config.target.build", "deeplightning.image", "deeplightning.text", "deeplightning.transfer"),
     "deeplightning.config.part_config",

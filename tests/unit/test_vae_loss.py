@@ -4,9 +4,12 @@ import math
 
 import pytest
 import torch
+from example_code import module_of
 from torch.distributions import Categorical, kl_divergence
 
-from deeplightning.loss.vae import DiscreteVAELoss, ReconstructionError, UniformDivergence
+losses = module_of("vqvae/vae_losses.py")
+DiscreteVAELoss = losses.DiscreteVAELoss
+ReconstructionError, UniformDivergence = losses.ReconstructionError, losses.UniformDivergence
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from example_code import module_of
 
-from deeplightning.config.target import build
-from deeplightning.model.vqvae import DiscreteVAE
+DiscreteVAE = module_of("vqvae/discrete_vae.py").DiscreteVAE
 
 SMALL = {"image_size": 8, "num_channels": 3, "num_tokens": 5, "codebook_dim": 4, "num_layers": 1, "width": 6}
 
@@ -89,9 +89,3 @@ def test_pictures_of_another_shape_are_refused():
     """Pictures of another size or number of channels than it was made for are named, with what it was made for."""
     with pytest.raises(ValueError, match=r"\(3, 16, 16\), but this DiscreteVAE was made for \(3, 8, 8\)"):
         DiscreteVAE(**SMALL)(torch.zeros(1, 3, 16, 16))
-
-
-def test_it_is_built_from_a_target():
-    """By name and params, as a config has it."""
-    made = build({"type": "deeplightning.model.vqvae.DiscreteVAE", "params": SMALL})
-    assert (made.num_tokens, made.temperature, made.straight_through) == (5, 0.9, False)

@@ -1,1 +1,0 @@
-"""One file per loss, each a plain nn.Module with plain keyword arguments."""
