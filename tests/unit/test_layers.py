@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ENTRIES = {"deeplightning", "__main__", "api", "configure", "torch_server"}
+ENTRIES = {"deeplightning", "__main__", "api", "torch_server"}
 """What a user imports or starts: it may use everything, and only another one imports it."""
 LAYERS = [
     *(

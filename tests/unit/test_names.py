@@ -6,7 +6,6 @@ import sys
 import pytest
 
 import deeplightning
-from deeplightning import load_config
 
 
 @pytest.mark.parametrize("name", deeplightning.__all__)
@@ -30,11 +29,3 @@ def test_the_package_alone_loads_nothing():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     loaded = {name for name in done.stdout.split() if name.partition(".")[0] not in sys.stdlib_module_names}
     assert loaded == {"deeplightning", "deeplightning.version"}
-
-
-def test_the_former_door_from_python_is_open():
-    """`deeplightning.configure` offers what it did, the same objects."""
-    from deeplightning import configure
-
-    assert configure.load_config is load_config
-    assert {getattr(deeplightning, name) is getattr(configure, name) for name in configure.__all__} == {True}
