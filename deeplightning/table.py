@@ -403,12 +403,8 @@ class TableSpec:
         Raises:
             ValueError: a key is missing or unknown, or a value is impossible.
         """
-        keys = (
-            "columns",
-            "unknown",
-            "missing",
-            *(("format",) if isinstance(values, Mapping) and "format" in values else ()),
-        )
+        has_format = isinstance(values, Mapping) and "format" in values
+        keys = ("columns", "unknown", "missing", *(["format"] if has_format else []))
         _has_exactly("a table spec", values, keys)
         if not isinstance(values["columns"], list | tuple):
             raise ValueError("the columns of a table spec must be a list")
@@ -416,11 +412,9 @@ class TableSpec:
         for column in values["columns"]:
             _has_exactly("a column", column, ("name", "kind", "mean", "std", "categories"))
             columns.append(Column(**column))
-        form = TableFormat()
-        if "format" in values:
-            _has_exactly("the format of a table", values["format"], [*asdict(form)])
-            form = TableFormat(**values["format"])
-        return cls(tuple(columns), values["unknown"], values["missing"], form)
+        form = values.get("format", asdict(TableFormat()))
+        _has_exactly("the format of a table", form, [*asdict(TableFormat())])
+        return cls(tuple(columns), values["unknown"], values["missing"], TableFormat(**form))
 
 
 def _has_exactly(what: str, values: object, known: Sequence[str]) -> None:
