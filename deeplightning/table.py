@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
+from email.utils import parsedate
 from functools import cached_property
 from typing import Any
 
@@ -37,6 +38,9 @@ _GROUPED = {
     for decimal, group in ((".", ","), (",", "."))
 }
 """Numbers with a separator of thousands, by the decimal sign."""
+
+NAMED_DAY = re.compile(r"[A-Za-z]{3,9}[-/. ]\d\d?[-/., ]+\d{4}|\d\d?[-/. ]+[A-Za-z]{3,9}[-/. ]+(?:\d\d){1,2}", re.ASCII)
+"""A date whose month is a word, so that it is clear which number is the day."""
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -95,7 +99,7 @@ class TableFormat:
         return value is None or (isinstance(value, float) and math.isnan(value))
 
     def number(self, value: object) -> float:
-        """Return a value of a column of numbers; of a date such as 2024-02-29 the days since 1970.
+        """Return a value of a column of numbers; of a date such as 2024-02-29 or Feb-29-2024 the days since 1970.
 
         Raises:
             ValueError: it is not a number.
@@ -117,7 +121,9 @@ class TableFormat:
         try:
             return float(text)
         except ValueError:
-            return (datetime.fromisoformat(text).replace(tzinfo=None) - datetime(1970, 1, 1)) / timedelta(days=1)
+            named = parsedate(re.sub("[-/.,]", " ", text) + " 0:0") if NAMED_DAY.fullmatch(text) else None
+            date = datetime(*named[:3]) if named else datetime.fromisoformat(text).replace(tzinfo=None)
+            return (date - datetime(1970, 1, 1)) / timedelta(days=1)
 
 
 @dataclass(frozen=True)
@@ -397,12 +403,8 @@ class TableSpec:
         Raises:
             ValueError: a key is missing or unknown, or a value is impossible.
         """
-        keys = (
-            "columns",
-            "unknown",
-            "missing",
-            *(("format",) if isinstance(values, Mapping) and "format" in values else ()),
-        )
+        has_format = isinstance(values, Mapping) and "format" in values
+        keys = ("columns", "unknown", "missing", *(["format"] if has_format else []))
         _has_exactly("a table spec", values, keys)
         if not isinstance(values["columns"], list | tuple):
             raise ValueError("the columns of a table spec must be a list")
@@ -410,11 +412,9 @@ class TableSpec:
         for column in values["columns"]:
             _has_exactly("a column", column, ("name", "kind", "mean", "std", "categories"))
             columns.append(Column(**column))
-        form = TableFormat()
-        if "format" in values:
-            _has_exactly("the format of a table", values["format"], [*asdict(form)])
-            form = TableFormat(**values["format"])
-        return cls(tuple(columns), values["unknown"], values["missing"], form)
+        form = values.get("format", asdict(TableFormat()))
+        _has_exactly("the format of a table", form, [*asdict(TableFormat())])
+        return cls(tuple(columns), values["unknown"], values["missing"], TableFormat(**form))
 
 
 def _has_exactly(what: str, values: object, known: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from deeplightning.cli.guess import Columns, Guess, some
 from deeplightning.config.target import find
 from deeplightning.faults import ConfigError, Fault, SetupError, count, nearest
-from deeplightning.table import MISSING, TableFormat
+from deeplightning.table import MISSING, NAMED_DAY, TableFormat
 
 MAX_ROWS = 200_000
 """Rows of a table that are read."""
@@ -34,10 +34,7 @@ TARGETS = ("target", "label", "class", "category", "sentiment", "price", "value"
 _GAPS = tuple(word for word in MISSING if word != "none")
 """Words that always stand for a missing value. "None" is a class, unless it is between numbers."""
 _NUMBERED = {"id", "ids", "index", "idx", "no", "nr", "number", "num", "row", "rows", "rownames", "unnamed", "column"}
-_DATE = re.compile(
-    r"\d{4}([-/.])\d\d?\1\d\d?([T ].*)?|\d\d?([-/.])\d\d?\3(\d\d){1,2}([T ].*)?"
-    r"|[A-Za-z]{3,9}[-/. ]\d\d?[-/., ]+\d{4}|\d\d?[-/. ]+[A-Za-z]{3,9}[-/. ]+(\d\d){1,2}"
-)
+_DATE = re.compile(r"\d{4}([-/.])\d\d?\1\d\d?([T ].*)?|\d\d?([-/.])\d\d?\3(\d\d){1,2}([T ].*)?|" + NAMED_DAY.pattern)
 
 
 @dataclass(frozen=True)
@@ -199,7 +196,7 @@ def text(data: Path, wanted: Columns) -> Guess:
     }
     notes = [
         f"{found.of()}: texts in the column {text}, classes in the column {label}",
-        f"{len(names)} classes: {some([f'{name} ({counts[name]})' for name in names])}",
+        f"{len(names)} classes: {_counted(counts)}",
         found.format_note(),
         *_left_out(found, [text, label]),
     ]
@@ -231,40 +228,28 @@ def rows(data: Path, wanted: Columns) -> Guess:
     kinds, reasons = _kinds(found, wanted)
     target, reason = _target(found, kinds, wanted)
     column = found.columns[target]
-    classes = column.classes()
-    are_classes = wanted.task == "classification" or (
-        wanted.task is None
-        and (not column.is_number() or (column.is_whole and 2 <= len(classes) <= min(MAX_FEW, found.rows // 5)))
-    )
-    if wanted.task == "regression" and not column.is_number():
-        raise SetupError(f"{found.path}: the column {target} holds no numbers to be predicted; {_columns(kinds)}")
-    if are_classes and len(classes) > min(MAX_CLASSES, max(MAX_FEW, found.rows // 2)):
-        raise SetupError(
-            f"{found.path}: the column {target} has {column.different} different values, too many for classes; "
-            "--regression predicts numbers, and --target NAME names another column"
-        )
-    if are_classes:
+    classes = _classes(found, kinds, target, wanted.task)
+    if classes:
         kinds, reasons = _kinds(found, wanted, frozenset(word.lower() for word in classes))
-    kinds[target] = "category" if are_classes else "number"
+    kinds[target] = "category" if classes else "number"
     reasons.pop(target, None)
     inputs = [name for name, kind in kinds.items() if kind != "ignore" and name != target]
     if not inputs:
         raise _too_few(found, kinds)
     strays = {
-        name: found.columns[name].strays
-        for name, kind in kinds.items()
-        if (kind == "number" or name == target) and found.columns[name].is_number() and found.columns[name].strays
+        name: each.strays
+        for name, each in found.columns.items()
+        if each.strays and (kinds[name] == "number" or name == target) and each.is_number()
     }
     missing_words = [*_GAPS, *dict.fromkeys(word.lower() for words in strays.values() for word in words)]
     form = replace(found.form, missing_words=tuple(missing_words))
-    gaps = {name: _gaps(found.columns[name], form) for name in inputs}
-    gaps = {name: number for name, number in gaps.items() if number}
+    gaps = _gaps(found, inputs, form)
     words = [
         sum(not form.is_missing(word) for word in found.columns[name].values) + 1
         for name in inputs
         if kinds[name] == "category"
     ]
-    task = "classif.Classification" if are_classes else "regression.Regression"
+    task = "classif.Classification" if classes else "regression.Regression"
     values = {
         "count": found.rows,
         "number": len(inputs),
@@ -279,42 +264,51 @@ def rows(data: Path, wanted: Columns) -> Guess:
         "task": f"deeplightning.task.{task}",
         "numbers": len(inputs) - len(words),
         "cardinalities": words,
-        "outputs": len(classes) if are_classes else 1,
-        "loss": "torch.nn.CrossEntropyLoss" if are_classes else "torch.nn.MSELoss",
-        "monitor": "val_acc" if are_classes else "val_rmse",
-        "mode": "max" if are_classes else "min",
+        "outputs": len(classes) or 1,
+        "loss": "torch.nn.CrossEntropyLoss" if classes else "torch.nn.MSELoss",
     }
-    predicted = (
-        f"{len(classes)} classes: {some([f'{name} ({number})' for name, number in classes.items()])}"
-        if are_classes
-        else f"mean {column.mean}, std {column.std}"
-    )
+    predicted = f"{len(classes)} classes: {_counted(classes)}" if classes else f"mean {column.mean}, std {column.std}"
     dates = [name for name in inputs if kinds[name] == "number" and found.columns[name].has_dates]
-    rare = [name for name, number in classes.items() if number == 1] if are_classes else []
+    rare = [name for name, number in classes.items() if number == 1]
+    groups = {kind: [name for name in inputs if kinds[name] == kind] for kind in ("number", "category")}
+    for name, why in reasons.items():
+        groups.setdefault(f"ignored, {why}", []).append(name)
+    groups["dates, as days since 1970-01-01"] = dates
     notes = [
         f"{found.of()}: the column {target} is predicted ({reason}), {predicted}",
         found.format_note(),
+        *(f"{what}: {some(names)}" for what, names in groups.items() if names),
         *(
-            f"{kind}: {some([name for name in inputs if kinds[name] == kind])}"
-            for kind in ("number", "category")
-            if any(kinds[name] == kind for name in inputs)
-        ),
-        *(
-            f"ignored, {why}: {some([name for name, reason in reasons.items() if reason == why])}"
-            for why in dict.fromkeys(reasons.values())
-        ),
-        *([f"dates, as days since 1970-01-01: {some(dates)}"] if dates else []),
-        *(
-            f"words of {name} that stand for a missing value: {some([f'{w!r} ({n})' for w, n in words.items()])}"
+            f"words of {name} that stand for a missing value: {_counted({repr(w): n for w, n in words.items()})}"
             for name, words in strays.items()
         ),
         *_left_out(found, [target], form),
         *([f"classes of one row, which is in the training set: {some(rare)}"] if rare else []),
+        *([f"missing values, which are filled: {_counted(gaps)}"] if gaps else []),
     ]
-    if gaps:
-        notes.append(f"missing values, which are filled: {some([f'{name} ({n})' for name, n in gaps.items()])}")
     row = {name: _cell(found.first[name], kinds[name], form) for name in inputs}
     return Guess(values, notes, "row.json", {"row.json": json.dumps({"rows": [row]}, ensure_ascii=False) + "\n"})
+
+
+def _classes(found: Table, kinds: dict[str, str], target: str, task: str | None) -> dict[str, int]:
+    """Return the classes of the target, each with its number of rows; none where numbers are predicted.
+
+    Raises:
+        SetupError: the target holds no numbers and a regression is wanted, or too many values for classes.
+    """
+    column = found.columns[target]
+    classes, is_number = column.classes(), column.is_number()
+    if task == "regression" and not is_number:
+        raise SetupError(f"{found.path}: the column {target} holds no numbers to be predicted; {_columns(kinds)}")
+    is_few = column.is_whole and 2 <= len(classes) <= min(MAX_FEW, found.rows // 5)
+    if task == "regression" or (task is None and is_number and not is_few):
+        return {}
+    if len(classes) > min(MAX_CLASSES, max(MAX_FEW, found.rows // 2)):
+        raise SetupError(
+            f"{found.path}: the column {target} has {column.different} different values, too many for classes; "
+            "--regression predicts numbers, and --target NAME names another column"
+        )
+    return classes
 
 
 def _target(found: Table, kinds: dict[str, str], wanted: Columns) -> tuple[str, str]:
@@ -359,7 +353,7 @@ def _kinds(
             if column.filled == 0
             else "a number of each row"
             if parts & _NUMBERED and is_whole and column.different == column.filled
-            else "dates that are not written as 2024-02-29"
+            else "dates that are not written as 2024-02-29 or Feb-29-2024"
             if column.has_dates and not column.is_number()
             else "different in nearly each row"
             if many and (not column.is_number(classes) or ("id" in parts and is_whole))
@@ -398,8 +392,17 @@ def _columns(kinds: dict[str, str]) -> str:
     return f"its columns: {some([f'{name} ({kind})' for name, kind in kinds.items()])}"
 
 
-def _gaps(column: Column, form: TableFormat) -> int:
-    return column.missing + sum(number for word, number in column.values.items() if form.is_missing(word))
+def _gaps(found: Table, names: Sequence[str], form: TableFormat) -> dict[str, int]:
+    """Return how many values are missing in each of some columns that lacks any."""
+    numbers = {
+        name: column.missing + sum(number for word, number in column.values.items() if form.is_missing(word))
+        for name, column in ((name, found.columns[name]) for name in names)
+    }
+    return {name: number for name, number in numbers.items() if number}
+
+
+def _counted(numbers: dict[str, int]) -> str:
+    return some([f"{name} ({number})" for name, number in numbers.items()])
 
 
 def _cell(text: str, kind: str, form: TableFormat) -> object:
@@ -418,11 +421,8 @@ def _file_of(data: Path) -> Path:
 
 
 def _left_out(found: Table, columns: list[str], form: TableFormat | None = None) -> list[str]:
-    lacking = {name: _gaps(found.columns[name], form or found.form) for name in columns}
-    lacking = {name: number for name, number in lacking.items() if number}
-    if not lacking:
-        return []
-    return [f"missing values, whose rows are left out: {some([f'{name} ({n})' for name, n in lacking.items()])}"]
+    lacking = _gaps(found, columns, form or found.form)
+    return [f"missing values, whose rows are left out: {_counted(lacking)}"] if lacking else []
 
 
 def _named(names: Sequence[str]) -> str | None:

@@ -258,7 +258,7 @@ def guess_format(path: Path) -> TableFormat:
     """Return delimiter, decimal sign and encoding of a file, by its first megabyte.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: it cannot be read, or has no header; a header of numbers is 0, 1, …, as pandas numbers columns.
     """
     if kind_of_file(path) != "csv":
         return TableFormat()
@@ -287,7 +287,7 @@ def guess_format(path: Path) -> TableFormat:
         if len(header) > 1 and (same, rank) > best and (sign != " " or same == 1):
             best, delimiter, rows = (same, rank), sign, found
     header = (rows or [values for _, values in itertools.islice(records(text), 1)] or [[]])[0]
-    if header and all(_is_number(name, TableFormat()) for name in header):
+    if header != [str(n) for n in range(len(header))] and all(_is_number(name, TableFormat()) for name in header):
         names = f"$(seq -f column_%g -s '{delimiter}' {len(header)})"
         raise DataError(
             f"{path}: the first line, {', '.join(header[:8])}, names no columns; put a header above it: "

@@ -15,7 +15,6 @@ import yaml
 
 REFUSED = {
     "china_smoking.csv": "has 8 rows below its header; at least 10 are needed",
-    "elec_equip.csv": "this rewrites the dates so that they are numbers: python -c",
     "E6_jmulti.csv": "put a header above it: sed -i \"1i $(seq -f column_%g -s ' ' 2)\" E6_jmulti.csv",
     "unemp.csv": "If this is the header: tail -n +10 unemp.csv >table.csv",
     "scotland_population.csv": "If the table ends above it: head -n 15 scotland_population.csv >table.csv",

@@ -227,7 +227,15 @@ FORMS = {
     "days with points": Form(
         with_first(lambda number: f"{number % 28 + 1}.2.24", "Tag"),
         {"Tag": "ignore"} | PLAIN,
-        notes=("ignored, dates that are not written as 2024-02-29: Tag",),
+        notes=("ignored, dates that are not written as 2024-02-29 or Feb-29-2024: Tag",),
+    ),
+    "days of named months": Form(
+        with_first(lambda number: f"{('Jan', 'February')[number % 2]}-{number % 28 + 1}-1995", "day"),
+        {"day": "number"} | PLAIN,
+        notes=("dates, as days since 1970-01-01: day",),
+    ),
+    "columns that pandas numbers": Form(
+        text(header="0,1,2,3"), named("0", "1", "2", "3"), target="3"
     ),
     "a day is no target": Form(
         text(header="area,rooms,town,day", change=put(3, lambda number, _: f"2024-02-{number % 28 + 1:02d}")),
