@@ -343,7 +343,9 @@ class Conversion:
         if entry.value is None or name in ("config", "print_config", "subcommand"):
             return
         if name in ("optimizer", "lr_scheduler"):
-            message = "has no key here: LightningCLI replaces the module's configure_optimizers with it. Write that method "
+            message = (
+                "has no key here: LightningCLI replaces the module's configure_optimizers with it. Write that method "
+            )
             message += "in the class, or give the class a parameter `optimizer: OptimizerCallable`, set in `init_args`"
             self.refuse(name, entry, message)
         elif name == "ckpt_path":
