@@ -84,8 +84,12 @@ KINDS = {
 
 
 def is_plain(task: object) -> bool:
-    """Return whether a task is a LightningModule of the user's own that does not say how it is exported."""
-    return not hasattr(task, "inference_model") and not hasattr(task, "kind")
+    """Return whether a task is a LightningModule of the user's own that does not say how it is exported.
+
+    It may have attributes with the names of ours, such as `kind`.
+    """
+    is_ours = any(each.__module__.startswith("deeplightning.task.") for each in type(task).__mro__)
+    return not is_ours and not hasattr(task, "inference_model")
 
 
 def row_spec(takes: str, values: Mapping[str, object]) -> "TableSpec | ArraySpec":

@@ -242,8 +242,10 @@ class Checkpoints(LightningCheckpoint):
             return
         self._validated = False
         if name not in trainer.callback_metrics:
-            known = ", ".join(sorted(trainer.callback_metrics))
-            message = f"no metric is called {name!r}; this run has {known}"
+            known = sorted(trainer.callback_metrics)
+            of_loader = next((other for other in known if other.startswith(f"{name}/dataloader_idx_")), "NAME")
+            message = f"no metric is called {name!r}; this run has {', '.join(known)}."
+            message += f" Set train.checkpoint.monitor={of_loader}"
             raise ConfigError(Fault(message, "train.checkpoint.monitor"))
         if self.off:
             return

@@ -343,8 +343,11 @@ class Conversion:
         if entry.value is None or name in ("config", "print_config", "subcommand"):
             return
         if name in ("optimizer", "lr_scheduler"):
-            message = "has no key here: LightningCLI gives it to a module that has no configure_optimizers. Write that "
-            self.refuse(name, entry, message + "method, or a parameter `optimizer: OptimizerCallable`, in the class")
+            message = (
+                "has no key here: LightningCLI replaces the module's configure_optimizers with it. Write that method "
+            )
+            message += "in the class, or give the class a parameter `optimizer: OptimizerCallable`, set in `init_args`"
+            self.refuse(name, entry, message)
         elif name == "ckpt_path":
             self.put("train.resume_ckpt", self.value(name, entry), entry)
         elif name == "task_name" and self.system == "hydra":

@@ -143,7 +143,8 @@ def example(attempt: Attempt, longest: bool = False) -> object:
     if attempt.faults:
         attempt.untried.append(Fault("without an example no step was tried", "data.module"))
     elif batch is None:
-        message = f"{target.type} offers no example_batch(size), so no step was tried"
+        message = f"{target.type} offers no example_batch(size), so no step was tried; "
+        message += "`deeplightning train … train.fast=true` runs one batch of its own loaders"
         attempt.untried.append(Fault(message, "data.module"))
     elif getattr(data, "image_spec", None) is not None and not getattr(data, "class_names", None):
         message = "its classes are not known yet; whether the network has an output for each was not tried"

@@ -31,6 +31,8 @@ _LOST = re.compile(
 _IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
 _FRAME = re.compile(r'^\s*File "(.+)", line (\d+)', re.MULTILINE)
 
+_LIGHTNING = re.compile(r"[\\/](pytorch_lightning|lightning_fabric)[\\/]")
+
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
@@ -94,13 +96,18 @@ def _frames_of(error: BaseException) -> list[tuple[str, int]]:
 def exit_code_of(error: BaseException) -> int:
     """Return the exit code of an error: its own, else 5 if the user's code raised it and 1 if ours did.
 
-    What a library raises counts for the code that called it; a worker of a loader that was lost is 5.
+    What a library raises counts for the code that called it. A worker of a loader that was lost is 5, and so is what
+    Lightning itself refuses: it speaks of the user's modules and settings.
     """
     if isinstance(code := getattr(error, "exit_code", None), int):
         return code
     if str(error).startswith("DataLoader worker (pid"):
         return 5
-    of_user = [is_theirs(name) for name, _ in _frames_of(error) if is_theirs(name) or name.startswith(OURS)]
+    frames = [name for name, _ in _frames_of(error)]
+    is_refusal = isinstance(error, ValueError) or type(error).__name__ == "MisconfigurationException"
+    if is_refusal and frames and _LIGHTNING.search(frames[-1]):
+        return 5
+    of_user = [is_theirs(name) for name in frames if is_theirs(name) or name.startswith(OURS)]
     return 5 if of_user and of_user[-1] else 1
 
 

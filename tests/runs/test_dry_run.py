@@ -533,7 +533,8 @@ def test_a_task_may_step_its_optimizers_itself():
 def test_without_an_example_everything_is_built():
     """A data module that offers none is said; what is built shows its faults all the same."""
     bare = "data.module.type=own.Bare"
-    said = "data.module: own.Bare offers no example_batch(size), so no step was tried"
+    said = "data.module: own.Bare offers no example_batch(size), so no step was tried; "
+    said += "`deeplightning train … train.fast=true` runs one batch of its own loaders"
     assert tried(bare) == ([], [said])
     found, untried = tried(bare, REFUSED)
     assert [note.partition(": ")[0] for note in found] == ["model.optimizer"]

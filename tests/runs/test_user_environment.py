@@ -5,6 +5,7 @@ import re
 import sys
 
 import pytest
+import pytorch_lightning as pl
 from commands import real
 from mlflow.tracking import MlflowClient
 
@@ -169,7 +170,7 @@ def test_an_exception_in_a_worker_of_a_loader_is_the_users(run, client):
 
 
 def test_an_exception_counts_for_whoever_called_the_library(tmp_path, monkeypatch):
-    """5 where the user's code called it, 1 where ours did, its own where it has one."""
+    """5 where the user's code called it, 1 where ours did, its own where it has one; 5 for what Lightning refuses."""
 
     def raised(function):
         with pytest.raises(Exception) as caught:  # noqa: PT011
@@ -183,6 +184,8 @@ def test_an_exception_counts_for_whoever_called_the_library(tmp_path, monkeypatc
     monkeypatch.setattr(failure, "OURS", (os.path.dirname(__file__),))  # noqa: PTH120
     monkeypatch.setattr(failure, "is_theirs", lambda file: False)
     assert failure.exit_code_of(raised(fail)) == 1
+    assert failure.exit_code_of(raised(lambda: pl.Trainer(max_epochs=-2))) == 5  # a MisconfigurationException
+    assert failure.exit_code_of(raised(lambda: pl.Trainer(precision="none"))) == 5  # a ValueError
     assert failure.exit_code_of(failure.UserError("no")) == 1
     assert failure.exit_code_of(failure.RankError(failure.Cause(0, "no", 3))) == 3
 
