@@ -249,7 +249,7 @@ def test_a_schedule_by_a_metric_steps_in_the_epochs_that_have_it(fit, frequency)
 
 
 def test_each_of_several_validation_sets_can_be_monitored(fit):
-    """By Lightning's name of it; the name without a number is refused after the first validation, with the key to set."""
+    """By its name in Lightning; a name without a number is refused after the first validation, with the key to set."""
     data = lambda cfg: Data(samples(40), sets=2)  # noqa: E731
     second = "train.checkpoint={monitor: val_loss/dataloader_idx_1, mode: min}"
     done = fit("train.num_epochs=1", second, task=Plain, data=data)
