@@ -188,6 +188,7 @@ def test_a_run_that_is_stopped_while_it_validates_averages_resumes_from_the_weig
     assert_ends_like(resumed, whole, tracked)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_averages_resumes_only_with_them(train, settings, whole):
     """Without the callback training would continue from the averages: exit code 4 with both ways out. Other settings
     are reported; a checkpoint without averages begins them."""

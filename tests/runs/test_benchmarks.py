@@ -82,6 +82,7 @@ def test_a_seed_makes_the_same_300_mutations_each_time(maker):
     assert len({m.text for m in one} & {m.text for m in other}) < 150
 
 
+@pytest.mark.slow
 def test_a_mutation_stands_where_it_says(all_of_them):
     """What is put in place of something else stands in the line where it must be told, and that is the first line that
     differs; what is removed or set is so for another reader of YAML."""
@@ -470,7 +471,7 @@ def test_a_run_made_for_measuring_tells_its_pictures_apart(tmp_path):
             assert torch.allclose(torch.from_numpy(ours), theirs, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["texts", "tables"])
+@pytest.mark.parametrize("name", [pytest.param("texts", marks=pytest.mark.slow), "tables"])
 def test_peers_read_texts_and_rows_as_ours_does(name, tmp_path):
     """The same probabilities, whatever a peer fills a text up with."""
     import serve_parts

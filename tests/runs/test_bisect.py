@@ -235,6 +235,7 @@ def test_two_of_twelve_differences_are_found_by_a_bisection_that_is_killed_three
     assert result(done.folder)["started"] == 0
 
 
+@pytest.mark.slow
 def test_a_difference_that_needs_another_is_found_with_it(found):
     """A param that only the new code takes: a mixture that cannot be built is unresolved, which the answer mentions."""
     assert re.match(r"model\.network\.params\.off none → 20 and own\.py .* → .* together: best val_loss ", found.out)
@@ -292,6 +293,7 @@ def test_a_bisection_at_which_another_process_is_waits_for_nobody(few, found):
     assert f"another process is at this bisection, in {home}" in refused.err
 
 
+@pytest.mark.slow
 def test_a_difference_that_is_noise_is_called_so(few):
     """Two runs that differ by their seed: after the check of both ends, with exit code 5, and nothing is bisected."""
     other = few.train(few.top / "a place", ["seed=11", "data.batch_size=15", "model.network.params.off=0"])

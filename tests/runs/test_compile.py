@@ -61,7 +61,7 @@ def last_of(fitted):
     return fitted.folder / "last.ckpt"
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [MODES[0], pytest.param(MODES[1], marks=pytest.mark.slow)])
 def test_a_run_compiles_once(mode, fit, backend):
     """Epochs with a short last batch, validation and test: one graph, made in the first batch."""
     fitted = fit(EPOCHS, f"engine.compile={mode}")
@@ -89,6 +89,7 @@ def test_a_resumed_run_compiles_once_and_ends_like_one_that_was_not_stopped(stop
     assert digest(last_of(resumed)) == expected
 
 
+@pytest.mark.slow
 def test_a_run_resumed_in_a_short_batch_compiles_the_full_one(fit, backend):
     """The first batch that is seen does not decide, if it is an epoch's last."""
     first = fit(EPOCHS, "engine.compile=true", "train.max_steps=8")

@@ -132,6 +132,7 @@ def test_lightnings_advice_on_gpus_is_not_shown(tiny, place, monkeypatch, caplog
     assert words in inspect.getsource(compile_fx)
 
 
+@pytest.mark.slow
 def test_channels_last_on_two_processes(job, tracked):
     """Two processes learn with it as one does."""
     alone = job("engine.channels_last=true", ranks=1)
@@ -146,6 +147,7 @@ def test_a_number_of_threads_is_taken(fit):
     assert (torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]) == (2, "2")
 
 
+@pytest.mark.slow
 def test_threads_are_measured(fit, monkeypatch, caplog):
     """`auto` gives one thread and all some batches each, says what each took, and keeps the faster."""
     torch.set_num_threads(2)

@@ -163,6 +163,7 @@ class AtStep(pl.Callback):
 """
 
 
+@pytest.mark.slow
 def test_the_first_config_goes_on_inside_an_epoch_under_its_schedule(command, store, tmp_path):
     """Interrupted in its second epoch and resumed, base.yaml ends with the weights of an uninterrupted run: a schedule
     of `total_steps: auto` moves no batch. Resumed for longer than the schedule, it ends with exit 2, naming both."""

@@ -401,6 +401,7 @@ def test_int8_is_for_bundles_alone(forked, own, command):
     assert "serve.precision: int8 is for bundles alone, and this run can have none: The network cannot" in outcome.err
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_answered_on_the_device_that_was_asked_for(forked, own, command):
     """The word reaches the server of torch: cuda without a GPU is exit 3 with the remedy, and `auto` takes the CPU with
     one line."""

@@ -131,6 +131,7 @@ def test_the_same_again_replaces_the_model(halved):
     assert contents(halved[0]) == before
 
 
+@pytest.mark.slow
 def test_a_server_without_the_model_says_how_to_get_it(tmp_path):
     """Exit code 4, and both ways out."""
     folder = exported(tmp_path, brightest_channel())

@@ -184,6 +184,7 @@ def own(train, pictures):
     return train(*folder_config(pictures), "train.export=true")
 
 
+@pytest.mark.slow
 def test_own_pictures_train_the_same_from_memory_from_disk_and_with_workers(own, train, pictures, tracked):
     """Metric series and weights are identical, and something is learned."""
     for variant in (["data.module.params.in_memory=true"], ["data.num_workers=2"]):
@@ -329,6 +330,7 @@ def test_the_seed_configuration_runs_as_it_is(mnist, command, place, store, trac
     assert {"train_loss", "train_acc", "val_loss", "val_acc", "lr"} <= set(run.series())
 
 
+@pytest.mark.slow
 def test_the_seed_configuration_runs_over_two_processes(mnist, jobs, place, store, tracked, tmp_path):
     """With `engine.gpus=null engine.processes=2` it trains by DeepSpeed's stage 3, goes on, is exported and served: the
     loss is that of one process with twice the batch, and the answer over HTTP is that of the checkpoint."""

@@ -114,7 +114,9 @@ def predictions(run):
         return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize(("name", "labels"), [("pictures", COLOURS), ("rows", ["gift", "late"])])
+@pytest.mark.parametrize(
+    ("name", "labels"), [("pictures", COLOURS), pytest.param("rows", ["gift", "late"], marks=pytest.mark.slow)]
+)
 def test_a_run_has_metrics_and_thresholds_of_its_labels(name, labels, request):
     """Test metrics, one of torchmetrics' among them, are scikit-learn's of the file of predictions, by the thresholds
     that travel in the best checkpoint and stand in the bundle."""
@@ -178,6 +180,7 @@ def test_python_gives_the_answers_of_the_endpoint(pictures):
     assert dl.load_run(pictures.folder).predict(files) == said
 
 
+@pytest.mark.slow
 def test_several_processes_choose_the_same_thresholds(command, pictures):
     """Two processes with half the batch each see the samples of one, and choose by those of both."""
     overrides = ["data.module.params={image_size: 8, cache: false}", "engine.processes=2", "data.batch_size=10"]

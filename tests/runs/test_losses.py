@@ -279,7 +279,9 @@ def test_two_processes_learn_what_torch_learns(command, tiny, mine, tmp_path, or
     assert_that_of_torch(tmp_path, PAIRS, order, own)
 
 
-@pytest.mark.parametrize("backend", ["fsdp", "deepspeed_stage_2", "deepspeed_stage_3"])
+@pytest.mark.parametrize(
+    "backend", ["fsdp", *(pytest.param(f"deepspeed_stage_{stage}", marks=pytest.mark.slow) for stage in (2, 3))]
+)
 def test_engines_that_shard_learn_what_torch_learns(backend, jobs, tiny, mine, tmp_path, order, own):
     """A pair of losses, one accumulated with a step of fewer batches at the end of an epoch."""
     cases = {"fsdp": PAIRS[:2], "deepspeed_stage_2": PAIRS[2:3], "deepspeed_stage_3": PAIRS[3:5]}[backend]
@@ -337,7 +339,7 @@ def test_the_last_batches_of_a_plain_loader_weigh_their_samples(task, stream, co
     assert max((found[prefix + n].double() - expected[n]).abs().max() for n in expected) < 1e-6
 
 
-@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+@pytest.mark.parametrize("backend", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_each_sample_of_a_plain_loader_counts_once_on_two_processes(backend, command, tracked, tiny, mine):
     """101 samples in batches of 50, validated and tested by a task as Lightning's manual has it: values of one process,
     the mean of the positions among them, which is 50."""

@@ -111,6 +111,7 @@ def test_the_peak_on_an_h100_is_planned(engine, measured, large):
     assert rows_of(large[0])[engine, False].peak / GIB == pytest.approx(measured, rel=0.15)
 
 
+@pytest.mark.slow
 def test_a_plan_names_what_fits_the_batch_the_time_and_the_cost(large):
     plan, setting, cfg = large
     assert plan.block == "Block"

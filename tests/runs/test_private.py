@@ -510,6 +510,7 @@ def test_mlflows_page_keeps_its_settings_under_these_keys():
     assert 'getStoreForComponent("ExperimentPage",' in scripts
 
 
+@pytest.mark.slow
 def test_mlflows_server_takes_another_page_at_its_start():
     """`create_app` puts it before MLflow's own, in an interpreter of its own, for it changes MLflow's application."""
     program = (

@@ -103,7 +103,7 @@ def test_a_project_is_checked_and_trains_as_trainer_fit_trains_it(name, run, tra
         assert f"{metric} {expected['metrics'][metric]:.4f}" in ours.out
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])])
 def test_a_project_that_is_killed_inside_an_epoch_ends_with_the_same_weights(name, run, trained, tmp_path, place):
     """It resumes at the end of the first epoch or inside the second one, with the random numbers that follow."""
     (place / "killed").unlink(missing_ok=True)
@@ -132,6 +132,7 @@ def test_the_modules_that_take_a_tensor_have_an_endpoint(trained):
         assert (bundle / "model.onnx").is_file(), trained(name)
 
 
+@pytest.mark.slow
 def test_ten_everyday_tasks_are_one_command_each(run, trained, place, tmp_path):
     """Another optimizer, a callback, TensorBoard, two processes, a sweep, two runs beside each other, an export, the
     removal of failed runs, and a run in Python: on a project of somebody else."""

@@ -422,6 +422,7 @@ def test_a_launched_process_that_is_killed(launched, tracked):
     assert tracked(folder(out)).status == "FAILED"
 
 
+@pytest.mark.slow
 def test_the_launcher_that_is_killed_takes_the_others_along(launched):
     """They notice that it is gone, whatever they are doing."""
     run = launched(at(0, "kill"))

@@ -182,6 +182,7 @@ def test_the_cluster_file_of_the_example_is_one():
 # ---- a run, in a cluster of its own
 
 
+@pytest.mark.slow
 @needs_ray
 def test_two_workers_learn_what_two_processes_learn(command, job, tiny, work, tracked, tmp_path):
     """`engine.launcher.type=…Ray` trains in two workers of a cluster of its own: bit for bit the weights of two

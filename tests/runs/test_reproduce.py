@@ -153,6 +153,7 @@ def told(outcome):
 # ---- made again
 
 
+@pytest.mark.slow
 def test_a_run_of_a_dirty_tree_is_made_again_after_the_tree_is_gone(gone, command, tmp_path):
     """From its id and the tracker alone: the same metrics and weights, bit for bit, as a new run with a tag that names
     the first. The code is named before it runs, and nothing is left in the working directory."""

@@ -283,6 +283,7 @@ def test_a_checkpoint_that_nothing_judged_is_the_last_alone(train):
     assert steps == {"last.ckpt": 13, "best.ckpt": 9}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_fraction_is_judged_by_the_training_of_that_moment(train, tracked):
     """`monitor: train_loss` needs no validation: each half is judged by the step that it ends with, though other steps
     are not logged, and a run that is resumed inside an epoch keeps the same ones."""
@@ -377,6 +378,7 @@ def listed(store: Path, *overrides: str) -> dict[str, list[str]]:
     return {row["id"]: list(row.values()) for row in listing(str(store), *overrides)}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_installed("optuna"), reason="Optuna is not installed: pip install 'deeplightning[tune]'")
 def test_a_finished_search_leaves_nothing_to_clean_and_shows_its_best(command, tiny, place, tmp_path):
     """`runs --clean` does not offer the pruned trials of a finished search, which `runs` shows as PRUNED; the search's

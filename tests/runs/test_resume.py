@@ -109,7 +109,9 @@ def test_a_run_resumed_inside_an_epoch_ends_bit_for_bit_like_an_uninterrupted_on
     }
 
 
-@pytest.mark.parametrize("validating", [False, True], ids=["in a batch", "while it validates"])
+@pytest.mark.parametrize(
+    "validating", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["in a batch", "while it validates"]
+)
 def test_a_users_metrics_of_an_epoch_count_the_batches_before_a_resume(
     validating, train, command, tiny, place, tracked, tmp_path
 ):
@@ -151,6 +153,7 @@ def test_a_run_resumed_with_accumulation_ends_bit_for_bit_like_an_uninterrupted_
     assert digest(resumed.folder / "last.ckpt") == digest(train(*settings).folder / "last.ckpt")
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_between_keeping_a_better_checkpoint_and_removing_the_worst_leaves_no_file(train, tmp_path):
     """The best is of epoch 3, the last still of epoch 2, and what epoch 3 has pushed out of the best two is there."""
     settings = [f"logger.params.tracking_uri={tmp_path / 'mlruns'}", "train.resume_ckpt=auto"]
@@ -177,6 +180,7 @@ def test_auto_last_and_best_are_of_the_newest_run(train, tmp_path):
         assert resumed.folder == newest.folder
 
 
+@pytest.mark.slow
 def test_runs_of_another_experiment_are_not_gone_on_with(train, tmp_path):
     """`auto` starts anew, and `last` ends with 4, where only another experiment has runs."""
     store = f"logger.params.tracking_uri={tmp_path / 'mlruns'}"
@@ -206,6 +210,7 @@ def test_a_run_that_was_done_does_nothing_more(early, train, tracked):
         assert tracked(done.folder).status == "FINISHED"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [True, False], ids=["in its run", "a copy"])
 def test_a_run_that_has_more_epochs_than_are_asked_for_is_done(own, train, tmp_path):
     """Stopped inside its third epoch or at its end, and asked for one: nothing is trained, and the test runs."""

@@ -250,6 +250,7 @@ SCALED = (
 )
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_scales_its_loss_in_half_precision(trained, tmp_path, tracked):
     """`manual_backward` multiplies by the scale of the scaler that is named, and the optimizer divides by it: gradients
     are twice as large under twice the scale, and the network learns the same."""

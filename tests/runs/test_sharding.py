@@ -258,7 +258,7 @@ def test_weights_that_two_layers_share_stay_shared(engine, trained):
 
 
 @pytest.mark.parametrize(
-    "engine", ["fsdp", pytest.param("deepspeed_stage_2", marks=pytest.mark.slow), "deepspeed_stage_3"]
+    "engine", ["fsdp", *(pytest.param(f"deepspeed_stage_{stage}", marks=pytest.mark.slow) for stage in (2, 3))]
 )
 def test_part_of_a_network_may_be_frozen(engine, trained):
     """`trainable: head` leaves the rest as it was drawn, also after resuming; the head ends as under ddp."""
@@ -340,6 +340,7 @@ def test_a_checkpoint_in_pieces_is_copied_and_removed_whole(sharded):
     assert len(list((sharded.parent / "best.pieces").iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_a_full_disk_on_one_process_leaves_the_former_checkpoint(trained):
     """Both processes end with exit 3, and the checkpoint of the first epoch is whole."""
     outcome, _ = trained("fsdp", "train.callbacks=[{type: sharded_own.FullDisk}]", "train.num_epochs=3", code=3)
@@ -351,7 +352,15 @@ def test_a_full_disk_on_one_process_leaves_the_former_checkpoint(trained):
     assert found["epoch"] == 0
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3"])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "ddp",
+        pytest.param("fsdp", marks=pytest.mark.slow),
+        pytest.param("deepspeed_stage_2", marks=pytest.mark.slow),
+        "deepspeed_stage_3",
+    ],
+)
 def test_what_is_judged_is_what_is_saved(engine, trained, tracked, jobs, tiny, own):
     """With batch norm too the last val_loss of two processes is that of one process with the checkpoint."""
     settings = ["model.network={type: sharded_own.Running}", "train.callbacks=[]"]

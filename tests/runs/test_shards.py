@@ -146,6 +146,7 @@ def test_samples_are_those_of_the_archives(tars):
 # Order
 
 
+@pytest.mark.slow
 def test_each_sample_once_an_epoch_in_an_order_of_seed_and_epoch(tars):
     """Also with loader workers; samples that follow each other are of few shards."""
     one, other = ready(tars, validation="val.tar", window=50), ready(tars, validation="val.tar", window=50, workers=1)

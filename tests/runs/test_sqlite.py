@@ -226,6 +226,7 @@ def test_the_tags_of_a_run_are_those_that_mlflow_resolves(tmp_path, monkeypatch)
     assert all(len(name.split("-")) == 3 for name in names)
 
 
+@pytest.mark.slow
 def test_tracking_imports_no_mlflow():
     """A run on a directory, from the first word to the last, needs neither MLflow nor what it stands on."""
     program = (

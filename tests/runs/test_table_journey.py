@@ -372,6 +372,7 @@ def test_a_checkpoint_of_other_rows_is_refused(command, sorted_orders, place):
     assert "prepared otherwise than those of the data now (column" in outcome.err
 
 
+@pytest.mark.slow
 def test_a_table_at_an_address_is_copied_and_its_run_is_made_again(command, store, place, sorted_orders, tmp_path):
     """The run keeps the address and the digests of the files, and has the results of the table in a folder."""
     root = f"data.root='file://{place}'"

@@ -161,6 +161,7 @@ def test_texts_without_labels_are_predicted(trained, command, text_config, place
     assert "has no labels to test with" in refused.err
 
 
+@pytest.mark.slow
 def test_without_validation_there_are_no_numbers_of_it(command, text_config, place, tracked):
     """No file and no fold: the run ends well, and has metrics of the training alone. A fold of the file has them."""
     outcome = command("train", text_config, "data.module.params.validation=null", "train.num_epochs=1", cwd=place)
@@ -174,6 +175,7 @@ def test_without_validation_there_are_no_numbers_of_it(command, text_config, pla
     assert "val_acc" in tracked(folded.folder).metrics
 
 
+@pytest.mark.slow
 def test_a_changed_training_file_is_noticed(trained, command, text_config, place, root, tmp_path):
     """Weights say nothing to other tokens: exit code 2, with what to do; the run's own vocabulary is taken."""
     for name in ("dev", "test"):

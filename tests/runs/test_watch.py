@@ -133,6 +133,7 @@ def test_a_run_writes_its_progress_as_lines(train):
     assert (outcome.folder / "logs" / "rank_0.log").read_text().count(" of 9 (") == 18
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_step_is_the_mean_over_batches_and_processes(job, fit):
     """Two processes, four batches a step: a line per step, and the first is the mean of the eight losses, which one
     process finds in four batches of twice the size. It is written on the ranks that are named, or on none."""
