@@ -119,7 +119,7 @@ def test_an_example_becomes_a_config(system, tmp_path):
         ("trainer: {deterministic: warn}", "c.yaml:4:11: trainer.deterministic", "`warn` has no counterpart"),
         ("trainer: {max_epoch: 3}", "c.yaml:4:11: trainer.max_epoch", "is no argument of Lightning's Trainer"),
         ("early: {patience: 3}", "c.yaml:4:1: early", "only your Python code reads it"),
-        ("optimizer: {class_path: Adam}", "c.yaml:4:1: optimizer", "`optimizer: OptimizerCallable`, in the class"),
+        ("optimizer: {class_path: Adam}", "c.yaml:4:1: optimizer", "parameter `optimizer: OptimizerCallable`"),
         ("model: {hidden: 3}", "c.yaml:4:1: model", "names no class"),
         (
             "data: {class_path: parts.Data, init_args: {size: '${a.b}'}}",
