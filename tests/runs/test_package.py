@@ -91,7 +91,7 @@ def test_the_source_distribution_has_what_the_wheel_is_made_from(built):
         "LICENSE",
         "serve/page.html",
         "serve/docs.html",
-        "tests/conftest.py",
+        "conftest.py",
     } <= names
 
 
