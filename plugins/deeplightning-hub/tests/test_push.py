@@ -23,6 +23,8 @@ from deeplightning.export.bundle import sealed
 from deeplightning.runfolder import RunFolder
 from serve.bundle import Bundle
 
+pytest.importorskip("deeplightning_hub")
+
 TOKEN = "hf_" + "Zq8Rw2Lk7Tn4Vx9Bc1Md" * 2
 
 

@@ -11,14 +11,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import digest
-from deeplightning_shards import tar_files as module
-from deeplightning_shards.data import ShardBatches, Shards
-from deeplightning_shards.tar_files import expand
 from PIL import Image
 from served import Server
 from sklearn.datasets import load_digits
 
 from deeplightning.data.errors import DataConfigError, DataError
+
+module = pytest.importorskip("deeplightning_shards.tar_files")
+parts = pytest.importorskip("deeplightning_shards.data")
+expand, ShardBatches, Shards = module.expand, parts.ShardBatches, parts.Shards
 
 EACH = 25  # samples of a shard
 ROWS = 240  # samples in `tars`
