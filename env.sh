@@ -18,6 +18,7 @@ log=$work/log
 
 # What the environment in folder $1 has to be made from, one fact a line; its file `made-from` holds the same lines.
 # The settings of ruff, mypy and pytest, from [tool.ruff] on, change nothing that is installed.
+# The requirements include those of the plug-ins, which are installed in editable form, like the clone itself.
 made_from() {
     printf '%s\n' "clone: $root" "python: $(readlink -f -- "$1/bin/python")" "torch: $torch" "requirements: $requirements"
 }
@@ -145,16 +146,17 @@ find_uv() {
 # Everything of requirements.lock, each file checked against its hash. Another build of torch has other hashes and needs
 # other packages: then the lock gives the versions only.
 install_packages() {
-    local into=(pip install --python "$new/bin/python")
+    local into=(pip install --python "$new/bin/python") editable=(-e .) plugin
+    for plugin in "${plugins[@]}"; do editable+=(-e "${plugin%/*}"); done
     [ -z "${PYTHONDONTWRITEBYTECODE-}" ] || into+=(--compile-bytecode)
     if [ "$torch" = index ]; then
         quietly "$uv" --directory "$root" "${into[@]}" --require-hashes -r requirements.lock
     else
         quietly "$uv" --directory "$root" "${into[@]}" --torch-backend "$torch" --no-verify-hashes \
             -c requirements.lock -r pyproject.toml --extra dev
-    fi && quietly "$uv" --directory "$root" "${into[@]}" --offline --no-deps --no-build-isolation -e . &&
+    fi && quietly "$uv" --directory "$root" "${into[@]}" --offline --no-deps --no-build-isolation "${editable[@]}" &&
         { [ -z "${PYTHONDONTWRITEBYTECODE-}" ] ||
-            quietly "$new/bin/python" -m compileall -q "$root/deeplightning" "$root/serve"; }
+            quietly "$new/bin/python" -m compileall -q "$root/deeplightning" "$root/serve" "${plugins[@]%/*}"; }
 }
 
 why_not() {
@@ -261,7 +263,9 @@ if [ -n "${DEEPLIGHTNING_PYTHON-}" ]; then
     own_python
     return
 fi
-requirements=$(cd -- "$root" && sed '/^\[tool\.ruff\]/,$d' pyproject.toml | cat - requirements.lock | cksum)
+plugins=("$root"/plugins/*/pyproject.toml)
+[ -e "${plugins[0]}" ] || plugins=()
+requirements=$(cd -- "$root" && sed '/^\[tool\.ruff\]/,$d' pyproject.toml | cat - requirements.lock "${plugins[@]}" | cksum)
 torch=index
 while read -r fact value; do
     [ "$fact" != torch: ] || torch=$value

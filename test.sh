@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All checks: bash test.sh [--quick | --full | --all] [arguments of pytest]. Times are of two cores.
-#   --quick  format, lint, types, and the unit tests (tests/unit) but those that train: one minute
+#   --quick  format, lint, types, and the tests of tests/unit and plugins/ but those that train: one minute
 #            and these, and the journeys (tests/journeys.txt), a test or more of each public promise: at most 6 minutes
 #   --full   every test but the slow ones: about 30 minutes; CI runs this
 #   --all    the slow ones too, a minute of the storm, and the unit tests with the lowest releases that pyproject.toml
@@ -25,7 +25,7 @@ for argument in "$@"; do
         --links) links=yes ;;
         *) arguments+=("$argument") ;;
     esac
-    case "$argument" in tests/* | *.py | *.py::*) named=yes ;; esac
+    case "$argument" in tests/* | plugins/* | *.py | *.py::*) named=yes ;; esac
 done
 
 # The lines of lists of tests, without comments.
@@ -37,8 +37,8 @@ marked=(-m "not slow")
 selected=()
 journeys=
 case "$size" in
-    quick) distribution=worksteal marked=(-m "not slow and not run") selected=(tests/unit) ;;
-    default) selected=(tests/unit) journeys=tests/journeys.txt ;;
+    quick) distribution=worksteal marked=(-m "not slow and not run") selected=(tests/unit plugins) ;;
+    default) selected=(tests/unit plugins) journeys=tests/journeys.txt ;;
 esac
 [ "$size" != all ] || marked=()
 if [ -z "$named" ]; then

@@ -116,10 +116,35 @@ _PACKAGES = {
 """By module, how packages are installed whose parts configs name."""
 
 
+PLUGINS = {"hub": ("push",), "shards": ("Shards",)}
+"""The verbs (lower case) and targets of each plug-in of ours, for the note that names a plug-in which is missing."""
+
+
 class Missing(ValueError):
-    """What a name in a config needs, which may be right, is not on this machine."""
+    """A package that a name in a config needs is not installed; the name may be right."""
 
     exit_code = 3
+
+
+def plugin_of(name: str) -> str | None:
+    """Return the plug-in that has a verb, a target or a module of this name."""
+    return next((plugin for plugin, names in PLUGINS.items() if name in (*names, f"deeplightning_{plugin}")), None)
+
+
+def not_installed(plugin: str) -> str:
+    """Return the note that a plug-in is not installed, with the command that installs it."""
+    return f"`{plugin}` is a plug-in: pip install deeplightning[{plugin}]"
+
+
+def refuse_moved(name: str) -> None:
+    """Refuse the former dotted name of a target that is in a plug-in now.
+
+    Raises:
+        ValueError: with the new name.
+    """
+    package, _, last = name.rpartition(".")
+    if package.startswith("deeplightning.") and (plugin := plugin_of(last)):
+        raise ValueError(f"`{name}` is called deeplightning_{plugin}.{last} here.")
 
 
 def install(module: str) -> str:
@@ -131,6 +156,8 @@ def install(module: str) -> str:
 def no_module(top: str, name: str, known: Collection[str], places: Collection[str] = ()) -> ValueError:
     """The error where the first part of a target's name is no module; `places` were searched beside what is
     installed."""
+    if plugin := plugin_of(top):
+        return Missing(not_installed(plugin))
     hint = nearest(top, known)
     is_known = top in _PACKAGES or top in PROJECTS
     if is_known:

@@ -17,6 +17,7 @@ project = "Deep Lightning"
 author = "the authors of Deep Lightning"
 root_doc = "docs/index"
 include_patterns = ["*.md", "docs/**.md", "examples/*/README.md", "benchmarks/*.md", "deploy/*.md"]
+include_patterns += ["plugins/*/README.md", "plugins/*/*/docs/*.md"]
 exclude_patterns = ["docs/_*"]
 extensions = ["myst_parser"]
 myst_heading_anchors = 4
@@ -42,7 +43,8 @@ def add_navigation(app: Any, page: str, source: list[str]) -> None:
     """Gives an index page the hidden table of contents that its list of links describes."""
     if page.startswith("docs/") and page.endswith("index"):
         found = [normpath(join(dirname(page), link)) for link in LINK.findall(source[0])]
-        own = [f"/{Path(name).with_suffix('')}" for name in dict.fromkeys(found) if name.startswith(dirname(page))]
+        inside = (dirname(page), "plugins/")
+        own = [f"/{Path(name).with_suffix('')}" for name in dict.fromkeys(found) if name.startswith(inside)]
         source[0] += "\n\n```{toctree}\n:hidden:\n\n" + "\n".join(own) + "\n```\n"
 
 
@@ -61,7 +63,7 @@ def index_keys(app: Any, tree: nodes.document) -> None:
 
 def orphaned(app: Any, page: str, source: list[str]) -> None:
     """Pages beside the manual, such as the examples', are reached by links, not by navigation or search."""
-    if not page.startswith("docs/"):
+    if not page.startswith("docs/") and "/docs/" not in page:
         source[0] = f"---\norphan: true\nnosearch: true\n---\n{source[0]}"
 
 
@@ -84,8 +86,9 @@ def finish(app: Any, error: Exception | None) -> None:
                 text = text.replace(theirs, ours)
             file.write_text(DOTTED.sub(lambda key: key[0].replace(".", ".<wbr>"), text))
         # Programs read Markdown: llms.txt, the list of the pages, leads to them.
-        for file in [Path(app.srcdir) / "llms.txt", *Path(app.srcdir).glob("docs/*/*.md")]:
-            shutil.copy(file, Path(app.outdir) / file.relative_to(app.srcdir))
+        top = Path(app.srcdir)
+        for file in [top / "llms.txt", *top.glob("docs/*/*.md"), *top.glob("plugins/*/*/docs/*.md")]:
+            shutil.copy(file, Path(app.outdir) / file.relative_to(top))
         page = f'<!doctype html><title>{project}</title><meta http-equiv="refresh" content="0; url={root_doc}.html">'
         (Path(app.outdir) / "index.html").write_text(page)
 

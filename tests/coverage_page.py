@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 TESTS = Path(__file__).parent
+PLUGINS = TESTS.parent / "plugins"
 TABLE = TESTS / "coverage.txt"
 NEEDS_GPU = "test_gpu.py"  # its tests are skipped on a machine without a GPU
 LACKS = ("gpu", "later", "missing")
@@ -85,10 +86,11 @@ def read(text: str) -> Table:
     return table
 
 
-def functions(folder: Path) -> set[str]:
-    """`file.py::name` of each test below a folder, read from the sources."""
+def functions(*folders: Path) -> set[str]:
+    """Return `file.py::name` of each test below these folders, read from the sources."""
     return {
         f"{path.name}::{node.name}"
+        for folder in folders
         for path in folder.rglob("test_*.py")
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
@@ -132,7 +134,7 @@ def page(table: Table) -> str:
 def main(target: Path) -> None:
     """Writes the page anew."""
     table = read(TABLE.read_text())
-    wrong = list(faults(table, functions(TESTS)))
+    wrong = list(faults(table, functions(TESTS, PLUGINS)))
     if wrong:
         sys.exit("\n".join(f"{TABLE.name}: {fault}" for fault in wrong))
     target.write_text(page(table))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from commands import Outcome, real
-from conftest import digest
+from tiny import digest
 
 LONGEST = 75.0  # seconds of one run; the slowest that was measured on an H100 took 35
 KILL_AT = "13"  # an optimizer step in the middle of the second epoch, behind the checkpoint of step 12

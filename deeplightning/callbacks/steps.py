@@ -160,7 +160,8 @@ def _knows_position(loader: Any) -> bool:
     dataset = getattr(loader, "dataset", None)
     parts = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
     parts += [dataset] if isinstance(dataset, IterableDataset) else []
-    return hasattr(loader, "state_dict") or any(_is_of(type(part), "deeplightning") for part in parts)
+    iterators = [iterate for part in parts if (iterate := getattr(type(part), "__iter__", None)) is not None]
+    return hasattr(loader, "state_dict") or any(_is_of(part, "deeplightning") for part in iterators)
 
 
 def _sets_up(callback: pl.Callback) -> bool:

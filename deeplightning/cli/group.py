@@ -5,6 +5,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
@@ -12,7 +13,7 @@ import click
 
 from deeplightning.cli.completion import complete_config, complete_run
 from deeplightning.cli.exit_codes import Session
-from deeplightning.faults import nearest
+from deeplightning.faults import PLUGINS, SetupError, nearest, not_installed, plugin_of
 from deeplightning.process import garbage
 from deeplightning.process.terminal import say
 from deeplightning.version import __version__
@@ -25,9 +26,6 @@ Verb = TypeVar("Verb", bound=Callable[..., object])
 
 OVERRIDES = "key=value sets, ~key removes, +list=[x] appends; for example model.optimizer.params.lr=0.1"
 
-
-VERBS = "deeplightning.verbs"
-"""The group of entry points by which an installed package adds verbs: each is a `click.Command`."""
 
 _VALIDATE = "train CONFIG 'stages=[validate]' test.ckpt=RUN"
 OTHER_WORDS = {
@@ -52,26 +50,35 @@ class Verbs(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         if not ctx.resilient_parsing:
             return list(self.commands)
-        from deeplightning.config.plugins import names
+        from deeplightning.config.plugins import VERBS, names
 
         return [*self.commands, *(name for name in names(VERBS) if name not in self.commands)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in self.commands:  # an installed package replaces none of them
             return self.commands[cmd_name]
-        from deeplightning.config.plugins import load
+        from deeplightning.config.plugins import VERBS, load
 
         found = load(VERBS, cmd_name)
         if found is not None and not isinstance(found, click.Command):
             raise click.ClickException(f"the verb {cmd_name} of an installed package is no click.Command: {found!r}")
         if found is None and not ctx.resilient_parsing:
+            if plugin := plugin_of(cmd_name):
+                raise SetupError(not_installed(plugin))
             meant = " or ".join(f"`deeplightning {words}`" for words in OTHER_WORDS.get(cmd_name, ()))
-            hint = f" Use {meant}" if meant else nearest(cmd_name, self.commands)
+            hint = f" Use {meant}" if meant else nearest(cmd_name, [*self.commands, *chain(*PLUGINS.values())])
             ctx.fail(f"No such command '{cmd_name}'.{hint}")
         return found
 
 
-@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+_PLUGIN_VERBS = [f"{name} ({plugin})" for plugin, names in PLUGINS.items() for name in names if name.islower()]
+
+
+@click.group(
+    cls=Verbs,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=f"Verbs of plug-ins: {', '.join(_PLUGIN_VERBS)}.",
+)
 @click.version_option(__version__, prog_name="deeplightning")
 def cli() -> None:
     """A YAML file becomes a tracked training run, and the run an HTTP endpoint.

@@ -15,6 +15,9 @@ FOLDER = HOME / "docs"
 PARTS = {"tutorial": "Tutorials", "how-to": "How-to pages", "reference": "Reference", "explanation": "Explanation"}
 """The folders of the manual, in the order of the list, with their headings."""
 
+_PLUGINS = "plugins/*/deeplightning_*" if (HOME / "plugins").is_dir() else "../deeplightning_*"
+"""The packages of plug-ins, in a clone and beside the installed package; each may have pages in a folder `docs`."""
+
 WHOLE = "A YAML file becomes a tracked, reproducible, distributed training run, and the run an HTTP endpoint."
 
 _TITLE = re.compile(r"^# (.+)$", re.MULTILINE)
@@ -27,12 +30,14 @@ class Page:
     """A page of the manual.
 
     Attributes:
-        name: its path under `docs` without `.md`, such as `how-to/resume`.
+        name: its path under `docs` without `.md`, such as `how-to/resume`; of a plug-in `plug-ins/push`.
+        path: of the file; relative where it is inside the clone or installation.
         title: its first heading.
         text: all of it, in Markdown, without comments.
     """
 
     name: str
+    path: str
     title: str
     text: str
 
@@ -52,15 +57,16 @@ def pages() -> list[Page]:
     Raises:
         ConfigError: the installation has no manual.
     """
-    found = []
-    for part in PARTS:
-        for file in sorted((FOLDER / part).glob("*.md")):
-            if file.stem != "index":
-                text = _COMMENT.sub("", file.read_text(encoding="utf-8"))
-                title = _TITLE.search(text)
-                found.append(Page(f"{part}/{file.stem}", title[1] if title else file.stem, text))
-    if not found:
+    files = [(part, file) for part in PARTS for file in sorted((FOLDER / part).glob("*.md")) if file.stem != "index"]
+    if not files:
         raise ConfigError(Fault(f"this installation has no manual: {FOLDER} is missing. Install the package again"))
+    found = []
+    files += [("plug-ins", file) for file in sorted(HOME.glob(f"{_PLUGINS}/docs/*.md"))]
+    for part, file in files:
+        text = _COMMENT.sub("", file.read_text(encoding="utf-8"))
+        title = _TITLE.search(text)
+        path = file.relative_to(HOME) if file.is_relative_to(HOME) else file
+        found.append(Page(f"{part}/{file.stem}", str(path), title[1] if title else file.stem, text))
     return found
 
 
@@ -72,9 +78,9 @@ def listing() -> str:
     for page in pages():
         if (its := page.name.partition("/")[0]) != part:
             part = its
-            lines += ["", f"## {PARTS[part]}", ""]
+            lines += ["", f"## {PARTS.get(part, 'Plug-ins')}", ""]
         about = f": {page.about}" if page.about else ""
-        lines.append(f"- [{page.title}](docs/{page.name}.md){about}")
+        lines.append(f"- [{page.title}]({page.path}){about}")
     return "\n".join(lines) + "\n"
 
 

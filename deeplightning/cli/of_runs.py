@@ -90,34 +90,6 @@ def export(run: str, formats: tuple[str, ...], allow: tuple[str, ...], code: str
     say_path(export_run(folder_of(run, code, allow), allow, formats=formats))
 
 
-@cli.command()
-@with_run
-@click.argument("address", metavar="hf://USER/NAME|mlflow://NAME")
-@click.option(
-    "--to", metavar="DIR", type=click.Path(file_okay=False, path_type=Path), help="Write the files there instead."
-)
-def push(run: str, address: str, to: Path | None) -> None:
-    """Publish RUN: bundle, config and a model card to Hugging Face; or its MLflow model in its store's registry.
-
-    Hugging Face wants HF_TOKEN and the package huggingface_hub; a repository that is new is private. With --to nothing
-    is sent. Files with pickle, secrets and paths of this machine stay here.
-    """
-    from deeplightning.cli import push as of
-
-    kind, name = of.parse(address)
-    if to is not None:
-        left_out, where = of.write(folder_of(run), name.rpartition("/")[2], to), str(to)
-    elif kind == "hf":
-        where, left_out = of.upload(folder_of(run), name)
-    else:
-        where, left_out = of.register(run, name), []
-    for file in left_out:
-        say(f"left out: {file}, which holds pickle", err=True)
-    if kind == "hf" or to is not None:
-        say("bundle.json holds samples of the data; README.md has a licence and limits to fill in", err=True)
-    say(where)
-
-
 @cli.command(context_settings=LOOSE, epilog="serve.KEY=VALUE sets a key of the server; for example serve.max_batch=32")
 @with_run
 @click.argument("overrides", nargs=-1, metavar="[serve.key=value …]", callback=no_files)

@@ -1,4 +1,4 @@
-"""What installed packages add by entry points: verbs and short names. Reading the list imports nothing of them.
+"""Read the entry points by which installed packages add verbs and short names; listing them imports nothing.
 
 https://packaging.python.org/specifications/entry-points
 """
@@ -8,6 +8,11 @@ from typing import Any
 
 from deeplightning.faults import SetupError
 from deeplightning.words import first_line
+
+VERBS = "deeplightning.verbs"
+"""The group of entry points that add verbs: each is a `click.Command`."""
+TARGETS = "deeplightning.targets"
+"""The group of entry points that add short names, of any section of a config."""
 
 
 def names(group: str) -> list[str]:

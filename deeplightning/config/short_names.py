@@ -8,7 +8,7 @@ import pkgutil
 from pathlib import Path
 
 from deeplightning.config import other_tools
-from deeplightning.faults import Missing
+from deeplightning.faults import Missing, not_installed, plugin_of
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -23,11 +23,6 @@ MODULES = {
 """Where the short name of each section's target is looked for; `*` means each module of a package."""
 
 
-TARGETS = "deeplightning.targets"
-"""The group of entry points by which an installed package adds short names, of any section. It replaces none that is
-found in `MODULES`."""
-
-
 def full_name(role: str, name: str) -> str | None:
     """The name with its module; None: it is none of these, which the checks of targets report.
 
@@ -36,7 +31,8 @@ def full_name(role: str, name: str) -> str | None:
         name: without a dot.
 
     Raises:
-        ValueError: in words: it is the name of several things, or a misspelt one.
+        ValueError: in words: it is the name of several things, or a misspelt one; `Missing` where it is in a plug-in
+            that is not installed.
     """
     from deeplightning.static import definition
     from deeplightning.static.names import Names
@@ -60,11 +56,16 @@ def full_name(role: str, name: str) -> str | None:
         if meaning.kind in ("class", "function") and is_loss and is_defined_there:
             found.setdefault(meaning.path, f"{module}.{name}")
     if not found:
-        from deeplightning.config.plugins import full_names  # imported lazily: nearly every name is found before
+        from deeplightning.config.plugins import (
+            TARGETS,
+            full_names,
+        )  # imported lazily: nearly every name is found before
 
         found = {full: full for full in full_names(TARGETS, name)}
     if len(found) > 1:
         raise ValueError(f"`{name}` is the name of several: {', '.join(found.values())}; write one of them in full")
+    if not found and (plugin := plugin_of(name)):
+        raise Missing(not_installed(plugin))
     if not found and misspelt and other_tools.class_of(role, name) is None:
         raise ValueError(misspelt)
     return next(iter(found.values()), None)

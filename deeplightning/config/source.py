@@ -128,7 +128,8 @@ class Source:
         try:
             full = full_name(role, entry.value)
         except ValueError as error:
-            self.faults.append(Fault(str(error), f"{key}.type", entry.place, found=entry.value))
+            code = getattr(error, "exit_code", 2)
+            self.faults.append(Fault(str(error), f"{key}.type", entry.place, found=entry.value, exit_code=code))
             return
         if full is not None:
             entry.written, entry.value = entry.written or entry.value, full

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deeplightning import own_code
-from deeplightning.faults import Missing, nearest, no_module
+from deeplightning.faults import Missing, nearest, no_module, refuse_moved
 from deeplightning.static.bindings import Broken, Module
 from deeplightning.static.docstrings import described, docstrings
 from deeplightning.static.from_source import Signatures
@@ -40,6 +40,7 @@ def look_up(name: str, names: Names | None = None) -> "Definition":
     parts = name.split(".")
     if len(parts) < 2 or not all(p.isidentifier() and not keyword.iskeyword(p) for p in parts):
         raise ValueError(f"`{name}` is no MODULE.NAME such as torch.optim.SGD.")
+    refuse_moved(name)
     names = names or Names()
     try:
         thing = _find(parts, names)

@@ -126,7 +126,6 @@ VERBS = {
     "test": ["test RUN"],
     "predict": ["predict RUN", "predict RUN TABLE", "predict FOREIGN NAMED"],
     "export": ["export RUN"],
-    "push": ["push RUN hf://me/model --to CARD", "push RUN mlflow://model"],
     "serve": ["serve RUN serve.nothing=1", "serve REFUSED --port 0", "serve FOREIGN --host nowhere.invalid"],
     "reproduce": ["reproduce RUN", "reproduce FOREIGN --trust", "reproduce FOREIGN --trust --any-data"],
     "bisect": ["bisect OWN RUN", "bisect RUN OWN", "bisect OWN FOREIGN --trust"],
@@ -156,7 +155,7 @@ def test_no_verb_prints_what_a_foreign_run_holds_as_it_is(
     named = tmp_path / f"{COLUMN}.csv"
     shutil.copyfile(table, named)
     files = {"OWN": made.folder, "CONFIG": begun[1] / "config.yaml", "TABLE": table, "NAMED": named}
-    files |= {"CARD": tmp_path / "card", "FOREIGN": foreign.path, "REFUSED": refused.path}
+    files |= {"FOREIGN": foreign.path, "REFUSED": refused.path}
     runs = ["last", foreign.path, refused.path, FORGED]
     shown = 0
     for line in VERBS[verb]:
@@ -170,8 +169,6 @@ def test_no_verb_prints_what_a_foreign_run_holds_as_it_is(
                 said = said.replace(str(named).replace("\r", "\n"), "")
             assert is_clean(said), line
             shown += "TITLE" in said
-            if (card := tmp_path / "card" / "README.md").exists():
-                assert is_clean(card.read_text())
     assert shown or verb == "monitor"
     for page in tmp_path.glob("*.html"):
         assert steers(page.read_text()) == []

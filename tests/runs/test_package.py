@@ -91,8 +91,21 @@ def test_the_source_distribution_has_what_the_wheel_is_made_from(built):
         "LICENSE",
         "serve/page.html",
         "serve/docs.html",
-        "tests/conftest.py",
+        "conftest.py",
     } <= names
+
+
+@pytest.mark.parametrize("plugin", sorted(ROOT.glob("plugins/*")), ids=lambda folder: folder.name)
+def test_the_wheel_of_a_plugin_has_its_modules_and_its_page(plugin, tmp_path):
+    """With its entry points, and nothing of the core."""
+    (wheel,) = WheelBuilder(str(plugin)).build(directory=str(tmp_path), versions=["standard"])
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if ".dist-info/" not in name]
+        (entries,) = [name for name in archive.namelist() if name.endswith("/entry_points.txt")]
+        assert b"[deeplightning." in archive.read(entries)
+    package = plugin / plugin.name.replace("-", "_")
+    there = [path for path in package.rglob("*") if path.suffix in (".py", ".md")]
+    assert sorted(names) == sorted(str(path.relative_to(plugin)) for path in there)
 
 
 def test_an_editable_installation_has_the_clone_alone(tmp_path):

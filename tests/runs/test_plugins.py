@@ -1,6 +1,7 @@
 """Entry points of installed packages: verbs and short names, `deeplightning.config.plugins`."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +9,12 @@ from pathlib import Path
 import pytest
 
 from deeplightning.checks.examine import examine
+from deeplightning.cli import cli
+from deeplightning.cli.exit_codes import run_verb
 from deeplightning.config.source import read
+from deeplightning.config.target import find
 from deeplightning.config.tree import plain
+from deeplightning.faults import PLUGINS, no_module
 
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "configs" / "base.yaml"
@@ -111,3 +116,33 @@ def test_two_packages_with_one_name_are_refused(installed, monkeypatch, tmp_path
     monkeypatch.syspath_prepend(str(tmp_path))
     (fault,) = read(BASE, ["model.network.type=Tiny"]).faults
     assert "`Tiny` is the name of several: greetings.Tiny, others.Tiny" in fault.message
+
+
+@pytest.fixture
+def without_plugins(monkeypatch):
+    """No package adds verbs or short names."""
+    monkeypatch.setattr("deeplightning.config.plugins.entry_points", lambda **_: [])
+
+
+@pytest.mark.parametrize(("plugin", "name"), [(plugin, name) for plugin, names in PLUGINS.items() for name in names])
+def test_a_plugin_that_is_not_installed_is_named(plugin, name, without_plugins, capsys, monkeypatch):
+    """Its verb, its short name and its module: one line with the install command, exit code 3, also of `check`."""
+    told = f"`{plugin}` is a plug-in: pip install deeplightning[{plugin}]"
+    if name.islower():
+        monkeypatch.setattr(sys, "argv", ["deeplightning", name, "x", "y"])
+        assert run_verb(cli) == 3
+        assert capsys.readouterr().err == f"error: {told}\n"
+        return
+    faults = examine(BASE, [f"data.module={{type: {name}}}"]).faults
+    assert [(fault.message, fault.exit_code) for fault in faults if fault.key == "data.module.type"] == [(told, 3)]
+    assert str(no_module(f"deeplightning_{plugin}", "", [])) == told
+
+
+def test_the_former_name_of_a_target_is_refused_with_the_new_one():
+    """What moved into a plug-in; the check and the import say the same."""
+    told = "`deeplightning.data.shards.Shards` is called deeplightning_shards.Shards here."
+    words = ["data.module={type: deeplightning.data.shards.Shards, params: {train: a.tar}}"]
+    faults = examine(BASE, words).faults
+    assert [(fault.message, fault.key, fault.exit_code) for fault in faults] == [(told, "data.module.type", 2)]
+    with pytest.raises(ValueError, match=re.escape(told)):
+        find("deeplightning.data.shards.Shards")

@@ -178,8 +178,8 @@ def test_the_sizes_of_test(clone):
         return out[out.index("--dist\n") : out.index("\n\n$ mypy")].splitlines()[1:]
 
     quick = ["loadfile", "-m", "not slow"]
-    assert pytest("--quick") == ["worksteal", "-m", "not slow and not run", "tests/unit"]
-    assert pytest() == [*quick, "tests/unit", "tests/runs/test_a.py"]
+    assert pytest("--quick") == ["worksteal", "-m", "not slow and not run", "tests/unit", "plugins"]
+    assert pytest() == [*quick, "tests/unit", "plugins", "tests/runs/test_a.py"]
     assert pytest("--full", "-x") == [*quick, "-x"]
     assert pytest("--all", "-x") == ["loadfile", "-x"]
     assert pytest("tests/test_a.py::test_b") == [*quick, "tests/test_a.py::test_b"]
@@ -262,6 +262,17 @@ def test_set_up_installs_the_lock_with_its_hashes(bare):
     assert packages.endswith("bin/python --require-hashes -r requirements.lock")
     assert project.endswith("--offline --no-deps --no-build-isolation -e .")
     assert set(bare.root.iterdir()) - before == {bare.root / ".uv", bare.root / ".venv"}
+
+
+def test_plugins_are_installed_with_the_clone(clone):
+    """In editable form, without the network; a start sets up again when a plug-in comes or its requirements change."""
+    plugin = clone.root / "plugins" / "deeplightning-a"
+    plugin.mkdir(parents=True)
+    for text in ("[project]\n", "[project]\ndependencies = []\n"):
+        (plugin / "pyproject.toml").write_text(text)
+        assert clone.run("env.sh")[0] == 0
+        assert clone.uv_calls()[-1].endswith(f"--offline --no-deps --no-build-isolation -e . -e {plugin}")
+        assert clone.run("env.sh") == (0, "", "")
 
 
 def test_bytecode_is_compiled_where_python_may_not_write_it_later(bare):
@@ -510,11 +521,12 @@ def test_the_lock_has_a_hash_for_every_package():
 
 
 def test_conda_env_has_the_versions_of_the_lock():
-    """conda_env.yaml installs what requirements.lock names, and the project."""
+    """conda_env.yaml installs what requirements.lock names, the project and its plug-ins."""
     environment = yaml.safe_load((ROOT / "conda_env.yaml").read_text())
     python, _, pip = environment["dependencies"]
     assert python == "python=3.11"
-    assert pip["pip"] == [*_locked(), "-e ."]
+    plugins = sorted(f"-e plugins/{path.name}" for path in ROOT.glob("plugins/*"))
+    assert pip["pip"] == [*_locked(), "-e .", *plugins]
 
 
 @pytest.mark.parametrize(

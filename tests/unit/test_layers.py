@@ -5,17 +5,22 @@ that come later in the list. Nothing imports the entry points. `serve` stands on
 `kinds`, `runfolder` and `words`; of the rest only `api`, `torch_server`, what answers inside an MLflow model, and
 `predict RUN FILE`, whose answers are those of the endpoint, use it. The parts (`data`, `task`, `model`) are
 named in YAML, imported by nobody, and use of the core only `config.target.build`, the types in `config.part_config`,
-`batches`, `figures`, `image`, `text`, `table`, `array`, `kinds`, `transfer` and `words`.
+`batches`, `figures`, `image`, `text`, `table`, `array`, `kinds`, `transfer` and `words`. A plug-in imports the core,
+but neither an entry point of it nor another plug-in; the core imports and names no module of a plug-in.
 """
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from deeplightning.faults import PLUGINS
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRIES = {"deeplightning", "__main__", "api", "torch_server"}
@@ -142,6 +147,38 @@ def test_no_imports_go_in_a_circle():
         name: {file_of(other) for other in imported_by(file)} & (files.keys() - {name}) for name, file in files.items()
     }
     assert [*TopologicalSorter(imports).static_order()]  # raises CycleError, which names the files
+
+
+def test_the_core_names_no_plugin_and_no_plugin_another():
+    """A plug-in can be removed: the core has its names only in `deeplightning.faults.PLUGINS`."""
+    named = {name_of(file): re.findall(r"\bdeeplightning_[a-z]\w*", file.read_text()) for file in FILES}
+    tops = {folder.name.replace("-", "_") for folder in ROOT.glob("plugins/*")}
+    assert {name: found for name, found in named.items() if tops & {*found}} == {}
+    for folder in ROOT.glob("plugins/*"):
+        own = folder.name.replace("-", "_")
+        imported = {name for file in folder.glob("deeplightning_*/**/*.py") for name in imported_by(file)}
+        parts = [name.split(".") for name in imported]
+        assert {first for first, *_ in parts} & (tops - {own}) == set()
+        assert {rest[0] for first, *rest in parts if first == "deeplightning" and rest} & ENTRIES == set()
+
+
+def test_the_table_of_plugins_has_their_entry_points():
+    """The verbs and targets of `PLUGINS` are those of each pyproject.toml, and each plug-in is an extra of the core."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found = {}
+    for folder in ROOT.glob("plugins/*"):
+        theirs = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        name = theirs["name"].removeprefix("deeplightning-")
+        found[name] = sorted(entry for group in theirs["entry-points"].values() for entry in group)
+        assert theirs["name"] == folder.name
+        assert theirs["version"] == project["version"]
+        own, *others = theirs["dependencies"]
+        assert own == f"deeplightning=={project['version']}"
+        assert {*others} <= {*project["dependencies"], *project["optional-dependencies"]["dev"]}  # so the lock has them
+        assert project["optional-dependencies"][name] == [folder.name]
+        assert [path.name for path in (folder / "tests").glob("test_*.py")]
+        assert [*folder.glob("deeplightning_*/docs/*.md")]
+    assert found == {name: sorted(names) for name, names in PLUGINS.items()}
 
 
 def test_every_module_has_its_place():

@@ -16,7 +16,8 @@ from deeplightning.runfolder import RunFolder
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 REFERENCE = DOCS / "reference"
-PAGES = sorted(DOCS.rglob("*.md"))
+PLUGINS = sorted(ROOT.glob("plugins/*/*/docs/*.md"))
+PAGES = sorted([*DOCS.rglob("*.md"), *PLUGINS])
 README = ROOT / "README.md"
 
 
@@ -41,7 +42,8 @@ def test_the_list_of_pages_names_each_page():
     text = (ROOT / "llms.txt").read_text()
     assert text == manual.listing()
     named = re.findall(r"\]\(([^)]+)\)", text)
-    assert sorted(named) == sorted(str(p.relative_to(ROOT)) for p in DOCS.glob("*/*.md") if p.stem != "index")
+    there = [*(page for page in DOCS.glob("*/*.md") if page.stem != "index"), *PLUGINS]
+    assert sorted(named) == sorted(str(page.relative_to(ROOT)) for page in there)
 
 
 @pytest.mark.parametrize("name", ["resume", "how-to/resume", "docs/how-to/resume.md"])

@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-FILES = sorted(TESTS.rglob("test_*.py"))
+FILES = sorted([*TESTS.rglob("test_*.py"), *TESTS.parent.glob("plugins/*/tests/**/test_*.py")])
 ASSERTING = ("raises", "warns", "fail", "assert_array_equal", "assert_allclose")
 
 

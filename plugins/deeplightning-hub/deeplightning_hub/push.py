@@ -1,11 +1,9 @@
-"""A run goes where others find it: its bundle, its config and a model card to Hugging Face, or into a folder; or its
-MLflow model into the registry of its tracking store.
+"""Publish a run: bundle, config and model card to Hugging Face or into a folder, its MLflow model into the registry.
 
-Nothing that holds pickle leaves the run, and no path or secret of this machine.
+Files that hold pickle, and secrets and paths of this machine, are never published.
 """
 
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -15,25 +13,25 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.checks.trust import refuse_links
-from deeplightning.cli.model_card import model_card, public_config
 from deeplightning.faults import CheckpointError, ConfigError, SetupError
 from deeplightning.runfolder import RunFolder
+from deeplightning_hub.model_card import model_card, public_config
 
 FORMS = "hf://USER/NAME or mlflow://NAME"
 SAFE = (".onnx", ".data", ".safetensors", ".json")
 """The endings of a bundle's files that hold no pickle. TorchScript and pt2 hold some."""
 
 README, NOTE = "README.md", ".push.json"
-"""The card; and the names and SHA-256 of what an earlier push has written, by which it is known."""
+"""The model card; and the record of an earlier push: the names and SHA-256 of the files that it wrote."""
 
 _NAME = r"[A-Za-z0-9](?:[\w.-]{0,94}[A-Za-z0-9_])?"
 
 
 def parse(address: str) -> tuple[str, str]:
-    """The kind of an address, `hf` or `mlflow`, and the name in it.
+    """Return the kind of an address, `hf` or `mlflow`, and the name in it.
 
     Raises:
-        ConfigError: it is of no such form.
+        ConfigError: the address has another form.
     """
     kind, _, name = address.partition("://")
     form = {"hf": rf"{_NAME}/{_NAME}", "mlflow": r"[\w](?:[\w. -]{0,254}[\w])?"}.get(kind)
@@ -43,9 +41,9 @@ def parse(address: str) -> tuple[str, str]:
 
 
 def write(folder: RunFolder, name: str, to: Path) -> list[str]:
-    """Writes the files of a run that may be published.
+    """Write the files of a run that may be published.
 
-    A README.md that was changed since the earlier push stays, and the new one is `README.new.md`.
+    A README.md that was edited since the earlier push is kept, and the new one becomes `README.new.md`.
 
     Args:
         name: of the model, for its card.
@@ -100,7 +98,7 @@ def write(folder: RunFolder, name: str, to: Path) -> list[str]:
 
 
 def _earlier(to: Path) -> dict[str, str | None]:
-    """What an earlier push has written there; nothing: the folder is empty or not there.
+    """Return the names and digests that an earlier push wrote; {} where the folder is empty or missing.
 
     Raises:
         SetupError: it holds something else.
@@ -130,20 +128,18 @@ def _digest(path: Path) -> str | None:
 
 
 def upload(folder: RunFolder, repository: str) -> tuple[str, list[str]]:
-    """Uploads a run to Hugging Face, into a repository that is private where it is new.
+    """Upload a run to Hugging Face; a new repository is private.
 
     Returns:
-        The address of the repository, and what `write` has left out.
+        The address of the repository, and the files that `write` leaves out.
 
     Raises:
-        SetupError: there is no token or no client, or the server refuses.
+        SetupError: there is no token, or the server refuses.
         CheckpointError: as of `write`.
     """
     instead = "or write the files into a folder: --to DIR"
     if not (token := os.environ.get("HF_TOKEN")):
         raise SetupError(f"HF_TOKEN is not set. Set it to a token that may write to {repository}, {instead}")
-    if importlib.util.find_spec("huggingface_hub") is None:
-        raise SetupError(f"the package huggingface_hub is missing. Install it: pip install huggingface_hub, {instead}")
     for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_TELEMETRY"):
         os.environ.setdefault(name, "1")
     from huggingface_hub import HfApi
@@ -165,8 +161,9 @@ def upload(folder: RunFolder, repository: str) -> tuple[str, list[str]]:
 
 
 def register(run: str, name: str) -> str:
-    """Registers the MLflow model of a run in the registry of the store that the run is tracked in. A run that has none
-    yet gets one of its bundle, where its files lie on this machine.
+    """Register the MLflow model of a run in the registry of the store that tracks the run.
+
+    A run without a model gets one from its bundle if its files are on this machine.
 
     Returns:
         `models:/NAME/VERSION`.

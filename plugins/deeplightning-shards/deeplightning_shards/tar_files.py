@@ -1,10 +1,10 @@
-"""Tar files of samples, as WebDataset has them, on a disk or at an address: which there are, and where in them each
-sample lies. One pass over the headers finds that, and is kept as an index.
+"""Index tar files of samples in WebDataset's format, on a disk or at an address: one pass over the headers finds where
+each sample lies, and the result is cached.
 
 A sample is the members of one KEY that follow each other: `KEY.jpg` (or another picture) and its label, `KEY.cls` (a
 number or a word) or `KEY.json`. Python's `tarfile` reads the headers, and nothing else of an archive is interpreted:
 nothing is extracted, and shards with members that only pickle could read are refused. The package `webdataset` would
-bring its own loops over processes, workers and epochs, and could not say where in them a run stands.
+bring its own loops over processes, workers and epochs, whose position a resumed run could not restore.
 
 Shards at an address are copied, when their first sample is needed, into a folder that holds `DEEPLIGHTNING_CACHE_LIMIT`
 GiB at most; the longest unused are removed. N samples.
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 def expand(pattern: str) -> list[str]:
-    """The names that a brace pattern expands to: `{000..012}` is each number in turn, `{a,b}` each word.
+    """Return the names that a brace pattern expands to: `{000..012}` is each number in turn, `{a,b}` each word.
 
     Raises:
         ValueError: there are more than `MOST_SHARDS`, or a range is descending.
@@ -209,7 +209,7 @@ def _make_room(folder: Path, shard: Shard) -> None:
 
 
 def index_of(source: Source, shard: Shard, label: str, check: ImageSpec | None, max_pixels: int) -> Index:
-    """Reads the headers and labels of a shard.
+    """Read the headers and labels of a shard.
 
     Args:
         source: opens it.
@@ -247,7 +247,7 @@ def index_of(source: Source, shard: Shard, label: str, check: ImageSpec | None, 
 
 
 def _samples(archive: tarfile.TarFile, file: int, name: str) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
-    """Key and members, by their endings, of each sample."""
+    """Yield the key and the members, by their endings, of each sample."""
     key, members = None, dict[str, tarfile.TarInfo]()
     for member in archive:
         folder, _, base = member.name.rpartition("/")
@@ -277,7 +277,7 @@ def _samples(archive: tarfile.TarFile, file: int, name: str) -> Iterator[tuple[s
 def _sample(
     archive: tarfile.TarFile, key: str, members: dict[str, tarfile.TarInfo], label: str
 ) -> tuple[tarfile.TarInfo, str]:
-    """The member with the picture, and the label.
+    """Return the member with the picture, and the label.
 
     Raises:
         ValueError: the picture or the label is missing, or occurs more than once; the message names it.
@@ -309,7 +309,7 @@ def _sample(
 
 
 def indices_of(source: Source, label: str, check: ImageSpec | None, max_pixels: int) -> list[Index]:
-    """Of each shard; those that have been made before are read. Arguments and errors are those of `index_of`."""
+    """Return the index of each shard, from the cache if it is there. Arguments and errors are those of `index_of`."""
     from filelock import FileLock
 
     code = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
@@ -358,7 +358,7 @@ def _cache() -> Path:
 
 
 def _kept(path: Path) -> Index | None:
-    """An index that was made before; None where no usable one exists."""
+    """Return a cached index; None where no usable one exists."""
     try:
         with path.open("rb") as file:
             refuse_foreign(file.fileno(), path)

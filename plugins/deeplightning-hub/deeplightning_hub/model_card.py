@@ -1,7 +1,6 @@
-"""A run becomes a model card: Markdown with a YAML front matter, as Hugging Face has it. Nothing is imported for it.
+"""Write the model card of a run: Markdown with a YAML front matter, in Hugging Face's format. It imports no user code.
 
-It contains no secrets and no absolute paths of this machine: config and numbers are what the run's own files have, and
-what is a path keeps its last part.
+Config and numbers come from the run's files. Secrets are concealed, and an absolute path keeps only its last part.
 """
 
 import hashlib
@@ -40,8 +39,9 @@ _PATH = re.compile(r"(?:file:|sqlite:)/+.*|~?/(?!/).*|[A-Za-z]:[\\/].*", re.DOTA
 
 
 def public_config(folder: RunFolder) -> str:
-    """The config of a run as YAML that may be published: secrets concealed, of absolute paths the last part alone, and
-    without the address of the tracking store.
+    """Return the config of a run as YAML that may be published.
+
+    Secrets are concealed, absolute paths keep only their last part, and the address of the tracking store is removed.
 
     Raises:
         ConfigError: it cannot be read.
@@ -66,7 +66,7 @@ def _without_paths(value: Any) -> Any:
 
 
 def model_card(folder: RunFolder, card: Card, name: str, left_out: list[str]) -> str:
-    """The text of README.md.
+    """Return the text of README.md.
 
     Args:
         folder: of a run that has a bundle.
@@ -118,8 +118,8 @@ def model_card(folder: RunFolder, card: Card, name: str, left_out: list[str]) ->
 
 
 def _metrics(folder: RunFolder) -> dict[str, float]:
-    """Of validation and test: what they left; of a validation during the training the values at the best step, or else
-    the last."""
+    """Return the metrics of validation and test. A validation during training counts at the best step, or else at the
+    last one."""
     found: dict[str, float] = {}
     best = _json(folder.best_score)
     try:
@@ -210,7 +210,7 @@ def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> str:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """A file of the run; {} where it is missing or cannot be read."""
+    """Return the content of a JSON file of the run; {} where it is missing or unreadable."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Pictures in tar shards (`deeplightning.data.shard_files`): batches read the bytes of samples, shard after shard.
+"""The data module of pictures in tar shards: batches read the bytes of samples, shard after shard.
 
 N samples, R processes.
 """
@@ -25,8 +25,8 @@ from deeplightning.data.image_folder import STATISTICS
 from deeplightning.data.images import ImageData, height_width
 from deeplightning.data.loading import is_whole
 from deeplightning.data.samplers import BatchIndices, go_on, is_made_for, replicas
-from deeplightning.data.shard_files import Index, Shard, Source, at_address, expand, in_folder, indices_of
 from deeplightning.image import MAX_PIXELS, ImageError, ImageSpec
+from deeplightning_shards.tar_files import Index, Shard, Source, at_address, expand, in_folder, indices_of
 
 if TYPE_CHECKING:
     from deeplightning.config.part_config import PartConfig
@@ -55,12 +55,12 @@ class ShardSamples:
         return len(self.labels)
 
     def take(self, positions: np.ndarray) -> "ShardSamples":
-        """The samples at these positions, int (n,), in this order."""
+        """Return the samples at these positions, int (n,), in this order."""
         parts = (self.shards, self.offsets, self.sizes, self.labels)
         return ShardSamples(self.source, *(part[positions] for part in parts))
 
     def size_of(self, position: int) -> tuple[int, int]:
-        """Width and height of one picture as it comes.
+        """Return the width and height of one picture as it is stored.
 
         Raises:
             OSError, DataError: it cannot be read as an image.
@@ -70,7 +70,7 @@ class ShardSamples:
             return image.size
 
     def prepare(self, position: int, spec: ImageSpec, max_pixels: int) -> np.ndarray:
-        """One picture, uint8 (C, H, W).
+        """Return one picture, uint8 (C, H, W).
 
         Raises:
             DataError: it cannot be read; the message names shard and member.
@@ -87,7 +87,7 @@ class ShardSamples:
             report_messages(self.source.shards[shard].name)
 
     def named(self, position: int) -> str:
-        """Shard and member of a sample, for messages."""
+        """Return the shard and member of a sample, for messages."""
         shard, offset = self.source.shards[int(self.shards[position])], int(self.offsets[position])
         with (
             contextlib.suppress(OSError, DataError, tarfile.TarError, StopIteration),
@@ -227,7 +227,7 @@ class Shards(ImageData):
     # ---- finding
 
     def check(self) -> None:
-        """Finds the shards.
+        """Find the shards.
 
         Raises:
             DataError: one is missing, or a pattern matches none.
@@ -260,9 +260,10 @@ class Shards(ImageData):
         self._shards = shards
 
     def read(self) -> dict[str, Any]:
-        """
+        """Return the samples of each set.
+
         Raises:
-            DataError: a shard is damaged, or a sample not whole.
+            DataError: a shard is damaged, or a sample is incomplete.
         """
         source = Source(str(self.cfg.data.root), [shard for some in self._shards.values() for shard in some])
         check = self.image_spec if self.on_bad_sample == "skip" else None
@@ -333,7 +334,7 @@ class Shards(ImageData):
 
 
 def _by_number(word: str) -> tuple[bool, int, str]:
-    """The order of labels: numbers by their value, then words."""
+    """Return the sort key of a label: numbers by value come before words."""
     is_number = word.isdecimal() and len(word) < 20
     return (not is_number, int(word) if is_number else 0, word)
 

@@ -15,10 +15,11 @@ from PIL import Image
 from served import Server
 from sklearn.datasets import load_digits
 
-from deeplightning.data import shard_files as module
 from deeplightning.data.errors import DataConfigError, DataError
-from deeplightning.data.shard_files import expand
-from deeplightning.data.shards import ShardBatches, Shards
+
+module = pytest.importorskip("deeplightning_shards.tar_files")
+parts = pytest.importorskip("deeplightning_shards.data")
+expand, ShardBatches, Shards = module.expand, parts.ShardBatches, parts.Shards
 
 EACH = 25  # samples of a shard
 ROWS = 240  # samples in `tars`
@@ -310,7 +311,7 @@ def settings(tars, tmp_path_factory):
     params = f"image_size: 8, mode: L, window: 60, train: '{TRAIN}', validation: val.tar, test: test.tar"
     words = [
         "~data.module",
-        f"data.module={{type: deeplightning.data.shards.Shards, params: {{{params}}}}}",
+        f"data.module={{type: Shards, params: {{{params}}}}}",
         f"data.root='{tars}'",
         "data.batch_size=16",
         "model.network.params={num_classes: auto, num_channels: auto, image_size: auto}",

@@ -4,6 +4,7 @@ paths of this machine."""
 import base64
 import hashlib
 import json
+import os
 import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,10 +15,15 @@ import pytest
 import yaml
 from commands import real
 from mlflow.tracking import MlflowClient
+from test_escapes import FORGED, is_clean
+from test_trust import BEYOND_PLAIN, BY_ALL, IMPORTED, _by_kind
 
 import deeplightning as dl
 from deeplightning.export.bundle import sealed
+from deeplightning.runfolder import RunFolder
 from serve.bundle import Bundle
+
+pytest.importorskip("deeplightning_hub")
 
 TOKEN = "hf_" + "Zq8Rw2Lk7Tn4Vx9Bc1Md" * 2
 
@@ -123,6 +129,61 @@ def test_files_that_the_card_does_not_describe_are_not_published(kind, run, comm
     assert outcome.code == 4
     assert "is not the file that bundle.json describes" in outcome.err
     assert not (tmp_path / "pushed").exists()
+
+
+def test_a_card_holds_no_characters_that_steer_a_terminal(run, command, place, tmp_path):
+    """Neither the model card nor what `push` prints, whatever names the files of a foreign run have."""
+    folder = RunFolder(shutil.copytree(run, tmp_path / "run"))
+    settings = yaml.safe_load(folder.config.read_text())
+    settings["data"]["module"]["params"]["token"] = "plain"
+    settings["logger"]["params"]["experiment_name"], settings["serve"]["allowed_hosts"] = FORGED, [FORGED]
+    folder.config.write_text(yaml.safe_dump(settings, sort_keys=False))
+    for path, more in {
+        folder.environment: {"host": FORGED, "os": FORGED, "packages": {"a": FORGED, "torch": FORGED}},
+        folder.results("test"): {f"test_{FORGED}": 1.0},
+        folder.series: {f"val_{FORGED}": [[0, 1.0], [1, 2.0]]},
+        folder.data: {"files": {f"{FORGED}.csv": [3, "00"]}, "arrays": {FORGED: [3, "00"]}},
+    }.items():
+        path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    card = json.loads(folder.bundle_card.read_text())
+    folder.bundle_card.write_text(sealed(card | {"labels": [FORGED, *card["labels"][1:]]}))
+    outcome = command("push", folder.path, "hf://me/model", "--to", tmp_path / "card", cwd=place)
+    assert outcome.code == 0, outcome
+    text = (tmp_path / "card" / "README.md").read_text()
+    assert "TITLE" in text
+    assert is_clean(text)
+    assert is_clean(outcome.out + outcome.err)
+    refused = command("push", folder.path, "mlflow://model", cwd=place)
+    assert (refused.code, is_clean(refused.out + refused.err)) == (3, True)
+    assert is_clean(command("push", FORGED, "hf://me/model", cwd=place).err)
+
+
+@pytest.mark.parametrize("name", BY_ALL)
+def test_a_foreign_config_is_plain_or_refused(name, run, command, tmp_path):
+    """Exit code 4 with the file: nothing is imported, started, fetched or written, and no variable is read."""
+    work, file = tmp_path / "work", tmp_path / "watched.json"
+    work.mkdir()
+    (work / "pwned.py").write_text("open('PWNED', 'w')\n")
+    copies = [tmp_path / "with", tmp_path / "without"]
+    for copy, left_out in zip(copies, ((), ("bundle",)), strict=True):
+        shutil.copytree(run, copy, ignore=shutil.ignore_patterns(*left_out))
+        (copy / "cfg.yaml").write_text(BEYOND_PLAIN[name]((run / "cfg.yaml").read_text()))
+    words = [["push", str(copy), "hf://a/b", "--to", str(tmp_path / "to")] for copy in copies]
+    variables = {"WATCHED": str(file), "WORDS": json.dumps(words), "MY_VALUE": "s3cr3t", "HOME": str(work)}
+    command("", cwd=work, main="watched:each", **variables)
+    with_bundle, without = json.loads(file.read_text())
+    assert (with_bundle["code"], without["code"]) == (4, 4), with_bundle
+    assert "not made here by you, and its config has " in with_bundle["err"]
+    assert "cfg.yaml:" in with_bundle["err"]
+    for one in (with_bundle, without):
+        seen = _by_kind(one["seen"])
+        assert "s3cr3t" not in one["err"]
+        assert "MY_VALUE" not in seen["variables"]
+        assert seen["starts"] == seen["connects"] == []
+        assert [path for path in seen["writes"] if path != os.devnull] == []
+        tops = {module.partition(".")[0] for module in seen["imports"]}
+        assert tops <= {*IMPORTED, "deeplightning_hub"}
+    assert [path.name for path in work.iterdir()] == ["pwned.py"]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}"])
