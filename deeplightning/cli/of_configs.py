@@ -277,28 +277,6 @@ def batch(config: Path, overrides: tuple[str, ...], memory: str | None, most: in
 
 
 @cli.command()
-@click.argument("files", metavar="FILE…", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--write", is_flag=True, help="Write the configs; default: print them.")
-@click.option(
-    "--from",
-    "system",
-    required=True,
-    type=click.Choice(["stoke", "raysgd", "bolt", "universal", "lightning-cli", "hydra"]),
-    help="The system whose config or script FILE is.",
-)
-def migrate(files: tuple[Path, ...], write: bool, system: str) -> None:
-    """Make a config of FILEs of another system. It is printed, or with --write put beside FILE, which stays, as
-    NAME.deeplightning.yaml.
-
-    FILEs of LightningCLI and of Hydra are one project; what cannot be converted is a fault at its line. For the others
-    a comment is at each line that needs a person. A FILE in Python is read, never run.
-    """
-    from deeplightning.cli.migrate import convert
-
-    say(convert(files, system, write), nl=False)
-
-
-@cli.command()
 def schema() -> None:
     """Print the JSON Schema of a config, for editors that complete and check YAML."""
     from deeplightning.checks.json_schema import json_schema

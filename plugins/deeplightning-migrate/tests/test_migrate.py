@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 import yaml
+from deeplightning_migrate.lightning import convert as text_of_lightning
+from deeplightning_migrate.older_systems import text_from
 
 from deeplightning.checks.check import check
 from deeplightning.cli import cli
 from deeplightning.cli.exit_codes import run_verb
-from deeplightning.cli.migrate import text_from
-from deeplightning.cli.migrate_lightning import convert as text_of_lightning
 from deeplightning.config.tree import parse, plain
 from deeplightning.faults import ConfigError
 
-FOREIGN = Path(__file__).parents[1] / "foreign"
+FOREIGN = Path(__file__).with_name("foreign")
 EXAMPLES = {
     "stoke": "stoke.py",
     "raysgd": "raysgd.py",

@@ -1,7 +1,7 @@
 """`deeplightning migrate --from SYSTEM FILE…`: a config of another system becomes one of ours, as far as it goes.
-`migrate_lightning` converts those of LightningCLI and Hydra completely.
+`lightning` converts those of LightningCLI and Hydra completely.
 
-The file is read to nested mappings (`foreign`), its words are looked up in the one table of words
+The file is read to nested mappings (`reading`), its words are looked up in the one table of words
 (`config.other_tools`), and `check` names what is still missing. Each line that needs a person has a comment.
 """
 
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.checks.check import check
-from deeplightning.cli.foreign import Call, read_python, read_yaml
 from deeplightning.cli.shipped import write_new
 from deeplightning.config import other_tools
 from deeplightning.config.schema import VERSION
 from deeplightning.config.tree import dump, line, scalar
+from deeplightning_migrate.reading import Call, read_python, read_yaml
 
 LOSSES = ("loss", "loss_fn", "loss_creator", "criterion")
 
@@ -242,7 +242,7 @@ def convert(files: Sequence[Path], system: str, write: bool) -> str:
         SetupError: a new file is there already, or cannot be written.
     """
     if system in ("lightning-cli", "hydra"):
-        from deeplightning.cli.migrate_lightning import convert as converted
+        from deeplightning_migrate.lightning import convert as converted
 
         texts = {files[0]: converted(files, system)}
     else:

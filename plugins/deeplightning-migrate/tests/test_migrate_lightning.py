@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-FOREIGN = Path(__file__).parents[1] / "foreign"
+FOREIGN = Path(__file__).with_name("foreign")
 
 
 class Case(NamedTuple):
