@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-
-from deeplightning.reproduce import evidence
-from deeplightning.reproduce.evidence import Interval
+from deeplightning_lab import evidence
+from deeplightning_lab.evidence import Interval
 
 DRAWS = 1_000
 RESAMPLES = 1_999
@@ -125,8 +124,9 @@ def groups(folder: Path, seeds: int) -> dict[str, Path]:
 
 def judged(a: Path, b: Path) -> tuple[float, list[tuple[str, str]]]:
     """The difference in `test_acc` over all seeds; of each five seeds in a row the state and the words."""
+    from deeplightning_lab.significance import compare
+
     from deeplightning.reproduce.groups import group_of, runs_in
-    from deeplightning.reproduce.luck import compare
 
     sides = []
     for folder in (a, b):

@@ -116,7 +116,7 @@ _PACKAGES = {
 """By module, how packages are installed whose parts configs name."""
 
 
-PLUGINS = {"hub": ("push",), "migrate": ("migrate",), "shards": ("Shards",)}
+PLUGINS = {"hub": ("push",), "lab": ("bisect", "compare"), "migrate": ("migrate",), "shards": ("Shards",)}
 """The verbs (lower case) and targets of each plug-in of ours, for the note that names a plug-in which is missing."""
 
 

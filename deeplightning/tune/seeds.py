@@ -154,8 +154,7 @@ class Seeds(Grid):
 
     def _summarize(self) -> None:
         """Prints and writes mean, standard deviation and interval of each metric; the parent run gets them as well."""
-        from deeplightning.reproduce.evidence import mean_interval
-        from deeplightning.reproduce.luck import number
+        from deeplightning.reproduce.interval import mean_interval, number
         from deeplightning.tune.table import text
 
         group = self._group()

@@ -3,10 +3,9 @@
 import math
 
 import pytest
+from deeplightning_lab.ddmin import Outcome, ddmin, most_tests
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from deeplightning.reproduce.ddmin import Outcome, ddmin, most_tests
 
 SIZE = st.integers(1, 14)
 FEW = settings(max_examples=60, deadline=None)

@@ -9,10 +9,11 @@ from deeplightning.cli.group import newest_run
 from deeplightning.cli.listing import listing
 from deeplightning.faults import CheckpointError, count, nearest
 from deeplightning.reproduce.groups import Group, group_of, runs_in
-from deeplightning.reproduce.luck import Comparison, Row, number, of_samples
+from deeplightning.reproduce.interval import number
 from deeplightning.reproduce.past import PastRun, past_run
 from deeplightning.tune.table import text
 from deeplightning.words import printable, stage_of
+from deeplightning_lab.significance import Comparison, Row, of_samples
 
 FILTERS = ("name", "experiment", "status", "metric")
 """The words that choose runs, those of the options of `runs`."""

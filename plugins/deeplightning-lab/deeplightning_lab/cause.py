@@ -12,11 +12,11 @@ from typing import Any
 
 from deeplightning.faults import RunError, count
 from deeplightning.process.terminal import say
-from deeplightning.reproduce.ddmin import Outcome, ddmin, most_tests
-from deeplightning.reproduce.mixture import Difference, Parts, mix
-from deeplightning.reproduce.trials import Enough, Trial, Trials
 from deeplightning.runfolder import write_whole
 from deeplightning.words import printable
+from deeplightning_lab.bisect_run import Difference, Parts, mix
+from deeplightning_lab.ddmin import Outcome, ddmin, most_tests
+from deeplightning_lab.trials import Enough, Trial, Trials
 
 MAX_NAMED = 5
 """Differences that a message names, of those that it counts."""

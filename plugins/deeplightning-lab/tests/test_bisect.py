@@ -16,14 +16,14 @@ import urllib.request
 import numpy
 import pytest
 from commands import LONGEST, PAUSE, environment
+from deeplightning_lab.ddmin import Outcome, ddmin, most_tests
+from deeplightning_lab.interpreters import interpreters
+from deeplightning_lab.trials import UNDERWAY, Trial
 from mlflow.tracking import MlflowClient
 
 from deeplightning.engine.checkpoint_io import read_checkpoint
 from deeplightning.faults import SetupError
-from deeplightning.reproduce.ddmin import Outcome, ddmin, most_tests
-from deeplightning.reproduce.interpreters import interpreters
 from deeplightning.reproduce.past import PastRun
-from deeplightning.reproduce.trials import UNDERWAY, Trial
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.code import read_code
 
@@ -123,8 +123,9 @@ class Forked:
 
 def forking():
     """`deeplightning` whose bisections fork their runs; a fresh process spends seconds on imports."""
+    from deeplightning_lab import trials
+
     from deeplightning.cli import main
-    from deeplightning.reproduce import trials
 
     trials.start_process = Forked
     main()

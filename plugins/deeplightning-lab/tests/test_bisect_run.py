@@ -4,10 +4,10 @@ import json
 
 import pytest
 import yaml
+from deeplightning_lab.bisect_run import Parts, fixed, is_available, mix, parts_of, switchable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deeplightning.reproduce.mixture import Parts, fixed, is_available, mix, parts_of, switchable
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.code import Code, read_code

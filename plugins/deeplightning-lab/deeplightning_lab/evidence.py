@@ -12,47 +12,19 @@ bootstrap finds of skewness stays (Hesterberg: What Teachers Should Know About t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from scipy import stats
 
-LEVEL = 0.95
+from deeplightning.reproduce.interval import LEVEL, Interval, Values, mean_interval, t_quantile
+
 POWER = 0.8
 RESAMPLES = 9_999
 MOST_RUNS = 10_000
 """Runs for each side that `runs_needed` considers."""
 MOST_DRAWN = 100_000
 """Samples that are drawn again one by one; the mean of more is as good as normal."""
-
-Values = Sequence[float] | np.ndarray
-
-
-class Interval(NamedTuple):
-    """A mean or a difference of means, and its 95 % interval; the ends are NaN where there is none."""
-
-    center: float
-    low: float
-    high: float
-
-    @property
-    def excludes_zero(self) -> bool:
-        return self.low > 0 or self.high < 0
-
-
-def mean_interval(values: Values) -> Interval:
-    """The mean of runs with its t interval.
-
-    Args:
-        values: (n,), one of each seed; of one the interval is unknown.
-    """
-    found = np.asarray(values, float)
-    center = float(found.mean())
-    if len(found) < 2:
-        return Interval(center, math.nan, math.nan)
-    half = _t(len(found) - 1) * float(found.std(ddof=1)) / math.sqrt(len(found))
-    return Interval(center, center - half, center + half)
 
 
 def paired_interval(differences: Values, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
@@ -66,7 +38,7 @@ def paired_interval(differences: Values, resamples: int = RESAMPLES, seed: int =
         return mean_interval(found)
     center = float(found.mean())
     drawn = _resampled([_rests(found)], resamples, seed)
-    return _scaled(center, drawn, _t(len(found) - 1))
+    return _scaled(center, drawn, t_quantile(len(found) - 1))
 
 
 def unpaired_interval(first: Values, second: Values, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
@@ -82,9 +54,9 @@ def unpaired_interval(first: Values, second: Values, resamples: int = RESAMPLES,
     squares = sum(part**2 / (len(side) - 1) for part, side in zip(parts, (one, two), strict=True))
     freedom = sum(parts) ** 2 / squares if squares else len(one) + len(two) - 2
     if min(len(one), len(two)) == 2:
-        half = _t(freedom) * math.sqrt(sum(parts))
+        half = t_quantile(freedom) * math.sqrt(sum(parts))
         return Interval(center, center - half, center + half)
-    return _scaled(center, _resampled([_rests(one), _rests(two)], resamples, seed), _t(freedom))
+    return _scaled(center, _resampled([_rests(one), _rests(two)], resamples, seed), t_quantile(freedom))
 
 
 def sample_interval(differences: Values, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
@@ -148,7 +120,7 @@ def power(effect: float, runs: int, is_paired: bool) -> float:
     if shift > 30:
         return 1.0
     # t² is F; SciPy's noncentral t is NaN in its far tail.
-    return float(stats.ncf.sf(_t(freedom) ** 2, 1, freedom, shift**2))
+    return float(stats.ncf.sf(t_quantile(freedom) ** 2, 1, freedom, shift**2))
 
 
 def paired_effect(differences: Values) -> float | None:
@@ -178,10 +150,6 @@ def mcnemar(first: np.ndarray, second: np.ndarray) -> McNemar:
     only_a, only_b = int((first & ~second).sum()), int((second & ~first).sum())
     p = float(stats.binomtest(only_a, only_a + only_b).pvalue) if only_a + only_b else 1.0
     return McNemar(only_a, only_b, p)
-
-
-def _t(freedom: float) -> float:
-    return float(stats.t.ppf((1 + LEVEL) / 2, freedom))
 
 
 def _few(freedom: int) -> float:

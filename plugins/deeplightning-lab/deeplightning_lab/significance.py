@@ -16,8 +16,9 @@ import numpy as np
 from deeplightning.checks.metrics import mode_by_name, own_name
 from deeplightning.config.schema import Mode
 from deeplightning.faults import CheckpointError, count, nearest
-from deeplightning.reproduce import evidence
 from deeplightning.reproduce.groups import Answers, Group
+from deeplightning.reproduce.interval import Interval, number
+from deeplightning_lab import evidence
 
 USUAL = ("test_acc", "best val_acc", "val_acc", "test_loss", "best val_loss", "val_loss", "train_loss")
 """The metrics that are judged where nothing says which, in this order."""
@@ -228,12 +229,12 @@ def _row(a: Group, b: Group, metric: str, by: float | None) -> Row:
     return row
 
 
-def _is_rounding(interval: evidence.Interval, one: np.ndarray, two: np.ndarray) -> bool:
+def _is_rounding(interval: Interval, one: np.ndarray, two: np.ndarray) -> bool:
     """Whether the spread is that of the last bits."""
     return interval.high - interval.low <= 1e-12 * max(np.abs(one).max(), np.abs(two).max())
 
 
-def _state(interval: evidence.Interval, by: float | None) -> State:
+def _state(interval: Interval, by: float | None) -> State:
     if by is not None and -by < interval.low and interval.high < by:
         return "same"
     if interval.excludes_zero:
@@ -271,7 +272,7 @@ def _samples(a: Group, b: Group) -> tuple[Samples | None, str]:
         interval = evidence.sample_interval(means[1] - means[0])
     else:  # how samples of several sets depend on each other is unknown
         means = [np.array([each.values.mean() for each in side.values()]) for side in found]
-        interval = evidence.Interval(float((means[1] - means[0]).mean()), math.nan, math.nan)
+        interval = Interval(float((means[1] - means[0]).mean()), math.nan, math.nan)
     samples = Samples(
         first.score, first.mode, len(first.values), float(means[0].mean()), float(means[1].mean()), *interval
     )
@@ -294,17 +295,6 @@ def _mcnemar(samples: Samples, one: dict[Any, Answers], two: dict[Any, Answers])
 
 
 # ---- in words
-
-
-def number(value: float, like: float | None = None) -> str:
-    """A number with as many decimals as a difference of this size asks for: three significant digits of `like`."""
-    size = abs(value if like is None else like)
-    if not math.isfinite(value):
-        return "-"
-    if not size or not math.isfinite(size):
-        return f"{value:.4g}"
-    decimals = 2 - math.floor(math.log10(size))
-    return f"{value:.{max(0, decimals)}f}" if decimals <= 8 else f"{value:.3g}"
 
 
 def _sentences(row: Row, by: float | None, samples: Samples | None) -> list[str]:

@@ -5,11 +5,12 @@ import json
 
 import numpy as np
 import pytest
+from deeplightning_lab.significance import compare
 
 from deeplightning.checks.metrics import mode_by_name
 from deeplightning.faults import CheckpointError
 from deeplightning.reproduce.groups import group_of, runs_in
-from deeplightning.reproduce.luck import compare, number
+from deeplightning.reproduce.interval import number
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder
 

@@ -5,9 +5,8 @@ from itertools import product
 
 import numpy as np
 import pytest
+from deeplightning_lab import evidence
 from scipy import stats
-
-from deeplightning.reproduce import evidence
 
 FIVE = [0.91, 0.93, 0.92, 0.95, 0.90]
 

@@ -27,13 +27,13 @@ from deeplightning.config.schema import Config
 from deeplightning.faults import SetupError
 from deeplightning.process.decisions import DECIDED
 from deeplightning.reproduce.again import Plan, Say, prepare, quoted
-from deeplightning.reproduce.mixture import Parts
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder, write_whole
 from deeplightning.tracking.environment import REPRODUCES
 from deeplightning.tracking.parent import Parent, Stopped
 from deeplightning.tracking.series import last_values
 from deeplightning.tracking.store import Store
+from deeplightning_lab.bisect_run import Parts
 
 FINISHED, FAILED, UNDERWAY, MACHINE = "finished", "failed", "under way", "machine"
 """States of a trial. MACHINE: it failed for a reason that may lie in the machine, such as a full disk."""
