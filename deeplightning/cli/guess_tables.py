@@ -279,7 +279,7 @@ def rows(data: Path, wanted: Columns) -> Guess:
         found.format_note(),
         *(f"{what}: {some(names)}" for what, names in groups.items() if names),
         *(
-            f"words of {name} that stand for a missing value: {_counted({repr(w): n for w, n in words.items()})}"
+            f"missing-value words in the column {name}: {_counted({repr(w): n for w, n in words.items()})}"
             for name, words in strays.items()
         ),
         *_left_out(found, [target], form),

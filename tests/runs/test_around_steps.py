@@ -94,8 +94,10 @@ def test_a_dry_run_takes_them_all(command, tiny, place, tmp_path):
 
 def test_each_of_several_optimizers_has_its_norm_and_its_warm_up(command, tmp_path, store, tracked):
     """In adversarial training, by name; only the generator's rate warms up."""
+    from example_code import copy_code
     from test_gan import CONFIG
 
+    copy_code("dcgan", tmp_path)
     (tmp_path / "gan_steps.yaml").write_text(CONFIG.replace("STORE", str(store)))
     words = ["logger.gradient_norm=true", "model.scheduler.generator.warmup=0.5", "logger.log_every_n_steps=1"]
     done = command("train", "gan_steps.yaml", *words, "logger.pictures=null", cwd=tmp_path)

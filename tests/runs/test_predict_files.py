@@ -273,7 +273,7 @@ def test_a_file_of_another_content_says_what_is_wrong(asked, tmp_path, kind, nam
 
 
 def test_a_run_that_answers_no_files_says_so(monkeypatch, tmp_path):
-    task = SimpleNamespace(kind="music")
+    task = SimpleNamespace(kind="music", inference_model=None)
     monkeypatch.setattr(predict, "trained_task", lambda *_: (task, None, None))
     with pytest.raises(CheckpointError, match="is of music, which answers no files"):
         predict.predict_files(RunFolder(tmp_path), [tmp_path / "a.csv"])

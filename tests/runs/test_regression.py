@@ -159,7 +159,8 @@ def test_one_row_may_be_all_that_validates(command, tmp_path, store):
     (tmp_path / "t.csv").write_text("x,y\n" + "".join(f"{n / 7:.3f},{n * n % 5}.5\n" for n in range(10)))
     made = command("init", "p", "--kind", "regression", "--data", "t.csv", cwd=tmp_path)
     assert made.code == 0, made
-    done = command("train", "train.num_epochs=1", f"logger.params.tracking_uri={store}", cwd=tmp_path / "p")
+    words = ("train.num_epochs=1", "train.checkpoint.monitor=val_rmse", f"logger.params.tracking_uri={store}")
+    done = command("train", *words, cwd=tmp_path / "p")
     assert done.code == 0, done
     content = torch.load(done.folder / "last.ckpt", weights_only=True)
     error = json.loads((done.folder / "best.json").read_text())["value"]

@@ -165,7 +165,7 @@ FORMS = {
     "a stray marker": Form(
         text(change=put(0, lambda number, area: "?" if number == 7 else area)),
         PLAIN,
-        notes=("words of area that stand for a missing value: '?' (1)", "which are filled: area (1)"),
+        notes=("missing-value words in the column area: '?' (1)", "which are filled: area (1)"),
         params={"missing": "fill", "missing_words": ["na", "n/a", "nan", "null", "?"]},
     ),
     "several markers": Form(
