@@ -53,7 +53,7 @@ ON_IMPORT: dict[str, Callable[[], None]] = {}
 PREFIX = f"{__name__}."
 INSTALLED = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
-OURS = tuple(f"{Path(__file__).parents[1] / package}{os.sep}" for package in ("deeplightning", "serve"))
+OURS = tuple(f"{Path(__file__).parents[1] / package}{os.sep}" for package in ("deeplightning", "serve", "plugins"))
 EXAMPLES = f"{Path(__file__).parent / 'examples'}{os.sep}"
 """Where an installed Deep Lightning has its examples, whose modules are a user's own as in a clone."""
 

@@ -300,7 +300,8 @@ def _run(order: dict, files: Path) -> None:
     os.chdir(order["cwd"])
     sys.path[0:1] = []  # as `deeplightning` and `python -m deeplightning` have it
     if order["main"] != MAIN:
-        sys.path += [str(Path(__file__).parent / folder) for folder in ("", "unit", "runs")]
+        tests = Path(__file__).parent
+        sys.path += map(str, [tests, tests / "unit", tests / "runs", *tests.parent.glob("plugins/*/tests")])
     sys.argv = ["deeplightning", *order["argv"]]
     module, _, function = order["main"].partition(":")
     code: object = 1
