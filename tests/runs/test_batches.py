@@ -92,7 +92,7 @@ def weights(fitted: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", TASKS)
-@pytest.mark.parametrize("form", [lambda x, y: (x, y), lambda x, y: [x, y], Pair])
+@pytest.mark.parametrize("form", [lambda x, y: (x, y), pytest.param(lambda x, y: [x, y], marks=pytest.mark.slow), Pair])
 def test_a_pair_is_inputs_and_truth(learn, kind, form):
     """Tuples, lists and named tuples train each built-in task to the weights that a mapping gives."""
     given, names = columns(kind), TASKS[kind][3].split()
@@ -126,7 +126,10 @@ def test_datasets_of_pairs_get_an_index_for_a_task_of_ours_only(learn):
 # ---- weights of samples
 
 
-@pytest.mark.parametrize("kind", TASKS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=[pytest.mark.slow] * (k not in ("classification", "segmentation"))) for k in TASKS],
+)
 def test_a_weight_counts_a_sample_as_often(learn, kind):
     """Whole weights train as if each sample came so often: the third part of a tuple, and the column `weight`."""
     inputs, truth = columns(kind)

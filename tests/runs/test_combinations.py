@@ -416,7 +416,10 @@ def test_what_the_table_of_engines_refuses_is_refused(setting, backend):
     assert [(fault.key, fault.exit_code) for fault in report.faults] == [(rule.key, rule.exit_code)]
 
 
-@pytest.mark.parametrize(("setting", "backend"), LEGAL)
+@pytest.mark.parametrize(
+    ("setting", "backend"),
+    [pytest.param(*c.values, id=c.id, marks=[*c.marks, *[pytest.mark.slow] * (n % 2)]) for n, c in enumerate(LEGAL)],
+)
 def test_what_the_table_of_engines_allows_trains(setting, backend, job):
     """Over two CPU processes, to its end; what it becomes there stands in cfg.yaml."""
     ranks = 1 if backend is None else 2

@@ -112,7 +112,7 @@ SETTINGS = {
 @pytest.mark.parametrize(
     ("settings", "mode"),
     [
-        pytest.param(settings, mode, id=f"{name}-{mode}", marks=[pytest.mark.slow] * (number % 2 == (mode == MODES[0])))
+        pytest.param(settings, mode, id=f"{name}-{mode}", marks=[pytest.mark.slow] * (number % 4 != MODES.index(mode)))
         for number, (name, settings) in enumerate(SETTINGS.items())
         for mode in MODES
     ],

@@ -95,7 +95,9 @@ def test_tensors_are_on_one_device_from_the_first_step_to_the_export(engine, pro
     assert (lives(engine, processes).folder / "bundle" / "model.onnx").is_file()
 
 
-@pytest.mark.parametrize("engine", ["null", "ddp", "fsdp", "deepspeed_stage_3"])
+@pytest.mark.parametrize(
+    "engine", ["null", "fsdp", *(pytest.param(e, marks=SLOW) for e in ("ddp", "deepspeed_stage_3"))]
+)
 def test_a_seed_gives_the_same_weights_on_a_device_as_on_the_cpu(engine, lives, train):
     """The pretended device's run ends with the weights of a run on the CPU, under every way to build the network."""
     expected = weights(train(NORM, "data.batch_size=32").folder / "last.ckpt")
@@ -133,7 +135,7 @@ def configs(tmp_path_factory, store):
 SHARDED = ["null", "fsdp", "deepspeed_stage_3"]
 TASKS = [
     ("gan", "ddp"),
-    ("text", "null"),
+    pytest.param("text", "null", marks=SLOW),
     *(pytest.param(t, "null", marks=SLOW) for t in ("gan", "segmentation")),
     ("regression", "fsdp"),  # it has buffers of its own
     *(pytest.param(t, e, marks=SLOW) for t in ("text", "segmentation") for e in SHARDED[1:]),

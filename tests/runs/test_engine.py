@@ -216,7 +216,7 @@ SLOW = pytest.mark.slow
         ("fsdp", "{cpu_offload: true, wrap: [Linear], timeout: 60, process_group_backend: gloo}"),
         pytest.param("fsdp", "{reshard_after_forward: false, wrap: 100}", marks=SLOW),
         pytest.param("fsdp", "{output_dtype: float32, reduce_dtype: float32, wrap: [features.0]}", marks=SLOW),
-        ("deepspeed_stage_3", "{zero_optimization: false}"),
+        pytest.param("deepspeed_stage_3", "{zero_optimization: false}", marks=SLOW),
         pytest.param("deepspeed_stage_1_offload", "{reduce_bucket_size: 5000}", marks=SLOW),
         pytest.param("deepspeed_stage_2_offload", "{config: {communication_data_type: fp32}}", marks=SLOW),
         pytest.param("deepspeed_stage_3_offload", "{contiguous_gradients: false, timeout: 60}", marks=SLOW),

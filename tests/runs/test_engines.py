@@ -74,7 +74,7 @@ AROUND = list(zip(ENGINES, [*ENGINES[1:], ENGINES[0]], strict=True))
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [pytest.param(*pair, marks=[pytest.mark.slow] * (n % 2)) for n, pair in enumerate(AROUND)]
+    ("before", "after"), [pytest.param(*pair, marks=[pytest.mark.slow] * (n % 3 != 0)) for n, pair in enumerate(AROUND)]
 )
 def test_a_run_goes_on_under_another_engine(before, after, go_on, learned, tracked):
     """One epoch under each engine, the second under the next; the end is that of a run under one."""
@@ -141,7 +141,7 @@ def end_of(jobs, tiny, place):
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     "engine",
-    [pytest.param(e, marks=[pytest.mark.slow] * (e not in ("ddp", "deepspeed_stage_3"))) for e in SPREAD],
+    [pytest.param(e, marks=[pytest.mark.slow] * (e != "deepspeed_stage_3")) for e in SPREAD],
 )
 def test_a_killed_run_whose_schedule_says_auto_ends_bit_for_bit(engine, processes, at, end_of):
     """With Adam, dropout, groups and epochs that are cut short: weights, optimizer and schedule of a run that was
@@ -149,7 +149,13 @@ def test_a_killed_run_whose_schedule_says_auto_ends_bit_for_bit(engine, processe
     _assert_ends_alike(end_of, engine, processes, at)
 
 
-@pytest.mark.parametrize("more", [[ACCUMULATED], OWN_TASK], ids=["accumulation", "a task of one's own"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param([ACCUMULATED], id="accumulation", marks=pytest.mark.slow),
+        pytest.param(OWN_TASK, id="a task of one's own"),
+    ],
+)
 @pytest.mark.parametrize(
     "engine",
     [

@@ -147,7 +147,9 @@ VERBS = {
 """What is called, by verb; a word in capitals stands for a file, RUN for each that a user may have got."""
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(
+    "verb", [pytest.param(v, marks=[pytest.mark.slow] * (v in ("reproduce", "export"))) for v in VERBS]
+)
 def test_no_verb_prints_what_a_foreign_run_holds_as_it_is(
     command, begun, made, table, foreign, refused, tmp_path, verb
 ):

@@ -94,6 +94,7 @@ def test_bytes(check, data):
     assert_answered(check, data)
 
 
+@pytest.mark.slow
 @times(600)
 @given(text=st.text("ab0.:-,?#&*!|>'\"%@`~${}[]<=_\\/ \n\n\t\r\0\ufeff\x1b\x85é", max_size=60))
 def test_characters(check, text):
@@ -194,6 +195,7 @@ REFERENCE = st.recursive(
 )
 
 
+@pytest.mark.slow
 @times(300)
 @given(texts=st.lists(REFERENCE, min_size=5, max_size=5))
 @example(texts=["a", "a", "a", "a", "${oc.decode:\\ }"])

@@ -82,6 +82,7 @@ def test_a_package_that_part_of_it_needs_is_named(monkeypatch, capsys):
     assert capsys.readouterr().out == "left out, since no_such_package is not installed: the rows of it\n"
 
 
+@pytest.mark.slow
 def test_tests_that_do_not_end_are_stopped():
     """At the limit pytest is stopped with all that it has started, and there is no exit code."""
     assert gpu.run_tests(["--collect-only"], limit=0.01) is None

@@ -141,7 +141,7 @@ def test_processes_together_have_the_gradient_of_one(spread, whole, clip, comman
 @pytest.mark.parametrize(
     "backend",
     [
-        "fsdp",
+        pytest.param("fsdp", marks=pytest.mark.slow),
         pytest.param("deepspeed_stage_1", marks=pytest.mark.slow),
         pytest.param("deepspeed_stage_2", marks=pytest.mark.slow),
         "deepspeed_stage_3",

@@ -143,7 +143,7 @@ def assert_ends_like_whole(start, end_of, whole, processes, kills, name, **varia
 @pytest.mark.parametrize(
     "fraction",
     [
-        pytest.param(0.02, id="before its first checkpoint"),
+        pytest.param(0.02, id="before its first checkpoint", marks=pytest.mark.slow),
         pytest.param(0.5, id="in the middle"),
         pytest.param(0.97, id="at its end", marks=pytest.mark.slow),
     ],

@@ -192,7 +192,7 @@ def is_there(process):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_no_process_outlives_a_dry_run_that_is_interrupted(number, tmp_path):
     """Neither after Ctrl-C nor where it is killed, in the middle of a step."""
     (tmp_path / "waits.py").write_text(

@@ -138,7 +138,14 @@ def told(outcome):
 
 @pytest.mark.parametrize(
     ("rank", "ranks", "backend"),
-    [(0, 2, "ddp"), (1, 2, "ddp"), (2, 3, "ddp"), (1, 2, "fsdp"), (1, 2, "deepspeed_stage_2")],
+    [
+        (0, 2, "ddp"),
+        (1, 2, "fsdp"),
+        *(
+            pytest.param(*of, marks=pytest.mark.slow)
+            for of in ((1, 2, "ddp"), (2, 3, "ddp"), (1, 2, "deepspeed_stage_2"))
+        ),
+    ],
 )
 def test_a_fault_in_one_process_is_told_once_and_fails_the_run(rank, ranks, backend, failing, tracked):
     """Traceback and place of the user's code, by the process that failed; the reason of the run names it."""
@@ -227,7 +234,7 @@ def test_a_loss_that_is_no_number_in_one_process_ends_all(failing, tracked):
     assert "train_loss is nan" in tracked(failed.folder).tags["failure"]
 
 
-@pytest.mark.parametrize("what", ["kill", "leave"])
+@pytest.mark.parametrize("what", ["kill", pytest.param("leave", marks=pytest.mark.slow)])
 def test_a_process_that_dies_without_a_word_ends_the_others(what, start, tracked):
     """Started by somebody else, who alone can know how it ended: the connection to it is gone, exit 5."""
     failed = start(at(1, what)).end()
@@ -245,6 +252,7 @@ def test_the_first_process_may_die_as_well(start):
     assert "a worker was lost" in told(failed)
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_is_named_at_the_time_limit(failing, tracked):
     """Rank, file and line where it stands, the limit and its key; exit 5."""
     failed = failing("engine.params.timeout=12", at(1, "sleep"), code=5)

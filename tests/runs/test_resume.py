@@ -372,7 +372,7 @@ PLATEAU = "{type: torch.optim.lr_scheduler.ReduceLROnPlateau, params: {factor: 0
     "scheduler",
     [
         pytest.param(EPOCH, id="epoch", marks=pytest.mark.slow),
-        pytest.param(f"{PLATEAU}, call: {{monitor: val_loss}}}}", id="plateau"),
+        pytest.param(f"{PLATEAU}, call: {{monitor: val_loss}}}}", id="plateau", marks=pytest.mark.slow),
     ],
 )
 def test_schedules_by_epoch_go_on_from_wherever_a_run_was_saved(scheduler, train, tracked):
@@ -409,7 +409,7 @@ def test_a_run_stopped_while_it_validates_ends_bit_for_bit_like_an_uninterrupted
         pytest.param([], id="alone", marks=pytest.mark.slow),
         pytest.param(["train.accumulator_factor=2"], id="accumulation"),
         pytest.param(["train.limit_batches={train: 0.7}"], id="short epochs", marks=pytest.mark.slow),
-        pytest.param(["data.num_workers=2", IN_WORKERS], id="workers"),
+        pytest.param(["data.num_workers=2", IN_WORKERS], id="workers", marks=pytest.mark.slow),
     ],
 )
 def test_a_schedule_of_auto_length_resumes_bit_for_bit(more, train, command, tiny, place, tracked, tmp_path):
@@ -444,7 +444,7 @@ def damage(path, how):
         path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
 
 
-@pytest.mark.parametrize("how", ["truncated", "a flipped bit", "gone"])
+@pytest.mark.parametrize("how", [pytest.param("truncated", marks=pytest.mark.slow), "a flipped bit", "gone"])
 def test_auto_takes_the_newest_whole_checkpoint(how, train, whole, tracked, tmp_path):
     """A damaged `last.ckpt` is named with the reason, and refused where it is asked for; the next in line, the best, is
     gone on with: the same run, the same end."""

@@ -530,7 +530,11 @@ def test_conda_env_has_the_versions_of_the_lock():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "config"), [([], "configs/base.yaml"), (["-P", "config=my config.yaml"], "my config.yaml")]
+    ("arguments", "config"),
+    [
+        pytest.param([], "configs/base.yaml", marks=pytest.mark.slow),
+        (["-P", "config=my config.yaml"], "my config.yaml"),
+    ],
 )
 def test_mlflow_run_starts_the_training(bare, arguments, config):
     """`mlflow run . -P config=CFG` runs, in the clone, what train.sh CFG runs; without `-P` it is configs/base.yaml."""

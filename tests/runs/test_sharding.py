@@ -247,7 +247,7 @@ def weights_of(path):
     return read_checkpoint(path)["state_dict"]
 
 
-@pytest.mark.parametrize("engine", ["fsdp", "deepspeed_stage_3"])
+@pytest.mark.parametrize("engine", ["fsdp", pytest.param("deepspeed_stage_3", marks=pytest.mark.slow)])
 def test_weights_that_two_layers_share_stay_shared(engine, trained):
     """A network with tied weights ends as under ddp."""
     tied = "model.network.params.tied=true"
@@ -271,7 +271,9 @@ def test_part_of_a_network_may_be_frozen(engine, trained):
         torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("engine", ["fsdp", "deepspeed_stage_2", "deepspeed_stage_3"])
+@pytest.mark.parametrize(
+    "engine", ["deepspeed_stage_3", *(pytest.param(e, marks=pytest.mark.slow) for e in ("fsdp", "deepspeed_stage_2"))]
+)
 def test_a_run_may_begin_with_other_weights(engine, held, trained):
     """`model.init_from` fills sharded parameters; with no learning rate the run ends with them."""
     before, _, _ = held("fsdp")
@@ -281,7 +283,9 @@ def test_a_run_may_begin_with_other_weights(engine, held, trained):
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize("wrap", ["[head]", "[entry, middle.1]", "60000"])
+@pytest.mark.parametrize(
+    "wrap", ["[entry, middle.1]", *(pytest.param(w, marks=pytest.mark.slow) for w in ("[head]", "60000"))]
+)
 def test_units_of_fsdp_are_classes_names_or_a_size(wrap, trained, held):
     """However a network is cut into units, it learns the same."""
     found = weights_of(trained("fsdp", f"engine.params={{wrap: {wrap}}}")[0].folder / "last.ckpt")
@@ -370,7 +374,9 @@ def test_what_is_judged_is_what_is_saved(engine, trained, tracked, jobs, tiny, o
     assert tracked(outcome.folder).metrics["val_loss"] == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("engine", ["fsdp", "deepspeed_stage_2", "deepspeed_stage_3"])
+@pytest.mark.parametrize(
+    "engine", ["fsdp", *(pytest.param(e, marks=pytest.mark.slow) for e in ("deepspeed_stage_2", "deepspeed_stage_3"))]
+)
 def test_a_loss_may_have_parameters(engine, trained):
     """They are in the checkpoint as they were drawn."""
     outcome, _ = trained(engine, "model.loss={type: sharded_own.Scaled}")
@@ -382,7 +388,9 @@ def test_a_loss_may_have_parameters(engine, trained):
     assert found.tolist() == [0.5]
 
 
-@pytest.mark.parametrize("engine", ["fsdp", "deepspeed_stage_1", "deepspeed_stage_3"])
+@pytest.mark.parametrize(
+    "engine", ["deepspeed_stage_3", *(pytest.param(e, marks=pytest.mark.slow) for e in ("fsdp", "deepspeed_stage_1"))]
+)
 def test_the_state_of_another_optimizer_is_refused(engine, held, trained):
     """A run of Adam's does not go on with SGD: exit 4 with both."""
     before, _, _ = held("fsdp")
@@ -393,7 +401,7 @@ def test_the_state_of_another_optimizer_is_refused(engine, held, trained):
     assert "model.optimizer.type was torch.optim.Adam and is torch.optim.SGD" in said
 
 
-@pytest.mark.parametrize("engine", ["fsdp", "deepspeed_stage_3"])
+@pytest.mark.parametrize("engine", [pytest.param("fsdp", marks=pytest.mark.slow), "deepspeed_stage_3"])
 def test_a_task_may_build_its_network_in_its_constructor(engine, jobs, tiny, own):
     """It need not know of sharding, and ends as under ddp."""
 
@@ -409,7 +417,9 @@ def test_a_task_may_build_its_network_in_its_constructor(engine, jobs, tiny, own
         torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("engine", ["fsdp", "deepspeed_stage_1", "deepspeed_stage_3"])
+@pytest.mark.parametrize(
+    "engine", ["fsdp", *(pytest.param(e, marks=pytest.mark.slow) for e in ("deepspeed_stage_1", "deepspeed_stage_3"))]
+)
 def test_a_parameter_without_a_dimension_is_named(engine, trained):
     """Exit 2 with its name and a remedy; neither torch nor DeepSpeed can share it."""
     outcome, _ = trained(engine, "model.network={type: sharded_own.Scalar}", "train.callbacks=[]", code=2)
@@ -418,7 +428,7 @@ def test_a_parameter_without_a_dimension_is_named(engine, trained):
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("engine", ["deepspeed_stage_1", "deepspeed_stage_3"])
+@pytest.mark.parametrize("engine", [pytest.param("deepspeed_stage_1", marks=pytest.mark.slow), "deepspeed_stage_3"])
 def test_batch_norm_runs_in_bf16(engine, trained):
     """Under DeepSpeed's mixed precision its running means are of the precision of its weights."""
     outcome, _ = trained(

@@ -205,7 +205,7 @@ assert torchmetrics.__version__ and type(torchmetrics) is types.ModuleType
         pytest.param(GROUP, id="group", marks=pytest.mark.slow),
         pytest.param(SUBMODULE_FIRST, id="submodule", marks=pytest.mark.slow),
         pytest.param(LOOKED_AT, id="looked at"),
-        pytest.param(UNKNOWN, id="unknown"),
+        pytest.param(UNKNOWN, id="unknown", marks=pytest.mark.slow),
     ],
 )
 def test_what_is_left_out_is_there_when_asked_for(program):

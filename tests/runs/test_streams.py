@@ -112,8 +112,18 @@ def test_the_last_step_of_a_stream_is_the_mean_gradient_of_its_samples(fit, samp
     assert torch.allclose(done.task.network.weight, task.network.weight, atol=1e-6)
 
 
-@pytest.mark.parametrize("said", [24, 40, 80])
-@pytest.mark.parametrize("settings", [[], ["train.accumulator_factor=2"], ["train.val_every_n_epoch=2"]])
+@pytest.mark.parametrize(
+    ("said", "settings"),
+    [
+        (24, []),
+        (40, []),
+        (80, []),
+        (80, ["train.accumulator_factor=2"]),
+        (24, ["train.val_every_n_epoch=2"]),
+        *(pytest.param(said, ["train.accumulator_factor=2"], marks=pytest.mark.slow) for said in (24, 40)),
+        *(pytest.param(said, ["train.val_every_n_epoch=2"], marks=pytest.mark.slow) for said in (40, 80)),
+    ],
+)
 def test_an_epoch_ends_where_its_stream_ends(fit, caplog, said, settings):
     """Five batches, of which the length says 3, 5 or 10: all are read and each epoch is validated after its last one;
     where the length is wrong, one warning gives both numbers. The weights are those of a stream without a length."""
