@@ -147,7 +147,9 @@ def table(path: Path, missing_words: Sequence[str] = _GAPS) -> Table:
     names = rows.file.names
     if rows.rows < 10:
         raise SetupError(
-            f"{path} has {count(rows.rows, 'row')} below its header; at least 10 are needed to divide them"
+            f"{path} has {count(rows.rows, 'row')} below its header; at least 10 are needed to divide them "
+            "into sets; for sets of your own: deeplightning init PROJECT --kind table, and name the files in "
+            "data.module.params.train, validation and test"
         )
     columns = {name: Column.of(rows.counts(name), form, rows.types.get(name, "")) for name in names}
     return Table(path, form, columns, rows.rows, rows.is_whole, rows.first(), rows.file.above)
