@@ -1,5 +1,6 @@
-"""Arrays of numbers with a class or numbers for each, from a file of numpy's: `deeplightning.array.ArraySpec` prepares
-them.
+"""Read arrays of numbers with a class or numbers for each from a file of numpy's.
+
+`deeplightning.array.ArraySpec` prepares them.
 
 N samples, C channels, T steps of a signal; the shape of one array is any, (C, …).
 """

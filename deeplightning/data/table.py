@@ -1,4 +1,6 @@
-"""Divide the rows of a table and turn them into arrays of numbers, as `deeplightning.table.TableSpec` prepares them.
+"""Divide the rows of a table and turn them into arrays of numbers.
+
+`deeplightning.table.TableSpec` prepares them.
 
 N rows, F columns that the network takes, T columns that it predicts.
 """

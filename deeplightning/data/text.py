@@ -159,7 +159,7 @@ class TextData(pl.LightningDataModule):
     `data.sampler: {type: deeplightning.data.samplers.BucketedDistributedSampler, params: {buckets: 8, sort_key:
     lengths}}` texts of like length come together, and there is less padding.
 
-    The vocabulary is made of the training texts without the fold that validates, by `deeplightning.text.vocabulary`,
+    `deeplightning.text.vocabulary` makes the vocabulary of the training texts without the fold that validates,
     unless a file is given: `vocabulary` or `tokenizer`.
 
     Args:

@@ -1,7 +1,8 @@
-"""`python -m deeplightning.process.leash COMMAND …`: runs a command that ends when the program that started it is gone.
+"""Run a command that ends when the program that started it ends.
 
-The program holds the other end of standard input. While it lives, that stays open; when it ends in any way, even by
-SIGKILL, standard input ends, and the command gets SIGTERM. SIGINT and SIGTERM are passed on. Importing it loads little.
+`python -m deeplightning.process.leash COMMAND …` starts the command. The program keeps the other end of standard input
+open while it lives. When it ends in any way, even by SIGKILL, standard input ends, and the command gets SIGTERM. SIGINT
+and SIGTERM are passed on. Importing this module loads little.
 """
 
 import os
