@@ -215,7 +215,7 @@ def prepared(spec: ImageSpec, data: bytes, max_pixels: int, max_side: int | None
     """One encoded picture that a client sent, uint8 (C, H, W).
 
     Raises:
-        deeplightning.image.ImageError: it is not a picture, is damaged, is too large, or has more than `MAX_PIECES`.
+        deeplightning.image.ImageError: it is not a picture, damaged, too large, or has more than `MAX_PIECES`.
     """
     source = data if len(data) <= SMALL_BYTES else _Pieces(data)
     try:
