@@ -30,8 +30,11 @@ def monitor(tracking_uri: str | os.PathLike | None) -> str | None:
     store = locate(tracking_uri)
     if store.address is not None and store.address.startswith("http"):
         return None
-    is_default = store == locate(None) and "MLFLOW_TRACKING_URI" not in os.environ
-    words = [] if is_default else ["--tracking-uri", os.fspath(tracking_uri or os.environ["MLFLOW_TRACKING_URI"])]
+    words = (
+        []
+        if store == locate("mlruns")
+        else ["--tracking-uri", os.fspath(tracking_uri or os.environ["MLFLOW_TRACKING_URI"])]
+    )
     return command("monitor", "monitor.sh", *words)
 
 
