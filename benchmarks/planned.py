@@ -18,9 +18,8 @@ from typing import Any
 import pytorch_lightning as pl
 import side_by_side
 import torch
+from deeplightning_plan.memory_tracker import MemoryTracker, Phases, gradients_of, state_of
 from torch import Tensor, nn
-
-from deeplightning.dry_run.held import Held, Phases, gradients_of, state_of
 
 HERE = Path(__file__).resolve().parent
 ENGINES = ["null", "ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
@@ -63,12 +62,12 @@ class Counts(Phases):
     """Writes into `folder/held-RANK.json` what each process holds, and the most that the second step held."""
 
     def __init__(self, folder: str):
-        super().__init__(Held())
+        super().__init__(MemoryTracker())
         self.folder = Path(folder)
         self.found: dict[str, Any] = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self.held.__enter__()
+        self.tracker.__enter__()
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
@@ -76,23 +75,23 @@ class Counts(Phases):
         kept: list[Any] = [*gradients_of(pl_module), getattr(zero, "grad_partitions_flat_buffer", None)]
         for partition in getattr(zero, "averaged_gradients", {}).values():
             kept += partition if isinstance(partition, list) else [partition]
-        self.found["gradients"] = self.held.add("gradients", kept)
+        self.found["gradients"] = self.tracker.add("gradients", kept)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *rest: Any) -> None:
         optimizer: Any = trainer.optimizers[0]
         inner = getattr(optimizer, "optimizer", optimizer)
         own = [key for key in inner.state if key not in set(pl_module.parameters())]
-        self.found["state"] = self.held.add("state", [*state_of(optimizer), *own])
+        self.found["state"] = self.tracker.add("state", [*state_of(optimizer), *own])
         shares = [p.ds_tensor for p in pl_module.parameters() if hasattr(p, "ds_tensor")]
-        self.found["shares"] = self.held.add("parameters", shares)
-        self.found["parameters"] = self.held.add("parameters", [*pl_module.parameters(), *shares])
+        self.found["shares"] = self.tracker.add("parameters", shares)
+        self.found["parameters"] = self.tracker.add("parameters", [*pl_module.parameters(), *shares])
         super().on_train_batch_end(trainer, pl_module, *rest)
         if trainer.should_stop:
-            self.found["phases"] = self.held.peaks
-            self.found["peak"] = max(sum(kinds.values()) for kinds in self.held.peaks.values())
+            self.found["phases"] = self.tracker.peaks
+            self.found["peak"] = max(sum(kinds.values()) for kinds in self.tracker.peaks.values())
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.held.__exit__(None, None, None)
+        self.tracker.__exit__(None, None, None)
         (self.folder / f"held-{trainer.global_rank}.json").write_text(json.dumps(self.found))
 
 
@@ -124,8 +123,9 @@ def measured(network: str, engine: str, precision: str, folder: Path) -> dict[st
 
 def planned(network: str, engine: str, precision: str, folder: Path) -> Any:
     """The plan's row for the same training, without callbacks."""
+    from deeplightning_plan.memory_table import plan_memory
+
     from deeplightning.checks.examine import load_config
-    from deeplightning.cli.memory import plan_memory
 
     cfg = load_config(str(config(network, engine, precision, folder, "")))
     if engine == "fsdp":

@@ -116,7 +116,13 @@ _PACKAGES = {
 """By module, how packages are installed whose parts configs name."""
 
 
-PLUGINS = {"hub": ("push",), "lab": ("bisect", "compare"), "migrate": ("migrate",), "shards": ("Shards",)}
+PLUGINS = {
+    "hub": ("push",),
+    "lab": ("bisect", "compare"),
+    "migrate": ("migrate",),
+    "plan": ("batch", "lr", "plan", "stats"),
+    "shards": ("Shards",),
+}
 """The verbs (lower case) and targets of each plug-in of ours, for the note that names a plug-in which is missing."""
 
 
@@ -137,13 +143,9 @@ def not_installed(plugin: str) -> str:
 
 
 def refuse_moved(name: str) -> None:
-    """Refuse the former dotted name of a target that is in a plug-in now.
-
-    Raises:
-        ValueError: with the new name.
-    """
+    """Raise ValueError with the new name for the former dotted name of a target that is in a plug-in now."""
     package, _, last = name.rpartition(".")
-    if package.startswith("deeplightning.") and (plugin := plugin_of(last)):
+    if package.startswith("deeplightning.") and not last.islower() and (plugin := plugin_of(last)):
         raise ValueError(f"`{name}` is called deeplightning_{plugin}.{last} here.")
 
 
@@ -154,17 +156,13 @@ def install(module: str) -> str:
 
 
 def no_module(top: str, name: str, known: Collection[str], places: Collection[str] = ()) -> ValueError:
-    """The error where the first part of a target's name is no module; `places` were searched beside what is
-    installed."""
-    if plugin := plugin_of(top):
+    """Return the error for a target whose first part is no module; `places` were searched too."""
+    if top.startswith("deeplightning_") and (plugin := plugin_of(top)):
         return Missing(not_installed(plugin))
-    hint = nearest(top, known)
     is_known = top in _PACKAGES or top in PROJECTS
-    if is_known:
-        hint = f" It is a package that is not installed here: {install(top)}"
+    hint = f" It is a package that is not installed here: {install(top)}" if is_known else nearest(top, known)
     searched = f" Searched: {', '.join(places)}, and what is installed." if places else ""
-    kind = Missing if is_known else ValueError
-    return kind(f"there is no module {top} to import (for `{name}`).{hint}{searched}")
+    return (Missing if is_known else ValueError)(f"there is no module {top} to import (for `{name}`).{hint}{searched}")
 
 
 def _slips(word: str, other: str) -> int:

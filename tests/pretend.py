@@ -14,10 +14,9 @@ from typing import Any
 import pytorch_lightning as pl
 import single
 import torch
+from deeplightning_plan.fake_gpu import FakeGpu, mark_of, tensors
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
-
-from deeplightning.dry_run.pretended import Pretended, mark_of, tensors
 
 DEVICE = torch.device("xpu", 0)  # a type that neither torch's CUDA build nor this project has code for
 
@@ -75,7 +74,7 @@ def pretend() -> None:
         accelerator.current_device_name = lambda: str(DEVICE)
         accelerator.on_accelerator = lambda tensor: tensor.device == DEVICE
         DeepSpeed._on_cpu = True
-    mode = Pretended(DEVICE)
+    mode = FakeGpu(DEVICE)
     active: list[bool] = []
     settling: list[bool] = []
     run_backward = torch.autograd._engine_run_backward

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from deeplightning.cli import of_configs, of_plans, of_runs  # noqa: F401 (its verbs join the group, in the order of a journey)
+from deeplightning.cli import of_configs, of_runs  # noqa: F401 (its verbs join the group, in the order of a journey)
 from deeplightning.cli.exit_codes import interrupted, run_verb
 from deeplightning.cli.group import cli
 from deeplightning.process import garbage, streams

@@ -217,65 +217,6 @@ def explain(config: Path, overrides: tuple[str, ...]) -> None:
         of.show(of.explain(report, key), of.ABOUT if key else None)
 
 
-@cli.command(context_settings=LOOSE, epilog=OVERRIDES)
-@with_config()
-def stats(config: Path, overrides: tuple[str, ...]) -> None:
-    """Print what CONFIG's training set is like, as YAML.
-
-    Its number of samples, how many each class has, and the mean and std of its pictures to normalise by. No network is
-    built.
-    """
-    from deeplightning.cli.statistics import statistics
-
-    with stdout_for_the_result():
-        text = statistics(load(config, overrides))
-    say(text, nl=False)
-
-
-@cli.command(context_settings=LOOSE, epilog=OVERRIDES)
-@with_config()
-@click.option("--from", "low", type=float, default=1e-6, show_default=True, help="The first rate.")
-@click.option("--to", "high", type=float, default=1.0, show_default=True, help="The last rate.")
-@click.option("--steps", type=click.IntRange(20), default=100, show_default=True, help="Optimizer steps, one a rate.")
-@click.option("--out", type=click.Path(path_type=Path), default=Path(), help="The folder of the curve; default: here.")
-def lr(config: Path, overrides: tuple[str, ...], low: float, high: float, steps: int, out: Path) -> None:
-    """Test which learning rates train CONFIG: the rate grows from step to step.
-
-    The losses are written as CONFIG's name with .lr.csv and .lr.png. The last line on stdout is the override with the
-    proposed rate. Nothing is recorded or kept.
-    """
-    if not 0 < low < high:
-        raise click.UsageError(f"--from {low:g} --to {high:g}: must be above 0, the first below the last")
-    with stdout_for_the_result():
-        cfg = load(config, overrides)
-        from deeplightning.tune.rate import range_test
-
-        lines = range_test(config, overrides, low, high, steps, out, cfg.redact_message)
-    say("\n".join(lines))
-
-
-@cli.command(context_settings=LOOSE, epilog=OVERRIDES)
-@with_config()
-@click.option("--memory", metavar="SIZE", help="How much may be used, such as 8GB; must be given on the CPU.")
-@click.option("--max", "most", type=click.IntRange(1), help="The largest batch to try; default: the training set.")
-@click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Batches that are timed.")
-def batch(config: Path, overrides: tuple[str, ...], memory: str | None, most: int | None, steps: int) -> None:
-    """Find the largest batch of CONFIG that fits into memory, and how fast each size is.
-
-    Each size is tried in a process of its own, on one device. The last line on stdout is the override with the largest
-    batch. Nothing is recorded or kept.
-    """
-    cfg = load(config, overrides)
-    from deeplightning.tune.batch import bytes_of, search
-
-    try:
-        limit = bytes_of(memory) if memory is not None else None
-    except ValueError as error:
-        raise click.UsageError(f"--memory {error}") from error
-    for line in search(config, overrides, limit, most, steps, cfg.redact_message):
-        say(line)
-
-
 @cli.command()
 def schema() -> None:
     """Print the JSON Schema of a config, for editors that complete and check YAML."""

@@ -9,10 +9,10 @@ from typing import Any
 from deeplightning.faults import SetupError
 from deeplightning.words import first_line
 
-VERBS = "deeplightning.verbs"
-"""The group of entry points that add verbs: each is a `click.Command`."""
-TARGETS = "deeplightning.targets"
-"""The group of entry points that add short names, of any section of a config."""
+# Groups of entry points.
+VERBS = "deeplightning.verbs"  # a `click.Command` each
+TARGETS = "deeplightning.targets"  # short names, of any section of a config
+DRY_RUN = "deeplightning.dry_run"  # repeats a dry run on the devices and in the processes of a config
 
 
 def names(group: str) -> list[str]:

@@ -64,7 +64,7 @@ def full_name(role: str, name: str) -> str | None:
         found = {full: full for full in full_names(TARGETS, name)}
     if len(found) > 1:
         raise ValueError(f"`{name}` is the name of several: {', '.join(found.values())}; write one of them in full")
-    if not found and (plugin := plugin_of(name)):
+    if not found and not name.islower() and (plugin := plugin_of(name)):  # a verb is no target
         raise Missing(not_installed(plugin))
     if not found and misspelt and other_tools.class_of(role, name) is None:
         raise ValueError(misspelt)

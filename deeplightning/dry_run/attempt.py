@@ -10,6 +10,10 @@ from deeplightning.config.schema import Config, Target
 from deeplightning.faults import Fault
 
 
+class DeviceError(RuntimeError):
+    """Raised where another device would refuse what the CPU takes, in torch's words."""
+
+
 @dataclass
 class Attempt:
     """One way through a config, up to the first thing that stops it.

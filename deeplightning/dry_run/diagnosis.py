@@ -17,8 +17,7 @@ from torchmetrics import Metric
 from deeplightning import own_code
 from deeplightning.config.schema import Target
 from deeplightning.config.target import find, needs
-from deeplightning.dry_run.attempt import Attempt
-from deeplightning.dry_run.pretended import OnTwoDevices
+from deeplightning.dry_run.attempt import Attempt, DeviceError
 from deeplightning.faults import Fault, UserError
 from deeplightning.private.messages import Sentence, says
 from deeplightning.words import first_line
@@ -28,7 +27,7 @@ def faults_of(attempt: Attempt, error: BaseException, building: Target | None = 
     """The faults behind an exception; `building`: the target that was being built."""
     if isinstance(error, UserError):
         return error.faults
-    if isinstance(error.__cause__, OnTwoDevices):  # a metric's in other words
+    if isinstance(error.__cause__, DeviceError):  # a metric's in other words
         error = error.__cause__
     if hasattr(error, "exit_code"):
         key, message = _leading_key(str(error))
@@ -192,7 +191,7 @@ def line_of_method(value: object, name: str) -> str:
 
 def error_in_words(error: BaseException) -> str:
     name, line = type(error).__name__, first_line(error)
-    if isinstance(error, OnTwoDevices):
+    if isinstance(error, DeviceError):
         return line
     return name if line == name else f"{name}: {line.rstrip('.')}"
 

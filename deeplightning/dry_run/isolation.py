@@ -15,7 +15,7 @@ from typing import Any
 from pytorch_lightning.loggers.logger import DummyLogger
 
 from deeplightning.config.schema import Config
-from deeplightning.own_code import running_line
+from deeplightning.dry_run.diagnosis import targets_of
 
 
 class _Offline(OSError):
@@ -44,10 +44,19 @@ def on_one_cpu(cfg: Config) -> Config:
     return mine
 
 
-def line_now() -> str:
-    """`file:line` of the innermost line of the user's own code that runs now, inside of a dry run; empty: there is
-    none."""
-    return running_line(("deeplightning.dry_run.steps", "multiprocessing.process"))
+def drop_weights(cfg: Config) -> list[str]:
+    """Have networks made with random weights instead of those that they would download.
+
+    Returns:
+        The keys of the params that were changed.
+    """
+    changed = []
+    for target in targets_of(cfg.model.network):
+        for name, value in target.params.items():
+            if (name.startswith("weights") or name == "pretrained") and value not in (None, False):
+                target.params[name] = False if value is True else None
+                changed.append(f"{target.name}.params.{name}")
+    return changed
 
 
 class Nowhere(DummyLogger):

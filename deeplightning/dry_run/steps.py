@@ -17,6 +17,7 @@ from deeplightning.callbacks.recompute import Recompute
 from deeplightning.callbacks.steps import LogSteps, Seeds
 from deeplightning.checks.conditions import splits_layers
 from deeplightning.config.automatic import WEIGHTS, unfilled
+from deeplightning.config.schema import Config
 from deeplightning.config.target import build, needs
 from deeplightning.dry_run.afterwards import InMemory, answer
 from deeplightning.dry_run.attempt import Attempt
@@ -214,6 +215,13 @@ class _Plan(pl.Callback):
             plan_of(pl_module, self.given, self.processes)
 
 
+def quiet_arguments(cfg: Config) -> dict[str, Any]:
+    """Return the arguments of a Trainer that steps as a config says, and saves and shows nothing."""
+    shown = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    more = {"accumulate_grad_batches": cfg.train.accumulator_factor, "log_every_n_steps": 1, "num_sanity_val_steps": 0}
+    return {**trainer_arguments(cfg), **clip_arguments(cfg), **more, **dict.fromkeys(shown, False)}
+
+
 def make_trainer(attempt: Attempt, look: pl.Callback) -> pl.Trainer:
     train = attempt.cfg.train
     assert attempt.cfg.seed is not None, "load_config draws one"
@@ -226,21 +234,14 @@ def make_trainer(attempt: Attempt, look: pl.Callback) -> pl.Trainer:
         if not isinstance(callback, Checkpoint | EarlyStopping):  # they write, and end what misses a name
             kept.append(callback)
     trainer = _Trainer(
-        **trainer_arguments(attempt.cfg),
+        **quiet_arguments(attempt.cfg),
         max_epochs=-1 if train.num_epochs is None else train.num_epochs,
         max_steps=-1 if train.max_steps is None else train.max_steps,
-        accumulate_grad_batches=train.accumulator_factor,
-        **clip_arguments(attempt.cfg),
         limit_val_batches=0 if train.limit_batches and train.limit_batches.val == 0 else 1.0,
         callbacks=[*kept, look],
         plugins=[LightningEnvironment(), InMemory()],  # also under Slurm and torchrun there is this process only
         logger=Nowhere(attempt.folder),
         default_root_dir=attempt.folder,
-        log_every_n_steps=1,
-        num_sanity_val_steps=0,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     # How long an epoch is, only the data know: a schedule of a fixed length is taken to fit.
     lengths = [target.params.get("total_steps") for target in targets_of(attempt.cfg.model.scheduler)]

@@ -1,7 +1,7 @@
-"""A config is tried out: a made-up batch goes through a training and a validation step, and what does not fit is named.
+"""Try a config out: pass a made-up batch through its steps in one CPU process, and report what does not fit.
 
-Nothing is read, opened or written: no data, no run, no checkpoint, no network connection. The CPU does it in one
-process; where the run has several, two more do the same, and what they log and exchange is compared.
+Nothing is read, opened or written: no data, no run, no checkpoint, no network connection. An entry point of the group
+`deeplightning.dry_run` may repeat it on other devices and in several processes.
 """
 
 from __future__ import annotations
@@ -15,50 +15,49 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
 from deeplightning import own_code
 from deeplightning.config.automatic import unfilled
+from deeplightning.config.plugins import DRY_RUN, load
 from deeplightning.config.schema import Config, Optimizer, Target
 from deeplightning.config.target import build
 from deeplightning.dry_run.attempt import Attempt
 from deeplightning.dry_run.diagnosis import faults_of, targets_of
-from deeplightning.dry_run.isolation import OF_WORKERS, offline, on_one_cpu, undisturbed, wants_network
-from deeplightning.dry_run.on_gpu import compute_on_gpu, refuse_on_cpu, wants_gpu
-from deeplightning.dry_run.ranks import Event, Ranks, Reporter
+from deeplightning.dry_run.isolation import OF_WORKERS, drop_weights, offline, on_one_cpu, undisturbed, wants_network
 from deeplightning.dry_run.steps import STEPS, take_steps
 from deeplightning.engine.plan import world_size
-from deeplightning.faults import Fault, nearest
+from deeplightning.faults import Fault, nearest, not_installed
 from deeplightning.private.messages import Sentence
 
 
 def dry_run(cfg: Config) -> tuple[list[Fault], list[Fault]]:
-    """Builds what a config describes as training would, and takes one batch through its steps.
+    """Build what a config describes as training would, and pass one batch through its steps.
 
-    The batch is the data module's `example_batch(size)`. What a callback of the user's own does in its hooks, it does
-    here too; loggers are not built.
+    The batch is the data module's `example_batch(size)`. Hooks of the user's own callbacks run; loggers are not built.
+    One CPU process does this. For a config of GPUs or several processes the plug-in repeats it on those devices.
 
     Args:
-        cfg: a config from `load_config`; it is left as it is.
+        cfg: a config from `load_config`; it is not changed.
 
     Returns:
-        What is wrong, and what could not be tried.
+        The faults, and what could not be tried.
     """
-    trial = _Trial(cfg)
-    several, gpu = world_size(cfg.engine) > 1, wants_gpu(cfg)
-    ranks = Ranks(lambda rank, report: _as_rank(cfg, rank, report), 2 if several else 1) if several or gpu else None
-    with undisturbed(), offline(), tempfile.TemporaryDirectory() as folder, ranks or contextlib.nullcontext():
+    trial, several = Trial(cfg), world_size(cfg.engine) > 1
+    on_gpu = cfg.engine.gpus is not None or (cfg.asked or {}).get("engine.gpus") == "auto"
+    devices = load(DRY_RUN, "plan") if several or on_gpu else None
+    there = devices(cfg, on_gpu) if devices is not None else contextlib.nullcontext()
+    with undisturbed(), offline(), tempfile.TemporaryDirectory() as folder, there as compare:
         trial.run(Path(folder))
-        if _is_left_to_ranks(trial.faults, several, gpu):
+        if _needs_devices(trial.faults, several, on_gpu):
             trial.is_through, trial.faults, trial.untried = True, [], []
-        if ranks is not None and trial.is_through and not trial.faults:
-            difference, certain = ranks.difference()
-            told_in = trial.faults if certain else trial.untried
-            told_in += [Fault(difference, ranks.key)] if difference else []
+        if compare is not None:
+            compare(trial)
+        elif several or on_gpu:
+            key = "engine.gpus" if on_gpu else "engine.processes"
+            trial.untried.append(Fault(f"tried in one process on the CPU only; {not_installed('plan')}", key))
 
     def distinct(notes: list[Fault]) -> list[Fault]:
         clean = [replace(f, message=cfg.redact(f.message), place=f.place or _place(cfg, f.key)) for f in notes]
@@ -67,67 +66,21 @@ def dry_run(cfg: Config) -> tuple[list[Fault], list[Fault]]:
     return distinct(trial.faults), distinct(trial.untried)
 
 
-def _is_left_to_ranks(faults: list[Fault], several: bool, gpu: bool) -> bool:
-    """Whether the user's own code wants what only the processes have: a GPU, a process group, or a rank."""
-    wanted = [Sentence.NO_CUDA.value] if gpu else []
+def _needs_devices(faults: list[Fault], several: bool, on_gpu: bool) -> bool:
+    """Return whether the user's own code failed for lack of a GPU, a process group or the variables of a rank."""
+    wanted = [Sentence.NO_CUDA.value] if on_gpu else []
     wanted += [Sentence.NO_GROUP.value, r"'(LOCAL_RANK|NODE_RANK|WORLD_SIZE)'"] if several else []
     return any(re.search("|".join(wanted), fault.message) for fault in faults) if wanted else False
 
 
-def _as_rank(cfg: Config, rank: int, report: Reporter) -> Event:
-    """The same as one of the processes: on a pretended GPU if the config asks for some, and in a process group if there
-    are two. Each name that is logged by every rank is noted, and what each builds.
+class Trial:
+    """Try a config until no further fault is found: what is at fault is taken out, and the rest is tried again.
 
-    Returns:
-        How it ends, with what is wrong, if anything.
+    Attributes:
+        faults: what is wrong.
+        untried: what could not be tried.
+        is_through: whether a batch went through all steps.
     """
-    log, wrap = pl.LightningModule.log, DDPStrategy.configure_ddp
-    gpu = compute_on_gpu(cfg, rank) if wants_gpu(cfg) else None
-
-    def noted(self: Any, name: str, *values: Any, **options: Any) -> None:
-        if not options.get("rank_zero_only"):
-            report("log", name)
-        if gpu is not None and options.get("sync_dist") and world_size(cfg.engine) > 1:
-            refuse_on_cpu(gpu, values[:1] or options.get("value"), f"`{name}` is exchanged by sync_dist=True,")
-        log(self, name, *values, **options)
-
-    def compared(self: DDPStrategy) -> None:
-        report("parameters", _parameters_of(self.model), "")
-        wrap(self)
-
-    pl.LightningModule.log = noted  # type: ignore[method-assign]  # this process does nothing else
-    DDPStrategy.configure_ddp = compared  # type: ignore[method-assign]
-    trial = _Trial(cfg)
-    if world_size(cfg.engine) > 1:
-        trial.cfg.engine.processes, trial.cfg.engine.backend = 2, "ddp"
-        trial.cfg.engine.params = {"process_group_backend": "gloo", "find_unused_parameters": True}
-    if gpu is not None:
-        report.look = lambda given, words: refuse_on_cpu(gpu, given, words)
-    with tempfile.TemporaryDirectory() as folder:
-        trial.run(Path(folder))
-    if not trial.faults:
-        return Event("end")
-    fault, refused = trial.faults[0], gpu is not None and bool(gpu.refused)
-    where = "on a pretended GPU " if gpu is not None else ""
-    return Event("error", f"{where}{fault.message}", key=fault.key or "model.module", is_certain=gpu is None or refused)
-
-
-def _parameters_of(task: Any) -> str:
-    """Names and shapes of the parameters, one a line, each with the line of the user's own class around it."""
-    lines, places = [], dict[str, str]()
-    for path, module in task.named_modules():
-        code = getattr(type(module).__init__, "__code__", None)
-        place = places.get(path.rpartition(".")[0], places.get("", ""))
-        if code is not None and own_code.is_theirs(code.co_filename):
-            place = f" ({own_code.short(code.co_filename)}:{code.co_firstlineno})"
-        places[path] = place
-        for name, parameter in module.named_parameters(recurse=False):
-            lines.append(f"{path}{path and '.'}{name} {tuple(parameter.shape)}{place}")
-    return "\n".join(lines)
-
-
-class _Trial:
-    """Tries a config until nothing more can be found: what is at fault is taken out, and the rest is tried again."""
 
     def __init__(self, cfg: Config):
         self.asked = cfg
@@ -160,7 +113,9 @@ class _Trial:
                 if isinstance(error.__context__, KeyboardInterrupt):  # Lightning makes a SystemExit of it
                     raise KeyboardInterrupt from None
                 if wants_network(error):
-                    if self.without_weights():
+                    if keys := drop_weights(self.cfg):
+                        message = "these weights are not on this machine yet; random ones were tried"
+                        self.untried += [Fault(message, key) for key in keys]
                         continue
                     message = "wants a network connection, which a dry run does not use; nothing behind it was tried"
                     self.untried.append(Fault(message + own_code.line_of(error), "model.module"))
@@ -186,17 +141,6 @@ class _Trial:
         self.faults = [f for f in self.faults if f.key != "model.module" or _reason(f) not in reasons]
         self.faults += [f for f in parts if f.key not in {known.key for known in self.faults}]
         self.untried.append(Fault("what comes behind a fault was not tried, nor whether monitored metrics are logged"))
-
-    def without_weights(self) -> bool:
-        """Takes weights that would be downloaded out of the networks' params; false if there are none."""
-        found = False
-        for target in targets_of(self.cfg.model.network):
-            for name, value in target.params.items():
-                if (name.startswith("weights") or name == "pretrained") and value not in (None, False):
-                    target.params[name], found = False if value is True else None, True
-                    message = "these weights are not on this machine yet; random ones were tried"
-                    self.untried.append(Fault(message, f"{target.name}.params.{name}"))
-        return found
 
     def take_out(self, fault: Fault) -> bool:
         """Changes the config such that it goes without what is at fault; false where it cannot."""

@@ -2,7 +2,4 @@
 
 `search` is the loop, `study` what it remembers, `worker` how a trial runs, `parent` the run above all trials, `outcome`
 what is shown and written at the end. Optuna is imported in `study` alone.
-
-Without a study: `rate` proposes a learning rate and `batch` a batch size, by short trainings in processes of their own
-(`measure`).
 """

@@ -126,7 +126,7 @@ def seal_of_config(folder: Path, path: Path, overrides: Sequence[str], store: Pa
     Raises:
         SetupError: the seal cannot be written.
     """
-    from deeplightning.tune.measure import in_child
+    from deeplightning.tune.forked_child import in_child
 
     def work() -> dict[str, object]:
         for stream in (1, 2):  # this process imports the same, and prints the same

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 pytest.importorskip("sklearn", reason="the digits and the metrics that runs are compared with come from scikit-learn")
+pytest.importorskip("deeplightning_plan", reason="the pretended GPU is of the plug-in `plan`")
 
 from conftest import weights
+from deeplightning_plan.fake_gpu import FakeGpu, mark_of
 from example_code import copy_code
 from pretend import DEVICE
 from test_gan import CONFIG as GAN
@@ -26,7 +28,7 @@ from test_text_classif import reviews
 
 import deeplightning
 from deeplightning.checks.examine import load_config
-from deeplightning.dry_run.pretended import OnTwoDevices, Pretended, mark_of
+from deeplightning.dry_run.attempt import DeviceError
 from deeplightning.image import ImageSpec
 from deeplightning.run.assemble import init_module
 from deeplightning.task.networks import device_of
@@ -206,11 +208,11 @@ def test_parameters_that_zero_keeps_complete_are_sharded_again_for_the_next_stag
 
 def test_the_pretended_device_refuses_what_a_gpu_refuses():
     """Operands on two devices; a number without a dimension, an index and a copy may be on the CPU."""
-    with Pretended(DEVICE):
+    with FakeGpu(DEVICE):
         here, there = torch.ones(3), torch.ones(3).to(DEVICE)
         assert (here.device.type, there.device) == ("cpu", DEVICE)
         for mixed in (lambda: here + there, lambda: torch.cat([here, there]), lambda: there.mul_(here)):
-            with pytest.raises(OnTwoDevices, match="Expected all tensors to be on the same device"):
+            with pytest.raises(DeviceError, match="Expected all tensors to be on the same device"):
                 mixed()
         assert (there * torch.tensor(2.0)).device == DEVICE
         assert there[torch.tensor([0, 1])].device == DEVICE
@@ -218,7 +220,7 @@ def test_the_pretended_device_refuses_what_a_gpu_refuses():
         assert torch.zeros(2, device=DEVICE).device == torch.zeros_like(there).device == DEVICE
         assert there.cpu().device.type == "cpu"
         network = torch.nn.Linear(3, 2)
-        with pytest.raises(OnTwoDevices):
+        with pytest.raises(DeviceError):
             network(there)
         assert network.to(DEVICE)(there).device == DEVICE
 
@@ -228,7 +230,7 @@ def test_the_pretended_device_computes_as_the_cpu_does():
     steps = []
     for device in (torch.device("cpu"), DEVICE):
         torch.manual_seed(0)
-        with Pretended(DEVICE):
+        with FakeGpu(DEVICE):
             network = torch.nn.Linear(4, 2).to(device)
             optimizer = torch.optim.AdamW(network.parameters(), lr=0.1)
             network(torch.ones(3, 4).to(device)).square().mean().backward()

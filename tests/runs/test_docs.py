@@ -29,6 +29,7 @@ import pytest
 from commands import free_port
 
 from deeplightning.cli import cli
+from deeplightning.faults import plugin_of
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -184,6 +185,9 @@ QUICK = {README, *ROOT.glob("docs/reference/*.md"), *CHECKED, RUN[-1]}  # the ot
 )
 def test_a_page_runs_and_answers_as_it_says(page, place):
     """Every block of the page runs in order without an error, and prints the lines that the page shows, in order."""
+    for verb in sorted({*re.findall(r"\bdeeplightning (\w+)", page.read_text())}):
+        if plugin := plugin_of(verb):
+            pytest.importorskip(f"deeplightning_{plugin}")
     if page.is_relative_to(ROOT / "plugins"):
         pytest.importorskip(page.parents[1].name)
     (place / "script").write_text(script(page, place))

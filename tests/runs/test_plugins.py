@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from deeplightning.checks.examine import examine
+from deeplightning.checks.examine import examine, load_config
 from deeplightning.cli import cli
 from deeplightning.cli.exit_codes import run_verb
 from deeplightning.config.source import read
 from deeplightning.config.target import find
 from deeplightning.config.tree import plain
+from deeplightning.dry_run.trial import dry_run
 from deeplightning.faults import PLUGINS, no_module
 
 ROOT = Path(__file__).parents[2]
@@ -146,3 +147,32 @@ def test_the_former_name_of_a_target_is_refused_with_the_new_one():
     assert [(fault.message, fault.key, fault.exit_code) for fault in faults] == [(told, "data.module.type", 2)]
     with pytest.raises(ValueError, match=re.escape(told)):
         find("deeplightning.data.shards.Shards")
+
+
+OWN = """\
+import torch
+from deeplightning.task.img_classif import ImageClassification
+
+
+class Gathers(ImageClassification):
+    def training_step(self, batch, batch_idx):
+        torch.distributed.barrier()
+        return super().training_step(batch, batch_idx)
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [("engine.processes", ["engine.processes=2", "model.module.type=own_gathers.Gathers"]), ("engine.gpus", [])],
+)
+def test_a_dry_run_without_its_plugin_names_what_it_has_not_tried(key, words, without_plugins, tmp_path, monkeypatch):
+    """Code that needs a GPU or a process group is no fault: one process on the CPU has neither."""
+    (tmp_path / "own_gathers.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    cfg = load_config(BASE, [*words, "train.num_epochs=1"])
+    if key == "engine.gpus":
+        cfg.engine.gpus = [0]
+    faults, untried = dry_run(cfg)
+    told = "tried in one process on the CPU only; `plan` is a plug-in: pip install deeplightning[plan]"
+    assert faults == []
+    assert (key, told) in [(note.key, note.message) for note in untried]

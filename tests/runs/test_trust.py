@@ -6,6 +6,7 @@ import os
 import pkgutil
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 
@@ -19,7 +20,7 @@ from deeplightning.checks.trust import is_own, is_own_code, run_config
 from deeplightning.cli.deploy import command as command_of
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, plain
-from deeplightning.faults import CheckpointError
+from deeplightning.faults import CheckpointError, plugin_of
 from deeplightning.launch import ray, slurm
 from deeplightning.own_code import INSTALLED
 from deeplightning.reproduce.past import _stores_around
@@ -263,13 +264,14 @@ BY_ALL = ("a choice", "a variable", "a base at an address", "an object of Python
 
 
 def verbs_of(folder, own):
-    """The command line of each verb that takes a run."""
-    return [
+    """The command line of each verb that takes a run, of plug-ins those that are installed."""
+    lines = [
         *(["predict", folder, str(DIGIT)], ["serve", folder], ["diff", own, folder], ["test", folder, "seed=4"]),
         *(["predict", folder], ["export", folder], ["compare", own, folder], ["reproduce", folder]),
         *(["bisect", own, folder], ["report", folder]),
         ["plan", "--against", folder],
     ]
+    return [line for line in lines if not (plugin := plugin_of(line[0])) or find_spec(f"deeplightning_{plugin}")]
 
 
 @pytest.mark.parametrize("name", BEYOND_PLAIN)

@@ -75,7 +75,7 @@ def groups() -> list[str]:
         {
             name
             for text in texts
-            for name in re.findall(r'"(deeplightning\.(?:verbs|targets|launchers|rules|schema))"', text)
+            for name in re.findall(r'"(deeplightning\.(?:verbs|targets|launchers|rules|schema|dry_run))"', text)
         }
     )
 

@@ -18,28 +18,20 @@ from deeplightning.callbacks.watch import samples_in
 from deeplightning.checks.examine import load_config
 from deeplightning.engine.plan import batch_size
 from deeplightning.faults import ConfigError, RunError
-from deeplightning.tune.measure import ALONE, in_child, one_gpu, trained
+from deeplightning.tune.forked_child import in_child
+from deeplightning_plan.short_training import ALONE, one_gpu, trained
 
-WARM_UP = 2
-"""Batches that are not timed: the first one makes what the later ones reuse, the optimizer's state among it."""
-
-SHORTEST = 0.5
-"""Seconds that are timed at least."""
-
-MOST = 2**20
-"""The largest batch that is tried where the size of the training set is not known."""
-
-FINE = 8
-"""Bisection ends when what fits and what does not are nearer than this part of the size."""
-
-NEARLY = 0.95
-"""A smaller batch is as fast as the fastest when it sees this share of its samples a second."""
+WARM_UP_BATCHES = 2  # not timed: the first one makes what the later ones reuse, the optimizer's state among it
+LEAST_SECONDS = 0.5  # to time
+MOST_SAMPLES = 2**20  # of the largest batch to try if the size of the training set is not known
+FINE = 8  # bisection ends when what fits and what does not are nearer than this part of the size
+NEARLY = 0.95  # a smaller batch is as fast as the fastest when it sees this share of its samples a second
 
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 def bytes_of(text: str) -> int:
-    """A size such as `8GB`, `500 MiB` or `1000000` in bytes.
+    """Read a size such as `8GB`, `500 MiB` or `1000000` in bytes.
 
     Raises:
         ValueError: it is none, or 0.
@@ -52,23 +44,21 @@ def bytes_of(text: str) -> int:
 
 
 class _Clock(pl.Callback):
-    """Times batches: so many, and more where they take less than `SHORTEST`."""
+    """Time batches: so many, and more where they take less than `LEAST_SECONDS`."""
 
     def __init__(self, batches: int):
         self.batches = batches
-        self.samples = self.done = self.widest = 0
+        self.samples = self.done = 0
         self._began = self.seconds = 0.0
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, _: int
     ) -> None:
         self.done += 1
-        rows = samples_in(batch)
-        self.widest = max(self.widest, rows)
-        if self.done > WARM_UP:
-            self.samples += rows
-        enough = self.done >= WARM_UP + self.batches and time.perf_counter() - self._began >= SHORTEST
-        if self.done == WARM_UP or enough:
+        if self.done > WARM_UP_BATCHES:
+            self.samples += samples_in(batch)
+        enough = self.done >= WARM_UP_BATCHES + self.batches and time.perf_counter() - self._began >= LEAST_SECONDS
+        if self.done == WARM_UP_BATCHES or enough:
             if pl_module.device.type == "cuda":
                 torch.cuda.synchronize(pl_module.device)
             self.seconds, self._began = time.perf_counter() - self._began, time.perf_counter()
@@ -83,7 +73,7 @@ def search(
     batches: int,
     redact: Callable[[str], str],
 ) -> Iterator[str]:
-    """Finds the largest batch of one process.
+    """Find the largest batch of one process.
 
     Args:
         memory: bytes that a process may hold: of its GPU, or of the main memory. None: all of the GPU's.
@@ -108,7 +98,7 @@ def search(
     if asked.engine.backend is not None and asked.engine.backend != "ddp":
         yield f"note       one process is measured, without {asked.engine.backend}: it holds all of the weights itself"
     speeds: dict[int, float] = {}
-    known = {"most": most or MOST}
+    known = {"most": most or MOST_SAMPLES}
 
     def fits(size: int) -> tuple[bool, str]:
         cfg = load_config(config, [*overrides, *fixed, f"data.batch_size={size}"])
@@ -121,8 +111,7 @@ def search(
             device = trainer.strategy.root_device
             held = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
             dataset: object = getattr(trainer.train_dataloader, "dataset", None)
-            speed = clock.samples / clock.seconds
-            return {"speed": speed, "memory": held, "samples": sized_len(dataset), "widest": clock.widest}
+            return {"speed": clock.samples / clock.seconds, "memory": held, "samples": sized_len(dataset)}
 
         outcome = in_child(measure, None if on_gpu else memory, redact)
         if outcome.found is None:
@@ -135,31 +124,27 @@ def search(
         return True, f"{size:>10,}  {found['speed']:>12,.0f}  {held / 1e9:>8.2f} GB"
 
     yield f"{'batch_size':>10}  {'samples/s':>12}  {'memory':>11}"
-    size = 2 ** (min(batch_size(asked), known["most"]).bit_length() - 1)
-    good, line = fits(size)
-    yield line
+    size = 0
     too_large: int | None = None
-    while not good:
-        too_large = size
-        if size == 1:
+    tried = 2 ** (min(batch_size(asked), known["most"]).bit_length() - 1)
+    while True:
+        good, line = fits(tried)
+        yield line
+        size, too_large = (tried, too_large) if good else (size, tried)
+        if not size and tried == 1:
             limit = f" of {memory / 1e9:g} GB" if memory is not None else ""
             raise RunError(
                 f"not even a batch of one sample fits into the memory{limit}; engine.precision=bf16, "
                 "engine.activation_checkpointing or a smaller network need less"
             )
-        size //= 2
-        good, line = fits(size)
-        yield line
-    while too_large is None and size < known["most"]:
-        tried = min(2 * size, known["most"])
-        good, line = fits(tried)
-        yield line
-        size, too_large = (tried, None) if good else (size, tried)
-    while too_large is not None and too_large - size > max(1, size // FINE):
-        middle = (size + too_large) // 2
-        good, line = fits(middle)
-        yield line
-        size, too_large = (middle, too_large) if good else (size, middle)
+        if not size:
+            tried //= 2
+        elif too_large is None and size < known["most"]:
+            tried = min(2 * size, known["most"])
+        elif too_large is not None and too_large - size > max(1, size // FINE):
+            tried = (size + too_large) // 2
+        else:
+            break
     if too_large is None:
         what = "what --max allows" if most is not None and known["most"] == most else "the whole training set"
         yield f"largest    {size}: {what}"

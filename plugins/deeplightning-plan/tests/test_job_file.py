@@ -10,7 +10,7 @@ import pytest
 import yaml
 from commands import free_port
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BASE = ROOT / "configs" / "base.yaml"
 FAST = [
     "train.num_epochs=1",

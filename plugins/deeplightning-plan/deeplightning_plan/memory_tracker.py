@@ -24,8 +24,8 @@ KINDS = ("parameters", "gradients", "state", "activations", "communication", "te
 _OF_PHASE = {"between": "activations", "forward": "activations"}
 
 
-class Held(dispatch_mode()):  # type: ignore[misc]
-    """Counts while it is on.
+class MemoryTracker(dispatch_mode()):  # type: ignore[misc]
+    """Count tensors while it is on.
 
     Attributes:
         phase: `between`, `forward`, `backward` or `optimizer`, set from outside.
@@ -47,12 +47,12 @@ class Held(dispatch_mode()):  # type: ignore[misc]
         self._most: dict[str, int] = {}
         self._sizes: dict[int, tuple[int, str]] = {}
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> MemoryTracker:
         self._resize = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             made = self._resize(storage, size)
-            self._note_storage(storage)
+            self._note(storage)
             self._look()
             return made
 
@@ -65,7 +65,7 @@ class Held(dispatch_mode()):  # type: ignore[misc]
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def reset(self) -> None:
-        """Forgets the peaks so far."""
+        """Forget the peaks so far."""
         self.peaks, self._most = {}, {}
         self.flops = self.moved = self.launches = 0
 
@@ -76,7 +76,7 @@ class Held(dispatch_mode()):  # type: ignore[misc]
             self.flops += int(formula(*args, **kwargs, out_val=made))
         is_new = False
         for tensor in tensors_in(made):
-            is_new = self._note(tensor) or is_new
+            is_new = self._note(tensor.untyped_storage()) or is_new
         if is_new or changes_in_place(func):
             self.launches += self.phase in ("forward", "backward")
             self.moved += sum(t.nbytes for t in tensors_in((args, kwargs, made)) if not t.is_sparse)
@@ -84,7 +84,7 @@ class Held(dispatch_mode()):  # type: ignore[misc]
         return made
 
     def add(self, kind: str, tensors: Iterable[object]) -> int:
-        """Counts tensors that were made before, or that have turned out to be of another kind.
+        """Count tensors that were made before, or that have turned out to be of another kind.
 
         Returns:
             The bytes of them, each memory counted once.
@@ -93,20 +93,16 @@ class Held(dispatch_mode()):  # type: ignore[misc]
         for tensor in tensors:
             if not isinstance(tensor, Tensor):
                 continue
-            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            key = storage_id(local.untyped_storage())
-            if key not in known:
+            storage = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).untyped_storage()
+            if (key := storage_id(storage)) not in known:
                 known.add(key)
-                self._note(local, kind)
-                size += local.untyped_storage().nbytes()
+                self._note(storage, kind)
+                size += storage.nbytes()
         self._look()
         return size
 
-    def _note(self, tensor: Tensor, kind: str | None = None) -> bool:
-        """Whether the memory of a tensor was not known."""
-        return self._note_storage(tensor.untyped_storage(), kind)
-
-    def _note_storage(self, storage: torch.UntypedStorage, kind: str | None = None) -> bool:
+    def _note(self, storage: torch.UntypedStorage, kind: str | None = None) -> bool:
+        """Count a storage as of a kind, and return whether it is new."""
         key, size = storage_id(storage), storage.nbytes()
         before = self._sizes.get(key)
         if before is None and not size:
@@ -136,22 +132,22 @@ class Held(dispatch_mode()):  # type: ignore[misc]
 
 
 def gradients_of(module: nn.Module) -> list[Tensor]:
-    """The gradients that parameters hold now."""
+    """Return the gradients that parameters hold now."""
     return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
 
 
 def state_of(optimizer: Any) -> list[Tensor]:
-    """The tensors that an optimizer keeps; of DeepSpeed's, those of the one that it is around."""
+    """Return the tensors that an optimizer keeps; of DeepSpeed's, those of the one that it is around."""
     inner = getattr(optimizer, "optimizer", optimizer)
     return [value for kept in inner.state.values() for value in kept.values() if isinstance(value, Tensor)]
 
 
 class Phases(pl.Callback):
-    """Tells a count which phase of a training step is under way, of what kind tensors are, and ends the training after
+    """Tell a tracker which phase of a training step is under way, of what kind tensors are, and ends the training after
     some optimizer steps, the last of which has the peaks.
 
     Args:
-        held: the count.
+        tracker: the count.
         steps: 1, or 2 where the optimizer's state and the gradients of a step before are to be there.
         most: batches after which a task that has not stepped its optimizer is taken to step no more.
 
@@ -160,41 +156,41 @@ class Phases(pl.Callback):
         batches: of one optimizer step; 0: it has not been taken.
     """
 
-    def __init__(self, held: Held, steps: int = 2, most: int = 64):
-        self.held, self.steps, self.most = held, steps, most
+    def __init__(self, tracker: MemoryTracker, steps: int = 2, most: int = 64):
+        self.tracker, self.steps, self.most = tracker, steps, most
         self.optimizers: list[Any] = []
         self.batches = 0
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.optimizers = trainer.optimizers
-        self.held.add("parameters", pl_module.parameters())
-        self.held.add("activations", pl_module.buffers())
+        self.tracker.add("parameters", pl_module.parameters())
+        self.tracker.add("activations", pl_module.buffers())
         for parameter in pl_module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._note_gradient)
 
     def _note_gradient(self, parameter: Tensor) -> None:
-        self.held.add("gradients", [parameter.grad])
+        self.tracker.add("gradients", [parameter.grad])
 
     def on_train_batch_start(self, trainer: Any, *_: object) -> None:
         trainer.log_every_n_steps = 0  # nothing is due: what is logged are values
-        self.held.phase = "forward"
+        self.tracker.phase = "forward"
 
     def on_before_backward(self, *_: object) -> None:
-        self.held.phase = "backward"
+        self.tracker.phase = "backward"
 
     def on_before_zero_grad(self, *_: object) -> None:
-        self.held.phase = "forward"
+        self.tracker.phase = "forward"
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        self.held.phase = "optimizer"
-        self.held.add("gradients", gradients_of(pl_module))
+        self.tracker.phase = "optimizer"
+        self.tracker.add("gradients", gradients_of(pl_module))
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: object, batch: object, n: int) -> None:
-        self.held.phase = "between"
+        self.tracker.phase = "between"
         self.optimizers = trainer.optimizers
         for optimizer in trainer.optimizers:
-            self.held.add("state", state_of(optimizer))
+            self.tracker.add("state", state_of(optimizer))
         done = n + 1
         if self.batches:
             trainer.should_stop = done == 2 * self.batches
@@ -202,6 +198,6 @@ class Phases(pl.Callback):
             self.batches = done
             trainer.should_stop = self.steps == 1
             if not trainer.should_stop:
-                self.held.reset()
+                self.tracker.reset()
         elif done >= self.most:
             trainer.should_stop = True

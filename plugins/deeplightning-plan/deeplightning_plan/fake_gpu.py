@@ -1,4 +1,4 @@
-"""A GPU that exists in this process only: what a GPU would refuse is refused on a machine without one.
+"""Pretend a GPU in this process: refuse what a GPU would refuse, on a machine without one.
 
 Its tensors are stored and computed on the CPU, so all numbers are real. A mode of torch's functions keeps on each
 storage the device that it belongs to, answers `tensor.device` from that, moves tensors in `to`, `cpu`, `cuda` and
@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from deeplightning.dry_run.isolation import line_now
+from deeplightning.dry_run.attempt import DeviceError
+from deeplightning.faults import count
+from deeplightning.own_code import running_line
 from deeplightning.private.torch import local_part, storage_id
 
 CPU = torch.device("cpu")
-ANYWHERE = torch.device("meta")
-"""The mark of what mixes with both."""
+ANYWHERE = torch.device("meta")  # the mark of what mixes with both
 
 # Reading or copying from one device to the other is what these are for; `set_data` replaces the storage.
 _MAY_MIX = {
@@ -30,30 +31,28 @@ _MAY_MIX = {
     *("_has_compatible_shallow_copy_type", "is_shared", "_make_subclass", "as_subclass", "is_same_size", "reshape_as"),
     *("ctc_loss", "tensor_split", "tensor", "as_tensor", "is_set_to"),
 }
+# Of a tensor on a GPU an index may be on the CPU; the other way round it may not.
 _INDEXED = {"__getitem__", "index", "index_put_", "index_put"}
-"""Of a tensor on a GPU an index may be on the CPU; the other way round it may not."""
+# They take no number from the CPU, which operators of two operands do.
 _JOINED = {"cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack", "block_diag"}
-"""They take no number from the CPU, which operators of two operands do."""
-_LENGTHS_ON_CPU = {
-    *("_pack_padded_sequence", "pack_padded_sequence", "_pad_packed_sequence", "lstm", "gru", "rnn_tanh", "rnn_relu"),
-}
-"""Torch wants the lengths of sequences, int64, on the CPU."""
+# Torch wants the lengths of sequences, int64, on the CPU.
+_LENGTHS_ON_CPU = {"_pack_padded_sequence", "pack_padded_sequence", "_pad_packed_sequence", "lstm", "gru"}
+_LENGTHS_ON_CPU |= {"rnn_tanh", "rnn_relu"}
 _READ_BY_NUMPY = {"numpy", "__array__"}
-
-
 _NEXT = "give `device=` where it is made, or register a parameter or buffer"
 
 
-class OnTwoDevices(RuntimeError):
-    """What a GPU would refuse, in torch's words."""
-
-
-class NotOnCPU(OnTwoDevices, TypeError):
+class NotOnCPU(DeviceError, TypeError):
     """NumPy reads what is on a GPU."""
 
 
+def line_now() -> str:
+    """Return `file:line` of the innermost line of the user's own code that runs now in a dry run; empty: none runs."""
+    return running_line(("deeplightning.dry_run.steps", "multiprocessing.process"))
+
+
 def tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in arguments or results, at any depth."""
+    """Yield all tensors in arguments or results, at any depth."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
@@ -64,7 +63,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def mark_of(tensor: Tensor) -> torch.device | None:
-    """The device of a tensor: pretended, the CPU, `meta`, or None where nobody has said."""
+    """Return the device of a tensor: pretended, the CPU, `meta`, or None if it has no mark."""
     tensor = local_part(tensor)
     if tensor.is_meta:
         return tensor.device
@@ -75,7 +74,7 @@ def mark_of(tensor: Tensor) -> torch.device | None:
 
 
 def mark(value: Any, device: torch.device, place: str = "") -> Any:
-    """Notes the device of all tensors in a value, and the place at which they were made."""
+    """Mark all tensors in a value with their device and the place at which they were made."""
     for tensor in tensors(value):
         if not tensor.is_meta:
             try:
@@ -87,13 +86,13 @@ def mark(value: Any, device: torch.device, place: str = "") -> Any:
 
 
 def forget_marks(value: Any) -> Any:
-    """Leaves open where the tensors of a value are."""
+    """Mark the tensors of a value as mixing with any device."""
     for tensor in tensors(value):
         local_part(tensor).untyped_storage().lies_on = ANYWHERE  # type: ignore[attr-defined]
     return value
 
 
-class Pretended(TorchFunctionMode):
+class FakeGpu(TorchFunctionMode):
     """See the module.
 
     Args:
@@ -110,12 +109,12 @@ class Pretended(TorchFunctionMode):
     def __init__(self, device: torch.device, count: int | None = None, strict: bool = False):
         super().__init__()
         self.device, self.count, self.strict = device, count, strict
-        self.refused: list[OnTwoDevices] = []
+        self.refused: list[DeviceError] = []
         self.goes_backward = 0
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """Holds while gradients are computed; torch has switched the mode off then."""
+        """Keep the mode on while gradients are computed, for which torch switches it off."""
         self.goes_backward += 1
         try:
             with self:
@@ -148,12 +147,15 @@ class Pretended(TorchFunctionMode):
         return self._call(func, name, args, kwargs)
 
     def _call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Any function but those that are about devices themselves."""
+        """Call a function that is not about devices itself."""
         found = self._agreed(name, args, kwargs)
         args, asked = self._on_cpu(args)
         kwargs, more = self._on_cpu(kwargs)
         target = asked or more or (CPU if names_cpu(kwargs.get("device")) else None)
-        self._check_generator(name, kwargs.get("generator"), target or found)
+        generator, there = kwargs.get("generator"), target or found
+        if isinstance(generator, torch.Generator) and there is not None and there.type != "cpu":
+            words = f"Expected a '{there.type}' device type for generator but found '{generator.device.type}'"
+            self.refuse(DeviceError(f"{words}: {name}"))
         result = func(*args, **kwargs)
         given = list(tensors((args, kwargs)))
         if target is not None:
@@ -172,7 +174,7 @@ class Pretended(TorchFunctionMode):
         return result
 
     def _gradient(self, gradient: Tensor | None, lies_on: torch.device | None) -> Tensor | None:
-        """What autograd has made in C++ is where its parameter is."""
+        """Mark a gradient, which autograd makes in C++, with the device of its parameter."""
         if gradient is not None and lies_on is not None and mark_of(gradient) is None:
             mark(gradient, lies_on)
         return gradient
@@ -187,9 +189,7 @@ class Pretended(TorchFunctionMode):
             return self._moved(tensor.clone() if before != asked else tensor, tensor, before, asked)
         given, asked = self._on_cpu(args)
         kwargs, more = self._on_cpu(kwargs)
-        target = asked or more
-        if target is None and (name == "cpu" or names_cpu((args[1:], kwargs))):
-            target = CPU
+        target = asked or more or (CPU if name == "cpu" or names_cpu((args[1:], kwargs)) else None)
         if target is None and others:
             target = mark_of(others[0]) or self._unmarked(others[0])
         return self._moved(func(*given, **kwargs), tensor, before, target)
@@ -202,36 +202,27 @@ class Pretended(TorchFunctionMode):
         return mark(_apart(moved, [tensor], target), target, line_now())
 
     def _unmarked(self, tensor: Tensor) -> torch.device | None:
-        """Where a tensor is that nobody has marked."""
+        """Return the device of a tensor without a mark."""
         if not self.strict or tensor.is_meta or tensor.is_sparse or type(tensor) not in (Tensor, torch.nn.Parameter):
             return None
         return self.device if self.goes_backward else CPU
 
     def _agreed(self, name: str, args: Any, kwargs: Any) -> torch.device | None:
-        """The device of the result; refuses operands that a GPU would not take together."""
+        """Return the device of the result; refuse operands that a GPU would not take together."""
         given = [(t, mark_of(t) or self._unmarked(t)) for t in tensors((args, kwargs))]
         known = [(t, device) for t, device in given if device is not None and device.type != "meta"]
         if not known:
             return ANYWHERE if any(device == ANYWHERE and not t.is_meta for t, device in given) else None
         if name in _READ_BY_NUMPY and known[0][1].type != "cpu":
-            device = known[0][1]
-            self.refuse(
-                NotOnCPU(
-                    f"can't convert {device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
-                    "memory first."
-                )
-            )
+            words = f"can't convert {known[0][1]} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
+            self.refuse(NotOnCPU(words + "host memory first."))
         first = known[0][1] if args and isinstance(args[0], Tensor) and args[0] is known[0][0] else None
         if name in _LENGTHS_ON_CPU:
             known = [(t, d) for t, d in known if d.type != "cpu" or t.dtype != torch.int64] or known
         elif name in _INDEXED:
             if first == CPU and any(device.type != "cpu" for _, device in known[1:]) and known[0][0].ndim:
-                self.refuse(
-                    OnTwoDevices(
-                        f"indices should be either on cpu or on the same device as the indexed tensor (cpu): "
-                        f"{_described(known)}"
-                    )
-                )
+                words = "indices should be either on cpu or on the same device as the indexed tensor (cpu)"
+                self.refuse(DeviceError(f"{words}: {_described(known)}"))
             known = known[:1]
         elif name not in _MAY_MIX and not name.startswith("new_"):
             self._check(name, known)
@@ -249,37 +240,26 @@ class Pretended(TorchFunctionMode):
         ]
         if len(there) > 1 or (there and wrong):
             devices = " and ".join(sorted(map(str, {device for _, device in known})))
-            self.refuse(
-                OnTwoDevices(
-                    "Expected all tensors to be on the same device, but found at least two devices, "
-                    f"{devices}: {name.strip('_') or name} of {_described(known)}; {_NEXT}"
-                )
-            )
+            words = f"Expected all tensors to be on the same device, but found at least two devices, {devices}"
+            self.refuse(DeviceError(f"{words}: {name.strip('_') or name} of {_described(known)}; {_NEXT}"))
 
-    def _check_generator(self, name: str, generator: Any, target: torch.device | None) -> None:
-        if isinstance(generator, torch.Generator) and target is not None and target.type != "cpu":
-            words = f"Expected a '{target.type}' device type for generator but found '{generator.device.type}'"
-            self.refuse(OnTwoDevices(f"{words}: {name}"))
-
-    def refuse(self, error: OnTwoDevices) -> None:
+    def refuse(self, error: DeviceError) -> None:
         self.refused.append(error)
         raise error
 
     # ---- devices in arguments
 
     def _device(self, value: Any) -> torch.device:
-        """The device that a word, a number or a device of this type means."""
+        """Return the device that a word, a number or a device of this type means."""
         device = torch.device(self.device.type, value) if isinstance(value, int) else torch.device(value)
         index = self.device.index if device.index is None else device.index
         if self.count is not None and index is not None and index >= self.count:
-            there = "1 GPU" if self.count == 1 else f"{self.count} GPUs"
-            self.refuse(
-                OnTwoDevices(f"CUDA error: invalid device ordinal: {device}, where this machine has {there} in the run")
-            )
+            there = f"where this machine has {count(self.count, 'GPU')} in the run"
+            self.refuse(DeviceError(f"CUDA error: invalid device ordinal: {device}, {there}"))
         return torch.device(device.type, index or 0)
 
     def _on_cpu(self, value: Any) -> tuple[Any, torch.device | None]:
-        """Arguments with the pretended device replaced by the CPU, and that device where it was among them."""
+        """Return arguments with the pretended device replaced by the CPU, and that device if it was among them."""
         if isinstance(value, dict):
             changed = {name: self._on_cpu(item) for name, item in value.items()}
             if isinstance(number := value.get("device"), int) and not isinstance(number, bool):
@@ -295,18 +275,16 @@ class Pretended(TorchFunctionMode):
 
 
 def names_cpu(value: Any) -> bool:
-    """Whether one of several arguments is the CPU."""
+    """Return whether one of several arguments is the CPU."""
     if isinstance(value, dict):
         value = tuple(value.values())
     if isinstance(value, tuple):
         return any(map(names_cpu, value))
-    return (isinstance(value, torch.device) and value.type == "cpu") or (
-        isinstance(value, str) and value.startswith("cpu")
-    )
+    return isinstance(value, torch.device | str) and str(value).startswith("cpu")
 
 
 def _apart(result: Any, given: list[Tensor], target: torch.device) -> Any:
-    """A copy of a result that shares its storage with an argument on another device."""
+    """Copy a result that shares its storage with an argument on another device."""
     if not isinstance(result, Tensor) or result.is_meta:
         return result
     try:
@@ -317,7 +295,7 @@ def _apart(result: Any, given: list[Tensor], target: torch.device) -> Any:
 
 
 def _described(known: list[tuple[Tensor, torch.device]]) -> str:
-    """Shapes and devices of operands, and where those on the CPU were made."""
+    """Describe the shapes and devices of operands, and where those on the CPU were made."""
     words = []
     for tensor, device in known:
         place = getattr(tensor.untyped_storage(), "made_at", "") if device.type == "cpu" else ""

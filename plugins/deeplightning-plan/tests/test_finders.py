@@ -6,10 +6,9 @@ import signal
 import numpy as np
 import psutil
 import pytest
+from deeplightning_plan.batch_size import bytes_of
+from deeplightning_plan.learning_rate import Curve
 from PIL import Image
-
-from deeplightning.tune.batch import bytes_of
-from deeplightning.tune.rate import Curve
 
 HUNGRY = "model.network={type: own.Hungry}"
 

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deeplightning.config.schema import Config, Target
-from deeplightning.dry_run.forecast import USABLE, Plan, Row, Setting, forecast, proposal
-from deeplightning.dry_run.held import KINDS
-from deeplightning.engine.cards import Card, card_of, known
+import psutil
+
+from deeplightning.config.schema import Config
 from deeplightning.engine.plan import local_size
 from deeplightning.faults import CheckpointError, count
 from deeplightning.runfolder import RunFolder
-from deeplightning.tune.batch import bytes_of
+from deeplightning_plan.batch_size import bytes_of
+from deeplightning_plan.gpu_cards import Card, card_of, known
+from deeplightning_plan.memory_plan import USABLE, Plan, Row, Setting, forecast, proposal
+from deeplightning_plan.memory_tracker import KINDS
 
 GIB = 2**30
 
 
 class Gpus(NamedTuple):
-    """What `--gpus` names: how many on one machine, and of which kind or size."""
+    """The GPUs of `--gpus`: how many on one machine, and of which kind or size."""
 
     number: int
     memory: int
@@ -30,7 +31,7 @@ class Gpus(NamedTuple):
 
 
 def gpus_of(text: str) -> Gpus:
-    """`8x80GB`, `8xH100`, `80GB` or `H100`.
+    """Read `8x80GB`, `8xH100`, `80GB` or `H100`.
 
     Raises:
         ValueError: it is none of these, or a card that is not in the table.
@@ -47,24 +48,21 @@ def gpus_of(text: str) -> Gpus:
 
 
 def plan_memory(cfg: Config, gpus: Gpus | None, nodes: int | None) -> tuple[Plan, Setting]:
-    """Counts a config for a machine.
+    """Count a config for a machine.
 
     Raises:
         UserError: what the config names cannot be built, or the data are not there.
     """
     import gc
 
-    from deeplightning.dry_run.fake import prepared
-    from deeplightning.dry_run.isolation import offline, on_one_cpu, undisturbed
+    from deeplightning.dry_run.isolation import drop_weights, offline, on_one_cpu, undisturbed
     from deeplightning.faults import error_of
+    from deeplightning_plan.counted_step import prepared
 
     gc.enable()
     setting = setting_of(cfg, gpus, nodes)
     mine = on_one_cpu(cfg)
-    for target in _targets(mine.model.network):  # weights take no other memory than random ones
-        for name, value in target.params.items():
-            if (name.startswith("weights") or name == "pretrained") and value not in (None, False):
-                target.params[name] = False if value is True else None
+    drop_weights(mine)  # they take no other memory than random ones
     with undisturbed(), offline(), tempfile.TemporaryDirectory() as folder:
         attempt = prepared(mine, cfg, Path(folder))
         if attempt.faults:
@@ -72,13 +70,8 @@ def plan_memory(cfg: Config, gpus: Gpus | None, nodes: int | None) -> tuple[Plan
         return forecast(attempt, cfg, setting), setting
 
 
-def _targets(section: object) -> list[Target]:
-    named = section.values() if isinstance(section, dict) else [section]
-    return [target for target in named if isinstance(target, Target)]
-
-
 def setting_of(cfg: Config, gpus: Gpus | None, nodes: int | None) -> Setting:
-    """Where a run is planned for: what `--gpus` names, else what the config has on this machine."""
+    """Return where a run is planned for: what `--gpus` names, else what the config has on this machine."""
     from deeplightning.engine import devices
     from deeplightning.engine.gpus import chosen_of
 
@@ -88,26 +81,18 @@ def setting_of(cfg: Config, gpus: Gpus | None, nodes: int | None) -> Setting:
         return Setting(gpus.number * many, gpus.number, gpus.card, int(USABLE * gpus.memory), True, tf32)
     local = local_size(engine)
     if engine.gpus is None:
-        return Setting(local * many, local, None, _free() // local if _free() else None, False)
+        return Setting(local * many, local, None, psutil.virtual_memory().total // local, False)
     chosen = chosen_of(engine.gpus, devices.machine())
     total = chosen[0].total if chosen else None
     card = card_of(chosen[0].name) if chosen else None
     return Setting(local * many, local, card, None if total is None else int(USABLE * total), True, tf32)
 
 
-def _free() -> int:
-    """Bytes of this machine's memory; 0: not known."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return 0
-
-
 # ---- the answer
 
 
-def text_of(plan: Plan, setting: Setting, cfg: Config, price: float | None) -> list[str]:
-    """The lines of a plan."""
+def text_of(plan: Plan, setting: Setting, cfg: Config) -> list[str]:
+    """Return the lines of a plan."""
     device = setting.card.name if setting.card else "GPU" if setting.on_gpu else "CPU"
     room = f", {_gib(setting.limit)} GiB for tensors" if setting.limit else ""
     lines = [
@@ -121,17 +106,12 @@ def text_of(plan: Plan, setting: Setting, cfg: Config, price: float | None) -> l
     rows = [head, *(_cells(row, plan, unit) for row in plan.rows)]
     if all(row.seconds is None for row in plan.rows):
         rows = [row[:-1] for row in rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines += [""]
-    lines += [
-        "  ".join(
-            cell.ljust(width) if number == 0 else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    lines += ["", *_proposal(plan, setting, cfg, price)]
-    return lines
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines.append("")
+    for first, *cells in rows:
+        right = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *right]))
+    return [*lines, "", *_proposal(plan, setting, cfg)]
 
 
 def _cells(row: Row, plan: Plan, unit: int) -> list[str]:
@@ -150,7 +130,7 @@ def _speed(row: Row, plan: Plan) -> str:
     return f"{_round(low)} to {_round(high)}"
 
 
-def _proposal(plan: Plan, setting: Setting, cfg: Config, price: float | None) -> list[str]:
+def _proposal(plan: Plan, setting: Setting, cfg: Config) -> list[str]:
     best = proposal(plan, cfg)
     if setting.limit is None:
         return ["proposal   none: how much memory the device has is not known; name it by --gpus, such as 8x80GB"]
@@ -167,50 +147,41 @@ def _proposal(plan: Plan, setting: Setting, cfg: Config, price: float | None) ->
     base = next((row for row in plan.rows if row.engine == best.engine and not row.recompute), None)
     if best.recompute and base is not None and base.seconds and best.seconds:
         more = f", takes {best.seconds[1] / base.seconds[1] - 1:.0%} more time than without"
-    lines = [f"proposal   {best.words}: {_gib(best.peak)} GiB of {_gib(setting.limit)}, fits{more}"]
-    lines.append(f"           {' '.join(keys)}")
-    lines += _time(best, plan, setting, cfg, price)
-    return lines
+    fits = f"proposal   {best.words}: {_gib(best.peak)} GiB of {_gib(setting.limit)}, fits{more}"
+    lines = [fits, f"           {' '.join(keys)}"]
+    return lines + _time(best, plan, setting, cfg)
 
 
 def _wrap(units: Any) -> str:
     return str(units) if isinstance(units, int | str) else f"[{','.join(units)}]"
 
 
-def _time(row: Row, plan: Plan, setting: Setting, cfg: Config, price: float | None) -> list[str]:
+def _time(row: Row, plan: Plan, setting: Setting, cfg: Config) -> list[str]:
     if row.seconds is None:
         why = "its kind is not known; name a card, such as 8xH100" if setting.on_gpu else "no table has the CPU's peak"
-        if row.engine.endswith("offload"):
-            why = "offloading was not measured"
-        return [f"time       not planned: {why}"]
+        return [f"time       not planned: {'offloading was not measured' if row.engine.endswith('offload') else why}"]
     lines = [f"time       {_speed(row, plan)} samples/s, by the share of the peak that was measured on an H100"]
-    if cfg.train.max_steps is None:
-        return [*lines, "           hours and cost need train.max_steps"] if price is not None else lines
-    low, high = (cfg.train.max_steps * seconds / 3600 for seconds in row.seconds)
-    lines.append(f"           {cfg.train.max_steps:,} steps in {_round(low)} to {_round(high)} hours")
-    if price is not None:
-        costs = [hours * row.world * price for hours in (low, high)]
-        lines[-1] += f", {_round(costs[0])} to {_round(costs[1])} for {count(row.world, 'GPU')} at {price:g} an hour"
+    if cfg.train.max_steps is not None:
+        low, high = (cfg.train.max_steps * seconds / 3600 for seconds in row.seconds)
+        lines.append(f"           {cfg.train.max_steps:,} steps in {_round(low)} to {_round(high)} hours")
     return lines
 
 
-def json_of(plan: Plan, setting: Setting, cfg: Config, price: float | None) -> str:
-    """The same for programs, in bytes and seconds."""
+def json_of(plan: Plan, setting: Setting, cfg: Config) -> str:
+    """Return the same for programs, in bytes and seconds."""
     best = proposal(plan, cfg) if setting.limit is not None else None
     rows = []
     for row in plan.rows:
         entry: dict[str, Any] = {"engine": row.engine, "processes": row.world, "recompute": row.recompute}
         entry |= {"wrap": row.wrap, "kinds": row.kinds, "held": row.held, "peak": row.peak, "fits": row.fits}
         entry |= {"largest_batch": row.largest, "step_seconds": row.seconds, "proposed": row is best}
-        if price is not None and row.seconds and cfg.train.max_steps:
-            entry["cost"] = [cfg.train.max_steps * s / 3600 * row.world * price for s in row.seconds]
         rows.append(entry)
-    answer = {"parameters": plan.parameters, "batch_size": plan.batch, "limit": plan.limit, "partial": plan.partial}
-    return json.dumps({**answer, "engines": rows}, indent=2)
+    whole = {"parameters": plan.parameters, "batch_size": plan.batch, "limit": plan.limit, "partial": plan.partial}
+    return json.dumps({**whole, "engines": rows}, indent=2)
 
 
 def against(plan: Plan, cfg: Config, folder: RunFolder) -> list[str]:
-    """Plan and truth of a run.
+    """Return the lines that compare a plan with what a run took.
 
     Raises:
         CheckpointError: the run has not noted what it took.
@@ -238,18 +209,14 @@ def against(plan: Plan, cfg: Config, folder: RunFolder) -> list[str]:
     ]
     for name, planned, measured in pairs:
         apart = f"{planned / measured - 1:+.1%}" if planned is not None and measured else ""
-        cells = [_size(value) for value in (planned, measured)]
-        lines.append(f"{name:11}{cells[0]:>12}{cells[1]:>12}{apart:>8}")
+        lines.append(f"{name:11}{_size(planned):>12}{_size(measured):>12}{apart:>8}")
     seconds = found.get("seconds")
     if row.seconds is not None or seconds:
-        lines.append(f"{'samples/s':11}{_speed(row, plan) or '-':>12}{_pace(row, plan, seconds):>12}")
+        pace = _round(row.world * plan.batch / seconds) if seconds else "-"
+        lines.append(f"{'samples/s':11}{_speed(row, plan) or '-':>12}{pace:>12}")
     if "peak" not in found:
         lines.append("The peak of a run on the CPU is not measured.")
     return lines
-
-
-def _pace(row: Row, plan: Plan, seconds: Any) -> str:
-    return _round(row.world * plan.batch / seconds) if seconds else "-"
 
 
 def _size(value: float | None) -> str:

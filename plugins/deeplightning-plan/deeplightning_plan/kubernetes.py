@@ -1,4 +1,4 @@
-"""A run as Kubernetes objects, which `deeplightning plan --format k8s` prints: nothing of it talks to a cluster.
+"""Describe a run as Kubernetes objects for `deeplightning plan --format k8s`; nothing here talks to a cluster.
 
 A Job in completion mode `Indexed` starts a pod for each machine. The index is the rank of the node, and a headless
 Service gives the first pod the address at which the others find it
@@ -19,10 +19,8 @@ from deeplightning.config.tree import dump
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.process.rendezvous import PATIENCE
 
-WORK = "/work"
-"""The working directory of the container: the image has the user's own code there."""
-TRIES = 3
-"""Restarts of each pod."""
+WORK = "/work"  # the working directory of the container: the image has the user's own code there
+TRIES = 3  # restarts of each pod
 _CONFIG = "/etc/deeplightning/config.yaml"
 _PORT = 29500
 _WAIT = 900  # seconds: pods of a job are scheduled minutes apart
@@ -32,10 +30,10 @@ _STORE = "MLFLOW_TRACKING_URI"
 
 
 def job_file(cfg: Config, image: str, name: str, gpus: int | None = None) -> str:
-    """The objects of a run as YAML: ConfigMap, for several machines Service, and Job.
+    """Return the objects of a run as YAML: ConfigMap, for several machines Service, and Job.
 
-    The config goes as the ConfigMap has it, whatever becomes of its files. A value that came from the environment is no
-    part of it: the container reads it from the Secret `NAME-environment`.
+    The ConfigMap has the config as it is now; later edits of its files change nothing. It holds no value that came from
+    the environment: the container reads it from the Secret `NAME-environment`.
 
     Args:
         image: has Deep Lightning, and the user's own code in `WORK`.
@@ -55,11 +53,8 @@ def job_file(cfg: Config, image: str, name: str, gpus: int | None = None) -> str
     secrets = sorted({*_VARIABLE.findall(text), *([_STORE] if _store(cfg) is None else [])})
     objects: list[dict[str, Any]] = []
     if nodes > 1:
-        spec = {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": {"batch.kubernetes.io/job-name": name},
-        }
+        spec = {"clusterIP": "None", "publishNotReadyAddresses": True}
+        spec |= {"selector": {"batch.kubernetes.io/job-name": name}}
         objects.append({"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": spec})
     objects.append(_job(cfg, image, name, number, secrets))
     lines = [
@@ -70,7 +65,7 @@ def job_file(cfg: Config, image: str, name: str, gpus: int | None = None) -> str
     if secrets:
         pairs = " ".join(f'--from-literal={variable}="${variable}"' for variable in secrets)
         lines.append(f"# Before: kubectl create secret generic {name}-environment {pairs}")
-    if claims := [volume["persistentVolumeClaim"]["claimName"] for volume in _volumes(cfg, name)[0] if _claim(volume)]:
+    if claims := [volume["name"] for volume in _volumes(cfg, name)[0] if "persistentVolumeClaim" in volume]:
         shared = ", which all pods write (ReadWriteMany)" if nodes > 1 else ""
         lines.append(f"# The cluster has the volume claims {' and '.join(claims)}{shared}.")
     config = dump({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}})
@@ -133,7 +128,7 @@ def _job(cfg: Config, image: str, name: str, gpus: int, secrets: list[str]) -> d
 
 
 def _volumes(cfg: Config, name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Volumes of a pod, and where its container has them."""
+    """Return the volumes of a pod, and where its container has them."""
     volumes: list[dict[str, Any]] = [
         {"name": "config", "configMap": {"name": name}},
         {"name": "shm", "emptyDir": {"medium": "Memory"}},  # processes and loader workers share memory there
@@ -152,13 +147,9 @@ def _volumes(cfg: Config, name: str) -> tuple[list[dict[str, Any]], list[dict[st
 
 
 def _store(cfg: Config) -> str | None:
-    """Where runs are tracked; None: the environment has it, which may hold a password."""
+    """Return where runs are tracked; None: the environment has it, which may hold a password."""
     store = cfg.logger.params.get("tracking_uri")
     return str(store) if store is not None else None if os.environ.get(_STORE) else "mlruns"
-
-
-def _claim(volume: dict[str, Any]) -> bool:
-    return "persistentVolumeClaim" in volume
 
 
 def _gpus(cfg: Config, given: int | None) -> int:
@@ -166,17 +157,14 @@ def _gpus(cfg: Config, given: int | None) -> int:
     if engine.launcher is not None:
         message = "a launcher starts processes, and a job file does so in its place; set it to null"
         raise ConfigError(Fault(message, "engine.launcher"))
-    if given is not None:
-        return given
-    if engine.gpus == "auto":
+    found = engine.gpus or 0 if given is None else given
+    if found == "auto":
         message = "auto counts the GPUs of the machine; name how many each has by --gpus, such as 8xH100"
         raise ConfigError(Fault(message, "engine.gpus"))
-    if engine.gpus is None:
-        return 0
-    return engine.gpus if isinstance(engine.gpus, int) else len(engine.gpus)
+    return found if isinstance(found, int) else len(found)
 
 
 def _label(name: str) -> str:
-    """A name as Kubernetes allows it: RFC 1123, short enough for what Jobs append."""
+    """Return a name as Kubernetes allows it: RFC 1123, short enough for what Jobs append."""
     found = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:50].strip("-")
     return found if found[:1].isalpha() else f"run-{found}".strip("-")

@@ -1,9 +1,9 @@
-"""What a training set is like: its data module's batches go in, counts, means and spreads come out as YAML.
+"""Describe a training set: the batches of its data module go in, counts, means and spreads come out as YAML.
 
 Each number is exact: pixels and labels are counted as whole numbers, floats added up in 64 bits. No network is built.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ MAX_COLUMNS = 64
 
 
 def statistics(cfg: Config) -> str:
-    """The statistics of a config's training set, as YAML.
+    """Return the statistics of a config's training set, as YAML.
 
     Of pictures, uint8 (B, C, H, W): `mean` and `std` per channel on the scale 0 to 1, as an image folder takes them. Of
     labels, int64 (B,) or of each pixel (B, H, W): `classes`, how many there are of each, and `class_weights`, N / (K n)
@@ -37,17 +37,8 @@ def statistics(cfg: Config) -> str:
     data: Any = init_module(cfg, "data")
     data.prepare_data()
     data.setup("fit")
-    samples, columns = _counted(cfg, data.train_dataloader())
-    names = [str(name) for name in getattr(data, "class_names", None) or getattr(data, "target_names", None) or []]
-    lines = [f"# the training set of {cfg.data.module.type}", f"samples: {samples}"]
-    for name, column in columns.items():
-        lines += column.lines(name, names)
-    return "\n".join(lines) + "\n"
-
-
-def _counted(cfg: Config, batches: Iterable[object]) -> tuple[int, dict[str, Any]]:
     samples, columns = 0, dict[str, Any]()
-    for batch in batches:
+    for batch in data.train_dataloader():
         if not isinstance(batch, Mapping):
             message = f"gives batches that are a {type(batch).__name__}, not a mapping of names to tensors"
             raise ConfigError(Fault(f"{cfg.data.module.type} {message}", "data.module"))
@@ -57,10 +48,13 @@ def _counted(cfg: Config, batches: Iterable[object]) -> tuple[int, dict[str, Any
             arrays = {name: values[keep] for name, values in arrays.items()}
         samples += len(next(iter(arrays.values()), ()))
         for name, values in arrays.items():
-            if name not in columns:
-                columns[name] = _kind(name, values)
-            columns[name].add(values)
-    return samples, {name: column for name, column in columns.items() if column.lines}
+            if (column := columns.setdefault(name, _kind(name, values))) is not None:
+                column.add(values)
+    names = [str(name) for name in getattr(data, "class_names", None) or getattr(data, "target_names", None) or []]
+    lines = [f"# the training set of {cfg.data.module.type}", f"samples: {samples}"]
+    for name, column in columns.items():
+        lines += column.lines(name, names) if column is not None else []
+    return "\n".join(lines) + "\n"
 
 
 def _kind(name: str, values: np.ndarray) -> object:
@@ -70,35 +64,24 @@ def _kind(name: str, values: np.ndarray) -> object:
         return _SeveralLabels() if name in LABELS and values.ndim == 2 else _Numbers()
     if values.dtype.kind in "iu" and name in ("label", "target", "mask"):
         return _Labels()
-    return _Other()
-
-
-class _Other:
-    """Something that there is nothing to say of, such as the tokens of a text."""
-
-    lines: Any = None
-
-    def add(self, values: np.ndarray) -> None:
-        pass
+    return None  # nothing is printed of the tokens of a text
 
 
 class _Pixels:
-    """How often each channel has each of its 256 values."""
+    """Count how often each channel has each of its 256 values."""
 
     def __init__(self, channels: int):
         self.counts = np.zeros((channels, 256), dtype=np.int64)
 
     def add(self, values: np.ndarray) -> None:
-        """A batch, uint8 (B, C, H, W)."""
+        """Add a batch, uint8 (B, C, H, W)."""
         for channel, counts in enumerate(self.counts):
             counts += np.bincount(values[:, channel].ravel(), minlength=256)
 
     def lines(self, name: str, class_names: list[str]) -> list[str]:
         scale = np.arange(256) / 255
         mean = self.counts @ scale / self.counts.sum(1)
-        spread = [
-            np.sqrt(counts @ (scale - m) ** 2 / counts.sum()) for counts, m in zip(self.counts, mean, strict=True)
-        ]
+        spread = np.sqrt((self.counts * (scale - mean[:, None]) ** 2).sum(1) / self.counts.sum(1))
         return [
             "# of its pictures, per channel, on the scale 0 to 1: data.module.params of an image folder",
             f"mean: {line([_short(value) for value in mean])}",
@@ -107,7 +90,7 @@ class _Pixels:
 
 
 class _Labels:
-    """How often there is each class."""
+    """Count how often there is each class."""
 
     def __init__(self) -> None:
         self.counts = np.zeros(0, dtype=np.int64)
@@ -115,7 +98,7 @@ class _Labels:
         self.of_pixels = False
 
     def add(self, values: np.ndarray) -> None:
-        """A batch, of whole numbers, (B,) or (B, H, W)."""
+        """Add a batch of whole numbers, (B,) or (B, H, W)."""
         self.of_pixels = values.ndim > 1
         self.ignored += int((values < 0).sum())
         self.counts = counted(values, self.counts)
@@ -136,14 +119,14 @@ class _Labels:
 
 
 class _Numbers:
-    """Mean and spread of each column, by sums of what is left when the first batch's mean is taken away."""
+    """Compute mean and std of each column, by sums of the differences from the first batch's mean."""
 
     def __init__(self) -> None:
         self.count, self.offset = 0, np.zeros(())
         self.sums, self.squares = np.zeros(()), np.zeros(())
 
     def add(self, values: np.ndarray) -> None:
-        """A batch of floats, (B,) or (B, F)."""
+        """Add a batch of floats, (B,) or (B, F)."""
         values = values.astype(np.float64)
         if values.ndim == 2 and values.shape[1] > MAX_COLUMNS:
             values = values.ravel()
@@ -161,7 +144,7 @@ class _Numbers:
 
 
 class _SeveralLabels(_Numbers):
-    """How many samples have each label; where a value is neither 0 nor 1, they are numbers."""
+    """Count how many samples have each label; with a value other than 0 and 1 they are numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +152,7 @@ class _SeveralLabels(_Numbers):
         self.samples = 0
 
     def add(self, values: np.ndarray) -> None:
-        """A batch of floats, (B, K)."""
+        """Add a batch of floats, (B, K)."""
         super().add(values)
         self.are_labels &= bool(((values == 0) | (values == 1)).all())
         self.positives, self.samples = self.positives + (values == 1).sum(0), self.samples + len(values)
@@ -188,5 +171,5 @@ class _SeveralLabels(_Numbers):
 
 
 def _short(value: float) -> float:
-    """A number to 8 digits."""
+    """Round a number to 8 digits."""
     return float(f"{value:.8g}")

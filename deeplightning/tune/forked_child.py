@@ -1,13 +1,12 @@
-"""A short training in a process of its own: nothing is recorded or saved, and whatever ends it ends that process alone.
+"""Call a function in a forked process: whatever ends it ends that process alone.
 
-What it finds comes back as JSON. Memory is limited from outside: a process that takes more is killed.
+What the function returns comes back as JSON. Memory is limited from outside: a process that takes more is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import signal
 import sys
@@ -21,36 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytorch_lightning as pl
-from pytorch_lightning.plugins.environments import LightningEnvironment
 
-from deeplightning.callbacks.console import one_line_warnings, to_terminal
-from deeplightning.callbacks.gradients import AdaptiveClip
-from deeplightning.callbacks.recompute import Recompute
-from deeplightning.callbacks.sample_weights import SampleWeights
-from deeplightning.callbacks.start import StartWeights
-from deeplightning.callbacks.steps import LogSteps, Seeds
-from deeplightning.config.schema import Config
-from deeplightning.engine import compute
-from deeplightning.engine.plan import clip_arguments, trainer_arguments
 from deeplightning.faults import CheckpointError, ConfigError, RunError, SetupError, UserError
 from deeplightning.private.python import forget_exit_functions
 from deeplightning.process.failure import exit_code_of, reason_of
 from deeplightning.process.terminal import say
-from deeplightning.run.assemble import init_module
 from deeplightning.tune.worker import end_with
 from deeplightning.words import lacks_memory
 
-ALONE = [
-    *("stages=[train]", "engine.backend=null", "engine.params={}", "engine.processes=1", "engine.num_nodes=1"),
-    *("engine.launcher=null", "engine.max_restarts=0", "engine.profiler=null", "engine.sync_batchnorm=false"),
-    *("train.callbacks=[]", "train.resume_ckpt=null", "train.early_stop=null", "train.limit_batches=null"),
-    *("train.overfit=null", "train.fast=false", "train.checkpoint.monitor=null", "train.val_every_n_epoch=1"),
-    *("model.scheduler=null", "test.ckpt=null", "tune=null", "logger.pictures=null", "logger.histograms=null"),
-]
-"""Overrides with which one process trains at a constant rate, and does nothing beside it."""
-
-LOOK = 0.02  # seconds between two looks at a child's memory
+POLL_SECONDS = 0.02
 _ERRORS: dict[int, type[UserError]] = {2: ConfigError, 3: SetupError, 4: CheckpointError, 5: RunError}
 
 
@@ -59,68 +37,25 @@ class Outcome:
     """How a child ended.
 
     Attributes:
-        found: what it sent; None: it had not enough memory.
-        peak: bytes of the main memory that it held at most.
+        found: what the function returned; None: the child ran out of memory.
+        peak: the most main memory that it held, in bytes.
     """
 
     found: dict[str, Any] | None
     peak: int
 
 
-def one_gpu(cfg: Config) -> list[str]:
-    """The override that leaves a run on GPUs the first of them; none where it runs on the CPU."""
-    gpus = cfg.engine.gpus
-    first = gpus[0] if isinstance(gpus, list) else 0
-    return [] if gpus is None else [f"engine.gpus=[{first}]"]
-
-
-def trained(cfg: Config, *callbacks: pl.Callback) -> pl.Trainer:
-    """Trains a config's task with these callbacks, until one of them sets `trainer.should_stop`."""
-    assert cfg.seed is not None, "load_config draws one"
-    to_terminal(cfg)
-    one_line_warnings()
-    warnings.filterwarnings("ignore", message="The `srun` command is available")  # one process measures
-    logging.getLogger("deeplightning").setLevel(logging.WARNING)
-    data, task = init_module(cfg, "data"), init_module(cfg, "model")
-    compute.prepare(cfg.engine)
-    ours: list[pl.Callback] = [Seeds(cfg.seed), LogSteps(1), SampleWeights()]
-    if cfg.model.init_from is not None:
-        ours.append(StartWeights(cfg.model.init_from, cfg.logger.params.get("tracking_uri")))
-    if cfg.engine.activation_checkpointing:
-        ours.append(Recompute(cfg.engine.activation_checkpointing))
-    clip = cfg.train.gradient_clip
-    if clip is not None and clip.algorithm == "agc":
-        ours.append(AdaptiveClip(clip.value))
-    trainer = pl.Trainer(
-        **trainer_arguments(cfg),
-        max_epochs=-1,
-        accumulate_grad_batches=cfg.train.accumulator_factor,
-        **clip_arguments(cfg),
-        limit_val_batches=0,
-        callbacks=[*ours, *callbacks],
-        plugins=[LightningEnvironment()],
-        logger=False,
-        log_every_n_steps=1,
-        num_sanity_val_steps=0,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(task, data)
-    return trainer
-
-
 def in_child(work: Callable[[], dict[str, object]], limit: int | None, redact: Callable[[str], str]) -> Outcome:
-    """Calls a function in a forked process, which is killed when it holds more main memory than it may.
+    """Call a function in a forked process, which is killed when it exceeds a memory limit.
 
     Args:
-        work: gives what goes into JSON.
+        work: returns what JSON can hold.
         limit: bytes of main memory; None: no limit.
-        redact: takes secrets out of a message.
+        redact: removes secrets from a message.
 
     Raises:
-        UserError: what ended it, for other reasons than memory.
-        SystemExit: a bug of ours ended it; its traceback has been printed.
+        UserError: the child failed for another reason than memory.
+        SystemExit: a bug in Deep Lightning ended it; its traceback has been printed.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -158,7 +93,11 @@ def in_child(work: Callable[[], dict[str, object]], limit: int | None, redact: C
 
 
 def _watch(child: int, limit: int | None) -> tuple[int, int]:
-    """Waits for a child; the most memory that it held, in bytes, and its exit code."""
+    """Wait for a child.
+
+    Returns:
+        The most memory that it held, in bytes, and its exit code.
+    """
     while True:
         found, status, usage = os.wait4(child, os.WNOHANG)
         if found:
@@ -167,11 +106,11 @@ def _watch(child: int, limit: int | None) -> tuple[int, int]:
         with contextlib.suppress(psutil.Error):
             if limit is not None and psutil.Process(child).memory_info().rss > limit:
                 os.kill(child, signal.SIGKILL)
-        time.sleep(LOOK)
+        time.sleep(POLL_SECONDS)
 
 
 def _be_child(work: Callable[[], dict[str, object]], file: Path, parent: int, redact: Callable[[str], str]) -> None:
-    """The whole life of a forked process."""
+    """Call the function in the forked process, write its answer and end the process."""
     code, content = 1, dict[str, Any]()
     try:
         forget_exit_functions()  # what is registered is the parent's to do
@@ -196,7 +135,7 @@ def _be_child(work: Callable[[], dict[str, object]], file: Path, parent: int, re
 
 
 def _told(error: BaseException, redact: Callable[[str], str]) -> dict[str, object]:
-    """What a child sends of an error."""
+    """Return the description of an error for the parent."""
     cause: BaseException | None = error
     while cause is not None:
         if lacks_memory(cause):

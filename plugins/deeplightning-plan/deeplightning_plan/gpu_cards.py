@@ -12,21 +12,13 @@ WORKSPACE = 32 * MIB
 
 
 class Card(NamedTuple):
-    """A kind of GPU.
+    """A kind of GPU."""
 
-    Attributes:
-        name: as `torch.cuda.get_device_name` has it, or what stands for it.
-        memory: bytes.
-        bandwidth: of its memory, bytes per second; None: not known.
-        link: to other GPUs of its machine, bytes per second in one direction; None: not known.
-        workspace: bytes that torch gives cuBLAS (2.15): https://docs.nvidia.com/cuda/cublas/#cublassetworkspace.
-    """
-
-    name: str
-    memory: int
-    bandwidth: float | None = None
-    link: float | None = None
-    workspace: int = 8_519_680
+    name: str  # as `torch.cuda.get_device_name` has it, or what stands for it
+    memory: int  # bytes
+    bandwidth: float | None = None  # of its memory, bytes per second; None: not known
+    link: float | None = None  # to other GPUs of its machine, bytes per second in one direction; None: not known
+    workspace: int = 8_519_680  # bytes of torch's cuBLAS (2.15): docs.nvidia.com/cuda/cublas/#cublassetworkspace
 
 
 CARDS = {

@@ -1,5 +1,5 @@
-"""Forked CPU processes, two of them joined by gloo, that do the same: what each builds, logs and which collectives it
-enters is compared as they go, so that nobody waits for a rank that does not come."""
+"""Fork CPU processes, two of them joined by gloo, that do the same, and compare what each builds, logs and exchanges as
+they go, so that nobody waits for a rank that does not come."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import distributed
 
-from deeplightning.dry_run.isolation import line_now
 from deeplightning.own_code import is_theirs, short
 from deeplightning.private.torch import dispatch_mode
 from deeplightning.process.failure import says_lost
+from deeplightning_plan.fake_gpu import line_now
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -42,21 +42,15 @@ _PAIRED = ("send", "recv_", "recv_any_source_")  # between two ranks, which do d
 
 
 class Event(NamedTuple):
-    """What a process does.
+    """What a process does."""
 
-    Attributes:
-        kind: `parameters`, `log`, `collective`, `message` to or from one rank, `end`, or `error`, which is an end too.
-        what: the name, the collective, the error, or the parameters, one a line.
-        place: ` (file:line)` of the user's own code, if it comes from there.
-        key: of the config, that an error is about.
-        is_certain: whether an error is the user's; else it may be one of trying out.
-    """
-
-    kind: str
-    what: str = ""
-    place: str = ""
-    key: str = "model.module"
-    is_certain: bool = True
+    kind: (
+        str  # `parameters`, `log`, `collective`, `message` to or from one rank, `end`, or `error`, which is an end too
+    )
+    what: str = ""  # the name, the collective, the error, or the parameters, one a line
+    place: str = ""  # ` (file:line)` of the user's own code, if it comes from there
+    key: str = "model.module"  # of the config, that an error is about
+    is_certain: bool = True  # whether an error is the user's; else it may be one of trying out
 
 
 Act = Callable[[int, "Reporter"], Event]
@@ -64,7 +58,7 @@ Act = Callable[[int, "Reporter"], Event]
 
 
 class Ranks:
-    """Forks processes, before this one has started threads; they wait until they are compared.
+    """Fork processes before this one has started threads; they wait until they are compared.
 
     Args:
         act: what each does.
@@ -102,7 +96,7 @@ class Ranks:
         self.folder.cleanup()
 
     def difference(self) -> tuple[str | None, bool]:
-        """Lets them begin, and tells where they part, or why one alone fails.
+        """Start them, and find where they part, or why one alone fails.
 
         Returns:
             What differs or fails, in words; None: nothing. And whether that is certain.
@@ -121,7 +115,10 @@ class Ranks:
                         events[rank].append(connection.recv())
                     except (EOFError, ConnectionResetError):
                         events[rank].append(Event("error", "it was killed"))
-            fault = compare(*events) if self.number > 1 else _of_one(events[0])
+            if self.number > 1:
+                fault = compare(*events)
+            else:
+                fault = (events[0][-1].what if events[0][-1].kind == "error" else "") if _has_ended(events[0]) else None
             if fault is not None and _NO_FORK in fault:
                 return UNTRIED, False
             if fault is not None:
@@ -131,7 +128,7 @@ class Ranks:
                 return fault or None, (self.number > 1 and differs) or any(event.is_certain for event in failed)
 
     def _stuck(self, events: list[list[Event]]) -> str:
-        """Where each process is that gives no news any more."""
+        """Describe where each process is that gives no news any more."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid or 0, signal.SIGUSR1)
@@ -147,28 +144,23 @@ class Ranks:
         return f"{number} on the CPU did not end; for {LIMIT:.0f} s there was no news: {' and '.join(where)}"
 
 
-def _of_one(events: list[Event]) -> str | None:
-    """What a process that is alone came to; "": nothing is wrong; None: wait for more."""
-    if not _has_ended(events):
-        return None
-    return events[-1].what if events[-1].kind == "error" else ""
-
-
 def compare(one: list[Event], other: list[Event]) -> str | None:
-    """Where two processes part, by what they have done so far; "": nowhere, and both ended; None: wait for more."""
+    """Return the first difference of two event logs, "" if there is none, None if more events are needed."""
     both = (one, other)
     if (built := _other_parameters(one, other)) is not None:
         return built
     entered = [[n for n, event in enumerate(events) if event.kind == "collective"] for events in both]
-    pairs = enumerate(zip(*entered, strict=False))
-    parting = next((n for n, (a, b) in pairs if one[a].what != other[b].what), None)
+    pairs = [(one[a], other[b]) for a, b in zip(*entered, strict=False)]
+    parting = next((n for n, (a, b) in enumerate(pairs) if a.what != b.what), None)
     if parting is None:
         least = min(len(entered[0]), len(entered[1]))
         ended = [_has_ended(events) and len(its) == least for events, its in zip(both, entered, strict=True)]
         if not all(ended) and not any(e and len(its) > least for e, its in zip(ended, reversed(entered), strict=True)):
             return None
         parting = least
-    parting = _first_by_one_alone(one, other, entered, parting)
+    # The user's own code on one rank may have met a library on the other in a collective of the same name.
+    alone = (n for n, (a, b) in enumerate(pairs[:parting]) if bool(a.place) != bool(b.place))
+    parting = next(alone, parting)
     positions = [
         its[parting] if parting < len(its) else len(events) - 1 for events, its in zip(both, entered, strict=True)
     ]
@@ -207,15 +199,8 @@ def compare(one: list[Event], other: list[Event]) -> str | None:
     )
 
 
-def _first_by_one_alone(one: list[Event], other: list[Event], entered: list[list[int]], parting: int) -> int:
-    """Where two processes parted before they entered different collectives: the user's own code on one rank may have
-    met a library on the other in a collective of the same name."""
-    pairs = [(one[a].place, other[b].place) for a, b in zip(*entered, strict=False)][:parting]
-    return next((n for n, places in enumerate(pairs) if bool(places[0]) != bool(places[1])), parting)
-
-
 def _other_parameters(one: list[Event], other: list[Event]) -> str | None:
-    """Where the networks of two processes differ; None: nowhere, or it is not known yet."""
+    """Return where the networks of two processes differ; None: nowhere, or it is not known yet."""
     built = [next((event for event in events if event.kind == "parameters"), None) for events in (one, other)]
     if built[0] is None or built[1] is None or built[0].what == built[1].what:
         return None
@@ -278,7 +263,7 @@ def _be(rank: int, number: int, connection: Connection, others: Sequence[Connect
 
 
 class Reporter:
-    """Sends what a process does, with the place in the user's own code where it does it.
+    """Send what a process does, with the place in the user's own code where it does it.
 
     Attributes:
         look: is given the arguments of each collective and its name, before it is entered; it may refuse them.
@@ -294,7 +279,7 @@ class Reporter:
 
 
 class _Collectives(dispatch_mode()):  # type: ignore[misc]
-    """Notes each collective before it is entered, those of DistributedDataParallel too."""
+    """Report each collective before it is entered, those of DistributedDataParallel too."""
 
     def __init__(self, report: Reporter):
         super().__init__()

@@ -17,53 +17,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deeplightning.dry_run.held import Held, state_of
 from deeplightning.engine.fsdp import units_of
 from deeplightning.engine.zero import sizes
 from deeplightning.private.torch import fake_tensors
+from deeplightning_plan.memory_tracker import MemoryTracker, state_of
 
 
 @dataclass(frozen=True)
-class Holding:
-    """Bytes in the first process, which holds the most.
+class ProcessMemory:
+    """Bytes in the first process, which holds the most."""
 
-    Attributes:
-        parameters: in the precision that the network computes in, or is kept in.
-        gradients: when the optimizer steps.
-        state: the optimizer's, with the copy of the weights in 32 bits that DeepSpeed's has.
-        communication: phase of a step → buffers for what is sent and gathered.
-        stepping: the optimizer's temporary tensors.
-        keeps_gradients: whether gradients are still there in the next forward pass.
-    """
-
-    parameters: int
-    gradients: int
-    state: int
-    communication: dict[str, int]
-    stepping: int
-    keeps_gradients: bool = True
+    parameters: int  # in the precision that the network computes in, or is kept in
+    gradients: int  # when the optimizer steps
+    state: int  # the optimizer's, with the copy of the weights in 32 bits that DeepSpeed's has
+    communication: dict[str, int]  # phase of a step → buffers for what is sent and gathered
+    stepping: int  # the optimizer's temporary tensors
+    keeps_gradients: bool = True  # whether gradients are still there in the next forward pass
 
 
 @dataclass(frozen=True)
 class Engine:
-    """How a run is spread.
+    """How a run is spread."""
 
-    Attributes:
-        backend: a word of `engine.backend`; None: no engine.
-        world: processes.
-        params: `engine.params`.
-        on_gpu: whether it runs on GPUs.
-        is_half: whether it computes in 16 bits.
-    """
-
-    backend: str | None
-    world: int
-    params: dict[str, Any]
+    backend: str | None  # a word of `engine.backend`; None: no engine
+    world: int  # processes
+    params: dict[str, Any]  # `engine.params`
     on_gpu: bool
-    is_half: bool
+    is_half: bool  # whether it computes in 16 bits
 
 
-def holding(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -> Holding:
+def process_memory(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -> ProcessMemory:
     """What the first process holds.
 
     Args:
@@ -83,10 +66,10 @@ def holding(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -> Holdi
     as_views = engine.params.get("gradient_as_bucket_view")
     bucket = 0 if backend != "ddp" or as_views else gradients
     communication = dict.fromkeys(("forward", "backward", "optimizer"), bucket)
-    return Holding(_bytes(parameters), gradients, state, communication, stepping)
+    return ProcessMemory(_bytes(parameters), gradients, state, communication, stepping)
 
 
-def _fsdp(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -> Holding:
+def _fsdp(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -> ProcessMemory:
     shapes = {id(p): [-(-p.shape[0] // engine.world), *p.shape[1:]] for p in task.parameters()}
 
     def shares(parameters: Iterable[Tensor]) -> int:
@@ -107,10 +90,10 @@ def _fsdp(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -> Holding
     communication = {"forward": stays + gathered, "backward": stays + gathered + reduced, "optimizer": stays}
     offloads = bool(engine.params.get("cpu_offload")) and engine.on_gpu
     held = (0, 0, 0) if offloads else (shares(task.parameters()), shares(learning), state)
-    return Holding(*held, communication, 0 if offloads else stepping)
+    return ProcessMemory(*held, communication, 0 if offloads else stepping)
 
 
-def _zero(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -> Holding:
+def _zero(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -> ProcessMemory:
     """Stages 1 and 2: each group of parameters is one flat tensor, of which each process steps its part."""
     stage = int((engine.backend or "").removeprefix("deepspeed_stage_")[:1])
     number = 2 if engine.is_half else 4
@@ -128,11 +111,11 @@ def _zero(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -> Holding
     several = 0 if engine.world == 1 else buckets
     communication = {"forward": several, "backward": several + stage * buckets, "optimizer": several}
     if "offload" in (engine.backend or ""):
-        return Holding(number * padded, 0, 0, communication, 0, keeps_gradients=False)
-    return Holding(number * padded, gradients, state + own, communication, own + stepping, keeps_gradients=False)
+        return ProcessMemory(number * padded, 0, 0, communication, 0, keeps_gradients=False)
+    return ProcessMemory(number * padded, gradients, state + own, communication, own + stepping, keeps_gradients=False)
 
 
-def _zero3(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -> Holding:
+def _zero3(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -> ProcessMemory:
     """Stage 3: each parameter is cut, flattened, into equal parts."""
     number, world = 2 if engine.is_half else 4, engine.world
     words = _zero_words(engine)
@@ -150,9 +133,9 @@ def _zero3(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -> Holdin
     buckets = number * min(found["reduce_bucket_size"], trained)
     gathers = {"forward": gathered + buckets, "backward": gathered + 2 * buckets, "optimizer": buckets}
     if "offload" in (engine.backend or ""):
-        return Holding(0, 0, 0, gathers, 0, keeps_gradients=False)
+        return ProcessMemory(0, 0, 0, gathers, 0, keeps_gradients=False)
     largest = max((max(group, default=0) for group in groups), default=0)
-    return Holding(number * parts, number * own, state + 4 * own, gathers, 4 * largest + stepping)
+    return ProcessMemory(number * parts, number * own, state + 4 * own, gathers, 4 * largest + stepping)
 
 
 def _subgroups(parts: list[int], found: dict[str, int]) -> list[int]:
@@ -211,11 +194,11 @@ def _step_of(optimizer: Any, shapes: tuple[Any, ...]) -> tuple[int, int]:
 
 def _stepped(optimizer: Any, shapes: list[list[tuple[list[int], torch.dtype]]]) -> tuple[int, int]:
     """One step of an optimizer like another, over fake parameters of these shapes."""
-    from deeplightning.dry_run.fake import Answers
+    from deeplightning_plan.counted_step import Answers
 
-    held = Held()
-    held.phase = "optimizer"
-    with fake_tensors(), held, Answers(held):
+    tracker = MemoryTracker()
+    tracker.phase = "optimizer"
+    with fake_tensors(), tracker, Answers(tracker):
         groups = []
         for group, sizes_of in zip(optimizer.param_groups, shapes, strict=True):
             made = [nn.Parameter(torch.empty(size, dtype=dtype)) for size, dtype in sizes_of]
@@ -224,11 +207,11 @@ def _stepped(optimizer: Any, shapes: list[list[tuple[list[int], torch.dtype]]]) 
             groups.append({**group, "params": made})
         takes = inspect.signature(type(optimizer)).parameters  # torch's AdamW notes more than it takes
         mine = type(optimizer)(groups, **{n: v for n, v in optimizer.defaults.items() if n in takes})
-        held.add("parameters", [p for group in groups for p in group["params"]])
-        held.add("gradients", [p.grad for group in groups for p in group["params"]])
-        before = held.total
-        held.reset()
+        tracker.add("parameters", [p for group in groups for p in group["params"]])
+        tracker.add("gradients", [p.grad for group in groups for p in group["params"]])
+        before = tracker.total
+        tracker.reset()
         mine.step()
-        state = held.add("state", state_of(mine))
-    most = sum(held.peaks["optimizer"].values())
+        state = tracker.add("state", state_of(mine))
+    most = sum(tracker.peaks["optimizer"].values())
     return state, max(0, most - before - state)

@@ -1,4 +1,4 @@
-"""The training step of a config with tensors that have no values and no memory: what it holds, computes and moves.
+"""Count what a training step holds, computes and moves, with tensors that have no values and no memory.
 
 The real task is trained for an optimizer step by Lightning, on fake tensors, so that a network of any size is counted
 on any machine. torch cannot compute a backward pass on a device that is not there (2.15), so that a GPU's tensors are
@@ -25,7 +25,6 @@ from deeplightning.config.automatic import unfilled
 from deeplightning.config.schema import Config, LimitBatches, Target
 from deeplightning.config.target import find
 from deeplightning.dry_run.attempt import Attempt
-from deeplightning.dry_run.held import Held, Phases
 from deeplightning.dry_run.steps import SAMPLES, example, make_trainer
 from deeplightning.engine.sharded import places, replace
 from deeplightning.private.torch import (
@@ -37,6 +36,7 @@ from deeplightning.private.torch import (
     needs_values,
 )
 from deeplightning.run.assemble import init_module
+from deeplightning_plan.memory_tracker import MemoryTracker, Phases
 
 _MOST_BATCHES = 64
 """After so many batches a task of its own loop that has not stepped its optimizer is taken to step no more."""
@@ -44,35 +44,22 @@ _MOST_BATCHES = 64
 
 @dataclass
 class Count:
-    """What a step was seen to hold.
+    """What a step was seen to hold."""
 
-    Attributes:
-        task: with fake parameters; its network is built.
-        optimizers: after their first step; empty where the step could not be taken.
-        peaks: phase (`forward`, `backward`, `optimizer`) → kind → bytes at the moment at which it held the most.
-        flops: operations of matrix products, convolutions and attentions in an optimizer step.
-        moved: bytes that operators of that step read and wrote.
-        launches: operators of its forward and backward passes that did so.
-        batches: of one optimizer step; more than 1 where a task that steps its optimizers itself accumulates.
-        buffers: bytes of the network's buffers.
-        partial: why no step was counted; None where one was.
-    """
-
-    task: Any
-    optimizers: list[Any] = field(default_factory=list)
-    peaks: dict[str, dict[str, int]] = field(default_factory=dict)
-    flops: int = 0
-    moved: int = 0
-    launches: int = 0
-    batches: int = 1
-    buffers: int = 0
-    partial: str | None = None
+    task: Any  # with fake parameters; its network is built
+    optimizers: list[Any] = field(default_factory=list)  # after their first step; empty: it could not be taken
+    peaks: dict[str, dict[str, int]] = field(default_factory=dict)  # phase → kind → bytes when it held the most
+    flops: int = 0  # operations of matrix products, convolutions and attentions in an optimizer step
+    moved: int = 0  # bytes that operators of that step read and wrote
+    launches: int = 0  # operators of its forward and backward passes that did so
+    buffers: int = 0  # bytes of the network's buffers
+    partial: str | None = None  # why no step was counted; None: one was
 
 
 def counted(
     attempt: Attempt, batch_size: int, on_gpu: bool, in_half: bool = False, recompute: list[str] | None = None
 ) -> Count:
-    """Counts a step of `attempt.cfg`, whose data have been made by `example`.
+    """Count a step of `attempt.cfg`, whose data have been made by `example`.
 
     Args:
         attempt: of a config for one CPU process.
@@ -88,13 +75,13 @@ def counted(
     cfg.engine.activation_checkpointing = recompute
     if in_half:
         cfg.engine.precision = 32
-    held = Held()
+    tracker = MemoryTracker()
     kernels = kernels_of_cuda() if on_gpu else contextlib.nullcontext()
-    with fake_tensors(), kernels, _without_values(), held, Answers(held), torch.device("cpu"):
+    with fake_tensors(), kernels, _without_values(), tracker, Answers(tracker), torch.device("cpu"):
         task = attempt.task = init_module(cfg, "model")
         if in_half:
             _compute_in_half(task)
-        watch = Phases(held, 1, _MOST_BATCHES)
+        watch = Phases(tracker, 1, _MOST_BATCHES)
         count = Count(task)
         if attempt.batch is None:
             _build(task)
@@ -108,23 +95,22 @@ def counted(
                 count.partial = "it branches on values, which tensors without memory do not have"
                 _build(task)
         count.optimizers = watch.optimizers or _optimizers(task, cfg)
-        if count.partial is None and not held.peaks.get("backward"):
+        if count.partial is None and not tracker.peaks.get("backward"):
             count.partial = "its training step makes no backward pass that could be counted"
-        count.peaks = {phase: dict(kinds) for phase, kinds in held.peaks.items() if phase != "between"}
-        count.flops, count.moved, count.launches = held.flops, held.moved, held.launches
-        count.batches = max(1, watch.batches)
+        count.peaks = {phase: dict(kinds) for phase, kinds in tracker.peaks.items() if phase != "between"}
+        count.flops, count.moved, count.launches = tracker.flops, tracker.moved, tracker.launches
         count.buffers = sum(buffer.nbytes for buffer in task.buffers())
     return count
 
 
 def _build(task: Any) -> None:
-    """Has a task build its network, where nobody has."""
+    """Have a task build its network, unless it has done so."""
     with contextlib.suppress(Exception):
         task.configure_model()
 
 
 def _optimizers(task: Any, cfg: Config) -> list[Any]:
-    """Of a task that could not be trained: the config's one over all that learns, if there is one."""
+    """Return the config's optimizer over all that learns, for a task that could not be trained; [] if there is none."""
     target, learning = cfg.model.optimizer, [p for p in task.parameters() if p.requires_grad]
     return [find(target.type)(learning, **target.params)] if isinstance(target, Target) and learning else []
 
@@ -138,21 +124,27 @@ def _train(attempt: Attempt, task: Any, watch: Phases, batch_size: int) -> None:
     task.cpu = task.cuda = lambda *_: task  # torch moves no fake parameter that somebody knows (2.15)
     task.to = lambda *words, **named: _cast(task, *words, *named.values())
     task.double = lambda: _cast(task, torch.float64)
-    for module in task.modules():
-        if isinstance(module, Metric):
-            _silence(module)
+    for metric in filter(lambda module: isinstance(module, Metric), task.modules()):  # looks at values, holds little
+        metric.update = lambda *_, **__: None
+        metric.forward = metric.compute = lambda *_, **__: torch.zeros(())
     trainer = make_trainer(attempt, watch)
     trainer.loggers = []
-    batch = apply_to_collection(attempt.batch, Tensor, lambda tensor: _of_size(tensor, batch_size))
-    if attempt.data is not None:
-        batches: Any = [batch] * (4 * _MOST_BATCHES)
-        attempt.data.train_dataloader = lambda: DataLoader(batches, batch_size=None)
-    watch.held.add("activations", [*_tensors_of(batch)])
+    made: list[Tensor] = []
+
+    def of_size(example: Tensor) -> Tensor:
+        size = [batch_size, *example.shape[1:]] if example.shape[:1] == (SAMPLES,) else example.shape
+        made.append(torch.empty(size, dtype=example.dtype))
+        return made[-1]
+
+    batch = apply_to_collection(attempt.batch, Tensor, of_size)
+    batches: Any = [batch] * (4 * _MOST_BATCHES)
+    attempt.data.train_dataloader = lambda: DataLoader(batches, batch_size=None)
+    watch.tracker.add("activations", made)
     trainer.fit(task, datamodule=attempt.data)
 
 
 def _cast(task: nn.Module, *words: object) -> nn.Module:
-    """Gives parameters and buffers of floating point the dtype among the arguments of `Module.to`, if there is one."""
+    """Give parameters and buffers of floating point the dtype among the arguments of `Module.to`, if there is one."""
     for dtype in (word for word in words if isinstance(word, torch.dtype)):
         for parameter, found in places(task).items():
             if parameter.is_floating_point():
@@ -164,28 +156,8 @@ def _cast(task: nn.Module, *words: object) -> nn.Module:
     return task
 
 
-def _tensors_of(batch: Any) -> Iterator[Tensor]:
-    found: list[Tensor] = []
-    apply_to_collection(batch, Tensor, found.append)
-    return iter(found)
-
-
-def _of_size(tensor: Tensor, size: int) -> Tensor:
-    """A fake tensor like one of an example, with so many samples."""
-    shape = list(tensor.shape)
-    if shape and shape[0] == SAMPLES:
-        shape[0] = size
-    return torch.empty(shape, dtype=tensor.dtype)
-
-
-def _silence(metric: Any) -> None:
-    """Has a metric take everything and give 0: it looks at values, and holds little."""
-    metric.update = lambda *_, **__: None
-    metric.forward = metric.compute = lambda *_, **__: torch.zeros(())
-
-
 def _compute_in_half(task: Any) -> None:
-    """Has a network computed in bfloat16, parameters and all, as DeepSpeed does."""
+    """Have a network computed in bfloat16, parameters and all, as DeepSpeed does."""
     build = task.configure_model
 
     def configure_model() -> None:
@@ -203,22 +175,22 @@ def _in_half(_: nn.Module, inputs: Any) -> Any:
 
 
 class Answers(dispatch_mode()):  # type: ignore[misc]
-    """Answers code that asks a tensor without values for one, while a network is built and while an optimizer steps:
+    """Answer code that asks a tensor without values for one, while a network is built and while an optimizer steps:
     no, or 1. In a forward and a backward pass such a branch may change what is computed: there it is an error."""
 
-    def __init__(self, held: Held):
+    def __init__(self, tracker: MemoryTracker):
         super().__init__()
-        self.held = held
+        self.tracker = tracker
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
-        if asks_for_a_number(func) and self.held.phase in ("between", "optimizer"):
+        if asks_for_a_number(func) and self.tracker.phase in ("between", "optimizer"):
             return False if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
         return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
 def _without_values() -> Iterator[None]:
-    """What a task logs are values, and is left out."""
+    """Leave out what a task logs, since tensors have no values."""
     known = pl.LightningModule.log, pl.LightningModule.log_dict
     pl.LightningModule.log = pl.LightningModule.log_dict = lambda *_, **__: None  # type: ignore[method-assign, assignment]
     try:
@@ -237,7 +209,7 @@ https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-floa
 
 @contextlib.contextmanager
 def kernels_of_cuda() -> Iterator[None]:
-    """Tensors of the CPU are computed with the types and the attention that CUDA would take."""
+    """Compute tensors of the CPU with the types and the attention that CUDA would take."""
     library = torch.library.Library("aten", "IMPL")
     try:
         library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
@@ -272,7 +244,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """By the kernel that CUDA takes: flash attention in 16 bits without a mask, else the memory-efficient one."""
+    """Call the kernel that CUDA takes: flash attention in 16 bits without a mask, else the memory-efficient one."""
     flash, efficient = attention_operators()
     if query.shape[1] != key.shape[1]:  # a head of keys for several of queries
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
@@ -285,7 +257,7 @@ def _attention(
 
 
 def prepared(cfg: Config, asked: Config, folder: Path) -> Attempt:
-    """An attempt whose example batch is made, and whose `auto` sizes are known.
+    """Return an attempt whose example batch is made, and whose `auto` sizes are known.
 
     Args:
         cfg: for one CPU process; changed in place.

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from deeplightning_plan import compared_ranks as ranks
+from deeplightning_plan.compared_ranks import Event, Ranks
+from deeplightning_plan.fake_gpu import CPU, FakeGpu, NotOnCPU, mark_of
 from planted import ALL, DEVICES, HEAD, named_line
 from torch import distributed
 
-from deeplightning.dry_run import ranks
-from deeplightning.dry_run.pretended import CPU, NotOnCPU, OnTwoDevices, Pretended, mark_of
-from deeplightning.dry_run.ranks import Event, Ranks
+from deeplightning.dry_run.attempt import DeviceError
 
 GOOD = """\
 seed: 7
@@ -196,7 +197,7 @@ def is_there(process):
 def test_no_process_outlives_a_dry_run_that_is_interrupted(number, tmp_path):
     """Neither after Ctrl-C nor where it is killed, in the middle of a step."""
     (tmp_path / "waits.py").write_text(
-        "import os, sys, time\nfrom deeplightning.dry_run.ranks import Ranks\n"
+        "import os, sys, time\nfrom deeplightning_plan.compared_ranks import Ranks\n"
         "def act(rank, report):\n    open(f'pid_{rank}', 'w').write(str(os.getpid()))\n"
         "    while True:\n        time.sleep(0.1)\n        report('log', 'x')\n"
         "with Ranks(act) as both:\n    both.difference()\n"
@@ -221,7 +222,7 @@ GPU = torch.device("cuda", 0)
 
 def test_a_number_on_the_cpu_mixes_only_where_a_gpu_takes_it():
     """An operator takes it, `stack` does not; nor may it be changed by what is on the GPU."""
-    with Pretended(GPU, 1, strict=True):
+    with FakeGpu(GPU, 1, strict=True):
         number, there = torch.tensor(2.0), torch.ones(3, device="cuda")
         assert (there * number).device == GPU
         for mixed in (
@@ -229,7 +230,7 @@ def test_a_number_on_the_cpu_mixes_only_where_a_gpu_takes_it():
             lambda: number.add_(there[0]),
             lambda: there[0] + there.cpu(),
         ):
-            with pytest.raises(OnTwoDevices):
+            with pytest.raises(DeviceError):
                 mixed()
         with pytest.raises(NotOnCPU, match="can't convert cuda:0 device type tensor to numpy"):
             there.numpy()
@@ -239,7 +240,7 @@ def test_a_number_on_the_cpu_mixes_only_where_a_gpu_takes_it():
 
 def test_what_moves_is_a_copy():
     """As on a GPU, what becomes of the copy changes nothing on the CPU."""
-    with Pretended(GPU, 1, strict=True):
+    with FakeGpu(GPU, 1, strict=True):
         here = torch.zeros(3)
         for there in (here.cuda(), here.to("cuda:0"), torch.as_tensor(here, device=0), here.to(GPU)):
             there.add_(1)
@@ -252,11 +253,11 @@ def test_what_moves_is_a_copy():
 def test_what_nobody_has_marked_is_on_the_cpu():
     """Tensors that were made at import, and by classes that torch's modes do not see."""
     early = torch.ones(2)
-    with Pretended(GPU, 1, strict=True) as mode:
+    with FakeGpu(GPU, 1, strict=True) as mode:
         for tensor in (early, torch.FloatTensor([1.0, 2.0])):
-            with pytest.raises(OnTwoDevices):
+            with pytest.raises(DeviceError):
                 tensor + torch.ones(2, device="cuda")
         assert len(mode.refused) == 2
-        with contextlib.suppress(OnTwoDevices):
+        with contextlib.suppress(DeviceError):
             torch.ones(1, device="cuda:3")
         assert "invalid device ordinal: cuda:3" in str(mode.refused[-1])

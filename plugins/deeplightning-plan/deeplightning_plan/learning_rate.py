@@ -5,7 +5,6 @@ Smith, "Cyclical Learning Rates for Training Neural Networks", 2017, https://arx
 
 from __future__ import annotations
 
-import csv
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -18,25 +17,16 @@ import pytorch_lightning as pl
 
 from deeplightning.callbacks.watch import batch_loss
 from deeplightning.checks.examine import load_config
-from deeplightning.config.schema import Config, Scheduler
+from deeplightning.config.schema import Scheduler
 from deeplightning.faults import ConfigError, Fault, RunError, SetupError, count
-from deeplightning.tune.measure import ALONE, in_child, one_gpu, trained
+from deeplightning.tune.forked_child import in_child
+from deeplightning_plan.short_training import ALONE, one_gpu, trained
 
-RECENT = 0.9
-"""Weight of the past in the running mean of the losses, whose beginning is corrected as Adam's means are."""
-
-TOO_HIGH = 4
-"""The test ends when the running mean is so many times the smallest one."""
-
-WIDTH = 2.0
-"""Steps: the standard deviation of the window that smooths the curve. It is symmetric: a mean of the past alone shows a
-descent several steps too late, and proposes a rate that is too high."""
-
-MARGIN = 10
-"""What is proposed is at most the rate with the smallest loss divided by this: beyond that one training diverges."""
-
-FEWEST = 10
-"""Steps without which a curve says nothing."""
+RECENT = 0.9  # weight of the past in the running mean of the losses, whose beginning is corrected as Adam's means are
+TOO_HIGH = 4  # the test ends when the running mean is so many times the smallest one
+WIDTH_STEPS = 2.0  # std of the window that smooths the curve; a mean of the past alone would propose too high a rate
+MARGIN = 10  # the proposal is at most the rate with the smallest loss divided by this: beyond it training diverges
+FEWEST_STEPS = 10  # for a proposal
 
 
 @dataclass(frozen=True)
@@ -48,24 +38,24 @@ class Curve:
 
     @functools.cached_property
     def smoothed(self) -> np.ndarray:
-        """The losses, (N,), as means over a Gaussian window; what shoots up counts as twice the first at most."""
+        """Return the losses, (N,), as Gaussian means; what shoots up counts as twice the first at most."""
         steps = np.arange(len(self.losses))
         bounded = np.minimum(self.losses, self.losses[0] + abs(self.losses[0]))
-        window = np.exp(-((steps[:, None] - steps) ** 2) / (2 * WIDTH**2))
+        window = np.exp(-((steps[:, None] - steps) ** 2) / (2 * WIDTH_STEPS**2))
         return window @ bounded / window.sum(1)
 
     @property
     def at_minimum(self) -> float:
-        """The rate at which the smoothed loss is smallest."""
+        """Return the rate at which the smoothed loss is smallest."""
         return float(self.rates[int(self.smoothed.argmin())])
 
     @property
     def proposed(self) -> float | None:
-        """The rate at which the smoothed loss falls fastest, per factor of the rate, up to the margin before its
+        """Return the rate at which the smoothed loss falls fastest, per factor of the rate, up to the margin before its
         smallest value; None: there are too few, or it falls by no more than the first losses differ."""
-        if len(self.rates) <= FEWEST:
+        if len(self.rates) <= FEWEST_STEPS:
             return None
-        end, noise = int(self.smoothed.argmin()), float(self.losses[:FEWEST].std())
+        end, noise = int(self.smoothed.argmin()), float(self.losses[:FEWEST_STEPS].std())
         before = int((self.rates <= self.at_minimum / MARGIN).sum())
         if before == 0 or self.smoothed[0] - self.smoothed[end] <= 2 * noise:
             return None
@@ -74,7 +64,7 @@ class Curve:
 
 
 class _Grows(pl.Callback):
-    """Sets the rate of each optimizer step, and notes its loss; groups keep their ratios to the first."""
+    """Set the rate of each optimizer step, and note its loss; groups keep their ratios to the first."""
 
     def __init__(self, low: float, high: float, steps: int):
         self.wanted = [low * (high / low) ** (step / (steps - 1)) for step in range(steps)]
@@ -108,7 +98,7 @@ class _Grows(pl.Callback):
             self._means.append(self._mean / (1 - RECENT ** (len(self._means) + 1)))
             self.rates.append(self.wanted[len(self.rates)])
             self.losses.append(loss)
-        enough = len(self.rates) > FEWEST and self._means[-1] > TOO_HIGH * min(self._means)
+        enough = len(self.rates) > FEWEST_STEPS and self._means[-1] > TOO_HIGH * min(self._means)
         trainer.should_stop = not math.isfinite(loss) or enough or len(self.rates) == len(self.wanted)
 
 
@@ -121,7 +111,7 @@ def range_test(
     out: Path,
     redact: Callable[[str], str],
 ) -> list[str]:
-    """Tests rates from `low` to `high` in a process of its own, and writes `NAME.lr.csv` and `NAME.lr.png` into `out`.
+    """Test rates from `low` to `high` in a process of its own, and writes `NAME.lr.csv` and `NAME.lr.png` into `out`.
 
     Returns:
         lines for a person; the last is the override with the proposed rate.
@@ -150,7 +140,8 @@ def range_test(
     proposed = curve.proposed
     try:
         out.mkdir(parents=True, exist_ok=True)
-        _write_table(curve, table)
+        columns = np.column_stack([curve.rates, curve.losses, curve.smoothed])
+        np.savetxt(table, columns, "%.17g", ",", header="lr,loss,smoothed_loss", comments="")
         _draw(curve, proposed, picture)
     except OSError as error:
         raise SetupError(f"{out}: the curve cannot be written: {error.strerror or error}") from error
@@ -163,24 +154,10 @@ def range_test(
             "--to, or see with train.overfit whether the network can learn at all"
         )
     lines += [f"proposed   {proposed:.2g}, where the loss falls fastest; it is smallest at {curve.at_minimum:.2g}"]
-    return [*lines, " ".join(_overrides(asked, proposed))]
-
-
-def _overrides(cfg: Config, rate: float) -> list[str]:
-    """What sets the proposed rate: of the optimizer, and the peak of a schedule that has one."""
-    words = [f"model.optimizer.params.lr={rate:.2g}"]
-    schedule = cfg.model.scheduler
+    keys, schedule = ["model.optimizer.params.lr"], asked.model.scheduler
     if isinstance(schedule, Scheduler) and isinstance(schedule.params.get("max_lr"), int | float):
-        words.append(f"model.scheduler.params.max_lr={rate:.2g}")
-    return words
-
-
-def _write_table(curve: Curve, path: Path) -> None:
-    rows = zip(curve.rates.tolist(), curve.losses.tolist(), curve.smoothed.tolist(), strict=True)
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(("lr", "loss", "smoothed_loss"))
-        writer.writerows(rows)
+        keys.append("model.scheduler.params.max_lr")
+    return [*lines, " ".join(f"{key}={proposed:.2g}" for key in keys)]
 
 
 def _draw(curve: Curve, proposed: float | None, path: Path) -> None:
@@ -192,13 +169,10 @@ def _draw(curve: Curve, proposed: float | None, path: Path) -> None:
     axes.plot(curve.rates, curve.smoothed, color="tab:blue", label="smoothed loss")
     if proposed is not None:
         axes.axvline(proposed, color="tab:red", linestyle="--", label=f"proposed: {proposed:.2g}")
-    axes.set_xscale("log")
     if len(curve.rates):
-        top = max(curve.smoothed[0], float(np.median(curve.smoothed))) * 1.5
-        bottom = min(0.0, float(curve.smoothed.min()) * 1.1)
-        axes.set_ylim(bottom, top)
-    axes.set_xlabel("learning rate")
-    axes.set_ylabel("training loss")
+        top = 1.5 * max(curve.smoothed[0], float(np.median(curve.smoothed)))
+        axes.set_ylim(min(0.0, float(curve.smoothed.min()) * 1.1), top)
+    axes.set(xscale="log", xlabel="learning rate", ylabel="training loss")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=110)

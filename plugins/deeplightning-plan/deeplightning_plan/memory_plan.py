@@ -1,7 +1,7 @@
-"""How much memory and time a config takes under each engine, before anything is spent: rows of a table and a proposal.
+"""Plan the memory and time of a config under each engine: rows of a table and a proposal.
 
-The step is counted by `fake`, what an engine shares out by `holdings`; this file adds them up, scales the batch, and
-compares with what a device has.
+`counted_step` counts a step and `memory_by_engine` what an engine shares out; this file adds them up, scales the batch,
+and compares with what a device has.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import nn
 from deeplightning.callbacks.flops import peak
 from deeplightning.config.schema import Config
 from deeplightning.dry_run.attempt import Attempt
-from deeplightning.dry_run.fake import Count, counted
-from deeplightning.dry_run.held import KINDS
-from deeplightning.dry_run.holdings import Engine, Holding, holding
-from deeplightning.engine.cards import NETWORK, WORKSPACE, Card
 from deeplightning.engine.plan import batch_size
+from deeplightning_plan.counted_step import Count, counted
+from deeplightning_plan.gpu_cards import NETWORK, WORKSPACE, Card
+from deeplightning_plan.memory_by_engine import Engine, ProcessMemory, process_memory
+from deeplightning_plan.memory_tracker import KINDS
 
 USABLE = 0.92
 """The share of a GPU's memory that tensors may take: the rest is CUDA's own and lost between blocks."""
@@ -49,31 +49,18 @@ SENT = {"ddp": 2.0, "fsdp": 3.0, "deepspeed_stage_1": 2.0, "deepspeed_stage_2": 
 
 @dataclass
 class Row:
-    """What one process holds under an engine.
+    """What one process holds under an engine."""
 
-    Attributes:
-        engine: a word of `engine.backend`, `null` among them.
-        world: processes.
-        recompute: the modules whose activations are computed again.
-        wrap: the units of fsdp.
-        kinds: kind → bytes at the peak of a step.
-        peak: the sum.
-        held: kind → bytes of parameters, gradients and state when the optimizer steps.
-        fits: whether the device has room; None: it is not known.
-        largest: the largest batch of one process that fits; None: not known.
-        seconds: of a step, at best and at worst; None: not known.
-    """
-
-    engine: str
-    world: int
-    recompute: list[str] = field(default_factory=list)
-    wrap: Any = None
-    kinds: dict[str, int] = field(default_factory=dict)
-    peak: int = 0
-    held: dict[str, int] = field(default_factory=dict)
-    fits: bool | None = None
-    largest: int | None = None
-    seconds: tuple[float, float] | None = None
+    engine: str  # a word of `engine.backend`, `null` among them
+    world: int  # processes
+    recompute: list[str] = field(default_factory=list)  # modules whose activations are computed again
+    wrap: Any = None  # the units of fsdp
+    kinds: dict[str, int] = field(default_factory=dict)  # kind → bytes at the peak of a step
+    peak: int = 0  # the sum of `kinds`
+    held: dict[str, int] = field(default_factory=dict)  # kind → bytes when the optimizer steps
+    fits: bool | None = None  # whether the device has room; None: not known
+    largest: int | None = None  # the largest batch of one process that fits; None: not known
+    seconds: tuple[float, float] | None = None  # of a step, at best and at worst; None: not known
 
     @property
     def words(self) -> str:
@@ -83,41 +70,26 @@ class Row:
 
 @dataclass
 class Plan:
-    """Attributes:
-    rows: one for each engine.
-    batch: samples of a step and process.
-    parameters: numbers in the network.
-    block: the class of the network's repeated blocks; None: it has none.
-    limit: bytes that tensors may take on the device; None: not known.
-    partial: why only parameters, gradients and state are known.
-    """
+    """The rows of all engines, and what they have in common."""
 
     rows: list[Row]
-    batch: int
-    parameters: int
-    block: str | None
-    limit: int | None
-    partial: str | None
+    batch: int  # samples of a step and process
+    parameters: int  # numbers in the network
+    block: str | None  # the class of the network's repeated blocks; None: it has none
+    limit: int | None  # bytes that tensors may take on the device; None: not known
+    partial: str | None  # why only parameters, gradients and state are known
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a run is planned for.
+    """Where a run is planned for."""
 
-    Attributes:
-        world: processes of the run.
-        local: processes on one machine.
-        card: the GPU; None: the CPU.
-        limit: bytes that tensors of one process may take; None: not known.
-        tf32: whether products of float32 may use TF32.
-    """
-
-    world: int
-    local: int
-    card: Card | None
-    limit: int | None
+    world: int  # processes of the run
+    local: int  # processes on one machine
+    card: Card | None  # the GPU; None: the CPU, or a GPU of another kind
+    limit: int | None  # bytes that tensors of one process may take; None: not known
     on_gpu: bool
-    tf32: bool = False
+    tf32: bool = False  # whether products of float32 may use TF32
 
     @property
     def workspaces(self) -> int:
@@ -127,14 +99,14 @@ class Setting:
 
 
 def forecast(attempt: Attempt, cfg: Config, setting: Setting) -> Plan:
-    """The plan of a config.
+    """Plan a config.
 
     Args:
-        attempt: made by `fake.prepared`.
+        attempt: made by `counted_step.prepared`.
         cfg: as the user wrote it.
 
     Raises:
-        ConfigError: the network is shared out in a way that it cannot be.
+        ConfigError: the network cannot be shared out as asked.
     """
     batch, asked = batch_size(cfg), cfg.engine.activation_checkpointing or []
     is_half = str(cfg.engine.precision).startswith(("16", "bf16"))
@@ -147,23 +119,22 @@ def forecast(attempt: Attempt, cfg: Config, setting: Setting) -> Plan:
             steps["again"] = _steps(attempt, batch, setting.on_gpu, recompute=again)
         if is_half:
             steps["half"] = _steps(attempt, batch, setting.on_gpu, in_half=True)
-    rows = []
-    for row in _engines(cfg, setting, again if plain.partial is None else [], block):
+    rows = [*_engines(cfg, setting, again if plain.partial is None else [], block)]
+    for row in rows:
         mode = "again" if row.recompute else "half" if row.engine.startswith("deepspeed") else "plain"
         counts = steps.get(mode, steps["plain"])
         params = cfg.engine.params if row.engine == cfg.engine.backend else {}
         params = {**params, "wrap": row.wrap} if row.wrap is not None else params
         engine = Engine(None if row.engine == "null" else row.engine, row.world, params, setting.on_gpu, is_half)
-        mine = holding(plain.task, plain.optimizers, engine)
+        mine = process_memory(plain.task, plain.optimizers, engine)
         _fill(row, mine, counts, batch, setting)
-        row.seconds = _seconds(row, counts[0], mine, cfg, setting)
-        rows.append(row)
+        row.seconds = _seconds(row, counts[0], cfg, setting)
     number = sum(p.numel() for p in plain.task.parameters())
     return Plan(rows, batch, number, block, setting.limit, plain.partial)
 
 
 def block_of(task: nn.Module) -> str | None:
-    """The class of the modules that a network repeats: of those that it has twice or more, the one with the most
+    """Return the class of the modules that a network repeats: of those that it has twice or more, the one with the most
     parameters, the outermost."""
     sizes: dict[str, list[int]] = defaultdict(list)
     for module in task.modules():
@@ -192,13 +163,13 @@ held at several moments: between the two a straight line is never too low."""
 
 
 def _steps(attempt: Attempt, batch: int, on_gpu: bool, **how: Any) -> list[Count]:
-    """A step, and one with a far larger batch. `how`: as of `counted`."""
+    """Count a step, and one with a far larger batch. `how`: as of `counted`."""
     one = counted(attempt, batch, on_gpu, **how)
     return [one] if one.partial is not None else [one, counted(attempt, _FAR * batch, on_gpu, **how)]
 
 
-def _fill(row: Row, mine: Holding, steps: list[Count], batch: int, setting: Setting) -> None:
-    """The bytes of a row, whether they fit, and the largest batch that does."""
+def _fill(row: Row, mine: ProcessMemory, steps: list[Count], batch: int, setting: Setting) -> None:
+    """Fill in the bytes of a row, whether they fit, and the largest batch that does."""
     row.held = {"parameters": mine.parameters, "gradients": mine.gradients, "state": mine.state}
     row.kinds = max(
         (_at(phase, row, mine, steps[0], setting) for phase in _phases(steps[0])), key=lambda kinds: sum(kinds.values())
@@ -212,22 +183,20 @@ def _fill(row: Row, mine: Holding, steps: list[Count], batch: int, setting: Sett
     near, far = (
         {phase: sum(_at(phase, row, mine, step, setting).values()) for phase in _phases(step)} for step in steps
     )
-    row.largest = None
+    largest = []
     for phase in ("forward", "backward"):
-        grows = (far[phase] - near[phase]) / (_FAR - 1) / batch
-        if grows > 0:
-            most = max(0, int(batch + (setting.limit - near[phase]) / grows))
-            row.largest = most if row.largest is None else min(row.largest, most)
-    if row.largest is not None and near["optimizer"] > setting.limit:
-        row.largest = 0
+        if (grows := (far[phase] - near[phase]) / (_FAR - 1) / batch) > 0:
+            largest.append(max(0, int(batch + (setting.limit - near[phase]) / grows)))
+    if largest:
+        row.largest = 0 if near["optimizer"] > setting.limit else min(largest)
 
 
 def _phases(step: Count) -> tuple[str, ...]:
     return ("forward", "backward", "optimizer") if step.partial is None else ("optimizer",)
 
 
-def _at(phase: str, row: Row, mine: Holding, step: Count, setting: Setting) -> dict[str, int]:
-    """Bytes by kind at the peak of a phase."""
+def _at(phase: str, row: Row, mine: ProcessMemory, step: Count, setting: Setting) -> dict[str, int]:
+    """Return bytes by kind at the peak of a phase."""
     most = max(1, sum(p.numel() * p.element_size() for p in step.task.parameters() if p.requires_grad))
     counted_here = step.peaks.get(phase, {})
     kinds = dict.fromkeys(KINDS, 0) | row.held | {"communication": mine.communication[phase]}
@@ -243,10 +212,12 @@ def _at(phase: str, row: Row, mine: Holding, step: Count, setting: Setting) -> d
     return kinds
 
 
-def _seconds(row: Row, count: Count, mine: Holding, cfg: Config, setting: Setting) -> tuple[float, float] | None:
-    """Of a step, at best and at worst: operations at the share of the peak that was measured, bytes at the memory's
-    bandwidth, or the launches of the CPU, whichever takes longest; at worst what is sent comes on top, at best it is
-    hidden."""
+def _seconds(row: Row, count: Count, cfg: Config, setting: Setting) -> tuple[float, float] | None:
+    """Return the seconds of a step, at best and at worst.
+
+    They are those of the operations at the measured share of the peak, of the bytes at the memory's bandwidth, or of
+    the CPU's launches, whichever takes longest. At worst what is sent comes on top, at best it is hidden.
+    """
     if setting.card is None or not count.flops or row.engine not in SHARES:
         return None
     best = peak(f"NVIDIA {setting.card.name}", str(cfg.engine.precision), setting.tf32)
@@ -269,10 +240,10 @@ def _seconds(row: Row, count: Count, mine: Holding, cfg: Config, setting: Settin
 
 
 def proposal(plan: Plan, cfg: Config) -> Row | None:
-    """Of the rows that fit the fastest, else the first; of several processes. None: none fits."""
+    """Return the fastest row that fits, else the first; of several processes. None: none fits."""
     world = max(row.world for row in plan.rows)
     fitting = [row for row in plan.rows if row.fits and row.world == world and (world == 1 or row.engine != "null")]
     if world == 1:
-        fitting = [row for row in fitting if row.engine not in ("ddp",)] or fitting
+        fitting = [row for row in fitting if row.engine != "ddp"] or fitting
     timed = [row for row in fitting if row.seconds is not None]
     return min(timed, key=lambda row: sum(row.seconds or (0, 0))) if timed else next(iter(fitting), None)

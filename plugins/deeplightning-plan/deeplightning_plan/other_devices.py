@@ -1,0 +1,203 @@
+"""Repeat a dry run as a run would be: in two processes, on pretended GPUs.
+
+In each process Lightning's strategies place tensors on the pretended GPU, and torch answers the user's own code as on a
+machine with GPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning import strategies
+from pytorch_lightning.accelerators import CPUAccelerator
+
+from deeplightning import own_code
+from deeplightning.config.schema import Config
+from deeplightning.dry_run.attempt import DeviceError
+from deeplightning.dry_run.trial import Trial
+from deeplightning.engine.gpus import indexes
+from deeplightning.engine.plan import local_size, world_size
+from deeplightning.faults import Fault
+from deeplightning.private.torch import around_backward
+from deeplightning_plan.compared_ranks import Event, Ranks, Reporter
+from deeplightning_plan.fake_gpu import CPU, FakeGpu, forget_marks, line_now, mark, mark_of, tensors
+
+# Torch's functions that put what they exchange on the GPU themselves.
+_OBJECTS = ("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list")
+_EMPTY = ("barrier", "monitored_barrier")  # they exchange nothing
+
+
+@contextlib.contextmanager
+def repeated(cfg: Config, on_gpu: bool) -> Iterator[Callable[[Trial], None]]:
+    """Fork the processes that repeat a dry run, and give the function that starts and compares them.
+
+    Args:
+        on_gpu: whether the config asks for GPUs, be they there or not.
+    """
+    number = 2 if world_size(cfg.engine) > 1 else 1
+    with Ranks(lambda rank, report: _as_rank(cfg, on_gpu, rank, report), number) as ranks:
+
+        def compare(trial: Trial) -> None:
+            if trial.is_through and not trial.faults:
+                difference, certain = ranks.difference()
+                notes = trial.faults if certain else trial.untried
+                notes += [Fault(difference, ranks.key)] if difference else []
+
+        yield compare
+
+
+def _as_rank(cfg: Config, on_gpu: bool, rank: int, report: Reporter) -> Event:
+    """Repeat the dry run as one of the processes, on a pretended GPU if the config asks for some.
+
+    It reports each name that every rank logs, and the parameters that it builds. Two processes form a process group.
+
+    Returns:
+        The end, with the first fault, if there is one.
+    """
+    log, wrap = pl.LightningModule.log, strategies.DDPStrategy.configure_ddp
+    gpu = compute_on_gpu(cfg, rank) if on_gpu else None
+
+    def noted(self: Any, name: str, *values: Any, **options: Any) -> None:
+        if not options.get("rank_zero_only"):
+            report("log", name)
+        if gpu is not None and options.get("sync_dist") and world_size(cfg.engine) > 1:
+            refuse_on_cpu(gpu, values[:1] or options.get("value"), f"`{name}` is exchanged by sync_dist=True,")
+        log(self, name, *values, **options)
+
+    def compared(self: strategies.DDPStrategy) -> None:
+        report("parameters", _parameters_of(self.model), "")
+        wrap(self)
+
+    pl.LightningModule.log = noted  # type: ignore[method-assign]  # this process does nothing else
+    strategies.DDPStrategy.configure_ddp = compared  # type: ignore[method-assign]
+    trial = Trial(cfg)
+    if world_size(cfg.engine) > 1:
+        trial.cfg.engine.processes, trial.cfg.engine.backend = 2, "ddp"
+        trial.cfg.engine.params = {"process_group_backend": "gloo", "find_unused_parameters": True}
+    if gpu is not None:
+        report.look = lambda given, words: refuse_on_cpu(gpu, given, words)
+    with tempfile.TemporaryDirectory() as folder:
+        trial.run(Path(folder))
+    if not trial.faults:
+        return Event("end")
+    fault, refused = trial.faults[0], gpu is not None and bool(gpu.refused)
+    where = "on a pretended GPU " if gpu is not None else ""
+    return Event("error", f"{where}{fault.message}", key=fault.key or "model.module", is_certain=gpu is None or refused)
+
+
+def _parameters_of(task: Any) -> str:
+    """Return names and shapes of the parameters, one a line, each with the line of the user's own class around it."""
+    lines, places = [], dict[str, str]()
+    for path, module in task.named_modules():
+        code = getattr(type(module).__init__, "__code__", None)
+        place = places.get(path.rpartition(".")[0], places.get("", ""))
+        if code is not None and own_code.is_theirs(code.co_filename):
+            place = f" ({own_code.short(code.co_filename)}:{code.co_firstlineno})"
+        places[path] = place
+        for name, parameter in module.named_parameters(recurse=False):
+            lines.append(f"{path}{path and '.'}{name} {tuple(parameter.shape)}{place}")
+    return "\n".join(lines)
+
+
+def compute_on_gpu(cfg: Config, rank: int) -> FakeGpu:
+    """Have this process compute on the GPU that a rank of a config would have; there is no way back.
+
+    The user's own modules are imported anew, since some ask at import whether there is a GPU.
+    """
+    gpus = indexes(cfg.engine.gpus)
+    numbers = gpus if isinstance(gpus, list) else range(max(local_size(cfg.engine), rank + 1))
+    index = int(numbers[rank])
+    mode = FakeGpu(torch.device("cuda", index), max(*map(int, numbers), 0) + 1, strict=True)
+    around_backward(mode.backward)
+    _use_in_strategies(mode.device)
+    _answer(mode)
+    own_code.forget()
+    mode.__enter__()
+    return mode
+
+
+def _use_in_strategies(device: torch.device) -> None:
+    for kind in (strategies.SingleDeviceStrategy, strategies.DDPStrategy):
+        kind.root_device = property(lambda self: device)  # type: ignore[assignment, method-assign]
+    strategies.DDPStrategy.determine_ddp_device_ids = lambda self: None  # type: ignore[method-assign]
+    CPUAccelerator.setup_device = lambda self, device: None  # type: ignore[method-assign]
+
+
+def _answer(mode: FakeGpu) -> None:
+    """Answer the user's own code and ours as on a machine with GPUs; libraries get the truth."""
+    answers: dict[str, object] = {
+        **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
+        **dict.fromkeys(("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats")),
+        **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), 0),
+        "device_count": mode.count,
+        "current_device": mode.device.index,
+        "get_device_capability": (9, 0),
+        "get_device_name": "a pretended GPU",
+        "mem_get_info": (80 * 2**30, 80 * 2**30),
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, _for_own_code(lambda *_, answer=answer, **__: answer, getattr(torch.cuda, name)))
+    torch.cuda.Event = torch.cuda.Stream = _Queue  # type: ignore[assignment, misc]
+    torch.cuda.current_stream = torch.cuda.default_stream = _Queue  # type: ignore[assignment]
+    torch.cuda.stream = contextlib.nullcontext  # type: ignore[assignment, misc]
+    load, from_numpy, autocast = torch.load, torch.from_numpy, torch.autocast.__init__
+
+    def loaded(*args: Any, **options: Any) -> Any:
+        """What was saved on a GPU comes back there, so where it is is not known."""
+        content = load(*args, **options)
+        return forget_marks(content) if options.get("map_location") is None else content
+
+    def began(self: Any, device_type: str, *args: Any, **options: Any) -> None:
+        autocast(self, "cpu" if device_type == "cuda" else device_type, *args, **options)
+
+    torch.load = _for_own_code(loaded, load)
+    torch.from_numpy = lambda array: mark(from_numpy(array), CPU, line_now())  # type: ignore[assignment]
+    torch.autocast.__init__ = began  # type: ignore[method-assign]
+    torch.backends.cudnn.enabled = False
+
+
+class _Queue:
+    """A stream or an event of a device that has always done everything."""
+
+    def _do_nothing(self, *_: object, **__: object) -> None:
+        """Wait for nothing."""
+
+    __init__ = record = record_event = synchronize = wait = wait_event = wait_stream = _do_nothing
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: object) -> float:
+        return 0.0
+
+
+def _for_own_code(theirs: Callable[..., Any], others: Callable[..., Any]) -> Callable[..., Any]:
+    def function(*args: Any, **options: Any) -> Any:
+        file = sys._getframe(1).f_code.co_filename
+        return (theirs if own_code.is_theirs(file) or file.startswith(own_code.OURS) else others)(*args, **options)
+
+    return function
+
+
+def refuse_on_cpu(mode: FakeGpu, given: Any, what: str) -> None:
+    """Refuse tensors of the CPU, which NCCL does not exchange; what libraries exchange by themselves is theirs.
+
+    Raises:
+        DeviceError: one is there, and no function of torch is about to move it.
+    """
+    if what not in _EMPTY and line_now() and any(mark_of(tensor) == CPU for tensor in tensors(given)):
+        if any(frame.f_code.co_name in _OBJECTS for frame, _ in traceback.walk_stack(sys._getframe())):
+            return
+        made = next((getattr(t.untyped_storage(), "made_at", "") for t in tensors(given) if mark_of(t) == CPU), "")
+        made = f", made at {made}" if made else ""
+        mode.refuse(
+            DeviceError(f"No backend type associated with device type cpu: {what} of a tensor on the CPU{made}")
+        )
