@@ -13,6 +13,8 @@ VERBS = "deeplightning.verbs"
 """The group of entry points that add verbs: each is a `click.Command`."""
 TARGETS = "deeplightning.targets"
 """The group of entry points that add short names, of any section of a config."""
+SCHEMA = "deeplightning.schema"
+"""The group of entry points that add sections to a config: each is a dataclass, a subclass of `PluginSection`."""
 
 
 def names(group: str) -> list[str]:
