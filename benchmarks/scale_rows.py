@@ -383,10 +383,10 @@ def trials(size: int, place: Place) -> dict[str, float]:
 
 
 def child_trials(size: str) -> dict[str, float]:
-    from deeplightning.checks.space import space_of
-    from deeplightning.config.schema import Tune
-    from deeplightning.tune import outcome
-    from deeplightning.tune.study import Study, begin
+    from deeplightning_tune import outcome
+    from deeplightning_tune.section import Tune
+    from deeplightning_tune.space import space_of
+    from deeplightning_tune.study import Study, begin
 
     number, more = int(size), 10
     space = {"a.lr": {"log_uniform": [1e-5, 1.0]}, "a.size": {"int": [1, 4096]}}

@@ -111,7 +111,6 @@ _PACKAGES = {
     "timm": "timm",
     "transformers": "'deeplightning[text]'",
     "deepspeed": "'deeplightning[deepspeed]'",
-    "optuna": "'deeplightning[tune]'",
 }
 """By module, how packages are installed whose parts configs name."""
 
@@ -122,8 +121,10 @@ PLUGINS = {
     "migrate": ("migrate",),
     "plan": ("batch", "lr", "plan", "stats"),
     "shards": ("Shards",),
+    "tune": ("tune", "tune:"),
 }
-"""The verbs (lower case) and targets of each plug-in of ours, for the note that names a plug-in which is missing."""
+"""What each plug-in of ours adds: verbs in lower case, targets, and sections of a config, which end with a colon; for
+the note that a plug-in is not installed."""
 
 
 class Missing(ValueError):
@@ -133,7 +134,7 @@ class Missing(ValueError):
 
 
 def plugin_of(name: str) -> str | None:
-    """Return the plug-in that has a verb, a target or a module of this name."""
+    """Return the plug-in that has a verb, a target, a section (`NAME:`) or a module of this name."""
     return next((plugin for plugin, names in PLUGINS.items() if name in (*names, f"deeplightning_{plugin}")), None)
 
 

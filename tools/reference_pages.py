@@ -53,8 +53,13 @@ def plain(text: str) -> str:
 PAGES_OF_KEYS = {
     "keys": ("", "data", "model", "test", "logger"),
     "keys-of-training": ("engine", "train"),
-    "keys-of-tune-and-serve": ("tune", "serve"),
+    "keys-of-serve": ("serve",),
 }
+for _name, _section in sections(schema.Config):
+    if issubclass(_section, schema.PluginSection):  # its page is in the plug-in; the path begins at docs/reference
+        _package = _section.__module__.partition(".")[0]
+        _folder = f"../../plugins/{_package.replace('_', '-')}/{_package}/docs"
+        PAGES_OF_KEYS[f"{_folder}/keys-of-{_name}"] = (_name,)
 
 
 def keys(page: str) -> str:
@@ -64,7 +69,7 @@ def keys(page: str) -> str:
         if _page_of(path) != page:
             continue
         found = []
-        for field in schema.keys(cls):
+        for field in schema.keys(cls if path else schema.Config):  # at the top level the keys of the core
             hint = typing.get_type_hints(cls)[field.name]
             name = f"{path}.{field.name}".lstrip(".")
             found.append((f"`{name}`", _type(hint, field, name, page), _default(field), _meaning(field)))
@@ -106,7 +111,7 @@ def _word(option: Any, path: str, page: str) -> str:
             return "mapping"
         return f"{_word(inner[1], path, page).replace('target]', 'targets]')} by name"
     if option is schema.Target:
-        return "[target](targets.md)"
+        return f"[target]({'../../../../docs/reference/' if page.startswith('.') else ''}targets.md)"
     kind = "target" if issubclass(option, schema.Target) and path != "logger" else "section"
     there = "" if _page_of(path) == page else f"{_page_of(path)}.md"
     return f"[{kind}]({there}#{path.replace('.', '')})"  # as GitHub names the heading

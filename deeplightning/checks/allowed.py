@@ -9,7 +9,8 @@ from typing import Any
 from deeplightning.checks.findings import Findings
 from deeplightning.config import other_tools, schema
 from deeplightning.config.kinds import role_of
-from deeplightning.config.schema import Config, Target
+from deeplightning.config.plugin_sections import config_class
+from deeplightning.config.schema import Target
 from deeplightning.faults import MAX_WORD, upwards
 
 
@@ -22,8 +23,9 @@ def known_elsewhere(findings: Findings, key: str, section: str | None = None) ->
     return f" Did you mean {mean}?" if same else other_tools.hint(found)
 
 
-def key_elsewhere(name: str, cls: type = Config, path: str = "") -> str:
+def key_elsewhere(name: str, cls: type | None = None, path: str = "") -> str:
     """` Did you mean …?` with the whole key, where a word is a key of another section."""
+    cls = cls or config_class()
     hints = typing.get_type_hints(cls)
     for f in schema.keys(cls):
         here = f"{path}{f.name}"

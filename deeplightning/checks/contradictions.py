@@ -1,8 +1,7 @@
 """Keys that are each right and wrong together."""
 
-from deeplightning.checks import space
 from deeplightning.checks.findings import Findings
-from deeplightning.checks.targets import is_grid, with_keys
+from deeplightning.checks.targets import with_keys
 from deeplightning.config import schema
 from deeplightning.config.schema import Config, Target
 
@@ -14,8 +13,6 @@ def contradictions(findings: Findings, config: Config) -> None:
     gpus = config.engine.gpus if config.engine is not None else None
     if isinstance(gpus, list):
         _devices(findings, gpus)
-    if isinstance(config.tune, schema.Tune):
-        _search(findings, config, config.tune)
     name = config.logger.params.get("experiment_name") if config.logger is not None else None
     if isinstance(name, str) and not name.strip() and config.logger.type.lower().endswith(".mlflowlogger"):
         message = "is empty; give the experiment a name, or remove the key, which means Default"
@@ -59,19 +56,6 @@ def _devices(findings: Findings, gpus: list[int | str]) -> None:
         findings.wrong("different device ids", gpus, "engine.gpus")
     elif ids and len(ids) < len(gpus):
         findings.wrong("either indexes or ids, not both", gpus, "engine.gpus")
-
-
-def _search(findings: Findings, config: Config, tune: schema.Tune) -> None:
-    """What the block `tune` says by itself; whether the values of its space are right is seen with each of them."""
-    if isinstance(tune.space, dict):
-        grid = tune.sampler is not None and is_grid(tune.sampler.type) and "search_space" not in tune.sampler.params
-        for name, message in space.faults(tune.space, grid):
-            findings.fault(message, f"tune.space.{name}".rstrip("."))
-    if "train" not in config.stages:
-        findings.fault("a search trains: add `train` to the stages", "stages")
-    if config.train is not None and config.train.resume_ckpt is not None:
-        message = "the trials of a search begin each by itself; for weights to start from take `model.init_from`"
-        findings.fault(message, "train.resume_ckpt")
 
 
 _NONE = Target(type="none.none")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import secrets
 from dataclasses import replace
@@ -12,7 +13,6 @@ from deeplightning.checks import check
 from deeplightning.checks.conflicts import conflicts
 from deeplightning.checks.hints import hints
 from deeplightning.checks.report import Report
-from deeplightning.checks.space import misfits, space_of
 from deeplightning.config.addresses import missing_library
 from deeplightning.config.schema import Config, backend_of
 from deeplightning.config.source import Given
@@ -56,13 +56,16 @@ def examine(
         drawn = decision("seed")
         cfg.seed = secrets.randbelow(2**31) if drawn is None else drawn
         cfg.notices.append(Notice(f"seed: null → {cfg.seed} (drawn)", unasked=False, key="seed"))
-    if cfg.tune is not None and not any(str(fault.key).startswith("tune.") for fault in report.faults):
-        given = [*(overrides or []), "tune=null"]
-        found = space_of(cfg.tune.space)
-        report.add(
-            *misfits(found, lambda more: examine(path, given + more, importing=importing, beside=beside), report)
-        )
+    for name, section in cfg.of_plugins().items():
+        given = [*(overrides or []), f"{name}=null"]
+        section.check(report, functools.partial(_with_more, path, given, importing, beside))
     return report
+
+
+def _with_more(
+    path: str | Path | Given, overrides: list[str], importing: bool, beside: bool, more: list[str]
+) -> Report:
+    return examine(path, overrides + more, importing=importing, beside=beside)
 
 
 def load_config(path: str | Path | Given, overrides: list[str] | None = None, *, beside: bool = True) -> Config:

@@ -15,9 +15,10 @@ from deeplightning.checks.report import Report
 from deeplightning.checks.targets import GIVEN
 from deeplightning.config import schema
 from deeplightning.config.automatic import source_of
+from deeplightning.config.plugin_sections import config_class
 from deeplightning.config.schema import Config
 from deeplightning.config.tree import Entry, KeyPath, dotted, kind, line
-from deeplightning.faults import ConfigError, Fault, nearest, upwards
+from deeplightning.faults import ConfigError, Fault, SetupError, nearest, not_installed, plugin_of, upwards
 from deeplightning.process.terminal import LAYOUT, say, wrapped
 from deeplightning.static.signature import UNKNOWN, Parameter, Undecided
 from deeplightning.words import printable
@@ -183,8 +184,9 @@ def _unset(report: Report, key: str) -> list[str] | None:
 
     Raises:
         ConfigError: the section that the key would be in has no such key; with the nearest.
+        SetupError: the section is that of a plug-in that is not installed.
     """
-    cls: Any = Config
+    cls: Any = config_class()
     value: object = report.config
     null = ""  # the section around the key that is not there
     parts: list[str | int] = [int(part) if part.isdecimal() else part for part in key.split(".")]
@@ -193,6 +195,8 @@ def _unset(report: Report, key: str) -> list[str] | None:
         if is_dataclass(cls):
             fields = {f.name: f for f in schema.keys(cls)}
             if name not in fields:
+                if depth == 0 and (plugin := plugin_of(f"{name}:")):
+                    raise SetupError(Fault(not_installed(plugin), key))
                 if not null or depth == 0:
                     return None
                 hint = nearest(str(name), fields).replace("mean ", f"mean {null}.", 1)

@@ -1,6 +1,6 @@
 """What is right in a config and could be faster, as notices."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from deeplightning.checks.conditions import has_convolutions, ignores_config, is_sharded, optimizers_of, uses_deepspeed
 from deeplightning.checks.targets import with_keys
@@ -38,14 +38,17 @@ def hints(cfg: Config, asked: Engine) -> Iterator[Notice]:
                 )
                 text = f"model.optimizer: {optimizer.type} works with DeepSpeed; its own {own} is faster"
                 yield Notice(text, unasked=False)
-    yield from _rates_without_effect(cfg)
+    yield from rates_without_effect(cfg)
     yield from proposals(cfg, asked)
 
 
-def _rates_without_effect(cfg: Config) -> Iterator[Notice]:
+def rates_without_effect(cfg: Config, searched: Collection[str] = ()) -> Iterator[Notice]:
     """Report what sets the learning rate instead of the optimizer's `lr`: the user's task, or a schedule.
 
     Who writes both rates knows the schedule's; who changes `lr` alone, or searches over it, may not.
+
+    Args:
+        searched: keys that a search gives values to.
     """
     if "train" not in cfg.stages:
         return
@@ -62,7 +65,7 @@ def _rates_without_effect(cfg: Config) -> Iterator[Notice]:
             continue
         changed = cfg.written[1] if cfg.written else []
         is_alone = f"{of}.params.lr" in changed and f"{key}.params.{rate}" not in changed
-        if is_alone or (cfg.tune is not None and f"{of}.params.lr" in cfg.tune.space):
+        if is_alone or f"{of}.params.lr" in searched:
             yield Notice(f"{of}.params.lr has no effect: {name} sets the rate, from {key}.params.{rate}", key=key)
 
 

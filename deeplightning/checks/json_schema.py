@@ -9,6 +9,7 @@ Language servers differ in what they know of the draft; only what has the same m
 """
 
 import typing
+from collections.abc import Collection
 from dataclasses import MISSING, Field, is_dataclass
 from typing import Any
 
@@ -16,7 +17,9 @@ from deeplightning.checks.allowed import describe
 from deeplightning.checks.reference import default, options, sections
 from deeplightning.checks.values import SIMPLE
 from deeplightning.config import schema
+from deeplightning.config.plugin_sections import config_class
 from deeplightning.config.tree import line, parse, plain
+from deeplightning.faults import PLUGINS, not_installed
 
 Json = dict[str, Any]
 
@@ -54,6 +57,7 @@ _BOUNDS: dict[tuple[type, str], Json] = {
 
 def json_schema() -> Json:
     """The JSON Schema of a config file."""
+    whole = config_class()
     parts = {cls: path for path, cls in sections(schema.Config)} | {schema.Target: ""}
     definitions = {
         "reference": {
@@ -64,10 +68,10 @@ def json_schema() -> Json:
         }
     }
     for cls, path in parts.items():
-        if cls is not schema.Config:
+        if cls is not whole:
             definitions[cls.__name__] = _section(cls, path)
         definitions[f"{cls.__name__}.whole"] = _whole(cls)
-    config = _section(schema.Config, "") | {"title": "Deep Lightning config", "type": "object"}
+    config = _section(whole, "") | {"title": "Deep Lightning config", "type": "object"}
     del config["pattern"], config["patternErrorMessage"]
     options: Json = {
         "propertyNames": {"pattern": r"^[A-Za-z_][\w-]*(/[A-Za-z_][\w-]*)*$"},
@@ -89,13 +93,23 @@ def json_schema() -> Json:
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **config,
-        "properties": {"_base_": base, **config["properties"]},
+        "properties": {"_base_": base, **config["properties"], **_not_installed(config["properties"])},
         "if": {
             "required": ["_base_"],
             "properties": {"_base_": {"type": ["string", "array", "object"], "minItems": 1}},
         },
         "else": {"$ref": "#/$defs/Config.whole"},
         "$defs": definitions,
+    }
+
+
+def _not_installed(known: Collection[str]) -> Json:
+    """Return the sections of plug-ins of ours that are not installed."""
+    notes = {name[:-1]: not_installed(plugin) for plugin, names in PLUGINS.items() for name in names if name[-1] == ":"}
+    return {
+        name: {"title": name, "description": note, "type": "null", "errorMessage": note}
+        for name, note in notes.items()
+        if name not in known
     }
 
 

@@ -7,7 +7,6 @@ from typing import Any
 from deeplightning.checks.compare import Meanings
 from deeplightning.checks.findings import Findings
 from deeplightning.checks.targets import with_keys
-from deeplightning.config import schema
 from deeplightning.config.schema import Config, Mode, Model, Target
 from deeplightning.faults import Notice, nearest, upwards
 from deeplightning.static.signature import Undecided
@@ -30,7 +29,7 @@ def check_monitors(findings: Findings, config: Config) -> None:
     stop, schedulers = config.train.early_stop, with_keys(config.model.scheduler, "model.scheduler")
     all_ = {"train.checkpoint.monitor": config.train.checkpoint.monitor}
     all_ |= {"train.early_stop.metric": stop.metric} if stop is not None else {}
-    all_ |= {"tune.metric": config.tune.metric} if isinstance(config.tune, schema.Tune) else {}
+    all_ |= {f"{name}.metric": getattr(section, "metric", None) for name, section in config.of_plugins().items()}
     all_ |= {f"{key}.call.monitor": scheduler.call.monitor for key, scheduler in schedulers if scheduler.call}
     targets = (config.model.module, *config.train.callbacks)
     all_ |= {f"{target.name}.params.monitor": target.params.get("monitor") for target in targets[1:] if target}
@@ -57,9 +56,13 @@ def check_monitors(findings: Findings, config: Config) -> None:
 
 def settle_modes(findings: Findings, config: Config) -> None:
     """Decides which way is better of each metric that something is judged by, where the config does not say."""
-    train, tune = config.train, config.tune
-    sections = [("train.checkpoint", train.checkpoint, "monitor"), ("train.early_stop", train.early_stop, "metric")]
-    for key, section, name in [*sections, ("tune", tune, "metric")]:
+    train = config.train
+    sections: list[tuple[str, Any, str]] = [
+        ("train.checkpoint", train.checkpoint, "monitor"),
+        ("train.early_stop", train.early_stop, "metric"),
+        *((key, section, "metric") for key, section in config.of_plugins().items() if hasattr(section, "mode")),
+    ]
+    for key, section, name in sections:
         if section is not None and section.mode is None:
             section.mode = _mode(findings, config, getattr(section, name), f"{key}.{name}", f"{key}.mode")
     for key, scheduler in with_keys(config.model.scheduler, "model.scheduler"):

@@ -7,10 +7,14 @@ from dataclasses import MISSING, Field, is_dataclass
 from typing import Any
 
 from deeplightning.config import schema
+from deeplightning.config.plugin_sections import config_class
 
 
 def sections(cls: type, path: str = "") -> Iterator[tuple[str, type]]:
-    """Each section of a config with its dotted path, the outer before the inner. A plain target counts as a value."""
+    """Yield each section of a config with its dotted path, the outer before the inner; of `Config` those of installed
+    plug-ins too. A plain target counts as a value."""
+    if cls is schema.Config:
+        cls = config_class()
     yield path, cls
     hints = typing.get_type_hints(cls)
     for field in schema.keys(cls):

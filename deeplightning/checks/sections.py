@@ -12,10 +12,10 @@ from typing import Any
 from deeplightning.checks.allowed import describe, key_elsewhere, known_elsewhere, literals_of, options_of, suggestion
 from deeplightning.checks.findings import Findings
 from deeplightning.checks.targets import note_inside, note_target
-from deeplightning.config import other_tools, schema
+from deeplightning.config import other_tools, plugin_sections, schema
 from deeplightning.config.schema import Target
 from deeplightning.config.tree import Entry, KeyPath, kind, nodes, plain, scalar
-from deeplightning.faults import nearest
+from deeplightning.faults import nearest, not_installed, plugin_of
 
 MAX_UNKNOWN = 50  # unknown keys of one section that are reported one by one
 
@@ -28,6 +28,8 @@ def read_section(findings: Findings, cls: type, entry: Entry, key: str, path: Ke
         allowed = f"a mapping of {', '.join(f.name for f in schema.keys(cls))}"
         findings.wrong(allowed, kind(entry), key, entry.place)
         return None
+    if cls is schema.Config:
+        cls = plugin_sections.config_class(entry.value)
     known = {f.name: f for f in schema.keys(cls)}
     hints = typing.get_type_hints(cls)
     prefix = f"{key}." if key else ""
@@ -43,8 +45,11 @@ def read_section(findings: Findings, cls: type, entry: Entry, key: str, path: Ke
             value = _value(findings, hints[name], item, here, (*path, name), known[name].metadata)
             if value is not _BAD:
                 values[name] = value
+        elif not key and (plugin := plugin_of(f"{name}:")):
+            if item.value is not None:
+                findings.fault(not_installed(plugin), here, item.place, exit_code=3)
         else:
-            others = known if key else {**known, "_base_": None}
+            others = known if key else {*known, "_base_", *plugin_sections.names()}
             hint = known_elsewhere(findings, here)
             if hint or not (hint := nearest(name, others)):
                 _foreign(findings, item, here)

@@ -22,9 +22,10 @@ from deeplightning.static.signature import UNKNOWN, Options, Undecided, of_item
 Wanted = Callable[[], Options]
 
 # How many positional arguments we give to a target: parameters to an optimizer, an optimizer to a scheduler, the
-# training set to a sampler; None: the config to a module that takes it. And what we give to one by name.
+# training set to a sampler; None: the config to a module that takes it. And what we give by name: by the key of a
+# target, or by its full name.
 GIVEN = {"data.module": None, "data.sampler": 1, "model.module": None, "model.optimizer": 1, "model.scheduler": 1}
-GIVEN_BY_NAME = {"data.sampler": {"batch_size": 1, "num_replicas": 1, "rank": 0, "seed": 0}}
+GIVEN_BY_NAME: dict[str, dict[str, Any]] = {"data.sampler": {"batch_size": 1, "num_replicas": 1, "rank": 0, "seed": 0}}
 _NETWORKS = ("deeplightning.model.",)
 AUTO = ("total_steps", "steps_per_epoch", "epochs", "T_max")
 """Params of a scheduler that may be `auto`."""
@@ -65,9 +66,7 @@ def note_target(
         secrets = findings.secrets
         hidden = {p: secrets.text_of(at) or items[p].written or "" for p, at in paths.items() if secrets.is_word(at)}
         given = GIVEN.get(role or key, 0)
-        values = GIVEN_BY_NAME.get(key, {}) | values
-        if key == "tune.sampler" and is_grid(name):
-            values.setdefault("search_space", {})  # made from tune.space
+        values = GIVEN_BY_NAME.get(key, {}) | GIVEN_BY_NAME.get(name, {}) | values
         called_with = findings.loss_arguments if role == "model.loss" else None
         verdict = judge(
             findings.meanings,
@@ -299,11 +298,6 @@ def _pattern(findings: Findings, text: str, key: str) -> None:
         re.compile(text)
     except (re.error, TypeError, RecursionError, OverflowError) as error:
         findings.fault(f"must be a regular expression, not {text!r:.60}: {error}", key, found=repr(text)[:60])
-
-
-def is_grid(sampler: object) -> bool:
-    """Whether a sampler goes through a grid, which it must be given."""
-    return isinstance(sampler, str) and sampler.startswith("optuna.") and sampler.endswith(".GridSampler")
 
 
 def with_keys(targets: object, key: str) -> list[tuple[str, Any]]:

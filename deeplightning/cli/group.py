@@ -71,7 +71,12 @@ class Verbs(click.Group):
         return found
 
 
-_PLUGIN_VERBS = [f"{name} ({plugin})" for plugin, names in PLUGINS.items() for name in names if name.islower()]
+_PLUGIN_VERBS = [
+    f"{name} ({plugin})"
+    for plugin, names in PLUGINS.items()
+    for name in names
+    if name.isidentifier() and name.islower()
+]
 
 
 @click.group(

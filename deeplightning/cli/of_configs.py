@@ -100,7 +100,7 @@ def train(
         from deeplightning.tune.multirun import multirun as run_grid
 
         streams.outlive_reader()
-        run_grid(located(config), overrides, _train_here, jobs or 1)
+        run_grid(located(config), overrides, train_here, jobs or 1)
         return
     from deeplightning.launch import Job, launcher_of
     from deeplightning.launch.environment import apply_environment
@@ -110,7 +110,7 @@ def train(
     if (cfg.train.seeds or 1) > 1:
         from deeplightning.tune.seeds import train_seeds
 
-        train_seeds(cfg, located(config), overrides, _train_here, jobs or 1)
+        train_seeds(cfg, located(config), overrides, train_here, jobs or 1)
         return
     if jobs is not None:
         raise click.UsageError("--jobs goes with --multirun or --seeds")
@@ -135,23 +135,8 @@ def worker() -> None:
     sys.exit(work(cfg))
 
 
-@cli.command(context_settings=LOOSE, epilog=OVERRIDES)
-@with_config()
-def tune(config: Path, overrides: tuple[str, ...]) -> None:
-    """Search for the best values of what CONFIG's `tune.space` names.
-
-    Each trial is a run. The same command resumes a search that was interrupted. The last line on stdout is the
-    folder with best.yaml, the table of trials and pictures.
-    """
-    from deeplightning.config.source import located
-    from deeplightning.tune.search import search
-
-    streams.outlive_reader()
-    search(located(config), overrides, _train_here)
-
-
-def _train_here(words: Sequence[str]) -> int:
-    """`deeplightning train` with these arguments, in this process; its exit code."""
+def train_here(words: Sequence[str]) -> int:
+    """Run `deeplightning train` with these arguments in this process, and return its exit code."""
     sys.argv[1:] = ["train", *words]  # Lightning starts further processes with these
     return run_verb(cli)
 

@@ -37,8 +37,6 @@ KINDS = {
     "train.callbacks": Kind("pytorch_lightning.Callback", "a Lightning callback"),
     "logger": Kind("pytorch_lightning.loggers.Logger", "a Lightning logger"),
     "logger.extra": Kind("pytorch_lightning.loggers.Logger", "a Lightning logger"),
-    "tune.sampler": Kind("optuna.samplers.BaseSampler", "a sampler of Optuna's"),
-    "tune.pruner": Kind("optuna.pruners.BasePruner", "a pruner of Optuna's"),
 }
 
 REMOVED_HOOKS = {

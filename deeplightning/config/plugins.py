@@ -12,6 +12,7 @@ from deeplightning.words import first_line
 # Groups of entry points.
 VERBS = "deeplightning.verbs"  # a `click.Command` each
 TARGETS = "deeplightning.targets"  # short names, of any section of a config
+SCHEMA = "deeplightning.schema"  # sections of a config: a dataclass each, a subclass of `PluginSection`
 DRY_RUN = "deeplightning.dry_run"  # repeats a dry run on the devices and in the processes of a config
 
 

@@ -4,7 +4,7 @@ A config is a tree of these dataclasses. Free-form values are under some `params
 """
 
 # ruff: noqa: RUF009 (`key` makes a dataclass field, which the rule cannot see)
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
@@ -97,7 +97,7 @@ def keys(section: Any) -> Iterator[Field[object]]:
 
 
 class Section:
-    """What every section has from being a config: `cfg["model"]`, `cfg.get("tune")`, `"tune" in cfg`, `dict(cfg)`.
+    """What every section has from being a config: `cfg["model"]`, `cfg.get("test")`, `"test" in cfg`, `dict(cfg)`.
 
     OmegaConf's functions take `cfg.to_omegaconf()`.
     """
@@ -469,29 +469,19 @@ class Logger(Target):
 
 
 @dataclass
-class Tune(Section):
-    """A search over settings, `deeplightning tune CONFIG`; each trial is a run with other values of some keys."""
+class PluginSection(Section):
+    """A section that a plug-in adds to the config, under the name of its entry point.
 
-    metric: str = key("logged metric that is optimized", example="val_acc")
-    space: dict[str, Any] = key(
-        "dotted config key to the values it may have: {uniform: [0, 0.5]}, {log_uniform: [1e-4, 0.1]}, {int: [1, 9]}, "
-        "{log_int: [8, 256]} or {choice: [relu, gelu]}; the first and the third take a `step` as well",
-        example="{model.optimizer.params.lr: {log_uniform: [1e-4, 0.1]}}",
-    )
-    mode: Mode | None = key(BETTER, None)
-    num_trials: int = key("trials in all, those of an interrupted search included", 20, low=1)
-    sampler: Target | None = key(
-        "how values are drawn, a sampler of Optuna's; null: optuna.samplers.TPESampler. Seeded from `seed`; "
-        "optuna.samplers.GridSampler gets its grid from `space`",
-        None,
-    )
-    pruner: Target | None = key(
-        "when a hopeless trial ends early, a pruner of Optuna's, such as optuna.pruners.MedianPruner; null: never", None
-    )
-    parallel: int = key("trials at the same time", 1, low=1)
-    name: str | None = key(
-        "the search's name: the same name in the same experiment continues it; null: the config file's", None
-    )
+    Where it has the keys `metric` and `mode`, `check` compares them with the metrics that are logged.
+    """
+
+    def check(self, report: Any, examine: Callable[[list[str]], Any]) -> None:
+        """Add what is wrong with the section, and hints, to the report of a config whose sections could all be read.
+
+        Args:
+            report: a `deeplightning.checks.report.Report`.
+            examine: checks the same config without this section and with further overrides, and returns its report.
+        """
 
 
 @dataclass
@@ -548,7 +538,6 @@ class Config(Section):
     train: Train = key("how long, and what happens on the way", Train)
     test: Test = key("which weights validate, test and predict", Test)
     logger: Logger = key("where numbers and pictures go", Logger)
-    tune: Tune | None = key("a search over settings; null: none", None)
     serve: Serve = key("the prediction server", Serve)
     resolvers: dict[str, str] = key(
         "your own functions that references call, `${name:arguments}`: name to MODULE.FUNCTION",
@@ -562,6 +551,10 @@ class Config(Section):
     places: Any = hidden()  # dotted key → the place that set it, for every key that is set
     origins: Any = hidden()  # address → SHA-256 of each file that was fetched
     written: Any = hidden()  # the names of its files, and the dotted keys that differ from what these build on
+
+    def of_plugins(self) -> dict[str, PluginSection]:
+        """Return the sections that plug-ins add, by name."""
+        return {name: section for name, section in self.items() if isinstance(section, PluginSection)}
 
     def to_dict(self) -> dict[str, Any]:
         """The whole config as plain mappings, lists and scalars, with what came from the environment in clear."""

@@ -126,8 +126,9 @@ def _instead(fault: Fault, needed: Collection[str]) -> str | None:
 
 
 def _is_gone(fault: Fault) -> bool:
-    """Whether a module is not there, cannot be imported, or is another one of the same name."""
-    return fault.message.startswith(("there is no module ", "importing ")) or "` was read from " in fault.message
+    """Return whether a module or plug-in is not there, cannot be imported, or is another one of the same name."""
+    is_other = "` was read from " in fault.message or "` is a plug-in: " in fault.message
+    return is_other or fault.message.startswith(("there is no module ", "importing "))
 
 
 def _with_hint(fault: Fault, folder: RunFolder, verb: str) -> Fault:

@@ -1,5 +1,6 @@
-"""A search over settings: Optuna draws trials, each trial is a run.
+"""Several runs of one command that differ in settings (`multirun`) or seeds (`seeds`), and the table of their results.
 
-`search` is the loop, `study` what it remembers, `worker` how a trial runs, `parent` the run above all trials, `outcome`
-what is shown and written at the end. Optuna is imported in `study` alone.
+
+`worker` runs each in a forked process, `sealed` freezes the code that all of them use, `sweep` reads lists of values.
+The plug-in for searches uses the same.
 """

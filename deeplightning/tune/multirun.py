@@ -26,7 +26,7 @@ from deeplightning.callbacks import TRIAL
 from deeplightning.checks.examine import examine, load_config
 from deeplightning.config.source import read
 from deeplightning.config.tree import as_written, dump, line
-from deeplightning.faults import ConfigError, Fault, RunError, SetupError, count, error_of
+from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, SetupError, count, error_of
 from deeplightning.launch import Job, array_of
 from deeplightning.launch.environment import apply_environment
 from deeplightning.process.decisions import DECIDED
@@ -36,11 +36,9 @@ from deeplightning.reproduce.groups import RUNS
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder, make_private, permissions_of, write_whole
 from deeplightning.tracking.parent import Parent, Stopped
-from deeplightning.tune.sealed import SearchCode, code_of_grid
-from deeplightning.tune.search import newest_checkpoint
+from deeplightning.tune.sealed import SearchCode, code_of_grid, own_code
 from deeplightning.tune.sweep import points, warn_of_no_effect
-from deeplightning.tune.unchanged import own_code
-from deeplightning.tune.worker import Forked, Line, Train, own_address
+from deeplightning.tune.worker import Forked, Line, Train, own_address, reason_of
 
 if TYPE_CHECKING:
     from deeplightning.config.schema import Config
@@ -301,9 +299,7 @@ class Grid:
         elif self.workers.signal is not None:
             log.info("%-10s interrupted; the same command continues it", f"run {number}")
         else:
-            notes = re.findall(r"^(?:\x1b\[\d+m)?error(?:\x1b\[0m)?[^:]*: (.*)$", output, re.MULTILINE)
-            killed = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            reason = (notes or [killed])[-1]
+            reason = reason_of(file, code)
             point.note(state=FAILED, failure=self.cfg.redact(reason)[:1000])
             log.warning("run %d failed: %s (%s)", number, reason, file)
 
@@ -339,3 +335,14 @@ class Grid:
 
     def _summarize(self) -> None:
         """Prints and writes more about the runs."""
+
+
+def newest_checkpoint(folder: RunFolder) -> Path | None:
+    """Return the latest complete checkpoint of a run; None: it has none."""
+    from deeplightning.engine.checkpoint_io import read_checkpoint
+
+    for path in folder.checkpoints():
+        with contextlib.suppress(CheckpointError):
+            read_checkpoint(path)
+            return path
+    return None

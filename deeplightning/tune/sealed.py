@@ -1,34 +1,29 @@
-"""The code of a search: sealed when it begins, and used again whenever it resumes, whatever became of the files.
+"""Freeze the user's code when a grid or a search begins, so that all of its runs have the same.
 
-All of it comes before the search imports any of the user's code, so that nothing is imported twice, and a file that is
-broken by now does no harm.
+This happens before the command imports any of the user's code, so that nothing is imported twice, and a file that is
+edited later does no harm.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
-import re
 import secrets
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from deeplightning.checks.examine import examine, load_config
 from deeplightning.checks.trust import note_own
-from deeplightning.faults import ConfigError, Fault, SetupError, UserError
-from deeplightning.launch.sealed import edited, is_intact, seal, sealed_roots
-from deeplightning.own_code import SEAL, add_import_roots, original_roots, short, use_seal
+from deeplightning.faults import SetupError, UserError
+from deeplightning.launch.sealed import seal
+from deeplightning.own_code import SEAL, is_theirs, original, use_seal
 from deeplightning.runfolder import make_private
 from deeplightning.tracking.environment import git_answers
 from deeplightning.tracking.parent import Parent
-from deeplightning.tune.unchanged import changed_code
-
-MAX_NAMED = 5
-"""Edited files that a notice names."""
 
 FOLDER = ".sealed"
 """The folder of a search, or of a multirun, that has its seals. Hidden, so that programs that look for code pass by."""
@@ -36,12 +31,12 @@ FOLDER = ".sealed"
 
 @dataclass
 class SearchCode:
-    """The code of a search in this process.
+    """The frozen code of a grid or a search in this process.
 
     Attributes:
-        folder: its seal; None: the config is wrong, which is reported where it is loaded.
-        notices: what a person should know of it.
-        kept: whether the search's file names the seal.
+        folder: that of the frozen copy; None: the config is wrong, which is reported where it is loaded.
+        notices: notes for the user about edited files.
+        kept: whether the copy stays when the command ends.
     """
 
     folder: Path | None = None
@@ -50,83 +45,51 @@ class SearchCode:
 
     @property
     def name(self) -> str | None:
-        """What the search's file has of it."""
+        """Return the name of the copy's folder."""
         return None if self.folder is None else self.folder.name
 
     def drop_others(self) -> None:
-        """Removes what a command that was killed has left beside the seal; nobody else may be at this search."""
+        """Remove what a command that was killed has left beside the copy; no other process may use this folder."""
         if self.folder is not None:
             for other in {*self.folder.parent.iterdir()} - {self.folder}:
                 shutil.rmtree(other, ignore_errors=True)
 
     def close(self) -> None:
-        """Lets this process import the originals again; a seal that no search names is removed."""
+        """Let this process import the originals again, and remove a copy that need not stay."""
         if self.folder is not None:
             use_seal(None)
             if not self.kept:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def code_of_search(path: Path, overrides: Sequence[str]) -> SearchCode:
-    """Lets this process import own code from the seal of a search, which is made where the search is new.
-
-    Raises:
-        ConfigError: the search has no seal that can be used here, and its code has changed; or there is other code.
-        SetupError: the seal cannot be written.
-    """
-    report = examine(path, list(overrides))
-    cfg = report.config
-    wrong = any(re.match(r"logger\b|tune$|tune\.name$", str(fault.key)) for fault in report.faults)
-    if cfg is None or cfg.tune is None or cfg.logger is None or wrong:
-        return SearchCode()
-    name = cfg.tune.name or path.stem
-    parent = Parent(cfg, name)
-    notes = _notes(parent)
-    if known := notes.get("sealed"):
-        folder = parent.home / FOLDER / known
-        if is_intact(folder):
-            _add_roots(folder, name)
-            use_seal(folder)
-            return SearchCode(folder, _changes(folder, notes["code"], name), kept=True)
-    if faults := changed_code(notes.get("code", {}), name):
-        raise ConfigError(faults)
-    folder = parent.home / FOLDER / secrets.token_hex(8)
-    seal_of_config(folder, path, overrides, parent.home.parents[2])
-    use_seal(folder)
-    return SearchCode(folder)
-
-
 def code_of_grid(path: Path, overrides: Sequence[str], parent: Parent | None = None) -> SearchCode:
-    """The same for the runs of a grid, whose seal lasts as long as the command.
+    """Freeze the code of the runs of a grid, as long as the command runs, and let this process import the copy.
 
     Args:
-        overrides: of its first point.
-        parent: in whose folder the seal is; None: that of the config's multirun.
+        overrides: those of its first point.
+        parent: the run whose folder gets the copy; None: that of the config's multirun.
 
     Raises:
-        SetupError: the seal cannot be written.
+        SetupError: the copy cannot be written.
     """
     report = examine(path, list(overrides))
     if report.faults or report.config is None:
         return SearchCode()
-    parent = parent or Parent(report.config, path.stem, "multiruns")
-    folder = parent.home / FOLDER / secrets.token_hex(8)
-    seal_of_config(folder, path, overrides, parent.home.parents[2])
-    use_seal(folder)
-    return SearchCode(folder)
+    return freeze(parent or Parent(report.config, path.stem, "multiruns"), path, overrides)
 
 
-def seal_of_config(folder: Path, path: Path, overrides: Sequence[str], store: Path) -> None:
-    """Seals what a config imports. It is imported in a child, so that this process imports the copies alone.
+def freeze(parent: Parent, path: Path, overrides: Sequence[str]) -> SearchCode:
+    """Copy what a config imports, and let this process import the copy. A child imports the originals.
 
     Args:
-        folder: becomes the seal.
-        store: the folder of the tracking store, whose permissions new folders take.
+        parent: the run whose folder gets the copy.
 
     Raises:
-        SetupError: the seal cannot be written.
+        SetupError: the copy cannot be written.
     """
     from deeplightning.tune.forked_child import in_child
+
+    folder, store = parent.home / FOLDER / secrets.token_hex(8), parent.home.parents[2]
 
     def work() -> dict[str, object]:
         for stream in (1, 2):  # this process imports the same, and prints the same
@@ -146,50 +109,26 @@ def seal_of_config(folder: Path, path: Path, overrides: Sequence[str], store: Pa
             raise SetupError(f"{folder.parent}: this folder cannot be made: {error.strerror}") from error
         seal(folder, git=git_answers(cfg.redact))
     note_own(folder / SEAL)
+    use_seal(folder)
+    return SearchCode(folder)
 
 
-def _notes(parent: Parent) -> Mapping[str, Any]:
-    """What the search's file has; {}: there is none, or the search begins anew since its run was deleted."""
-    database = parent.home / "study.db"
-    if not database.exists():
-        return {}
-    from deeplightning.tune.study import notes_of
+def own_code() -> dict[str, str]:
+    """Return the files of imported modules that are neither installed nor ours, with their digests; frozen code under
+    the names of the originals."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not file or name == "__main__" or not is_theirs(file) or not file.endswith(".py"):
+            continue
+        if digest := digest_of(Path(file)):
+            found[original(str(Path(file).absolute()))] = digest
+    return found
 
+
+def digest_of(file: Path) -> str | None:
+    """Return the SHA-256 of a file; None: it cannot be read."""
     try:
-        notes = notes_of(database)
-    except Exception:  # Optuna's, SQLAlchemy's: reported where the file is opened
-        return {}
-    run_id = notes.get("run")
-    is_there = run_id is None or parent.is_there(run_id)
-    parent.let_go()
-    return notes if is_there else {}
-
-
-def _add_roots(folder: Path, name: str) -> None:
-    """Lets names come from all folders of a seal, also where the command is given elsewhere.
-
-    Raises:
-        ConfigError: a folder of this command, which would come first, has other code of the same name.
-    """
-    missing = sealed_roots(folder, without={*original_roots(), *map(os.path.abspath, sys.path)})
-    tops = {path.partition("/")[0] for paths in missing.values() for path in paths}
-    for root in original_roots():
-        if found := sorted(top for top in tops if (Path(root) / top).exists()):
-            message = (
-                f"{root} has {', '.join(found)}, and the search {name} began with own code of that name in "
-                f"{', '.join(missing)}: give the command where the search began. For another search: tune.name=NEW"
-            )
-            raise ConfigError(Fault(message))
-    add_import_roots(*map(Path, missing))
-
-
-def _changes(folder: Path, imported: Iterable[str], name: str) -> list[str]:
-    """What a person should know of the files that a search imported and that were edited since."""
-    changed = [f"{short(file)} {what}" for file, what in edited(folder).items() if file in imported]
-    if not changed:
-        return []
-    more = f" and {len(changed) - MAX_NAMED} more" if len(changed) > MAX_NAMED else ""
-    return [
-        f"{', '.join(changed[:MAX_NAMED])}{more} since the search {name} began: it continues with the code that it "
-        f"began with, {folder}. To search with the code as it is now: tune.name=NEW"
-    ]
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError:
+        return None

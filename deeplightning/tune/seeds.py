@@ -35,8 +35,7 @@ from deeplightning.tracking.parent import Parent, Stopped
 from deeplightning.tracking.tracker import Point
 from deeplightning.tune import multirun
 from deeplightning.tune.multirun import FINISHED, UNDERWAY, Grid
-from deeplightning.tune.sealed import code_of_grid
-from deeplightning.tune.unchanged import own_code
+from deeplightning.tune.sealed import code_of_grid, own_code
 from deeplightning.tune.worker import Train
 
 if TYPE_CHECKING:

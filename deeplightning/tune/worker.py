@@ -1,7 +1,7 @@
-"""How a trial runs: a process forked from the search, which has imported everything, gives `deeplightning train`.
+"""Run `deeplightning train` in processes forked from one that has imported everything: a grid, a search, a bisection.
 
-The child leads a process group of its own, so that Ctrl-C reaches the search alone, which passes it on once; and it
-ends with the search, however that ends.
+A child leads a process group of its own, so that Ctrl-C reaches the parent alone, which passes it on once; and it is
+killed when the parent ends, however that ends.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -71,6 +72,13 @@ class Line:
 
     def close(self) -> None:
         self._listener.close()
+
+
+def reason_of(log: Path, code: int) -> str:
+    """Return why a run failed: the last error that it printed, else what its exit code means."""
+    notes = re.findall(r"^(?:\x1b\[\d+m)?error(?:\x1b\[0m)?[^:]*: (.*)$", log.read_text(errors="replace"), re.MULTILINE)
+    killed = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return (notes or [killed])[-1]
 
 
 def own_address() -> str:

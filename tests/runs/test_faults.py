@@ -9,7 +9,7 @@ import torch
 from deeplightning.checks.examine import examine
 from deeplightning.config.schema import Target
 from deeplightning.config.target import build, is_installed
-from deeplightning.faults import ConfigError, SetupError
+from deeplightning.faults import ConfigError, SetupError, not_installed
 
 LOSS = "torch.nn.CrossEntropyLoss"
 
@@ -272,7 +272,7 @@ def test_a_csv_logger_does_not_warn_of_the_folder_of_its_own_run(train, tmp_path
 # ---- words of a run
 
 
-@pytest.mark.skipif(not is_installed("optuna"), reason="Optuna is not installed: pip install 'deeplightning[tune]'")
+@pytest.mark.skipif(not is_installed("deeplightning_tune"), reason=not_installed("tune"))
 def test_a_failed_trial_has_its_run_in_the_table(command, tiny, tracked, tmp_path):
     """A trial that fails once its run is open, though before its first step, is found by trials.csv."""
     (tmp_path / "own_data.py").write_text(

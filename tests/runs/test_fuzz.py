@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from deeplightning.config import schema
+from deeplightning.config.plugin_sections import config_class
 
 
 def _keys(cls: type, path: str = "") -> Iterator[str]:
@@ -31,7 +32,7 @@ def _keys(cls: type, path: str = "") -> Iterator[str]:
                 yield from _keys(hint, f"{path}{field.name}.")
 
 
-KEYS = [*dict.fromkeys(_keys(schema.Config))]
+KEYS = [*dict.fromkeys(_keys(config_class()))]
 NAMES = sorted({part for key in KEYS for part in key.split(".")} | {"type", "params", "_base_", "<<", "~seed", "ref"})
 
 # Words that mean something to YAML, to us, to Python, to a terminal or to nobody.

@@ -1,6 +1,8 @@
-"""Entry points of installed packages: verbs and short names, `deeplightning.config.plugins`."""
+"""Entry points of installed packages: verbs, short names and sections, `deeplightning.config.plugins`."""
 
+import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -9,20 +11,27 @@ from pathlib import Path
 import pytest
 
 from deeplightning.checks.examine import examine, load_config
+from deeplightning.checks.explain import explain
+from deeplightning.checks.json_schema import json_schema
 from deeplightning.cli import cli
 from deeplightning.cli.exit_codes import run_verb
 from deeplightning.config.source import read
 from deeplightning.config.target import find
 from deeplightning.config.tree import plain
 from deeplightning.dry_run.trial import dry_run
-from deeplightning.faults import PLUGINS, no_module
+from deeplightning.faults import PLUGINS, SetupError, no_module
 
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "configs" / "base.yaml"
 
 MODULE = """\
+from dataclasses import dataclass
+
 import click
 from torch import nn
+
+from deeplightning.config.schema import PluginSection, key
+from deeplightning.faults import Fault
 
 @click.command()
 @click.argument("name")
@@ -31,6 +40,19 @@ def greet(name):
     click.echo(f"hello {name}")
 
 NO_VERB = 3
+
+@dataclass
+class Cards(PluginSection):
+    "Cards that the run sends."
+
+    people: list[str] = key("who gets one", list)
+    metric: str | None = key("what is on it", None)
+
+    def check(self, report, examine):
+        if "Bob" in self.people:
+            report.add(Fault("Bob wants none", "cards.people"))
+        if examine(["data.batch_size=0"]).faults:
+            report.add(Fault("the config was examined", "cards.people"))
 
 class Tiny(nn.Sequential):
     def __init__(self, num_classes: int):
@@ -47,6 +69,10 @@ number = greetings:NO_VERB
 [deeplightning.targets]
 Tiny = greetings:Tiny
 SGD = greetings:Tiny
+
+[deeplightning.schema]
+cards = greetings:Cards
+data = greetings:Cards
 """
 
 
@@ -65,7 +91,7 @@ def installed(tmp_path_factory):
 @pytest.fixture
 def command(installed, monkeypatch):
     """`command(words)`: exit code, stdout and stderr of `deeplightning` where that package is installed."""
-    monkeypatch.setenv("PYTHONPATH", str(installed))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (installed, ROOT))))
 
     def run(*words, **variables):
         done = subprocess.run(
@@ -108,6 +134,35 @@ def test_an_installed_package_adds_a_short_name(installed, monkeypatch):
     assert "greetings.Tiny" in fault.message
 
 
+def test_an_installed_package_adds_a_section(installed, monkeypatch):
+    """Its keys are checked like those of the core, then by its own method; a config without it has no such key."""
+    monkeypatch.syspath_prepend(str(installed))
+    report = examine(BASE, ["cards.people=[Ada]"])
+    assert [(str(f.key), f.message) for f in report.faults] == [("cards.people", "the config was examined")]
+    assert report.config.cards.people == report.config["cards"]["people"] == ["Ada"]
+    assert report.config.public()["cards"] == {"people": ["Ada"], "metric": None}
+    again = pickle.loads(pickle.dumps(report.config))
+    assert (again.cards, again.to_dict()) == (report.config.cards, report.config.to_dict())
+    told = [str(fault) for fault in examine(BASE, ["cards={people: [Bob], poeple: [], metric: no}"]).faults]
+    assert [words for words in ("Bob wants none", "Did you mean people?", "no metric `no` is logged") if
+            not any(words in note for note in told)] == []  # fmt: skip
+    (fault,) = examine(BASE, ["crads={}"]).faults
+    assert "Did you mean cards?" in fault.message
+    config = examine(BASE).config
+    assert (config.get("cards"), "cards" in config, config.data.batch_size) == (None, False, 32)
+
+
+def test_an_added_section_is_described(command):
+    """By `explain`, and by the JSON Schema; it replaces none of the core."""
+    code, out, _ = command("explain", str(BASE), "cards.people")
+    assert (code, "who gets one" in out, "cards is null" in out) == (0, True, True)
+    code, out, _ = command("schema")
+    schema = json.loads(out)
+    assert schema["properties"]["cards"]["description"].startswith("cards that the run sends; null: none")
+    assert schema["$defs"]["Cards"]["properties"].keys() == {"people", "metric"}
+    assert "batch_size" in schema["$defs"]["Data"]["properties"]
+
+
 def test_two_packages_with_one_name_are_refused(installed, monkeypatch, tmp_path):
     info = tmp_path / "others-1.0.dist-info"
     info.mkdir()
@@ -127,8 +182,17 @@ def without_plugins(monkeypatch):
 
 @pytest.mark.parametrize(("plugin", "name"), [(plugin, name) for plugin, names in PLUGINS.items() for name in names])
 def test_a_plugin_that_is_not_installed_is_named(plugin, name, without_plugins, capsys, monkeypatch):
-    """Its verb, its short name and its module: one line with the install command, exit code 3, also of `check`."""
+    """Its verb, short name, section and module: one line with the install command, exit code 3, also of `check`."""
     told = f"`{plugin}` is a plug-in: pip install deeplightning[{plugin}]"
+    if name.endswith(":"):
+        (fault,) = examine(BASE, [f"{name[:-1]}={{a: 1}}"]).faults
+        assert (fault.message, fault.exit_code, fault.key) == (told, 3, name[:-1])
+        assert fault.place == f"override {name[:-1]}={{a: 1}}"
+        assert examine(BASE, [f"{name[:-1]}=null"]).faults == []
+        assert json_schema()["properties"][name[:-1]]["errorMessage"] == told
+        with pytest.raises(SetupError, match=re.escape(told)):
+            explain(examine(BASE), f"{name[:-1]}.a")
+        return
     if name.islower():
         monkeypatch.setattr(sys, "argv", ["deeplightning", name, "x", "y"])
         assert run_verb(cli) == 3

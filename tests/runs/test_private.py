@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import deeplightning.private
-from deeplightning.private import deepspeed, lightning, mlflow, omegaconf, optuna
+from deeplightning.private import deepspeed, lightning, mlflow, omegaconf
 from deeplightning.private import torch as torchs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -548,18 +548,6 @@ def test_deepspeed_knows_what_is_left_out():
     fields = fragments.tensor_fragment.__dataclass_fields__
     assert {"lp_fragment_address", "hp_fragment_address"} <= fields.keys()
     assert {"start", "numel"} <= fragments.fragment_address.__dataclass_fields__.keys()
-
-
-def test_a_study_and_its_storage_know_each_other():
-    """`_storage` and `_study_id` of Optuna's study, `_trial_id` of its trials."""
-    import optuna as library
-
-    library.logging.set_verbosity(library.logging.WARNING)
-    study = library.create_study(study_name="apart")
-    storage, number = optuna.storage_and_id(study)
-    assert storage.get_study_name_from_id(number) == "apart"
-    trial = study.ask()
-    assert storage.get_trial(optuna.trial_id(study.trials[0])).number == trial.number == 0
 
 
 def test_exit_functions_are_the_childs_own():

@@ -16,6 +16,7 @@ from deeplightning.checks.examine import examine
 from deeplightning.checks.explain import explain
 from deeplightning.cli.listing import listing
 from deeplightning.config.target import is_installed
+from deeplightning.faults import not_installed
 from deeplightning.reproduce.again import prepare
 from deeplightning.reproduce.past import past_run
 from deeplightning.runfolder import RunFolder
@@ -55,7 +56,7 @@ def faults(report) -> dict[str, str]:
 @pytest.mark.parametrize("importing", [False, True])
 def test_the_better_way_of_a_metric_is_found(monitor, mode, why, importing, tiny, tmp_path, monkeypatch):
     """A `mode` that is not given follows from the metric's class, else from its name, for the best checkpoint, early
-    stopping, a search, and the schedulers and callbacks with a `mode` of their own; `explain` shows why."""
+    stopping, and the schedulers and callbacks with a `mode` of their own; `explain` shows why."""
     monkeypatch.chdir(tmp_path)
     Path("own_metric.py").write_text(OWN_METRIC)
     plateau = f"{{type: torch.optim.lr_scheduler.ReduceLROnPlateau, call: {{monitor: {monitor}}}}}"
@@ -65,14 +66,13 @@ def test_the_better_way_of_a_metric_is_found(monitor, mode, why, importing, tiny
         f"train.early_stop={{metric: {monitor}}}",
         f"model.scheduler={plateau}",
         f"train.callbacks=[{{type: pytorch_lightning.callbacks.EarlyStopping, params: {{monitor: {monitor}}}}}]",
-        f"tune={{metric: {monitor}, space: {{model.optimizer.params.lr: {{uniform: [0.1, 0.2]}}}}}}",
     ]
     report = examine(tiny, overrides, importing=importing)
     assert faults(report) == {}
     cfg = report.config
-    found = [cfg.train.checkpoint.mode, cfg.train.early_stop.mode, cfg.tune.mode]
+    found = [cfg.train.checkpoint.mode, cfg.train.early_stop.mode]
     found += [cfg.model.scheduler.params["mode"], cfg.train.callbacks[0].params["mode"]]
-    assert found == [mode] * 5
+    assert found == [mode] * 4
     assert f"then null → {mode} ({why})" in explain(report, "train.checkpoint.mode")
     assert f"mode: {mode}" in explain(report, "train.callbacks.0")
 
@@ -379,7 +379,7 @@ def listed(store: Path, *overrides: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not is_installed("optuna"), reason="Optuna is not installed: pip install 'deeplightning[tune]'")
+@pytest.mark.skipif(not is_installed("deeplightning_tune"), reason=not_installed("tune"))
 def test_a_finished_search_leaves_nothing_to_clean_and_shows_its_best(command, tiny, place, tmp_path):
     """`runs --clean` does not offer the pruned trials of a finished search, which `runs` shows as PRUNED; the search's
     own run has the best trial's metric; the run of a trial that was killed before it had anything to show is gone."""

@@ -41,7 +41,8 @@ def test_every_key_is_found_by_its_name(site):
         for prefix, entries in index["objects"].items()
         for entry in entries
     }
-    keys = [f"{path}.{f.name}".lstrip(".") for path, cls in reference.sections(schema.Config) for f in schema.keys(cls)]
+    sections = dict(reference.sections(schema.Config)) | {"": schema.Config}
+    keys = [f"{path}.{f.name}".lstrip(".") for path, cls in sections.items() for f in schema.keys(cls)]
     assert [key for key in keys if key not in named] == []
     for key in keys:
         assert f'id="key-{key.replace(".", "-")}"' in (site / f"{named[key]}.html").read_text()

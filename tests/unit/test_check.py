@@ -779,9 +779,6 @@ RATES = {
     "model.optimizer.params.lr=0.2": [
         "model.optimizer.params.lr has no effect: OneCycleLR sets the rate, from model.scheduler.params.max_lr"
     ],
-    "tune={metric: val_loss, mode: min, space: {model.optimizer.params.lr: {uniform: [0.1, 0.2]}}}": [
-        "model.optimizer.params.lr has no effect: OneCycleLR sets the rate, from model.scheduler.params.max_lr"
-    ],
     "model.optimizer.params.lr=0.3": [],
     "model.scheduler.params.max_lr=0.2": [],
     "model.scheduler=null": [],

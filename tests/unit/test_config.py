@@ -15,6 +15,7 @@ import pytest
 
 from deeplightning.checks.check import check, load, section
 from deeplightning.config import schema
+from deeplightning.config.plugin_sections import config_class
 from deeplightning.config.source import compose, read
 from deeplightning.config.tree import dump, line, plain
 from deeplightning.faults import ConfigError
@@ -592,7 +593,7 @@ def every_key(cls: type, path: str = "") -> dict[str, schema.Field]:
 def test_every_key_says_what_it_is():
     """Each key of the schema has a sentence that opens in small letters and ends without a full stop, each section a
     docstring of its own."""
-    keys = every_key(schema.Config)
+    keys = every_key(config_class())
     assert len(keys) > 100
     wrong = [n for n, f in keys.items() if len(doc := f.metadata["doc"]) < 5 or doc.endswith(".") or "\n" in doc]
     assert wrong == []

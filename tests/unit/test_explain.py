@@ -226,13 +226,6 @@ train.gradient_clip.value: not set
   default     none, it must be given
   set by      nothing: train.gradient_clip is null
 """,
-    "tune.num_trials": """\
-tune.num_trials: not set
-  type        a whole number, at least 1
-  meaning     trials in all, those of an interrupted search included
-  default     20
-  set by      nothing: tune is null
-""",
     "model.optimizer.params.dampening": """\
 model.optimizer.params.dampening: not set
   type        float

@@ -163,13 +163,14 @@ def test_the_core_names_no_plugin_and_no_plugin_another():
 
 
 def test_the_table_of_plugins_has_their_entry_points():
-    """The names in `PLUGINS` are the entry points of each pyproject.toml, and each plug-in is an extra of the core."""
+    """What `PLUGINS` lists is in the pyproject.toml of each plug-in, and each plug-in is an extra of the core."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     found = {}
     for folder in ROOT.glob("plugins/*"):
         theirs = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
         name = theirs["name"].removeprefix("deeplightning-")
-        found[name] = sorted({entry for group in theirs["entry-points"].values() for entry in group})
+        groups = theirs["entry-points"].items()
+        found[name] = sorted(f"{entry}{':' * group.endswith('.schema')}" for group, added in groups for entry in added)
         assert theirs["name"] == folder.name
         assert theirs["version"] == project["version"]
         own, *others = theirs["dependencies"]

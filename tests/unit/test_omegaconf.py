@@ -135,7 +135,12 @@ def test_a_section_is_read_as_an_attribute_or_a_key(config):
     """Also with a default, and as a whole."""
     assert config.model.network.params == {"num_classes": 42, "size": [1, 2]}
     assert config["model"]["network"] is config.model.network
-    assert (config.get("seed"), config.get("sed"), config.get("sed", 5), config.get("tune", 5)) == (42, None, 5, None)
+    assert (config.get("seed"), config.get("sed"), config.get("sed", 5), config.get("serve", 5).port) == (
+        42,
+        None,
+        5,
+        5000,
+    )
     assert ("model" in config, "sed" in config, "secrets" in config) == (True, False, False)
     assert [*config] == config.keys() == [*dict(config)] == [name for name, _ in config.items()] == [*config.to_dict()]
     assert len(config.values()) == len(config.keys())

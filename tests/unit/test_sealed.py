@@ -11,11 +11,11 @@ import pytest
 from deeplightning import own_code
 from deeplightning.checks.trust import note_own
 from deeplightning.config.source import read
-from deeplightning.faults import ConfigError, SetupError
+from deeplightning.faults import ConfigError, SetupError, not_installed
 from deeplightning.launch import sealed
 from deeplightning.tracking import environment
 from deeplightning.tracking.code import Code, collect
-from deeplightning.tune.sealed import SearchCode, _add_roots
+from deeplightning.tune.sealed import SearchCode
 
 SECRET = 'API_KEY = "sk-live-4f9a8b7c6d5e4f3a2b1c0d9e8f7a6b5c"\n'
 
@@ -235,11 +235,12 @@ def test_a_worker_lays_out_what_it_was_sent(tmp_path):
 
 def test_a_search_finds_its_code_from_everywhere(project, tmp_path):
     """A search that is resumed in another folder has its sealed code; other code of the same name is refused."""
+    resume = pytest.importorskip("deeplightning_tune.resume", reason=not_installed("tune"))
     seal, elsewhere = sealed.seal(tmp_path / "seal"), tmp_path / "elsewhere"
     elsewhere.mkdir()
     edit(project)
     own_code.use_import_roots(elsewhere)
-    _add_roots(seal, "lr")
+    resume._add_roots(seal, "lr")
     own_code.use_seal(seal)
     forget()
     assert importlib.import_module("sealed_one").VALUE == 1
@@ -247,7 +248,7 @@ def test_a_search_finds_its_code_from_everywhere(project, tmp_path):
     (elsewhere / "nets").mkdir()
     own_code.use_import_roots(elsewhere)
     with pytest.raises(ConfigError, match=r"elsewhere has nets, and the search lr began with own code of that name in"):
-        _add_roots(seal, "lr")
+        resume._add_roots(seal, "lr")
 
 
 def test_leftovers_beside_a_seal_are_removed(project, tmp_path):

@@ -28,7 +28,7 @@ MOST_OF_A_PLUGIN = 3_000  # lines
 def verbs() -> dict[str, list[str]]:
     """Return the options of each verb that is shown, by their longest names, those of plug-ins last; of a plug-in that
     is not installed as the file has them."""
-    of_plugins = [name for name in chain(*faults.PLUGINS.values()) if name.islower()]
+    of_plugins = [name for name in chain(*faults.PLUGINS.values()) if name.isidentifier() and name.islower()]
     found = dict(cli.commands) | {name: load(VERBS, name) for name in of_plugins}
     return {
         name: FROZEN["verbs"][name]
@@ -40,8 +40,11 @@ def verbs() -> dict[str, list[str]]:
 
 
 def keys() -> dict[str, list[str]]:
-    """Return the keys of each section of a config."""
-    return {path or "top": sorted(field.name for field in schema.keys(cls)) for path, cls in sections(schema.Config)}
+    """Return the keys of each section of a config; of a plug-in that is not installed as the file has them."""
+    found = {path or "top": sorted(field.name for field in schema.keys(cls)) for path, cls in sections(schema.Config)}
+    of_plugins = [name[:-1] for name in chain(*faults.PLUGINS.values()) if name.endswith(":")]
+    missing = {name: FROZEN["keys"][name] for name in of_plugins if name not in found}
+    return found | {"top": sorted([*found["top"], *missing])} | missing
 
 
 def sources() -> list[Path]:

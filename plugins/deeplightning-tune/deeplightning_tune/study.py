@@ -1,13 +1,12 @@
-"""What a search knows, in an SQLite file of Optuna's: its trials, each drawn after a kill as it would be without one.
+"""The trials of a search, in an SQLite file of Optuna's.
 
-A trial is written whole, with its values, when it is drawn. What is drawn follows from the seed, the trial's number and
+A trial is written with all of its values when it is drawn. What is drawn follows from the seed, the trial's number and
 the trials before, and not from how often the search was interrupted.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import os
 import random
@@ -23,25 +22,22 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from sqlalchemy.exc import SQLAlchemyError
 
-from deeplightning.checks.space import Dimension, size
-from deeplightning.checks.targets import is_grid
-from deeplightning.config.schema import Target, Tune
+from deeplightning.config.schema import Target
 from deeplightning.config.target import build
 from deeplightning.config.tree import line
-from deeplightning.private.optuna import storage_and_id, trial_id
-
-log = logging.getLogger("deeplightning")
+from deeplightning_tune.section import Tune
+from deeplightning_tune.space import Dimension, size
 
 NAME = "search"
-REDRAWN = 100  # times that a point is drawn again which was tried already
-OVER = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
+MAX_REDRAWS = 100  # of a point that was tried already
+MAX_POINTS = 100_000  # of a space whose points are listed to find those that are left
 
 Point = dict[str, Any]
 """A value for each key of the space."""
 
 
 def begin(database: Path, mode: str, notes: dict[str, Any]) -> None:
-    """Makes the file of a new search, whole or not at all."""
+    """Make the file of a new search; it is complete as soon as it is there."""
     beside = database.with_name(f".{database.name}.{os.getpid()}")
     beside.unlink(missing_ok=True)
     storage = _storage(beside)
@@ -53,7 +49,7 @@ def begin(database: Path, mode: str, notes: dict[str, Any]) -> None:
 
 
 def notes_of(database: Path) -> dict[str, Any]:
-    """What `begin` and `Study.note` have written into a file."""
+    """Return what `begin` and `Study.note` have written into a file."""
     storage = _storage(database)
     try:
         notes: dict[str, Any] = optuna.load_study(study_name=NAME, storage=storage).user_attrs
@@ -73,8 +69,10 @@ def _storage(database: Path) -> Any:
 
 
 def is_of_storage(error: Exception) -> bool:
-    """Whether the file of a study is what failed, as it does where it is damaged or its disk is full. Of damaged texts
-    in it Optuna says nothing itself: what is raised while it reads them is of any class."""
+    """Return whether an error comes from the file of a study, which is damaged or whose disk is full.
+
+    Optuna does not report damaged texts in it itself: what is raised while it reads them is of any class.
+    """
     if isinstance(error, optuna.exceptions.StorageInternalError | SQLAlchemyError):
         return True
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
@@ -86,19 +84,20 @@ class Study:
 
     Args:
         database: its file, made by `begin`.
-        tune: what the config says of it.
+        tune: the config's section.
         space: the dimensions of `tune.space`.
-        seed: what is drawn follows from it.
+        seed: of all draws.
     """
 
     def __init__(self, database: Path, tune: Tune, space: Sequence[Dimension], seed: int):
         self.tune, self.space, self.seed = tune, space, seed
         self._storage = _storage(database)
-        # What is drawn is drawn elsewhere: Optuna's grid sampler would stop a loop that is not there.
-        self._study = optuna.load_study(
+        # `draw` has a sampler of its own: Optuna's grid sampler would stop a loop that is not there.
+        self.study = optuna.load_study(
             study_name=NAME, storage=self._storage, sampler=optuna.samplers.RandomSampler(seed=0)
         )
-        self._study.pruner = build(tune.pruner) if tune.pruner is not None else optuna.pruners.NopPruner()
+        self._id = self._storage.get_study_id_from_name(NAME)
+        self.study.pruner = build(tune.pruner) if tune.pruner is not None else optuna.pruners.NopPruner()
         self._distributions = {d.key: _distribution(d) for d in space}
         self._sampler_for(0)  # so that what it refuses is reported at once
 
@@ -106,80 +105,74 @@ class Study:
 
     @property
     def notes(self) -> dict[str, Any]:
-        return self._study.user_attrs
+        """Return what is known of the search as a whole."""
+        return self.study.user_attrs
 
     def note(self, name: str, value: object) -> None:
-        self._study.set_user_attr(name, value)
+        """Add to `notes`."""
+        self.study.set_user_attr(name, value)
 
     def trials(self) -> list[FrozenTrial]:
-        return self._study.get_trials(deepcopy=False)
+        """Return all trials, by number."""
+        return self.study.get_trials(deepcopy=False)
 
     def unfinished(self) -> list[FrozenTrial]:
-        """Trials that were under way, in their order."""
+        """Return the trials that were under way, by number."""
         return [trial for trial in self.trials() if trial.state == TrialState.RUNNING]
 
     def total(self) -> int:
-        """How many trials there are in the end: not more than there are points to try."""
+        """Return the number of trials in the end: not more than there are points to try."""
         points = size(self.space)
         if self.tune.sampler is not None and "search_space" in self.tune.sampler.params:
             points = None
         return self.tune.num_trials if points is None else min(self.tune.num_trials, points)
 
     def point(self, trial: FrozenTrial) -> Point:
-        """The values of a trial, as the config has them."""
+        """Return the values of a trial, as the config has them."""
         return {d.key: _meant(d, trial.params[d.key]) for d in self.space}
 
+    def over(self) -> int:
+        """Return the number of trials that have ended."""
+        return sum(trial.state.is_finished() for trial in self.trials())
+
     def best(self) -> FrozenTrial | None:
+        """Return the best of the finished trials; None: there is none."""
         done = [trial for trial in self.trials() if trial.state == TrialState.COMPLETE and trial.value is not None]
         return min(done, key=self._rank) if done else None
 
     def ranked(self) -> list[FrozenTrial]:
-        """All trials: the best first, behind them those that were pruned, that failed, and that are not over."""
+        """Return all trials: the best first, then those that were pruned, that failed, and that are not over."""
         order = [TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL, TrialState.RUNNING, TrialState.WAITING]
         return sorted(self.trials(), key=lambda trial: (order.index(trial.state), self._rank(trial), trial.number))
 
     def _rank(self, trial: FrozenTrial) -> float:
-        value = trial.value if trial.value is not None else self.last_value(trial)
+        value = self.value(trial)
         if value is None or math.isnan(value):
             return math.inf
         return -value if self.tune.mode == "max" else value
 
-    def last_value(self, trial: FrozenTrial) -> float | None:
-        return trial.intermediate_values[max(trial.intermediate_values)] if trial.intermediate_values else None
-
-    def importances(self) -> dict[str, float]:
-        """How much of the differences each key explains, all together 1; {} where there is too little to tell.
-
-        Hutter, Hoos, Leyton-Brown: An Efficient Approach for Assessing Hyperparameter Importance. ICML 2014.
-        """
-        done = [trial for trial in self.trials() if trial.state == TrialState.COMPLETE]
-        if len(done) < 4 or len({trial.value for trial in done}) < 2:
-            return {}
-        evaluator = optuna.importance.FanovaImportanceEvaluator(seed=self.seed % 2**32)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                return dict(optuna.importance.get_param_importances(self._study, evaluator=evaluator))
-            except (ValueError, RuntimeError) as error:  # it cannot tell
-                log.info("importance  not known: %s", error)
-                return {}
+    def value(self, trial: FrozenTrial) -> float | None:
+        """Return the value of a trial, else the last that it reported; None: it has reported none."""
+        reported = trial.intermediate_values
+        return reported[max(reported)] if trial.value is None and reported else trial.value
 
     # ---- what happens
 
     def draw(self) -> FrozenTrial:
-        """A new trial, at a point that none of the others has, as far as there is one."""
+        """Add a trial, at a point that none of the others has, as far as there is one."""
         known = self.trials()
         tried = [self.point(trial) for trial in known]
         number = len(known)
-        # Drawn in memory: in the file there is no trial that is not to be run.
-        apart = optuna.create_study(direction=self._study.direction)
-        here, there = storage_and_id(self._study), storage_and_id(apart)
+        # Drawn in memory: each trial in the file is one that runs.
+        memory = optuna.storages.InMemoryStorage()
+        apart = optuna.create_study(storage=memory, study_name=NAME, direction=self.study.direction)
+        here, there = (self._storage, self._id), (memory, memory.get_study_id_from_name(NAME))
         self._copy_attributes(here, there)
         trial: Any = None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             apart.add_trials(known)
-            for attempt in range(REDRAWN):
+            for attempt in range(MAX_REDRAWS):
                 apart.sampler = self._sampler_for(number, attempt)
                 apart.ask(self._distributions)
                 trial = apart.get_trials(deepcopy=False)[-1]
@@ -194,21 +187,21 @@ class Study:
             distributions=trial.distributions,
             system_attrs=trial.system_attrs,
         )
-        self._study.add_trial(made)
-        return self._study.get_trials(deepcopy=False)[number]
+        self.study.add_trial(made)
+        return self.study.get_trials(deepcopy=False)[number]
 
     @staticmethod
     def _copy_attributes(here: tuple[Any, int], there: tuple[Any, int]) -> None:
-        """What a sampler notes of the study as a whole: how far a sequence has come."""
+        """Copy what a sampler notes about the study as a whole, such as its position in a sequence."""
         known = there[0].get_study_system_attrs(there[1])
         for name, value in here[0].get_study_system_attrs(here[1]).items():
             if known.get(name) != value:
                 there[0].set_study_system_attr(there[1], name, value)
 
     def _any_other(self, trial: FrozenTrial, tried: list[Point], number: int) -> FrozenTrial:
-        """A point that is left, where the sampler keeps coming to those that it knows."""
+        """Return a trial at a point that is left, where the sampler keeps drawing those that were tried."""
         count = size(self.space)
-        if count is None or count > 100_000:
+        if count is None or count > MAX_POINTS:
             return trial
         points = [
             dict(zip((d.key for d in self.space), values, strict=True))
@@ -221,22 +214,26 @@ class Study:
         return trial
 
     def report(self, number: int, step: int, value: float) -> bool:
-        """Notes the metric of a trial after `step` epochs; whether the pruner gives the trial up."""
+        """Note the metric of a trial after `step` epochs, and return whether the pruner stops the trial."""
         trial = self._trial(number)
         if step not in trial.intermediate_values:
-            self._storage.set_trial_intermediate_value(trial_id(trial), step, value)
+            self._storage.set_trial_intermediate_value(self._trial_id(number), step, value)
             trial = self._trial(number)
-        return bool(self._study.pruner.prune(self._study, trial))
+        return bool(self.study.pruner.prune(self.study, trial))
 
     def attribute(self, number: int, **values: object) -> None:
+        """Note values about a trial."""
         for name, value in values.items():
-            self._storage.set_trial_user_attr(trial_id(self._trial(number)), name, value)
+            self._storage.set_trial_user_attr(self._trial_id(number), name, value)
 
     def finish(self, number: int, is_best_kept: bool) -> float | None:
-        """Ends a trial; its value is that of the weights that its run keeps. None: it had none that is a number.
+        """End a trial.
 
         Args:
             is_best_kept: whether the run keeps the best weights by this metric, else the last.
+
+        Returns:
+            The trial's value, that of the weights which its run keeps; None: it has none that is a number.
         """
         values = self._trial(number).intermediate_values
         finite = [value for value in values.values() if math.isfinite(value)]
@@ -245,38 +242,43 @@ class Study:
             value = max(finite) if self.tune.mode == "max" else min(finite)
         if not math.isfinite(value):
             return None
-        self._study.tell(number, value)
+        self.study.tell(number, value)
         return value
 
     def prune(self, number: int) -> None:
-        self._study.tell(number, state=TrialState.PRUNED)
+        """End a trial as pruned."""
+        self.study.tell(number, state=TrialState.PRUNED)
 
     def fail(self, number: int, reason: str) -> None:
+        """End a trial as failed."""
         self.attribute(number, failure=reason[:1000])
-        self._study.tell(number, state=TrialState.FAIL)
+        self.study.tell(number, state=TrialState.FAIL)
 
     def let_go(self) -> None:
-        """Closes the file, until it is used again: a forked process must not share the connection."""
+        """Close the file until it is used again: a forked process must not share the connection."""
         self._storage.remove_session()
         self._storage.engine.dispose()
 
     # ---- how
 
     def _trial(self, number: int) -> FrozenTrial:
-        return self._study.get_trials(deepcopy=False)[number]
+        return self.trials()[number]
+
+    def _trial_id(self, number: int) -> int:
+        return self._storage.get_trial_id_from_study_id_trial_number(self._id, number)
 
     def _same(self, one: Point, other: Point) -> bool:
         return all(d.same(one[d.key], other[d.key]) for d in self.space)
 
     def _sampler_for(self, number: int, attempt: int = 0) -> object:
-        """The sampler that draws the trial of a number."""
+        """Return the sampler that draws the trial of a number."""
         target = self.tune.sampler
         name, params = (target.type, dict(target.params)) if target else ("optuna.samplers.TPESampler", {})
-        if is_grid(name):
+        if self.tune.makes_grid:
             grid = {d.key: [_written(d, value) for value in d.values()] for d in self.space}
-            params.setdefault("search_space", grid)
-        # An object that is made anew begins its numbers anew, and would draw after each kill what it has drawn before.
-        # The order of a grid, and the scrambling of a sequence, must be those of the other trials.
+            params["search_space"] = grid
+        # A new sampler with the same seed would draw after each kill what it has drawn before, so the seed depends on
+        # the trial. The order of a grid and the scrambling of a sequence must be those of the other trials.
         seed = params.get("seed", self.seed)
         steady = name.endswith((".GridSampler", ".QMCSampler"))
         drawn = seed if steady or number == attempt == 0 else _mixed(seed, number, attempt)
@@ -302,7 +304,7 @@ def _distribution(dimension: Dimension) -> BaseDistribution:
 
 
 def _written(dimension: Dimension, value: object) -> Any:
-    """A value as Optuna keeps it: choices as text, since it knows no lists and mappings, and takes 1 for true."""
+    """Return a value as Optuna keeps it: choices as text, since it has no lists and takes 1 for true."""
     return line(value) if dimension.kind == "choice" else value
 
 
@@ -313,9 +315,10 @@ def _meant(dimension: Dimension, written: Any) -> object:
 
 
 def plain_text(point: Point) -> str:
-    """A point in a line, for people."""
-    return "  ".join(f"{key}={_short(value)}" for key, value in point.items())
+    """Return a point in one line."""
+    return "  ".join(f"{key}={short(value)}" for key, value in point.items())
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """Return a value for a table."""
     return f"{value:.4g}" if isinstance(value, float) else line(value)

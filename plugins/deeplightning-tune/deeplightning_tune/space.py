@@ -1,7 +1,7 @@
-"""The space of a search: which values each key may have; checked before anything is spent.
+"""The space of a search: the values that each key may have, checked before the first trial.
 
-A value of the space is right where the whole config is right with it, so both ends of each range, and each choice, go
-through the same check as a config that says so. Nothing heavy is imported, Optuna neither.
+A value of the space is right where the whole config is right with it: both ends of each range, and each choice, go
+through the check of a config. Nothing heavy is imported, Optuna neither.
 """
 
 import math
@@ -28,7 +28,7 @@ _RENAMED = {
 }
 _FIXED = {
     "tune": "it is the search itself",
-    "logger": "it says where trials are tracked, and learning does not depend on it",
+    "logger": "learning does not depend on where trials are tracked",
     "stages": "every trial trains",
     "serve": "a trial is not served",
     "train.resume_ckpt": "each trial begins by itself",
@@ -36,11 +36,11 @@ _FIXED = {
 }
 MAX_GRID = 1_000_000
 MAX_TRIED = 1000
-"""Dimensions of a space, and choices of one: each is tried with the whole config, which takes a moment."""
+"""Dimensions of a space, and choices of one: each is checked with the whole config, which takes a moment."""
 
 
 class Misfit(ValueError):
-    """What is wrong with a distribution, in words."""
+    """A distribution is wrong; the message says how."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,14 @@ class Dimension:
         return self.kind in ("int", "log_int")
 
     def number_of_values(self) -> int | None:
-        """How many different values there are; None: they cannot be counted."""
+        """Return the number of different values; None: they cannot be counted."""
         if self.kind == "choice":
             return len(self.choices)
         step = self.step or (1 if self.is_whole else None)
         return None if step is None else 1 + math.floor((self.high - self.low) / step + 1e-9)
 
     def values(self) -> list[object]:
-        """All values, of a dimension whose values can be counted."""
+        """Return all values of a dimension whose values can be counted."""
         if self.kind == "choice":
             return list(self.choices)
         step, count = self.step or 1, self.number_of_values()
@@ -88,23 +88,23 @@ class Dimension:
         return [round(self.low + number * step, 12) for number in range(count)]
 
     def samples(self) -> list[object]:
-        """What must pass the check: the ends of a range, every choice."""
+        """Return the values that must pass the check: the ends of a range, every choice."""
         ends = self.choices if self.kind == "choice" else dict.fromkeys((self.low, self.high))
         return list(ends)
 
     def override(self, value: object) -> str:
-        """The override that gives the key a value."""
+        """Return the override that gives the key a value."""
         return f"{self.key}={line(value)}"
 
     def same(self, one: Any, other: Any) -> bool:
-        """Whether two values are the same setting, numbers within rounding."""
+        """Return whether two values are the same setting, numbers within rounding."""
         if self.kind == "choice":
             return line(one) == line(other)
         return math.isclose(one, other, rel_tol=1e-12)
 
 
 def size(space: Sequence[Dimension]) -> int | None:
-    """How many different points a space has; None: they cannot be counted."""
+    """Return the number of different points of a space; None: they cannot be counted."""
     product = 1
     for dimension in space:
         count = dimension.number_of_values()
@@ -115,7 +115,7 @@ def size(space: Sequence[Dimension]) -> int | None:
 
 
 def dimensions(space: Mapping[str, object]) -> Iterator[tuple[str, Dimension | Misfit]]:
-    """Each key of a space, and what it says or what is wrong with it. Keys may be nested instead of dotted."""
+    """Yield each key of a space with its dimension, or with what is wrong with it. Keys may be nested or dotted."""
     for name, given in space.items():
         if isinstance(given, Mapping) and given and all(isinstance(item, Mapping) for item in given.values()):
             for inner, found in dimensions(given):
@@ -131,12 +131,12 @@ def dimensions(space: Mapping[str, object]) -> Iterator[tuple[str, Dimension | M
 
 
 def space_of(space: Mapping[str, object]) -> list[Dimension]:
-    """The dimensions of a space that was checked."""
+    """Return the dimensions of a space that was checked."""
     return [found for _, found in dimensions(space) if isinstance(found, Dimension)]
 
 
 def faults(space: Mapping[str, object], needs_grid: bool) -> Iterator[tuple[str, str]]:
-    """What is wrong with a space by itself: (key of the space, words).
+    """Yield what is wrong with a space by itself: (key of the space, message).
 
     Args:
         needs_grid: every dimension must have values that can be counted.
@@ -222,13 +222,13 @@ def _is_number(value: object, whole: bool) -> bool:
 
 
 def misfits(space: Sequence[Dimension], examine: Callable[[list[str]], Report], tried: Report) -> Iterator[Fault]:
-    """What the check of the whole config says of the values of a space.
+    """Yield the faults that the check of the whole config finds with the values of a space.
 
-    Values of different dimensions are tried together, so that there are as many checks as the longest has values.
+    Values of different dimensions are checked together, so that there are as many checks as the longest has values.
 
     Args:
         examine: checks the config with further overrides.
-        tried: what the check says of the config as it is; what it says already is no matter of the space.
+        tried: the check of the config as it is; its faults are left out.
     """
     seen: set[tuple[str, str]] = set()
     columns = [dimension.samples() for dimension in space]

@@ -1,13 +1,12 @@
-"""The loop of a search: trials are drawn, run, judged on the way, and what was found is written down.
+"""The loop of a search: draw trials, run them, stop hopeless ones, and write the result.
 
-All that a search needs to resume is in its study's file and its seal; the same command resumes it.
+All that a search needs to resume is in its study's file and its frozen code; the same command resumes it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import signal
 import time
 import uuid
@@ -20,10 +19,9 @@ import yaml
 import deeplightning.run.stages  # noqa: F401  (with all that it imports, now: the files may change later)
 from deeplightning.callbacks import TRIAL
 from deeplightning.checks.examine import load_config
-from deeplightning.checks.space import Dimension, space_of
 from deeplightning.config.schema import Config
 from deeplightning.config.source import read
-from deeplightning.config.target import import_again, is_installed
+from deeplightning.config.target import import_again
 from deeplightning.config.tree import as_written, dump, line
 from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, SetupError, UserError, count
 from deeplightning.launch import Job, array_of
@@ -34,38 +32,39 @@ from deeplightning.process.identity import identity
 from deeplightning.process.terminal import say, say_path
 from deeplightning.runfolder import Hold, RunFolder, make_private, permissions_of, write_whole
 from deeplightning.tracking.parent import Parent, Stopped
-from deeplightning.tune.sealed import FOLDER, SearchCode, code_of_search
+from deeplightning.tune.multirun import newest_checkpoint
+from deeplightning.tune.sealed import FOLDER, SearchCode, own_code
 from deeplightning.tune.sweep import warn_of_no_effect
-from deeplightning.tune.unchanged import changed_settings, own_code
-from deeplightning.tune.worker import Forked, Line, Train, own_address
+from deeplightning.tune.worker import Forked, Line, Train, own_address, reason_of
+from deeplightning_tune.resume import changed_settings, code_of_search
+from deeplightning_tune.section import search_of
+from deeplightning_tune.space import space_of
 
 if TYPE_CHECKING:
     import optuna
 
 log = logging.getLogger("deeplightning")
 
-WAIT = 10.0  # seconds that the process of a former trial may take to end
-_STOPS = {3: SetupError, 4: CheckpointError}  # exit codes of a trial after which others would fare no better
+GRACE_SECONDS = 10.0  # that the process of a former trial may take to end
+_STOPS = {3: SetupError, 4: CheckpointError}  # exit codes of a trial after which others would fail too
 
 
 def search(path: Path, overrides: Sequence[str], train: Train) -> Path:
-    """Runs the search of a config to its end, or resumes it.
+    """Run the search of a config to its end, or resume it.
 
     Args:
-        train: gives `deeplightning train` in this process; called in processes forked from it.
+        train: runs `deeplightning train` in this process; called in processes forked from it.
 
     Returns:
-        The folder of what was found: `best.yaml`, `trials.csv`, pictures.
+        The folder of the result: `best.yaml`, `trials.csv`, pictures.
 
     Raises:
-        ConfigError: the config is wrong, has no search, or is not that of the search that is resumed; or the code of
-            that is neither sealed nor as it was.
-        SetupError: Optuna is not installed, another process is at this search, or a trial could not be run here.
+        ConfigError: the config is wrong, has no search, or is not that of the search that is resumed; or that search's
+            frozen code is gone and the code has changed.
+        SetupError: another process is at this search, or a trial could not be run here.
         RunError: no trial finished.
         Stopped: a signal asked for the end.
     """
-    if not is_installed("optuna"):
-        raise SetupError("a search needs Optuna, which is not installed here: pip install 'deeplightning[tune]'")
     if (here := identity()) is not None and here.world > 1:
         raise SetupError(
             f"{here.by} has started this as one of {here.world} processes; a search is one process, which starts "
@@ -74,7 +73,7 @@ def search(path: Path, overrides: Sequence[str], train: Train) -> Path:
     with contextlib.closing(code_of_search(path, overrides)) as code:
         cfg = load_config(path, list(overrides))
         apply_environment(cfg)
-        if cfg.tune is None:
+        if search_of(cfg) is None:
             hint = (
                 "for example tune: {metric: val_acc, mode: max, space: {model.optimizer.params.lr: {log_uniform: …}}}"
             )
@@ -84,18 +83,19 @@ def search(path: Path, overrides: Sequence[str], train: Train) -> Path:
 
 
 class _Search:
-    """One search in this process, from its start or from where it was."""
+    """One search in this process, new or resumed."""
 
     def __init__(self, cfg: Config, path: Path, overrides: Sequence[str], train: Train, code: SearchCode):
         from deeplightning.callbacks.console import one_line_warnings, to_terminal
 
-        assert cfg.tune is not None
         to_terminal(cfg)
         one_line_warnings()
-        self.cfg, self.path, self.overrides, self.train, self.code = cfg, path, overrides, train, code
-        self.tune = cfg.tune
+        self.cfg, self.path, self.overrides, self.code = cfg, path, overrides, code
+        found = search_of(cfg)
+        assert found is not None, "`search` refuses others"
+        self.tune = found
         self.name = self.tune.name or path.stem
-        self.space: list[Dimension] = space_of(self.tune.space)
+        self.space = space_of(self.tune.space)
         self.parent = Parent(cfg, self.name)
         self.home = self.parent.home
         self.database = self.home / "study.db"
@@ -119,13 +119,13 @@ class _Search:
             self._hold.release()
 
     def run(self) -> Path:
-        """All of it."""
+        """Run the search and return the folder of its result."""
         store = self.home.parents[2]
         with permissions_of(store if store.exists() else self.home):
             try:
                 return self._run()
             except Exception as error:
-                from deeplightning.tune.study import is_of_storage
+                from deeplightning_tune.study import is_of_storage
 
                 if is_of_storage(error):
                     raise self._unreadable(error) from error
@@ -136,10 +136,9 @@ class _Search:
         log.info("%-10s %s", "search", self._words())
         for notice in self.code.notices:
             log.warning("%-10s %s", "code", notice)
-        over = sum(trial.state in _over() for trial in self.study.trials())
         job = Job(self.cfg, self.path, tuple(self.overrides))
-        keys = [d.key for d in self.space]
-        self.workers.array = array_of(job, self.study.total() - over, keys, self.home / "slurm-array")
+        left = self.study.total() - self.study.over()
+        self.workers.array = array_of(job, left, [d.key for d in self.space], self.home / "slurm-array")
         with self.workers.passing_signals_on():
             try:
                 with self._database_errors():
@@ -154,29 +153,29 @@ class _Search:
 
     @contextlib.contextmanager
     def _database_errors(self) -> Iterator[None]:
-        """A file of the search that cannot be written is reported as such."""
+        """Report errors of the search's file as such."""
         try:
             yield
         except Exception as error:
             if type(error).__module__.split(".")[0] not in ("sqlalchemy", "sqlite3", "optuna"):
                 raise
-            cause = error.__cause__ or error  # Optuna wraps what SQLAlchemy says
+            cause = error.__cause__ or error  # Optuna wraps SQLAlchemy's
             text = " ".join(str(cause).split("\n[SQL")[0].split())[:200]
             raise SetupError(
-                f"{self.database}: what the search knows cannot be written or read ({text}); once that is fixed, the "
-                "same command continues"
+                f"{self.database}: this file of a search cannot be written or read ({text}); once that is fixed, "
+                "the same command continues"
             ) from error
 
     # ---- the start
 
     def _open(self) -> None:
-        """Takes the search up, new or known.
+        """Open the search, new or known.
 
         Raises:
             SetupError: another process is at it, or its files cannot be written.
             ConfigError: it began with another config.
         """
-        from deeplightning.tune import outcome, study  # noqa: F401  (what comes last is read now as well)
+        from deeplightning_tune import outcome, study  # noqa: F401  (all imports now: the files may change later)
 
         try:
             make_private(self.home / "trials", self.home.parents[2])  # STORE/searches/EXPERIMENT/NAME
@@ -208,7 +207,8 @@ class _Search:
         self.config = self.home / "search.yaml"
         write_whole(self.config, config)
         self._take_seed(seed)
-        self._refuse(changed_settings(settings, self.cfg.public(), self.name, self.config))
+        if faults := changed_settings(settings, self.cfg.public(), self.name, self.config):
+            raise ConfigError(faults)
         self._take_code(notes.get("sealed"))
         run_id = notes.get("run") or (None if is_new else self.parent.known(self.sign).get(None))
         opened = self.parent.open(run_id, self.sign)
@@ -218,10 +218,10 @@ class _Search:
             write_whole(self.parent.folder / "search.yaml", notes["config"])
 
     def _take_code(self, noted: str | None) -> None:
-        """Notes which code the search has.
+        """Note which frozen code the search has.
 
         Raises:
-            SetupError: another process began the search meanwhile, with code that it sealed itself.
+            SetupError: another process began the search meanwhile, with code that it froze itself.
         """
         if noted not in (None, self.code.name) and is_intact(self.home / FOLDER / str(noted)):
             raise SetupError(f"another process has begun the search {self.name} meanwhile; give the command again")
@@ -231,7 +231,7 @@ class _Search:
         self.code.drop_others()
 
     def _study(self) -> Any:
-        from deeplightning.tune.study import Study
+        from deeplightning_tune.study import Study
 
         try:
             assert self.cfg.seed is not None
@@ -249,7 +249,7 @@ class _Search:
         )
 
     def _drop_if_deleted(self) -> None:
-        """A search whose run was deleted in the tracker begins anew."""
+        """Let a search start over whose run was deleted in the tracker."""
         if not self.database.exists():
             return
         former = self._study()
@@ -258,29 +258,25 @@ class _Search:
         if run_id is not None and not self.parent.is_there(run_id):
             kept = RunFolder(self.home).former(self.database)
             self.database.rename(kept)
-            log.warning("The run %s of this search was deleted: it starts over. What it knew is %s.", run_id, kept)
+            log.warning(
+                "The run %s of this search was deleted: it starts over. Its trials are kept in %s.", run_id, kept
+            )
 
     def _frozen(self) -> str:
-        """The config as it is written, files and overrides in one, references unresolved: what all trials start from,
-        whatever becomes of the file."""
+        """Return the config as written, files and overrides in one, references unresolved: all trials start from it."""
         tree = as_written(read(self.path, list(self.overrides)).root)
         tree["seed"] = self.cfg.seed
         tree["tune"] = {**tree["tune"], "name": self.name}
         return dump(tree)
 
     def _take_seed(self, began: int) -> None:
-        """Takes the seed with which the search began."""
+        """Use the seed with which the search began."""
         if began != self.cfg.seed:
             asked, self.cfg.seed, self.study.seed = self.cfg.seed, began, began
             log.info("%-10s %s, with which the search began, not %s: its trials are compared", "seed", began, asked)
 
-    def _refuse(self, faults: list[Fault]) -> None:
-        if faults:
-            raise ConfigError(faults)
-
     def _words(self) -> str:
-        known, total = self.study.trials(), self.study.total()
-        over = sum(trial.state in _over() for trial in known)
+        over, total = self.study.over(), self.study.total()
         begun = f", {over} of them ended," if over else ""
         keys = ", ".join(d.key for d in self.space)
         fewer = f" (there are no more points than that; tune.num_trials is {self.tune.num_trials})"
@@ -293,7 +289,7 @@ class _Search:
 
     def _loop(self) -> None:
         waiting = [trial.number for trial in self.study.unfinished()]
-        # Of a run that its trial could not write down before a kill only the tracker knows.
+        # A run whose trial was killed before it could note its id is known to the tracker alone.
         is_unknown = self.parent.is_tracked and any(self._run_of(number)[0] is None for number in waiting)
         children = self.parent.known(self.sign) if is_unknown else {}
         while True:
@@ -313,7 +309,7 @@ class _Search:
             raise self._stopping
         if self.workers.signal is not None:
             number = signal.Signals(self.workers.signal)
-            over = sum(trial.state in _over() for trial in self.study.trials())
+            over = self.study.over()
             again = f"deeplightning tune {' '.join([str(self.path), *self.overrides])}"
             message = f"interrupted by {number.name} after {over} of {self.study.total()} trials; to continue: {again}"
             raise Stopped(message, 128 + number)
@@ -323,7 +319,7 @@ class _Search:
         return noted.get("run"), Path(noted["folder"]) if noted.get("folder") else None
 
     def _start(self, number: int, children: Mapping[int | None, str]) -> None:
-        """Starts a trial, or resumes one that was under way."""
+        """Start a trial, or resume one that was under way."""
         point = self.study.point(self.study.trials()[number])
         more = self._resuming(number, children)
         file = self.home / "trials" / f"trial-{number}.yaml"
@@ -337,7 +333,7 @@ class _Search:
         import_again(self._to_import or ())
         self._to_import = self._to_import and []
         self._began[number] = time.monotonic()
-        from deeplightning.tune.study import plain_text
+        from deeplightning_tune.study import plain_text
 
         log.info("%-10s %s%s", f"trial {number}", plain_text(point), "  (continues)" if more else "")
         self.study.let_go()
@@ -345,15 +341,15 @@ class _Search:
         self.workers.start(number, [str(file), *more], file.with_suffix(".log"), environment)
 
     def _resuming(self, number: int, children: Mapping[int | None, str]) -> list[str]:
-        """Overrides with which a trial that was under way resumes in its run; one that left no checkpoint begins anew,
-        and its run is removed."""
+        """Return the overrides with which a trial that was under way resumes in its run; remove the run of one that has
+        no checkpoint and starts over."""
         run_id, place = self._run_of(number)
         run_id = run_id or children.get(number)
         if place is None and run_id is not None and self.parent.store is not None:
             roots = self.parent.store.artifact_root
             place = next(roots.glob(f"*/{run_id}/artifacts"), None) if roots else None
         if place is not None and place.is_dir():
-            folder, until = RunFolder(place), time.monotonic() + WAIT
+            folder, until = RunFolder(place), time.monotonic() + GRACE_SECONDS
             while (hold := folder.hold()) is None and time.monotonic() < until:
                 time.sleep(0.1)
             if hold is not None:
@@ -367,15 +363,15 @@ class _Search:
         return []
 
     def _trial_config(self, point: Mapping[str, object], more: Sequence[str], is_trial: bool) -> str:
-        """The search's config with the values of a point, as `deeplightning train` takes it."""
+        """Return the search's config with the values of a point, for `deeplightning train`."""
         values = [d.override(point[d.key]) for d in self.space]
         # A bundle takes longer than many a trial; `deeplightning export` makes one of the run that is chosen.
         own = ["train.export=false", "train.seeds=null", *more] if is_trial else []
-        # What a choice took from the environment is written as it was.
+        # A reference to the environment in a choice is written as it was.
         return self.cfg.redact(dump(as_written(read(self.config, ["~tune", *values, *own]).root)))
 
     def _answer(self, message: dict[str, Any]) -> dict[str, object]:
-        """What a trial says: where its run is, its metric, or that there is no such metric."""
+        """Answer the message of a trial: where its run is, its metric, or that there is no such metric."""
         number = int(message["trial"])
         if "folder" in message:
             self.study.attribute(number, run=message.get("run"), folder=message["folder"])
@@ -395,9 +391,8 @@ class _Search:
         return {}
 
     def _ended(self, number: int, code: int) -> None:
-        """Judges a trial whose process has ended."""
-        output = (self.home / "trials" / f"trial-{number}.log").read_text(errors="replace")
-        notes = re.findall(r"^(?:\x1b\[\d+m)?error(?:\x1b\[0m)?[^:]*: (.*)$", output, re.MULTILINE)
+        """Note the end of a trial whose process has ended."""
+        reason = reason_of(self.home / "trials" / f"trial-{number}.log", code)
         seconds = time.monotonic() - self._began.pop(number)
         name = f"trial {number}"
         if number in self._pruned:
@@ -421,17 +416,15 @@ class _Search:
             self._remove_if_empty(number)
             log.info("%-10s interrupted; it continues where it stopped", name)
         elif code in _STOPS:
-            note = notes[-1] if notes else f"trial {number} ended with exit code {code}"
-            self._stopping = self._stopping or _STOPS[code](f"{note} (trial {number}; the same command continues)")
+            self._stopping = self._stopping or _STOPS[code](f"{reason} (trial {number}; the same command continues)")
             self.workers.interrupt()
         else:
             if code < 0:
                 self._remove_if_empty(number)
-            killed = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            self._fail(number, notes[-1] if notes else killed)
+            self._fail(number, reason)
 
     def _remove_if_empty(self, number: int) -> None:
-        """Removes the run of a trial that was killed before it had anything to resume from, or to show."""
+        """Remove the run of a trial that was killed before it had a checkpoint or a metric."""
         run_id, place = self._run_of(number)
         if run_id is None or self.study.trials()[number].intermediate_values:
             return
@@ -454,7 +447,7 @@ class _Search:
     # ---- the end
 
     def _conclude(self) -> None:
-        """Writes what was found, and ends the parent run.
+        """Write the result, and end the parent run.
 
         Raises:
             RunError: no trial finished.
@@ -468,9 +461,9 @@ class _Search:
         self.parent.close("FINISHED")
 
     def _write(self, pictures: bool) -> None:
-        from deeplightning.tune import outcome
-        from deeplightning.tune.study import plain_text
         from deeplightning.tune.table import text
+        from deeplightning_tune import outcome
+        from deeplightning_tune.study import plain_text
 
         folder, best = self.parent.folder, self.study.best()
         say(self.cfg.redact(text(outcome.rows(self.study), "trials.csv")))
@@ -499,8 +492,8 @@ class _Search:
         return f"{head}{self.tune.metric} {best.value:.6g}.\n{self._trial_config(point, (), is_trial=False)}"
 
     def _points(self) -> list[Any]:
-        """The best value so far, under the metric's own name, and that of each finished trial, over their numbers:
-        lists of runs show the last point of a metric."""
+        """Return the best value so far, under the metric's own name, and that of each finished trial, over the trials'
+        numbers: lists of runs show the last point of a metric."""
         from deeplightning.tracking.tracker import Point
 
         points, best, metric = [], None, self.tune.metric
@@ -517,27 +510,10 @@ class _Search:
         return points
 
     def _give_up(self, error: BaseException) -> None:
-        """The last words of a search that does not come to its end."""
+        """Stop the trials and end the parent run of a search that fails or is interrupted."""
         stopped = isinstance(error, Stopped | KeyboardInterrupt)
         self.workers.interrupt(signal.SIGKILL)
         with contextlib.suppress(Exception):  # the store may be what went wrong
             if not isinstance(error, RunError):
                 self._write(pictures=False)
             self.parent.close("KILLED" if stopped else "FAILED", self.cfg.redact(str(error)))
-
-
-def _over() -> tuple[Any, ...]:
-    from deeplightning.tune.study import OVER
-
-    return OVER
-
-
-def newest_checkpoint(folder: RunFolder) -> Path | None:
-    """The latest complete checkpoint of a run."""
-    from deeplightning.engine.checkpoint_io import read_checkpoint
-
-    for path in folder.checkpoints():
-        with contextlib.suppress(CheckpointError):
-            read_checkpoint(path)
-            return path
-    return None

@@ -15,10 +15,16 @@ import pytest
 import yaml
 from commands import LONGEST, Outcome, Running
 from conftest import TINY, digest
+from deeplightning_tune.outcome import draw
+from deeplightning_tune.search import search
+from deeplightning_tune.section import Tune
+from deeplightning_tune.space import faults, space_of
+from deeplightning_tune.study import Study, begin
+from PIL import Image
 
 from deeplightning.checks.examine import examine
-from deeplightning.checks.space import faults, space_of
-from deeplightning.config.schema import Target, Tune
+from deeplightning.checks.explain import explain
+from deeplightning.config.schema import Target
 from deeplightning.config.target import is_installed
 from deeplightning.config.tree import line
 from deeplightning.faults import ConfigError, SetupError
@@ -26,12 +32,6 @@ from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.code import read_code
 from deeplightning.tracking.sqlite import open_directly
 from deeplightning.tracking.store import locate
-from deeplightning.tune.search import search
-from deeplightning.tune.study import Study, begin
-
-pytestmark = pytest.mark.skipif(
-    not is_installed("optuna"), reason="Optuna is not installed: pip install 'deeplightning[tune]'"
-)
 
 SEARCH = """\
 tune:
@@ -367,7 +367,10 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize(
+    "damage",
+    [pytest.param(damage, marks=[pytest.mark.slow] * (name != "pages"), id=name) for name, damage in DAMAGES.items()],
+)
 def test_a_damaged_file_of_a_search_is_named(damage, searched, command, config, place, store):
     """Damage that shows when the trials are read; where it is mended, the search is what it was."""
     file = study_file(store, "three")
@@ -590,11 +593,45 @@ def test_no_search_in_the_config(config):
         search(config, ["tune=null"], lambda words: 0)
 
 
-def test_optuna_is_not_there(config, monkeypatch):
-    """Exit code 3, and the command that installs it."""
-    monkeypatch.setattr("deeplightning.tune.search.is_installed", lambda name: False)
-    with pytest.raises(SetupError, match=r"pip install 'deeplightning\[tune\]'"):
-        search(config, [], lambda words: 0)
+RATE = "{model.optimizer.params.lr: {uniform: [0.1, 0.2]}}"
+
+
+def test_a_space_is_checked_beside_other_faults(config):
+    """An unknown key of the space is in the first report."""
+    space = "tune.space={model.optimizer.params.lrr: {choice: [0.1]}}"
+    told = [str(fault) for fault in examine(config, ["data.batch_size=0", space]).faults]
+    assert any("tune.space.model.optimizer.params.lrr" in note and "Did you mean lr?" in note for note in told)
+    assert any("data.batch_size: must be at least 1" in note for note in told)
+
+
+@pytest.mark.parametrize(("metric", "mode"), [("val_acc", "max"), ("val_loss", "min")])
+def test_the_better_way_of_the_metric_is_found(metric, mode, config):
+    """A `mode` that is not given follows from the metric, and a notice says why."""
+    report = examine(config, [f"tune={{metric: {metric}, space: {RATE}}}"])
+    assert (report.faults, report.config.tune.mode) == ([], mode)
+    assert f"then null → {mode} (" in explain(report, "tune.mode")
+
+
+def test_a_search_over_a_rate_without_effect_is_a_warning(config):
+    """A schedule sets the rate itself."""
+    schedule = "model.scheduler={type: OneCycleLR, params: {max_lr: 0.3, total_steps: auto}}"
+    rates = ["model.optimizer={type: torch.optim.SGD, params: {lr: 0.2}}", schedule]
+    expected = "model.optimizer.params.lr has no effect: OneCycleLR sets the rate, from model.scheduler.params.max_lr"
+    for space, found in ((RATE, [expected]), (RATE.replace("optimizer.params.lr", "scheduler.params.max_lr"), [])):
+        report = examine(config, [*rates, f"tune.space={space}"])
+        assert [notice.text for notice in report.hints if notice.unasked] == found
+
+
+def test_a_key_that_could_be_set_is_explained(config):
+    """In a section that is null."""
+    told = explain(examine(config, ["tune=null"]), "tune.num_trials")
+    assert told.splitlines() == [
+        "tune.num_trials: not set",
+        "  type        a whole number, at least 1",
+        "  meaning     trials in all, those of an interrupted search included",
+        "  default     20",
+        "  set by      nothing: tune is null",
+    ]
 
 
 def test_one_process_is_at_a_search(tmp_path, config, store):
@@ -662,3 +699,17 @@ def test_a_space_that_can_be_counted_is_gone_through_once(name, tmp_path):
     points = drawn(tmp_path / "s.db", SAMPLERS[name], space, 6, reopened=False)
     every = [{"a": a, "b": b} for a in ([1], {"x": True}, 1) for b in (1, 4)]
     assert sorted(map(line, points)) == sorted(map(line, every))
+
+
+def test_what_matters_is_pictured(tmp_path):
+    """Finished trials whose values differ make two pictures; a choice with dollar signs is text."""
+    space = {"a": FINE["a"], "b": {"choice": ["$x_$", "$y"]}}
+    drawn(tmp_path / "s.db", SAMPLERS["Random"], space, 5, reopened=False)
+    study = Study(tmp_path / "s.db", Tune(metric="loss", space=space), space_of(space), seed=3)
+    draw(study, tmp_path)
+    assert [path.name for path in sorted(tmp_path.glob("*.png"))] == ["importances.png", "parallel_coordinates.png"]
+    for path in tmp_path.glob("*.png"):
+        with Image.open(path) as picture:
+            assert len(picture.getcolors(1 << 20)) > 9
+            assert min(picture.size) > 100
+    study.let_go()

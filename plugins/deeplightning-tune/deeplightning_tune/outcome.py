@@ -1,0 +1,117 @@
+"""The table of a search's trials, for a terminal and as CSV, and two pictures of them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.distributions import CategoricalDistribution
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from deeplightning.config.tree import line
+from deeplightning_tune.study import Study, short
+
+log = logging.getLogger("deeplightning")
+
+WORDS = {
+    TrialState.COMPLETE: "finished",
+    TrialState.PRUNED: "pruned",
+    TrialState.FAIL: "failed",
+    TrialState.RUNNING: "interrupted",
+    TrialState.WAITING: "to come",
+}
+
+
+def rows(study: Study) -> list[list[str]]:
+    """Return a head and a row for each trial, the best first."""
+    table = [["rank", "trial", "state", study.tune.metric, "epochs", *(d.key for d in study.space)]]
+    for rank, trial in enumerate(study.ranked(), start=1):
+        value, point = study.value(trial), study.point(trial)
+        place = str(rank) if trial.state == TrialState.COMPLETE else "-"
+        shown = "-" if value is None else f"{value:.6g}"
+        epochs = str(max(trial.intermediate_values, default=0))
+        values = [words if len(words := short(point[d.key])) <= 40 else f"{words[:39]}…" for d in study.space]
+        table.append([place, str(trial.number), WORDS[trial.state], shown, epochs, *values])
+    return table
+
+
+def as_csv(study: Study) -> str:
+    """Return the trials as CSV, with the values of the space in full."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["trial", "state", study.tune.metric, "epochs", *(d.key for d in study.space), "failure", "run"])
+    for trial in study.trials():
+        point, noted = study.point(trial), trial.user_attrs
+        values = [
+            study.value(trial),
+            max(trial.intermediate_values, default=0),
+            *(line(point[d.key]) for d in study.space),
+        ]
+        writer.writerow([trial.number, WORDS[trial.state], *values, noted.get("failure", ""), noted.get("run") or ""])
+    return out.getvalue()
+
+
+def draw(study: Study, folder: Path) -> None:
+    """Draw each finished trial as a line through its values, and how much each key matters, where trials tell.
+
+    The importances are those of Hutter, Hoos, Leyton-Brown: An Efficient Approach for Assessing Hyperparameter
+    Importance. ICML 2014.
+    """
+    done = [trial for trial in study.trials() if trial.state == TrialState.COMPLETE]
+    if len(done) < 2:
+        return
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+    from optuna.visualization.matplotlib import plot_parallel_coordinate, plot_param_importances
+
+    from deeplightning.runfolder import write_whole
+    from deeplightning.tracking import picture
+
+    shown, metric = _labelled(study, done), study.tune.metric
+    plots: dict[str, Callable[[], Any]] = {
+        "parallel_coordinates.png": lambda: plot_parallel_coordinate(shown, target_name=metric)
+    }
+    if len(done) >= 4 and len({trial.value for trial in done}) > 1:
+        evaluator = optuna.importance.FanovaImportanceEvaluator(seed=study.seed % 2**32)
+        plots["importances.png"] = lambda: plot_param_importances(shown, evaluator=evaluator, target_name=metric)
+    for name, plot in plots.items():
+        with pyplot.rc_context(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                figure = plot().figure
+            except (ValueError, RuntimeError) as error:  # too few different values
+                log.info("%-10s %s not drawn: %s", "pictures", name, error)
+                continue
+            write_whole(folder / name, picture.to_png(figure))
+            pyplot.close(figure)
+
+
+def _labelled(study: Study, done: Sequence[FrozenTrial]) -> optuna.Study:
+    """Return a study of the finished trials whose keys are short, since Optuna cuts labels, and whose texts are no
+    mathematics for matplotlib."""
+    labels = {d.key: ".".join([part for part in d.key.split(".") if part != "params"][-2:]) for d in study.space}
+    if len({*labels.values()}) < len(labels):
+        labels = {key: key for key in labels}
+
+    def plain(value: Any) -> Any:
+        return value.replace("$", r"\$") if isinstance(value, str) else value
+
+    shown = optuna.create_study(direction=study.study.direction)
+    for trial in done:
+        kinds = {
+            labels[key]: CategoricalDistribution([*map(plain, kind.choices)])
+            if isinstance(kind, CategoricalDistribution)
+            else kind
+            for key, kind in trial.distributions.items()
+        }
+        values = {labels[key]: plain(value) for key, value in trial.params.items()}
+        shown.add_trial(create_trial(value=trial.value, params=values, distributions=kinds))
+    return shown

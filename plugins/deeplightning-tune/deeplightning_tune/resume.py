@@ -1,0 +1,153 @@
+"""Whether a search can resume: with the config and the code with which it began."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deeplightning.checks.examine import examine
+from deeplightning.config.tree import line
+from deeplightning.faults import ConfigError, Fault
+from deeplightning.launch.sealed import edited, is_intact, sealed_roots
+from deeplightning.own_code import add_import_roots, original_roots, short, use_seal
+from deeplightning.tracking.parent import Parent
+from deeplightning.tune.sealed import FOLDER, SearchCode, digest_of, freeze
+from deeplightning_tune.section import search_of
+
+FREE = ("tune.num_trials", "tune.parallel", "tune.sampler", "tune.pruner", "tune.name", "seed", "serve")
+"""Sections and keys in which a resumed search may differ from how it began."""
+MAX_NAMED = 5
+"""Edited files and changed settings that are named."""
+
+_NONE = object()
+
+
+def code_of_search(path: Path, overrides: Sequence[str]) -> SearchCode:
+    """Let this process import own code from the frozen copy of a search, which is made where the search is new.
+
+    Raises:
+        ConfigError: the search has no copy that can be used here, and its code has changed; or there is other code.
+        SetupError: the copy cannot be written.
+    """
+    report = examine(path, list(overrides))
+    cfg, search = report.config, search_of(report.config)
+    wrong = any(re.match(r"logger\b|tune$|tune\.name$", str(fault.key)) for fault in report.faults)
+    if cfg is None or search is None or cfg.logger is None or wrong:
+        return SearchCode()
+    name = search.name or path.stem
+    parent = Parent(cfg, name)
+    notes = _notes(parent)
+    if known := notes.get("sealed"):
+        folder = parent.home / FOLDER / known
+        if is_intact(folder):
+            _add_roots(folder, name)
+            use_seal(folder)
+            return SearchCode(folder, _edits(folder, notes["code"], name), kept=True)
+    if faults := _changed_code(notes.get("code", {}), name):
+        raise ConfigError(faults)
+    return freeze(parent, path, overrides)
+
+
+def _notes(parent: Parent) -> Mapping[str, Any]:
+    """Return what the search's file has; {}: there is none, or the search starts over since its run was deleted."""
+    database = parent.home / "study.db"
+    if not database.exists():
+        return {}
+    from deeplightning_tune.study import notes_of
+
+    try:
+        notes = notes_of(database)
+    except Exception:  # Optuna's, SQLAlchemy's: reported where the file is opened
+        return {}
+    run_id = notes.get("run")
+    is_there = run_id is None or parent.is_there(run_id)
+    parent.let_go()
+    return notes if is_there else {}
+
+
+def _add_roots(folder: Path, name: str) -> None:
+    """Let names come from all folders of a frozen copy, also where the command is given elsewhere.
+
+    Raises:
+        ConfigError: a folder of this command, which would come first, has other code of the same name.
+    """
+    missing = sealed_roots(folder, without={*original_roots(), *map(os.path.abspath, sys.path)})
+    tops = {path.partition("/")[0] for paths in missing.values() for path in paths}
+    for root in original_roots():
+        if found := sorted(top for top in tops if (Path(root) / top).exists()):
+            message = (
+                f"{root} has {', '.join(found)}, and the search {name} began with own code of that name in "
+                f"{', '.join(missing)}: give the command where the search began. For another search: tune.name=NEW"
+            )
+            raise ConfigError(Fault(message))
+    add_import_roots(*map(Path, missing))
+
+
+def _edits(folder: Path, imported: Iterable[str], name: str) -> list[str]:
+    """Return a note about the files that a search imported and that were edited since."""
+    changed = [f"{short(file)} {what}" for file, what in edited(folder).items() if file in imported]
+    if not changed:
+        return []
+    more = f" and {len(changed) - MAX_NAMED} more" if len(changed) > MAX_NAMED else ""
+    return [
+        f"{', '.join(changed[:MAX_NAMED])}{more} since the search {name} began: it continues with the code that it "
+        f"began with, {folder}. To search with the code as it is now: tune.name=NEW"
+    ]
+
+
+def _changed_code(before: Mapping[str, str], name: str) -> list[Fault]:
+    """Return a fault for each file of own code that has changed since a search began whose frozen copy is gone.
+
+    Args:
+        before: digests by path.
+        name: that of the search.
+    """
+    faults = []
+    for file, digest in before.items():
+        if (now := digest_of(Path(file))) != digest:
+            change = "has changed" if now else "is gone"
+            message = (
+                f"{file}: this code {change} since the search {name} began, and trials of both cannot be compared. "
+                "Put it back to continue, or start another search: tune.name=NEW"
+            )
+            faults.append(Fault(message))
+    return faults
+
+
+def changed_settings(before: Mapping[str, object], now: Mapping[str, object], name: str, config: Path) -> list[Fault]:
+    """Return a fault for each setting whose change makes trials of before and after incomparable; at most five.
+
+    Args:
+        before: the complete config with which the search began.
+        now: the complete config.
+        name: that of the search.
+        config: the file with which it can be resumed.
+    """
+    began, found = dict(_flat(before)), dict(_flat(now))
+    changed = [
+        key
+        for key in sorted(began | found)
+        if not f"{key}.".startswith(tuple(f"{free}." for free in FREE))
+        and began.get(key, _NONE) != found.get(key, _NONE)
+        and (key in began or key.startswith("tune.space."))
+    ]
+    remedy = f"To continue it, restore this, or give `deeplightning tune {config}`; for another search: tune.name=NEW"
+    faults = []
+    for key in changed[:MAX_NAMED]:
+        old, new = ("absent" if (v := values.get(key, _NONE)) is _NONE else line(v) for values in (began, found))
+        message = f"was {old} when the search {name} began, and is {new}; trials of both cannot be compared. {remedy}"
+        faults.append(Fault(message, key, found=new, allowed=old))
+    return faults
+
+
+def _flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the leaves of a config by their keys; a distribution of the space is one."""
+    if isinstance(value, dict) and value and not name.startswith("tune.space."):
+        for key, item in value.items():
+            yield from _flat(item, f"{name}.{key}".lstrip("."))
+    else:
+        yield name, value

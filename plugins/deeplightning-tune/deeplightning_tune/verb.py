@@ -1,0 +1,24 @@
+"""The verb `deeplightning tune`. Heavy imports stand inside it, so that `--help` answers at once."""
+
+from pathlib import Path
+
+import click
+
+from deeplightning.cli.group import LOOSE, OVERRIDES, with_config
+from deeplightning.cli.of_configs import train_here
+from deeplightning.process import streams
+
+
+@click.command(context_settings=LOOSE, epilog=OVERRIDES)
+@with_config()
+def tune(config: Path, overrides: tuple[str, ...]) -> None:
+    """Search for the best values of what CONFIG's `tune.space` names.
+
+    Each trial is a run. The same command resumes a search that was interrupted. The last line on stdout is the
+    folder with best.yaml, the table of trials and pictures.
+    """
+    from deeplightning.config.source import located
+    from deeplightning_tune.search import search
+
+    streams.outlive_reader()
+    search(located(config), overrides, train_here)
