@@ -9,7 +9,10 @@ import torch
 from conftest import weights as checkpoint_weights
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from deeplightning.array import ArraySpec
 from deeplightning.data.of_datasets import OfDatasets
+from deeplightning.image import ImageSpec
+from deeplightning.run.bundle import is_servable
 from deeplightning.task.errors import LabelError, MisfitError
 
 SAMPLES = 24
@@ -100,6 +103,44 @@ def test_a_pair_is_inputs_and_truth(learn, kind, form):
     other = learn(kind, lambda cfg: Loaders(Form(form, *given)))
     torch.testing.assert_close(weights(other), weights(mapped), rtol=0, atol=0)
     assert other.series("val_loss") == mapped.series("val_loss")
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "names"),
+    [
+        ("classification", ArraySpec((3,)), ["0", "1"]),
+        ("regression", ArraySpec((3,)), ["target"]),
+        ("multilabel", ArraySpec((3,)), ["0", "1"]),
+        ("segmentation", ImageSpec(4, 4, "L"), ["0", "1"]),
+    ],
+)
+def test_a_checkpoint_has_the_shape_of_inputs_that_the_data_module_does_not_describe(learn, kind, spec, names):
+    """Of arrays, and of pictures from 0 to 1; outputs are named by their numbers."""
+    inputs, truth = columns(kind)
+    given = TensorDataset(inputs.sigmoid() if kind == "segmentation" else inputs, truth)
+    trained = learn(kind, lambda cfg: Loaders(given))
+    fresh = type(trained.task)(trained.task.cfg)
+    fresh.on_load_checkpoint(torch.load(trained.folder / "last.ckpt", weights_only=True))
+    assert (fresh.image_spec if kind == "segmentation" else fresh.row_spec) == spec
+    assert fresh.class_names == names
+
+
+class Batches(Loaders):
+    """Gives batches as they are."""
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.set, batch_size=None)
+
+    val_dataloader = train_dataloader
+
+
+@pytest.mark.parametrize("pictures", [[torch.zeros(2, 1, 4, 4), torch.ones(2, 1, 6, 6)], [-torch.ones(2, 1, 4, 4)]])
+def test_pictures_of_several_sizes_or_normalised_ones_are_trained_and_not_served(learn, pictures):
+    """The checkpoint says nothing of their size."""
+    batches: Any = [(picture, torch.ones(2, *picture.shape[2:], dtype=torch.uint8)) for picture in pictures]
+    trained = learn("segmentation", lambda cfg: Batches(batches))
+    assert trained.task.image_spec is None
+    assert not is_servable(trained.task)
 
 
 def test_a_named_tuple_with_the_names_of_the_columns_may_have_any_order(learn):
