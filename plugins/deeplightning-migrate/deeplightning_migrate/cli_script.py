@@ -28,8 +28,10 @@ REGISTERED = {
     "add_lightning_class_args": (("lightning_class", "nested_key"), ""),
 }
 """Methods of its parser that take a class: their parameters and the section that is meant by default."""
-HOOKS = ("before_instantiate_classes", "instantiate_classes", "after_instantiate_classes", "instantiate_trainer")
-HOOKS += ("configure_optimizers", "before_fit", "fit")
+HOOKS = (
+    *("before_instantiate_classes", "instantiate_classes", "after_instantiate_classes", "instantiate_trainer"),
+    *("configure_optimizers", "before_fit", "fit"),
+)
 """Methods that a subclass of LightningCLI overrides to train something else."""
 
 
