@@ -94,7 +94,8 @@ def test_a_built_in_task_takes_the_shape_of_its_arrays_from_the_batches(command,
 
     done = train(
         "model={module: {type: deeplightning.task.classif.Classification}, loss: {type: torch.nn.CrossEntropyLoss}, "
-        "network: {type: torch.nn.Linear, params: {in_features: 4, out_features: 3}}}"
+        "network: {type: torch.nn.Linear, params: {in_features: 4, out_features: 3}}, "
+        "optimizer: {type: torch.optim.SGD, params: {lr: 0.1}}}"
     )
     folder = RunFolder(done.folder)
     arrays = np.random.default_rng(3).normal(size=(5, 4)).astype(np.float32)
