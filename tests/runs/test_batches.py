@@ -125,22 +125,20 @@ def test_a_checkpoint_has_the_shape_of_inputs_that_the_data_module_does_not_desc
     assert fresh.class_names == names
 
 
-class Batches(Loaders):
-    """Gives batches as they are."""
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(self.set, batch_size=None)
-
-    val_dataloader = train_dataloader
-
-
-@pytest.mark.parametrize("pictures", [[torch.zeros(2, 1, 4, 4), torch.ones(2, 1, 6, 6)], [-torch.ones(2, 1, 4, 4)]])
-def test_pictures_of_several_sizes_or_normalised_ones_are_trained_and_not_served(learn, pictures):
-    """The checkpoint says nothing of their size."""
-    batches: Any = [(picture, torch.ones(2, *picture.shape[2:], dtype=torch.uint8)) for picture in pictures]
-    trained = learn("segmentation", lambda cfg: Batches(batches))
+def test_normalised_pictures_are_trained_and_not_served(learn):
+    """How they were normalised is not known."""
+    trained = learn("segmentation", lambda cfg: Loaders(TensorDataset(*columns("segmentation"))))
     assert trained.task.image_spec is None
     assert not is_servable(trained.task)
+
+
+def test_arrays_of_several_shapes_are_not_served(learn):
+    """From the first batch that differs on."""
+    task = learn("classification", lambda cfg: Loaders(TensorDataset(*columns("classification")))).task
+    assert is_servable(task)
+    for size in (5, 3):
+        task.take_form(torch.zeros(2, size), torch.zeros(2, 2))
+        assert not is_servable(task)
 
 
 def test_a_named_tuple_with_the_names_of_the_columns_may_have_any_order(learn):
