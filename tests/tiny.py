@@ -24,6 +24,40 @@ logger:
   pictures: null
 """
 
+PAIRS = """\
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Pairs(pl.LightningDataModule):
+    def __init__(self, cfg):
+        super().__init__()
+
+    def setup(self, stage):
+        x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+        self.set = TensorDataset(x, (x.sum(1) > 0).long())
+
+    def train_dataloader(self):
+        return DataLoader(self.set, 16)
+
+    val_dataloader = test_dataloader = train_dataloader
+
+
+"""
+
+PAIRS_CONFIG = """\
+seed: 5
+data: {module: {type: pairs.Pairs}, batch_size: 16}
+model:
+  module: {type: pairs.Task}
+  network: {type: torch.nn.Identity}
+  optimizer: {type: torch.optim.SGD, params: {lr: 0.1}}
+  loss: null
+logger: {params: {tracking_uri: STORE, system_metrics: false}}
+"""
+
 OWN = '''\
 """A user's own code, in the working directory."""
 
@@ -401,3 +435,9 @@ def digest(checkpoint: Path) -> str:
         values = tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8)  # NumPy has no bfloat16
         total.update(name.encode() + values.numpy().tobytes())
     return total.hexdigest()
+
+
+def write_pairs(folder: Path, store: Path, task: str, settings: str) -> None:
+    """Write `pairs.py`, a data module of pairs (x, y) and a class `Task`, and `c.yaml` with further settings."""
+    (folder / "pairs.py").write_text(PAIRS + task)
+    (folder / "c.yaml").write_text(PAIRS_CONFIG.replace("STORE", str(store)) + settings)

@@ -1,4 +1,4 @@
-"""Random numbers of modules that do not take the config: as under Lightning's own Trainer, also in a resumed run."""
+"""Random numbers of the user's own modules: as under Lightning's own Trainer, also in a resumed run."""
 
 import random
 from typing import Any
@@ -8,15 +8,17 @@ import pytorch_lightning as pl
 import torch
 
 from deeplightning.callbacks.order import OWN
+from deeplightning.callbacks.steps import build_network, knows_position
 from deeplightning.faults import CheckpointError
-from deeplightning.private.lightning import restart_epoch
+from deeplightning.private.lightning import restart_epoch, training_loaders
 
 
 class Generators(pl.Callback):
     """Save the states of the generators of Python, NumPy and torch in each checkpoint, and restore them on resume.
 
     So the numbers are those of `seed_everything` and `Trainer.fit`, and a run that resumes draws what an uninterrupted
-    one does. Inside an epoch it iterates from the states before that epoch, and drops the batches that are done.
+    one does. Inside an epoch it iterates from the states before that epoch, and drops the batches that are done, unless
+    the loader knows its position.
     """
 
     after = ("Record",)
@@ -25,6 +27,9 @@ class Generators(pl.Callback):
     def __init__(self) -> None:
         self._saved: dict[str, Any] | None = None
         self._before: dict[str, Any] | None = None  # the states before the epoch; None: it is the first
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        build_network(trainer, pl_module, stage)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -37,15 +42,18 @@ class Generators(pl.Callback):
         self._saved = checkpoint.get("generators") if trainer.state.fn == "fit" else None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        if self._saved is None or not 0 < done < trainer.num_training_batches:
+        batches = trainer.fit_loop.epoch_loop.batch_progress
+        done = batches.current.ready
+        if trainer.ckpt_path is None or batches.is_last_batch or not 0 < done < trainer.num_training_batches:
             return
-        saved, self._saved = self._saved, None
+        saved, self._saved = self._saved or {}, None
         self._before = saved.get("before")
-        if self._before is not None:
-            _set_states(trainer, self._before)
-        restart_epoch(trainer, skip=done, new_iterator=self._before is not None)
-        _set_states(trainer, saved.get("now"))
+        if not any(map(knows_position, training_loaders(trainer))):
+            if self._before is not None:
+                _set_states(trainer, self._before)
+            restart_epoch(trainer, skip=done, new_iterator=self._before is not None)
+        if saved:
+            _set_states(trainer, saved.get("now"))
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._saved is not None:

@@ -20,8 +20,8 @@ from torch.utils.data import IterableDataset
 
 from deeplightning import transfer
 from deeplightning.callbacks.order import OWN
-from deeplightning.config.schema import Config
-from deeplightning.config.target import takes_config
+from deeplightning.checks.compare import Imported
+from deeplightning.config.schema import Config, Target
 from deeplightning.engine.group import replicas
 from deeplightning.engine.plan import world_size
 from deeplightning.faults import RunError, SetupError
@@ -33,6 +33,7 @@ from deeplightning.private.lightning import (
     restart_epoch,
     training_loaders,
 )
+from deeplightning.static.signature import Undecided
 from deeplightning.words import stage_of
 
 if TYPE_CHECKING:
@@ -54,8 +55,18 @@ def seed_all(seed: int, *position: int) -> None:
 
 def draws_as_lightning(cfg: Config) -> bool:
     """Return whether a run draws random numbers as `seed_everything` and `Trainer.fit` of Lightning do, see
-    `generators`: its modules do not take the config, and there is one process, whose states a checkpoint can hold."""
-    return world_size(cfg.engine) == 1 and not (takes_config(cfg.data.module) or takes_config(cfg.model.module))
+    `generators`: a module of it is the user's own and derived from none of ours, and there is one process, whose states
+    a checkpoint can hold."""
+    return world_size(cfg.engine) == 1 and not (_is_ours(cfg.data.module) and _is_ours(cfg.model.module))
+
+
+def _is_ours(target: Target) -> bool:
+    """Return whether a class, or what a function makes as far as its source shows, is ours or derived from ours."""
+    try:
+        made = Imported(target.type).makes()
+    except (ValueError, Undecided):
+        return False
+    return any(path.startswith("deeplightning.") for each in made for path in each.paths)
 
 
 def _word(seed: int, *position: int) -> int:
@@ -112,8 +123,7 @@ class Seeds(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         seed_all(self.seed, 0)  # the same on every rank: all start from the same weights
-        if any(_sets_up(callback) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-            _build_network(trainer, pl_module, stage)
+        build_network(trainer, pl_module, stage)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._restore_position(trainer)
@@ -124,7 +134,7 @@ class Seeds(pl.Callback):
         position: each epoch is iterated from its seed, and batches that are done are read and dropped."""
         loop, loaders = trainer.fit_loop, training_loaders(trainer)
         number, batches = trainer.current_epoch, loop.epoch_loop.batch_progress
-        if trainer.ckpt_path is None or any(map(_knows_position, loaders)):
+        if trainer.ckpt_path is None or any(map(knows_position, loaders)):
             return
         done, size = batches.current.ready, trainer.num_training_batches
         self._begins = batches.is_last_batch or done >= size  # the next epoch, when it has its seed
@@ -155,7 +165,7 @@ class Seeds(pl.Callback):
         _seed_from(_mixed(self._word, trainer.fit_loop.epoch_loop.batch_progress.current.ready))
 
 
-def _knows_position(loader: Any) -> bool:
+def knows_position(loader: Any) -> bool:
     """Return whether a loader resumes inside an epoch by itself: one of ours, or one with a state."""
     dataset = getattr(loader, "dataset", None)
     parts = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
@@ -173,10 +183,12 @@ def _is_of(named: Any, *packages: str) -> bool:
     return named.__module__.partition(".")[0] in packages
 
 
-def _build_network(trainer: pl.Trainer, task: pl.LightningModule, stage: str) -> None:
-    """Builds the network of a task of ours before callbacks are set up: Lightning's fine-tuning callbacks freeze parts
-    of it there. Lightning builds it only after that, and then finds it built."""
+def build_network(trainer: pl.Trainer, task: pl.LightningModule, stage: str) -> None:
+    """Build the network of a task of ours before callbacks of the user's are set up: Lightning's fine-tuning callbacks
+    freeze parts of it there. Lightning builds it only after that, and then finds it built."""
     own = type(task)
+    if not any(_sets_up(callback) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        return
     if not _is_of(own.configure_model, "deeplightning") or not _is_of(own.setup, "deeplightning", "pytorch_lightning"):
         return
     task.setup(stage)

@@ -194,18 +194,6 @@ def signature_of(name: str, found: Any) -> Signature:
     return read if read.rest is None else live
 
 
-def takes_config(target: Target) -> bool:
-    """Return whether a module is passed the whole config, see `build`.
-
-    Raises:
-        ValueError: the module cannot be found.
-    """
-    try:
-        return signature_of(target.type, find(target.type)).config() is not None
-    except Undecided:
-        return True
-
-
 def build(target: Target | Mapping[str, Any], *given: object, **more: Any) -> Any:
     """Build the object that a target describes, called with `given`, its params and `more`, which wins over params.
 

@@ -58,7 +58,7 @@ def keep_samples(task: Any, data: Any, folder: RunFolder) -> None:
     import numpy as np
 
     from deeplightning.batches import by_name
-    from deeplightning.run.own_module import samples_of
+    from deeplightning.run.own_module import pixels, samples_of
 
     if not is_plain(task) and hasattr(data, "example_texts"):
         kept: Mapping[str, Any] = {"texts": np.array(data.example_texts(SAMPLES), np.str_)}
@@ -72,9 +72,12 @@ def keep_samples(task: Any, data: Any, folder: RunFolder) -> None:
         elif batch is None:
             raise CheckpointError(f"{folder.path}: a bundle is proved on samples, and the data module gives none")
         else:
+            takes = KINDS[task.kind].takes if task.kind in KINDS else "image"
+            inputs = (by_name(batch, task.batch_names) or {})[INPUT_OF[takes]][:SAMPLES].cpu()
+            if takes == "image" and inputs.is_floating_point():
+                inputs = pixels(inputs, task.image_spec)
             size = getattr(data, "picture_size", lambda: None)()
-            images = (by_name(batch, task.batch_names) or {})["image"][:SAMPLES].cpu().numpy()
-            kept = {"images": images, **({} if size is None else {"picture_size": size})}
+            kept = {SAMPLES_OF[takes]: inputs.numpy(), **({} if size is None else {"picture_size": size})}
     with permissions_of(folder.path), whole(folder.samples) as file:
         np.savez_compressed(file, **kept)
 
@@ -137,8 +140,10 @@ def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export
     task, cfg, path = trained_task(folder, allow, verb)
     if not is_servable(task):
         raise CheckpointError(
-            f"{folder.path}: a server must know how inputs are prepared, and {cfg.model.module.type} has neither an "
-            "image_spec nor a text_spec nor a row_spec; `deeplightning predict RUN` answers for its test set"
+            f"{folder.path}: a server must know how inputs are prepared, and {cfg.model.module.type} does not: the "
+            "data module has no `image_spec` or `array_spec`, and its validation batches are not float arrays, or "
+            "pictures from 0 to 1, of one shape. Give it one of these; `deeplightning predict RUN` answers for its "
+            "test set"
         )
     if not folder.samples.is_file():  # the run ended before it could keep some
         data = init_module(cfg, "data")

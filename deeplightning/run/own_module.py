@@ -64,10 +64,14 @@ def samples_of(task: pl.LightningModule, data: Any, batch: Any) -> dict[str, np.
         spec = ImageSpec(inputs.shape[2], inputs.shape[3], modes[inputs.shape[1]])
     if spec is None:
         return {"arrays": inputs.float().numpy(), "about": np.array(json.dumps(about))}
-    if inputs.dtype != torch.uint8:
-        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (spec.mean, spec.std))
-        inputs = ((inputs.float() * std + mean) * 255).round().clamp(0, 255).byte()
+    inputs = inputs if inputs.dtype == torch.uint8 else pixels(inputs, spec)
     return {"images": inputs.numpy(), "about": np.array(json.dumps(about | {"image_spec": spec.to_dict()}))}
+
+
+def pixels(images: Tensor, spec: ImageSpec) -> Tensor:
+    """Return normalised pictures, float (N, C, H, W), as uint8 of the same shape."""
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (spec.mean, spec.std))
+    return ((images.float() * std + mean) * 255).round().clamp(0, 255).byte()
 
 
 def _transferred(task: pl.LightningModule, data: Any, batch: Any) -> Any:

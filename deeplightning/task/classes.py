@@ -137,6 +137,10 @@ class Classification(Supervised):
     def on_validation_epoch_start(self) -> None:
         self._answered = []
 
+    def take_form(self, inputs: Tensor, outputs: Tensor) -> None:
+        super().take_form(inputs, outputs)
+        self.class_names = self.names(outputs.shape[1])
+
     def remember(self, inputs: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Keeps label and answer of each validation sample, in 8 bytes."""
         self._outputs_of_classes = logits.shape[1]

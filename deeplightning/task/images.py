@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from deeplightning.image import ImageSpec
+from deeplightning.image import MODES, ImageSpec
 from deeplightning.task.errors import MisfitError
 from deeplightning.task.networks import try_network
 from deeplightning.task.supervised import Supervised
@@ -40,7 +40,8 @@ class ImageTask(Supervised):
     """A task whose inputs are pictures, `image` uint8 (B, C, H, W) in each batch.
 
     The data module says how its pixels are normalised (`image_spec`) and what the classes are called (`class_names`,
-    where it has such); both travel in the checkpoint.
+    where it has such); both travel in the checkpoint. Without an `image_spec`, validation batches of one size and of
+    floats from 0 to 1, as torchvision's ToTensor gives, are pictures that are not normalised.
     """
 
     input_name = "image"
@@ -50,6 +51,8 @@ class ImageTask(Supervised):
         self.normalise: nn.Module | None = None
         self.image_spec: ImageSpec | None = None
         self.class_names: list[str] = []
+        self._inferred: ImageSpec | None = None  # of validation batches, or a checkpoint that had it from there
+        self._may_infer = True
 
     def setup(self, stage: str) -> None:
         data: Any = getattr(self.trainer, "datamodule", None)
@@ -91,6 +94,19 @@ class ImageTask(Supervised):
         refusal = f"{self.cfg.model.network.type} does not take the data's pictures {shape}"
         self.check_outputs(try_network(network, torch.zeros(shape), refusal))
 
+    def take_form(self, inputs: Tensor, outputs: Any) -> None:
+        """Take the size of float pictures that the data module does not describe."""
+        if not (self._may_infer and self.image_spec is self._inferred and len(inputs)):
+            return
+        mode = {channels: mode for mode, channels in MODES.items()}.get(inputs.shape[1])
+        is_picture = mode is not None and inputs.ndim == 4 and inputs.is_floating_point()
+        spec = ImageSpec(inputs.shape[2], inputs.shape[3], str(mode)) if is_picture else None
+        if self._inferred is None and spec is not None and inputs.min() >= 0 and inputs.max() <= 1:
+            self._describe(spec, self.class_names)
+            self._inferred = spec
+        elif self._inferred is None or self._inferred != spec:
+            self._may_infer, self.image_spec, self._inferred = False, None, None
+
     def travels(self) -> dict[str, object]:
         if self.image_spec is None:
             return {}
@@ -99,3 +115,4 @@ class ImageTask(Supervised):
     def arrives(self, saved: dict[str, Any]) -> None:
         if self.image_spec is None:
             self._describe(ImageSpec.from_dict(saved["image_spec"]), saved["class_names"])
+            self._inferred = self.image_spec

@@ -181,6 +181,10 @@ class Labels(Supervised):
 
     # ---- thresholds
 
+    def take_form(self, inputs: Tensor, outputs: Tensor) -> None:
+        super().take_form(inputs, outputs)
+        self.class_names = self.class_names or [str(number) for number in range(outputs.shape[1])]
+
     def remember(self, inputs: Tensor, outputs: Tensor, truth: Tensor) -> None:
         """Keeps probabilities and labels of the validation, by which thresholds are chosen."""
         self.collected.update(self.measured(outputs), truth)

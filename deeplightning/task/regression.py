@@ -141,6 +141,11 @@ class Regression(RowTask):
     def _count(self, stage: str, outputs: object, truth: Tensor, *rest: Any, **others: Any) -> dict[str, Tensor]:
         return super()._count(stage, self.in_units(outputs), self.in_units(truth), *rest, **others)
 
+    def take_form(self, inputs: Tensor, outputs: Tensor) -> None:
+        super().take_form(inputs, outputs)
+        if not self.target_names and outputs.ndim > 1:
+            self.target_names = [f"target_{number}" for number in range(outputs.shape[1])]
+
     def remember(self, inputs: Tensor, outputs: Tensor, truth: Tensor) -> None:
         """Keeps the absolute errors of the validation, of which intervals are made."""
         if self.interval is not None and self.row_spec is not None:

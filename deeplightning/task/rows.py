@@ -24,11 +24,11 @@ class RowTask(Supervised):
     """A task whose inputs are `input` float32 (B, …) in each batch.
 
     The data module says how they are prepared (`table_spec` or `array_spec`), which travels in the checkpoint. Without
-    one the task learns all the same, and has no endpoint.
+    one an input is an array of the shape that all validation batches have; where these differ, there is no endpoint.
 
     Attributes:
         gives: what it answers, a word of `deeplightning.kinds.OUTPUTS`.
-        row_spec: how an input is prepared; None: the data module does not say.
+        row_spec: how an input is prepared; None: not known.
     """
 
     gives = "regression"
@@ -36,6 +36,8 @@ class RowTask(Supervised):
     def __init__(self, cfg: "PartConfig"):
         super().__init__(cfg)
         self.row_spec: TableSpec | ArraySpec | None = None
+        self._inferred: ArraySpec | None = None  # of validation batches, or a checkpoint that had it from there
+        self._may_infer = True
 
     @property
     def takes(self) -> str:
@@ -71,6 +73,14 @@ class RowTask(Supervised):
         refusal = f"{self.cfg.model.network.type} does not take the data's inputs {shape}"
         self.check_outputs(try_network(network, torch.zeros(shape), refusal))
 
+    def take_form(self, inputs: Tensor, outputs: Any) -> None:
+        """Take the shape of inputs that the data module does not describe."""
+        if self._may_infer and self.row_spec is self._inferred:
+            shape = tuple(inputs.shape[1:])
+            spec = ArraySpec(shape) if shape and all(shape) and inputs.is_floating_point() else None
+            self._may_infer = spec is not None and self._inferred in (None, spec)
+            self.row_spec = self._inferred = spec if self._may_infer else None
+
     def travels(self) -> dict[str, object]:
         return {} if self.row_spec is None else {"takes": self.takes, "spec": self.row_spec.to_dict()}
 
@@ -81,7 +91,7 @@ class RowTask(Supervised):
         """
         spec = row_spec(saved["takes"], saved["spec"])
         if self.row_spec is None:
-            self.row_spec = spec
+            self.row_spec, self._inferred = spec, spec if isinstance(spec, ArraySpec) else None
         elif self.row_spec != spec:
             raise MisfitError(
                 "the checkpoint was trained with inputs that were prepared otherwise than those of the data now "

@@ -64,7 +64,8 @@ class Segmentation(ImageTask):
         name = self.cfg.model.network.type
         if not isinstance(outputs, Tensor) or outputs.ndim != 4:
             raise refusal(name, outputs, "(B, K, H, W): a number per class and pixel")
-        if (spec := self.image_spec) is not None and outputs.shape[2:] != (spec.height, spec.width):
+        spec = self.image_spec
+        if spec is not None and spec is not self._inferred and outputs.shape[2:] != (spec.height, spec.width):
             raise MisfitError(
                 f"{name} gives {outputs.shape[2]}x{outputs.shape[3]} pixels for pictures of "
                 f"{spec.height}x{spec.width}; segmentation needs one for each",

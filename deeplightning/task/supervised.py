@@ -210,6 +210,9 @@ class Supervised(pl.LightningModule):
         """Columns for the file of predictions, `index` among them: tensors (B,), or lists of B texts."""
         return {}
 
+    def take_form(self, inputs: Tensor, outputs: Any) -> None:
+        """Take from each validation batch what an endpoint needs and the data module does not say."""
+
     def remember(self, inputs: Tensor, outputs: Any, truth: Tensor) -> None:
         """Is handed the samples of each validation batch, on a process that has none too."""
 
@@ -534,6 +537,7 @@ class Supervised(pl.LightningModule):
         else:
             self._join(stage, outputs, truth)
         if stage == "val":  # a process without samples too: what is remembered may be summed over all
+            self.take_form(inputs, outputs)
             self.remember(inputs, outputs, truth)
         return self._answers(batch, outputs)
 

@@ -9,7 +9,10 @@ import torch
 from conftest import weights as checkpoint_weights
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from deeplightning.array import ArraySpec
 from deeplightning.data.of_datasets import OfDatasets
+from deeplightning.image import ImageSpec
+from deeplightning.run.bundle import is_servable
 from deeplightning.task.errors import LabelError, MisfitError
 
 SAMPLES = 24
@@ -100,6 +103,42 @@ def test_a_pair_is_inputs_and_truth(learn, kind, form):
     other = learn(kind, lambda cfg: Loaders(Form(form, *given)))
     torch.testing.assert_close(weights(other), weights(mapped), rtol=0, atol=0)
     assert other.series("val_loss") == mapped.series("val_loss")
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "names"),
+    [
+        ("classification", ArraySpec((3,)), ["0", "1"]),
+        ("regression", ArraySpec((3,)), ["target"]),
+        ("multilabel", ArraySpec((3,)), ["0", "1"]),
+        ("segmentation", ImageSpec(4, 4, "L"), ["0", "1"]),
+    ],
+)
+def test_a_checkpoint_has_the_shape_of_inputs_that_the_data_module_does_not_describe(learn, kind, spec, names):
+    """Of arrays, and of pictures from 0 to 1; outputs are named by their numbers."""
+    inputs, truth = columns(kind)
+    given = TensorDataset(inputs.sigmoid() if kind == "segmentation" else inputs, truth)
+    trained = learn(kind, lambda cfg: Loaders(given))
+    fresh = type(trained.task)(trained.task.cfg)
+    fresh.on_load_checkpoint(torch.load(trained.folder / "last.ckpt", weights_only=True))
+    assert (fresh.image_spec if kind == "segmentation" else fresh.row_spec) == spec
+    assert fresh.class_names == names
+
+
+def test_normalised_pictures_are_trained_and_not_served(learn):
+    """How they were normalised is not known."""
+    trained = learn("segmentation", lambda cfg: Loaders(TensorDataset(*columns("segmentation"))))
+    assert trained.task.image_spec is None
+    assert not is_servable(trained.task)
+
+
+def test_arrays_of_several_shapes_are_not_served(learn):
+    """From the first batch that differs on."""
+    task = learn("classification", lambda cfg: Loaders(TensorDataset(*columns("classification")))).task
+    assert is_servable(task)
+    for size in (5, 3):
+        task.take_form(torch.zeros(2, size), torch.zeros(2, 2))
+        assert not is_servable(task)
 
 
 def test_a_named_tuple_with_the_names_of_the_columns_may_have_any_order(learn):

@@ -9,6 +9,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from PIL import Image
+from tiny import write_pairs
 from torch import nn
 
 from deeplightning.faults import ConfigError
@@ -16,26 +17,6 @@ from deeplightning.run.own_module import OwnModule, samples_of
 from deeplightning.runfolder import RunFolder
 
 OWN = """\
-import pytorch_lightning as pl
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-
-class Pairs(pl.LightningDataModule):
-    def __init__(self, cfg):
-        super().__init__()
-
-    def setup(self, stage):
-        x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
-        self.set = TensorDataset(x, (x.sum(1) > 0).long())
-
-    def train_dataloader(self):
-        return DataLoader(self.set, 16)
-
-    val_dataloader = train_dataloader
-
-
 class Task(pl.LightningModule):
     def __init__(self, cfg, several=False):
         super().__init__()
@@ -54,34 +35,36 @@ class Task(pl.LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 """
-CONFIG = """\
-seed: 5
+SETTINGS = """\
 stages: [train]
-data: {module: {type: own_endpoint.Pairs}, batch_size: 16}
-model:
-  module: {type: own_endpoint.Task}
-  network: {type: torch.nn.Identity}
-  optimizer: {type: torch.optim.SGD, params: {lr: 0.1}}
-  loss: null
 train: {num_epochs: 1, checkpoint: {monitor: val_loss}}
-logger: {params: {tracking_uri: STORE, system_metrics: false}, pictures: null}
 """
 
 
 @pytest.fixture
 def here(tmp_path, store):
-    (tmp_path / "own_endpoint.py").write_text(OWN)
-    (tmp_path / "c.yaml").write_text(CONFIG.replace("STORE", str(store)))
+    write_pairs(tmp_path, store, OWN, SETTINGS)
     return tmp_path
 
 
-def test_a_plain_module_is_exported_and_answers_as_its_forward(command, here):
+@pytest.fixture
+def train(command, here):
+    """`train(override, …)` trains it."""
+
+    def run(*overrides):
+        done = command("train", "c.yaml", "logger.pictures=null", *overrides, cwd=here)
+        assert done.code == 0, done
+        return done
+
+    return run
+
+
+def test_a_plain_module_is_exported_and_answers_as_its_forward(command, train, here):
     """The export at the end of training, `export` and `predict FILE` of the same run, and a server's session agree with
     the module itself; golden answers are in the bundle."""
     from serve.bundle import Bundle
 
-    done = command("train", "c.yaml", cwd=here)
-    assert done.code == 0, done
+    done = train()
     assert "bundle     " in done.out
     folder = RunFolder(done.folder)
     arrays = np.random.default_rng(3).normal(size=(5, 4)).astype(np.float32)
@@ -105,11 +88,33 @@ def test_a_plain_module_is_exported_and_answers_as_its_forward(command, here):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_what_cannot_be_exported_is_one_note(command, here):
+def test_a_built_in_task_takes_the_shape_of_its_arrays_from_the_batches(command, train, here):
+    """The data module has no spec: the bundle takes arrays of that shape, and classes have their numbers as names."""
+    from serve.bundle import Bundle
+
+    done = train(
+        "model={module: {type: deeplightning.task.classif.Classification}, loss: {type: torch.nn.CrossEntropyLoss}, "
+        "network: {type: torch.nn.Linear, params: {in_features: 4, out_features: 3}}, "
+        "optimizer: {type: torch.optim.SGD, params: {lr: 0.1}}}"
+    )
+    folder = RunFolder(done.folder)
+    arrays = np.random.default_rng(3).normal(size=(5, 4)).astype(np.float32)
+    state = torch.load(folder.best, weights_only=True)["state_dict"]
+    expected = (torch.from_numpy(arrays) @ state["network.weight"].T + state["network.bias"]).softmax(1).numpy()
+    card = json.loads(folder.bundle_card.read_text())
+    assert (card["task"], card["labels"]) == ("array_classification", ["0", "1", "2"])
+    np.testing.assert_allclose(Bundle.open(folder.bundle).predict(arrays), expected, rtol=1e-5, atol=1e-6)
+    np.save(here / "rows.npy", arrays)
+    told = command("predict", str(folder.path), "rows.npy", cwd=here)
+    assert told.code == 0, told
+    rows = told.out.splitlines()
+    assert [row.split(",")[2] for row in rows[1:]] == [str(k) for k in expected.argmax(1)]
+
+
+def test_what_cannot_be_exported_is_one_note(command, train, here):
     """A training ends well without a bundle and says why; `export` ends with 2 and one note."""
-    done = command("train", "c.yaml", "model.module.params.several=true", cwd=here)
-    assert done.code == 0, done
-    words = "own_endpoint.Task cannot be exported: forward gives tuple (float32 (2, 3), float32 (2, 4)), not a tensor"
+    done = train("model.module.params.several=true")
+    words = "pairs.Task cannot be exported: forward gives tuple (float32 (2, 3), float32 (2, 4)), not a tensor"
     assert f"bundle     none: {words}" in done.out, done
     refused = command("export", str(done.folder), cwd=here)
     assert refused.code == 2, refused

@@ -1,6 +1,7 @@
 """A LightningModule and a LightningDataModule as Lightning's manual writes them train here unchanged, as `Trainer.fit`
 trains them, and gain checkpoints that plain Lightning loads, resume and test."""
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -101,6 +102,75 @@ logger: {pictures: null, params: {tracking_uri: STORE, system_metrics: false}}
 
 TOKEN = "horse-battery-staple-17"
 
+CONFIGURED = """
+
+class Dropped(nn.Sequential):
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__(nn.Flatten(), nn.Linear(inputs, 8), nn.Dropout(0.5), nn.Linear(8, outputs))
+
+
+class Pictures(pl.LightningModule):
+    def __init__(self, cfg):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = Dropped(64, 10)
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self.net(batch["image"].float() / 255), batch["label"])
+        self.log("train/loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", nn.functional.cross_entropy(self.net(batch["image"].float() / 255), batch["label"]))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+"""
+
+OF_CONFIG = {  # data module and task that take the config
+    "pictures": (
+        "data={module: {type: deeplightning.data.digits.Digits, params: {limit: 150}}, batch_size: 16}",
+        "model={module: {type: own_line.Pictures}, loss: null, optimizer: null}",
+    ),
+    "lines": (
+        "data={module: {type: own_line.DataOfConfig}, batch_size: 20}",
+        "model={module: {type: own_line.OfConfig, params: {dropout: 0.1}}, loss: {type: torch.nn.MSELoss}, "
+        "network: {type: torch.nn.Linear, params: {in_features: 2, out_features: 1}}, optimizer: null}",
+    ),
+    "our task": (
+        "data={module: {type: own_line.DataOfConfig}, batch_size: 20}",
+        "model={module: {type: deeplightning.task.regression.Regression}, loss: {type: torch.nn.MSELoss}, optimizer: "
+        "{type: torch.optim.SGD, params: {lr: 0.1}}, network: {type: own_line.Dropped, params: {inputs: 2, "
+        "outputs: 1}}}",
+    ),
+}
+HEAD = """\
+seed: 7
+stages: [train]
+train: {num_epochs: 3, export: false, checkpoint: {monitor: val_loss}}
+logger: {pictures: null, params: {tracking_uri: STORE, system_metrics: false}}
+"""
+REFERENCE_OF_CONFIG = """\
+import json
+import sys
+import pytorch_lightning as pl
+import torch
+from deeplightning import load_config
+from deeplightning.config.target import find
+
+torch.set_num_threads(1)
+found = {}
+for name, overrides in json.loads(sys.argv[2]).items():
+    cfg = load_config("of_config.yaml", overrides)
+    pl.seed_everything(7)
+    task, data = (find(module.type)(cfg, **module.params) for module in (cfg.model.module, cfg.data.module))
+    trainer = pl.Trainer(max_epochs=3, accelerator="cpu", logger=False, enable_progress_bar=False,
+                         enable_checkpointing=False, enable_model_summary=False)
+    trainer.fit(task, data)
+    found[name] = task.state_dict()
+torch.save(found, sys.argv[1])
+"""
+
 REFERENCE = """\
 import sys
 from functools import partial
@@ -125,7 +195,8 @@ torch.save({"state_dict": model.state_dict(), "val_loss": float(trainer.callback
 def project(tmp_path_factory):
     """A folder with a user's modules and a config for them."""
     place = tmp_path_factory.mktemp("own-lightning")
-    (place / "own_line.py").write_text(OWN)
+    (place / "own_line.py").write_text(OWN + CONFIGURED)
+    (place / "of_config.yaml").write_text(HEAD.replace("STORE", str(place / "mlruns")))
     (place / "config.yaml").write_text(CONFIG.replace("STORE", str(place / "mlruns")))
     return place
 
@@ -134,8 +205,8 @@ def project(tmp_path_factory):
 def run(project, command):
     """`run(override, …)` trains the config; `code` is the exit code that is expected."""
 
-    def train(*overrides: str, code: int = 0, verb: str = "train"):
-        words = ["config.yaml"] if verb == "train" else []
+    def train(*overrides: str, code: int = 0, verb: str = "train", config: str = "config.yaml"):
+        words = [config] if verb == "train" else []
         outcome = command(verb, *words, *overrides, cwd=project, OWN_TOKEN=TOKEN)
         assert outcome.code == code, outcome
         return outcome
@@ -215,6 +286,34 @@ def test_modules_that_take_the_config_save_what_is_plain(run, tmp_path):
     resumed = run(*settings, "train.num_epochs=2", "train.resume_ckpt=auto")
     assert "(step 4, epoch 1)" in resumed.out
     assert resumed.folder == first.folder
+
+
+@pytest.fixture(scope="module")
+def plain_weights(project, tmp_path_factory):
+    """The weights of plain Lightning, by the name of `OF_CONFIG`."""
+    folder = tmp_path_factory.mktemp("plain")
+    words = [sys.executable, "-c", REFERENCE_OF_CONFIG, str(folder / "plain.pt"), json.dumps(OF_CONFIG)]
+    subprocess.run(words, cwd=project, check=True, timeout=300)
+    return content(folder, "plain.pt")
+
+
+@pytest.mark.parametrize("name", ["pictures", *(pytest.param(n, marks=pytest.mark.slow) for n in [*OF_CONFIG][1:])])
+def test_modules_that_take_the_config_train_to_the_weights_of_plain_lightning(run, plain_weights, name):
+    """A module of the user's with a data module of the user's or ours, and a task of ours with a data module of the
+    user's: bit for bit, with dropout and shuffled batches."""
+    ours = content(run(*OF_CONFIG[name], config="of_config.yaml").folder)["state_dict"]
+    assert plain_weights[name].keys() == ours.keys()
+    assert all(torch.equal(plain_weights[name][key], tensor) for key, tensor in ours.items())
+
+
+def test_a_module_with_our_data_resumes_inside_an_epoch(run, plain_weights, tmp_path):
+    """Our loaders know their position: no batch is read twice or left out."""
+    settings = [*OF_CONFIG["pictures"], f"logger.params.tracking_uri={tmp_path}"]
+    run(*settings, "train.max_steps=13", config="of_config.yaml")
+    resumed = run(*settings, "train.resume_ckpt=auto", config="of_config.yaml")
+    assert "(step 13, " in resumed.out
+    ours = content(resumed.folder)["state_dict"]
+    assert all(torch.equal(plain_weights["pictures"][key], tensor) for key, tensor in ours.items())
 
 
 def test_a_run_whose_checkpoints_cannot_be_read_is_not_begun_anew(whole, run, tmp_path):

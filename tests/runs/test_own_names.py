@@ -7,32 +7,15 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torchmetrics
+from tiny import write_pairs
 from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 OWN = '''\
-import pytorch_lightning as pl
-import torch
 import torchmetrics
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-
-class Pairs(pl.LightningDataModule):
-    def __init__(self, cfg):
-        super().__init__()
-
-    def setup(self, stage):
-        x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
-        self.set = TensorDataset(x, (x.sum(1) > 0).long())
-
-    def train_dataloader(self):
-        return DataLoader(self.set, 16)
-
-    val_dataloader = test_dataloader = train_dataloader
 
 
 class Task(pl.LightningModule):
@@ -83,25 +66,16 @@ class Task(pl.LightningModule):
     def configure_callbacks(self):
         return [EarlyStopping("valid/f1", mode="max", patience=9), ModelCheckpoint("kept", monitor="valid/acc")]
 '''
-CONFIG = """\
-seed: 5
+SETTINGS = """\
 stages: [train, test]
-data: {module: {type: own_names.Pairs}, batch_size: 16}
-model:
-  module: {type: own_names.Task}
-  network: {type: torch.nn.Identity}
-  optimizer: {type: torch.optim.SGD, params: {lr: 0.1}}
-  loss: null
 train: {num_epochs: 2, export: false, checkpoint: {monitor: valid/acc}, early_stop: {metric: valid/loss, patience: 5}}
-logger: {params: {tracking_uri: STORE, system_metrics: false}}
 """
 
 
 def test_names_of_any_form_are_shown_tracked_and_monitored(command, store, tmp_path, tracked):
     """Slashes, a MetricCollection, `logger=False` and two optimizers by hand: in the table of epochs, in the tracker,
     as monitors of checkpoints, early stopping and own callbacks, in the report."""
-    (tmp_path / "own_names.py").write_text(OWN)
-    (tmp_path / "c.yaml").write_text(CONFIG.replace("STORE", str(store)))
+    write_pairs(tmp_path, store, OWN, SETTINGS)
     checked = command("check", "c.yaml", cwd=tmp_path)
     assert checked.code == 0, checked
     done = command("train", "c.yaml", cwd=tmp_path)

@@ -12,21 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from deeplightning.checks.check import check
+from deeplightning.checks.check import OWN_LOADERS, check
 from deeplightning.checks.compare import Meanings
 from deeplightning.config import other_tools, schema
 from deeplightning.config.kinds import is_bound
-from deeplightning.config.source import Text, short, text_of
+from deeplightning.config.source import Text, short
 from deeplightning.config.target import is_reference, is_target
-from deeplightning.config.tree import Entry, dump, line, parse, plain
+from deeplightning.config.tree import Entry, dump, line, plain
 from deeplightning.faults import ConfigError, Fault, upwards
 from deeplightning.static import definition
 from deeplightning.static.signature import Undecided, factory_of
+from deeplightning_migrate.cli_script import CliScript
+from deeplightning_migrate.composed import MAX_FILES, SUBCOMMANDS, over, read
 
-MAX_FILES = 50
-SUBCOMMANDS = ("validate", "test", "predict", "fit")
 SPARE = {
     *("RichProgressBar", "TQDMProgressBar", "RichModelSummary", "ModelSummary", "LearningRateMonitor"),
     "DeviceStatsMonitor",
@@ -57,130 +55,6 @@ OF_TEMPLATE = ("paths", "extras", "hydra", "debug", "optimized_metric", "hparams
 """Sections of the Lightning-Hydra template that its own script reads, and no training."""
 
 
-# ---- reading
-
-
-def read(files: Sequence[Path], system: str) -> Entry:
-    """Return the tree of a project's config files, the later over the earlier; of Hydra over their defaults lists.
-
-    Raises:
-        ConfigError: a file cannot be read, is no mapping, or is in its own defaults list.
-    """
-    root = Entry({}, "")
-    for file in files:
-        root = _over(root, _composed(file, _choices(file, ()), ()) if system == "hydra" else _mapping(file))
-    for section in [root, *(root.value.get(name) for name in SUBCOMMANDS)] if system == "lightning-cli" else []:
-        items = section.value if section is not None and isinstance(section.value, dict) else {}
-        for name in ("trainer", "model", "data", "optimizer", "lr_scheduler"):  # each may be a file of its own
-            value = items[name].value if name in items else None
-            if isinstance(value, str) and value.endswith((".yaml", ".yml")):
-                items[name] = _mapping(files[0].parent / value)
-    return root
-
-
-def _mapping(path: Path) -> Entry:
-    faults: list[Fault] = []
-    text = text_of(path)
-    tree = parse(text, short(path), faults, ["params", "theirs"])  # keys have the types that YAML gives
-    if faults:
-        raise ConfigError(faults)
-    if not isinstance(tree.value, dict):
-        raise ConfigError(Fault("this file holds no mapping of settings; is this the right file?", place=short(path)))
-    _as_yaml_1_1(tree, yaml.safe_load(text))
-    return tree
-
-
-def _as_yaml_1_1(entry: Entry, theirs: Any) -> None:
-    """Take the words that both tools read as YAML 1.1 does, such as `yes` and `0x10`, for what they mean there."""
-    if isinstance(entry.value, dict) and isinstance(theirs, dict):
-        for key, item in entry.value.items():
-            _as_yaml_1_1(item, theirs.get(key))
-    elif isinstance(entry.value, list) and isinstance(theirs, list):
-        for item, other in zip(entry.value, theirs, strict=True):
-            _as_yaml_1_1(item, other)
-    elif not isinstance(entry.value, dict | list) and isinstance(theirs, bool | int | float):
-        entry.value = theirs
-
-
-def _over(base: Entry, top: Entry) -> Entry:
-    """Lay one tree over another. The arguments of another class are none of those below."""
-    if not (isinstance(base.value, dict) and isinstance(top.value, dict)):
-        return top
-    below, above = (tree.value.get("class_path") for tree in (base, top))
-    if below is not None and above is not None and below.value != above.value:
-        return top
-    return Entry(
-        base.value | {key: _over(base.value[key], e) if key in base.value else e for key, e in top.value.items()},
-        top.place,
-    )
-
-
-def _defaults(path: Path) -> tuple[Entry, list[tuple[str, Entry]]]:
-    """Return a file of Hydra without its defaults list, and that list as pairs of a group and an option; a file of the
-    same folder has the group `""`."""
-    content = _mapping(path)
-    listed = content.value.pop("defaults", None)
-    pairs = []
-    for item in listed.value if listed is not None and isinstance(listed.value, list) else []:
-        for group, option in item.value.items() if isinstance(item.value, dict) else [("", item)]:
-            pairs += [(group, one) for one in (option.value if isinstance(option.value, list) else [option])]
-    return content, pairs
-
-
-def _choices(path: Path, trail: tuple[Path, ...], root: Path | None = None) -> dict[str, Entry]:
-    """Return the options that files of a defaults list choose for other groups, by group: `override /data: mnist`."""
-    root = root or path.parent
-    found: dict[str, Entry] = {}
-    if path in trail or len(trail) > MAX_FILES:
-        raise ConfigError(Fault("this file is in its own defaults list; remove it there", place=short(path)))
-    for group, option in _defaults(path)[1]:
-        *words, name = group.split() or [""]
-        if "override" in words:
-            found[name.lstrip("/").partition("@")[0]] = option
-        elif (file := _file(path, root, group, option)) is not None:
-            found |= _choices(file, (*trail, path), root)
-    return found
-
-
-def _file(path: Path, root: Path, group: str, option: Entry) -> Path | None:
-    """Return the file of an option; None: the option is null, `_self_`, optional and not there, or Hydra's own."""
-    *words, name = group.split() or [""]
-    name = name.partition("@")[0]
-    if option.value in (None, "_self_") or name.lstrip("/").partition("/")[0] == "hydra":
-        return None
-    folder = root if name.startswith("/") or "override" in words else path.parent
-    file = folder / name.lstrip("/") / f"{str(option.value).removesuffix('.yaml')}.yaml"
-    return None if "optional" in words and not file.is_file() else file
-
-
-def _composed(path: Path, choices: dict[str, Entry], trail: tuple[Path, ...], package: str = "") -> Entry:
-    """Return the tree of a file of Hydra over its defaults, each below its package."""
-    root = (trail or (path,))[0].parent
-    content, pairs = _defaults(path)
-    header = re.search(r"^#\s*@package\s+(\S+)", text_of(path), re.MULTILINE)
-    if header and header[1] != "_group_":
-        package = header[1].replace("_global_", "").lstrip(".")
-    for part in reversed(package.split(".") if package else []):
-        content = Entry({part: content}, content.place)
-    made, is_laid = Entry({}, short(path)), False
-    for group, option in pairs:
-        *words, name = group.split() or [""]
-        if option.value == "_self_":
-            made, is_laid = _over(made, content), True
-            continue
-        if "override" in words:
-            continue
-        group_of, _, at = name.partition("@")
-        inside = f"{path.parent.relative_to(root)}/{group_of}".removeprefix("./").strip("/")
-        whole = group_of.lstrip("/") if group_of.startswith("/") else inside
-        file = _file(path, root, group, choices.get(whole, option) if name else option)
-        if file is not None:
-            relative = at or (group_of.lstrip("/") if group_of.startswith("/") else group_of).replace("/", ".")
-            below = ".".join(filter(None, ["" if group_of.startswith("/") else package, relative]))
-            made = _over(made, _composed(file, choices, (*trail, path), below))
-    return made if is_laid else _over(made, content)
-
-
 # ---- converting
 
 
@@ -196,11 +70,11 @@ class Conversion:
         partials: the key, the class, the parameter and the value of each argument with `_partial_: true`.
     """
 
-    def __init__(self, root: Entry, system: str):
-        self.root, self.system = root, system
+    def __init__(self, root: Entry, system: str, script: CliScript):
+        self.root, self.system, self.script = root, system, script
         self.config: dict[str, Any] = {}
         self.places: dict[str, str] = {}
-        self.faults: list[Fault] = []
+        self.faults = script.faults
         self.left: list[str] = []
         self.used: set[str] = set()
         self.partials: list[tuple[str, str, str, Entry]] = []
@@ -241,7 +115,7 @@ class Conversion:
 
     def target(self, key: str, entry: Entry) -> dict[str, Any]:
         """Return a class with its arguments as `type` and `params`."""
-        name = str(_class(entry)).replace("lightning.pytorch.", "pytorch_lightning.")
+        name = self.script.full_name(str(_class(entry))).replace("lightning.pytorch.", "pytorch_lightning.")
         params = {}
         for word, item in _arguments(entry):
             if word == "_args_" or (word == "_recursive_" and item.value is False):
@@ -293,7 +167,8 @@ class Conversion:
         """Convert every section."""
         items = dict(self.root.value)
         if self.system == "lightning-cli":
-            items = self._subcommands(items)
+            items = self.script.complete(self._subcommands(items))
+            self.root = Entry(dict(items), self.root.place)
             seed, stages = items.pop("seed_everything", None), ["train"]
         else:
             seed = items.pop("seed", None)
@@ -312,6 +187,8 @@ class Conversion:
         for name in ("data", "datamodule", "model"):
             if name in items:
                 self._module(name.removesuffix("module"), name, items.pop(name))
+        if self.system == "lightning-cli":
+            self._optimizer(items.pop("optimizer", None), items.pop("lr_scheduler", None))
         self._trainer(arguments, trainer)
         for name, entry in items.items():
             self._other(name, entry)
@@ -324,7 +201,7 @@ class Conversion:
                 continue
             del items[name]
             if name == "fit":
-                items = _over(Entry(items, section.place), section).value
+                items = over(Entry(items, section.place), section).value
                 continue
             fit = self.root.value.get("fit", Entry({}, "")).value
             for key, item in section.value.items():
@@ -339,16 +216,36 @@ class Conversion:
             return
         self.put(f"{section}.module", self.target(name, entry), entry)
 
+    def _optimizer(self, optimizer: Entry | None, schedule: Entry | None) -> None:
+        """Convert the sections by which LightningCLI replaces the `configure_optimizers` of the model."""
+        if optimizer is None or optimizer.value is None:
+            if schedule is not None and schedule.value is not None:
+                self.leave("lr_scheduler", schedule, "LightningCLI reads it only beside `optimizer`")
+            return
+        if "model" not in self.config:
+            return  # a fault already
+        params, place = {"module": self.config["model"]["module"]}, self.places["model.module"]
+        for name, entry in (("optimizer", optimizer), ("lr_scheduler", schedule)):
+            if entry is None or entry.value is None:
+                continue
+            if _class(entry) is None:
+                self.refuse(name, entry, "names no class; write it as `class_path` with its arguments in `init_args`")
+                continue
+            params[name] = self.target(name, entry)
+            if "." not in (kind := params[name]["type"]):
+                package = "torch.optim" if name == "optimizer" else "torch.optim.lr_scheduler"
+                package = "pytorch_lightning.cli" if kind == "ReduceLROnPlateau" else package
+                params[name]["type"] = f"{package}.{kind}"
+        wrapped = {"type": "deeplightning_migrate.configured.with_optimizer", "params": params}
+        self.put("model.module", wrapped, optimizer)
+        self.places["model.module.params.module"] = place
+        if "data" not in self.config:
+            self.put("data.module", {"type": OWN_LOADERS}, optimizer)
+
     def _other(self, name: str, entry: Entry) -> None:
         if entry.value is None or name in ("config", "print_config", "subcommand"):
             return
-        if name in ("optimizer", "lr_scheduler"):
-            message = (
-                "has no key here: LightningCLI replaces the module's configure_optimizers with it. Write that method "
-            )
-            message += "in the class, or give the class a parameter `optimizer: OptimizerCallable`, set in `init_args`"
-            self.refuse(name, entry, message)
-        elif name == "ckpt_path":
+        if name == "ckpt_path":
             self.put("train.resume_ckpt", self.value(name, entry), entry)
         elif name == "task_name" and self.system == "hydra":
             self.put("logger.params.experiment_name", self.value(name, entry), entry)
@@ -560,10 +457,16 @@ class Conversion:
 def convert(files: Sequence[Path], system: str) -> str:
     """Return the config of a project as YAML text, with a comment for each setting that is left out.
 
+    Args:
+        files: configs, the later over the earlier; of LightningCLI also the Python file that calls it.
+
     Raises:
         ConfigError: a file cannot be read; or with every value that cannot be converted, each with its line.
     """
-    made = Conversion(read(files, system), system)
+    scripts = [file for file in files if file.suffix == ".py" and system == "lightning-cli"]
+    configs = [file for file in files if file not in scripts]
+    folders = [*(file.parent for file in files), Path.cwd()] if system == "lightning-cli" else []
+    made = Conversion(read(configs, system), system, CliScript(folders, scripts))
     made.convert()
     if not made.faults:
         made.judge(files[0])

@@ -244,7 +244,8 @@ def convert(files: Sequence[Path], system: str, write: bool) -> str:
     if system in ("lightning-cli", "hydra"):
         from deeplightning_migrate.lightning import convert as converted
 
-        texts = {files[0]: converted(files, system)}
+        first = next((file for file in files if file.suffix != ".py"), files[0])
+        texts = {first: converted(files, system)}
     else:
         texts = {path: text_from(path, system) for path in files}
     if not write:

@@ -59,14 +59,14 @@ def read_python(path: Path) -> dict[str, Any]:
     except (SyntaxError, ValueError, RecursionError) as error:
         row = getattr(error, "lineno", None) or 1
         raise ConfigError(Fault(f"not Python: {error}", place=f"{short(path)}:{row}:1")) from None
-    return _Script(path.stem, tree).settings()
+    return Script(path.stem, tree).settings()
 
 
 MAIN = {"Stoke", "TorchTrainer", "PyTorchTrainer", "Trainer", "BoltTrainer", "DataLoader", "Bolt", "train"}
 """Calls whose keywords are settings."""
 
 
-class _Script:
+class Script:
     """A script's imports, functions and values, by name."""
 
     def __init__(self, module: str, tree: ast.Module):

@@ -119,7 +119,12 @@ def test_an_example_becomes_a_config(system, tmp_path):
         ("trainer: {deterministic: warn}", "c.yaml:4:11: trainer.deterministic", "`warn` has no counterpart"),
         ("trainer: {max_epoch: 3}", "c.yaml:4:11: trainer.max_epoch", "is no argument of Lightning's Trainer"),
         ("early: {patience: 3}", "c.yaml:4:1: early", "only your Python code reads it"),
-        ("optimizer: {class_path: Adam}", "c.yaml:4:1: optimizer", "parameter `optimizer: OptimizerCallable`"),
+        ("optimizer: {lr: 0.1}", "c.yaml:4:1: optimizer", "names no class"),
+        (
+            "optimizer: {class_path: Adam, init_args: {lt: 0.1}}",
+            "c.yaml:4:1: model.module.params.optimizer",
+            "mean lr?",
+        ),
         ("model: {hidden: 3}", "c.yaml:4:1: model", "names no class"),
         (
             "data: {class_path: parts.Data, init_args: {size: '${a.b}'}}",
@@ -165,6 +170,90 @@ def test_values_mean_what_their_tool_reads(here):
     assert at(made, "model.module.params.loss") == {1: 16, "a": 0.001, "b": "yes"}
     assert made["engine"] == {"gpus": "auto", "sync_batchnorm": True, "precision": "16-mixed"}
     assert (made["seed"], made["train"], made["logger"]) == (None, {"num_epochs": 1000}, {"progress": "off"})
+
+
+def test_sections_of_an_optimizer_belong_to_the_model(here):
+    """Short names are those of torch; Lightning's own plateau schedule has the metric that it watches."""
+    (here / "c.yaml").write_text(
+        "trainer: {accelerator: cpu}\nmodel: parts.Model\ndata: {class_path: parts.Data}\noptimizer: Adam\n"
+        "lr_scheduler: {class_path: ReduceLROnPlateau, init_args: {monitor: val/loss, patience: 1}}\n"
+    )
+    made = plain(parse(text_of_lightning([here / "c.yaml"], "lightning-cli"), "made.yaml", []))
+    schedule = {"type": "pytorch_lightning.cli.ReduceLROnPlateau", "params": {"monitor": "val/loss", "patience": 1}}
+    assert at(made, "model.module.params") == {
+        "module": {"type": "parts.Model"},
+        "optimizer": {"type": "torch.optim.Adam"},
+        "lr_scheduler": schedule,
+    }
+    (here / "c.yaml").write_text(f"{(here / 'c.yaml').read_text()}".replace("optimizer: Adam\n", ""))
+    text = text_of_lightning([here / "c.yaml"], "lightning-cli")
+    assert "# lr_scheduler: " in text
+    assert "with_optimizer" not in text
+
+
+SCRIPT = """\
+from parts import Data, Model
+from pytorch_lightning.cli import LightningCLI
+
+
+class CLI(LightningCLI):
+    def add_arguments_to_parser(self, parser):
+        {inside}
+
+
+if __name__ == "__main__":
+    CLI(Model, Data{given})
+"""
+
+
+@pytest.mark.parametrize(
+    ("inside", "given", "key", "value"),
+    [
+        ("pass", "", "model.module", {"type": "parts.Model", "params": {"loss": 2}}),
+        ("parser.link_arguments('model.loss', 'data.size')", "", "data.module.params.size", 2),
+        ("parser.link_arguments('data.size', 'model.loss')", "", "model.module.params.loss", 1),
+        ("parser.set_defaults({'data.size': 4, 'model.loss': 5})", "", "data.module.params.size", 4),
+        ("parser.set_defaults({'data.size': 4, 'model.loss': 5})", "", "model.module.params.loss", 2),
+        ("pass", ", trainer_defaults={'max_epochs': 3}, seed_everything_default=4", "train.num_epochs", 3),
+        ("pass", ", trainer_defaults={'max_epochs': 3}, seed_everything_default=4", "seed", 4),
+    ],
+)
+def test_what_the_python_file_gives_to_lightning_cli_is_in_the_config(here, inside, given, key, value):
+    """Classes, links, defaults below the config's values; the file is found beside the config and not run."""
+    (here / "main.py").write_text(SCRIPT.format(inside=inside, given=given))
+    (here / "c.yaml").write_text("trainer: {accelerator: cpu}\nmodel: {loss: 2}\n")
+    assert at(plain(parse(text_of_lightning([here / "c.yaml"], "lightning-cli"), "made.yaml", [])), key) == value
+
+
+@pytest.mark.parametrize(
+    ("inside", "given", "words"),
+    [
+        ("parser.link_arguments('data.size', 'model.loss', compute_fn=len)", "", "7:9: this link is computed"),
+        ("parser.link_arguments('data.size', 'model.loss', apply_on='instantiate')", "", "7:9: this link is computed"),
+        ("parser.link_arguments('data.no', 'model.loss')", "", "7:9: `data.no` has no value that can be read"),
+        ("parser.add_optimizer_args(Adam, link_to='model.loss')", "", "7:49: `link_to` has no key here"),
+        ("pass", ", trainer_defaults={'callbacks': [Data()]}", "11:39: these defaults are no plain values"),
+        ("pass", ", trainer_class=Other", "11:36: `trainer_class` of LightningCLI has no key here"),
+        ("pass\n\n    def before_fit(self):\n        pass", "", "9:5: `before_fit` may change what is trained"),
+        ("pass\n\n\nCLI(Model)", "", "10:1 and main.py:14:5 call LightningCLI; add the Python file that trains"),
+    ],
+)
+def test_what_the_python_file_computes_is_a_fault_at_its_line(here, inside, given, words):
+    (here / "main.py").write_text(SCRIPT.format(inside=inside, given=given))
+    (here / "c.yaml").write_text("trainer: {accelerator: cpu}\n")
+    with pytest.raises(ConfigError) as refused:
+        text_of_lightning([here / "c.yaml"], "lightning-cli")
+    assert f"main.py:{words}" in str(refused.value)
+
+
+def test_one_of_several_python_files_is_named(here):
+    """Then the others do not count."""
+    for name in ("main.py", "tune.py"):
+        (here / name).write_text(SCRIPT.format(inside=f"parser.set_defaults({{'model.loss': '{name}'}})", given=""))
+    (here / "c.yaml").write_text("trainer: {accelerator: cpu}\n")
+    with pytest.raises(ConfigError, match=r"main.py:11:5 and tune.py:11:5 call LightningCLI"):
+        text_of_lightning([here / "c.yaml"], "lightning-cli")
+    assert "loss: tune.py" in text_of_lightning([here / "c.yaml", here / "tune.py"], "lightning-cli")
 
 
 def test_a_reference_into_another_file_is_refused(here):

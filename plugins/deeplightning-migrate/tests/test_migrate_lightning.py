@@ -19,6 +19,7 @@ class Case(NamedTuple):
         files: the configs, in `tests/foreign`.
         modules: the model and the data module, as Python.
         trainer: the arguments of Lightning's Trainer, as Python.
+        folder: a folder of `tests/foreign` with further files.
     """
 
     system: str
@@ -26,6 +27,7 @@ class Case(NamedTuple):
     seed: int
     modules: str
     trainer: str
+    folder: str = ""
 
 
 CASES = {
@@ -59,6 +61,23 @@ CASES = {
         "partial(optim.lr_scheduler.ExponentialLR, gamma=0.5)), Points(4)",
         "max_epochs=1",
     ),
+    "optimizer": Case(
+        "lightning-cli",
+        ["optimizer.yaml"],
+        5,
+        "given(Plain(6, dropout=0.25), partial(optim.SGD, lr=0.1, momentum=0.9), "
+        "partial(optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)), Points(12)",
+        "max_epochs=3, callbacks=[Shrink(0.9), pl.callbacks.EarlyStopping('val/loss', 10, 1)]",
+    ),
+    "script": Case(
+        "lightning-cli",
+        ["fit.yaml"],
+        9,
+        "given(Plain(12), partial(optim.Adam, lr=0.05), partial(ReduceLROnPlateau, monitor='train/loss', patience=0)), "
+        "Points(12)",
+        "max_epochs=3, callbacks=[Shrink(0.5)]",
+        "script",
+    ),
     "train": Case(
         "hydra",
         ["configs/train.yaml"],
@@ -83,9 +102,20 @@ from functools import partial
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.cli import ReduceLROnPlateau
 from torch import optim
 
 from MODULE import *
+
+
+def given(model, optimizer, schedule):
+    optimizer = optimizer(model.parameters())
+    schedule = {"scheduler": schedule(optimizer)}
+    if hasattr(schedule["scheduler"], "monitor"):
+        schedule["monitor"] = schedule["scheduler"].monitor
+    model.configure_optimizers = lambda: {"optimizer": optimizer, "lr_scheduler": schedule}
+    return model
+
 
 torch.set_num_threads(1)
 pl.seed_everything(SEED, workers=True)
@@ -106,12 +136,16 @@ def weights_of(case: Case, place: Path) -> dict[str, torch.Tensor]:
     return torch.load(place / "weights.pt", weights_only=True)
 
 
-@pytest.mark.parametrize("name", ["plain", "train", *(pytest.param(n, marks=pytest.mark.slow) for n in [*CASES][1:4]),
-                                  pytest.param("wide", marks=pytest.mark.slow)])  # fmt: skip
+QUICK = ("plain", "script", "train")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
 def test_a_converted_project_trains_the_same(command, tmp_path, name):
     """The same weights, bit for bit; the template's `test: true` tests."""
     case = CASES[name]
     place = shutil.copytree(FOREIGN / FOLDERS[case.system], tmp_path / "project")
+    if case.folder:
+        shutil.copytree(FOREIGN / case.folder, place, dirs_exist_ok=True)
     done = command("migrate", "--from", case.system, *case.files, "--write", cwd=place, PROJECT_ROOT=".")
     assert done.code == 0, done
     store = f"logger.params.tracking_uri={tmp_path / 'mlruns'}"

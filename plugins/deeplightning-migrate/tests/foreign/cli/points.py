@@ -80,3 +80,15 @@ class Composed(Plain):
     def configure_optimizers(self):
         optimizer = self.optimizer(self.parameters())
         return {"optimizer": optimizer, "lr_scheduler": self.scheduler(optimizer)}
+
+
+class Shrink(pl.Callback):
+    """Multiplies all weights by a factor when an epoch ends."""
+
+    def __init__(self, factor: float = 1.0):
+        self.factor = factor
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        with torch.no_grad():
+            for parameter in pl_module.parameters():
+                parameter.mul_(self.factor)
