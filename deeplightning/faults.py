@@ -116,8 +116,14 @@ _PACKAGES = {
 """By module, how packages are installed whose parts configs name."""
 
 
-PLUGINS = {"hub": ("push",), "lab": ("bisect", "compare"), "migrate": ("migrate",), "shards": ("Shards",)}
-"""The verbs (lower case) and targets of each plug-in of ours, for the note that names a plug-in which is missing."""
+PLUGINS = {
+    "hub": ("push",),
+    "lab": ("bisect", "compare"),
+    "migrate": ("migrate",),
+    "shards": ("Shards",),
+    "slurm": ("Slurm",),
+}
+"""The verbs (lower case), targets and launchers of each plug-in of ours, for the note on one that is missing."""
 
 
 class Missing(ValueError):

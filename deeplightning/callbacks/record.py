@@ -28,7 +28,7 @@ from deeplightning.checks.trust import note_own
 from deeplightning.config.schema import Config
 from deeplightning.config.source import text_of
 from deeplightning.config.tree import dump, parse, plain
-from deeplightning.engine.plan import group_size, launches_by, world_size
+from deeplightning.engine.plan import group_size, world_size
 from deeplightning.engine.restored import check_schedules
 from deeplightning.faults import CheckpointError, ConfigError, SetupError
 from deeplightning.launch.storage import stored
@@ -181,7 +181,8 @@ class Record(pl.Callback):
         if trainer.is_global_zero:
             say_left_out(trainer)
         self.has_learned = True
-        carries = launches_by(self.cfg.engine, "Ray")
+        launcher = self.cfg.engine.launcher
+        carries = launcher is not None and launcher.type in ("deeplightning.launch.Ray", "deeplightning.launch.ray.Ray")
         if trainer.num_nodes > 1 and trainer.local_rank == 0 and not carries and not self.folder.config.exists():
             say(
                 f"warning [rank {trainer.global_rank}]: the run's folder of rank 0, {self.folder.path}, is not on this "

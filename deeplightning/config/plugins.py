@@ -1,4 +1,4 @@
-"""Read the entry points by which installed packages add verbs and short names; listing them imports nothing.
+"""Read the entry points by which installed packages add verbs, short names and launchers; listing imports nothing.
 
 https://packaging.python.org/specifications/entry-points
 """
@@ -13,21 +13,23 @@ VERBS = "deeplightning.verbs"
 """The group of entry points that add verbs: each is a `click.Command`."""
 TARGETS = "deeplightning.targets"
 """The group of entry points that add short names, of any section of a config."""
+LAUNCHERS = "deeplightning.launchers"
+"""The group of entry points that add launchers: short names of `engine.launcher`."""
 
 
 def names(group: str) -> list[str]:
-    """The names that installed packages have in a group, sorted."""
+    """Return the names that installed packages have in a group, sorted."""
     return sorted({entry.name for entry in entry_points(group=group)})
 
 
 def full_names(group: str, name: str) -> list[str]:
-    """The dotted names, MODULE.NAME, of a name in a group; several if several packages define it."""
+    """Return the dotted names, MODULE.NAME, of a name in a group; several if several packages define it."""
     found = {entry.value for entry in entry_points(group=group, name=name)}
     return sorted(value.partition("[")[0].strip().replace(":", ".") for value in found)
 
 
 def load(group: str, name: str) -> Any:
-    """The object behind a name of a group, imported; None: no package has it.
+    """Import and return the object behind a name of a group; None: no package has it.
 
     Raises:
         SetupError: several packages have it, or importing it fails.

@@ -87,23 +87,18 @@ def note_asked(cfg: Config, key: str, value: object) -> None:
 
 
 def is_elsewhere(engine: Engine) -> bool:
-    """Whether the launcher takes the run to other machines, of which this one knows nothing."""
-    return engine.launcher is not None and not launches_by(engine, "Local")
-
-
-def launches_by(engine: Engine, name: str) -> bool:
-    """Whether the launcher is ours of a name: `Local`, `Slurm` or `Ray`; a user's own may be called the same."""
-    ours = "deeplightning.launch"
-    return engine.launcher is not None and engine.launcher.type in (f"{ours}.{name}", f"{ours}.{name.lower()}.{name}")
+    """Return whether the launcher takes the run to other machines, of which this one knows nothing."""
+    local = ("deeplightning.launch.Local", "deeplightning.launch.local.Local")  # a user's own may be called Local too
+    return engine.launcher is not None and engine.launcher.type not in local
 
 
 def address_of(engine: Engine) -> dict[str, str]:
-    """The variables by which the processes of a settled engine meet, where the config says them and nobody else does.
+    """Return the variables for the rendezvous of a settled engine that the config sets and nobody else does.
 
-    The parameters of `Slurm` hold for tasks that a person starts by srun as well; those of `Local`, or the environment,
-    for machines that are started one by one.
+    The parameters of a launcher hold for tasks that a person starts by srun as well; those of `Local`, or the
+    environment, for machines that are started one by one.
     """
-    if slurm_step(os.environ) is not None and engine.launcher is not None and launches_by(engine, "Slurm"):
+    if slurm_step(os.environ) is not None and engine.launcher is not None and is_elsewhere(engine):
         names = {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}
         params = engine.launcher.params
         return {name: str(params[key]) for key, name in names.items() if params.get(key) is not None}

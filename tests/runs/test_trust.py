@@ -20,7 +20,7 @@ from deeplightning.cli.deploy import command as command_of
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, plain
 from deeplightning.faults import CheckpointError
-from deeplightning.launch import ray, slurm
+from deeplightning.launch import ray
 from deeplightning.own_code import INSTALLED
 from deeplightning.reproduce.past import _stores_around
 from deeplightning.run.load import TO_ANSWER, trained_task
@@ -427,13 +427,10 @@ def test_a_changed_config_is_foreign(run, tmp_path):
 
 
 def test_a_run_that_a_launcher_started_elsewhere_is_own(run, tmp_path, capsys):
-    """Where its folder lies here in the end: Slurm's and Ray's first process say where."""
-    one, other = (foreign(run, tmp_path / name, seed=seed) for name, seed in (("one", 11), ("other", 12)))
-    assert not is_own(one)
-    slurm._log(tmp_path, "7").write_text(f"Artifact storage path: {one.path}\n")
-    slurm._Following("7", tmp_path)._echo(to_the_end=True)
+    """Where its folder lies here in the end: Ray's first process says where."""
+    other = foreign(run, tmp_path / "other", seed=12)
+    assert not is_own(other)
     ray._Launch._print(SimpleNamespace(folder=None), 1, f"Artifact storage path: {other.path}\n".encode())
-    assert is_own_code(one)
     assert is_own_code(other)
     ray._Launch._print(SimpleNamespace(folder=None), 1, b"Artifact storage path: /of/another/machine\n")
 

@@ -85,8 +85,7 @@ TAKEN_BY = {
     "model.network.params": ["deeplightning.model.cnn.SimpleCNN", "deeplightning.model.vit.ViT"],
     "model.optimizer.params": ["torch.optim.SGD", "torch.optim.AdamW"],
     "engine.params": [*strategy.DDP, *strategy.FSDP, *strategy.DEEPSPEED],
-    "engine.launcher.params": ["deeplightning.launch.Slurm", "deeplightning.launch.Ray",
-                               "deeplightning.launch.Local"],
+    "engine.launcher.params": ["deeplightning.launch.Ray", "deeplightning.launch.Local"],
     "logger.params": ["deeplightning.tracking.MLflowLogger"],
 }  # fmt: skip
 """Keys whose values are handed on, and what takes them."""
