@@ -120,6 +120,7 @@ PLUGINS = {
     "hub": ("push",),
     "lab": ("bisect", "compare"),
     "migrate": ("migrate",),
+    "ray": ("Ray",),
     "shards": ("Shards",),
     "slurm": ("Slurm",),
 }

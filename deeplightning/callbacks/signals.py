@@ -16,7 +16,7 @@ from torch import distributed
 
 from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.record import between_steps
-from deeplightning.launch import hooks_here
+from deeplightning.launch import ProcessHooks
 from deeplightning.private.lightning import keep_signals
 from deeplightning.process import streams
 from deeplightning.process.identity import own_rank
@@ -39,8 +39,8 @@ class Signals(LightningCheckpoint):
 
     after = ("Record", "EarlyStopping", "Trial", "Checkpoints", OWN)  # a signal ends a batch once all have seen it
 
-    def __init__(self) -> None:
-        self._launcher = hooks_here()
+    def __init__(self, launcher: ProcessHooks) -> None:
+        self._launcher = launcher
         self._received = self._batches = 0
         self._under_way = False
         self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}

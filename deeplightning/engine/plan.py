@@ -6,7 +6,6 @@ Torch and Lightning are imported only where a machine must be asked or a strateg
 import contextlib
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -343,38 +342,3 @@ def effective_batch(cfg: Config, size: int | None = None, samples: int = 0) -> s
 def asks_for_gpus(cfg: Config) -> bool:
     """Whether a worker needs a GPU."""
     return cfg.engine.gpus not in (None, 0, [])
-
-
-def sized(cfg: Config, wanted: int, local: int, nodes: int) -> Config:
-    """A config for so many workers on so many machines; where they are not those it asks for, an optimizer step sees
-    the same samples by accumulation, if the numbers divide, and a notice says which.
-
-    Args:
-        wanted: as many workers as it asks for.
-        local: workers on each machine.
-    """
-    engine = replace(cfg.engine, num_nodes=nodes)
-    if asks_for_gpus(cfg):
-        engine.gpus = local
-    else:
-        engine.processes = local
-    made = replace(cfg, engine=engine, notices=list(cfg.notices or []))
-    for name in ("num_nodes", "gpus", "processes"):
-        if getattr(engine, name) != getattr(cfg.engine, name):
-            note_asked(made, f"engine.{name}", getattr(cfg.engine, name))
-    world, factor = local * nodes, cfg.train.accumulator_factor
-    if world == wanted:
-        return made
-    from_start = cfg.train.accumulator_epoch == 0 or factor == 1
-    if from_start and (factor * wanted) % world == 0:
-        accumulates = factor * wanted // world
-        made.train = replace(cfg.train, accumulator_factor=accumulates, accumulator_epoch=0)
-        note_asked(made, "train.accumulator_factor", factor)
-        why = f"{world} workers of {wanted}; the same samples a step"
-        key, text = "train.accumulator_factor", f"train.accumulator_factor: {factor} → {accumulates} ({why})"
-    else:
-        size = cfg.data.batch_size
-        was = f"{size * wanted * factor} samples a step" if size is not None else f"batches of {wanted} workers"
-        key, text = "data.batch_size", f"{was} → {effective_batch(made)} ({world} workers of {wanted})"
-    made.notices.append(Notice(text, unasked=True, key=key))
-    return made

@@ -19,7 +19,6 @@ from deeplightning.config.target import build
 from deeplightning.engine.plan import address_of, by_hand, is_elsewhere, local_size
 from deeplightning.launch.job import Job, Launcher, ProcessHooks, Start, TrialJobs
 from deeplightning.launch.local import Local
-from deeplightning.launch.ray import Ray
 from deeplightning.process.identity import identity
 
 __all__ = [
@@ -27,7 +26,6 @@ __all__ = [
     "Launcher",
     "Local",
     "ProcessHooks",
-    "Ray",
     "Start",
     "array_of",
     "hooks_here",
@@ -71,7 +69,7 @@ def hooks_here() -> ProcessHooks:
     """
     if identity() is None:  # nobody has started it: no package is asked
         return ProcessHooks()
-    launchers = (plugins.load(plugins.LAUNCHERS, name) for name in plugins.names(plugins.LAUNCHERS))
+    launchers = [plugins.load(plugins.LAUNCHERS, name) for name in plugins.names(plugins.LAUNCHERS)]
     found = (launcher.hooks_here() for launcher in launchers if hasattr(launcher, "hooks_here"))
     return next((hooks for hooks in found if hooks is not None), ProcessHooks())
 

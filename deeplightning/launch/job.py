@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from deeplightning.config.schema import Config
 
@@ -98,9 +98,16 @@ class ProcessHooks:
 
     Attributes:
         signals: numbers that save a checkpoint and end the run, beside SIGINT and SIGTERM.
+        copies_files: whether the launcher copies checkpoints for processes that share no folder: each is complete when
+            the step after it begins.
     """
 
     signals: Sequence[int] = ()
+    copies_files = False
+
+    def callbacks(self, cfg: Config, record: Any, checkpoints: Any) -> list[Any]:
+        """Return Lightning callbacks for the run, to be called after its `Record` and `Checkpoints`."""
+        return []
 
     def before_end(self, signal: int, batches: int) -> None:
         """Prepare for the end of the run by a signal, on rank 0.

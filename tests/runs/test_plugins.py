@@ -19,7 +19,7 @@ from deeplightning.config.source import read
 from deeplightning.config.target import find
 from deeplightning.config.tree import plain
 from deeplightning.faults import PLUGINS, no_module
-from deeplightning.launch import Job, array_of
+from deeplightning.launch import Job, array_of, hooks_here
 from deeplightning.process.streams import Interrupted
 
 ROOT = Path(__file__).parents[2]
@@ -191,9 +191,10 @@ def test_a_launcher_hears_of_signals_in_its_processes(installed, monkeypatch, ca
     own imports none of them."""
     monkeypatch.syspath_prepend(str(installed))
     monkeypatch.setenv("ECHOES", "1")
-    assert [*Signals()._launcher.signals] == []
-    monkeypatch.setenv("RANK", "0")
-    callback = Signals()
+    assert [*hooks_here().signals] == []
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    callback = Signals(hooks_here())
     before = signal.getsignal(signal.SIGUSR2)
     callback._begin()
     try:
@@ -239,6 +240,7 @@ def test_a_plugin_that_is_not_installed_is_named(plugin, name, without_plugins, 
         ("data.module", "deeplightning.data.shards.Shards", "deeplightning_shards.Shards"),
         ("engine.launcher", "deeplightning.launch.Slurm", "deeplightning_slurm.Slurm"),
         ("engine.launcher", "deeplightning.launch.slurm.Slurm", "deeplightning_slurm.Slurm"),
+        ("engine.launcher", "deeplightning.launch.ray.Ray", "deeplightning_ray.Ray"),
     ],
 )
 def test_the_former_name_of_a_target_is_refused_with_the_new_one(key, former, name):

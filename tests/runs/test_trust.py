@@ -7,7 +7,7 @@ import pkgutil
 import shutil
 import sys
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from types import FunctionType
 
 import pytest
 import torch
@@ -15,12 +15,11 @@ import torch
 from deeplightning import load_run, model
 from deeplightning.checks import trust
 from deeplightning.checks.check import check
-from deeplightning.checks.trust import is_own, is_own_code, run_config
+from deeplightning.checks.trust import is_own, run_config
 from deeplightning.cli.deploy import command as command_of
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, plain
 from deeplightning.faults import CheckpointError
-from deeplightning.launch import ray
 from deeplightning.own_code import INSTALLED
 from deeplightning.reproduce.past import _stores_around
 from deeplightning.run.load import TO_ANSWER, trained_task
@@ -424,15 +423,6 @@ def test_a_changed_config_is_foreign(run, tmp_path):
     assert is_own(copy)
     copy.config.write_text(copy.config.read_text() + "\n")
     assert not is_own(copy)
-
-
-def test_a_run_that_a_launcher_started_elsewhere_is_own(run, tmp_path, capsys):
-    """Where its folder lies here in the end: Ray's first process says where."""
-    other = foreign(run, tmp_path / "other", seed=12)
-    assert not is_own(other)
-    ray._Launch._print(SimpleNamespace(folder=None), 1, f"Artifact storage path: {other.path}\n".encode())
-    assert is_own_code(other)
-    ray._Launch._print(SimpleNamespace(folder=None), 1, b"Artifact storage path: /of/another/machine\n")
 
 
 def test_a_register_that_others_may_write_counts_for_nothing(run, tmp_path, monkeypatch):

@@ -231,18 +231,18 @@ def test_torchrun_on_one_machine_is_known_by_its_process():
 
 TASK = {
     "SLURM_JOB_ID": "7",
-    "SLURM_TASK_ID": "0",
+    "SLURM_STEP_ID": "0",
     "SLURM_PROCID": "3",
     "SLURM_LOCALID": "1",
     "SLURM_NODEID": "1",
-    "SLURM_TASK_NUM_TASKS": "4",
-    "SLURM_TASK_NUM_NODES": "2",
-    "SLURM_TASK_TASKS_PER_NODE": "2(x2)",
-    "SLURM_TASK_NODELIST": "n[03-04]",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "n[03-04]",
 }
 OLD_TASK = {
     "SLURM_JOBID": "7",
-    "SLURM_TASKID": "0",
+    "SLURM_STEPID": "0",
     "SLURM_PROCID": "3",
     "SLURM_LOCALID": "1",
     "SLURM_NODEID": "1",
@@ -275,16 +275,16 @@ def test_an_address_that_is_set_wins():
 
 def test_what_is_no_task_has_no_place():
     """A batch script has a rank but no step, a shell of salloc neither, or a step of Slurm's own."""
-    batch = {name: value for name, value in TASK.items() if name != "SLURM_TASK_ID"}
+    batch = {name: value for name, value in TASK.items() if name != "SLURM_STEP_ID"}
     assert identity(batch) is None
     assert identity({name: value for name, value in batch.items() if name != "SLURM_PROCID"}) is None
-    assert slurm_step(TASK | {"SLURM_TASK_ID": "4294967290"}) is None
+    assert slurm_step(TASK | {"SLURM_STEP_ID": "4294967290"}) is None
 
 
 def test_a_single_task_may_start_processes_itself():
     """`srun --pty bash` gives a shell: what it starts has no rank yet. A task that our launcher asked for has."""
-    single = TASK | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_TASK_NUM_TASKS": "1"}
-    single |= {"SLURM_TASK_NUM_NODES": "1", "SLURM_TASK_TASKS_PER_NODE": "1", "SLURM_TASK_NODELIST": "n03"}
+    single = TASK | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    single |= {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NODELIST": "n03"}
     assert not identity(single).is_binding
     assert identity(single | {"DEEPLIGHTNING_LAUNCH": "slurm-7"}).is_binding
 

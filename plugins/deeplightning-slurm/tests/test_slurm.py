@@ -730,7 +730,8 @@ def test_a_process_outside_of_a_job_has_no_hooks(monkeypatch):
     """SIGUSR1 and SIGUSR2 belong to the user there; a task of an array has the number of the array and its own."""
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("RANK", "0")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
     assert Slurm.hooks_here() is None
     assert [*hooks_here().signals] == []
     assert requeue.job_here(STEP) == "7"
