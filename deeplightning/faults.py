@@ -116,14 +116,8 @@ _PACKAGES = {
 """By module, how packages are installed whose parts configs name."""
 
 
-PLUGINS = {
-    "hub": ("push",),
-    "lab": ("bisect", "compare"),
-    "migrate": ("migrate",),
-    "ray": ("Ray",),
-    "shards": ("Shards",),
-    "slurm": ("Slurm",),
-}
+PLUGINS = {"hub": ("push",), "lab": ("bisect", "compare"), "migrate": ("migrate",), "ray": ("Ray",)}
+PLUGINS |= {"shards": ("Shards",), "slurm": ("Slurm",)}
 """The verbs (lower case), targets and launchers of each plug-in of ours, for the note on one that is missing."""
 
 
@@ -269,8 +263,7 @@ class RunError(UserError):
 
 
 def error_of(faults: list[Fault]) -> UserError:
-    """The error that tells these faults. A wrong config comes before a lacking machine, that before missing weights,
-    and an exception of the user's own code comes last."""
+    """Return the error with these faults, of the first kind that one has: config, machine, weights, run, own code."""
     kinds = (ConfigError, SetupError, CheckpointError, RunError, UserError)
     codes = {fault.exit_code for fault in faults}
     return next(kind for kind in kinds if kind.exit_code in codes)(faults)

@@ -11,9 +11,7 @@ from deeplightning.config import other_tools
 from deeplightning.faults import Missing, nearest, not_installed, plugin_of
 
 _PACKAGE = Path(__file__).parents[1]
-
 LAUNCHER = "engine.launcher"
-
 MODULES = {
     "model.optimizer": ("torch.optim",),
     "model.scheduler": ("torch.optim.lr_scheduler",),
@@ -78,9 +76,6 @@ def _modules(role: str) -> list[str]:
     found = []
     for module in MODULES.get(role, ()):
         package = module.removesuffix(".*")
-        if package == module:
-            found.append(module)
-        else:
-            folder = _PACKAGE / package.rpartition(".")[2]
-            found += [f"{package}.{inner.name}" for inner in pkgutil.iter_modules([str(folder)])]
+        inside = pkgutil.iter_modules([str(_PACKAGE / package.rpartition(".")[2])])
+        found += [module] if package == module else [f"{package}.{inner.name}" for inner in inside]
     return found
