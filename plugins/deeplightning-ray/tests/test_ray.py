@@ -187,7 +187,7 @@ def test_the_cluster_file_of_the_example_is_one():
     """`ray up` can read examples/ray/cluster.yml: Ray's own check finds nothing wrong with it."""
     from ray.autoscaler._private.util import prepare_config, validate_config
 
-    found = yaml.safe_load((Path(__file__).parents[2] / "examples" / "ray" / "cluster.yml").read_text())
+    found = yaml.safe_load((Path(__file__).parents[3] / "examples" / "ray" / "cluster.yml").read_text())
     # Raises ValidationError where something is wrong.
     validate_config(prepare_config(found))
 
