@@ -120,11 +120,13 @@ PLUGINS = {
     "lab": ("bisect", "compare"),
     "migrate": ("migrate",),
     "plan": ("batch", "lr", "plan", "stats"),
+    "ray": ("Ray",),
     "shards": ("Shards",),
+    "slurm": ("Slurm",),
     "tune": ("tune", "tune:"),
 }
-"""What each plug-in of ours adds: verbs in lower case, targets, and sections of a config, which end with a colon; for
-the note that a plug-in is not installed."""
+"""What each plug-in of ours adds: verbs in lower case, targets and launchers, and sections of a config, which end with a
+colon; for the note that a plug-in is not installed."""
 
 
 class Missing(ValueError):
@@ -261,8 +263,7 @@ class RunError(UserError):
 
 
 def error_of(faults: list[Fault]) -> UserError:
-    """The error that tells these faults. A wrong config comes before a lacking machine, that before missing weights,
-    and an exception of the user's own code comes last."""
+    """Return the error with these faults, of the first kind that one has: config, machine, weights, run, own code."""
     kinds = (ConfigError, SetupError, CheckpointError, RunError, UserError)
     codes = {fault.exit_code for fault in faults}
     return next(kind for kind in kinds if kind.exit_code in codes)(faults)

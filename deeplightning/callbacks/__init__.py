@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.target import build
-from deeplightning.launch.storage import POOL
+from deeplightning.launch import hooks_here
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -26,7 +26,7 @@ def callback_of(trainer: Any, kind: type[T]) -> T:
 
 
 def all_of(cfg: Config) -> list[pl.Callback]:
-    """The callbacks of a run, in the order in which their hooks are called."""
+    """Return the callbacks of a run, in the order in which their hooks are called."""
     from dataclasses import asdict
 
     from pytorch_lightning.callbacks import EarlyStopping
@@ -71,9 +71,8 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     train, every = cfg.train, cfg.logger.log_every_n_steps
     assert cfg.seed is not None, "load_config draws one"
     record = Record(cfg, loggers, Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S"))
-    checkpoints = Checkpoints(
-        train.checkpoint, record, background=POOL not in os.environ, off=train.fast
-    )  # a pool copies the files
+    hooks = hooks_here()
+    checkpoints = Checkpoints(train.checkpoint, record, background=not hooks.copies_files, off=train.fast)
     callbacks: list[pl.Callback] = [
         record,
         Generators() if draws_as_lightning(cfg) else Seeds(cfg.seed),
@@ -119,11 +118,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         from deeplightning.callbacks.trial import Trial
 
         callbacks.append(Trial(record, os.environ[TRIAL]))
-    callbacks += [checkpoints, Signals()]
-    if POOL in os.environ:
-        from deeplightning.callbacks.pool import Pool
-
-        callbacks.append(Pool(cfg, record, checkpoints))
+    callbacks += [checkpoints, Signals(hooks), *hooks.callbacks(cfg, record, checkpoints)]
     return in_order(callbacks, [build(target) for target in train.callbacks])
 
 

@@ -28,10 +28,10 @@ from deeplightning.checks.trust import note_own
 from deeplightning.config.schema import Config
 from deeplightning.config.source import text_of
 from deeplightning.config.tree import dump, parse, plain
-from deeplightning.engine.plan import group_size, launches_by, world_size
+from deeplightning.engine.plan import group_size, world_size
 from deeplightning.engine.restored import check_schedules
 from deeplightning.faults import CheckpointError, ConfigError, SetupError
-from deeplightning.launch.storage import stored
+from deeplightning.launch import hooks_here
 from deeplightning.private.lightning import add_logged_steps, logged_steps, values_to_log
 from deeplightning.private.mlflow import autologs
 from deeplightning.process import supervisor
@@ -83,8 +83,8 @@ class Resumption:
 
     @property
     def named(self) -> str | None:
-        """The checkpoint by what all processes know of it: its path, or size and time where each has its own copy."""
-        if self.checkpoint is None or not stored().get("storage"):
+        """Return what all processes know of the checkpoint: its path, or size and time where each may have a copy."""
+        if self.checkpoint is None or not hooks_here().copies_files:
             return str(self.checkpoint) if self.checkpoint else None
         stat = self.checkpoint.stat()
         return f"{self.checkpoint.name} of {stat.st_size} bytes, written at {stat.st_mtime_ns} ns"
@@ -181,8 +181,8 @@ class Record(pl.Callback):
         if trainer.is_global_zero:
             say_left_out(trainer)
         self.has_learned = True
-        carries = launches_by(self.cfg.engine, "Ray")
-        if trainer.num_nodes > 1 and trainer.local_rank == 0 and not carries and not self.folder.config.exists():
+        is_first = trainer.num_nodes > 1 and trainer.local_rank == 0  # of its machine
+        if is_first and not self.folder.config.exists() and not hooks_here().copies_files:
             say(
                 f"warning [rank {trainer.global_rank}]: the run's folder of rank 0, {self.folder.path}, is not on this "
                 "machine: logs of its processes stay here, and fsdp and DeepSpeed cannot put the parts of a checkpoint "

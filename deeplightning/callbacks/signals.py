@@ -1,8 +1,7 @@
 """Ctrl-C and SIGTERM are polite: the batch is finished, `last.ckpt` saved, the run marked KILLED. A second is not.
 
-In a job of Slurm SIGUSR1 and SIGUSR2 do the same, and send the job back into the queue: started again, it continues in
-the same run. SIGTERM does so as well where Slurm takes the job's machines away for another. Elsewhere SIGUSR1 and
-SIGUSR2 are the user's own.
+The launcher that has started the process may add signals that do the same, such as those by which a queue takes a job
+back: see `deeplightning.launch.ProcessHooks`. All others are the user's own.
 """
 
 import signal
@@ -17,7 +16,7 @@ from torch import distributed
 
 from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.record import between_steps
-from deeplightning.launch.slurm import is_preempted, job_here, requeue_at_exit
+from deeplightning.launch import ProcessHooks
 from deeplightning.private.lightning import keep_signals
 from deeplightning.process import streams
 from deeplightning.process.identity import own_rank
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
-AGAIN = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Signals(LightningCheckpoint):
@@ -41,8 +39,8 @@ class Signals(LightningCheckpoint):
 
     after = ("Record", "EarlyStopping", "Trial", "Checkpoints", OWN)  # a signal ends a batch once all have seen it
 
-    def __init__(self) -> None:
-        self._job = job_here()
+    def __init__(self, launcher: ProcessHooks) -> None:
+        self._launcher = launcher
         self._received = self._batches = 0
         self._under_way = False
         self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
@@ -57,16 +55,16 @@ class Signals(LightningCheckpoint):
 
     def _install(self) -> None:
         if threading.current_thread() is threading.main_thread() and not self._before:
-            numbers = [*EXIT_CODES, *(AGAIN if self._job else ())]
+            numbers = [*EXIT_CODES, *self._launcher.signals]
             if streams.heard is not None:  # a library has swallowed what its handler raised
                 raise self._interrupted(streams.heard, at_once=True)
             self._before = {number: signal.signal(number, self._handle) for number in numbers}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number in AGAIN and self._received:
-            return  # Slurm says it in several ways; the batch will be done with
-        if number == signal.SIGTERM and self._received in AGAIN:
-            return  # Slurm's next word, before it kills
+        if self._received and number in self._launcher.signals:
+            return  # a queue repeats its warning; the batch is finished first
+        if number == signal.SIGTERM and self._received in self._launcher.signals:
+            return  # a queue sends it after its warning, before it kills
         if self._received or not self._under_way:
             if streams.is_deferred(number, frame):
                 return
@@ -74,13 +72,10 @@ class Signals(LightningCheckpoint):
         self._received = number
 
     def _interrupted(self, received: int, at_once: bool = False) -> Interrupted:
-        """The error of a signal; where the job is to continue, rank 0 requeues it at the end."""
+        """Return the error of a signal, after rank 0 has told the launcher."""
         number = signal.Signals(received)
-        if self._job is not None and own_rank() == 0:
-            if number in AGAIN:
-                requeue_at_exit(self._job, self._batches)
-            elif number == signal.SIGTERM and is_preempted(self._job):
-                requeue_at_exit(self._job, "preempted")
+        if own_rank() == 0:
+            self._launcher.before_end(number, self._batches)
         return Interrupted(number.name, EXIT_CODES.get(number, EXIT_CODES[signal.SIGTERM]), at_once)
 
     def _look(self, trainer: pl.Trainer) -> None:
@@ -150,5 +145,5 @@ class Signals(LightningCheckpoint):
     def _restore(self) -> None:
         for number, handler in self._before.items():
             # Said again while a checkpoint is saved it must not end the process.
-            signal.signal(number, signal.SIG_IGN if number in AGAIN and self._received in AGAIN else handler)
+            signal.signal(number, signal.SIG_IGN if {number, self._received} <= {*self._launcher.signals} else handler)
         self._before, self._under_way = {}, False

@@ -3,6 +3,8 @@
 import os
 import sys
 
+import click
+
 from deeplightning.cli import of_configs, of_runs  # noqa: F401 (its verbs join the group, in the order of a journey)
 from deeplightning.cli.exit_codes import interrupted, run_verb
 from deeplightning.cli.group import cli
@@ -11,8 +13,8 @@ from deeplightning.process.identity import RANK_VARIABLES
 from deeplightning.runfolder import started_here
 
 
-def main() -> None:
-    """The command's entry: runs a verb and ends the process with its exit code."""
+def main(verb: click.Command = cli) -> None:
+    """Run a verb, that of the command line if none is given, and end the process with its exit code."""
     try:
         streams.prepare()
         garbage.postpone()
@@ -24,7 +26,7 @@ def main() -> None:
 
             supervisor.follow()
         with started_here():
-            code = run_verb(cli)
+            code = run_verb(verb)
     except KeyboardInterrupt:
         code = interrupted()
     streams.release()

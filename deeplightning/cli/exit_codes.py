@@ -27,11 +27,11 @@ class Session:
     redact: Callable[[str], str] = str
 
 
-def run_verb(verbs: click.Group) -> int:
-    """Runs the verb that the command line names; its exit code."""
+def run_verb(verb: click.Command) -> int:
+    """Run a verb, or that of a group which the command line names; return its exit code."""
     session = Session()
     try:
-        verbs.main(standalone_mode=False, prog_name="deeplightning", obj=session)
+        verb.main(standalone_mode=False, prog_name="deeplightning", obj=session)
         sys.stdout.flush()  # here a reader that has gone is noticed in time
     except click.ClickException as error:
         error.show()

@@ -18,7 +18,6 @@ from deeplightning.cli.group import (
     cli,
     examine_config,
     load,
-    session,
     show_notices,
     stdout_for_the_result,
     with_config,
@@ -120,19 +119,6 @@ def train(
     from deeplightning.run.stages import launch
 
     launch(cfg)
-
-
-@cli.command(hidden=True)
-def worker() -> None:
-    """Train as one of the processes of a launcher that sends the config to standard input."""
-    from deeplightning.launch.handover import receive
-
-    streams.outlive_reader()
-    cfg = receive()
-    session().redact = cfg.redact_message
-    from deeplightning.run.stages import work
-
-    sys.exit(work(cfg))
 
 
 def train_here(words: Sequence[str]) -> int:

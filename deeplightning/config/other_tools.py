@@ -128,7 +128,7 @@ SYSTEMS: dict[str, dict[str, str]] = {
         "logs_dir": _STORE,
         "loggerfmt datefmt": "engine.setup_hook (it may set up Python's logging)",
         "device": "engine.gpus (null: CPU)",
-        "use_slurm": "engine.launcher (deeplightning.launch.Slurm)",
+        "use_slurm": "engine.launcher (type: Slurm)",
         "use_dist_sampler": "none: samples are divided over the processes without asking",
         "master_addr master_port": "engine.launcher.params.*",
         "world_size": "engine.processes (or the number of `engine.gpus`)",

@@ -1,4 +1,4 @@
-"""Read the entry points by which installed packages add verbs and short names; listing them imports nothing.
+"""Read the entry points by which installed packages add verbs, short names and launchers; listing imports nothing.
 
 https://packaging.python.org/specifications/entry-points
 """
@@ -12,23 +12,24 @@ from deeplightning.words import first_line
 # Groups of entry points.
 VERBS = "deeplightning.verbs"  # a `click.Command` each
 TARGETS = "deeplightning.targets"  # short names, of any section of a config
+LAUNCHERS = "deeplightning.launchers"  # short names of `engine.launcher`
 SCHEMA = "deeplightning.schema"  # sections of a config: a dataclass each, a subclass of `PluginSection`
 DRY_RUN = "deeplightning.dry_run"  # repeats a dry run on the devices and in the processes of a config
 
 
 def names(group: str) -> list[str]:
-    """The names that installed packages have in a group, sorted."""
+    """Return the names that installed packages have in a group, sorted."""
     return sorted({entry.name for entry in entry_points(group=group)})
 
 
 def full_names(group: str, name: str) -> list[str]:
-    """The dotted names, MODULE.NAME, of a name in a group; several if several packages define it."""
+    """Return the dotted names, MODULE.NAME, of a name in a group; several if several packages define it."""
     found = {entry.value for entry in entry_points(group=group, name=name)}
     return sorted(value.partition("[")[0].strip().replace(":", ".") for value in found)
 
 
 def load(group: str, name: str) -> Any:
-    """The object behind a name of a group, imported; None: no package has it.
+    """Import and return the object behind a name of a group; None: no package has it.
 
     Raises:
         SetupError: several packages have it, or importing it fails.

@@ -267,7 +267,7 @@ class Engine(Section):
     launcher: Target | None = key(
         "what starts the processes; null: this command, or what started it (torchrun, Slurm, MPI)",
         None,
-        example="{type: deeplightning.launch.Slurm, params: {partition: gpu}}",
+        example="{type: Slurm, params: {partition: gpu}}",
     )
     max_restarts: int = key("restarts after a lost worker, from the latest complete checkpoint", 0, low=0)
     matmul_precision: Literal["highest", "high", "medium"] | None = key(

@@ -8,23 +8,24 @@ import pkgutil
 from pathlib import Path
 
 from deeplightning.config import other_tools
-from deeplightning.faults import Missing, not_installed, plugin_of
+from deeplightning.faults import Missing, nearest, not_installed, plugin_of
 
 _PACKAGE = Path(__file__).parents[1]
-
+LAUNCHER = "engine.launcher"
 MODULES = {
     "model.optimizer": ("torch.optim",),
     "model.scheduler": ("torch.optim.lr_scheduler",),
     "model.loss": ("torch.nn",),
     "model.network": ("torchvision.models", "deeplightning.model.*"),
     "train.callbacks": ("pytorch_lightning.callbacks",),
+    LAUNCHER: ("deeplightning.launch",),
     **dict.fromkeys(("logger", "logger.extra"), ("pytorch_lightning.loggers", "deeplightning.tracking")),
 }
 """Where the short name of each section's target is looked for; `*` means each module of a package."""
 
 
 def full_name(role: str, name: str) -> str | None:
-    """The name with its module; None: it is none of these, which the checks of targets report.
+    """Return the name with its module; None: it is none of these, which the checks of targets report.
 
     Args:
         role: the key of a target, such as `model.optimizer`.
@@ -56,14 +57,16 @@ def full_name(role: str, name: str) -> str | None:
         if meaning.kind in ("class", "function") and is_loss and is_defined_there:
             found.setdefault(meaning.path, f"{module}.{name}")
     if not found:
-        from deeplightning.config.plugins import (
-            TARGETS,
-            full_names,
-        )  # imported lazily: nearly every name is found before
+        from deeplightning.config import plugins  # imported lazily: nearly every name is found before
 
-        found = {full: full for full in full_names(TARGETS, name)}
+        group = plugins.LAUNCHERS if role == LAUNCHER else plugins.TARGETS
+        found = {full: full for full in plugins.full_names(group, name)}
     if len(found) > 1:
         raise ValueError(f"`{name}` is the name of several: {', '.join(found.values())}; write one of them in full")
+    if not found and role == LAUNCHER:
+        if meant := nearest(name, ["Local", *plugins.names(group)]):
+            raise ValueError(f"there is no launcher `{name}`.{meant}")
+        name = name.title()
     if not found and not name.islower() and (plugin := plugin_of(name)):  # a verb is no target
         raise Missing(not_installed(plugin))
     if not found and misspelt and other_tools.class_of(role, name) is None:
@@ -75,9 +78,6 @@ def _modules(role: str) -> list[str]:
     found = []
     for module in MODULES.get(role, ()):
         package = module.removesuffix(".*")
-        if package == module:
-            found.append(module)
-        else:
-            folder = _PACKAGE / package.rpartition(".")[2]
-            found += [f"{package}.{inner.name}" for inner in pkgutil.iter_modules([str(folder)])]
+        inside = pkgutil.iter_modules([str(_PACKAGE / package.rpartition(".")[2])])
+        found += [module] if package == module else [f"{package}.{inner.name}" for inner in inside]
     return found

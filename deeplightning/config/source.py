@@ -23,7 +23,7 @@ from deeplightning.config.interpolation import resolve
 from deeplightning.config.kinds import role_of
 from deeplightning.config.schema import VERSION, Logger
 from deeplightning.config.secrets import Secrets
-from deeplightning.config.short_names import full_name
+from deeplightning.config.short_names import LAUNCHER, full_name
 from deeplightning.config.tree import Entry, KeyPath, dump, key_named, kind, nodes, parse
 from deeplightning.faults import ConfigError, Fault, Notice, SetupError, is_of_machine, nearest
 from deeplightning.own_code import frozen
@@ -121,7 +121,7 @@ class Source:
     def _in_full(self, path: KeyPath, entry: Entry) -> None:
         """Puts the full name in the place of a short one, `type: Adam`."""
         key = ".".join(map(str, path[:-1]))
-        role = role_of(key)
+        role = key if key == LAUNCHER else role_of(key)
         is_there = path[-1] == "type" and 2 <= len(path) <= 4 and "params" not in path
         if not is_there or role is None or not entry.value.isidentifier():
             return

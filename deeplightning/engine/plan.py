@@ -6,7 +6,6 @@ Torch and Lightning are imported only where a machine must be asked or a strateg
 import contextlib
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -87,23 +86,18 @@ def note_asked(cfg: Config, key: str, value: object) -> None:
 
 
 def is_elsewhere(engine: Engine) -> bool:
-    """Whether the launcher takes the run to other machines, of which this one knows nothing."""
-    return engine.launcher is not None and not launches_by(engine, "Local")
-
-
-def launches_by(engine: Engine, name: str) -> bool:
-    """Whether the launcher is ours of a name: `Local`, `Slurm` or `Ray`; a user's own may be called the same."""
-    ours = "deeplightning.launch"
-    return engine.launcher is not None and engine.launcher.type in (f"{ours}.{name}", f"{ours}.{name.lower()}.{name}")
+    """Return whether the launcher takes the run to other machines, of which this one knows nothing."""
+    local = ("deeplightning.launch.Local", "deeplightning.launch.local.Local")  # a user's own may be called Local too
+    return engine.launcher is not None and engine.launcher.type not in local
 
 
 def address_of(engine: Engine) -> dict[str, str]:
-    """The variables by which the processes of a settled engine meet, where the config says them and nobody else does.
+    """Return the variables for the rendezvous of a settled engine that the config sets and nobody else does.
 
-    The parameters of `Slurm` hold for tasks that a person starts by srun as well; those of `Local`, or the environment,
-    for machines that are started one by one.
+    The parameters of a launcher hold for tasks that a person starts by srun as well; those of `Local`, or the
+    environment, for machines that are started one by one.
     """
-    if slurm_step(os.environ) is not None and engine.launcher is not None and launches_by(engine, "Slurm"):
+    if slurm_step(os.environ) is not None and engine.launcher is not None and is_elsewhere(engine):
         names = {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}
         params = engine.launcher.params
         return {name: str(params[key]) for key, name in names.items() if params.get(key) is not None}
@@ -348,38 +342,3 @@ def effective_batch(cfg: Config, size: int | None = None, samples: int = 0) -> s
 def asks_for_gpus(cfg: Config) -> bool:
     """Whether a worker needs a GPU."""
     return cfg.engine.gpus not in (None, 0, [])
-
-
-def sized(cfg: Config, wanted: int, local: int, nodes: int) -> Config:
-    """A config for so many workers on so many machines; where they are not those it asks for, an optimizer step sees
-    the same samples by accumulation, if the numbers divide, and a notice says which.
-
-    Args:
-        wanted: as many workers as it asks for.
-        local: workers on each machine.
-    """
-    engine = replace(cfg.engine, num_nodes=nodes)
-    if asks_for_gpus(cfg):
-        engine.gpus = local
-    else:
-        engine.processes = local
-    made = replace(cfg, engine=engine, notices=list(cfg.notices or []))
-    for name in ("num_nodes", "gpus", "processes"):
-        if getattr(engine, name) != getattr(cfg.engine, name):
-            note_asked(made, f"engine.{name}", getattr(cfg.engine, name))
-    world, factor = local * nodes, cfg.train.accumulator_factor
-    if world == wanted:
-        return made
-    from_start = cfg.train.accumulator_epoch == 0 or factor == 1
-    if from_start and (factor * wanted) % world == 0:
-        accumulates = factor * wanted // world
-        made.train = replace(cfg.train, accumulator_factor=accumulates, accumulator_epoch=0)
-        note_asked(made, "train.accumulator_factor", factor)
-        why = f"{world} workers of {wanted}; the same samples a step"
-        key, text = "train.accumulator_factor", f"train.accumulator_factor: {factor} → {accumulates} ({why})"
-    else:
-        size = cfg.data.batch_size
-        was = f"{size * wanted * factor} samples a step" if size is not None else f"batches of {wanted} workers"
-        key, text = "data.batch_size", f"{was} → {effective_batch(made)} ({world} workers of {wanted})"
-    made.notices.append(Notice(text, unasked=True, key=key))
-    return made

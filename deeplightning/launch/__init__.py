@@ -2,7 +2,8 @@
 
 A launcher is made in the command that a user gives, and starts that command again, once for each process. Each process
 reads its identity from its environment (`deeplightning.process.identity`), and trains. Modules of this folder import
-torch, Ray and submitit only where they use them: every command that has a config may make a launcher.
+torch only where they use it: every command that has a config may make a launcher. Installed packages add launchers by
+entry points of `deeplightning.launchers`.
 """
 
 from __future__ import annotations
@@ -12,21 +13,29 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from deeplightning.config import plugins
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.target import build
 from deeplightning.engine.plan import address_of, by_hand, is_elsewhere, local_size
-from deeplightning.launch.job import Job, Launcher, Start
+from deeplightning.launch.job import Job, Launcher, ProcessHooks, Start, TrialJobs
 from deeplightning.launch.local import Local
-from deeplightning.launch.ray import Ray
-from deeplightning.launch.slurm import Slurm
-from deeplightning.launch.slurm_array import Array
 from deeplightning.process.identity import identity
 
-__all__ = ["Job", "Launcher", "Local", "Ray", "Slurm", "Start", "array_of", "launcher_of", "plan_of"]
+__all__ = [
+    "Job",
+    "Launcher",
+    "Local",
+    "ProcessHooks",
+    "Start",
+    "array_of",
+    "hooks_here",
+    "launcher_of",
+    "plan_of",
+]
 
 
 def launcher_of(cfg: Config) -> Launcher | None:
-    """What starts the processes of a run; None: this process is one of them, and starts any others itself."""
+    """Return what starts the processes of a run; None: this process is one of them, and starts any others itself."""
     here = identity()
     if here is not None and (here.is_binding or here.is_of_lightning):
         return None
@@ -39,21 +48,34 @@ def launcher_of(cfg: Config) -> Launcher | None:
     return None
 
 
-def array_of(job: Job, trials: int, swept: Iterable[str], note: Path) -> Array | None:
-    """One array of Slurm for all runs of a search; None: each starts by itself what it needs.
+def array_of(job: Job, trials: int, swept: Iterable[str], note: Path) -> TrialJobs | None:
+    """Return the jobs of all runs of a search; None: each run starts by itself what it needs.
 
     Args:
         trials: runs that are to come.
         swept: keys in which they differ; where these are of the engine, each is a job of its own size.
-        note: a file that keeps the number of the array.
+        note: a file for the launcher, see `Launcher`.
     """
-    launcher = launcher_of(job.cfg)
+    make = getattr(launcher_of(job.cfg), "trial_jobs", None)
     alike = not any(re.match(r"engine\b", key) for key in swept)
-    return launcher.array(job, trials, note) if isinstance(launcher, Slurm) and trials > 1 and alike else None
+    return make(job, trials, note) if make is not None and trials > 1 and alike else None
+
+
+def hooks_here() -> ProcessHooks:
+    """Return the hooks of the launcher that has started this process.
+
+    Raises:
+        SetupError: an installed package adds a launcher that cannot be imported.
+    """
+    if identity() is None:  # nobody has started it: no package is asked
+        return ProcessHooks()
+    launchers = [plugins.load(plugins.LAUNCHERS, name) for name in plugins.names(plugins.LAUNCHERS)]
+    found = (launcher.hooks_here() for launcher in launchers if hasattr(launcher, "hooks_here"))
+    return next((hooks for hooks in found if hooks is not None), ProcessHooks())
 
 
 def plan_of(job: Job) -> list[dict[str, object]]:
-    """What `deeplightning train` would start, in plain types."""
+    """Return what `deeplightning train` would start, in plain types."""
     launcher = launcher_of(job.cfg)
     starts = _plan_here(job) if launcher is None else launcher.plan(job)
     return [

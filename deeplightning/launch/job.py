@@ -1,12 +1,12 @@
-"""What a launcher gets, what it starts, and what it is."""
+"""Define what a launcher gets, starts and is, and what it does inside the processes that it has started."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from deeplightning.config.schema import Config
 
@@ -52,14 +52,21 @@ class Start:
 
 
 class Launcher(Protocol):
-    """Starts the processes of a run."""
+    """Starts the processes of a run.
+
+    A class that an entry point of `deeplightning.launchers` names may have two methods more:
+
+    - `trial_jobs(job, trials, note)` returns the `TrialJobs` of a search whose trials differ in no key of `engine`. The
+      file `note` keeps what the next command needs to end them if this one is killed.
+    - `hooks_here()`, static, returns the `ProcessHooks` of a process that the launcher has started, else None.
+    """
 
     def plan(self, job: Job) -> list[Start]:
-        """What `run` would start, without starting anything."""
+        """Return what `run` would start, without starting anything."""
         ...
 
     def run(self, job: Job) -> int:
-        """Starts a job and sees it through; all its messages are on stderr when it returns.
+        """Start a job and wait for its end; all its messages are on stderr when it returns.
 
         Returns:
             The exit code.
@@ -68,3 +75,43 @@ class Launcher(Protocol):
             deeplightning.faults.UserError: the job cannot be started.
         """
         ...
+
+
+class TrialJobs(Protocol):
+    """The jobs of a queue that a launcher keeps for the trials of a search."""
+
+    def variables(self, environment: Mapping[str, str | None]) -> dict[str, str]:
+        """Give a trial a job; return variables for the process that starts the trial, or {} where it submits its own.
+
+        Args:
+            environment: variables that the processes of the trial get; None: that they must not have.
+        """
+        ...
+
+    def close(self) -> None:
+        """End the jobs of trials that have not ended."""
+        ...
+
+
+class ProcessHooks:
+    """What a launcher does inside a process that it has started; these defaults do nothing.
+
+    Attributes:
+        signals: numbers that save a checkpoint and end the run, beside SIGINT and SIGTERM.
+        copies_files: whether the launcher copies checkpoints for processes that share no folder: each is complete when
+            the step after it begins.
+    """
+
+    signals: Sequence[int] = ()
+    copies_files = False
+
+    def callbacks(self, cfg: Config, record: Any, checkpoints: Any) -> list[Any]:
+        """Return Lightning callbacks for the run, to be called after its `Record` and `Checkpoints`."""
+        return []
+
+    def before_end(self, signal: int, batches: int) -> None:
+        """Prepare for the end of the run by a signal, on rank 0.
+
+        Args:
+            batches: trained since the process was started.
+        """

@@ -134,23 +134,6 @@ def _data_first(cfg: Config) -> object:
         raise
 
 
-def work(cfg: Config) -> int:
-    """Launches a config in a worker of a pool that may change; see `deeplightning.callbacks.pool`.
-
-    Returns:
-        The exit code.
-    """
-    from deeplightning.callbacks.pool import MAKES_ROOM, MakesRoom, fetch, hand_in
-
-    fetch(cfg)
-    try:
-        folder = launch(cfg)
-    except MakesRoom:
-        return MAKES_ROOM
-    hand_in(cfg, folder.path)
-    return 0
-
-
 def _end(record: Record, trainer: pl.Trainer, error: BaseException | None = None) -> None:
     """The last words of a run."""
     if error is not None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from deeplightning.launch.slurm_array import Array
+from deeplightning.launch.job import TrialJobs
 from deeplightning.private.python import forget_exit_functions, run_exit_functions
 
 LOOK = 0.05  # seconds between two looks at whether a trial has ended
@@ -95,13 +95,13 @@ class Forked:
     """Trials as processes forked from this one.
 
     Attributes:
-        array: the jobs of Slurm that the trials are to be; None: they run here, or start what they need.
+        array: the jobs that a launcher keeps for the trials; None: they run here, or start what they need.
         signal: the last that this process got while it passed them on; None: none.
     """
 
     def __init__(self, train: Train, line: Line):
         self.train, self.line = train, line
-        self.array: Array | None = None
+        self.array: TrialJobs | None = None
         self.signal: int | None = None
         self._running: dict[int, int] = {}  # trial → process
 

@@ -318,14 +318,6 @@ def test_sharding_that_brings_something_is_no_hint(engine):
     assert "no other process" not in str(examine("c.yaml", [f"engine={{{engine}}}"]).notices)
 
 
-def test_plan_says_what_a_backend_brings_on_one_gpu(command, tiny, place):
-    """`deeplightning plan`, here for a machine of Slurm's with one GPU, prints the hint beside the plan."""
-    launcher = "engine.launcher.type=deeplightning.launch.Slurm"
-    planned = command("plan", tiny, launcher, "engine.gpus=1", "engine.backend=fsdp", cwd=place)
-    assert planned.code == 0, planned
-    assert "with one GPU fsdp has no other process to share with" in planned.err
-
-
 def proposed(*overrides):
     """What `check` and `plan` say of settings that would be faster."""
     return [n.text for n in examine("c.yaml", overrides).notices if "may be faster" in n.text]

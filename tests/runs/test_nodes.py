@@ -14,6 +14,7 @@ import yaml
 from cable import ADDRESS, Cable, NoCable
 from commands import LONGEST, PAUSE, environment, free_port
 from conftest import digest
+from test_identity import TASK
 
 from deeplightning.checks.examine import examine, load_config
 from deeplightning.config.schema import Engine, Target
@@ -222,7 +223,7 @@ def test_several_machines_without_anybody_to_start_them_are_refused(tiny):
     [
         ("deeplightning.launch.Local", True),
         ("deeplightning.launch.local.Local", True),
-        ("deeplightning.launch.Slurm", False),
+        ("deeplightning_slurm.Slurm", False),
         ("mine.Local", False),
         ("mine.Cluster", False),
     ],
@@ -618,3 +619,20 @@ def test_plan_says_what_would_start(variables, overrides, expected, command, tin
     assert start == expected
     assert told == [sys.executable, "-m", "deeplightning", "train", str(tiny), *overrides]
     assert runs_of(store) == before
+
+
+def test_plan_shows_the_place_of_a_task(command, tiny, place):
+    """`deeplightning plan` in a task prints the ranks and the address that Slurm's variables give."""
+    planned = command("plan", tiny, "engine.processes=2", cwd=place, **TASK)
+    assert planned.code == 0, planned
+    told = dict(line.split(": ", 1) for line in planned.out.replace("'", "").splitlines() if ": " in line)
+    expected = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "NODE_RANK": "1", "MASTER_ADDR": "n03"}
+    assert {name.strip(): value for name, value in told.items() if name.strip() in expected} == expected
+
+
+def test_a_batch_script_that_forgets_srun_is_told(command, tiny, place):
+    """One process of a job of several nodes does not wait for partners that nobody starts: exit code 3, naming srun."""
+    refused = command("train", tiny, "engine.num_nodes=2", cwd=place, SLURM_JOB_ID="7", SLURM_PROCID="0")
+    assert refused.code == 3
+    assert "engine.num_nodes: 2 machines are asked for, and this is a single process of Slurm's job 7" in refused.err
+    assert "srun deeplightning train" in refused.err

@@ -1,33 +1,42 @@
-"""Entry points of installed packages: verbs, short names and sections, `deeplightning.config.plugins`."""
+"""Entry points of installed packages, `deeplightning.config.plugins`: verbs, short names, launchers and sections."""
 
 import json
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from deeplightning.callbacks.signals import Signals
 from deeplightning.checks.examine import examine, load_config
 from deeplightning.checks.explain import explain
 from deeplightning.checks.json_schema import json_schema
 from deeplightning.cli import cli
 from deeplightning.cli.exit_codes import run_verb
+from deeplightning.config.schema import Engine, Target
 from deeplightning.config.source import read
 from deeplightning.config.target import find
 from deeplightning.config.tree import plain
 from deeplightning.dry_run.trial import dry_run
 from deeplightning.faults import PLUGINS, SetupError, no_module
+from deeplightning.launch import Job, array_of, hooks_here
+from deeplightning.process.streams import Interrupted
 
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "configs" / "base.yaml"
 
 MODULE = """\
+import os
+import signal
 from dataclasses import dataclass
 
 import click
+from deeplightning.launch import ProcessHooks
 from torch import nn
 
 from deeplightning.config.schema import PluginSection, key
@@ -57,6 +66,30 @@ class Cards(PluginSection):
 class Tiny(nn.Sequential):
     def __init__(self, num_classes: int):
         super().__init__(nn.Flatten(), nn.Linear(64, num_classes))
+
+class Echo:
+    def __init__(self, code: int = 0):
+        self.code = code
+
+    def plan(self, job):
+        return []
+
+    def run(self, job):
+        print("echo", job.config.name, *job.overrides)
+        return self.code
+
+    def trial_jobs(self, job, trials, note):
+        return (trials, note)
+
+    @staticmethod
+    def hooks_here():
+        return Hooks() if "ECHOES" in os.environ else None
+
+class Hooks(ProcessHooks):
+    signals = (signal.SIGUSR2,)
+
+    def before_end(self, signal, batches):
+        print("ends by", signal.name, "after", batches)
 """
 
 ENTRIES = """\
@@ -73,6 +106,9 @@ SGD = greetings:Tiny
 [deeplightning.schema]
 cards = greetings:Cards
 data = greetings:Cards
+[deeplightning.launchers]
+Echo = greetings:Echo
+Local = greetings:Echo
 """
 
 
@@ -174,9 +210,64 @@ def test_two_packages_with_one_name_are_refused(installed, monkeypatch, tmp_path
     assert "`Tiny` is the name of several: greetings.Tiny, others.Tiny" in fault.message
 
 
+def test_an_installed_package_adds_a_launcher(command):
+    """By its short name, with its arguments; its exit code is that of the command. It does not replace `Local`."""
+    words = ("train", str(BASE), "engine.launcher={type: Echo, params: {code: 7}}", "engine.processes=2")
+    assert command(*words)[:2] == (7, f"echo base.yaml {' '.join(words[2:])}\n")
+    code, _, err = command("check", str(BASE), "engine.launcher={type: Echo, params: {size: 7}}")
+    assert (code, "greetings.Echo" in err, "size" in err) == (2, True, True)
+    code, _, err = command("check", str(BASE), "engine.launcher.type=echo")
+    assert code == 2
+    assert "engine.launcher.type: there is no launcher `echo`. Did you mean Echo?" in err
+    code, out, _ = command("explain", str(BASE), "engine.launcher.type=Local", "engine.launcher.type")
+    assert (code, "deeplightning.launch.Local" in out) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "trials", "swept", "has"),
+    [
+        ("greetings.Echo", 3, ["seed", "engineer.x"], True),
+        ("greetings.Echo", 1, ["seed"], False),
+        ("greetings.Echo", 3, ["engine.num_nodes"], False),
+        ("deeplightning.launch.Local", 3, ["seed"], False),
+    ],
+)
+def test_a_launcher_may_keep_the_jobs_of_a_search(launcher, trials, swept, has, installed, monkeypatch, tmp_path):
+    """Where several trials have the same engine; any other launcher starts each trial by itself."""
+    monkeypatch.syspath_prepend(str(installed))
+    cfg = SimpleNamespace(engine=Engine(launcher=Target(type=launcher)))
+    found = array_of(Job(cfg, tmp_path / "c.yaml"), trials, swept, tmp_path / "note")
+    assert found == ((trials, tmp_path / "note") if has else None)
+
+
+def test_a_launcher_hears_of_signals_in_its_processes(installed, monkeypatch, capsys):
+    """A process that something has started asks the installed launchers, and listens to their signals; a process of its
+    own imports none of them."""
+    monkeypatch.syspath_prepend(str(installed))
+    monkeypatch.setenv("ECHOES", "1")
+    assert [*hooks_here().signals] == []
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    callback = Signals(hooks_here())
+    before = signal.getsignal(signal.SIGUSR2)
+    callback._begin()
+    try:
+        callback._batches = 5
+        signal.raise_signal(signal.SIGUSR2)
+        signal.raise_signal(signal.SIGTERM)  # a queue sends it after its warning
+        with pytest.raises(Interrupted, match="SIGUSR2"):
+            callback.on_validation_batch_end(SimpleNamespace(world_size=1, state=SimpleNamespace(fn="validate")))
+        callback._restore()
+        assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN  # repeated while the checkpoint is saved
+    finally:
+        callback._restore()
+        signal.signal(signal.SIGUSR2, before)
+    assert capsys.readouterr().out == "ends by SIGUSR2 after 5\n"
+
+
 @pytest.fixture
 def without_plugins(monkeypatch):
-    """No package adds verbs or short names."""
+    """No package adds verbs, short names or launchers."""
     monkeypatch.setattr("deeplightning.config.plugins.entry_points", lambda **_: [])
 
 
@@ -198,19 +289,30 @@ def test_a_plugin_that_is_not_installed_is_named(plugin, name, without_plugins, 
         assert run_verb(cli) == 3
         assert capsys.readouterr().err == f"error: {told}\n"
         return
-    faults = examine(BASE, [f"data.module={{type: {name}}}"]).faults
-    assert [(fault.message, fault.exit_code) for fault in faults if fault.key == "data.module.type"] == [(told, 3)]
+    key = "data.module" if name == "Shards" else "engine.launcher"
+    for word in {name, name if name == "Shards" else plugin}:
+        faults = [fault for fault in examine(BASE, [f"{key}={{type: {word}}}"]).faults if fault.key == f"{key}.type"]
+        assert [(fault.message, fault.exit_code) for fault in faults] == [(told, 3)]
+        assert all(str(fault.place).startswith(f"override {key}") for fault in faults)
     assert str(no_module(f"deeplightning_{plugin}", "", [])) == told
 
 
-def test_the_former_name_of_a_target_is_refused_with_the_new_one():
+@pytest.mark.parametrize(
+    ("key", "former", "name"),
+    [
+        ("data.module", "deeplightning.data.shards.Shards", "deeplightning_shards.Shards"),
+        ("engine.launcher", "deeplightning.launch.Slurm", "deeplightning_slurm.Slurm"),
+        ("engine.launcher", "deeplightning.launch.slurm.Slurm", "deeplightning_slurm.Slurm"),
+        ("engine.launcher", "deeplightning.launch.ray.Ray", "deeplightning_ray.Ray"),
+    ],
+)
+def test_the_former_name_of_a_target_is_refused_with_the_new_one(key, former, name):
     """What moved into a plug-in; the check and the import say the same."""
-    told = "`deeplightning.data.shards.Shards` is called deeplightning_shards.Shards here."
-    words = ["data.module={type: deeplightning.data.shards.Shards, params: {train: a.tar}}"]
-    faults = examine(BASE, words).faults
-    assert [(fault.message, fault.key, fault.exit_code) for fault in faults] == [(told, "data.module.type", 2)]
+    told = f"`{former}` is called {name} here."
+    faults = examine(BASE, [f"{key}={{type: {former}}}"]).faults
+    assert [(fault.message, fault.key, fault.exit_code) for fault in faults] == [(told, f"{key}.type", 2)]
     with pytest.raises(ValueError, match=re.escape(told)):
-        find("deeplightning.data.shards.Shards")
+        find(former)
 
 
 OWN = """\

@@ -147,7 +147,6 @@ def _inherited(file: Path) -> set[tuple[str, str]]:
                 "torch",
                 "pytorch_lightning",
                 "lightning_fabric",
-                "submitit",
                 "deepspeed",
                 "torchmetrics",
             ):

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from commands import real
-from conftest import digest
+from conftest import digest, weights
 
 from deeplightning.engine.checkpoint_io import read_checkpoint
 from deeplightning.runfolder import RunFolder
@@ -571,3 +571,18 @@ def test_processes_that_were_started_apart_and_drew_two_seeds_are_refused(job):
     """They say so, with both values, instead of learning different things."""
     refused = job("seed=null", "data.batch_size=8", "train.num_epochs=1", code=3)
     assert "seed is " in "".join(rank.err for rank in refused.ranks)
+
+
+@pytest.mark.parametrize(("step", "checkpoint"), [(10, "{every_n_epochs: 1}"), (7, "{every_n_steps: 7}")])
+def test_another_number_of_processes_goes_on_behind_the_same_sample(job, step, checkpoint):
+    """Checkpoints are tied to no number of processes: one that two have written, at an epoch's end or inside an epoch,
+    one process resumes from with two batches a step; it takes as many steps as two would, validates after each epoch,
+    and ends with their weights but for the order in which numbers are added."""
+    store = ["logger.params.experiment_name=other", "logger.log_every_n_steps=1"]
+    whole = job("train.num_epochs=3", *store)
+    cut = job("train.num_epochs=3", f"train.max_steps={step}", f"train.checkpoint={checkpoint}", *store)
+    resume = [f"train.resume_ckpt='{cut.folder / 'last.ckpt'}'", "train.accumulator_factor=2"]
+    one = job("train.num_epochs=3", *resume, *store, ranks=1)
+    assert one.out.count("val_loss") == (1 if step == 10 else 2)
+    ours, theirs = (weights(outcome.folder / "last.ckpt") for outcome in (one, whole))
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) < 1e-5

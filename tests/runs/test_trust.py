@@ -8,7 +8,7 @@ import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from types import FunctionType
 
 import pytest
 import torch
@@ -16,12 +16,11 @@ import torch
 from deeplightning import load_run, model
 from deeplightning.checks import trust
 from deeplightning.checks.check import check
-from deeplightning.checks.trust import is_own, is_own_code, run_config
+from deeplightning.checks.trust import is_own, run_config
 from deeplightning.cli.deploy import command as command_of
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, plain
 from deeplightning.faults import CheckpointError, plugin_of
-from deeplightning.launch import ray, slurm
 from deeplightning.own_code import INSTALLED
 from deeplightning.reproduce.past import _stores_around
 from deeplightning.run.load import TO_ANSWER, trained_task
@@ -426,18 +425,6 @@ def test_a_changed_config_is_foreign(run, tmp_path):
     assert is_own(copy)
     copy.config.write_text(copy.config.read_text() + "\n")
     assert not is_own(copy)
-
-
-def test_a_run_that_a_launcher_started_elsewhere_is_own(run, tmp_path, capsys):
-    """Where its folder lies here in the end: Slurm's and Ray's first process say where."""
-    one, other = (foreign(run, tmp_path / name, seed=seed) for name, seed in (("one", 11), ("other", 12)))
-    assert not is_own(one)
-    slurm._log(tmp_path, "7").write_text(f"Artifact storage path: {one.path}\n")
-    slurm._Following("7", tmp_path)._echo(to_the_end=True)
-    ray._Launch._print(SimpleNamespace(folder=None), 1, f"Artifact storage path: {other.path}\n".encode())
-    assert is_own_code(one)
-    assert is_own_code(other)
-    ray._Launch._print(SimpleNamespace(folder=None), 1, b"Artifact storage path: /of/another/machine\n")
 
 
 def test_a_register_that_others_may_write_counts_for_nothing(run, tmp_path, monkeypatch):

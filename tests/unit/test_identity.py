@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from deeplightning.faults import SetupError
-from deeplightning.process.identity import contradiction, identity, own_rank, port_of
+from deeplightning.process.identity import contradiction, hosts, identity, own_rank, port_of, slurm_step, tasks_per_node
 from deeplightning.process.shared_folder import shared_folder
 
 
@@ -225,3 +225,71 @@ def test_torchrun_on_one_machine_is_known_by_its_process():
     """Without an id of the rendezvous the agent that restarts the processes is what stays."""
     alone = TORCHRUN | {"RANK": "1", "WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
     assert identity(alone).launch.startswith(f"torchrun-{socket.gethostname()}-")
+
+
+# ---- tasks of Slurm
+
+TASK = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "n[03-04]",
+}
+OLD_TASK = {
+    "SLURM_JOBID": "7",
+    "SLURM_STEPID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NPROCS": "4",
+    "SLURM_NNODES": "2",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+    "SLURM_NODELIST": "n[03-04]",
+}
+
+
+@pytest.mark.parametrize("variables", [TASK, OLD_TASK], ids=["new names", "old names"])
+def test_a_task_knows_its_place(variables):
+    """Rank, world, local rank, nodes and the first node as rank 0's, from Slurm's variables, of old Slurms as well."""
+    found = identity(variables)
+    assert found is not None
+    assert (found.by, found.rank, found.world, found.local_rank, found.local_world) == ("Slurm", 3, 4, 1, 2)
+    assert (found.node, found.nodes, found.address, found.launch) == (1, 2, "n03", "slurm-7.0")
+    assert found.is_binding
+    assert not found.goes_on
+    assert identity(variables | {"SLURM_RESTART_COUNT": "1"}).goes_on
+
+
+def test_an_address_that_is_set_wins():
+    """MASTER_ADDR and MASTER_PORT come before the first node and the port that the job's number gives."""
+    found = identity(TASK | {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "4711"})
+    assert (found.address, found.port) == ("10.0.0.9", "4711")
+    assert identity(TASK).port == identity(TASK | {"SLURM_PROCID": "0", "SLURM_NODEID": "0"}).port
+    assert identity(TASK).port != identity(TASK | {"SLURM_JOB_ID": "8"}).port
+
+
+def test_what_is_no_task_has_no_place():
+    """A batch script has a rank but no step, a shell of salloc neither, or a step of Slurm's own."""
+    batch = {name: value for name, value in TASK.items() if name != "SLURM_STEP_ID"}
+    assert identity(batch) is None
+    assert identity({name: value for name, value in batch.items() if name != "SLURM_PROCID"}) is None
+    assert slurm_step(TASK | {"SLURM_STEP_ID": "4294967290"}) is None
+
+
+def test_a_single_task_may_start_processes_itself():
+    """`srun --pty bash` gives a shell: what it starts has no rank yet. A task that our launcher asked for has."""
+    single = TASK | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    single |= {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NODELIST": "n03"}
+    assert not identity(single).is_binding
+    assert identity(single | {"DEEPLIGHTNING_LAUNCH": "slurm-7"}).is_binding
+
+
+def test_short_forms_are_spread():
+    """Node lists and tasks per node, as Slurm shortens them."""
+    assert hosts("gpu[03-05,9]-a,login") == ["gpu03-a", "gpu04-a", "gpu05-a", "gpu9-a", "login"]
+    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]

@@ -473,10 +473,11 @@ def test_two_trials_at_a_time(command, config, store, place):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not is_installed("ray"), reason="Ray is not installed: pip install 'deeplightning[ray]'")
+@pytest.mark.skipif(not is_installed("deeplightning_ray"), reason="not installed: pip install 'deeplightning[ray]'")
 def test_trials_on_a_ray_cluster(command, config, store, place):
     """With Ray as launcher the trials train on workers of a cluster, report from there, and are runs below the search's
     all the same."""
-    launcher = "engine.launcher={type: deeplightning.launch.ray.Ray, params: {address: local}}"
+    launcher = "engine.launcher={type: Ray, params: {address: local}}"
     words = ("tune", config, "tune.name=ray", "tune.num_trials=2", launcher)
     outcome = patiently(command.start(*words, cwd=place, main="test_tune:as_a_person_starts_it"))
     assert outcome.code == 0, outcome

@@ -1,6 +1,6 @@
-"""What runs on each worker of a cluster: starts one process of a run there, and passes on its output.
+"""Start a process of a run on a worker, and pass on its output.
 
-It imports no torch: nothing is trained in its process. Ray makes an actor of the class.
+Ray makes an actor of the class. It imports no torch: nothing is trained in its process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.code import Code
 from deeplightning.version import __version__
 
-LEFT = 1.0  # seconds for the output of a process to arrive after its end: its own children may hold the pipe open
+DRAIN_SECONDS = 1.0  # for the output of a process to arrive after its end: its own children may hold the pipe open
+
+WORKER = ("-P", "-m", "deeplightning_ray.worker")
+"""Arguments of Python for a process; with -P its working directory does not come first on `sys.path`."""
 
 _OF_OTHERS = ("RAY_", "DEEPLIGHTNING_", "SLURM_", "OMPI_", "PMI", "TORCHELASTIC_")
 _PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -37,7 +40,7 @@ _PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", 
 
 @dataclass(frozen=True)
 class Report:
-    """The state of a worker's process.
+    """Report the state of a worker's process.
 
     Attributes:
         parts: its output since the last call, each with 1 (stdout) or 2 (stderr).
@@ -57,7 +60,7 @@ class Report:
 
 
 class Agent:
-    """Starts one process, once."""
+    """Start one process, once."""
 
     def __init__(self) -> None:
         self._output: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
@@ -69,7 +72,7 @@ class Agent:
         self._rank = 0
 
     def about(self, folders: Mapping[str, int]) -> dict[str, Any]:
-        """What the launch has to know of this worker.
+        """Return what the launch has to know of this worker.
 
         Args:
             folders: of the launching machine, with their inode numbers.
@@ -89,7 +92,7 @@ class Agent:
         return {"host": socket.gethostname(), "version": __version__, "python": python, "port": port, "shared": shared}
 
     def unpack(self, code: Code, shared: Sequence[str], git: Mapping[str, str | None] | None = None) -> str:
-        """Puts the sealed code of a launch here; gives the folder of the seal.
+        """Write the sealed code of a launch to this machine; return the folder of the seal.
 
         Args:
             shared: folders of the launching machine that are here too; see `about`.
@@ -100,10 +103,10 @@ class Agent:
         return str(seal(folder, code=code, linked=shared, git=git))
 
     def begin(self, order: bytes, environment: Mapping[str, str], folder: str, meeting: str) -> str | None:
-        """Starts the process.
+        """Start the process.
 
         Args:
-            order: what it is to do, for its standard input.
+            order: a packed `WorkerJob`, for its standard input.
             environment: variables for it, beside those of this machine.
             folder: its working directory, made if it is not there.
             meeting: the name of the folder that the processes of a machine share, see `process.shared_folder`.
@@ -117,7 +120,7 @@ class Agent:
             int(environment["RANK"]),
         )
         kept |= {**environment, supervisor.AGENT: str(os.getpid()), supervisor.FOLDER: str(self._folder)}
-        command = [sys.executable, "-m", "deeplightning", "worker"]
+        command = [sys.executable, *WORKER]
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -145,7 +148,7 @@ class Agent:
             self._child.stdin.flush()
 
     def report(self, seconds: float) -> Report:
-        """Waits for output or the end of the process, at most so many seconds."""
+        """Wait for output or the end of the process, at most so many seconds."""
         assert self._child is not None
         until, parts = time.monotonic() + seconds, list[tuple[int, bytes]]()
         while True:
@@ -155,7 +158,7 @@ class Agent:
             if self._child.poll() is not None:
                 self._ended = self._ended or time.monotonic()
                 all_read = not any(reader.is_alive() for reader in self._readers) and self._output.empty()
-                if all_read or time.monotonic() > self._ended + LEFT:
+                if all_read or time.monotonic() > self._ended + DRAIN_SECONDS:
                     return self._final_report(parts, self._child.returncode)
             elif parts or time.monotonic() > until:
                 return Report(parts, run=self._run())
@@ -178,17 +181,17 @@ class Agent:
         return Report(parts, code, run, newest, failure.first_of(self._folder), reported)
 
     def clean_up(self) -> None:
-        """Removes the files of the process and of this agent."""
+        """Remove the files of the process and of this agent."""
         if self._folder.name:
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._unpacked is not None:
             self._unpacked.cleanup()
 
     def signal(self, number: int) -> None:
-        """Sends the process a signal."""
+        """Send the process a signal."""
         if self._child is not None and self._child.poll() is None:
             self._child.send_signal(signal.Signals(number))
 
     def make_room(self) -> None:
-        """Notifies the process that more workers could take part; see `deeplightning.callbacks.pool`."""
+        """Notify the process that more workers could take part; see `deeplightning_ray.ray_elastic`."""
         self._write(b"room")

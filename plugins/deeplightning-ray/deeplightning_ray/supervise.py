@@ -1,8 +1,8 @@
-"""The workers of a Ray cluster train a run: as many as there is room for, and again where one was lost.
+"""Train a run on a Ray cluster, on as many workers as there is room for, and restart them where one is lost.
 
-Ray finds room for the workers, starts an agent on each (`deeplightning.launch.ray_agent`), and reports when one is
-gone. An agent starts one process of the run, the same as on one machine: its rank is in its environment, and its
-signals, its exit code and its main thread are its own.
+Ray finds room for the workers, starts an agent on each (`deeplightning_ray.agent`), and reports when one is gone. An
+agent starts one process of the run, the same as on one machine: its rank is in its environment, and its signals, its
+exit code and its main thread are its own.
 
 Ray Train 2.60 does not replace this file. In a prototype, each of its workers started such a process and waited for it
 (two busy CPU cores, November 2026, ours in brackets). Ctrl-C, SIGTERM and a change of size kill the processes by
@@ -10,14 +10,13 @@ SIGKILL, so no checkpoint is saved; the command exits with 1 (130, 143). `max_fa
 error has one exception per rank, without order. An elastic run has no limit on its wait for room. The next processes
 start 7 s after a lost process (2 s), and 64 s after a lost node (2 s). Two processes that do nothing take 15 s and 13
 CPU s (3 s and 2 CPU s), and waiting for them takes 0.8 GB (0.2 GB). `ray.train.report` blocks until all ranks call it.
-Ray Train would replace about 120 lines, all in `_Launch`; signals, output, causes and growing at the start of an epoch
-would need a second channel beside it.
+Ray Train would replace about 120 lines, all in `Supervisor`; signals, output, causes and growing at the start of an
+epoch would need a second channel beside it.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import secrets
 import signal
@@ -27,131 +26,43 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from deeplightning.checks.trust import note_launched
 from deeplightning.config.schema import Config
-from deeplightning.engine.plan import asks_for_gpus, sized, world_size
+from deeplightning.engine.plan import asks_for_gpus, world_size
 from deeplightning.faults import ConfigError, Fault, SetupError
-from deeplightning.launch.backoff import Backoff
-from deeplightning.launch.handover import Order
-from deeplightning.launch.job import Job, Start
-from deeplightning.launch.ray_cluster import Connection, connect
-from deeplightning.launch.ray_workers import POLL, START, NoRoom, Worker, Workers
-from deeplightning.launch.storage import POOL
+from deeplightning.launch import Job
 from deeplightning.own_code import SEALED
 from deeplightning.process import failure, ranks
 from deeplightning.process.identity import ATTEMPT, LAUNCH
 from deeplightning.process.terminal import say, say_path
 from deeplightning.tracking.environment import git_answers
+from deeplightning_ray.cluster import Connection
+from deeplightning_ray.resize import sized
+from deeplightning_ray.storage import MAKES_ROOM, POOL
+from deeplightning_ray.worker_stdin import WorkerJob
+from deeplightning_ray.workers import POLL_SECONDS, START_SECONDS, NoRoom, Worker, Workers
 
-GRACE = ranks.LATE + 2 * ranks.SOON  # seconds that the others have to end by themselves when one has failed
-MAKES_ROOM = 75  # as deeplightning.callbacks.pool has it, which imports torch
+if TYPE_CHECKING:
+    from deeplightning_ray.launcher import Ray
+
+GRACE_SECONDS = ranks.LATE + 2 * ranks.SOON  # that the others have to end by themselves when one has failed
 
 _CARRIED = (
     *("DEEPLIGHTNING_CACHE", "DEEPLIGHTNING_DEBUG", "DEEPLIGHTNING_TRACKING_WAIT", "DEEPLIGHTNING_TRIAL"),
     *("MLFLOW_", "HF_", "TORCH_", "NCCL_", "GLOO_", "OMP_", "GOMP_", "CUBLAS_", "PYTHONHASHSEED"),
     *("AWS_", "GOOGLE_APPLICATION_"),
 )
-"""What the names of variables begin with that the workers get."""
+"""Beginnings of the names of variables that the workers get."""
 
 
-class Ray:
-    """Trains on a Ray cluster, https://docs.ray.io: `engine.processes` workers with CPUs, or one for each GPU that
-    `engine.gpus` asks for.
-
-    When a worker is lost, all stop; up to `engine.max_restarts` times as many as there is room for start again, and go
-    on in the same run, from its latest complete checkpoint. While there are fewer than asked for, the samples of an
-    optimizer step stay the same by accumulation, where the numbers divide.
+class Supervisor:
+    """Start the workers of a run, wait for their end, and restart them.
 
     Args:
-        address: `HOST:PORT` of a cluster, `ray://HOST:PORT` of its client server, `auto`: that of RAY_ADDRESS or of
-            `ray start` on this machine; null: the same, and where there is none, one of this launch's own, on this
-            machine, as `local` always means.
-        min_workers: with fewer it does not run; null: as many as the config asks for.
-        max_workers: with more it does not run; null: as many as the config asks for.
-        cpus_per_worker: CPUs that Ray keeps free for a worker.
-        storage_path: where checkpoints are kept for workers that share no folder: an absolute path that all reach, or
-            an address such as s3://BUCKET/FOLDER; null: they share the working directory.
-        working_dir: working directory of the workers; `{node}` in it becomes the machine's name in the cluster; null:
-            this command's.
-        backoff: how to wait for room: `base_s` seconds, the next time `factor` times as long, after `max_tries` tries
-            no more; null: 1 s, doubled, ten tries.
-        resize_cooldown_s: seconds that a smaller number of workers trains at least, before it grows again at the start
-            of an epoch.
-        connect_timeout_s: seconds in which an address has to answer.
-        init: further keyword arguments of `ray.init`, for a cluster of one's own.
-
-    Raises:
-        ValueError: a number is out of its range.
+        settings: the launcher.
     """
-
-    def __init__(
-        self,
-        address: str | None = None,
-        min_workers: int | None = None,
-        max_workers: int | None = None,
-        cpus_per_worker: float = 1,
-        storage_path: str | None = None,
-        working_dir: str | None = None,
-        backoff: Mapping[str, float] | None = None,
-        resize_cooldown_s: float = 30,
-        connect_timeout_s: float = 10,
-        init: Mapping[str, Any] | None = None,
-    ):
-        for name, workers in (("min_workers", min_workers), ("max_workers", max_workers)):
-            if workers is not None and workers < 1:
-                raise ValueError(f"{name} must be at least 1, not {workers}")
-        if min_workers is not None and max_workers is not None and min_workers > max_workers:
-            raise ValueError(f"min_workers ({min_workers}) must not be more than max_workers ({max_workers})")
-        for name, number in (("resize_cooldown_s", resize_cooldown_s), ("cpus_per_worker", cpus_per_worker)):
-            if not number >= 0:
-                raise ValueError(f"{name} must be at least 0, not {number}")
-        if not connect_timeout_s > 0:
-            raise ValueError(f"connect_timeout_s must be more than 0, not {connect_timeout_s}")
-        self.address, self.min_workers, self.max_workers = address, min_workers, max_workers
-        self.cpus_per_worker, self.storage_path, self.working_dir = cpus_per_worker, storage_path, working_dir
-        self.backoff, self.resize_cooldown_s = Backoff(backoff), resize_cooldown_s
-        self.connect_timeout_s, self.init = connect_timeout_s, dict(init or {})
-
-    def bounds(self, wanted: int) -> tuple[int, int]:
-        """The least and the most workers, where a config asks for a number."""
-        highest = self.max_workers or max(wanted, self.min_workers or 1)
-        return self.min_workers or min(wanted, highest), highest
-
-    def plan(self, job: Job) -> list[Start]:
-        """What `run` would start."""
-        engine = job.cfg.engine
-        lowest, highest = self.bounds(world_size(engine))
-        each = f"{self.cpus_per_worker:g} CPUs" + (" and a GPU" if asks_for_gpus(job.cfg) else "")
-        at = {None: "RAY_ADDRESS's, this machine's, or its own", "local": "its own, on this machine"}
-        cluster = at.get(self.address, self.address)
-        range_ = f", from {lowest} to {highest}" if lowest != highest else ""
-        variables = {"RANK": "*", "WORLD_SIZE": str(highest), "LOCAL_RANK": "*", "LOCAL_WORLD_SIZE": "*"}
-        variables |= {"NODE_RANK": "*", "MASTER_ADDR": "*", "MASTER_PORT": "*", LAUNCH: "*", ATTEMPT: "*"}
-        if self.storage_path is not None:
-            variables[POOL] = json.dumps({"storage": self.storage_path})
-        command = [sys.executable, "-m", "deeplightning", "worker"]
-        return [Start(command, highest, f"workers of a Ray cluster ({cluster}), each with {each}{range_}", variables)]
-
-    def run(self, job: Job) -> int:
-        """Trains on the cluster.
-
-        Returns:
-            The exit code: 5 where a worker was lost and no restart is left, else that of the workers.
-
-        Raises:
-            ConfigError: what is asked for contradicts itself.
-            SetupError: there is no Ray, no such cluster, or no room in it.
-        """
-        _, highest = self.bounds(world_size(job.cfg.engine))
-        own = {"num_cpus": max(1, math.ceil(highest * self.cpus_per_worker)), **self.init}
-        with connect(self.address, self.connect_timeout_s, **own) as cluster:
-            return _Launch(self, job, cluster).run()
-
-
-class _Launch:
-    """One run on a cluster, from its first worker to its last."""
 
     def __init__(self, settings: Ray, job: Job, cluster: Connection):
         import ray
@@ -175,10 +86,8 @@ class _Launch:
     def log(self, text: str) -> None:
         say(self.redact(text), err=True)
 
-    # ---- from one start to the next
-
     def run(self) -> int:
-        """Starts workers until the run has ended. Returns the exit code."""
+        """Start workers until the run has ended; return its exit code."""
         self._refuse_missing_gpus()
         of = self.cfg.engine.max_restarts
         before = {number: signal.signal(number, self._note_signal) for number in failure.INTERRUPTED}
@@ -224,8 +133,6 @@ class _Launch:
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
         self.signals.append(number)
 
-    # ---- room
-
     def _refuse_missing_gpus(self) -> None:
         if not self.gpus:
             return
@@ -238,7 +145,7 @@ class _Launch:
             raise SetupError(Fault(message, "engine.gpus"))
 
     def _start_workers(self) -> None:
-        """Starts as many workers as there is room for, and waits for room as `backoff` allows.
+        """Start as many workers as there is room for, and wait for room as `backoff` allows.
 
         Raises:
             SetupError: there are still too few.
@@ -264,17 +171,15 @@ class _Launch:
                 raise _Interrupted
             time.sleep(min(0.1, seconds))
 
-    # ---- one start
-
     def _train(self) -> tuple[int, failure.Cause | None, bool]:
-        """Has the workers train. Returns exit code, cause, and whether a worker has printed it."""
+        """Train with these workers; return the exit code, the cause, and whether a worker has printed the cause."""
         self._start_processes()
         began = looked = time.monotonic()
         has_room = False  # rank 0 knows that there is room for more workers
         until: float | None = None
         sent = 0
         workers = self.workers.all
-        asked = {worker.agent.report.remote(POLL): number for number, worker in enumerate(workers)}
+        asked = {worker.agent.report.remote(POLL_SECONDS): number for number, worker in enumerate(workers)}
         ended: dict[int, failure.Cause | None] = {}
         while asked:
             done, _ = self.ray.wait(list(asked), num_returns=1, timeout=0.2)
@@ -292,20 +197,20 @@ class _Launch:
                 if number == 0:
                     self.folder, self.newest = found.run or self.folder, found.newest or self.newest
                 if found.code is None:
-                    asked[worker.agent.report.remote(POLL)] = number
+                    asked[worker.agent.report.remote(POLL_SECONDS)] = number
                 else:
                     ended[number] = found.cause or (failure.end_of(number, found.code) if found.code else None)
             for signal_number in self.signals[sent:]:
                 self._send(signal_number)
                 sent += 1
                 if sent > 1:
-                    until = time.monotonic() + GRACE
+                    until = time.monotonic() + GRACE_SECONDS
             failed = any(cause and workers[number].report.code != MAKES_ROOM for number, cause in ended.items())
             if failed and until is None and not self.signals:
-                until = time.monotonic() + GRACE
+                until = time.monotonic() + GRACE_SECONDS
             if until is not None and time.monotonic() > until:
                 break
-            if not has_room and not ended and time.monotonic() - looked > POLL:
+            if not has_room and not ended and time.monotonic() - looked > POLL_SECONDS:
                 looked = time.monotonic()
                 if looked - began > self.settings.resize_cooldown_s and (more := self.workers.room_for_more()):
                     total = len(workers) + more
@@ -362,12 +267,12 @@ class _Launch:
             folder = (self.settings.working_dir or here).replace("{node}", worker.node)
             if self.settings.working_dir is None and here not in worker.about["shared"]:
                 self._refuse_sharded_files(cfg)
-            order = Order(cfg, roots, self.job.command[3:]).pack()
+            packed = WorkerJob(cfg, roots, self.job.command[3:]).pack()
             environment = {**common, **rank, SEALED: sealed, **cfg.engine.env}
-            began.append(worker.agent.begin.remote(order, environment, folder, f"{self.name}-{self.starts}"))
+            began.append(worker.agent.begin.remote(packed, environment, folder, f"{self.name}-{self.starts}"))
         self.starts += 1
         try:
-            failed = [reason for reason in self.ray.get(began, timeout=START) if reason]
+            failed = [reason for reason in self.ray.get(began, timeout=START_SECONDS) if reason]
         except self.ray.exceptions.RayError:
             return  # it is gone: the first report shows it
         if failed:
@@ -375,7 +280,7 @@ class _Launch:
             raise SetupError(Fault(message, "engine.launcher.params.working_dir"))
 
     def _refuse_sharded_files(self, cfg: Config) -> None:
-        """Refuses a run that needs a shared folder where workers do not share this command's."""
+        """Refuse a run that needs a shared folder where the workers do not share this command's."""
         sharded = cfg.engine.backend is not None and cfg.engine.backend != "ddp"
         if self.settings.storage_path is not None and sharded:
             message = (
@@ -409,4 +314,4 @@ class _Launch:
 
 
 class _Interrupted(Exception):
-    """A signal came while no worker ran."""
+    """Raised on a signal while no worker runs."""

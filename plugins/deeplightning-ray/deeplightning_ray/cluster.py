@@ -1,4 +1,4 @@
-"""Into a Ray cluster, and out of it again: the one that is named, the one that runs here, or one for this process."""
+"""Connect to a Ray cluster: the one that is named, the one that runs here, or one of this process's own."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ CURRENT = Path("/tmp/ray/ray_current_cluster")
 
 log = logging.getLogger(__name__)
 
-STARTS = 3  # tries to start a cluster: Ray gives a machine 30 s, which is little for a busy one
-LEAST_INIT = 30.0  # seconds that a cluster that answers has to take a driver in
+MAX_STARTS = 3  # tries to start a cluster: Ray gives a machine 30 s, which is little for a busy one
+INIT_SECONDS = 30.0  # that a cluster which answers has at least to accept a driver
 _ADDRESS = "engine.launcher.params.address"
 
 
 @dataclass(frozen=True)
 class Connection:
-    """A cluster that this process is a driver of.
+    """Describe the cluster that this process is a driver of.
 
     Attributes:
         address: of it, in words.
@@ -44,7 +44,7 @@ class Connection:
 
 @contextlib.contextmanager
 def connect(address: str | None = None, timeout_s: float = 10, **own: object) -> Iterator[Connection]:
-    """Makes this process a driver of a cluster, for as long as the context lasts; one that it is of already stays.
+    """Make this process a driver of a cluster while the context lasts, unless it is a driver already.
 
     Args:
         address: as of `Ray`.
@@ -73,7 +73,7 @@ def connect(address: str | None = None, timeout_s: float = 10, **own: object) ->
                 else:
                     _answers(found, timeout_s)
                     options = {"address": found}
-                _init(options, found, max(timeout_s, LEAST_INIT))
+                _init(options, found, max(timeout_s, INIT_SECONDS))
                 yield Connection(found or "its own, on this machine", folder is not None)
             finally:
                 ray.shutdown()
@@ -83,7 +83,7 @@ def connect(address: str | None = None, timeout_s: float = 10, **own: object) ->
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables that are not set, for as long as the context lasts."""
+    """Set variables that are not set, while the context lasts."""
     new = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ |= new
     try:
@@ -94,18 +94,18 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _token() -> dict[str, str]:
-    """What a cluster of one's own asks its drivers for; Ray would keep one in the user's home."""
+    """Make the token by which drivers log in to a cluster of one's own; Ray would keep one in the user's home."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 def _quiet() -> dict[str, str]:
-    """Ray sends figures of its use to its makers, unless disabled, and has its workers give way to everybody."""
+    """Disable usage reports to the makers of Ray, and the low priority of its workers."""
     names = ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_worker_niceness")
     return dict.fromkeys(names, "0")
 
 
 def _find(address: str | None) -> str | None:
-    """HOST:PORT, with ray:// in front of it where that was given; None: a cluster of one's own."""
+    """Return HOST:PORT, with ray:// before it where that was given; None: a cluster of one's own."""
     if address == "local":
         return None
     if address not in (None, "auto"):
@@ -124,7 +124,7 @@ def _find(address: str | None) -> str | None:
 
 
 def _noted() -> str:
-    """The address in `CURRENT`, which lies where everybody may write.
+    """Read the address in `CURRENT`, a file where everybody may write.
 
     Raises:
         OSError: it is missing, or a user other than this one and root could have written it.
@@ -142,7 +142,7 @@ def _noted() -> str:
 
 
 def _answers(address: str, timeout_s: float) -> None:
-    """Makes sure that something listens at an address: Ray itself would try for a minute.
+    """Check that something listens at an address: Ray itself would try for a minute.
 
     Raises:
         SetupError: nothing does.
@@ -158,10 +158,10 @@ def _answers(address: str, timeout_s: float) -> None:
 
 
 def _init(options: dict[str, Any], address: str | None, timeout_s: float) -> None:
-    """`ray.init`, quietly.
+    """Call `ray.init` without its output.
 
-    Where it only connects, in a thread: what listens there may be no Ray, and then it does not come back. The processes
-    of a cluster of one's own end with the thread that has started them.
+    A connection is made in a thread, since the call does not return where something else than Ray listens. The
+    processes of a cluster of one's own end with the thread that has started them.
     """
     import ray
 
@@ -175,7 +175,7 @@ def _init(options: dict[str, Any], address: str | None, timeout_s: float) -> Non
             failed.append(error)
 
     if address is None:
-        for _ in range(STARTS):
+        for _ in range(MAX_STARTS):
             failed.clear()
             init()
             if not failed or "timed out during startup" not in str(failed[0]):

@@ -1,4 +1,4 @@
-"""The batch script of a job of Slurm: the lines behind its tasks, and times in the words of sbatch."""
+"""Write the lines of a batch script that follow its tasks, and read times in the notation of sbatch."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import re
 import shlex
 
 AGAIN = "DEEPLIGHTNING_REQUEUE"
-"""The variable that names a file: its being there tells the batch script, behind its tasks, to send the job back into
-the queue. A task in a container, say, cannot ask Slurm itself. It holds what the task has done since this start: a
-number of batches, or `preempted`; nothing means that it is not known."""
+"""Names a file. If a task has written it, the batch script requeues the job: a task in a container cannot ask Slurm. It
+holds what the task has done since this start, a number of batches or `preempted`; empty means unknown."""
 
 FOLDER, NUMBER = "deeplightning_folder", "deeplightning_job"
 """Variables of the script: the folder of this job, or of this task of an array, and the number by which Slurm knows it.
 `SLURM_JOB_ID` of an array's last task is the number of the whole array."""
 
 VARIABLES = "variables.sh"
-"""A file in the folder of an array's task: lines of shell with what its trial has in its environment."""
+"""A file in the folder of an array's task: lines of shell that set the environment of its trial."""
 
-IN_VAIN = 3
+IDLE_STARTS = 3
 """Starts in a row without a trained batch after which a job does not go back into the queue by itself."""
 
 
 def seconds_of(time: str | int | None) -> int | None:
-    """A time in sbatch's words, such as `90` (minutes), `1:30:00` or `2-12`; None: no limit, or not understood."""
+    """Convert a time of sbatch, such as `90` (minutes), `1:30:00` or `2-12`; None: no limit, or not understood."""
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(time))
     if found is None:
         return None
@@ -34,11 +33,11 @@ def seconds_of(time: str | int | None) -> int | None:
 
 
 def after_tasks(restarts: int, max_requeues: int | None) -> list[str]:
-    """Lines of shell behind the tasks: what sends the job back into the queue where these could not, and its end."""
+    """Return the lines of shell after the tasks, which requeue the job or end it with their exit code."""
     counter, idle, requeues = (f'"${FOLDER}/{name}"' for name in ("restarts", "idle", "requeues"))
     in_vain = (
-        f"error: the job was started {IN_VAIN} times in a row, and no batch was trained before it had to end: its time "
-        "is shorter than a start takes. Give engine.launcher.params.time more, or a smaller warning"
+        f"error: the job was started {IDLE_STARTS} times in a row, and no batch was trained before it had to end: its "
+        "time is shorter than a start takes. Give engine.launcher.params.time more, or a smaller warning"
     )
     used_up = (
         f"error: the job has returned to the queue {max_requeues} times, as often as "
@@ -54,7 +53,7 @@ def after_tasks(restarts: int, max_requeues: int | None) -> list[str]:
         f"  idle=$(($(cat {idle} 2>/dev/null || echo 0) + 1))",
         '  [ "$batches" = 0 ] || idle=0',
         f"  echo $idle >{idle}",
-        f"  if [ $idle -ge {IN_VAIN} ]; then",
+        f"  if [ $idle -ge {IDLE_STARTS} ]; then",
         f"    echo {shlex.quote(in_vain)} >&2",
         "    exit 5",
         "  fi",

@@ -1,4 +1,4 @@
-"""Where the checkpoints of a run are kept for workers that share no folder: a directory, or a bucket.
+"""Keep the checkpoints of a run for workers that share no folder, in a directory or a bucket.
 
 A launch has a folder there, with what is needed to resume: config, environment, checkpoints, and `run.json`, which says
 where the run's folder was. Files are written whole or not at all, each beside its place first where that is a
@@ -22,18 +22,16 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 POOL = "DEEPLIGHTNING_POOL"
-"""The variable in which a launcher tells a worker of a pool of `launch`, and of `storage`, an address or null; JSON."""
+"""Tells a worker the name of its `launch`, and of its `storage`, an address or null, as JSON."""
+
+MAKES_ROOM = 75
+"""Exit code of a worker that has ended so that more can start: EX_TEMPFAIL of sysexits.h, try again."""
 
 CARD = "run.json"
 
 
-def stored() -> dict[str, Any]:
-    """What a launcher tells this process in that variable; {}: nothing."""
-    return json.loads(os.environ.get(POOL) or "{}")
-
-
 def opened(uri: str) -> tuple[Any, str]:
-    """The file system of an address, of pyarrow, and the path in it.
+    """Open an address by pyarrow; return the file system and the path in it.
 
     Raises:
         SetupError: it is of no known kind, or cannot be reached.
@@ -48,7 +46,7 @@ def opened(uri: str) -> tuple[Any, str]:
 
 
 class Storage:
-    """The storage of a launch.
+    """Copy the run of a launch into a storage and back.
 
     Args:
         uri: an absolute path, or an address such as s3://BUCKET/FOLDER.
@@ -66,7 +64,7 @@ class Storage:
         self._put: dict[str, tuple[int, int]] | None = None  # what is there: size, time of change in nanoseconds
 
     def put(self, folder: Path, everything: bool = False) -> None:
-        """Puts what has changed of a run into the storage; checkpoints last, behind what they name.
+        """Copy the changed files of a run into the storage, checkpoints last.
 
         Args:
             folder: the run's, absolute.
@@ -103,7 +101,7 @@ class Storage:
                 system.delete_file(f"{base}/{self.launch}/{name}")
 
     def _there(self) -> dict[str, tuple[int, int]]:
-        """What the storage has of this launch."""
+        """Return the files that the storage has of this launch, each with its size and time of change."""
         system, base = opened(self.uri)
         found = self._card_of(system, f"{base}/{self.launch}")
         return {name: (size, changed) for name, (size, changed) in found[1]["files"].items()} if found else {}
@@ -134,7 +132,7 @@ class Storage:
             raise SetupError(Fault(message, "engine.launcher.params.storage_path")) from error
 
     def fetch(self, which: str | None = None) -> Path | None:
-        """Brings a run's folder to where the tracker looks for it; what is there the same is not copied.
+        """Copy a run's folder to where the tracker looks for it, but for files that are there already.
 
         Args:
             which: None: of this launch; `newest`: of whichever launch of the experiment has put something last.

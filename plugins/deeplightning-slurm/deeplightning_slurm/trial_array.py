@@ -1,7 +1,7 @@
-"""A search under Slurm is one array of jobs: a task for each trial, submitted at once and released one by one.
+"""Run a search as one array of jobs: a task for each trial, submitted at once and released one by one.
 
-The tasks are held until their trial is drawn, so that they take no machine while a search thinks, and none that is
-killed leaves jobs that start without it. The queue shows one line, and `scancel` of one number ends all of it.
+Slurm holds each task until the search has chosen its trial, so that no machine waits for it. A search that is killed
+leaves no job that starts without it. The queue shows one line, and `scancel` of one number ends the search.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deeplightning.faults import Fault, SetupError
-from deeplightning.launch.slurm_commands import ask, largest_array, submit, there_is_slurm
-from deeplightning.launch.slurm_script import VARIABLES
 from deeplightning.runfolder import make_private, permissions_of, write_whole
+from deeplightning_slurm.batch_script import VARIABLES
+from deeplightning_slurm.commands import ask, check_slurm, largest_array, submit
 
-PLACE = "DEEPLIGHTNING_SLURM_TASK"
-"""The variable by which a search tells the process of a trial which task of its array is the trial's."""
+TASK = "DEEPLIGHTNING_SLURM_TASK"
+"""Tells the process of a trial which task of the array is its own."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """One task of an array.
+class ArrayTask:
+    """A task of an array.
 
     Attributes:
         folder: for its config, code and logs.
@@ -37,7 +37,7 @@ class Place:
     number: str
 
     def release(self) -> None:
-        """Lets the task start.
+        """Let the task start.
 
         Raises:
             SetupError: in Slurm's own words.
@@ -48,26 +48,26 @@ class Place:
             raise SetupError(Fault(message, "engine.launcher"))
 
     def cancel(self) -> None:
-        """Ends the task: a trial that trains saves a checkpoint first."""
+        """End the task; a trial that trains saves a checkpoint first."""
         ask("scancel", self.number)
 
 
-def place_here() -> Place | None:
-    """The task that this process is to release; None: it submits a job of its own."""
-    if (text := os.environ.get(PLACE)) is None:
+def task_here() -> ArrayTask | None:
+    """Return the task that this process releases; None: it submits a job of its own."""
+    if (text := os.environ.get(TASK)) is None:
         return None
     values = json.loads(text)
-    return Place(Path(values["folder"]), values["number"])
+    return ArrayTask(Path(values["folder"]), values["number"])
 
 
-class Array:
-    """The tasks of a search.
+class TrialArray:
+    """Submit the arrays of a search, and give each trial a task.
 
     Args:
-        folder: has a folder for each task; is made here.
+        folder: is made, with a folder for each task.
         trials: how many are to come.
-        note: a file that keeps the numbers of the arrays, so that the next command can end what a kill has left.
-        script: gives the batch script of an array, of its folder and the number of its tasks.
+        note: a file that keeps the numbers of the arrays, so that the next command can end them after a kill.
+        script: returns the batch script of an array, from its folder and its number of tasks.
     """
 
     def __init__(self, folder: Path, trials: int, note: Path, script: Callable[[Path, int], str]):
@@ -77,13 +77,7 @@ class Array:
         self._next, self._size, self._largest = 0, 0, 0
 
     def variables(self, environment: Mapping[str, str | None]) -> dict[str, str]:
-        """Gives a trial the next task.
-
-        Args:
-            environment: what the trial's processes are to have in their environment; None: what they are not to have.
-
-        Returns:
-            Variables for the process that starts the trial; empty: it submits a job of its own.
+        """Give a trial the next task; see `deeplightning.launch.job.TrialJobs`.
 
         Raises:
             SetupError: Slurm refuses the array.
@@ -99,15 +93,15 @@ class Array:
         file = folder / VARIABLES
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
             out.write("\n".join([*lines, ""]))
-        return {PLACE: json.dumps({"folder": str(folder), "number": f"{self._numbers[-1]}_{task}"})}
+        return {TASK: json.dumps({"folder": str(folder), "number": f"{self._numbers[-1]}_{task}"})}
 
     def _home(self) -> Path:
         number = len(self._numbers)
         return self.folder if number == 1 else self.folder / f"array-{number}"
 
     def _submit(self) -> bool:
-        """Submits the next array, as large as Slurm allows; False: it allows none."""
-        there_is_slurm()
+        """Submit the next array, as large as Slurm allows; return False if it allows none."""
+        check_slurm()
         if not self._numbers:
             self._cancel_former()
             self._largest = largest_array()
@@ -140,14 +134,14 @@ class Array:
         return True
 
     def _cancel_former(self) -> None:
-        """Ends what a search that was killed has left: tasks that nobody would release, and trials that would report to
-        nobody, which save a checkpoint first. Slurm refuses where a number is another user's by now."""
+        """End the arrays of a killed search. Trials that train save a checkpoint first. Slurm refuses a number that
+        belongs to another user by now."""
         with contextlib.suppress(OSError):
             if numbers := [word for word in self.note.read_text().split() if word.isdecimal()]:
                 ask("scancel", *numbers)
 
     def close(self) -> None:
-        """Ends the tasks that no trial has taken, and the trials of a search that does not come to its end."""
+        """End the tasks that no trial has taken, and trials that have not ended."""
         if numbers := list(filter(None, self._numbers)):
             ask("scancel", *numbers)
             self.note.unlink(missing_ok=True)

@@ -22,16 +22,21 @@ import pytest
 from commands import LONGEST, environment
 from conftest import digest
 
+from deeplightning.checks.trust import is_own
 from deeplightning.config.target import is_installed
-from deeplightning.launch import Slurm
-from deeplightning.launch import slurm as module
-from deeplightning.launch.slurm_script import FOLDER, NUMBER, after_tasks, seconds_of
-from deeplightning.process.identity import hosts, identity, slurm_step, tasks_per_node
+from deeplightning.launch import hooks_here
+from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.code import read_code
 
-ROOT = Path(__file__).resolve().parents[2]
+pytest.importorskip("deeplightning_slurm")
+
+from deeplightning_slurm import Slurm, requeue
+from deeplightning_slurm.batch_script import AGAIN, FOLDER, NUMBER, after_tasks, seconds_of
+from deeplightning_slurm.follow import Follower, log_of
+
+ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = sorted((ROOT / "examples" / "slurm").glob("*.sh"))
-LAUNCHER = "engine.launcher.type=deeplightning.launch.Slurm"
+LAUNCHER = "engine.launcher.type=Slurm"
 
 CONF = """\
 ClusterName=lab
@@ -283,68 +288,6 @@ STEP = {
     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
     "SLURM_STEP_NODELIST": "n[03-04]",
 }
-OLD = {
-    "SLURM_JOBID": "7",
-    "SLURM_STEPID": "0",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_NPROCS": "4",
-    "SLURM_NNODES": "2",
-    "SLURM_TASKS_PER_NODE": "2(x2)",
-    "SLURM_NODELIST": "n[03-04]",
-}
-
-
-@pytest.mark.parametrize("variables", [STEP, OLD], ids=["new names", "old names"])
-def test_a_task_knows_its_place(variables):
-    """Rank, world, local rank, nodes and the first node as rank 0's, from Slurm's variables, of old Slurms as well."""
-    found = identity(variables)
-    assert found is not None
-    assert (found.by, found.rank, found.world, found.local_rank, found.local_world) == ("Slurm", 3, 4, 1, 2)
-    assert (found.node, found.nodes, found.address, found.launch) == (1, 2, "n03", "slurm-7.0")
-    assert found.is_binding
-    assert not found.goes_on
-    assert identity(variables | {"SLURM_RESTART_COUNT": "1"}).goes_on
-
-
-def test_an_address_that_is_set_wins():
-    """MASTER_ADDR and MASTER_PORT come before the first node and the port that the job's number gives."""
-    found = identity(STEP | {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "4711"})
-    assert (found.address, found.port) == ("10.0.0.9", "4711")
-    assert identity(STEP).port == identity(STEP | {"SLURM_PROCID": "0", "SLURM_NODEID": "0"}).port
-    assert identity(STEP).port != identity(STEP | {"SLURM_JOB_ID": "8"}).port
-
-
-def test_what_is_no_task_has_no_place():
-    """A batch script has a rank but no step, a shell of salloc neither, or a step of Slurm's own."""
-    batch = {name: value for name, value in STEP.items() if name != "SLURM_STEP_ID"}
-    assert identity(batch) is None
-    assert identity({name: value for name, value in batch.items() if name != "SLURM_PROCID"}) is None
-    assert slurm_step(STEP | {"SLURM_STEP_ID": "4294967290"}) is None
-
-
-def test_a_single_task_may_start_processes_itself():
-    """`srun --pty bash` gives a shell: what it starts has no rank yet. A task that our launcher asked for has."""
-    single = STEP | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "1"}
-    single |= {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NODELIST": "n03"}
-    assert not identity(single).is_binding
-    assert identity(single | {"DEEPLIGHTNING_LAUNCH": "slurm-7"}).is_binding
-
-
-def test_short_forms_are_spread():
-    """Node lists and tasks per node, as Slurm shortens them."""
-    assert hosts("gpu[03-05,9]-a,login") == ["gpu03-a", "gpu04-a", "gpu05-a", "gpu9-a", "login"]
-    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
-
-
-def test_plan_shows_the_place_of_a_task(command, tiny, place):
-    """`deeplightning plan` in a task prints the ranks and the address that Slurm's variables give."""
-    planned = command("plan", tiny, "engine.processes=2", cwd=place, **STEP)
-    assert planned.code == 0, planned
-    told = dict(line.split(": ", 1) for line in planned.out.replace("'", "").splitlines() if ": " in line)
-    expected = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "NODE_RANK": "1", "MASTER_ADDR": "n03"}
-    assert {name.strip(): value for name, value in told.items() if name.strip() in expected} == expected
 
 
 def test_the_address_of_the_config_wins(command, tiny, place):
@@ -354,14 +297,6 @@ def test_the_address_of_the_config_wins(command, tiny, place):
     assert planned.code == 0, planned
     assert "MASTER_ADDR: 10.0.0.9\n" in planned.out
     assert "MASTER_PORT: '4711'\n" in planned.out
-
-
-def test_a_batch_script_that_forgets_srun_is_told(command, tiny, place):
-    """One process of a job of several nodes does not wait for partners that nobody starts: exit code 3, naming srun."""
-    refused = command("train", tiny, "engine.num_nodes=2", cwd=place, SLURM_JOB_ID="7", SLURM_PROCID="0")
-    assert refused.code == 3
-    assert "engine.num_nodes: 2 machines are asked for, and this is a single process of Slurm's job 7" in refused.err
-    assert "srun deeplightning train" in refused.err
 
 
 def test_plan_prints_the_script(command, tiny, place, tmp_path):
@@ -791,13 +726,73 @@ def test_a_taken_port_is_told(cluster, work):
     assert f"port {port} is in use" in done.stderr
 
 
-def test_signals_are_the_users_own_elsewhere(monkeypatch):
-    """Outside of a job of Slurm nothing of ours listens to SIGUSR1 and SIGUSR2."""
-    for name in list(os.environ):
-        if name.startswith("SLURM_"):
-            monkeypatch.delenv(name)
-    assert module.job_here() is None
-    assert module.job_here(STEP) == "7"
+def test_a_process_outside_of_a_job_has_no_hooks(monkeypatch):
+    """SIGUSR1 and SIGUSR2 belong to the user there; a task of an array has the number of the array and its own."""
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    assert Slurm.hooks_here() is None
+    assert [*hooks_here().signals] == []
+    assert requeue.job_here(STEP) == "7"
+    assert requeue.job_here(STEP | {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}) == "5_2"
+
+
+@pytest.fixture
+def hooks(monkeypatch, tmp_path):
+    """The hooks of the launcher that has started this process: a task of job 7, whose script requeues it. Functions
+    that are registered for the exit are in `hooks.at_exit`."""
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(AGAIN, str(tmp_path / "again"))
+    at_exit = []
+    monkeypatch.setattr(requeue.atexit, "register", lambda *words: at_exit.append(words))
+    found = hooks_here()
+    found.at_exit = at_exit
+    return found
+
+
+@pytest.mark.parametrize(
+    ("number", "preempt_time", "written"),
+    [
+        (signal.SIGUSR1, "None", "12"),
+        (signal.SIGUSR2, "None", "12"),
+        (signal.SIGTERM, "None", None),
+        (signal.SIGTERM, "2026-11-27T10:00:00", "preempted"),
+        (signal.SIGINT, "2026-11-27T10:00:00", None),
+    ],
+)
+def test_a_signal_before_the_end_of_the_time_requeues_the_job(
+    number, preempt_time, written, hooks, monkeypatch, tmp_path
+):
+    """Once, at the very end of the process: SIGUSR1, SIGUSR2, and SIGTERM where Slurm preempts the job."""
+    assert [*hooks.signals] == [signal.SIGUSR1, signal.SIGUSR2]
+    monkeypatch.setattr(requeue, "state_of", lambda job: {"JobState": "RUNNING", "PreemptTime": preempt_time})
+    hooks.before_end(number, 12)
+    hooks.before_end(number, 12)
+    assert len(hooks.at_exit) == (written is not None)
+    for function, *words in hooks.at_exit:
+        function(*words)
+    file = tmp_path / "again"
+    assert (file.read_text() if file.exists() else None) == written
+
+
+def test_a_run_that_a_job_has_started_is_own(tmp_path):
+    """Where its folder is on this machine in the end: the first process prints its path."""
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    run.config.write_text(f"seed: 1  # {tmp_path}\n")
+    assert not is_own(run)
+    log_of(tmp_path, "7").write_text(f"Artifact storage path: {run.path}\n")
+    Follower("7", tmp_path)._echo(to_the_end=True)
+    assert is_own(run)
+
+
+def test_plan_says_what_a_backend_brings_on_one_gpu(command, tiny, place):
+    """`deeplightning plan`, here for a node with one GPU, prints the hint beside the plan."""
+    planned = command("plan", tiny, LAUNCHER, "engine.gpus=1", "engine.backend=fsdp", cwd=place)
+    assert planned.code == 0, planned
+    assert "with one GPU fsdp has no other process to share with" in planned.err
 
 
 # ---- searches as arrays

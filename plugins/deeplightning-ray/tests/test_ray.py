@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import shutil
@@ -21,15 +22,27 @@ import pytest
 import yaml
 from conftest import digest, weights
 
+from deeplightning.callbacks.record import Resumption
 from deeplightning.checks.examine import load_config
-from deeplightning.engine.plan import sized
+from deeplightning.checks.trust import is_own
+from deeplightning.config import other_tools
 from deeplightning.faults import CheckpointError, SetupError
-from deeplightning.launch import ray_cluster
-from deeplightning.launch.storage import CARD, Storage
+from deeplightning.launch import hooks_here
 from deeplightning.own_code import SEAL
+from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.code import Code, read_code
 
-LAUNCHER = "engine.launcher={type: deeplightning.launch.Ray, params: {address: ADDRESS, MORE}}"
+pytest.importorskip("deeplightning_ray")
+
+from deeplightning_ray import Ray
+from deeplightning_ray import cluster as ray_cluster
+from deeplightning_ray import workers as ray_workers
+from deeplightning_ray.agent import WORKER, Agent
+from deeplightning_ray.resize import sized
+from deeplightning_ray.storage import CARD, POOL, Storage
+from deeplightning_ray.supervise import Supervisor
+
+LAUNCHER = "engine.launcher={type: Ray, params: {address: ADDRESS, MORE}}"
 SMALL = "init: {object_store_memory: 80_000_000}"
 ALONE = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
 
@@ -87,7 +100,7 @@ class Cluster:
     """A cluster of one CPU, whose second comes and goes."""
 
     def __init__(self):
-        program = [sys.executable, str(Path(__file__).parents[1] / "ray_cluster.py")]
+        program = [sys.executable, str(Path(__file__).with_name("ray_cluster.py"))]
         pipe = subprocess.PIPE
         environment = commands.environment(**ALONE)
         self.process = subprocess.Popen(program, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
@@ -174,7 +187,7 @@ def test_the_cluster_file_of_the_example_is_one():
     """`ray up` can read examples/ray/cluster.yml: Ray's own check finds nothing wrong with it."""
     from ray.autoscaler._private.util import prepare_config, validate_config
 
-    found = yaml.safe_load((Path(__file__).parents[2] / "examples" / "ray" / "cluster.yml").read_text())
+    found = yaml.safe_load((Path(__file__).parents[3] / "examples" / "ray" / "cluster.yml").read_text())
     # Raises ValidationError where something is wrong.
     validate_config(prepare_config(found))
 
@@ -290,7 +303,7 @@ def test_plan_shows_the_workers_and_starts_nothing(command, tiny, work):
     assert done.code == 0, done
     [start] = yaml.safe_load(done.out)
     assert start["times"] == 3
-    assert start["command"][-2:] == ["deeplightning", "worker"]
+    assert start["command"][1:] == ["-P", "-m", "deeplightning_ray.worker"]
     assert start["where"] == "workers of a Ray cluster (ray://head:10001), each with 1 CPUs, from 1 to 3"
     assert start["environment"]["WORLD_SIZE"] == "3"
     assert json.loads(start["environment"]["DEEPLIGHTNING_POOL"]) == {"storage": "/checkpoints"}
@@ -335,21 +348,6 @@ def test_fewer_workers_keep_the_samples_of_a_step_where_the_numbers_divide(three
     assert (made.engine.processes, made.engine.num_nodes, made.train.accumulator_factor) == (workers, 1, accumulates)
     assert [notice.text for notice in made.notices if "of 3" in notice.text] == ([words] if words else [])
     assert (cfg.engine.processes, cfg.train.accumulator_factor) == (3, factor)
-
-
-@pytest.mark.parametrize(("step", "checkpoint"), [(10, "{every_n_epochs: 1}"), (7, "{every_n_steps: 7}")])
-def test_another_number_of_processes_goes_on_behind_the_same_sample(job, step, checkpoint):
-    """Checkpoints are tied to no number of processes: one that two have written, at an epoch's end or inside an epoch,
-    one process resumes from with two batches a step; it takes as many steps as two would, validates after each epoch,
-    and ends with their weights but for the order in which numbers are added."""
-    store = ["logger.params.experiment_name=other", "logger.log_every_n_steps=1"]
-    whole = job("train.num_epochs=3", *store)
-    cut = job("train.num_epochs=3", f"train.max_steps={step}", f"train.checkpoint={checkpoint}", *store)
-    resume = [f"train.resume_ckpt='{cut.folder / 'last.ckpt'}'", "train.accumulator_factor=2"]
-    one = job("train.num_epochs=3", *resume, *store, ranks=1)
-    assert one.out.count("val_loss") == (1 if step == 10 else 2)
-    ours, theirs = (weights(outcome.folder / "last.ckpt") for outcome in (one, whole))
-    assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) < 1e-5
 
 
 def test_a_storage_gives_back_what_was_put(tmp_path):
@@ -592,8 +590,6 @@ def test_what_listens_and_is_no_ray_is_told(command, tiny, work):
 def test_each_worker_gets_the_code_once_sealed(monkeypatch):
     """All workers get the code of the launch as it was when that began, also when they start again; each imports from
     the folders that it shares with this machine, and from those whose code was sent."""
-    from deeplightning.launch import ray_workers
-
     sent = []
 
     def unpack(code, shared, git):
@@ -617,8 +613,6 @@ def test_each_worker_gets_the_code_once_sealed(monkeypatch):
 def test_a_worker_has_the_code_and_the_files_beside_it(tmp_path):
     """An agent lays the code out in a folder that its owner alone can read; what lies beside is linked where the worker
     has the folder too. It is gone when the worker is cleaned up."""
-    from deeplightning.launch.ray_agent import Agent
-
     (tmp_path / "code" / "data").mkdir(parents=True)
     (tmp_path / "code" / "data" / "words.bin").write_bytes(b"words")
     code = Code(
@@ -637,7 +631,78 @@ def test_a_worker_has_the_code_and_the_files_beside_it(tmp_path):
 
 
 def test_a_worker_that_nobody_sends_a_config_says_so(command, tmp_path):
-    """`deeplightning worker` by hand ends with a note."""
-    done = command("worker", cwd=tmp_path)
-    assert done.code == 3, done
-    assert "is started by launchers" in done.err
+    """The module by hand ends with a note."""
+    done = subprocess.run(
+        [sys.executable, *WORKER],
+        cwd=tmp_path,
+        env=commands.environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=commands.LONGEST,
+    )
+    assert done.returncode == 3, done
+    assert "is started by the launcher `Ray`" in done.stderr
+
+
+def test_a_run_that_a_worker_has_made_is_own(tmp_path):
+    """Where its folder is on this machine in the end: the output of the first worker has its path."""
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    run.config.write_text(f"seed: 1  # {tmp_path}\n")
+    assert not is_own(run)
+    Supervisor._print(SimpleNamespace(folder=None), 1, f"Artifact storage path: {run.path}\n".encode())
+    assert is_own(run)
+
+
+def test_a_worker_adds_its_callback_and_copies_files(monkeypatch, tmp_path):
+    """Where the launcher has started the process; any other process has no hooks of this launcher."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    assert hooks_here().copies_files is False
+    monkeypatch.setenv(POOL, '{"launch": "ray-1", "storage": null}')
+    hooks = hooks_here()
+    assert hooks.copies_files
+    [callback] = hooks.callbacks(None, None, None)
+    assert type(callback).__name__ == "ElasticWorkers"
+    assert callback.storage is None
+    file = tmp_path / "last.ckpt"
+    file.write_bytes(b"four")
+    named = Resumption(checkpoint=file).named
+    assert named == f"last.ckpt of 4 bytes, written at {file.stat().st_mtime_ns} ns"
+
+
+def test_the_parameters_of_the_launcher_have_the_names_of_older_systems():
+    """What `check` answers to `num_cpus_per_worker` is a parameter."""
+    key = "engine.launcher.params."
+    row = other_tools.key_of(other_tools.ROWS["num_cpus_per_worker"])
+    assert row.removeprefix(key) in inspect.signature(Ray).parameters
+
+
+ON_RAY = """\
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import ray
+os.environ["PYTHONPATH"] = ""
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
+from only_here import WORKER, Agent
+try:
+    ray.get(ray.remote(Agent).remote().about.remote(), timeout=60)
+except ray.exceptions.RayActorError as error:
+    print(error)
+"""
+
+
+@needs_ray
+def test_an_actor_of_ray_says_that_its_module_is_missing(tmp_path):
+    """Where the workers lack the module that the actor's class is in."""
+    (tmp_path / "only_here.py").write_text("class Agent:\n    def about(self):\n        return 1\n")
+    done = subprocess.run(
+        [sys.executable, "-c", ON_RAY, str(tmp_path)],
+        env=os.environ | {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "TMPDIR": "/tmp"},
+        cwd=Path.cwd().root,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert ray_workers.NO_MODULE in done.stdout, done

@@ -1,4 +1,4 @@
-"""A search's array of Slurm, asked of commands that only write down what they are asked."""
+"""The array of a search, with commands of Slurm that only record how they are called."""
 
 import json
 import os
@@ -10,7 +10,10 @@ import pytest
 from deeplightning.config.schema import Engine, Target
 from deeplightning.faults import SetupError
 from deeplightning.launch import Job, array_of
-from deeplightning.launch.slurm_array import PLACE, Array, place_here
+
+pytest.importorskip("deeplightning_slurm")
+
+from deeplightning_slurm.trial_array import TASK, TrialArray, task_here
 
 SBATCH = """\
 #!/bin/sh
@@ -63,13 +66,13 @@ def array(tmp_path):
     """`array(trials)` of a search in the temporary folder."""
 
     def make(trials, folder="s"):
-        return Array(tmp_path / folder, trials, tmp_path / "note", lambda folder, tasks: f"ARRAY {tasks}\n")
+        return TrialArray(tmp_path / folder, trials, tmp_path / "note", lambda folder, tasks: f"ARRAY {tasks}\n")
 
     return make
 
 
-def places_of(array, number):
-    return [json.loads(array.variables({})[PLACE])["number"] for _ in range(number)]
+def tasks_of(array, number):
+    return [json.loads(array.variables({})[TASK])["number"] for _ in range(number)]
 
 
 def test_one_array_has_a_task_for_each_trial(slurm, array, tmp_path):
@@ -82,38 +85,38 @@ def test_one_array_has_a_task_for_each_trial(slurm, array, tmp_path):
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     told = os.popen(f'GONE=1; . "{file}"; echo "$TOKEN$GONE"').read()
     assert told == "it's $HOME\n"
-    assert places_of(search, 2) == ["41_1", "41_2"]
+    assert tasks_of(search, 2) == ["41_1", "41_2"]
     assert asked() == ["sbatch 3"]
     assert (tmp_path / "note").read_text() == "41"
 
 
 def test_the_process_of_a_trial_releases_and_cancels_its_task(slurm, array, monkeypatch):
     asked, search = slurm(), array(2)
-    assert place_here() is None
+    assert task_here() is None
     for name, value in search.variables({}).items():
         monkeypatch.setenv(name, value)
-    place = place_here()
-    place.release()
-    place.cancel()
+    task = task_here()
+    task.release()
+    task.cancel()
     assert asked() == ["sbatch 2", "scontrol release 41_0", "scancel 41_0"]
 
 
 def test_more_trials_than_an_array_may_have(slurm, array):
     """The next array is submitted when the first has no task left, and has the rest."""
     asked, search = slurm(largest=3), array(5)
-    assert places_of(search, 3) == ["41_0", "41_1", "41_2"]
+    assert tasks_of(search, 3) == ["41_0", "41_1", "41_2"]
     assert asked() == ["sbatch 3"]
-    assert places_of(search, 2) == ["41_0", "41_1"]
+    assert tasks_of(search, 2) == ["41_0", "41_1"]
     assert asked() == ["sbatch 2"]
 
 
 def test_a_limit_of_jobs_makes_smaller_arrays(slurm, array, tmp_path):
     """A user who may submit four jobs has arrays of at most that; a single trial that is left submits its own job."""
     asked, search = slurm(limit=4), array(9)
-    assert places_of(search, 4) == ["42_0", "42_1", "42_2", "42_3"]
+    assert tasks_of(search, 4) == ["42_0", "42_1", "42_2", "42_3"]
     assert asked() == ["sbatch 9", "sbatch 4"]
     assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["0", "1", "2", "3", "job.sh"]
-    assert places_of(search, 4) == ["41_0", "41_1", "41_2", "41_3"]
+    assert tasks_of(search, 4) == ["41_0", "41_1", "41_2", "41_3"]
     assert search.variables({}) == {}
     assert asked() == ["sbatch 4"]
 
@@ -136,9 +139,9 @@ def test_a_slurm_without_arrays(slurm, array):
 def test_what_no_trial_has_taken_is_cancelled(slurm, array, tmp_path):
     """At the end of the search, and, where that was killed, at the start of the next."""
     asked, search = slurm(), array(3)
-    places_of(search, 1)
+    tasks_of(search, 1)
     next_search = array(2, folder="next")
-    places_of(next_search, 1)
+    tasks_of(next_search, 1)
     assert asked() == ["sbatch 3", "scancel 41", "sbatch 2"]
     next_search.close()
     assert asked() == ["scancel 42"]
@@ -152,6 +155,6 @@ def test_what_no_trial_has_taken_is_cancelled(slurm, array, tmp_path):
 )
 def test_runs_of_one_size_are_an_array(trials, swept, is_one, tmp_path):
     """Where the engine differs from run to run, each is a job of its own size."""
-    cfg = SimpleNamespace(engine=Engine(launcher=Target(type="deeplightning.launch.Slurm")))
+    cfg = SimpleNamespace(engine=Engine(launcher=Target(type="deeplightning_slurm.Slurm")))
     found = array_of(Job(cfg, tmp_path / "c.yaml"), trials, swept, tmp_path / "note")
-    assert isinstance(found, Array) is is_one
+    assert isinstance(found, TrialArray) is is_one

@@ -1,4 +1,4 @@
-"""The workers of a run on a Ray cluster: the room that Ray reserves for them, and an agent on each."""
+"""Reserve room for the workers of a run on a Ray cluster, and start an agent on each."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deeplightning.faults import Fault, SetupError
-from deeplightning.launch.ray_agent import Agent, Report
-from deeplightning.launch.ray_cluster import Connection
 from deeplightning.launch.sealed import own_code_now
 from deeplightning.own_code import INSTALLED, original, roots
-from deeplightning.private.messages import Sentence, says
 from deeplightning.version import __version__
+from deeplightning_ray.agent import Agent, Report
+from deeplightning_ray.cluster import Connection
 
-POLL = 1.0  # seconds that one question to a worker may take
-SETTLE = 5.0  # seconds in which Ray finds the resources that it has announced
-START = 60.0  # seconds in which an agent, and later its process, has to be there
+POLL_SECONDS = 1.0  # that one question to a worker may take
+SETTLE_SECONDS = 5.0  # in which Ray finds the resources that it has announced
+START_SECONDS = 60.0  # in which an agent, and later its process, has to be there
+
+NO_MODULE = "ModuleNotFoundError"
+"""What Ray 2.60 says of an actor that cannot be unpickled; its exception has no type for that."""
 
 
 @dataclass
 class Worker:
-    """A worker of the cluster.
+    """Keep what is known of a worker of the cluster.
 
     Attributes:
         agent: the actor on it.
@@ -43,8 +45,10 @@ class Worker:
     _rests: dict[int, bytes] = field(init=False, default_factory=dict)
 
     def output(self) -> Iterator[tuple[int, bytes]]:
-        """The output of the last report in whole lines, each part with 1 (stdout) or 2 (stderr); the beginning of a
-        line waits for its end, or for the end of the process."""
+        """Yield the output of the last report in whole lines, each part with 1 (stdout) or 2 (stderr).
+
+        The beginning of a line waits for its end, or for the end of the process.
+        """
         for stream, part in self.report.parts:
             lines, end, rest = (self._rests.pop(stream, b"") + part).rpartition(b"\n")
             if rest:
@@ -56,11 +60,11 @@ class Worker:
 
 
 class NoRoom(Exception):
-    """The cluster has no room; the text says which it has."""
+    """Raised where the cluster has no room; the text says how much it has."""
 
 
 class Workers:
-    """As many workers as a cluster has room for, within bounds.
+    """Start as many workers as a cluster has room for, within bounds.
 
     Args:
         cluster: to which this process is connected.
@@ -91,7 +95,7 @@ class Workers:
         return len(self.all)
 
     def start(self, first: str | None) -> None:
-        """Reserves room for as many as possible, and starts an agent on each.
+        """Reserve room for as many workers as possible, and start an agent on each.
 
         Args:
             first: id of the machine whose workers come before those of others, after those of this machine.
@@ -106,14 +110,14 @@ class Workers:
         self.all.sort(key=lambda w: (w.about["host"] != here, w.node != first, w.node))
 
     def request_machines(self) -> None:
-        """Has a cluster that can grow do so."""
+        """Ask a cluster that can grow to do so."""
         from ray.autoscaler.sdk import request_resources
 
         with contextlib.suppress(Exception):  # a cluster of a fixed size may refuse the request
             request_resources(bundles=[self.bundle] * self.highest)
 
     def send_code(self) -> list[tuple[list[str], str]]:
-        """Sends each worker the code of this launch, as it was when this was made.
+        """Send each worker the code of this launch, as it was when this object was made.
 
         Returns:
             For each worker the folders that it imports from, in this machine's names, and the folder of its seal.
@@ -128,7 +132,7 @@ class Workers:
         return found
 
     def room_for_more(self) -> int:
-        """How many more workers could start now."""
+        """Return how many more workers could start now."""
         from ray.util.placement_group import placement_group, remove_placement_group
 
         free = min(self._fitting(self.ray.available_resources()), self.highest - len(self))
@@ -136,18 +140,18 @@ class Workers:
             return 0
         group = placement_group([self.bundle] * free, strategy="PACK")
         try:
-            return free if group.wait(POLL) else 0
+            return free if group.wait(POLL_SECONDS) else 0
         finally:
             remove_placement_group(group)
 
     def release(self) -> None:
-        """Ends all workers and gives their room back."""
+        """End all workers and give their room back."""
         from ray.util.placement_group import remove_placement_group
 
         left = [worker.agent.clean_up.remote() for worker in self.all]
         if left:
             with contextlib.suppress(Exception):
-                self.ray.wait(left, num_returns=len(left), timeout=POLL)
+                self.ray.wait(left, num_returns=len(left), timeout=POLL_SECONDS)
         # Removing the group ends busy actors too, but Ray 2.60 then leaves the processes that they have started.
         for worker in self.all:
             with contextlib.suppress(Exception):
@@ -162,7 +166,7 @@ class Workers:
         return min((int(there // much) for there, much in needs), default=self.highest)
 
     def _reserve(self) -> None:
-        """Has Ray keep room for all workers at once.
+        """Reserve room for all workers at once.
 
         Raises:
             NoRoom: there is not even room for the fewest.
@@ -173,7 +177,7 @@ class Workers:
         number, waited = min(there, self.highest), False
         while number >= self.lowest:
             group = placement_group([self.bundle] * number, strategy="PACK")
-            if group.wait(SETTLE):
+            if group.wait(SETTLE_SECONDS):
                 self._group = group
                 return
             remove_placement_group(group)
@@ -195,11 +199,13 @@ class Workers:
         folders = {name: os.stat(name).st_ino for name in {os.getcwd(), *_roots()}}  # noqa: PTH109, PTH116
         asked = [worker.agent.about.remote(folders) for worker in self.all]
         try:
-            for worker, about in zip(self.all, self.ray.get(asked, timeout=START), strict=True):
+            for worker, about in zip(self.all, self.ray.get(asked, timeout=START_SECONDS), strict=True):
                 worker.about, worker.node, worker.gpus = about, about["node"], about["gpus"]
         except (self.ray.exceptions.RayActorError, self.ray.exceptions.GetTimeoutError) as error:
-            if says(error, Sentence.NO_MODULE_ON_WORKER):
-                message = f"a worker of the Ray cluster has no Deep Lightning: install {__version__} there"
+            if NO_MODULE in str(error):
+                message = (
+                    f"a worker of the Ray cluster lacks the plug-in: pip install deeplightning[ray]=={__version__}"
+                )
                 raise SetupError(Fault(message, "engine.launcher")) from error
             raise NoRoom(f"a worker of the Ray cluster did not start: {' '.join(str(error).split())[:200]}") from error
         others = {worker.about["version"] for worker in self.all} - {__version__}
@@ -209,10 +215,10 @@ class Workers:
 
 
 class _Actor(Agent):
-    """An agent that knows its worker."""
+    """Add to an agent what Ray knows of its worker."""
 
     def about(self, folders: Mapping[str, int]) -> dict[str, Any]:
-        """As of `Agent`, with `node`, `ip` and `gpus`."""
+        """Return the same as `Agent.about`, with `node`, `ip` and `gpus`."""
         import ray
 
         context = ray.get_runtime_context()
@@ -221,7 +227,7 @@ class _Actor(Agent):
 
 
 def _roots() -> list[str]:
-    """The folders that this process imports from, beside what is installed, absolute."""
+    """Return the folders that this process imports from, beside what is installed, absolute."""
     found: list[str] = []
     for entry in [*roots(), *sys.path]:
         path = original(os.path.abspath(entry))  # noqa: PTH100

@@ -1,4 +1,4 @@
-"""What Slurm is asked by its commands: sbatch, scontrol, sacct and scancel."""
+"""Call the commands of Slurm: sbatch, scontrol, sacct and scancel."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from pathlib import Path
 from deeplightning.faults import Fault, SetupError
 from deeplightning.process.decisions import DECIDED
 
-ANSWER = 60.0  # seconds that Slurm has for an answer
+ANSWER_SECONDS = 60.0
 
 
-def there_is_slurm() -> None:
-    """Raises SetupError where it cannot be asked."""
+def check_slurm() -> None:
+    """Check that Slurm answers.
+
+    Raises:
+        SetupError: there are no commands of Slurm, or it does not answer.
+    """
     if missing := [name for name in ("sbatch", "scontrol") if shutil.which(name) is None]:
         message = (
             f"there is no command {missing[0]} here: submit where Slurm is installed, a login node mostly; "
@@ -29,7 +33,7 @@ def there_is_slurm() -> None:
 
 
 def ask(*command: str, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """Exit code and words of a command of Slurm; 124 where it does not answer.
+    """Return the exit code of a command of Slurm, 124 where it does not answer, and its words.
 
     Args:
         environment: of the command; None: this process's.
@@ -40,21 +44,21 @@ def ask(*command: str, environment: Mapping[str, str] | None = None) -> tuple[in
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=ANSWER,
+            timeout=ANSWER_SECONDS,
             start_new_session=True,
             env=environment,
         )
     except subprocess.TimeoutExpired:
-        return 124, f"{command[0]} gave no answer in {ANSWER:.0f} s"
+        return 124, f"{command[0]} gave no answer in {ANSWER_SECONDS:.0f} s"
     except OSError as error:
         return 127, f"{command[0]}: {error.strerror}"
     return done.returncode, " ".join((done.stdout if done.returncode == 0 else done.stderr or done.stdout).split())
 
 
 def submit(script: str, folder: Path) -> str:
-    """Hands a batch script in, and keeps it in a folder; the number of its job.
+    """Write a batch script into a folder and submit it; return the number of its job.
 
-    A job starts with this process's environment, without what a job that this process is in has given it.
+    The job starts with the environment of this process, without the variables of a job that this process is in.
 
     Raises:
         SetupError: in Slurm's own words, or the script cannot be written.
@@ -76,10 +80,10 @@ def submit(script: str, folder: Path) -> str:
 
 
 def state_of(number: str) -> dict[str, str] | None:
-    """What Slurm knows of a job: JobState, Reason, ExitCode, Restarts, NodeList …; None: nothing, or no longer.
+    """Return what Slurm knows of a job, such as JobState, Reason, ExitCode, Restarts, NodeList; None: nothing.
 
     Raises:
-        TimeoutError: it does not answer.
+        TimeoutError: Slurm does not answer.
     """
     code, words = ask("scontrol", "show", "job", "-o", number)
     if code == 0:
@@ -92,6 +96,6 @@ def state_of(number: str) -> dict[str, str] | None:
 
 
 def largest_array() -> int:
-    """How many tasks an array may have; 0: this Slurm has none, or does not say."""
+    """Return how many tasks an array may have; 0: this Slurm has none, or does not say."""
     found = re.search(r"\bMaxArraySize\s*=\s*(\d+)", ask("scontrol", "show", "config")[1])
     return int(found[1]) if found and int(found[1]) > 1 else 0

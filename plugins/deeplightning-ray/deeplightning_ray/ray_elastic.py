@@ -1,8 +1,10 @@
-"""A worker of a pool that may change: it hands its checkpoints to a storage, and makes room where more workers came.
+"""Elastic Ray workers: upload checkpoints, and stop at an epoch boundary so that the group can grow.
 
-The launcher passes what it wants in an environment variable, and later through standard input.
+The launcher sets an environment variable for each worker, and later writes to its standard input.
 """
 
+import json
+import os
 import select
 from pathlib import Path
 
@@ -12,21 +14,19 @@ from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
 from deeplightning.callbacks.checkpoints import Checkpoints
 from deeplightning.callbacks.record import Record
 from deeplightning.config.schema import Config
-from deeplightning.launch.storage import Storage, stored
+from deeplightning.launch import ProcessHooks
 from deeplightning.process.identity import identity, own_rank
 from deeplightning.process.streams import Interrupted
 from deeplightning.tracking.build import experiment_of
 from deeplightning.tracking.store import locate
-
-MAKES_ROOM = 75
-"""Exit code of a worker that has ended so that more can start: EX_TEMPFAIL of sysexits.h, try again."""
+from deeplightning_ray.storage import POOL, Storage
 
 _STDIN = 0
 
 
 def storage_of(cfg: Config) -> Storage | None:
-    """The storage that a launcher tells this process of; None: there is none."""
-    found = stored()
+    """Return the storage of this worker's launch; None: there is none."""
+    found = json.loads(os.environ.get(POOL) or "{}")
     if not found.get("storage"):
         return None
     root = locate(cfg.logger.params.get("tracking_uri")).artifact_root or Path.cwd()
@@ -35,30 +35,29 @@ def storage_of(cfg: Config) -> Storage | None:
 
 
 def fetch(cfg: Config) -> None:
-    """Brings what training resumes from to this machine, if a storage has it: the run of this launch, or of `auto`."""
+    """Copy the run to resume from the storage to this machine: the run of this launch, or the latest for `auto`."""
     here = identity()
     goes_on = here is not None and here.goes_on
     if (goes_on or cfg.train.resume_ckpt == "auto") and (storage := storage_of(cfg)) is not None:
         storage.fetch(None if goes_on else "newest")
 
 
-def hand_in(cfg: Config, folder: Path) -> None:
-    """Puts all files of a run that has ended well into the storage, on rank 0."""
+def store_all(cfg: Config, folder: Path) -> None:
+    """Copy all files of a run that has ended well into the storage, on rank 0."""
     if own_rank() == 0 and (storage := storage_of(cfg)) is not None:
         storage.put(folder, everything=True)
 
 
 class MakesRoom(Interrupted):
-    """The run continues with more workers."""
+    """Raised to end this worker: the run continues with more workers."""
 
     def __init__(self, epoch: int):
         super().__init__("SIGTERM", 143, at_once=True)
         self.args = (f"makes room for more workers at the start of epoch {epoch}",)
 
 
-class Pool(LightningCheckpoint):
-    """Puts what a checkpoint has written into the storage at once, on rank 0, and ends the run at the start of an epoch
-    when the launcher has more workers, on all ranks.
+class ElasticWorkers(LightningCheckpoint):
+    """Copy each new checkpoint into the storage, on rank 0, and end all ranks at an epoch boundary to make room.
 
     Lightning calls callbacks of this base last: behind `Checkpoints`, if this one comes later.
     """
@@ -97,3 +96,13 @@ class Pool(LightningCheckpoint):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._store(trainer)
+
+
+class WorkerHooks(ProcessHooks):
+    """Add the callback of elastic workers to a run."""
+
+    copies_files = True
+
+    def callbacks(self, cfg: Config, record: Record, checkpoints: Checkpoints) -> list[pl.Callback]:
+        """Return the callback."""
+        return [ElasticWorkers(cfg, record, checkpoints)]

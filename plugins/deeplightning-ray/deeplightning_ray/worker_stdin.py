@@ -1,7 +1,7 @@
-"""A settled config on its way from the command that a user gives to a process that a launcher starts elsewhere.
+"""Send a settled config from the launcher to a process on a worker, through a pipe to its standard input.
 
-It goes through a pipe, whole: what the file says by then does not matter, and what came from the environment is never
-written down. The process runs `deeplightning worker`, and ends with the one that started it.
+A later edit of the config file changes nothing, and values from the environment are never written to a disk. The pipe
+comes from the agent that has started the process, so that unpickling it is safe. The process ends with the agent.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from deeplightning import own_code
 from deeplightning.config.schema import Config
 from deeplightning.engine.plan import occupied, settle
 from deeplightning.faults import SetupError, error_of
@@ -27,8 +28,8 @@ _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl(2)
 
 
 @dataclass(frozen=True)
-class Order:
-    """What a worker is to do.
+class WorkerJob:
+    """Describe what a process trains.
 
     Attributes:
         cfg: settled, with the sizes of the launch.
@@ -41,25 +42,25 @@ class Order:
     arguments: Sequence[str] = ()
 
     def pack(self) -> bytes:
-        """As `receive` reads it."""
+        """Pack this job for `receive`."""
         content = pickle.dumps(self)
         return len(content).to_bytes(8, "big") + content
 
 
 def receive() -> Config:
-    """The config that this process is to train, from its standard input, settled for this machine.
+    """Read the config of this process from its standard input, and settle it for this machine.
 
     Raises:
         SetupError: nothing sends one, or this machine lacks what the config needs.
     """
     _end_with_agent()
-    # Ray starts its processes deaf to Ctrl-C, and theirs inherit that.
+    # Ray blocks Ctrl-C in its processes, and theirs inherit that.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
-    order = pickle.loads(_read(int.from_bytes(_read(8), "big")))
-    sys.argv[1:] = order.arguments
-    add_import_roots(*map(Path, order.roots))
+    job: WorkerJob = pickle.loads(_read(int.from_bytes(_read(8), "big")))
+    sys.argv[:] = [str(Path(own_code.__file__).with_name("__main__.py")), *job.arguments]  # the run records them
+    add_import_roots(*map(Path, job.roots))
     import_lazily()
-    cfg: Config = order.cfg
+    cfg = job.cfg
     notices, faults = settle(cfg)
     if faults := faults or occupied(cfg.engine):
         raise error_of(faults)
@@ -73,14 +74,14 @@ def _read(size: int) -> bytes:
         part = os.read(_STDIN, size - len(parts))
         if not part:
             raise SetupError(
-                "`deeplightning worker` is started by launchers, which send a config to its standard input"
+                "deeplightning_ray.worker is started by the launcher `Ray`, which sends a config to its standard input"
             )
         parts += part
     return bytes(parts)
 
 
 def _end_with_agent() -> None:
-    """Has the kernel kill this process when the one that started it is gone."""
+    """Have the kernel kill this process when the agent is gone."""
     agent = int(os.environ.get(AGENT, 0))
     if not agent:
         return

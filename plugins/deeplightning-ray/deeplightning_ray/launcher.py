@@ -1,0 +1,122 @@
+"""The launcher `Ray`: its arguments, and what it would start."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from deeplightning.engine.plan import asks_for_gpus, world_size
+from deeplightning.launch import Job, ProcessHooks, Start
+from deeplightning.launch.backoff import Backoff
+from deeplightning.process.identity import ATTEMPT, LAUNCH
+from deeplightning_ray.agent import WORKER
+from deeplightning_ray.cluster import connect
+from deeplightning_ray.storage import POOL
+from deeplightning_ray.supervise import Supervisor
+
+
+class Ray:
+    """Train on a Ray cluster, https://docs.ray.io: `engine.processes` workers with CPUs, or one for each GPU that
+    `engine.gpus` asks for.
+
+    When a worker is lost, all stop; up to `engine.max_restarts` times as many as there is room for start again, and go
+    on in the same run, from its latest complete checkpoint. While there are fewer than asked for, the samples of an
+    optimizer step stay the same by accumulation, where the numbers divide.
+
+    Args:
+        address: `HOST:PORT` of a cluster, `ray://HOST:PORT` of its client server, `auto`: that of RAY_ADDRESS or of
+            `ray start` on this machine; null: the same, and where there is none, one of this launch's own, on this
+            machine, as `local` always means.
+        min_workers: with fewer it does not run; null: as many as the config asks for.
+        max_workers: with more it does not run; null: as many as the config asks for.
+        cpus_per_worker: CPUs that Ray keeps free for a worker.
+        storage_path: where checkpoints are kept for workers that share no folder: an absolute path that all reach, or
+            an address such as s3://BUCKET/FOLDER; null: they share the working directory.
+        working_dir: working directory of the workers; `{node}` in it becomes the machine's name in the cluster; null:
+            this command's.
+        backoff: how to wait for room: `base_s` seconds, the next time `factor` times as long, after `max_tries` tries
+            no more; null: 1 s, doubled, ten tries.
+        resize_cooldown_s: seconds that a smaller number of workers trains at least, before it grows again at the start
+            of an epoch.
+        connect_timeout_s: seconds in which an address has to answer.
+        init: further keyword arguments of `ray.init`, for a cluster of one's own.
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        min_workers: int | None = None,
+        max_workers: int | None = None,
+        cpus_per_worker: float = 1,
+        storage_path: str | None = None,
+        working_dir: str | None = None,
+        backoff: Mapping[str, float] | None = None,
+        resize_cooldown_s: float = 30,
+        connect_timeout_s: float = 10,
+        init: Mapping[str, Any] | None = None,
+    ):
+        for name, workers in (("min_workers", min_workers), ("max_workers", max_workers)):
+            if workers is not None and workers < 1:
+                raise ValueError(f"{name} must be at least 1, not {workers}")
+        if min_workers is not None and max_workers is not None and min_workers > max_workers:
+            raise ValueError(f"min_workers ({min_workers}) must not be more than max_workers ({max_workers})")
+        for name, number in (("resize_cooldown_s", resize_cooldown_s), ("cpus_per_worker", cpus_per_worker)):
+            if not number >= 0:
+                raise ValueError(f"{name} must be at least 0, not {number}")
+        if not connect_timeout_s > 0:
+            raise ValueError(f"connect_timeout_s must be more than 0, not {connect_timeout_s}")
+        self.address, self.min_workers, self.max_workers = address, min_workers, max_workers
+        self.cpus_per_worker, self.storage_path, self.working_dir = cpus_per_worker, storage_path, working_dir
+        self.backoff, self.resize_cooldown_s = Backoff(backoff), resize_cooldown_s
+        self.connect_timeout_s, self.init = connect_timeout_s, dict(init or {})
+
+    def bounds(self, wanted: int) -> tuple[int, int]:
+        """Return the least and the most workers for the number that a config asks for."""
+        highest = self.max_workers or max(wanted, self.min_workers or 1)
+        return self.min_workers or min(wanted, highest), highest
+
+    def plan(self, job: Job) -> list[Start]:
+        """Return what `run` would start."""
+        engine = job.cfg.engine
+        lowest, highest = self.bounds(world_size(engine))
+        each = f"{self.cpus_per_worker:g} CPUs" + (" and a GPU" if asks_for_gpus(job.cfg) else "")
+        at = {None: "RAY_ADDRESS's, this machine's, or its own", "local": "its own, on this machine"}
+        cluster = at.get(self.address, self.address)
+        range_ = f", from {lowest} to {highest}" if lowest != highest else ""
+        variables = {"RANK": "*", "WORLD_SIZE": str(highest), "LOCAL_RANK": "*", "LOCAL_WORLD_SIZE": "*"}
+        variables |= {"NODE_RANK": "*", "MASTER_ADDR": "*", "MASTER_PORT": "*", LAUNCH: "*", ATTEMPT: "*"}
+        if self.storage_path is not None:
+            variables[POOL] = json.dumps({"storage": self.storage_path})
+        command = [sys.executable, *WORKER]
+        return [Start(command, highest, f"workers of a Ray cluster ({cluster}), each with {each}{range_}", variables)]
+
+    def run(self, job: Job) -> int:
+        """Train on the cluster.
+
+        Returns:
+            The exit code: 5 where a worker was lost and no restart is left, else that of the workers.
+
+        Raises:
+            ConfigError: what is asked for contradicts itself.
+            SetupError: there is no Ray, no such cluster, or no room in it.
+        """
+        _, highest = self.bounds(world_size(job.cfg.engine))
+        own = {"num_cpus": max(1, math.ceil(highest * self.cpus_per_worker)), **self.init}
+        with connect(self.address, self.connect_timeout_s, **own) as cluster:
+            return Supervisor(self, job, cluster).run()
+
+    @staticmethod
+    def hooks_here() -> ProcessHooks | None:
+        """Return what a worker's process does for its launch; None: this is none."""
+        if POOL not in os.environ:
+            return None
+        from deeplightning_ray.ray_elastic import WorkerHooks
+
+        return WorkerHooks()

@@ -1,0 +1,32 @@
+"""Train as one process of a run on a Ray cluster: `python -P -m deeplightning_ray.worker`, which the agent starts."""
+
+import sys
+
+import click
+
+from deeplightning.cli import main
+from deeplightning.cli.group import session
+from deeplightning.process import streams
+from deeplightning_ray.worker_stdin import receive
+
+
+@click.command()
+def worker() -> None:
+    """Train the config that the launcher sends to standard input."""
+    streams.outlive_reader()
+    cfg = receive()
+    session().redact = cfg.redact_message
+    from deeplightning.run.stages import launch
+    from deeplightning_ray.ray_elastic import MakesRoom, fetch, store_all
+    from deeplightning_ray.storage import MAKES_ROOM
+
+    fetch(cfg)
+    try:
+        folder = launch(cfg)
+    except MakesRoom:
+        sys.exit(MAKES_ROOM)
+    store_all(cfg, folder.path)
+
+
+if __name__ == "__main__":
+    main(worker)

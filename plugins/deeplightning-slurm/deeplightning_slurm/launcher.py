@@ -1,0 +1,283 @@
+"""Submit a run as a job of Slurm, and follow it to its end.
+
+submitit writes the batch script. The tasks of the job run `deeplightning train` with frozen copies of config and code:
+nothing is unpickled, and no task needs submitit. submitit is imported only where a job is submitted or planned.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time as clock
+from pathlib import Path
+from typing import Any
+
+from deeplightning.config.tree import dump
+from deeplightning.engine.plan import local_size
+from deeplightning.faults import ConfigError, Fault, SetupError
+from deeplightning.launch import Job, Start
+from deeplightning.launch.sealed import seal
+from deeplightning.own_code import ROOTS, SEALED, original_roots
+from deeplightning.process.identity import LAUNCH
+from deeplightning.process.terminal import say
+from deeplightning.runfolder import make_private, permissions_of
+from deeplightning.tracking.environment import git_answers
+from deeplightning_slurm.batch_script import AGAIN, FOLDER, NUMBER, VARIABLES, after_tasks, seconds_of
+from deeplightning_slurm.commands import check_slurm, submit
+from deeplightning_slurm.follow import Follower, log_of
+from deeplightning_slurm.requeue import JobHooks, job_here
+from deeplightning_slurm.trial_array import TrialArray, task_here
+
+WARNING_SECONDS = 120  # before the end of its time a job saves a checkpoint and goes back into the queue
+
+_SEAL = ".sealed"  # the folder of a job's code as it was submitted, see `deeplightning.tune.sealed.FOLDER`
+
+
+class Slurm:
+    """Submit `deeplightning train` as a job, and print what its first process writes until it ends.
+
+    The job continues after Ctrl-C, and when the shell is closed. Its machines see the working directory and
+    `folder`. The job has as many nodes as `engine.num_nodes`, and on each a task per GPU, or `engine.processes`.
+
+    Args:
+        partition, account, qos, constraint: as for sbatch.
+        time: minutes, or in Slurm's words (`2-12:00:00`) how long the job may run; None: what the partition allows.
+            Before that ends it saves a checkpoint, goes back into the queue, and continues in the same run.
+        mem: of each node, as for sbatch: `16G`.
+        cpus_per_task: cores for each process and its loader's workers; None: Slurm's default, mostly one.
+        gpus_per_node: None: as many as tasks, where `engine.gpus` asks for some.
+        tasks_per_node: needed where `engine.gpus` is auto.
+        sbatch: further options of sbatch without their dashes; true for those without a value.
+        srun: further words for srun.
+        setup: lines of shell that the job runs before its tasks: modules, a virtual environment, variables.
+        python: how a task starts Python, as a line of shell; None: as this command was. In a container:
+            `apptainer exec image.sif python`.
+        master_addr, master_port: where rank 0 listens; None: the job's first node, at a port derived from its number.
+        warning: seconds before the end of `time` in which a checkpoint is to be saved.
+        max_requeues: how often at most the job goes back into the queue before the end of its `time`; None: as often as
+            it needs. It ends where it has trained no batch in three starts in a row: `time` is too short.
+        name: of the job.
+        folder: for config and code as they were submitted, the batch script and what the tasks write; one below it
+            for each job.
+    """
+
+    def __init__(
+        self,
+        *,
+        partition: str | None = None,
+        time: str | int | None = None,
+        mem: str | None = None,
+        cpus_per_task: int | None = None,
+        gpus_per_node: int | None = None,
+        tasks_per_node: int | None = None,
+        account: str | None = None,
+        qos: str | None = None,
+        constraint: str | None = None,
+        sbatch: dict[str, Any] | None = None,
+        srun: list[str] | None = None,
+        setup: list[str] | None = None,
+        python: str | None = None,
+        master_addr: str | None = None,
+        master_port: int | None = None,
+        warning: int = WARNING_SECONDS,
+        max_requeues: int | None = None,
+        name: str = "deeplightning",
+        folder: str = "slurm",
+    ):
+        for option, number in {"cpus_per_task": cpus_per_task, "tasks_per_node": tasks_per_node}.items():
+            if number is not None and number < 1:
+                raise ValueError(f"{option} is {number}; a task needs at least 1")
+        if master_port is not None and not 0 < master_port < 2**16:
+            raise ValueError(f"master_port is {master_port}; a port is a number from 1 to 65535")
+        if max_requeues is not None and max_requeues < 0:
+            raise ValueError(f"max_requeues is {max_requeues}; it is a number of times, from 0 on, or null")
+        seconds = None if "signal" in (sbatch or {}) else seconds_of((sbatch or {}).get("time", time))
+        if seconds is not None and seconds <= warning:
+            raise ValueError(
+                f"time is {time}, {seconds} s, and {warning} s before its end the job saves and returns to the queue: "
+                "it would never train. Give more time, or a smaller warning"
+            )
+        self.max_requeues = max_requeues
+        self.partition, self.time, self.mem, self.name, self.folder = partition, time, mem, name, Path(folder)
+        self.cpus_per_task, self.gpus_per_node, self.tasks_per_node = cpus_per_task, gpus_per_node, tasks_per_node
+        self.account, self.qos, self.constraint, self.warning = account, qos, constraint, warning
+        self.sbatch, self.srun, self.setup, self.python = sbatch or {}, srun or [], setup or [], python
+        self.master_addr, self.master_port = master_addr, master_port
+
+    def plan(self, job: Job) -> list[Start]:
+        """Return the tasks of the job, and the batch script that starts them."""
+        folder, nodes = self.new_folder(), job.cfg.engine.num_nodes
+        where = "a node that Slurm gives" if nodes == 1 else f"each of {nodes} nodes that Slurm gives"
+        command = [*self._python(), "-m", "deeplightning", "train", str(folder / "config.yaml")]
+        return [Start(command, self._tasks(job), where, script=self.script(job, folder))]
+
+    def run(self, job: Job) -> int:
+        """Submit the job and follow it; see `deeplightning.launch.Launcher`.
+
+        Raises:
+            SetupError: there are no commands of Slurm here, or Slurm does not answer or refuses the job.
+            RunError: the job was cancelled, lost its node, or ran out of time or memory.
+        """
+        check_slurm()
+        inside = os.environ.get("SLURM_JOB_ID")
+        if inside and not sys.stdin.isatty():
+            message = (
+                f"this is job {inside} of Slurm already, and would submit another: `srun deeplightning train …` starts "
+                "a process in each of its tasks, `engine.launcher=null` one process, here"
+            )
+            raise SetupError(Fault(message, "engine.launcher"))
+        task = task_here()
+        folder = self.new_folder() if task is None else task.folder
+        script = self.script(job, folder)
+        try:
+            make_private(folder, folder.parent)
+            with permissions_of(folder):
+                (folder / "config.yaml").write_text(_frozen(job))
+            seal(folder / _SEAL, git=git_answers(job.cfg.redact))
+        except OSError as error:
+            message = f"{folder}: the job's folder cannot be written: {error.strerror}"
+            raise SetupError(Fault(message, "engine.launcher.params.folder")) from error
+        if task is not None:
+            task.release()
+            number = task.number
+        else:
+            with permissions_of(folder):
+                number = submit(script, folder)
+        follower = Follower(number, folder)
+        try:
+            return follower.follow()
+        except KeyboardInterrupt as error:
+            if task is not None:  # the user follows the search, not this job
+                task.cancel()
+                return follower.follow_cancelled()
+            log = _quoted(log_of(folder, number))
+            say(f"job {number} continues without this command; follow it: tail -F {log}", err=True)
+            say(f"its state: squeue -j {number}; end it: scancel {number}", err=True)
+            return getattr(error, "exit_code", 130)
+
+    # ---- what is submitted
+
+    def trial_jobs(self, job: Job, trials: int, note: Path) -> TrialArray:
+        """Return the array of a search, whose trials have the sizes of a job; see `TrialArray`."""
+        return TrialArray(self.new_folder(), trials, note, lambda folder, tasks: self.script(job, folder, tasks))
+
+    @staticmethod
+    def hooks_here() -> JobHooks | None:
+        """Return what this process does for the job that it belongs to; None: it belongs to none."""
+        number = job_here()
+        return None if number is None else JobHooks(number)
+
+    def new_folder(self) -> Path:
+        """Return a folder that no launch has, named after the time."""
+        base = self.folder.expanduser().absolute() / clock.strftime("%Y-%m-%d_%H-%M-%S")
+        number, folder = 1, base
+        while folder.exists():
+            number += 1
+            folder = base.with_name(f"{base.name}-{number}")
+        return folder
+
+    def _tasks(self, job: Job) -> int:
+        """Return the tasks of each node."""
+        if self.tasks_per_node is not None:
+            return self.tasks_per_node
+        if job.cfg.engine.gpus == "auto":
+            message = "auto: a job asks for a number of GPUs; give it here, or as tasks_per_node of engine.launcher"
+            raise ConfigError(Fault(message, "engine.gpus"))
+        return local_size(job.cfg.engine)
+
+    def _python(self) -> list[str]:
+        return shlex.split(self.python) if self.python else [sys.executable]
+
+    def script(self, job: Job, folder: Path, array: int | None = None) -> str:
+        """Return the batch script, as submitit makes it.
+
+        Args:
+            folder: of the job, or of all tasks of the array.
+            array: tasks of the array, which wait until they are released; None: one job.
+
+        Raises:
+            SetupError: submitit is not installed.
+        """
+        try:
+            from submitit.slurm.slurm import SlurmExecutor
+        except ImportError as error:
+            message = f"submitting a job needs the package submitit: pip install 'deeplightning[slurm]' ({error})"
+            raise SetupError(Fault(message, "engine.launcher")) from error
+
+        words = " ".join(word if word.isidentifier() else _quoted(word) for word in self._python())
+        command = f'{words} -m deeplightning train "${FOLDER}/config.yaml"'
+
+        class Executor(SlurmExecutor):
+            """Write the script of a command, where submitit would run a pickled function.
+
+            It uses a private method of submitit 1.5: no public one returns the script, or the output of a command that
+            has not ended. Where the method has moved, a job fails before it is submitted.
+            """
+
+            @classmethod
+            def affinity(cls) -> int:
+                return 2  # a script can be planned where there is no Slurm
+
+            @property
+            def script(self) -> str:
+                return self._make_submission_file_text(command, "")
+
+        executor = Executor(folder if array is None else folder / "%a")
+        engine, tasks = job.cfg.engine, self._tasks(job)
+        gpus = tasks if self.gpus_per_node is None and engine.gpus is not None else self.gpus_per_node
+        more: dict[str, object] = {"signal": f"USR1@{self.warning}", "requeue": True}
+        more |= {option.replace("_", "-"): value for option, value in self.sbatch.items()}
+        more |= {"hold": True} if array is not None else {}
+        cpus = [f"--cpus-per-task={self.cpus_per_task}"] if self.cpus_per_task else []  # srun forgets sbatch's
+        executor.update_parameters(
+            job_name=self.name,
+            partition=self.partition,
+            time=self.time,
+            mem=self.mem,
+            nodes=engine.num_nodes,
+            ntasks_per_node=tasks,
+            cpus_per_task=self.cpus_per_task,
+            gpus_per_node=gpus,
+            account=self.account,
+            qos=self.qos,
+            constraint=self.constraint,
+            wckey=None,
+            srun_args=["--open-mode=append", *cpus, *self.srun],
+            setup=[*self._variables(folder, is_array=array is not None), *self.setup],
+            teardown=after_tasks(engine.max_restarts, self.max_requeues),
+            additional_parameters={option: value for option, value in more.items() if value not in (None, False)},
+        )
+        if array is not None:
+            executor.parameters |= {"map_count": array, "array_parallelism": array}
+        return executor.script
+
+    def _variables(self, folder: Path, is_array: bool) -> list[str]:
+        """Return lines of shell with what the frozen config does not tell the tasks."""
+        lines = ["trap : TERM  # the tasks get it too; what is behind them must be reached"]
+        if is_array:
+            lines += [f"{NUMBER}=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID"]
+            lines += [f"{FOLDER}={_quoted(folder)}/$SLURM_ARRAY_TASK_ID", f'. "${FOLDER}/{VARIABLES}"']
+        else:
+            lines += [f"{NUMBER}=$SLURM_JOB_ID", f"{FOLDER}={_quoted(folder)}"]
+        lines += [f'export {LAUNCH}="slurm-$SLURM_JOB_ID"', f'export {AGAIN}="${FOLDER}/again"']
+        if self.master_addr is not None:
+            lines.append(f"export MASTER_ADDR={_quoted(self.master_addr)}")
+        if self.master_port is not None:
+            lines.append(f"export MASTER_PORT={self.master_port}")
+        lines.append(f"export {ROOTS}={_quoted(json.dumps(original_roots()))}")  # the copy of the config lies elsewhere
+        lines.append(f'export {SEALED}="${FOLDER}/{_SEAL}"')
+        return lines
+
+
+def _frozen(job: Job) -> str:
+    """Return the config for tasks that may start hours later, without values that came from the environment."""
+    settings = job.cfg.public()
+    if isinstance(job.cfg.engine.gpus, list):
+        settings["engine"]["gpus"] = len(job.cfg.engine.gpus)  # a job counts those that it was given from 0
+    return dump(settings)
+
+
+def _quoted(word: object) -> str:
+    return shlex.quote(str(word))

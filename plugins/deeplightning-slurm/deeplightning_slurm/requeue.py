@@ -1,0 +1,72 @@
+"""Send a job back into the queue, from inside one of its processes."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from signal import SIGTERM, SIGUSR1, SIGUSR2
+
+from deeplightning.launch import ProcessHooks
+from deeplightning.process.identity import slurm_step
+from deeplightning.process.terminal import say
+from deeplightning_slurm.batch_script import AGAIN
+from deeplightning_slurm.commands import ask, state_of
+
+
+class JobHooks(ProcessHooks):
+    """Requeue the job of this process when a signal ends the run before its time.
+
+    SIGUSR1 and SIGUSR2 announce the end of the job's time. SIGTERM requeues the job only if Slurm takes its machines
+    away for another.
+
+    Args:
+        number: of the job.
+    """
+
+    signals = (SIGUSR1, SIGUSR2)
+
+    def __init__(self, number: str):
+        self.number, self._is_asked = number, False
+
+    def before_end(self, signal: int, batches: int) -> None:
+        """Register the requeue as the very last act of this process: it ends all processes of the job."""
+        is_announced = signal in self.signals
+        if self._is_asked or not (is_announced or (signal == SIGTERM and is_preempted(self.number))):
+            return
+        self._is_asked = True
+        atexit.register(_requeue, self.number, str(batches) if is_announced else "preempted")
+
+
+def job_here(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the number of the job that has a step with this process in it; None: there is none."""
+    if (step := slurm_step(environment)) is None:
+        return None
+    if array := environment.get("SLURM_ARRAY_JOB_ID"):  # the last task of an array has it as its own number
+        return f"{array}_{environment['SLURM_ARRAY_TASK_ID']}"
+    return step.removeprefix("slurm-").partition(".")[0]
+
+
+def is_preempted(number: str) -> bool:
+    """Return whether Slurm takes the machines of a job away for another; False also where it does not answer."""
+    try:
+        return (state_of(number) or {}).get("PreemptTime", "None") != "None"
+    except TimeoutError:
+        return False
+
+
+def _requeue(number: str, done: str) -> None:
+    """Requeue a job, or have its batch script do so.
+
+    Args:
+        done: what this start has done, for the batch script; see `AGAIN`.
+    """
+    say(f"job {number} returns to the queue and resumes when Slurm restarts it", err=True)
+    if file := os.environ.get(AGAIN):
+        Path(file).write_text(done)
+        return
+    code, words = ask("scontrol", "requeue", number)
+    if code != 0:
+        hint = "`train.resume_ckpt=auto` resumes from last.ckpt"
+        say(f"error: Slurm does not start job {number} again: {words or f'exit code {code}'}; {hint}", err=True)
