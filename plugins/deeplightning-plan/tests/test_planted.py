@@ -1,6 +1,7 @@
 """What fails on a GPU or with several processes alone is named before a run, on a machine with neither."""
 
 import contextlib
+import importlib
 import os
 import re
 import signal
@@ -12,10 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from deeplightning_plan import compared_ranks as ranks
-from deeplightning_plan.compared_ranks import Event, Ranks
+from deeplightning_plan.compared_ranks import Ranks
 from deeplightning_plan.fake_gpu import CPU, FakeGpu, NotOnCPU, mark_of
 from planted import ALL, DEVICES, HEAD, named_line
-from torch import distributed
 
 from deeplightning.dry_run.attempt import DeviceError
 
@@ -157,30 +157,34 @@ def test_what_is_right_on_a_gpu_is_no_fault(engine, tried):
 # ---- processes that wait for ever, and their end
 
 
+WAITS = """\
+import time, torch
+from torch import distributed
+from deeplightning_plan.compared_ranks import Event
 def wait_for_ever(rank, report):
-    """Rank 1 waits for what rank 0 does not send."""
     if rank == 1:
-        distributed.recv(torch.zeros(1), 0)  # waits
+        distributed.recv(torch.zeros(1), 0)
     report("log", "here")
-    time.sleep(1000)  # sleeps
+    time.sleep(1000)
     return Event("end")
+"""
+"""Rank 1 waits for what rank 0 does not send."""
 
 
-def test_ranks_that_wait_for_ever_are_given_up_with_the_place_of_each(monkeypatch):
+def test_ranks_that_wait_for_ever_are_given_up_with_the_place_of_each(monkeypatch, tmp_path):
     """A time-out ends them; the message has the last collective and the line of each."""
     monkeypatch.setattr(ranks, "LIMIT", 3.0)
-    lines = Path(__file__).read_text().splitlines()
-    line = {
-        word: 1 + next(n for n, text in enumerate(lines) if text.endswith(f"# {word}")) for word in ("waits", "sleeps")
-    }
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "waits_for_ever.py").write_text(WAITS)
+    act = importlib.import_module("waits_for_ever").wait_for_ever
     begun = time.monotonic()
-    with Ranks(wait_for_ever) as both:
+    with Ranks(act) as both:
         message, certain = both.difference()
     assert time.monotonic() - begun < 30
     assert not certain
     assert "rank 0 last entered no collective (now at " in message
-    assert f"test_planted.py:{line['sleeps']})" in message
-    assert re.search(rf"rank 1 last entered recv_? \(.*test_planted.py:{line['waits']}\)", message), message
+    assert "waits_for_ever.py:8)" in message
+    assert re.search(r"rank 1 last entered recv_? \(.*waits_for_ever.py:6\)", message), message
     assert not any(process.is_alive() for process in both.processes)
 
 
