@@ -125,8 +125,8 @@ PLUGINS = {
     "slurm": ("Slurm",),
     "tune": ("tune", "tune:"),
 }
-"""What each plug-in of ours adds: verbs in lower case, targets and launchers, and sections of a config, which end with a
-colon; for the note that a plug-in is not installed."""
+"""What each plug-in of ours adds: verbs in lower case, targets, launchers, and sections of a config, which end with a
+colon. The note that a plug-in is not installed uses it."""
 
 
 class Missing(ValueError):
