@@ -249,7 +249,7 @@ def cost_in_process(run: Path, name: str, batch: int, seconds: float = 1.0) -> f
     import numpy as np
     import onnxruntime
 
-    from deeplightning.image import ImageSpec
+    from deeplightning.image_spec import ImageSpec
     from deeplightning.runfolder import RunFolder
 
     bundle, files = RunFolder(run), pictures(name)

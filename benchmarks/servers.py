@@ -30,10 +30,10 @@ import numpy as np
 import psutil
 from PIL import Image
 
-from deeplightning.image import ImageSpec
+from deeplightning.image_spec import ImageSpec
 from deeplightning.runfolder import RunFolder
-from deeplightning.table import Column, TableSpec
-from deeplightning.text import TextSpec, vocabulary
+from deeplightning.table_spec import Column, TableSpec
+from deeplightning.text_spec import TextSpec, vocabulary
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -186,8 +186,8 @@ def _parts(name: str) -> tuple[dict[str, Any], Any, np.ndarray, Callable[[Any], 
         words = TextSpec("words", vocabulary(texts), limit=serve_parts.TOKENS)
         tokens = torch.from_numpy(words.stack(words.encode(texts)))
         return {"kind": "text_classification", "text_spec": words}, tokens, np.array(texts), Probabilities
-    from deeplightning.task.images import Normalise
     from deeplightning.task.img_classif import Classifier
+    from deeplightning.task.pixel_input import Normalise
 
     model = model_of(name)
     size, mode = serve_parts.SIZES[model], serve_parts.MODES[model]

@@ -179,7 +179,7 @@ class Run:
         Raises:
             CheckpointError: there are no weights, or the network cannot be exported.
         """
-        from deeplightning.run.bundle import export_run
+        from deeplightning.run.make_bundle import export_run
 
         self.__dict__.pop("_model", None)
         return export_run(self._past.folder, self._allow)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import numpy as np
 
-    from deeplightning.array import ArraySpec
-    from deeplightning.table import TableSpec
+    from deeplightning.array_spec import ArraySpec
+    from deeplightning.table_spec import TableSpec
 
 INPUTS = {"image": "images", "text": "tokens", "table": "rows", "array": "arrays"}
 """What goes in, with the name of the graph's input."""
@@ -99,9 +99,9 @@ def row_spec(takes: str, values: Mapping[str, object]) -> "TableSpec | ArraySpec
         ValueError: the values are not those of such a spec.
     """
     if takes == "table":
-        from deeplightning.table import TableSpec  # imported lazily: a server of pictures does without
+        from deeplightning.table_spec import TableSpec  # imported lazily: a server of pictures does without
 
         return TableSpec.from_dict(values)
-    from deeplightning.array import ArraySpec
+    from deeplightning.array_spec import ArraySpec
 
     return ArraySpec.from_dict(values)

@@ -23,17 +23,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from deeplightning.array import ArraySpec
+from deeplightning.array_spec import ArraySpec
 from deeplightning.config.packages import TORCH_BUILD
 from deeplightning.faults import CheckpointError, UserError
-from deeplightning.image import ImageSpec
+from deeplightning.image_spec import ImageSpec
 from deeplightning.kinds import KINDS
-from deeplightning.run.bundle import SAMPLES_OF, origin_of
 from deeplightning.run.load import trained_task
+from deeplightning.run.make_bundle import SAMPLES_OF, origin_of
 from deeplightning.run.own_module import servable
 from deeplightning.runfolder import RunFolder
-from deeplightning.table import TableSpec
-from deeplightning.text import TextSpec
+from deeplightning.table_spec import TableSpec
+from deeplightning.text_spec import TextSpec
 from deeplightning.words import first_line
 from serve.__main__ import options_parser, serve
 from serve.bundle import GPU_TOLERANCE, prepared
@@ -169,7 +169,7 @@ class Checkpoint:
         """One encoded picture as the network wants it, uint8 (C, H, W).
 
         Raises:
-            deeplightning.image.ImageError: it is not a picture, damaged, or larger than it may be.
+            deeplightning.image_spec.ImageError: it is not a picture, damaged, or larger than it may be.
         """
         assert self.image_spec is not None, "it takes pictures"
         return prepared(self.image_spec, data, max_pixels, max_side)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from deeplightning.image import ImageError, ImageSpec
+from deeplightning.image_spec import ImageError, ImageSpec
 from deeplightning.kinds import KINDS
 from serve.answers import DEFAULT_TOP_K
 from serve.limits import Limits, Refusal

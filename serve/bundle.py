@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import numpy as np
 from PIL import PngImagePlugin
 
-from deeplightning.image import ImageError, ImageSpec, caught_messages
+from deeplightning.image_spec import ImageError, ImageSpec, caught_messages
 from deeplightning.kinds import KINDS, Kind, row_spec
 from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, golden_digest, seal
 from deeplightning.words import first_line
@@ -32,9 +32,9 @@ from serve.private import onnxruntime
 from serve.session import TEXT_TOKENS, Bound, bound_to, open_session, tensorrt_options
 
 if TYPE_CHECKING:  # a server of pictures does without
-    from deeplightning.array import ArraySpec
-    from deeplightning.table import TableSpec
-    from deeplightning.text import TextSpec
+    from deeplightning.array_spec import ArraySpec
+    from deeplightning.table_spec import TableSpec
+    from deeplightning.text_spec import TextSpec
 
 TOLERANCES = {"fp32": 1e-4, "int8": 0.05, "fp16": 0.02}
 """How far an answer to a golden sample may be from that at export, possibly on another machine, by precision, as a
@@ -205,7 +205,7 @@ class Bundle:
         """One encoded picture as the model wants it, uint8 (C, H, W).
 
         Raises:
-            deeplightning.image.ImageError: it is not a picture, damaged, or larger than it may be.
+            deeplightning.image_spec.ImageError: it is not a picture, damaged, or larger than it may be.
         """
         assert self.image_spec is not None, "it takes pictures"
         return prepared(self.image_spec, data, max_pixels, max_side)
@@ -215,7 +215,7 @@ def prepared(spec: ImageSpec, data: bytes, max_pixels: int, max_side: int | None
     """One encoded picture that a client sent, uint8 (C, H, W).
 
     Raises:
-        deeplightning.image.ImageError: it is not a picture, damaged, too large, or has more than `MAX_PIECES`.
+        deeplightning.image_spec.ImageError: it is not a picture, damaged, too large, or has more than `MAX_PIECES`.
     """
     source = data if len(data) <= SMALL_BYTES else _Pieces(data)
     try:
@@ -389,7 +389,7 @@ def _opened(folder: Path, name: str) -> BufferedReader:
 
 def _text_spec(folder: Path, card: Card) -> "TextSpec":
     """How texts are prepared, by a file of the bundle that is as it was exported."""
-    from deeplightning.text import TextSpec
+    from deeplightning.text_spec import TextSpec
 
     values = card["input"]
     name = values.get("file") if isinstance(values, dict) else None
@@ -461,7 +461,7 @@ def _row_samples(
             if not all(isinstance(row, dict) for row in given):
                 raise ValueError("a row is no object")
             return spec.stack([spec.prepare(row) for row in given]), given
-        from deeplightning.array import read_npy
+        from deeplightning.array_spec import read_npy
 
         arrays: list[Any] = [read_npy(base64.b64decode(one, validate=True)) for one in given]
         return spec.stack([spec.prepare(array) for array in arrays]), [

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from deeplightning.kinds import KINDS, Kind
 
 if TYPE_CHECKING:
-    from deeplightning.table import TableSpec
+    from deeplightning.table_spec import TableSpec
     from serve.batching import Model
     from serve.limits import Limits
 

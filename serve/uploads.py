@@ -19,7 +19,7 @@ from serve.limits import Limits, Refusal
 if TYPE_CHECKING:
     import numpy as np
 
-    from deeplightning.table import TableFormat
+    from deeplightning.table_spec import TableFormat
 
 USAGE = 'send {"images": ["<base64 of an image file>", …]}'
 
@@ -237,7 +237,7 @@ def rows_from_csv(
     Raises:
         Refusal: the body is something else.
     """
-    from deeplightning.table import TableError, decoded, rows_of_csv  # imported lazily: most servers never need it
+    from deeplightning.table_spec import TableError, decoded, rows_of_csv  # imported lazily: most servers never need it
 
     try:
         return rows_of_csv(decoded(body, form.encoding if form else "utf-8"), limits.max_images, form, columns)
@@ -269,7 +269,7 @@ def arrays_from_npy(body: bytes, shape: tuple[int, ...]) -> "list[np.ndarray]":
     Raises:
         Refusal: the body is something else.
     """
-    from deeplightning.array import ArrayError, read_npy  # imported lazily: most servers never need it
+    from deeplightning.array_spec import ArrayError, read_npy  # imported lazily: most servers never need it
 
     try:
         found = read_npy(body)

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from deeplightning.array import ArraySpec
+from deeplightning.array_spec import ArraySpec
 from deeplightning.export.bundle import export
-from deeplightning.image import ImageSpec
+from deeplightning.image_spec import ImageSpec
 from deeplightning.kinds import KINDS
 from deeplightning.model.transformer import TextTransformer
 from deeplightning.runfolder import RunFolder
-from deeplightning.table import Column, TableSpec
+from deeplightning.table_spec import Column, TableSpec
 from deeplightning.task.text_classif import Probabilities
-from deeplightning.text import TextSpec, vocabulary
+from deeplightning.text_spec import TextSpec, vocabulary
 
 LABELS = ["low", "middle", "high"]
 TEXTS = ["a fine film", "dull", "it 's not a dull film , and not a fine one either", "unheard-of"]

@@ -23,7 +23,7 @@ import numpy as np
 from commands import environment
 from PIL import Image
 
-from deeplightning.image import ImageSpec
+from deeplightning.image_spec import ImageSpec
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.flavour import write_model
 

@@ -158,7 +158,7 @@ def verbs(of_configs: bool) -> str:
     parts = []
     for name, command in cli.commands.items():
         module = getattr(command.callback, "__module__", "")
-        takes_config = module == "deeplightning.cli.of_configs"
+        takes_config = module == "deeplightning.cli.commands_config"
         if command.hidden or takes_config != of_configs:
             continue
         usage = " ".join(command.collect_usage_pieces(click.Context(command, info_name=name)))

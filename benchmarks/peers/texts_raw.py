@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from deeplightning.model.transformer import TextTransformer
-from deeplightning.text import TextSpec, vocabulary
+from deeplightning.text_spec import TextSpec, vocabulary
 
 WORDS, LONGEST, BATCH, EPOCHS, RATE = 15_000, 64, 128, 2, 0.003
 

@@ -8,7 +8,7 @@ from pytorch_lightning.loggers import Logger
 
 from deeplightning.data.datasets import Samples
 from deeplightning.data.images import ImageData
-from deeplightning.image import MODES, ImageSpec
+from deeplightning.image_spec import MODES, ImageSpec
 
 
 class Pictures(ImageData):

@@ -18,7 +18,7 @@ from deeplightning.callbacks.steps import ends_of_parts
 from deeplightning.config.schema import Checkpoint
 from deeplightning.engine.background import Writer
 from deeplightning.engine.checkpoint_io import SafeCheckpointIO, copy_checkpoint, read_checkpoint, remove_checkpoint
-from deeplightning.engine.group import replicas
+from deeplightning.engine.process_group import replicas
 from deeplightning.engine.restored import check_counters, check_optimizers
 from deeplightning.faults import CheckpointError, ConfigError, Fault
 from deeplightning.private.lightning import forget_train_loader, restart_validation

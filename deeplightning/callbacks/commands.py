@@ -9,8 +9,8 @@ from typing import Any
 
 from deeplightning.config.packages import HOME
 from deeplightning.runfolder import start_folder
+from deeplightning.tracking.mlflow_columns import PORT
 from deeplightning.tracking.store import locate
-from deeplightning.tracking.view import PORT
 
 
 def command(verb: str, script: str, *words: str) -> str:

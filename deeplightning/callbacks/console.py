@@ -24,8 +24,8 @@ from deeplightning.checks.hints import proposals
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.tree import line
 from deeplightning.engine.compute import matmul_hint
-from deeplightning.engine.group import replicas
 from deeplightning.engine.plan import effective_batch
+from deeplightning.engine.process_group import replicas
 from deeplightning.faults import count
 from deeplightning.own_code import UNIFIED
 from deeplightning.process.identity import own_rank
@@ -82,7 +82,7 @@ def to_terminal(cfg: Config) -> None:
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec", category=FutureWarning)
     # Our image data resume within an epoch by themselves.
     warnings.filterwarnings("ignore", message=".*resuming from a checkpoint that ended before the epoch ended")
-    # No sample counts twice: `deeplightning.engine.group.CountsOnce`, which says where one does.
+    # No sample counts twice: `deeplightning.engine.process_group.CountsOnce`, which says where one does.
     warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the data", category=PossibleUserWarning)
     # Ours gives both numbers once: `deeplightning.callbacks.steps.StreamEnds`.
     warnings.filterwarnings("ignore", message="Length of IterableDataset")

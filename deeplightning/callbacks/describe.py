@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytorch_lightning as pl
 from lightning_fabric.utilities.data import sized_len
 
-from deeplightning.callbacks.about import data_name, engine_in_words, network_name
+from deeplightning.callbacks.run_labels import data_name, engine_in_words, network_name
 from deeplightning.config.schema import Config
 from deeplightning.faults import count
 from deeplightning.runfolder import RunFolder, start_folder

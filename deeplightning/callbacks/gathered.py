@@ -8,7 +8,7 @@ import torch
 from torchmetrics import Metric, MetricCollection
 
 from deeplightning.callbacks.order import OWN
-from deeplightning.engine.group import replicas
+from deeplightning.engine.process_group import replicas
 from deeplightning.engine.sharded import Sharded
 from deeplightning.private.lightning import add_to_logged_means, logged_means
 

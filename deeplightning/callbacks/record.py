@@ -20,10 +20,10 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.loggers import Logger
 
-from deeplightning.callbacks.about import data_name, engine_in_words, network_name
 from deeplightning.callbacks.hyperparameters import log_plain_values, save_plain_values, say_left_out
 from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.provenance import Origin, keep_out
+from deeplightning.callbacks.run_labels import data_name, engine_in_words, network_name
 from deeplightning.checks.trust import note_own
 from deeplightning.config.schema import Config
 from deeplightning.config.source import text_of
@@ -42,7 +42,7 @@ from deeplightning.process.terminal import LAYOUT, say
 from deeplightning.runfolder import UMASK, Hold, RunFolder, make_private, umask_of, write_whole
 from deeplightning.tracking.build import end, go_on, open_runs, point_at, publish, run_folder
 from deeplightning.tracking.environment import REPRODUCES, describe, git_diff
-from deeplightning.tracking.names import DATA, ENGINE, NETWORK
+from deeplightning.tracking.metric_names import DATA, ENGINE, NETWORK
 from deeplightning.tracking.tracker import Dataset
 from deeplightning.tracking.user_calls import TrackedRun, UserCalls, run_of
 from deeplightning.version import __version__

@@ -14,7 +14,7 @@ import torch
 
 from deeplightning.callbacks.record import Record
 from deeplightning.config.schema import Pictures
-from deeplightning.engine.group import replicas
+from deeplightning.engine.process_group import replicas
 from deeplightning.figures.style import Drawing, save
 from deeplightning.runfolder import whole, write_whole
 from deeplightning.words import first_line

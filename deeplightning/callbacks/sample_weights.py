@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.watch import samples_in
-from deeplightning.engine.group import replicas, scale_gradients
+from deeplightning.engine.process_group import replicas, scale_gradients
 from deeplightning.faults import ConfigError, Fault
 
 

@@ -20,10 +20,10 @@ from torch.utils.data import IterableDataset
 
 from deeplightning import transfer
 from deeplightning.callbacks.order import OWN
-from deeplightning.checks.compare import Imported
+from deeplightning.checks.signature_check import Imported
 from deeplightning.config.schema import Config, Target
-from deeplightning.engine.group import replicas
 from deeplightning.engine.plan import world_size
+from deeplightning.engine.process_group import replicas
 from deeplightning.faults import RunError, SetupError
 from deeplightning.private.lightning import (
     batches_ahead,

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import MISSING, is_dataclass
 from typing import Any
 
-from deeplightning.checks.findings import Findings
+from deeplightning.checks.errors import Findings
 from deeplightning.config import other_tools, schema
-from deeplightning.config.kinds import role_of
 from deeplightning.config.plugin_sections import config_class
 from deeplightning.config.schema import Target
+from deeplightning.config.section_kinds import role_of
 from deeplightning.faults import MAX_WORD, upwards
 
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from deeplightning.checks.compare import Meanings
 from deeplightning.checks.contradictions import contradictions
-from deeplightning.checks.findings import Findings
-from deeplightning.checks.metrics import check_monitors, settle_modes
+from deeplightning.checks.errors import Findings
+from deeplightning.checks.metric_check import check_monitors, settle_modes
 from deeplightning.checks.report import Report, in_order
-from deeplightning.checks.sections import read_section
+from deeplightning.checks.schema_check import read_section
+from deeplightning.checks.signature_check import Meanings
 from deeplightning.checks.targets import compare
 from deeplightning.checks.trust import RunConfig
 from deeplightning.checks.unread import check_sections

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.checks import strategy
-from deeplightning.checks.compare import Meanings
+from deeplightning.checks.signature_check import Meanings
 from deeplightning.config.schema import Config, Engine, Optimizer, Target
 from deeplightning.engine.plan import world_size
 from deeplightning.static.signature import Undecided

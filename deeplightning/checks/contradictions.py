@@ -1,6 +1,6 @@
 """Keys that are each right and wrong together."""
 
-from deeplightning.checks.findings import Findings
+from deeplightning.checks.errors import Findings
 from deeplightning.checks.targets import with_keys
 from deeplightning.config import schema
 from deeplightning.config.schema import Config, Target

@@ -9,12 +9,12 @@ from typing import Any
 
 from deeplightning.checks import strategy
 from deeplightning.checks.allowed import describe, key_elsewhere, options_of
-from deeplightning.checks.compare import Meanings
 from deeplightning.checks.conditions import AVERAGES
 from deeplightning.checks.report import Report
+from deeplightning.checks.signature_check import Meanings
 from deeplightning.checks.targets import GIVEN
 from deeplightning.config import schema
-from deeplightning.config.automatic import source_of
+from deeplightning.config.auto_values import source_of
 from deeplightning.config.plugin_sections import config_class
 from deeplightning.config.schema import Config
 from deeplightning.config.tree import Entry, KeyPath, dotted, kind, line

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from deeplightning.checks.conditions import has_convolutions, ignores_config, is_sharded, optimizers_of, uses_deepspeed
 from deeplightning.checks.targets import with_keys
-from deeplightning.config.automatic import BALANCED, WEIGHT, unfilled
+from deeplightning.config.auto_values import BALANCED, WEIGHT, unfilled
 from deeplightning.config.schema import Config, Engine
 from deeplightning.faults import Notice
 

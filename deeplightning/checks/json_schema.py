@@ -15,7 +15,7 @@ from typing import Any
 
 from deeplightning.checks.allowed import describe
 from deeplightning.checks.reference import default, options, sections
-from deeplightning.checks.values import SIMPLE
+from deeplightning.checks.value_check import SIMPLE
 from deeplightning.config import schema
 from deeplightning.config.plugin_sections import config_class
 from deeplightning.config.tree import line, parse, plain

@@ -8,12 +8,12 @@ from typing import Any
 
 from deeplightning.checks import strategy
 from deeplightning.checks.allowed import known_elsewhere
-from deeplightning.checks.compare import Meanings, Verdict, judge
-from deeplightning.checks.findings import Findings
+from deeplightning.checks.errors import Findings
+from deeplightning.checks.signature_check import Meanings, Verdict, judge
 from deeplightning.config import schema
-from deeplightning.config.automatic import BALANCED, DECLARED, LISTS, WEIGHTS
-from deeplightning.config.kinds import HOOK, no_part, role_of
+from deeplightning.config.auto_values import BALANCED, DECLARED, LISTS, WEIGHTS
 from deeplightning.config.schema import Config, Target
+from deeplightning.config.section_kinds import HOOK, no_part, role_of
 from deeplightning.config.target import build, is_reference, is_target
 from deeplightning.config.tree import Entry, KeyPath, plain
 from deeplightning.faults import ConfigError, SetupError, nearest, upwards

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from deeplightning.address import is_address
-from deeplightning.config.kinds import KINDS
+from deeplightning.config.section_kinds import KINDS
 from deeplightning.config.source import Source, Text, short, text_of
 from deeplightning.config.target import find
 from deeplightning.config.tree import Entry, KeyPath, leaves, nodes, parse

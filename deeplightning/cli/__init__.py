@@ -5,7 +5,7 @@ import sys
 
 import click
 
-from deeplightning.cli import of_configs, of_runs  # noqa: F401 (its verbs join the group, in the order of a journey)
+from deeplightning.cli import commands_config, commands_run  # noqa: F401 (its verbs join the group, in the order of a journey)
 from deeplightning.cli.exit_codes import interrupted, run_verb
 from deeplightning.cli.group import cli
 from deeplightning.process import garbage, streams

@@ -55,7 +55,7 @@ def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) 
     if not whole or (settings.precision in models and not models[settings.precision].is_file()):
         import_lazily()
         from deeplightning.export.bundle import FormatError, NotExpressible
-        from deeplightning.run.bundle import export_run, halve_run, quantize_run
+        from deeplightning.run.make_bundle import export_run, halve_run, quantize_run
 
         try:
             if not whole:

@@ -31,7 +31,7 @@ def images(data: Path) -> Guess:
     Raises:
         SetupError: it is something else.
     """
-    from deeplightning.image import EXTENSIONS, files_below
+    from deeplightning.image_spec import EXTENSIONS, files_below
 
     need_folder(data)
     for name in ("labels.csv", "labels.jsonl"):
@@ -132,7 +132,7 @@ def segmentation(data: Path) -> Guess:
     Raises:
         SetupError: it is something else.
     """
-    from deeplightning.image import EXTENSIONS, files_below
+    from deeplightning.image_spec import EXTENSIONS, files_below
 
     need_folder(data)
     top = data / "train" if (data / "train" / "images").is_dir() else data
@@ -277,7 +277,7 @@ def _look_at(files: Sequence[Path], multiple: int = 1) -> _Look:
     import numpy as np
     from PIL import Image
 
-    from deeplightning.image import ImageError, ImageSpec
+    from deeplightning.image_spec import ImageError, ImageSpec
 
     sizes, modes, bad, good = Counter[tuple[int, int]](), Counter[str](), list[str](), list[Path]()
     upright = ImageSpec(8, 8)
@@ -317,7 +317,7 @@ def _look_at(files: Sequence[Path], multiple: int = 1) -> _Look:
 
 def _is_divided(top: Path) -> bool:
     """Whether there is a folder `train` that holds folders and no picture, as `data.image_folder` has it."""
-    from deeplightning.image import EXTENSIONS
+    from deeplightning.image_spec import EXTENSIONS
 
     train = top / "train"
     if not train.is_dir() or not folders(train):

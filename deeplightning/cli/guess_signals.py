@@ -26,7 +26,7 @@ def signals(data: Path) -> Guess:
         SetupError: it is something else.
     """
     from deeplightning.config.target import find
-    from deeplightning.image import files_below
+    from deeplightning.image_spec import files_below
 
     read_signal: Callable[[Path], np.ndarray] = find("deeplightning.data.signal.read_signal")
     need_folder(data)

@@ -15,7 +15,7 @@ import numpy as np
 from deeplightning.cli.guess import Columns, Guess, some
 from deeplightning.config.target import find
 from deeplightning.faults import ConfigError, Fault, SetupError, count, nearest
-from deeplightning.table import MISSING, NAMED_DAY, TableFormat
+from deeplightning.table_spec import MISSING, NAMED_DAY, TableFormat
 
 MAX_ROWS = 200_000
 """Rows of a table that are read."""

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.process.terminal import styled
-from deeplightning.tracking.attach import attach
 from deeplightning.tracking.journal import dead, settle, settle_quietly
-from deeplightning.tracking.owner import AGE
+from deeplightning.tracking.journal_owner import AGE
+from deeplightning.tracking.mlflow_store import attach
 from deeplightning.tracking.sqlite import PRUNED, Listed, open_directly
 from deeplightning.tracking.store import explain, local_path, locate, remove_files
 from deeplightning.words import printable

@@ -18,11 +18,11 @@ import yaml
 
 from deeplightning.address import beside, is_address
 from deeplightning.config import addresses, other_tools, packages
-from deeplightning.config.groups import Group, check_name, choices, chosen, shipped_folder
 from deeplightning.config.interpolation import resolve
-from deeplightning.config.kinds import role_of
+from deeplightning.config.option_groups import Group, check_name, choices, chosen, shipped_folder
 from deeplightning.config.schema import VERSION, Logger
 from deeplightning.config.secrets import Secrets
+from deeplightning.config.section_kinds import role_of
 from deeplightning.config.short_names import LAUNCHER, full_name
 from deeplightning.config.tree import Entry, KeyPath, dump, key_named, kind, nodes, parse
 from deeplightning.faults import ConfigError, Fault, Notice, SetupError, is_of_machine, nearest

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from deeplightning import own_code
-from deeplightning.config.kinds import is_bound, misfit, no_part, role_of
 from deeplightning.config.schema import Config, Target
+from deeplightning.config.section_kinds import is_bound, misfit, no_part, role_of
 from deeplightning.faults import (
     ConfigError,
     Fault,

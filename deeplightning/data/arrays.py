@@ -1,6 +1,6 @@
 """Read arrays of numbers with a class or numbers for each from a file of numpy's.
 
-`deeplightning.array.ArraySpec` prepares them.
+`deeplightning.array_spec.ArraySpec` prepares them.
 
 N samples, C channels, T steps of a signal; the shape of one array is any, (C, …).
 """
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from deeplightning.array import ArrayError, ArraySpec
+from deeplightning.array_spec import ArrayError, ArraySpec
 from deeplightning.data.columns import ColumnData, Columns, ColumnSet, Moments
+from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, InMemory, OnDemand
-from deeplightning.data.errors import DataConfigError, DataError
 
 if TYPE_CHECKING:
     from deeplightning.config.part_config import PartConfig

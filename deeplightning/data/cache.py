@@ -7,7 +7,7 @@ decided by what its file holds, never by its name:
   of status change is another than when it was hashed. The last cannot be set by hand: a file replaced by one of the
   same size and time is seen, as is a link that leads elsewhere now. What was moved or touched is hashed, not decoded.
   A file that changed less than `SETTLED` before it was read is hashed at the next start again.
-- What a content becomes stands in the name of the folder: the `ImageSpec`, `deeplightning/image.py` itself, the
+- What a content becomes stands in the name of the folder: the `ImageSpec`, `deeplightning/image_spec.py` itself, the
   versions of Pillow and of its decoders, `max_pixels`. Where one changes, all is decoded again, into another folder.
 
 The cache is a folder with one folder for each such rule and source of images. In each are four files:
@@ -48,7 +48,7 @@ import numpy as np
 import PIL
 from PIL import features
 
-from deeplightning import image
+from deeplightning import image_spec
 from deeplightning.data.cache_files import (
     FILE,
     NAMES,
@@ -69,9 +69,9 @@ from deeplightning.data.cache_files import (
     sums,
     texts,
 )
+from deeplightning.data.data_errors import DataError
 from deeplightning.data.datasets import report_messages, threads
-from deeplightning.data.errors import DataError
-from deeplightning.image import ImageError, ImageSpec
+from deeplightning.image_spec import ImageError, ImageSpec
 
 CHECKED = 2**30
 """Bytes of which check sums are compared when a set is opened: all of a smaller set, rows spread over a larger one."""
@@ -143,7 +143,7 @@ class ImageCache:
         """Of these images."""
         spec = self._spec
         decoders = [features.version(name) for name in ("jpg", "webp", "avif", "libtiff")]
-        code = hashlib.sha256(Path(image.__file__).read_bytes()).hexdigest()
+        code = hashlib.sha256(Path(image_spec.__file__).read_bytes()).hexdigest()
         parts = (spec.height, spec.width, spec.mode, spec.resize, self._max_pixels)
         rule = (_LAYOUT, sys.byteorder, *parts, code, PIL.__version__, *decoders)
         return self.top / f"{short_hash(repr(rule))}-{short_hash(self._source)}"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from deeplightning.data.errors import DataConfigError, DataError
+from deeplightning.data.data_errors import DataConfigError, DataError
 
 try:
     import fcntl

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deeplightning.data.addresses import folder_of
+from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, InMemory
-from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.loading import DataOfSets
+from deeplightning.data.remote_files import folder_of
 
 if TYPE_CHECKING:
     from deeplightning.config.part_config import PartConfig

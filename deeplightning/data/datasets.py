@@ -18,8 +18,8 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
-from deeplightning.data.errors import DataError
-from deeplightning.image import MAX_PIXELS, ImageError, ImageSpec, caught_messages
+from deeplightning.data.data_errors import DataError
+from deeplightning.image_spec import MAX_PIXELS, ImageError, ImageSpec, caught_messages
 from deeplightning.transfer import to_device
 
 Batch = dict[str, torch.Tensor]

@@ -8,7 +8,7 @@ from torch import nn
 
 from deeplightning.data.datasets import Samples
 from deeplightning.data.images import ImageData, height_width
-from deeplightning.image import ImageSpec
+from deeplightning.image_spec import ImageSpec
 
 if TYPE_CHECKING:
     from deeplightning.config.part_config import PartConfig

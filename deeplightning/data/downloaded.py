@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from deeplightning.data.addresses import folder_of
-from deeplightning.data.errors import DataConfigError, DataError
+from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.images import ImageData
-from deeplightning.image import ImageSpec
+from deeplightning.data.remote_files import folder_of
+from deeplightning.image_spec import ImageSpec
 
 if TYPE_CHECKING:
     from deeplightning.config.part_config import PartConfig

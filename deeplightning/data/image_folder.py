@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from torch import nn
 
-from deeplightning.data.addresses import folder_of
+from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, Samples, report_messages, threads
-from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.images import ImageData, height_width
-from deeplightning.image import EXTENSIONS, MAX_PIXELS, ImageError, ImageSpec, files_below
+from deeplightning.data.remote_files import folder_of
+from deeplightning.image_spec import EXTENSIONS, MAX_PIXELS, ImageError, ImageSpec, files_below
 
 if TYPE_CHECKING:
     from deeplightning.config.part_config import PartConfig
@@ -40,7 +40,7 @@ class ImageFolder(ImageData):
         cfg: the whole config.
         image_size: pixels, one number for a square or [height, width].
         mode: "RGB" or "L" (grey).
-        resize: "crop", "stretch" or "pad", see `deeplightning.image.ImageSpec`.
+        resize: "crop", "stretch" or "pad", see `deeplightning.image_spec.ImageSpec`.
         mean: per channel, on the scale 0 to 1; None: `STATISTICS`.
         std: per channel, on the scale 0 to 1; None: `STATISTICS`.
         extensions: endings of image files, with their dot.

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Generator, nn, uint8
 
-from deeplightning.data.addresses import folder_of
 from deeplightning.data.cache import ImageCache, cache_folder
+from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, InMemory, OnDemand, Samples, prepare_all
-from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.loading import DataOfSets, is_whole
-from deeplightning.image import MAX_PIXELS, ImageSpec
+from deeplightning.data.remote_files import folder_of
+from deeplightning.image_spec import MAX_PIXELS, ImageSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

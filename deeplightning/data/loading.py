@@ -13,10 +13,10 @@ from torch import Generator
 from torch.utils.data import DataLoader
 
 from deeplightning.config.target import build
+from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import EndsWithItsRun, InMemory, OnDemand
-from deeplightning.data.errors import DataConfigError, DataError
+from deeplightning.data.gpu_cache import Room
 from deeplightning.data.loader import InMemoryLoader
-from deeplightning.data.memory import Room
 from deeplightning.data.samplers import BatchIndices, go_on, is_made_for, replicas, train_sampler
 from deeplightning.data.splits import deal, keep_classes, shuffled
 

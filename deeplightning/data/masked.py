@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 
+from deeplightning.data.data_errors import DataError
 from deeplightning.data.datasets import Batch, InMemory, OnDemand, Samples
-from deeplightning.data.errors import DataError
-from deeplightning.image import ImageSpec
+from deeplightning.image_spec import ImageSpec
 
 NO_CLASS = 255
 """In a batch's masks: the pixel counts in no loss and no metric."""
@@ -132,7 +132,7 @@ class Masks:
             raise
         except UnidentifiedImageError:
             raise DataError(f"{path}: this is no PNG, which a mask must be.") from None
-        except Exception as error:  # parsers of damaged bytes raise anything, see `deeplightning.image`
+        except Exception as error:  # parsers of damaged bytes raise anything, see `deeplightning.image_spec`
             raise DataError(f"{path}: cannot be used as a mask. {error}") from error
         return resized(self._classes(path, found), self.spec)
 

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Generator, nn, uint8
 
-from deeplightning.data.addresses import folder_of
+from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, InMemory, OnDemand, Samples, threads
-from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.image_folder import STATISTICS
 from deeplightning.data.images import IN_MEMORY_LIMIT, ImageData, height_width
 from deeplightning.data.masked import (
@@ -27,7 +26,8 @@ from deeplightning.data.masked import (
     prepare_masked,
     value_of,
 )
-from deeplightning.image import EXTENSIONS, MAX_PIXELS, ImageSpec, files_below
+from deeplightning.data.remote_files import folder_of
+from deeplightning.image_spec import EXTENSIONS, MAX_PIXELS, ImageSpec, files_below
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,7 +59,7 @@ class MaskFolder(ImageData):
         ignore: the value or colour of pixels that do not count; None: each pixel counts.
         image_size: pixels, one number for a square or [height, width].
         mode: "RGB" or "L" (grey).
-        resize: "crop", "stretch" or "pad", see `deeplightning.image.ImageSpec`.
+        resize: "crop", "stretch" or "pad", see `deeplightning.image_spec.ImageSpec`.
         mean: per channel, on the scale 0 to 1; None: ImageNet's.
         std: per channel, on the scale 0 to 1; None: ImageNet's.
         extensions: endings of the pictures' files, with their dot.

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from torch import nn
 
+from deeplightning.data.data_errors import DataError
 from deeplightning.data.datasets import Samples
 from deeplightning.data.downloaded import DownloadedImages
-from deeplightning.data.errors import DataError
 from deeplightning.data.images import height_width
-from deeplightning.image import ImageSpec
+from deeplightning.image_spec import ImageSpec
 
 if TYPE_CHECKING:
     from deeplightning.config.part_config import PartConfig

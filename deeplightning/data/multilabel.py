@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Generator, nn
 
-from deeplightning.data.addresses import folder_of
+from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, Samples
-from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.image_folder import STATISTICS
 from deeplightning.data.images import ImageData, height_width
+from deeplightning.data.remote_files import folder_of
 from deeplightning.data.splits import deal
-from deeplightning.image import MAX_PIXELS, ImageSpec
+from deeplightning.image_spec import MAX_PIXELS, ImageSpec
 
 if TYPE_CHECKING:
     from typing import TextIO
@@ -151,7 +151,7 @@ class LabelledImages(ImageData):
         file_column, labels_column: what these columns, or keys, are called.
         image_size: pixels, one number for a square or [height, width].
         mode: "RGB" or "L" (grey).
-        resize: "crop", "stretch" or "pad", see `deeplightning.image.ImageSpec`.
+        resize: "crop", "stretch" or "pad", see `deeplightning.image_spec.ImageSpec`.
         mean: per channel, on the scale 0 to 1; None: ImageNet's.
         std: per channel, on the scale 0 to 1; None: ImageNet's.
         max_pixels: largest picture that is decoded.

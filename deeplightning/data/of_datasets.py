@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from deeplightning.batches import by_name
 from deeplightning.config.target import build
+from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import EndsWithItsRun
-from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.loading import check_folds, check_loader, start_method
 from deeplightning.data.samplers import BatchIndices, go_on, is_made_for, replicas, train_sampler
 from deeplightning.data.splits import deal

@@ -17,7 +17,7 @@ from torch import distributed
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from deeplightning.config.target import build
-from deeplightning.data.errors import DataConfigError
+from deeplightning.data.data_errors import DataConfigError
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deeplightning.array import SIGNALS as EXTENSIONS
-from deeplightning.array import ArrayError
-from deeplightning.array import read_signal as read_file
-from deeplightning.data.addresses import folder_of
+from deeplightning.array_spec import SIGNALS as EXTENSIONS
+from deeplightning.array_spec import ArrayError
+from deeplightning.array_spec import read_signal as read_file
 from deeplightning.data.arrays import ArrayData
-from deeplightning.data.errors import DataConfigError, DataError
-from deeplightning.image import files_below
+from deeplightning.data.data_errors import DataConfigError, DataError
+from deeplightning.data.remote_files import folder_of
+from deeplightning.image_spec import files_below
 
 if TYPE_CHECKING:
     from deeplightning.config.part_config import PartConfig

@@ -1,6 +1,6 @@
 """Divide the rows of a table and turn them into arrays of numbers.
 
-`deeplightning.table.TableSpec` prepares them.
+`deeplightning.table_spec.TableSpec` prepares them.
 
 N rows, F columns that the network takes, T columns that it predicts.
 """
@@ -20,14 +20,14 @@ import torch
 
 from deeplightning.data.cache_files import Unusable
 from deeplightning.data.columns import ColumnData, ColumnSet, Moments
+from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import InMemory, OnDemand
-from deeplightning.data.errors import DataConfigError, DataError
-from deeplightning.data.memory import free_memory
+from deeplightning.data.gpu_cache import free_memory
 from deeplightning.data.splits import deal
 from deeplightning.data.table_files import TableFile
 from deeplightning.data.table_rows import CHUNK, Rows, StoredRows, StoredSet, check_parts
 from deeplightning.data.table_store import stored
-from deeplightning.table import DELIMITERS, MISSING, Column, TableError, TableFormat, TableSpec, Words
+from deeplightning.table_spec import DELIMITERS, MISSING, Column, TableError, TableFormat, TableSpec, Words
 
 if TYPE_CHECKING:
     from deeplightning.config.part_config import PartConfig

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv, json, parquet
 
-from deeplightning.data.errors import DataError
-from deeplightning.table import DELIMITERS, TableError, TableFormat, Words, above_header, named_columns, records
+from deeplightning.data.data_errors import DataError
+from deeplightning.table_spec import DELIMITERS, TableError, TableFormat, Words, above_header, named_columns, records
 
 HEAD = 2**20
 """Bytes of a file by which its format is recognised."""

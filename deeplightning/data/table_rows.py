@@ -12,7 +12,7 @@ import torch
 from deeplightning.data.columns import Columns
 from deeplightning.data.datasets import Batch, OnDemand
 from deeplightning.data.table_store import TableStore
-from deeplightning.table import Fault, TableError, TableSpec, Words
+from deeplightning.table_spec import Fault, TableError, TableSpec, Words
 
 CHUNK = 2**16
 """Rows of which statistics are made at a time, in memory and on the disk: so both have equal bits."""

@@ -38,8 +38,8 @@ import numpy as np
 from deeplightning.data import cache_files
 from deeplightning.data.cache import SETTLED, cache_folder
 from deeplightning.data.cache_files import NEW, Unusable, caches, limit_in_bytes, locks, refuse_foreign, short_hash
-from deeplightning.data.errors import DataError
-from deeplightning.table import Words
+from deeplightning.data.data_errors import DataError
+from deeplightning.table_spec import Words
 
 NAMES = ("numbers", "codes", "times", "words", "lock")
 TIME = np.dtype("S64")

@@ -22,12 +22,12 @@ import torch
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from deeplightning.data.addresses import folder_of
-from deeplightning.data.errors import DataConfigError, DataError
+from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.loading import check_folds, check_loader, is_whole
+from deeplightning.data.remote_files import folder_of
 from deeplightning.data.samplers import BatchIndices, go_on, is_made_for, replicas, train_sampler
 from deeplightning.data.splits import deal, shuffled
-from deeplightning.text import TextSpec, VocabularyError, from_lines, vocabulary
+from deeplightning.text_spec import TextSpec, VocabularyError, from_lines, vocabulary
 
 if TYPE_CHECKING:
     from deeplightning.config.part_config import PartConfig
@@ -159,7 +159,7 @@ class TextData(pl.LightningDataModule):
     `data.sampler: {type: deeplightning.data.samplers.BucketedDistributedSampler, params: {buckets: 8, sort_key:
     lengths}}` texts of like length come together, and there is less padding.
 
-    `deeplightning.text.vocabulary` makes the vocabulary of the training texts without the fold that validates,
+    `deeplightning.text_spec.vocabulary` makes the vocabulary of the training texts without the fold that validates,
     unless a file is given: `vocabulary` or `tokenizer`.
 
     Args:

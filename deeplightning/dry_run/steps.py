@@ -16,7 +16,7 @@ from deeplightning import own_code
 from deeplightning.callbacks.recompute import Recompute
 from deeplightning.callbacks.steps import LogSteps, Seeds
 from deeplightning.checks.conditions import splits_layers
-from deeplightning.config.automatic import WEIGHTS, unfilled
+from deeplightning.config.auto_values import WEIGHTS, unfilled
 from deeplightning.config.schema import Config
 from deeplightning.config.target import build, needs
 from deeplightning.dry_run.afterwards import InMemory, answer

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from deeplightning import own_code
-from deeplightning.config.automatic import unfilled
+from deeplightning.config.auto_values import unfilled
 from deeplightning.config.plugins import DRY_RUN, load
 from deeplightning.config.schema import Config, Optimizer, Target
 from deeplightning.config.target import build

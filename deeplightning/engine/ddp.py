@@ -4,7 +4,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from deeplightning.engine.group import CountsOnce
+from deeplightning.engine.process_group import CountsOnce
 
 
 class Ddp(CountsOnce, DDPStrategy):

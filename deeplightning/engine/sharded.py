@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from deeplightning.engine.checkpoint_io import raise_for_misfits, read_checkpoint, save_sharded
-from deeplightning.engine.group import CountsOnce
+from deeplightning.engine.process_group import CountsOnce
 from deeplightning.engine.shards import Scattered, Shard, part_of, whole_of
 from deeplightning.faults import CheckpointError, ConfigError, Fault
 

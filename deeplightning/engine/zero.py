@@ -14,7 +14,12 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy
 from torch import Tensor, distributed, nn
 
-from deeplightning.engine.group import expect_barriers_of_one_process, leave_at_exit, scale_gradients, why_not_built
+from deeplightning.engine.process_group import (
+    expect_barriers_of_one_process,
+    leave_at_exit,
+    scale_gradients,
+    why_not_built,
+)
 from deeplightning.engine.sharded import Sharded, Share, places, replace
 from deeplightning.engine.shards import whole_of
 from deeplightning.faults import Fault, SetupError

@@ -16,10 +16,10 @@ import onnx
 
 from deeplightning.export.bundle import digest_of, sealed, swapped_in
 from deeplightning.faults import CheckpointError
-from deeplightning.image import ImageSpec
+from deeplightning.image_spec import ImageSpec
 from deeplightning.kinds import KINDS, row_spec
 from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, golden_digest, seal
-from deeplightning.text import TextSpec
+from deeplightning.text_spec import TextSpec
 
 HAVE_WEIGHTS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
 REFUSED = "serve it with serve.precision=fp32"

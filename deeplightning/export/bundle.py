@@ -29,14 +29,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_model
 from torch import nn
 
-from deeplightning.array import ArraySpec
+from deeplightning.array_spec import ArraySpec
 from deeplightning.faults import CheckpointError, SetupError
-from deeplightning.image import ImageSpec
+from deeplightning.image_spec import ImageSpec
 from deeplightning.kinds import KINDS, Kind
 from deeplightning.private.messages import Sentence, says
 from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, golden_digest, permissions_of, seal
-from deeplightning.table import TableSpec
-from deeplightning.text import TextError, TextSpec
+from deeplightning.table_spec import TableSpec
+from deeplightning.text_spec import TextError, TextSpec
 from deeplightning.words import first_line
 
 TOLERANCE = 1e-4

@@ -24,7 +24,7 @@ _ERRORS = {kind.exit_code: kind for kind in (UserError, ConfigError, SetupError,
 
 class Child:
     """A command in a session of its own, so that Ctrl-C reaches it once, through this process; it ends with this
-    process (`deeplightning.process.leash`).
+    process (`deeplightning.process.die_with_parent`).
 
     Args:
         environment: variables beside those of this process.
@@ -33,7 +33,7 @@ class Child:
     """
 
     def __init__(self, command: list[str], environment: Mapping[str, str], hide: str | None = None, shown: str = ""):
-        leash = [sys.executable, "-P", "-m", "deeplightning.process.leash", *command]
+        leash = [sys.executable, "-P", "-m", "deeplightning.process.die_with_parent", *command]
         self._process = subprocess.Popen(
             leash,
             stdin=subprocess.PIPE,

@@ -34,10 +34,10 @@ from deeplightning.process.failure import (
     newest_of,
     reason_of,
 )
+from deeplightning.process.hang_report import LOOK, answer, where_is, where_others_are
 from deeplightning.process.shared_folder import alone_in, is_there, members
 from deeplightning.process.streams import is_early
 from deeplightning.process.terminal import say
-from deeplightning.process.whereabouts import LOOK, answer, where_is, where_others_are
 from deeplightning.runfolder import RunFolder
 from deeplightning.words import first_line
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from deeplightning.figures import classes, curves, measures
+from deeplightning.figures import class_plots, curves, measures
 from deeplightning.figures.style import Drawing
 from deeplightning.report.facts import STAGES, Facts, is_inside
 
@@ -83,19 +83,19 @@ def _of_classes(run: Facts, columns: dict[str, Any], prefix: str, found: Judged)
         for n, name in enumerate(classes_)
     ]
     found.confused = [(classes_[t], classes_[p], often) for t, p, often in measures.most_confused(labels, predicted)]
-    if number <= classes.MOST_IN_MATRIX:
+    if number <= class_plots.MOST_IN_MATRIX:
         counts = measures.confusion(labels, predicted, number)
-        found.drawings[f"{prefix}_confusion_matrix"] = classes.confusion_matrix(counts, classes_, found.of)
-    found.drawings[f"{prefix}_classes"] = classes.precision_recall(each, classes_, found.of)
+        found.drawings[f"{prefix}_confusion_matrix"] = class_plots.confusion_matrix(counts, classes_, found.of)
+    found.drawings[f"{prefix}_classes"] = class_plots.precision_recall(each, classes_, found.of)
     probability = np.array(columns.get("predicted_probability", []), float)
     if not len(probability) or not np.isfinite(probability).all():
         return
     reliability = measures.reliability(probability, labels == predicted)
-    found.drawings[f"{prefix}_reliability"] = classes.reliability(reliability, found.of)
+    found.drawings[f"{prefix}_reliability"] = class_plots.reliability(reliability, found.of)
     if number == 2:
         score = np.where(predicted == 1, probability, 1 - probability)
         if (two := measures.two_classes(score, labels == 1)) is not None:
-            found.drawings[f"{prefix}_roc"] = classes.two_classes(two, classes_[1], found.of)
+            found.drawings[f"{prefix}_roc"] = class_plots.two_classes(two, classes_[1], found.of)
 
 
 def _of_labels(columns: dict[str, Any], prefix: str, found: Judged) -> None:
@@ -109,4 +109,4 @@ def _of_labels(columns: dict[str, Any], prefix: str, found: Judged) -> None:
         (name, float(each.precision[n]), float(each.recall[n]), float(each.f1[n]), int(each.support[n]))
         for n, name in enumerate(names)
     ]
-    found.drawings[f"{prefix}_classes"] = classes.precision_recall(each, names, found.of)
+    found.drawings[f"{prefix}_classes"] = class_plots.precision_recall(each, names, found.of)

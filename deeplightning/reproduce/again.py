@@ -27,9 +27,9 @@ from deeplightning.faults import CheckpointError, RunError, SetupError
 from deeplightning.own_code import ROOTS
 from deeplightning.process.identity import identity
 from deeplightning.process.terminal import say_path
-from deeplightning.reproduce.compare import compare, reasons
 from deeplightning.reproduce.differences import PATHS
 from deeplightning.reproduce.past import PastRun, flat, past_run
+from deeplightning.reproduce.result_diff import compare, reasons
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.code import restored, unpack
 from deeplightning.tracking.datafiles import changes, describe_again
@@ -337,7 +337,7 @@ def _copy_of(address: str, before: Mapping[str, Any]) -> str:
     Raises:
         SetupError: it does not answer, or they are not there any more.
     """
-    folder_of: Callable[..., Path] = find("deeplightning.data.addresses.folder_of")
+    folder_of: Callable[..., Path] = find("deeplightning.data.remote_files.folder_of")
     names = [name for name in before["files"] if not Path(name).is_absolute()]
     try:
         return str(folder_of(address, [] if before["folders"] else names))

@@ -14,9 +14,9 @@ from deeplightning.checks.check import OWN_LOADERS
 from deeplightning.config.schema import Config, LimitBatches
 from deeplightning.config.target import build
 from deeplightning.engine.plan import clip_arguments, trainer_arguments
-from deeplightning.launch.environment import apply_environment
+from deeplightning.launch.set_environment import apply_environment
 from deeplightning.process import garbage
-from deeplightning.run.automatic import fill, refuse_unfilled
+from deeplightning.run.resolve_auto import fill, refuse_unfilled
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -35,7 +35,7 @@ def init_module(cfg: Config, section: str, read: bool = True) -> Any:
 
     from deeplightning.callbacks.steps import draws_as_lightning, seed_all
     from deeplightning.engine.compute import lay_channels_last
-    from deeplightning.engine.memory import refuse_what_does_not_fit
+    from deeplightning.engine.memory_estimate import refuse_what_does_not_fit
 
     assert cfg.seed is not None, "load_config draws one"
     apply_environment(cfg)

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from deeplightning.array import read_signal
-from deeplightning.image import EXTENSIONS
+from deeplightning.array_spec import read_signal
+from deeplightning.image_spec import EXTENSIONS
 from serve.limits import Limits, Refusal
 from serve.uploads import arrays_from_json, arrays_from_npy, rows_from_csv, rows_from_json, texts_from_json
 
 if TYPE_CHECKING:
-    from deeplightning.table import TableSpec
+    from deeplightning.table_spec import TableSpec
 
 ENDINGS = {
     "image": EXTENSIONS,

@@ -16,10 +16,10 @@ import torch
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
-from deeplightning.array import ArraySpec
+from deeplightning.array_spec import ArraySpec
 from deeplightning.batches import inputs_of, structure
 from deeplightning.faults import CheckpointError, ConfigError, Fault
-from deeplightning.image import MODES, ImageSpec
+from deeplightning.image_spec import MODES, ImageSpec
 from deeplightning.kinds import MAX_COMPARED, is_plain
 from deeplightning.runfolder import RunFolder
 from deeplightning.words import first_line

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from deeplightning.faults import CheckpointError, Fault, SetupError
-from deeplightning.image import files_below
+from deeplightning.image_spec import files_below
 from deeplightning.kinds import KINDS
 from deeplightning.run.inputs import ENDINGS, Place, inputs_of
 from deeplightning.run.load import trained_task

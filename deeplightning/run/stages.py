@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 from deeplightning.checks.explain import show
 from deeplightning.checks.trust import is_own
-from deeplightning.config.automatic import unfilled
+from deeplightning.config.auto_values import unfilled
 from deeplightning.config.schema import Config
 from deeplightning.config.target import find
 from deeplightning.config.tree import dump
 from deeplightning.faults import CheckpointError, ConfigError
 from deeplightning.kinds import is_plain
-from deeplightning.launch.environment import apply_environment
+from deeplightning.launch.set_environment import apply_environment
 from deeplightning.process import supervisor
 from deeplightning.process.agreement import all_ended, connect
 from deeplightning.process.identity import own_rank
 from deeplightning.process.terminal import say_path
 from deeplightning.run.assemble import init_module, init_trainer
-from deeplightning.run.bundle import export_run, is_servable, keep_samples
-from deeplightning.run.errors import run_stage
 from deeplightning.run.find import checkpoint_of, find_checkpoint
 from deeplightning.run.load import load_run
+from deeplightning.run.make_bundle import export_run, is_servable, keep_samples
 from deeplightning.run.resume import agreement, resumption
+from deeplightning.run.stage_errors import run_stage
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.store import DATABASE
 

@@ -19,8 +19,8 @@ from deeplightning.static.signature import (
     collection,
     instance,
 )
+from deeplightning.static.symbol import UNKNOWABLE, Absent, Failing, Frame, Thing
 from deeplightning.static.syntax import is_type_variable, nominal
-from deeplightning.static.thing import UNKNOWABLE, Absent, Failing, Frame, Thing
 
 
 def plain(names: Names, node: ast.expr, frame: Frame) -> Any:

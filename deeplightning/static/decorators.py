@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from deeplightning.static.bindings import Module
 from deeplightning.static.names import KEEPING, Names
+from deeplightning.static.symbol import UNKNOWABLE, Frame, Functions
 from deeplightning.static.syntax import first_argument, inside
-from deeplightning.static.thing import UNKNOWABLE, Frame, Functions
 from deeplightning.static.uses import is_it, uses_of
 
 

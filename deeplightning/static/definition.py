@@ -19,11 +19,11 @@ from deeplightning.static.bindings import Broken, Module
 from deeplightning.static.docstrings import described, docstrings
 from deeplightning.static.from_source import Signatures
 from deeplightning.static.logged import constant, logged_names, loss_arguments, network_names, usual_metrics
-from deeplightning.static.made import Made, instance
-from deeplightning.static.manual import ignores_config, steps_itself
+from deeplightning.static.manual_optimization import ignores_config, steps_itself
 from deeplightning.static.names import Names
+from deeplightning.static.return_types import Made, instance
 from deeplightning.static.signature import Instance, Signature, Undecided
-from deeplightning.static.thing import Absent, Failing, Kind, Lacking, Thing
+from deeplightning.static.symbol import Absent, Failing, Kind, Lacking, Thing
 
 
 def look_up(name: str, names: Names | None = None) -> "Definition":

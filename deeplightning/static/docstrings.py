@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from deeplightning.static.annotations import plain
 from deeplightning.static.bindings import Defined
 from deeplightning.static.names import Names
-from deeplightning.static.thing import UNKNOWABLE, Frame, Functions, Thing
+from deeplightning.static.symbol import UNKNOWABLE, Frame, Functions, Thing
 from deeplightning.static.uses import uses_of
 
 

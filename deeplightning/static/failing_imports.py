@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from deeplightning.faults import install
 from deeplightning.static.bindings import Module
-from deeplightning.static.thing import Failing, Lacking
+from deeplightning.static.symbol import Failing, Lacking
 
 
 def missing_packages(module: Module) -> Iterator[tuple[str, int]]:

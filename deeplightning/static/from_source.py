@@ -9,8 +9,8 @@ from deeplightning.static.annotations import allowed, plain
 from deeplightning.static.decorators import changes_subclasses, keeps
 from deeplightning.static.names import Names
 from deeplightning.static.signature import UNKNOWN, Parameter, Signature, Undecided, of_object
+from deeplightning.static.symbol import UNKNOWABLE, Absent, Frame, Functions, Thing
 from deeplightning.static.syntax import first_argument, nominal
-from deeplightning.static.thing import UNKNOWABLE, Absent, Frame, Functions, Thing
 from deeplightning.static.uses import Call, Uses, is_it, uses_of
 
 

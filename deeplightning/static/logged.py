@@ -7,8 +7,8 @@ from deeplightning.static.annotations import plain
 from deeplightning.static.bindings import Assigned
 from deeplightning.static.names import Names
 from deeplightning.static.signature import UNKNOWN, Undecided
+from deeplightning.static.symbol import Frame, Functions, Thing
 from deeplightning.static.syntax import first_argument
-from deeplightning.static.thing import Frame, Functions, Thing
 from deeplightning.static.uses import is_it
 
 _FRAMEWORKS = ("torch", "pytorch_lightning", "lightning", "lightning_fabric", "torchmetrics", "torchvision")

@@ -18,8 +18,8 @@ from deeplightning.static import bindings
 from deeplightning.static.bindings import Assigned, Binding, Broken, Defined, Imported, Module, Scope
 from deeplightning.static.failing_imports import lacking, missing_packages, raised_by
 from deeplightning.static.signature import Undecided
+from deeplightning.static.symbol import UNKNOWABLE, Absent, Failing, Frame, Kind, Thing, live_class
 from deeplightning.static.syntax import is_type_variable, is_unbound, local_binding, nominal, with_body
-from deeplightning.static.thing import UNKNOWABLE, Absent, Failing, Frame, Kind, Thing, live_class
 
 T = TypeVar("T")
 

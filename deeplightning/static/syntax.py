@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from deeplightning.static import bindings
 from deeplightning.static.bindings import Binding, Imported, Module
-from deeplightning.static.thing import Functions
+from deeplightning.static.symbol import Functions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -3,8 +3,8 @@
 import ast
 from dataclasses import dataclass, field
 
+from deeplightning.static.symbol import Functions
 from deeplightning.static.syntax import inside
-from deeplightning.static.thing import Functions
 
 
 @dataclass

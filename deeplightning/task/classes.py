@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, bincount, nn
 
 from deeplightning import transfer
-from deeplightning.task.errors import LabelError, MisfitError
 from deeplightning.task.metrics import Accuracy
 from deeplightning.task.outputs import refusal
 from deeplightning.task.supervised import Batch, Supervised
+from deeplightning.task.task_errors import LabelError, MisfitError
 
 if TYPE_CHECKING:
     from deeplightning.config.part_config import PartConfig
@@ -154,10 +154,10 @@ class Classification(Supervised):
         """
         if stage != "val" or not self._answered:
             return {}
-        from deeplightning.figures import classes, measures  # most processes and verbs draw nothing
+        from deeplightning.figures import class_plots, measures  # most processes and verbs draw nothing
 
         number, pairs = self._outputs_of_classes, torch.cat(self._answered)
-        has_matrix, reduce = number <= classes.MOST_IN_MATRIX, self.trainer.strategy.reduce
+        has_matrix, reduce = number <= class_plots.MOST_IN_MATRIX, self.trainer.strategy.reduce
         if has_matrix:
             confusion = bincount(pairs, minlength=number * number).view(number, number)
             confusion = reduce(confusion, reduce_op="sum")
@@ -170,9 +170,9 @@ class Classification(Supervised):
             return {}
         names = self.names(number)
         per_class = measures.from_counts(*(one.cpu().numpy() for one in counts))
-        found = {"val_classes": classes.precision_recall(per_class, names, "validation")}
+        found = {"val_classes": class_plots.precision_recall(per_class, names, "validation")}
         if has_matrix:
-            drawing = classes.confusion_matrix(confusion.cpu().numpy(), names, "validation")
+            drawing = class_plots.confusion_matrix(confusion.cpu().numpy(), names, "validation")
             found = {"val_confusion_matrix": drawing} | found
         return found
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deeplightning.task.recorded import Recorded
+from deeplightning.task.cuda_graphs import Recorded
 
 log = logging.getLogger("deeplightning")
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from deeplightning import transfer
 from deeplightning.task.classes import Classification
-from deeplightning.task.errors import MisfitError
-from deeplightning.task.images import ImageTask
+from deeplightning.task.pixel_input import ImageTask
+from deeplightning.task.task_errors import MisfitError
 
 if TYPE_CHECKING:
     from deeplightning.config.part_config import PartConfig
@@ -81,14 +81,14 @@ class ImageClassification(Classification, ImageTask):
         found = super().pictures(stage)
         if not found or self._sheet is None:
             return found
-        from deeplightning.figures import classes  # as in `Classification`
+        from deeplightning.figures import class_plots  # as in `Classification`
 
         names = self.names(self._outputs_of_classes)
         columns = [self._sheet[name].cpu() for name in ("image", "label", "predicted", "p")]
         samples = [
-            classes.Sample(
+            class_plots.Sample(
                 _pixels(image),
-                *classes.answer(names[label], names[predicted], float(p)),
+                *class_plots.answer(names[label], names[predicted], float(p)),
                 bool(label == predicted),
             )
             for image, label, predicted, p in zip(*columns, strict=True)
@@ -96,7 +96,7 @@ class ImageClassification(Classification, ImageTask):
         wrong = sum(not sample.is_right for sample in samples)
         words = f"Validation samples: {wrong or 'no'} mistake{'' if wrong == 1 else 's'}{' first' if wrong else ''}"
         return found | {
-            "val_predictions": classes.sheet(samples, words, "then the right answers that are least confident")
+            "val_predictions": class_plots.sheet(samples, words, "then the right answers that are least confident")
         }
 
     # ---- export

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torchmetrics.regression import MeanSquaredError
 
-from deeplightning.task.errors import MisfitError
-from deeplightning.task.images import ImageTask, Normalise
 from deeplightning.task.outputs import refusal
+from deeplightning.task.pixel_input import ImageTask, Normalise
 from deeplightning.task.sheets import epoch_suffix, sheet
 from deeplightning.task.supervised import Batch
+from deeplightning.task.task_errors import MisfitError
 
 if TYPE_CHECKING:
     from deeplightning.config.part_config import PartConfig

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.functional.classification import multilabel_average_precision, multilabel_f1_score
 
-from deeplightning.task.errors import LabelError, MisfitError
-from deeplightning.task.images import ImageTask
 from deeplightning.task.outputs import refusal
+from deeplightning.task.pixel_input import ImageTask
 from deeplightning.task.rows import RowTask
 from deeplightning.task.supervised import Batch, Supervised
+from deeplightning.task.task_errors import LabelError, MisfitError
 
 if TYPE_CHECKING:
     from deeplightning.config.part_config import PartConfig

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deeplightning.config.target import build
-from deeplightning.task.errors import MisfitError
+from deeplightning.task.task_errors import MisfitError
 from deeplightning.words import first_line, lacks_memory
 
 if TYPE_CHECKING:

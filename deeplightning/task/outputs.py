@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from deeplightning.task.errors import MisfitError
+from deeplightning.task.task_errors import MisfitError
 
 
 class Picked:

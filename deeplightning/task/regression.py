@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from deeplightning.task.errors import MisfitError
 from deeplightning.task.outputs import refusal
 from deeplightning.task.rows import RowTask, Scaled
 from deeplightning.task.supervised import Batch
+from deeplightning.task.task_errors import MisfitError
 
 if TYPE_CHECKING:
     from deeplightning.config.part_config import PartConfig

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from deeplightning.array import ArraySpec
+from deeplightning.array_spec import ArraySpec
 from deeplightning.kinds import row_spec
-from deeplightning.table import TableSpec
-from deeplightning.task.errors import MisfitError
+from deeplightning.table_spec import TableSpec
 from deeplightning.task.networks import try_network
 from deeplightning.task.supervised import Supervised
+from deeplightning.task.task_errors import MisfitError
 
 if TYPE_CHECKING:
     from deeplightning.config.part_config import PartConfig

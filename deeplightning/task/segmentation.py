@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from deeplightning.task.errors import LabelError, MisfitError
-from deeplightning.task.images import ImageTask
 from deeplightning.task.img_classif import Classifier
 from deeplightning.task.outputs import refusal
+from deeplightning.task.pixel_input import ImageTask
 from deeplightning.task.supervised import Batch
+from deeplightning.task.task_errors import LabelError, MisfitError
 
 if TYPE_CHECKING:
     from deeplightning.config.part_config import PartConfig
@@ -124,11 +124,11 @@ class Segmentation(ImageTask):
         over them, with the predicted ones."""
         if stage != "val" or not self._sheet or not len(self._sheet[0]) or not self.trainer.is_global_zero:
             return {}
-        from deeplightning.figures import masks  # most processes and verbs draw nothing
+        from deeplightning.figures import mask_overlays  # most processes and verbs draw nothing
 
         right, images, truth, answered = (column.cpu().numpy() for column in self._sheet)
         names = self.class_names or [str(number) for number in range(self._classes)]
-        return {"val_segmentation": masks.overlays(images.transpose(0, 2, 3, 1), truth, answered, names, right)}
+        return {"val_segmentation": mask_overlays.overlays(images.transpose(0, 2, 3, 1), truth, answered, names, right)}
 
     # ---- export
 

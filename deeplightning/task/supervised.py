@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from deeplightning.batches import by_name, structure
 from deeplightning.config.target import build
-from deeplightning.task.columns import columns_of
+from deeplightning.task.batch_columns import columns_of
 from deeplightning.task.compiled import ONLY_OWN_STEPS, Compiled
 from deeplightning.task.denominators import (
     CANNOT_WEIGH,
@@ -24,12 +24,12 @@ from deeplightning.task.denominators import (
     mean,
     weighted_mean,
 )
-from deeplightning.task.errors import LabelError, MisfitError
 from deeplightning.task.metrics import InOwnPrecision, SampleMean
 from deeplightning.task.networks import build_loss, on_cpu
 from deeplightning.task.optimize import freeze, optimizers
 from deeplightning.task.outputs import Picked
 from deeplightning.task.points import Points
+from deeplightning.task.task_errors import LabelError, MisfitError
 
 if TYPE_CHECKING:
     from pytorch_lightning.utilities.types import OptimizerLRScheduler

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from deeplightning.task.classes import Classification, Probabilities
-from deeplightning.task.errors import MisfitError
 from deeplightning.task.networks import try_network
 from deeplightning.task.supervised import Batch
-from deeplightning.text import TextSpec
+from deeplightning.task.task_errors import MisfitError
+from deeplightning.text_spec import TextSpec
 
 if TYPE_CHECKING:
     from deeplightning.config.part_config import PartConfig

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from deeplightning.runfolder import permissions_of
-from deeplightning.tracking.names import inside
+from deeplightning.tracking.metric_names import inside
 from deeplightning.tracking.tracker import Tracker
 from deeplightning.tracking.writer import Writer
 

@@ -14,7 +14,7 @@ from deeplightning.config.schema import Target
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.private.lightning import has_run, resume_run
 from deeplightning.runfolder import from_start
-from deeplightning.tracking.attach import attach
+from deeplightning.tracking.mlflow_store import attach
 from deeplightning.tracking.open import open_tracker
 from deeplightning.tracking.store import Store, explain, local_path, locate
 from deeplightning.tracking.tracker import SYSTEM

@@ -13,8 +13,8 @@ from mlflow.entities import DatasetInput, InputTag, LoggedModelOutput, Metric, P
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from deeplightning.tracking.attach import attach
-from deeplightning.tracking.context import RUN_NAME, name_of
+from deeplightning.tracking.mlflow_store import attach
+from deeplightning.tracking.mlflow_tags import RUN_NAME, name_of
 from deeplightning.tracking.store import Store, check_writable
 from deeplightning.tracking.tracker import DATA_CONTEXT, SYSTEM, Batch, Experiment, Point, Run, as_logged, is_of_test
 

@@ -28,8 +28,8 @@ from typing import Any
 from deeplightning.checks.trust import is_own
 from deeplightning.faults import SetupError, count
 from deeplightning.runfolder import RunFolder, make_private, sync_names
+from deeplightning.tracking.journal_owner import has_ended, this_process
 from deeplightning.tracking.open import open_tracker
-from deeplightning.tracking.owner import has_ended, this_process
 from deeplightning.tracking.store import Store, explain, local_path
 from deeplightning.tracking.tracker import SYSTEM, Batch, Dataset, Point, Run, Tracker, stored
 

@@ -23,11 +23,11 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from deeplightning.faults import SetupError, count
 from deeplightning.runfolder import make_private
 from deeplightning.tracking.artifacts import Artifacts, LocalArtifacts, RemoteArtifacts
-from deeplightning.tracking.attach import LazyClient, uri_of
-from deeplightning.tracking.context import RUN_NAME, run_tags
 from deeplightning.tracking.environment import git_state
 from deeplightning.tracking.journal import Journal, replay
-from deeplightning.tracking.names import MAX_NAME, MAX_REASON, MAX_TAG, NOTE, NOTE_DIGEST, clean, flatten
+from deeplightning.tracking.metric_names import MAX_NAME, MAX_REASON, MAX_TAG, NOTE, NOTE_DIGEST, clean, flatten
+from deeplightning.tracking.mlflow_store import LazyClient, uri_of
+from deeplightning.tracking.mlflow_tags import RUN_NAME, run_tags
 from deeplightning.tracking.open import open_tracker
 from deeplightning.tracking.store import Store, explain, local_path, locate
 from deeplightning.tracking.tracker import EPOCH, SYSTEM, Batch, Dataset, Point, Run, Tracker, is_of_test
@@ -514,7 +514,7 @@ class MLflowLogger(Logger):
         """The writer, made at the first need, with a journal that is there already."""
         self._open()
         if self._writer is None:
-            from deeplightning.tracking.load import sampler
+            from deeplightning.tracking.system_metrics import sampler
 
             sample = sampler(self._started) if self._system_metrics else None
             pause = float(os.environ.get("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL") or SAMPLE_SECONDS)

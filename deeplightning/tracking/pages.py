@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from deeplightning.private.mlflow import index_page, page_settings, server_application
-from deeplightning.tracking.view import OPENS, columns, newest_runs, runs_page
+from deeplightning.tracking.mlflow_columns import OPENS, columns, newest_runs, runs_page
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -17,11 +17,11 @@ from pathlib import Path
 from deeplightning.config.schema import Config
 from deeplightning.config.tree import line
 from deeplightning.faults import UserError
-from deeplightning.tracking.attach import attach
 from deeplightning.tracking.build import experiment_of
-from deeplightning.tracking.context import run_tags
 from deeplightning.tracking.environment import git_state
-from deeplightning.tracking.names import MAX_TAG, flatten
+from deeplightning.tracking.metric_names import MAX_TAG, flatten
+from deeplightning.tracking.mlflow_store import attach
+from deeplightning.tracking.mlflow_tags import run_tags
 from deeplightning.tracking.open import open_tracker
 from deeplightning.tracking.store import Store, explain, local_path, locate, remove_files
 from deeplightning.tracking.tracker import Batch, Point, Tracker

@@ -12,7 +12,7 @@ import mlflow
 import pandas as pd
 from mlflow.pyfunc import PythonModel, PythonModelContext
 
-from deeplightning.image import MAX_PIXELS
+from deeplightning.image_spec import MAX_PIXELS
 from deeplightning.kinds import KINDS
 from serve.bundle import Bundle
 from serve.local import answers

@@ -141,7 +141,7 @@ def _expect(store: Store, run: str) -> None:
 
 def _client(store: Store) -> Any:
     """MLflow's client on a store that exists."""
-    from deeplightning.tracking.attach import attach
+    from deeplightning.tracking.mlflow_store import attach
 
     _expect(store, "a run")
     uri = attach(store)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from deeplightning.private.messages import Sentence, says
 from deeplightning.runfolder import make_private, permissions_of
-from deeplightning.tracking.context import RUN_NAME, USER, name_of, run_name
+from deeplightning.tracking.mlflow_tags import RUN_NAME, USER, name_of, run_name
 from deeplightning.tracking.store import Store, Wait, explain, is_locked, lock_of, locked
 from deeplightning.tracking.tracker import (
     DATA_CONTEXT,

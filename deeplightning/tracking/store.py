@@ -1,6 +1,6 @@
 """A `tracking_uri` names a store: a directory, with an SQLite database in it, or what MLflow knows.
 
-`deeplightning.tracking.attach` hands it to MLflow; nothing of MLflow is imported here before `quiet_mlflow`.
+`deeplightning.tracking.mlflow_store` hands it to MLflow; nothing of MLflow is imported here before `quiet_mlflow`.
 """
 
 import logging

@@ -28,7 +28,7 @@ from deeplightning.config.source import read
 from deeplightning.config.tree import as_written, dump, line
 from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, SetupError, count, error_of
 from deeplightning.launch import Job, array_of
-from deeplightning.launch.environment import apply_environment
+from deeplightning.launch.set_environment import apply_environment
 from deeplightning.process.decisions import DECIDED
 from deeplightning.process.identity import identity
 from deeplightning.process.terminal import say, say_path

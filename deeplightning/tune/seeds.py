@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any
 from deeplightning.config.source import read
 from deeplightning.config.tree import as_written, dump
 from deeplightning.faults import ConfigError, Fault, SetupError, count
-from deeplightning.launch.environment import apply_environment
+from deeplightning.launch.set_environment import apply_environment
 from deeplightning.process.identity import identity
 from deeplightning.process.terminal import say
 from deeplightning.reproduce.groups import Group, Member
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder, write_whole
-from deeplightning.tracking.names import clean
+from deeplightning.tracking.metric_names import clean
 from deeplightning.tracking.parent import Parent, Stopped
 from deeplightning.tracking.tracker import Point
 from deeplightning.tune import multirun

@@ -8,7 +8,7 @@ from PIL import Image, ImageDraw
 from deeplightning.data.cifar import MEAN, STD
 from deeplightning.data.datasets import Samples
 from deeplightning.data.images import ImageData
-from deeplightning.image import ImageSpec
+from deeplightning.image_spec import ImageSpec
 
 KINDS = ("disc", "ring", "square", "frame", "triangle", "diamond", "cross", "star", "bars", "dots")
 

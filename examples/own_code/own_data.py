@@ -9,7 +9,7 @@ from sklearn.datasets import load_digits
 
 from deeplightning.data.datasets import Samples
 from deeplightning.data.images import ImageData
-from deeplightning.image import ImageSpec
+from deeplightning.image_spec import ImageSpec
 
 
 class EvenOrOdd(ImageData):

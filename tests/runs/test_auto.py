@@ -9,9 +9,9 @@ import yaml
 from deeplightning.checks.examine import examine, load_config
 from deeplightning.checks.explain import explain
 from deeplightning.faults import ConfigError
-from deeplightning.image import ImageSpec
+from deeplightning.image_spec import ImageSpec
 from deeplightning.run.assemble import init_module
-from deeplightning.run.automatic import fill
+from deeplightning.run.resolve_auto import fill
 
 SPEC = ImageSpec(width=6, height=4, mode="RGB")
 AUTO = "model.network.params={num_classes: auto, num_channels: auto, image_size: auto}"

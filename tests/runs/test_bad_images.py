@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from deeplightning.checks.examine import load_config
-from deeplightning.data.errors import DataConfigError, DataError
+from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.image_folder import ImageFolder
 from deeplightning.run.assemble import init_module
 

@@ -17,7 +17,7 @@ from torch import distributed
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 from deeplightning.config.schema import Target
-from deeplightning.data.errors import DataConfigError
+from deeplightning.data.data_errors import DataConfigError
 from deeplightning.data.samplers import (
     BatchIndices,
     BucketedDistributedSampler,

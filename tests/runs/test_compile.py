@@ -23,8 +23,8 @@ from deeplightning.checks.examine import load_config
 from deeplightning.config.schema import Engine
 from deeplightning.engine import compiling
 from deeplightning.faults import ConfigError, SetupError
-from deeplightning.task.errors import LabelError, MisfitError
-from deeplightning.task.recorded import State, _Replay, watched
+from deeplightning.task.cuda_graphs import State, _Replay, watched
+from deeplightning.task.task_errors import LabelError, MisfitError
 
 MODES = ["true", "reduce-overhead"]
 EPOCHS = "train.num_epochs=2"  # of eight batches of 16 and one of 6; then 16 and 150 samples are judged

@@ -28,14 +28,14 @@ from torch import nn
 from deeplightning.data import images as images_module
 from deeplightning.data.augment import RandomCrop, RandomHorizontalFlip
 from deeplightning.data.cifar import CIFAR10
+from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import InMemory, OnDemand
 from deeplightning.data.digits import Digits
-from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.image_folder import ImageFolder
 from deeplightning.data.images import ImageData
 from deeplightning.data.mnist import MNIST
 from deeplightning.data.splits import deal
-from deeplightning.image import ImageSpec
+from deeplightning.image_spec import ImageSpec
 
 ROOT = Path(__file__).parents[2]
 

@@ -29,10 +29,10 @@ from test_text_classif import reviews
 import deeplightning
 from deeplightning.checks.examine import load_config
 from deeplightning.dry_run.attempt import DeviceError
-from deeplightning.image import ImageSpec
+from deeplightning.image_spec import ImageSpec
 from deeplightning.run.assemble import init_module
 from deeplightning.task.networks import device_of
-from deeplightning.text import SPECIAL, TextSpec
+from deeplightning.text_spec import SPECIAL, TextSpec
 
 pytestmark = pytest.mark.device
 

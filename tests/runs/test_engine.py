@@ -17,7 +17,7 @@ from deeplightning.config.schema import BACKENDS, PRECISIONS
 from deeplightning.engine import devices, plan
 from deeplightning.engine.plan import effective_batch, trainer_arguments
 from deeplightning.faults import ConfigError, SetupError
-from deeplightning.launch.environment import apply_environment
+from deeplightning.launch.set_environment import apply_environment
 from deeplightning.process.identity import own_rank
 from deeplightning.runfolder import RunFolder
 

@@ -17,7 +17,7 @@ from torch import nn
 from deeplightning.export import bundle
 from deeplightning.export.bundle import export
 from deeplightning.faults import CheckpointError, SetupError
-from deeplightning.image import ImageSpec
+from deeplightning.image_spec import ImageSpec
 from deeplightning.runfolder import RunFolder
 from serve.bundle import Bundle, BundleError
 

@@ -119,7 +119,7 @@ class Shown(Rows):
 
 class Cut(Shown):
     def train_dataloader(self):
-        from deeplightning.data.errors import DataError
+        from deeplightning.data.data_errors import DataError
 
         raise DataError("labels.csv has no column `size`")
 

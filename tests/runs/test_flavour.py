@@ -39,8 +39,8 @@ model = mlflow.pyfunc.load_model(sys.argv[1])
 images = [pathlib.Path(path).read_bytes() for path in sys.argv[2:]]
 texts = [base64.b64encode(image).decode() for image in images]
 print(json.dumps([model.predict(pandas.DataFrame({"image": i})).to_dict("records") for i in (texts, images)]))
-import deeplightning.image, deeplightning.cli
-print(deeplightning.image.__file__)
+import deeplightning.image_spec, deeplightning.cli
+print(deeplightning.image_spec.__file__)
 """
 
 
@@ -70,7 +70,7 @@ def test_a_logged_model_answers_as_the_run_does(run, command, place):
         assert list(answer) == ["class", "label", "probability"]
         assert (str(answer["class"]), answer["label"]) == (row["predicted_class"], row["predicted_label"])
         assert answer["probability"] == pytest.approx(float(row["predicted_probability"]), abs=1e-5)
-    assert found == str(run.model / "code" / "deeplightning" / "image.py")
+    assert found == str(run.model / "code" / "deeplightning" / "image_spec.py")
 
 
 def test_a_logged_model_says_what_it_takes(run):

@@ -1,4 +1,4 @@
-"""The process group of DeepSpeed: `deeplightning.engine.group`."""
+"""The process group of DeepSpeed: `deeplightning.engine.process_group`."""
 
 import inspect
 import warnings
@@ -9,7 +9,7 @@ from deepspeed.comm.torch import TorchBackend
 from deepspeed.ops.op_builder.async_io import AsyncIOBuilder
 from deepspeed.ops.op_builder.builder import OpBuilder
 
-from deeplightning.engine import group
+from deeplightning.engine import process_group
 
 OWN = '''\
 """Says at the end of the process whether its group is still there."""
@@ -50,7 +50,7 @@ def test_the_warning_of_a_barrier_is_silenced_by_its_own_words():
     assert words in inspect.getsource(torch.distributed.barrier)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        group.expect_barriers_of_one_process()
+        process_group.expect_barriers_of_one_process()
         warnings.warn(words + "You can specify …", stacklevel=2)
         warnings.warn("barrier(): something else", stacklevel=2)
     assert [str(warning.message) for warning in seen] == ["barrier(): something else"]
@@ -68,7 +68,7 @@ def test_what_an_nvme_disk_needs_is_named():
     error = RuntimeError(
         "Unable to JIT load the async_io op due to it not being compatible due to hardware/software issue. None"
     )
-    told = group.why_not_built(error)
+    told = process_group.why_not_built(error)
     assert "libaio" in told
     assert "apt-get install libaio-dev" in told
     assert "None" not in told
@@ -76,7 +76,7 @@ def test_what_an_nvme_disk_needs_is_named():
 
 def test_another_operator_is_named_without_none(monkeypatch):
     """With the reason that its builder gives when it is asked, and ninja where that is missing."""
-    told = group.why_not_built(RuntimeError("Unable to JIT load the no_such op due to … software issue. None"))
+    told = process_group.why_not_built(RuntimeError("Unable to JIT load the no_such op due to … software issue. None"))
     assert told == "Unable to JIT load the no_such op due to … software issue"
     error = RuntimeError("Unable to JIT load the cpu_adam op due to ninja not being installed.")
-    assert group.why_not_built(error) == "to compile its operator cpu_adam it needs ninja: pip install ninja"
+    assert process_group.why_not_built(error) == "to compile its operator cpu_adam it needs ninja: pip install ninja"

@@ -18,7 +18,7 @@ import deeplightning.export.fp16 as module
 from deeplightning.export.bundle import packed
 from deeplightning.export.fp16 import MAX_DIFFERENCE, halve
 from deeplightning.faults import CheckpointError
-from deeplightning.run.bundle import export_run, halve_run
+from deeplightning.run.make_bundle import export_run, halve_run
 from deeplightning.runfolder import RunFolder, seal
 from serve.bundle import TOLERANCES, Bundle, BundleError
 

@@ -91,7 +91,7 @@ def test_weights_are_the_folders_or_drawn(folder):
 
 def test_its_tokenizer_says_what_tokens_are(folder):
     """Special tokens around each text, an end that a cut keeps; the file's own cut and padding do not hold."""
-    from deeplightning.text import TextSpec, VocabularyError
+    from deeplightning.text_spec import TextSpec, VocabularyError
 
     spec = TextSpec("hugging_face", (folder / "tokenizer.json").read_text())
     assert (spec.size, spec.padding, spec.file) == (len(WORDS), 0, "tokenizer.json")

@@ -18,13 +18,13 @@ from PIL import Image
 from served import COLOURS, Server
 
 from deeplightning.checks.examine import load_config
-from deeplightning.image import ImageSpec
+from deeplightning.image_spec import ImageSpec
 from deeplightning.run.assemble import init_module
 from deeplightning.run.load import trained_task
 from deeplightning.runfolder import RunFolder
-from deeplightning.task.errors import MisfitError
 from deeplightning.task.img_recon import ImageReconstruction, perplexity
 from deeplightning.task.sheets import epoch_suffix, sheet
+from deeplightning.task.task_errors import MisfitError
 
 DiscreteVAE = module_of("vqvae/discrete_vae.py").DiscreteVAE
 CONFIG = """\

@@ -21,9 +21,9 @@ from mlflow.tracking import MlflowClient
 from deeplightning.cli.listing import listing, sync
 from deeplightning.faults import SetupError
 from deeplightning.tracking import MLflowLogger, sqlite
-from deeplightning.tracking.attach import attach
 from deeplightning.tracking.journal import Journal, folder_of, left_behind
-from deeplightning.tracking.owner import has_ended, this_process
+from deeplightning.tracking.journal_owner import has_ended, this_process
+from deeplightning.tracking.mlflow_store import attach
 from deeplightning.tracking.sqlite import Tracker
 from deeplightning.tracking.store import locate
 from deeplightning.tracking.tracker import Dataset

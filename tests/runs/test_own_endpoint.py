@@ -208,7 +208,7 @@ def test_inputs_are_the_first_part_of_a_batch_or_the_example(tmp_path, task, bat
 def test_pictures_are_prepared_as_the_data_module_says(tmp_path):
     """With an `image_spec` the endpoint takes pictures, `forward` gets what it got in training, and class names name
     the answers."""
-    from deeplightning.image import ImageSpec
+    from deeplightning.image_spec import ImageSpec
 
     spec = ImageSpec(2, 2, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
     scaled = (PIXELS / 255 - torch.tensor(spec.mean).view(-1, 1, 1)) / torch.tensor(spec.std).view(-1, 1, 1)

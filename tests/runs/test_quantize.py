@@ -23,8 +23,8 @@ from deeplightning.export import int8 as module
 from deeplightning.export.bundle import export
 from deeplightning.export.int8 import quantize
 from deeplightning.faults import CheckpointError, SetupError
-from deeplightning.image import ImageSpec
-from deeplightning.run.bundle import export_run, quantize_run
+from deeplightning.image_spec import ImageSpec
+from deeplightning.run.make_bundle import export_run, quantize_run
 from deeplightning.runfolder import RunFolder, golden_digest, seal
 from serve.bundle import Bundle, BundleError
 
@@ -387,14 +387,14 @@ def test_rows_that_fill_up_a_batch_do_not_count(run, monkeypatch):
     batch = {"image": torch.zeros(3, 1, 8, 8, dtype=torch.uint8), "label": torch.arange(3)}
     data = pl.LightningDataModule()
     data.val_dataloader = lambda: [[{**batch, "index": torch.tensor([0, 1, -1])}, batch]]  # another module has no index
-    monkeypatch.setattr("deeplightning.run.bundle.init_module", lambda *_: data)
+    monkeypatch.setattr("deeplightning.run.make_bundle.init_module", lambda *_: data)
     quantize_run(run)
     assert json.loads(run.bundle_card.read_text())["int8"]["images"] == 5
 
 
 def test_a_run_without_validation_images_is_refused(run, monkeypatch):
     """Nothing else says whether int8 is as right."""
-    monkeypatch.setattr("deeplightning.run.bundle.init_module", lambda *_: pl.LightningDataModule())
+    monkeypatch.setattr("deeplightning.run.make_bundle.init_module", lambda *_: pl.LightningDataModule())
     with pytest.raises(CheckpointError, match="the data module gives none; serve it with serve"):
         quantize_run(run)
 
@@ -403,6 +403,6 @@ def test_a_batch_without_classes_is_refused(run, monkeypatch):
     """An accuracy needs them."""
     data = pl.LightningDataModule()
     data.val_dataloader = lambda: [[{"image": torch.zeros(3, 1, 8, 8, dtype=torch.uint8)}]]
-    monkeypatch.setattr("deeplightning.run.bundle.init_module", lambda *_: data)
+    monkeypatch.setattr("deeplightning.run.make_bundle.init_module", lambda *_: data)
     with pytest.raises(CheckpointError, match="'image' and 'label'"):
         quantize_run(run)

@@ -14,7 +14,7 @@ from deeplightning.export import int8 as module
 from deeplightning.export.int8 import quantize
 from deeplightning.faults import CheckpointError
 from deeplightning.kinds import KINDS
-from deeplightning.run.bundle import quantize_run
+from deeplightning.run.make_bundle import quantize_run
 from deeplightning.runfolder import RunFolder
 from serve.bundle import Bundle
 

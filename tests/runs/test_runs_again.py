@@ -13,7 +13,7 @@ import pytest
 from deeplightning.checks.trust import note_own
 from deeplightning.cli import cli, deploy
 from deeplightning.faults import ConfigError
-from deeplightning.image import ImageSpec
+from deeplightning.image_spec import ImageSpec
 from deeplightning.run import predict
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.sqlite import open_directly

@@ -18,10 +18,10 @@ from torch import nn
 
 import deeplightning as dl
 from deeplightning.checks.examine import load_config
-from deeplightning.data.errors import DataConfigError, DataError
+from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.masked import resized
-from deeplightning.figures.masks import OPACITY, overlay
-from deeplightning.image import ImageSpec
+from deeplightning.figures.mask_overlays import OPACITY, overlay
+from deeplightning.image_spec import ImageSpec
 from deeplightning.kinds import CLASS_COLOURS, KINDS, MAX_COMPARED
 from deeplightning.model.unet import UNet
 from deeplightning.run.assemble import init_module

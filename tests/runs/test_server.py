@@ -78,7 +78,7 @@ def test_the_process_imports_no_torch_and_leaves_cleanly(start):
     ours = {name for name in imported if name.startswith("deeplightning")}
     assert ours == {
         "deeplightning",
-        "deeplightning.image",
+        "deeplightning.image_spec",
         "deeplightning.kinds",
         "deeplightning.runfolder",
         "deeplightning.version",

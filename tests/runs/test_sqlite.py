@@ -20,8 +20,8 @@ from mlflow.tracking import MlflowClient
 
 from deeplightning.faults import SetupError
 from deeplightning.tracking import MLflowLogger, sqlite
-from deeplightning.tracking.attach import attach
 from deeplightning.tracking.client import Client
+from deeplightning.tracking.mlflow_store import attach
 from deeplightning.tracking.open import open_tracker
 from deeplightning.tracking.store import locate, quiet_mlflow
 from deeplightning.tracking.tracker import Batch, Dataset, Point

@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from deeplightning.faults import ConfigError, SetupError
-from deeplightning.image import ImageSpec
-from deeplightning.task.errors import MisfitError
+from deeplightning.image_spec import ImageSpec
+from deeplightning.task.task_errors import MisfitError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
 

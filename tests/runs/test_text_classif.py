@@ -10,9 +10,9 @@ import sklearn.metrics
 import torch
 from conftest import weights
 
-from deeplightning.run.bundle import export_run, quantize_run
+from deeplightning.run.make_bundle import export_run, quantize_run
 from deeplightning.runfolder import RunFolder
-from deeplightning.text import TextSpec
+from deeplightning.text_spec import TextSpec
 from serve.bundle import Bundle
 
 CONFIG = """\

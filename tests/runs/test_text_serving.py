@@ -22,7 +22,7 @@ from deeplightning.faults import CheckpointError
 from deeplightning.model.transformer import TextTransformer
 from deeplightning.runfolder import RunFolder
 from deeplightning.task.text_classif import Probabilities
-from deeplightning.text import TextSpec, vocabulary
+from deeplightning.text_spec import TextSpec, vocabulary
 from serve.app import application
 from serve.bundle import Bundle, BundleError
 from serve.dispatch import Dispatcher
@@ -182,7 +182,7 @@ def test_a_package_that_a_tokenizer_needs_is_named(run, tmp_path, monkeypatch):
     files = card["files"] | {"tokenizer.json": digest_of(folder / "tokenizer.json")}
     (folder / "bundle.json").write_text(changed(card, input=card["input"] | values, files=files))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    monkeypatch.delitem(sys.modules, "deeplightning.hugging_face", raising=False)
+    monkeypatch.delitem(sys.modules, "deeplightning.tokenizer_file", raising=False)
     with pytest.raises(BundleError, match=r"not installed here .*: pip install tokenizers"):
         Bundle.open(folder)
 
@@ -325,7 +325,7 @@ def test_the_process_answers_texts_without_torch(run, tmp_path):
         assert server.stop() == 0
     assert {line["batch"] for line in server.requests() if line["path"] == "/predict"} == {4, 1}
     imported = {line.rpartition("|")[2].strip() for line in (tmp_path / "errors").read_text().splitlines()}
-    assert "deeplightning.text" in imported
+    assert "deeplightning.text_spec" in imported
     assert imported.isdisjoint({"torch", "pytorch_lightning", "mlflow", "tokenizers", "transformers"})
 
 

@@ -35,18 +35,18 @@ from deeplightning.config.schema import Target
 from deeplightning.config.target import build
 from deeplightning.faults import CheckpointError, ConfigError, SetupError
 from deeplightning.tracking import MLflowLogger, resolve_run
-from deeplightning.tracking.attach import attach
 from deeplightning.tracking.build import end, open_runs, prepare, refusal, run_folder
 from deeplightning.tracking.client import Client
 from deeplightning.tracking.journal import replay
-from deeplightning.tracking.names import flatten
+from deeplightning.tracking.metric_names import flatten
+from deeplightning.tracking.mlflow_columns import runs_page
+from deeplightning.tracking.mlflow_store import attach
 from deeplightning.tracking.picture import to_pixels
 from deeplightning.tracking.series import read_series
 from deeplightning.tracking.sqlite import Tracker as SqliteTracker
 from deeplightning.tracking.sqlite import open_directly
 from deeplightning.tracking.store import locate
 from deeplightning.tracking.tracker import Dataset
-from deeplightning.tracking.view import runs_page
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from deeplightning.export.bundle import export
-from deeplightning.image import ImageSpec
+from deeplightning.image_spec import ImageSpec
 from deeplightning.model.vit import Attention, ViT
 from deeplightning.runfolder import RunFolder
 

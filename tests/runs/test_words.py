@@ -11,8 +11,8 @@ import pytest
 import reference_pages
 
 from deeplightning.checks import reference, strategy
-from deeplightning.checks.compare import Meanings
 from deeplightning.checks.examine import examine
+from deeplightning.checks.signature_check import Meanings
 from deeplightning.cli import cli
 from deeplightning.cli.exit_codes import run_verb
 from deeplightning.cli.group import OTHER_WORDS

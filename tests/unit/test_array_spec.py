@@ -5,7 +5,7 @@ import io
 import numpy as np
 import pytest
 
-from deeplightning.array import ArrayError, ArraySpec, read_npy
+from deeplightning.array_spec import ArrayError, ArraySpec, read_npy
 
 SPEC = ArraySpec((2, 3), (1.0, 10.0), (2.0, 5.0))
 

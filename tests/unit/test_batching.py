@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from deeplightning.image import ImageError, ImageSpec
+from deeplightning.image_spec import ImageError, ImageSpec
 from serve.batching import TINY_BYTES, TINY_SECONDS, Batcher, Job
 from serve.layout import choose
 from serve.limits import Limits, Refusal

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from served import COLOURS, colour_run, negative_run, picture
 
-from deeplightning.image import ImageSpec
+from deeplightning.image_spec import ImageSpec
 from deeplightning.runfolder import RunFolder, seal
 from serve.bundle import Bundle, BundleError
 

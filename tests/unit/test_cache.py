@@ -22,11 +22,11 @@ from PIL import Image
 from deeplightning.data import cache as cache_module
 from deeplightning.data import cache_files
 from deeplightning.data.cache import ImageCache, cache_folder
+from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import InMemory, OnDemand, Samples
-from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.image_folder import ImageFolder
 from deeplightning.data.images import ImageData
-from deeplightning.image import ImageSpec
+from deeplightning.image_spec import ImageSpec
 
 COUNT = 36  # images in `root`
 ROW = 3 * 8 * 8  # bytes of one, prepared
@@ -311,8 +311,8 @@ def test_another_rule_has_another_folder(tmp_path, monkeypatch, change):
     elif change == "decoder":
         monkeypatch.setattr(cache_module.features, "version", lambda name: "0")
     elif change == "code":
-        (tmp_path / "image.py").write_text("# another rule\n")
-        monkeypatch.setattr(cache_module.image, "__file__", str(tmp_path / "image.py"))
+        (tmp_path / "image_spec.py").write_text("# another rule\n")
+        monkeypatch.setattr(cache_module.image_spec, "__file__", str(tmp_path / "image_spec.py"))
     assert before != folder(**(change if isinstance(change, dict) else {}))
 
 

@@ -849,7 +849,7 @@ def test_check_imports_nothing_heavy_and_nothing_that_is_named():
     )  # fmt: skip
     assert done.returncode == 0
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "deeplightning.checks.sections" in loaded
+    assert "deeplightning.checks.schema_check" in loaded
     packages = {name.partition(".")[0] for name in loaded}
     heavy = {"torch", "pytorch_lightning", "lightning_fabric", "mlflow", "torchvision", "torchmetrics", "numpy"}
     assert packages & (heavy | {"sklearn", "matplotlib", "onnx", "onnxruntime", "PIL", "pandas"}) == set()

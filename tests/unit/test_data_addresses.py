@@ -11,9 +11,9 @@ import fsspec
 import pytest
 
 from deeplightning.checks.examine import examine
-from deeplightning.data import addresses
-from deeplightning.data.addresses import folder_of
-from deeplightning.data.errors import DataConfigError, DataError
+from deeplightning.data import remote_files
+from deeplightning.data.data_errors import DataConfigError, DataError
+from deeplightning.data.remote_files import folder_of
 
 TINY = Path(__file__).parents[2] / "configs" / "digits_ddp.yaml"
 ROOT = "memory://bucket/my data"
@@ -23,12 +23,12 @@ ROOT = "memory://bucket/my data"
 def store(tmp_path, monkeypatch):
     """A store with three files, and a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a cache"))
-    addresses._copied.cache_clear()
+    remote_files._copied.cache_clear()
     system = fsspec.filesystem("memory")
     for name, content in {"a.csv": "x,y\n", "b.csv": "1,2\n", "deeper/c.csv": "3\n"}.items():
         system.pipe_file(f"/bucket/my data/{name}", content.encode())
     yield system
-    addresses._copied.cache_clear()
+    remote_files._copied.cache_clear()
     system.rm("/bucket", recursive=True)
 
 
@@ -37,7 +37,7 @@ def names(folder):
 
 
 def next_process():
-    addresses._copied.cache_clear()
+    remote_files._copied.cache_clear()
 
 
 def test_a_path_is_a_path(tmp_path, monkeypatch):
@@ -177,6 +177,6 @@ def test_check_names_a_missing_library(monkeypatch):
 
 def test_too_little_room_is_told_before(monkeypatch):
     """With both numbers."""
-    monkeypatch.setattr(addresses.shutil, "disk_usage", lambda path: SimpleNamespace(free=1))
+    monkeypatch.setattr(remote_files.shutil, "disk_usage", lambda path: SimpleNamespace(free=1))
     with pytest.raises(DataError, match=r"has .* GiB, and .* has 9.31e-10 free; XDG_CACHE_HOME names another folder"):
         folder_of(ROOT)

@@ -6,7 +6,7 @@ import matplotlib
 import numpy as np
 import pytest
 
-from deeplightning.figures import classes, curves, measures
+from deeplightning.figures import class_plots, curves, measures
 from deeplightning.figures.style import GRID, INK, PAPER, drawn, label, save, style, to_png, to_svg
 
 HOSTILE = [
@@ -33,7 +33,7 @@ def matrix(names: list[str], per_class: int = 20, seed: int = 0):
 
 def test_a_picture_follows_light_and_dark():
     """Ink, lines and paper are variables with two values; a second drawing gives the same text."""
-    drawing = classes.confusion_matrix(matrix(list("abc")), list("abc"), "test")
+    drawing = class_plots.confusion_matrix(matrix(list("abc")), list("abc"), "test")
     one, other = (to_svg(drawn(drawing), drawing.alt) for _ in range(2))
     assert one == other
     assert "prefers-color-scheme:dark" in one
@@ -46,9 +46,13 @@ def test_names_are_plain_text():
     """No name becomes markup, mathematics or a control character, and the SVG is well-formed."""
     counts = matrix(HOSTILE)
     for drawing in (
-        classes.confusion_matrix(counts, HOSTILE, "test"),
-        classes.precision_recall(measures.from_counts(np.diag(counts), counts.sum(0), counts.sum(1)), HOSTILE, "test"),
-        classes.two_classes(measures.two_classes(np.array([0.1, 0.9]), np.array([False, True])), HOSTILE[0], "test"),
+        class_plots.confusion_matrix(counts, HOSTILE, "test"),
+        class_plots.precision_recall(
+            measures.from_counts(np.diag(counts), counts.sum(0), counts.sum(1)), HOSTILE, "test"
+        ),
+        class_plots.two_classes(
+            measures.two_classes(np.array([0.1, 0.9]), np.array([False, True])), HOSTILE[0], "test"
+        ),
         curves.compared(HOSTILE[0], [(HOSTILE[1], [(0, 1.0), (1, 2.0)])]),
     ):
         svg = to_svg(drawn(drawing), drawing.alt)
@@ -56,7 +60,7 @@ def test_names_are_plain_text():
         assert "script" not in tags
         assert "img" not in tags
         assert "\x1b" not in svg
-    assert any("frac" in text for text in texts(to_svg(drawn(classes.confusion_matrix(counts, HOSTILE, "test")))))
+    assert any("frac" in text for text in texts(to_svg(drawn(class_plots.confusion_matrix(counts, HOSTILE, "test")))))
 
 
 @pytest.mark.parametrize(("number", "cells"), [(10, True), (20, True), (100, False)])
@@ -64,7 +68,7 @@ def test_a_confusion_matrix_says_what_it_is(number, cells):
     """Metric and samples in the title, both axes named, each class at both of them; of few classes counts too."""
     names = [f"class {n}" for n in range(number)]
     counts = matrix(names)
-    shown = texts(to_svg(drawn(classes.confusion_matrix(counts, names, "test"))))
+    shown = texts(to_svg(drawn(class_plots.confusion_matrix(counts, names, "test"))))
     accuracy = np.trace(counts) / counts.sum()
     assert f"Accuracy {accuracy:.4g} on {20 * number:,} test samples" in shown
     assert {"true class", "predicted class"} <= set(shown)
@@ -76,22 +80,24 @@ def test_a_confusion_matrix_says_what_it_is(number, cells):
 def test_a_matrix_of_many_classes_has_no_names():
     """It is no larger than one of 120 classes, however many there are."""
     many, most = (np.eye(number, dtype=int) for number in (121, 1000))
-    sizes = [drawn(classes.confusion_matrix(each, [str(n) for n in range(len(each))], "test")) for each in (many, most)]
+    sizes = [
+        drawn(class_plots.confusion_matrix(each, [str(n) for n in range(len(each))], "test")) for each in (many, most)
+    ]
     assert len({tuple(made.get_size_inches()) for made in sizes}) == 1
     assert "120" not in texts(to_svg(sizes[0]))
 
 
 def test_a_share_is_at_each_count_of_few_classes():
     """Of its row, in percent."""
-    shown = texts(to_svg(drawn(classes.confusion_matrix(np.array([[3, 1], [0, 8]]), ["a", "b"], "test"))))
+    shown = texts(to_svg(drawn(class_plots.confusion_matrix(np.array([[3, 1], [0, 8]]), ["a", "b"], "test"))))
     assert {"75 %", "25 %"} <= set(shown)
 
 
 def test_mistakes_are_framed():
     """One red frame for each wrong answer, with true and predicted class and its probability."""
     image = np.zeros((8, 8), np.uint8)
-    samples = [classes.Sample(image, *classes.answer("cat", "dog", 0.9), n > 1) for n in range(5)]
-    svg = to_svg(drawn(classes.sheet(samples, "Samples", "")))
+    samples = [class_plots.Sample(image, *class_plots.answer("cat", "dog", 0.9), n > 1) for n in range(5)]
+    svg = to_svg(drawn(class_plots.sheet(samples, "Samples", "")))
     assert svg.count("stroke: #d64545") == 2
     assert texts(svg).count("predicted dog, 90%") == 5
 

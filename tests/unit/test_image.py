@@ -18,7 +18,7 @@ import pytest
 import sklearn.datasets
 from PIL import Image
 
-from deeplightning.image import FORMATS, ImageError, ImageSpec, caught_messages
+from deeplightning.image_spec import FORMATS, ImageError, ImageSpec, caught_messages
 
 RAMP = np.arange(256, dtype=np.uint8).reshape(16, 16)  # every grey value once
 
@@ -545,11 +545,11 @@ def test_not_a_spec(values):
 
 def test_import_is_light():
     """Serving imports this module: it may bring neither torch nor anything of ours."""
-    code = "import sys, deeplightning.image; print(*sys.modules)"
+    code = "import sys, deeplightning.image_spec; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "pytorch_lightning", "mlflow", "sklearn"} & set(modules)
     assert {m for m in modules if m.startswith("deeplightning")} == {
         "deeplightning",
-        "deeplightning.image",
+        "deeplightning.image_spec",
         "deeplightning.version",
     }

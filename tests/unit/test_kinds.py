@@ -199,7 +199,7 @@ def test_what_processes_exchange_tensors_by_is_one_of_torchs_words(own):
 
 def test_outputs_that_are_not_as_many_as_the_classes_are_a_fault_of_the_config(own):
     """The training ends with the exit code of the dry run: 2."""
-    from deeplightning.task.errors import MisfitError
+    from deeplightning.task.task_errors import MisfitError
 
     cfg = load_config("c.yaml", ["model.network.params.num_classes=5"])
     task = init_module(cfg, "model")

@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from deeplightning.data import table, table_rows, table_store
 from deeplightning.data.columns import Moments
-from deeplightning.data.errors import DataConfigError, DataError
+from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.table import TableData
 from deeplightning.data.table_rows import StoredSet
 

@@ -66,15 +66,20 @@ STAND_ON_SERVE = {
 }
 PARTS = {"data", "task", "model"}
 OPEN_TO_PARTS = {
-    *("deeplightning.config.target.build", "deeplightning.image", "deeplightning.text", "deeplightning.transfer"),
+    *(
+        "deeplightning.config.target.build",
+        "deeplightning.image_spec",
+        "deeplightning.text_spec",
+        "deeplightning.transfer",
+    ),
     "deeplightning.config.part_config",
     *(
         "deeplightning.address",
         "deeplightning.batches",
         "deeplightning.figures",
         "deeplightning.words",
-        "deeplightning.table",
-        "deeplightning.array",
+        "deeplightning.table_spec",
+        "deeplightning.array_spec",
         "deeplightning.kinds",
     ),
 }

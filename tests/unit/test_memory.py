@@ -1,4 +1,4 @@
-"""A network that cannot fit into a GPU is refused before it is moved there: `deeplightning.engine.memory`.
+"""A network that cannot fit into a GPU is refused before it is moved there: `deeplightning.engine.memory_estimate`.
 
 No GPU is needed: the machine is described, as in test_gpus.py.
 """
@@ -11,9 +11,9 @@ import torch
 
 from deeplightning.checks.examine import load_config
 from deeplightning.config.schema import Engine, Target
-from deeplightning.engine import devices, memory
+from deeplightning.engine import devices, memory_estimate
 from deeplightning.engine.devices import Gpu, Holder, Machine
-from deeplightning.engine.memory import Need, Size, need, states_of
+from deeplightning.engine.memory_estimate import Need, Size, need, states_of
 from deeplightning.faults import SetupError
 from deeplightning.run.assemble import init_module
 
@@ -97,7 +97,7 @@ def test_a_network_that_cannot_fit_is_refused(task_on):
     assert f"the network of {count / 1e6:.1f} million parameters needs at least" in fault.message
     assert "are free (process 4711 (71,680 MiB) uses it)" in fault.message
     assert "million parameters would fit, without their activations" in fault.message
-    assert memory.need(Size(count, count, 2), cfg.engine, None) == Need(4 * count, 4 * count, 8 * count)
+    assert memory_estimate.need(Size(count, count, 2), cfg.engine, None) == Need(4 * count, 4 * count, 8 * count)
 
 
 def test_a_backend_that_leaves_room_is_named(task_on):
@@ -107,12 +107,12 @@ def test_a_backend_that_leaves_room_is_named(task_on):
     task.configure_model()
     count = sum(parameter.numel() for parameter in task.parameters())
     free = 17 * count  # ddp needs 16 a parameter
-    assert memory._others(Size(count, count, 2), cfg, free) == [
+    assert memory_estimate._others(Size(count, count, 2), cfg, free) == [
         f"`engine.backend={name}`" for name in ("fsdp", "deepspeed_stage_3")
     ]
-    assert memory._others(Size(count, count, 2), replace(cfg, engine=replace(cfg.engine, gpus=1)), 9 * count) == [
-        f"`engine.backend=deepspeed_stage_{stage}_offload`" for stage in (2, 3)
-    ]
+    assert memory_estimate._others(
+        Size(count, count, 2), replace(cfg, engine=replace(cfg.engine, gpus=1)), 9 * count
+    ) == [f"`engine.backend=deepspeed_stage_{stage}_offload`" for stage in (2, 3)]
 
 
 @pytest.mark.parametrize(

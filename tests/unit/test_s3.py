@@ -12,9 +12,9 @@ from deeplightning.checks.examine import examine
 from deeplightning.config import addresses as configs
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain
-from deeplightning.data import addresses
-from deeplightning.data.addresses import folder_of
-from deeplightning.data.errors import DataError
+from deeplightning.data import remote_files
+from deeplightning.data.data_errors import DataError
+from deeplightning.data.remote_files import folder_of
 from deeplightning.faults import ConfigError, SetupError
 
 pytest.importorskip("s3fs", reason="an S3 needs s3fs: pip install s3fs 'moto[server]'")
@@ -61,7 +61,7 @@ def forget():
     import s3fs
 
     s3fs.S3FileSystem.clear_instance_cache()
-    addresses._copied.cache_clear()
+    remote_files._copied.cache_clear()
     configs._fetched.clear()
 
 

@@ -6,7 +6,7 @@ import pytest
 from torch.utils.data import DistributedSampler
 
 from deeplightning.data.samplers import PADDING, BatchIndices
-from deeplightning.engine.group import EachOnce
+from deeplightning.engine.process_group import EachOnce
 
 
 def ranks(size: int, batch_size: int, world: int, **options) -> list[list[list[int]]]:

@@ -19,7 +19,7 @@ from served import COLOURS, colour_run, encoded, negative_run, picture, probabil
 from werkzeug.datastructures import FileStorage, MultiDict
 from werkzeug.test import Client, encode_multipart
 
-from deeplightning.image import ImageSpec
+from deeplightning.image_spec import ImageSpec
 from serve.admission import Admission
 from serve.app import application
 from serve.bundle import Bundle

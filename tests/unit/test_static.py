@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from deeplightning.checks.values import misfits
+from deeplightning.checks.value_check import misfits
 from deeplightning.config.target import find
 from deeplightning.static.definition import look_up
 from deeplightning.static.signature import UNKNOWN, Built, Factory, ListOf, Undecided, of_object
@@ -108,7 +108,7 @@ LIBRARIES = {  # how many callables each must at least decide
     "deeplightning.data.augment": 2,
     "deeplightning.data.samplers": 2,
     "deeplightning.task.img_classif": 2,
-    "deeplightning.task.images": 2,
+    "deeplightning.task.pixel_input": 2,
     "deeplightning.task.classes": 1,
     "deeplightning.task.supervised": 1,
     "deeplightning.model.cnn": 1,

@@ -21,7 +21,7 @@ from deeplightning.cli.guess_tables import TARGETS
 from deeplightning.cli.init import init
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain
-from deeplightning.data.errors import DataConfigError, DataError
+from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.table import TableData
 from deeplightning.faults import ConfigError, SetupError
 from serve.limits import Limits

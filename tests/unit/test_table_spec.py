@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from deeplightning.table import Column, TableError, TableFormat, TableSpec, Words, rows_of_csv
+from deeplightning.table_spec import Column, TableError, TableFormat, TableSpec, Words, rows_of_csv
 
 AGE = Column("age", "number", 40.0, 10.0)
 CITY = Column("city", "category", categories=("Bern", "Genf"))

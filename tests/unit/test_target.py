@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deeplightning.checks.compare import Meanings, judge
+from deeplightning.checks.signature_check import Meanings, judge
 from deeplightning.config.schema import Target
 from deeplightning.config.target import build, find, is_reference, is_target
 from deeplightning.faults import ConfigError, nearest

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from deeplightning.data.errors import DataConfigError, DataError
+from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.text import TextData, read_tsv
-from deeplightning.text import SPECIAL, TextError, TextSpec, VocabularyError, from_lines, vocabulary, words_of
+from deeplightning.text_spec import SPECIAL, TextError, TextSpec, VocabularyError, from_lines, vocabulary, words_of
 
 FILMS = [("a fine film", 1), ("dull", 0), ("a dull , bleak film", 0), ("fine , fresh and funny", 1)]
 

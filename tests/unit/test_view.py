@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from deeplightning.callbacks.about import data_name, engine_in_words, network_name
 from deeplightning.callbacks.describe import note
+from deeplightning.callbacks.run_labels import data_name, engine_in_words, network_name
 from deeplightning.checks.examine import load_config
 from deeplightning.config.schema import Target
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import monitor, pages
-from deeplightning.tracking.view import columns, runs_page
+from deeplightning.tracking.mlflow_columns import columns, runs_page
 
 BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
 

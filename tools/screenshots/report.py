@@ -18,7 +18,7 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
-from deeplightning.figures import classes, measures  # noqa: E402
+from deeplightning.figures import class_plots, measures  # noqa: E402
 from deeplightning.figures.style import drawn, to_svg  # noqa: E402
 from deeplightning.report import page  # noqa: E402
 from deeplightning.runfolder import RunFolder  # noqa: E402
@@ -54,9 +54,9 @@ def hundred_classes() -> str:
     counts = measures.confusion(shuffled[true], shuffled[predicted], 100)
     found = measures.reliability(random.beta(8, 2, 5000), true == predicted)
     drawings = (
-        classes.confusion_matrix(counts, names, "test"),
-        classes.precision_recall(measures.per_class(shuffled[true], shuffled[predicted], 100), names, "test"),
-        classes.reliability(found, "test"),
+        class_plots.confusion_matrix(counts, names, "test"),
+        class_plots.precision_recall(measures.per_class(shuffled[true], shuffled[predicted], 100), names, "test"),
+        class_plots.reliability(found, "test"),
     )
     cards = [page.picture("picture", to_svg(drawn(d), d.alt).encode(), d.alt) for d in drawings]
     return page.document("100 classes", "made up", [page.section("Answers to the test set", page.row(cards))])

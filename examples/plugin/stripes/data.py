@@ -4,7 +4,7 @@ import numpy as np
 
 from deeplightning.data.datasets import Samples
 from deeplightning.data.images import ImageData
-from deeplightning.image import ImageSpec
+from deeplightning.image_spec import ImageSpec
 
 from .draw import NAMES, SIZE, draw
 

@@ -182,8 +182,8 @@ def register(run: str, name: str) -> str:
             "MLFLOW_TRACKING_URI names one; --to DIR writes the files into a folder"
         )
     from deeplightning.runfolder import permissions_of
-    from deeplightning.tracking.attach import attach
     from deeplightning.tracking.flavour import write_model
+    from deeplightning.tracking.mlflow_store import attach
     from deeplightning.tracking.store import explain
 
     if not folder.model.is_dir():

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from deeplightning.config.schema import Config
 from deeplightning.faults import SetupError
-from deeplightning.process import leash
+from deeplightning.process import die_with_parent
 from deeplightning.process.decisions import DECIDED
 from deeplightning.reproduce.again import Plan, Say, prepare, quoted
 from deeplightning.reproduce.past import PastRun
@@ -69,7 +69,7 @@ def start_process(plan: Plan, python: str, log: Path) -> Process:
         log: the file that takes what it writes.
     """
     run = [python, "-m", "deeplightning", "train", str(plan.config), *plan.overrides]
-    command = [sys.executable, "-P", leash.__file__, *run]
+    command = [sys.executable, "-P", die_with_parent.__file__, *run]
     with log.open("wb") as out:
         # Its session is its own, so that Ctrl-C reaches this process alone, which passes it on once.
         return subprocess.Popen(

@@ -5,9 +5,9 @@ from typing import Any
 
 import click
 
+from deeplightning.cli.commands_run import note
 from deeplightning.cli.completion import complete_run
 from deeplightning.cli.group import LOOSE, OVERRIDES, newest_run, with_overrides
-from deeplightning.cli.of_runs import note
 from deeplightning.process import streams
 from deeplightning.process.terminal import say
 

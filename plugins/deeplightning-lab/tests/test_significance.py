@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from deeplightning_lab.significance import compare
 
-from deeplightning.checks.metrics import mode_by_name
+from deeplightning.checks.metric_check import mode_by_name
 from deeplightning.faults import CheckpointError
 from deeplightning.reproduce.groups import group_of, runs_in
 from deeplightning.reproduce.interval import number

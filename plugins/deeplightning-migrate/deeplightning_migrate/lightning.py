@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.checks.check import OWN_LOADERS, check
-from deeplightning.checks.compare import Meanings
+from deeplightning.checks.signature_check import Meanings
 from deeplightning.config import other_tools, schema
-from deeplightning.config.kinds import is_bound
+from deeplightning.config.section_kinds import is_bound
 from deeplightning.config.source import Text, short
 from deeplightning.config.target import is_reference, is_target
 from deeplightning.config.tree import Entry, dump, line, plain

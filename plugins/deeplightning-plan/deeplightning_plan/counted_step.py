@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from deeplightning.config.automatic import unfilled
+from deeplightning.config.auto_values import unfilled
 from deeplightning.config.schema import Config, LimitBatches, Target
 from deeplightning.config.target import find
 from deeplightning.dry_run.attempt import Attempt

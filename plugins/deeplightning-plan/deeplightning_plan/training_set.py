@@ -13,7 +13,7 @@ from deeplightning.config.schema import Config
 from deeplightning.config.tree import line
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.run.assemble import init_module
-from deeplightning.run.classes import LABELS, class_weights, counted, positive_weights
+from deeplightning.run.class_weights import LABELS, class_weights, counted, positive_weights
 
 MAX_COLUMNS = 64
 """Of inputs with more numbers each, one mean and one deviation are printed, over all of them."""

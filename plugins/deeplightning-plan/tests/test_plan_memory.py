@@ -16,7 +16,7 @@ from torch import nn
 
 from deeplightning.checks.examine import load_config
 from deeplightning.cli.group import newest_run
-from deeplightning.data.errors import DataError
+from deeplightning.data.data_errors import DataError
 from deeplightning.data.text import TextData
 from deeplightning.faults import CheckpointError
 from deeplightning.private.torch import fake_tensors

@@ -19,13 +19,13 @@ from PIL import Image
 from torch import nn
 
 from deeplightning.address import is_address, shown
+from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import OnDemand, report_messages
-from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.image_folder import STATISTICS
 from deeplightning.data.images import ImageData, height_width
 from deeplightning.data.loading import is_whole
 from deeplightning.data.samplers import BatchIndices, go_on, is_made_for, replicas
-from deeplightning.image import MAX_PIXELS, ImageError, ImageSpec
+from deeplightning.image_spec import MAX_PIXELS, ImageError, ImageSpec
 from deeplightning_shards.tar_files import Index, Shard, Source, at_address, expand, in_folder, indices_of
 
 if TYPE_CHECKING:

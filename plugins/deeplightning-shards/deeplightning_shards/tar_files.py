@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 
 from deeplightning.address import shown
-from deeplightning.data.addresses import files_at
 from deeplightning.data.cache_files import Unusable, limit_in_bytes, refuse_foreign, stat_of
-from deeplightning.data.errors import DataError
-from deeplightning.image import EXTENSIONS, ImageError, ImageSpec
+from deeplightning.data.data_errors import DataError
+from deeplightning.data.remote_files import files_at
+from deeplightning.image_spec import EXTENSIONS, ImageError, ImageSpec
 
 PICKLES = ("pyd", "pkl", "pickle", "pth", "pt")
 """Endings of members that only pickle, which can run code, could read."""

@@ -15,7 +15,7 @@ from PIL import Image
 from served import Server
 from sklearn.datasets import load_digits
 
-from deeplightning.data.errors import DataConfigError, DataError
+from deeplightning.data.data_errors import DataConfigError, DataError
 
 module = pytest.importorskip("deeplightning_shards.tar_files")
 parts = pytest.importorskip("deeplightning_shards.data")

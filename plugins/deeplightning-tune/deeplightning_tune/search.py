@@ -25,8 +25,8 @@ from deeplightning.config.target import import_again
 from deeplightning.config.tree import as_written, dump, line
 from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, SetupError, UserError, count
 from deeplightning.launch import Job, array_of
-from deeplightning.launch.environment import apply_environment
 from deeplightning.launch.sealed import is_intact
+from deeplightning.launch.set_environment import apply_environment
 from deeplightning.process.decisions import DECIDED
 from deeplightning.process.identity import identity
 from deeplightning.process.terminal import say, say_path

@@ -8,8 +8,8 @@ from typing import Any
 from deeplightning.checks.hints import rates_without_effect
 from deeplightning.checks.report import Report
 from deeplightning.checks.targets import GIVEN_BY_NAME
-from deeplightning.config.kinds import KINDS, Kind
 from deeplightning.config.schema import BETTER, Config, Mode, PluginSection, Target, key
+from deeplightning.config.section_kinds import KINDS, Kind
 from deeplightning.faults import Fault
 from deeplightning_tune.space import faults, misfits, space_of
 

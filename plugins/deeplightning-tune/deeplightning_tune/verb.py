@@ -4,8 +4,8 @@ from pathlib import Path
 
 import click
 
+from deeplightning.cli.commands_config import train_here
 from deeplightning.cli.group import LOOSE, OVERRIDES, with_config
-from deeplightning.cli.of_configs import train_here
 from deeplightning.process import streams
 
 

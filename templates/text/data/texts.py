@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from deeplightning.data.text import TextData, Texts
-from deeplightning.table import decoded, named_columns, records
+from deeplightning.table_spec import decoded, named_columns, records
 
 log = logging.getLogger(__name__)
 

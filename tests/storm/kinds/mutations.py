@@ -249,7 +249,7 @@ def draw_pictures(root: Path, count: int = 36) -> None:
 def _pictures(root: Path, cache: Path) -> list[str]:
     """The digests of the pictures, as the data module gives them with this cache."""
     from deeplightning.data.cache import ImageCache
-    from deeplightning.image import ImageSpec
+    from deeplightning.image_spec import ImageSpec
 
     paths = [str(path) for path in sorted(root.rglob("*.bmp"))]
     spec = ImageSpec(height=8, width=8)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from deeplightning import own_code
-from deeplightning.checks.values import misfits
+from deeplightning.checks.value_check import misfits
 from deeplightning.config import other_tools
-from deeplightning.config.kinds import KINDS, REMOVED_HOOKS, is_bound, misfit, no_part
+from deeplightning.config.section_kinds import KINDS, REMOVED_HOOKS, is_bound, misfit, no_part
 from deeplightning.config.target import find, path_of, signature_of
 from deeplightning.faults import Fault, nearest
 from deeplightning.static.signature import Instance, Options, Signature, Undecided, factory_of, positional

@@ -10,8 +10,8 @@ from deeplightning.static.decorators import keeps
 from deeplightning.static.from_source import role_of, role_of_function
 from deeplightning.static.names import Names
 from deeplightning.static.signature import Instance, Undecided
+from deeplightning.static.symbol import UNKNOWABLE, Frame, Functions, Thing, live_class
 from deeplightning.static.syntax import inside
-from deeplightning.static.thing import UNKNOWABLE, Frame, Functions, Thing, live_class
 
 _LITERALS: dict[type[ast.expr], type] = {
     ast.List: list, ast.ListComp: list, ast.Dict: dict, ast.DictComp: dict, ast.Set: set, ast.SetComp: set,

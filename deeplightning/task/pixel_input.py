@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from deeplightning.image import MODES, ImageSpec
-from deeplightning.task.errors import MisfitError
+from deeplightning.image_spec import MODES, ImageSpec
 from deeplightning.task.networks import try_network
 from deeplightning.task.supervised import Supervised
+from deeplightning.task.task_errors import MisfitError
 
 if TYPE_CHECKING:
     from deeplightning.config.part_config import PartConfig

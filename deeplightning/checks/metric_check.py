@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from deeplightning.checks.compare import Meanings
-from deeplightning.checks.findings import Findings
+from deeplightning.checks.errors import Findings
+from deeplightning.checks.signature_check import Meanings
 from deeplightning.checks.targets import with_keys
 from deeplightning.config.schema import Config, Mode, Model, Target
 from deeplightning.faults import Notice, nearest, upwards

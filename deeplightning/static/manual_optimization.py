@@ -3,8 +3,8 @@
 import ast
 
 from deeplightning.static.names import Names
+from deeplightning.static.symbol import Functions, Thing
 from deeplightning.static.syntax import first_argument
-from deeplightning.static.thing import Functions, Thing
 
 
 def steps_itself(names: Names, thing: Thing) -> bool:

@@ -1,6 +1,6 @@
 """Run a command that ends when the program that started it ends.
 
-`python -m deeplightning.process.leash COMMAND …` starts the command. The program keeps the other end of its
+`python -m deeplightning.process.die_with_parent COMMAND …` starts the command. The program keeps the other end of its
 standard input open while it lives. When it ends in any way, even by SIGKILL, standard input ends, and the command gets
 SIGTERM. SIGINT and SIGTERM are passed on. Importing this module loads little.
 """

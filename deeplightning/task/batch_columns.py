@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from deeplightning.batches import by_name, structure
-from deeplightning.task.errors import MisfitError
+from deeplightning.task.task_errors import MisfitError
 
 
 def columns_of(task: Any, batch: object, *wanted: str) -> Mapping[str, Any]:

@@ -83,7 +83,7 @@ def predict(run: str, files: tuple[Path, ...], out: Path | None, allow: tuple[st
 @with_code
 def export(run: str, formats: tuple[str, ...], allow: tuple[str, ...], code: str | None) -> None:
     """Write the bundle of RUN that the server answers from, with the formats of its train.export."""
-    from deeplightning.run.bundle import export_run
+    from deeplightning.run.make_bundle import export_run
 
     streams.outlive_reader()
     say_path(export_run(folder_of(run, code, allow), allow, formats=formats))

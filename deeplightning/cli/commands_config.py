@@ -102,7 +102,7 @@ def train(
         run_grid(located(config), overrides, train_here, jobs or 1)
         return
     from deeplightning.launch import Job, launcher_of
-    from deeplightning.launch.environment import apply_environment
+    from deeplightning.launch.set_environment import apply_environment
 
     streams.outlive_reader()
     cfg = load(config, overrides)

@@ -98,7 +98,7 @@ class TextSpec:
     def _encoder(self) -> Any:
         if self.tokenizer == "words":
             return _Words(self.content, self.lower)
-        from deeplightning.hugging_face import Tokenizer  # which needs a package that few have
+        from deeplightning.tokenizer_file import Tokenizer  # which needs a package that few have
 
         try:
             return Tokenizer(self.content)

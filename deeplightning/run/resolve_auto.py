@@ -6,11 +6,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from deeplightning.config.automatic import BALANCED, DECLARED, WEIGHT, WEIGHTS, unfilled
+from deeplightning.config.auto_values import BALANCED, DECLARED, WEIGHT, WEIGHTS, unfilled
 from deeplightning.config.schema import Config
 from deeplightning.engine.plan import world_size
 from deeplightning.faults import ConfigError, Fault
-from deeplightning.run.classes import class_counts, class_weights, label_counts, positive_weights
+from deeplightning.run.class_weights import class_counts, class_weights, label_counts, positive_weights
 
 log = logging.getLogger("deeplightning")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.checks.allowed import describe, key_elsewhere, known_elsewhere, literals_of, options_of, suggestion
-from deeplightning.checks.findings import Findings
+from deeplightning.checks.errors import Findings
 from deeplightning.checks.targets import note_inside, note_target
 from deeplightning.config import other_tools, plugin_sections, schema
 from deeplightning.config.schema import Target

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from deeplightning.tracking.names import DATA, ENGINE, NETWORK
+from deeplightning.tracking.metric_names import DATA, ENGINE, NETWORK
 from deeplightning.words import stage_of
 
 if TYPE_CHECKING:

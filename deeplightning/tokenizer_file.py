@@ -1,5 +1,5 @@
 """A `tokenizer.json` of Hugging Face's becomes a tokenizer of a `TextSpec`. Needs the package `tokenizers`, which the
-extra `text` brings; apart from `deeplightning.text`, since the server of a container has it not."""
+extra `text` brings; apart from `deeplightning.text_spec`, since the server of a container has it not."""
 
 from collections.abc import Sequence
 

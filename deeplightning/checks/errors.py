@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from deeplightning.checks.compare import Meanings, Verdict, judge
+from deeplightning.checks.signature_check import Meanings, Verdict, judge
 from deeplightning.config.secrets import Secrets
 from deeplightning.config.tree import MAX_FAULTS, TAG, Entry, nodes
 from deeplightning.faults import ConfigError, Fault, place_of, upwards
