@@ -10,6 +10,7 @@ import pytest
 from hangs import limited
 
 from deeplightning.callbacks.signals import Signals
+from deeplightning.launch import ProcessHooks
 from deeplightning.process import streams
 
 
@@ -46,7 +47,7 @@ def log_and_sleep(log):
 
 
 @pytest.mark.parametrize("kind", [logging.FileHandler, Blocked])
-@pytest.mark.parametrize("hear", [streams.prepare, lambda: Signals()._install()], ids=["command", "run"])
+@pytest.mark.parametrize("hear", [streams.prepare, lambda: Signals(ProcessHooks())._install()], ids=["command", "run"])
 def test_another_thread_can_log_after_an_interrupt_inside_logging(hear, kind, tmp_path):
     """The exception is raised once the main thread has left `logging`; or after a second, where it does not."""
 

@@ -1,12 +1,12 @@
 """The rules of who may import whom, so that a network can be deleted, and the server started, without the rest.
 
 `LAYERS` lists the folders of the core from the top to the bottom: a file imports files of its own folder, and of those
-that come later in the list. Nothing imports the entry points. `serve` stands on `image`, `text`, `table`, `array`,
-`kinds`, `runfolder` and `words`; of the rest only `api`, `torch_server`, what answers inside an MLflow model, and
-`predict RUN FILE`, whose answers are those of the endpoint, use it. The parts (`data`, `task`, `model`) are
-named in YAML, imported by nobody, and use of the core only `config.target.build`, the types in `config.part_config`,
-`batches`, `figures`, `image`, `text`, `table`, `array`, `kinds`, `transfer` and `words`. A plug-in imports the core,
-but neither an entry point of it nor another plug-in; the core imports and names no module of a plug-in.
+that come later in the list. Nothing imports the entry points. `serve` stands on `image_spec`, `text_spec`,
+`table_spec`, `array_spec`, `kinds`, `runfolder` and `words`; of the rest only `api`, `torch_server`, what answers
+inside an MLflow model, and `predict RUN FILE`, whose answers are those of the endpoint, use it. The parts (`data`, `task`,
+`model`) are named in YAML, imported by nobody, and use of the core only `config.target.build`, the types in
+`config.part_config`, `batches`, `figures`, the modules `…_spec`, `kinds`, `transfer` and `words`. A plug-in imports the
+core, but neither an entry point of it nor another plug-in; the core imports and names no module of a plug-in.
 """
 
 import ast
@@ -45,16 +45,16 @@ LAYERS = [
 BASE = {
     *(
         "address",
-        "array",
+        "array_spec",
         "batches",
         "faults",
-        "hugging_face",
-        "image",
+        "tokenizer_file",
+        "image_spec",
         "kinds",
         "own_code",
         "runfolder",
-        "table",
-        "text",
+        "table_spec",
+        "text_spec",
         "transfer",
     ),
     *("unified", "version", "words"),
@@ -128,7 +128,7 @@ def allowed(importer: str, imported: str) -> bool:
     if importer in STAND_ON_SERVE and there == "serve":
         return True
     if here == "serve":
-        return there in {"array", "image", "kinds", "runfolder", "table", "text", "words"}
+        return there in {"array_spec", "image_spec", "kinds", "runfolder", "table_spec", "text_spec", "words"}
     if here in ENTRIES or there in BASE:
         return there not in PARTS | {"serve"} and (there not in ENTRIES or here in ENTRIES)
     return here in LAYERS and there in LAYERS and LAYERS.index(here) < LAYERS.index(there)
@@ -175,7 +175,9 @@ def test_the_table_of_plugins_has_their_entry_points():
         theirs = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
         name = theirs["name"].removeprefix("deeplightning-")
         groups = theirs["entry-points"].items()
-        found[name] = sorted(f"{entry}{':' * group.endswith('.schema')}" for group, added in groups for entry in added)
+        found[name] = sorted(
+            {f"{entry}{':' * group.endswith('.schema')}" for group, added in groups for entry in added}
+        )
         assert theirs["name"] == folder.name
         assert theirs["version"] == project["version"]
         own, *others = theirs["dependencies"]
@@ -209,7 +211,7 @@ def test_only_one_place_imports_by_name():
     ("rooms", "heavy"),
     [
         (["config"], {"torch", "pytorch_lightning", "mlflow"}),
-        (["image", "text", "runfolder"], {"torch", "pytorch_lightning", "mlflow"}),
+        (["image_spec", "text_spec", "runfolder"], {"torch", "pytorch_lightning", "mlflow"}),
         (["serve"], {"torch", "pytorch_lightning", "mlflow"}),
     ],
 )
