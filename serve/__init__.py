@@ -1,5 +1,5 @@
-"""A bundle answers HTTP. Imports no torch, Lightning or MLflow; of the core only `image`, `text`,
-`table`, `array`, `kinds`, `runfolder`, `words`.
+"""A bundle answers HTTP. Imports no torch, Lightning or MLflow; of the core only `image_spec`, `text_spec`,
+`table_spec`, `array_spec`, `kinds`, `runfolder`, `words`.
 
 `create_app` is the WSGI application; importing this package alone loads nothing.
 """

@@ -29,7 +29,10 @@ SOURCES = (
     ),
     *(
         f"deeplightning/{name}.py"
-        for name in ("array", "hugging_face", "image", "kinds", "runfolder", "table", "text", "version", "words")
+        for name in (
+            *("array_spec", "image_spec", "kinds", "runfolder", "table_spec", "text_spec", "tokenizer_file"),
+            *("version", "words"),
+        )
     ),
 )
 

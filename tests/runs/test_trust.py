@@ -20,7 +20,7 @@ from deeplightning.checks.trust import is_own, run_config
 from deeplightning.cli.deploy import command as command_of
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, plain
-from deeplightning.faults import CheckpointError, plugin_of
+from deeplightning.faults import PLUGINS, CheckpointError, plugin_of
 from deeplightning.own_code import INSTALLED
 from deeplightning.reproduce.past import _stores_around
 from deeplightning.run.load import TO_ANSWER, trained_task
@@ -33,6 +33,7 @@ DIGIT = min((ROOT / "examples" / "digits").glob("*.png"))
 VERBS = ["serve", "test", "predict", "export"]
 
 IMPORTED = {
+    *(f"deeplightning_{plugin}" for plugin in PLUGINS),
     *("deeplightning", "serve", "click", "yaml", "numpy", "PIL"),
     *("omegaconf", "attr"),  # what reads `${…}`, and what that imports
     *(

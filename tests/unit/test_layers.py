@@ -3,10 +3,10 @@
 `LAYERS` lists the folders of the core from the top to the bottom: a file imports files of its own folder, and of those
 that come later in the list. Nothing imports the entry points. `serve` stands on `image_spec`, `text_spec`,
 `table_spec`, `array_spec`, `kinds`, `runfolder` and `words`; of the rest only `api`, `torch_server`, what answers
-inside an MLflow model, and `predict RUN FILE`, whose answers are those of the endpoint, use it. The parts (`data`, `task`,
-`model`) are named in YAML, imported by nobody, and use of the core only `config.target.build`, the types in
-`config.part_config`, `batches`, `figures`, the modules `…_spec`, `kinds`, `transfer` and `words`. A plug-in imports the
-core, but neither an entry point of it nor another plug-in; the core imports and names no module of a plug-in.
+inside an MLflow model, and `predict RUN FILE`, whose answers are those of the endpoint, use it. The parts (`data`,
+`task`, `model`) are named in YAML, imported by nobody, and use of the core only `config.target.build`, the types in
+`config.part_config`, `batches`, `figures`, the modules `…_spec`, `kinds`, `transfer` and `words`. A plug-in imports
+the core, but neither an entry point of it nor another plug-in; the core imports and names no module of a plug-in.
 """
 
 import ast

@@ -685,7 +685,7 @@ sys.path.insert(0, sys.argv[1])
 import ray
 os.environ["PYTHONPATH"] = ""
 ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
-from only_here import WORKER, Agent
+from only_here import Agent
 try:
     ray.get(ray.remote(Agent).remote().about.remote(), timeout=60)
 except ray.exceptions.RayActorError as error:
