@@ -48,7 +48,7 @@ class Fault:
             file, override = "", place.removeprefix("override ")
         elif not (line.isdigit() and column.isdigit()):
             file, line, column = place, "", ""
-        suggestion = re.search(r" (?:Did you mean|Today it is) (\{.*?\}|\[.*?\]|\S+?)[?.]?(?=\s|$)", self.message)
+        suggestion = re.search(r" (?:Did you mean|Here it is called) (\{.*?\}|\[.*?\]|\S+?)[?.]?(?=\s|$)", self.message)
         return {
             "file": file or None,
             "line": int(line) if line and not override else None,

@@ -534,7 +534,7 @@ def key_of(found: str) -> str | None:
 
 
 def hint(found: str | None) -> str:
-    """` Today it is ….` for what `ours` gave, or nothing."""
+    """` Here it is called ….` for what `ours` gave, or nothing."""
     if found is None:
         return ""
     return f" There is none here: {found.removeprefix('none: ')}." if found.startswith("none:") else sentence(found)
@@ -542,7 +542,7 @@ def hint(found: str | None) -> str:
 
 def sentence(found: str) -> str:
     """The sentence that tells what something is here."""
-    return f" Today it is {found}."
+    return f" Here it is called {found}."
 
 
 def value(key: str, given: object) -> str | None:

@@ -141,7 +141,7 @@ def test_each_row_of_the_manual_is_what_check_says(tmp_path, monkeypatch):
     for old, new in rows:
         for word in re.findall("`([^`]+)`", old):
             key = re.escape(new.strip("`"))
-            answer = "There is none here" if new.startswith("none") else f"(Today it is|Did you mean) {key}"
+            answer = "There is none here" if new.startswith("none") else f"(Here it is called|Did you mean) {key}"
             assert re.search(answer, told[word]), word
 
 

@@ -77,8 +77,8 @@ def test_a_right_config_has_no_faults():
         ("train.callbacks=[{type: pytorch_lightning.callbacks.Timer, parms: 1}]", "train.callbacks.0.parms: unknown"),
         ("zzz=1", "zzz: unknown key. Known here: version, seed, stages"),
         # words of older configs
-        ("train.ckpt_resume_path=x", "train.ckpt_resume_path: unknown key. Today it is train.resume_ckpt."),
-        ("data.total_batch_size=8", "Today it is data.batch_size (it counts per process)."),
+        ("train.ckpt_resume_path=x", "train.ckpt_resume_path: unknown key. Here it is called train.resume_ckpt."),
+        ("data.total_batch_size=8", "Here it is called data.batch_size (it counts per process)."),
         # of another type
         ("seed=abc", "seed: must be a whole number or null, not the text 'abc'"),
         ("seed='5'", "seed: must be a whole number or null, not the text '5'"),
@@ -489,9 +489,9 @@ def test_what_is_given_on_is_compared_with_what_takes_it(override, words):
     [
         ("batch_size=4", "unknown key. Did you mean data.batch_size?"),
         ("gpus=1", "unknown key. Did you mean engine.gpus?"),
-        ("lr=0.1", "unknown key. Today it is model.optimizer.params.lr."),
-        ("task=img", "unknown key. Today it is model.module.type."),
-        ("total_batch_size=3", "unknown key. Today it is data.batch_size (it counts per process)."),
+        ("lr=0.1", "unknown key. Here it is called model.optimizer.params.lr."),
+        ("task=img", "unknown key. Here it is called model.module.type."),
+        ("total_batch_size=3", "unknown key. Here it is called data.batch_size (it counts per process)."),
         ("model.~metrics=null", "model.~metrics: there is no such key to remove: nothing below this file sets"),
         ("engine.gpus=[96, 96]", "engine.gpus: must be different device ids, not [96, 96]"),
         ("model.scheduler={type: torch.optim.lr_scheduler.ExponentialLR, params: {gamma: auto}}",
@@ -860,13 +860,13 @@ def test_check_imports_nothing_heavy_and_nothing_that_is_named():
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("train.grad_accum_every_n_batches=4", "Today it is train.accumulator_factor."),
-        ("train.grad_accum_from_epoch=2", "Today it is train.accumulator_epoch."),
-        ("modes=[train]", "Today it is stages."),
-        ("test.ckpt_test_path=last.ckpt", "Today it is test.ckpt."),
+        ("train.grad_accum_every_n_batches=4", "Here it is called train.accumulator_factor."),
+        ("train.grad_accum_from_epoch=2", "Here it is called train.accumulator_epoch."),
+        ("modes=[train]", "Here it is called stages."),
+        ("test.ckpt_test_path=last.ckpt", "Here it is called test.ckpt."),
         ("engine.op=Adasum", "There is none here: gradients are averaged."),
         ("engine.params={op: Adasum}", "There is none here: gradients are averaged."),
-        ("engine.params.compression=fp16", "Today it is engine.params.ddp_comm_hook."),
+        ("engine.params.compression=fp16", "Here it is called engine.params.ddp_comm_hook."),
         (
             "engine.params.stage3_gather_fp16_weights_on_model_save=true",
             "There is none here: checkpoints are complete without it.",

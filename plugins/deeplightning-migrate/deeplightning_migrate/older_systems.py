@@ -115,7 +115,7 @@ class Conversion:
             key, value = f"{key.removesuffix('.type')}.type", other
         elif (meant := other_tools.value(key, value)) is not None:
             if "." in meant and key != "engine.precision":
-                self.left.append(f"{origin}: today it is {meant}")
+                self.left.append(f"{origin}: here it is called {meant}")
                 return
             value = _plain_of(meant)
         section = self.config
