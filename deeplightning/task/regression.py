@@ -206,7 +206,9 @@ class Regression(RowTask):
         super().arrives(saved)
         if not self.target_names:
             self.target_names = saved["names"]
+            device = self.target_mean.device  # a checkpoint arrives when the task is on its device
             self._scale(saved["mean"], saved["std"])
+            self.target_mean, self.target_std = self.target_mean.to(device), self.target_std.to(device)
         self.half_widths = saved["half_widths"]
 
     # ---- export
