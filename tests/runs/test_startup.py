@@ -42,7 +42,7 @@ UNUSED = [
 HEAVY = ["torch", "numpy", "pytorch_lightning", "PIL", *UNUSED]
 BUDGETS = {
     "--help": (138, HEAVY),
-    "schema": (217, HEAVY),  # 51 of them by importlib.metadata, which finds the sections of installed plug-ins
+    "schema": (217, HEAVY),  # importlib.metadata finds the sections of installed plug-ins
     "check CONFIG": (188, HEAVY),
     "explain CONFIG": (188, HEAVY),
     "train CONFIG": (1775, UNUSED),
