@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from torch import distributed
 
 from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.steps import build_network, knows_position
@@ -14,7 +15,7 @@ from deeplightning.private.lightning import restart_epoch, training_loaders
 
 
 class Generators(pl.Callback):
-    """Save the states of the generators of Python, NumPy and torch in each checkpoint, and restore them on resume.
+    """Save the states of each process' generators of Python, NumPy and torch in checkpoints, and restore them.
 
     So the numbers are those of `seed_everything` and `Trainer.fit`, and a run that resumes draws what an uninterrupted
     one does. Inside an epoch it iterates from the states before that epoch, and drops the batches that are done, unless
@@ -34,12 +35,22 @@ class Generators(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        checkpoint["generators"] = {"now": _states(), "before": self._before}
+        own = {"now": _states(), "before": self._before}
+        every: list[Any] = [own] * trainer.world_size
+        if trainer.world_size > 1:
+            distributed.all_gather_object(every, own)
+        checkpoint["generators"] = every
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        self._saved = checkpoint.get("generators") if trainer.state.fn == "fit" else None
+        every = checkpoint.get("generators")
+        if every and trainer.state.fn == "fit":
+            self._saved = every[trainer.global_rank % len(every)]  # a run may resume with more processes
+            if not isinstance(self._saved, dict):
+                raise CheckpointError(
+                    f"{trainer.ckpt_path}: damaged: `generators` holds a {type(self._saved).__name__}"
+                )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         batches = trainer.fit_loop.epoch_loop.batch_progress

@@ -22,7 +22,6 @@ from deeplightning import transfer
 from deeplightning.callbacks.order import OWN
 from deeplightning.checks.signature_check import Imported
 from deeplightning.config.schema import Config, Target
-from deeplightning.engine.plan import world_size
 from deeplightning.engine.process_group import replicas
 from deeplightning.faults import RunError, SetupError
 from deeplightning.private.lightning import (
@@ -55,9 +54,8 @@ def seed_all(seed: int, *position: int) -> None:
 
 def draws_as_lightning(cfg: Config) -> bool:
     """Return whether a run draws random numbers as `seed_everything` and `Trainer.fit` of Lightning do, see
-    `generators`: a module of it is the user's own and derived from none of ours, and there is one process, whose states
-    a checkpoint can hold."""
-    return world_size(cfg.engine) == 1 and not (_is_ours(cfg.data.module) and _is_ours(cfg.model.module))
+    `generators`: a module of it is the user's own and derived from none of ours."""
+    return not (_is_ours(cfg.data.module) and _is_ours(cfg.model.module))
 
 
 def _is_ours(target: Target) -> bool:

@@ -45,7 +45,7 @@ _TYPES: dict[str, type] = {
     "gradients": dict,
     "plateaus": dict,
     "train_metrics": dict,
-    "generators": dict,
+    "generators": list,
 }
 """What a checkpoint may hold under the keys that are read here; each may be missing or None, but for the first."""
 

@@ -196,6 +196,8 @@ def project(tmp_path_factory):
     """A folder with a user's modules and a config for them."""
     place = tmp_path_factory.mktemp("own-lightning")
     (place / "own_line.py").write_text(OWN + CONFIGURED)
+    of_two = REFERENCE.replace("max_epochs", 'strategy="ddp", devices=2, max_epochs')
+    (place / "reference_of_two.py").write_text(of_two)
     (place / "of_config.yaml").write_text(HEAD.replace("STORE", str(place / "mlruns")))
     (place / "config.yaml").write_text(CONFIG.replace("STORE", str(place / "mlruns")))
     return place
@@ -205,10 +207,10 @@ def project(tmp_path_factory):
 def run(project, command):
     """`run(override, …)` trains the config; `code` is the exit code that is expected."""
 
-    def train(*overrides: str, code: int = 0, verb: str = "train", config: str = "config.yaml"):
+    def train(*overrides: str, code: int = 0, verb: str = "train", config: str = "config.yaml", ranks: int = 1):
         words = [config] if verb == "train" else []
-        outcome = command(verb, *words, *overrides, cwd=project, OWN_TOKEN=TOKEN)
-        assert outcome.code == code, outcome
+        outcome = command(verb, *words, *overrides, cwd=project, ranks=ranks, OWN_TOKEN=TOKEN)
+        assert {each.code for each in outcome.ranks or [outcome]} == {code}, outcome
         return outcome
 
     return train
@@ -240,6 +242,23 @@ def test_what_the_log_says_of_the_run_is_what_the_loaders_give(whole):
     assert "batch      16 samples a step: 16 per process" in whole.out
     assert "length     3 epochs; 15 steps" in whole.out
     assert "data       Points: 80 training, 20 validation samples" in whole.out
+
+
+@pytest.mark.slow
+def test_two_processes_end_with_the_weights_of_plain_lightning(run, project, tmp_path):
+    """Each process draws as under `torchrun` and `Trainer(strategy="ddp", devices=2)`, also in a run that
+    resumes inside an epoch: its checkpoint holds the generators of both."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "reference_of_two.py"]
+    subprocess.run([*words, tmp_path / "plain.pt"], cwd=project, check=True, timeout=300)
+    plain = content(tmp_path, "plain.pt")["state_dict"]
+    settings = ["engine.processes=2", "stages=[train]", f"logger.params.tracking_uri={tmp_path}"]
+    whole = run(*settings, ranks=2)
+    run(*settings, "train.max_steps=3", ranks=2)
+    resumed = run(*settings, "train.resume_ckpt=auto", ranks=2)
+    assert "(step 3, " in resumed.out
+    for outcome in (whole, resumed):
+        ours = content(outcome.folder)["state_dict"]
+        assert all(torch.equal(plain[name], tensor) for name, tensor in ours.items())
 
 
 def test_checkpoints_hold_plain_hyperparameters_that_lightning_loads(whole, project, tmp_path):
