@@ -27,10 +27,13 @@ pytest_plugins = ["hangs", "leftovers"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as `run` the tests that use a fixture which trains, or starts `deeplightning`."""
+    """Mark as `run` the tests that use a fixture which trains or starts `deeplightning`; those of plug-ins are `slow`,
+    so that only `bash test.sh --all` runs them."""
     for item in items:
         if {"command", "jobs", "fit"} & {*getattr(item, "fixturenames", ())}:  # `train` and `job` use the first two
             item.add_marker(pytest.mark.run)
+            if "plugins" in item.path.parts:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True, scope="module")

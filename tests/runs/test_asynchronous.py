@@ -148,6 +148,7 @@ def test_a_step_that_is_not_logged_waits_for_nothing(overrides, copies, beside_a
     assert unlogged == [copies] * len(unlogged)
 
 
+@pytest.mark.slow
 def test_a_run_beside_a_gpu_is_that_of_the_cpu(fit, request):
     """The same weights, and the same points at the same steps; with augmentation, the set in memory or moved."""
     words = ["logger.log_every_n_steps=4", AUGMENT]

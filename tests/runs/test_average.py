@@ -131,6 +131,7 @@ def test_the_bundle_answers_by_the_averages_and_its_card_says_so(ema, place, mon
     assert np.abs(answers - plain).max() <= 1e-5
 
 
+@pytest.mark.slow
 def test_swa_is_the_mean_of_the_weights_at_the_ends_of_epochs(train, tmp_path):
     """From the second of four epochs on, bit for bit; before, the weights are kept as they are. A share of the steps
     means the same."""

@@ -399,6 +399,7 @@ def test_the_config_of_each_training_is_right(network, overrides, monkeypatch, t
     assert cfg.data.root == str(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Lightning's advice to the script
 def test_each_program_learns_the_same(command, store, tmp_path, monkeypatch, capsys):
     """The script, with pictures one by one or in batches from memory, Lightning, and a run of ours end with the same
@@ -451,6 +452,7 @@ def test_the_pictures_that_are_served_are_as_they_are_described(name, format, si
         assert low < len(file) < high
 
 
+@pytest.mark.slow
 def test_a_run_made_for_measuring_tells_its_pictures_apart(tmp_path):
     """Picture i has class i by the bundle, and class 9 - i by the other bundle, each with nine tenths or more; the
     weights for the peers give the same answers by torchvision's transforms."""

@@ -125,6 +125,7 @@ def test_a_loss_that_is_no_number_spoils_no_weights(fit):
 STILL = ["model.optimizer.params.lr=0.0", "train.num_epochs=1"]
 
 
+@pytest.mark.slow
 def test_training_starts_from_weights(fit, tmp_path):
     """`model.init_from` takes the weights of a checkpoint, of a run, or of plain tensors of the network: a file of
     either kind, or a folder with `model.safetensors`."""
@@ -141,6 +142,7 @@ def test_training_starts_from_weights(fit, tmp_path):
     assert again[0]["val_acc"] == pytest.approx(trained.series("val_acc")[-1][1], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_keeps_its_first_values_and_is_named(fit, tmp_path, caplog):
     """Another last layer: the rest is taken; nothing that fits, or no file, is refused before a run begins."""
     first = fit(*STILL).task.network.state_dict()

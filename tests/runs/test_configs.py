@@ -135,6 +135,7 @@ def test_a_shipped_config_trains(path, command, store, tmp_path):
     assert sum(value for metric, value in results.items() if metric.startswith("test_loss")) > 0  # a GAN has two
 
 
+@pytest.mark.slow
 def test_what_a_constructor_draws_follows_from_the_seed(command, store, tmp_path):
     """A task that makes its network in its constructor begins with the same weights each time."""
     path = ROOT / "examples" / "own_code" / "reconstruction.yaml"

@@ -417,6 +417,7 @@ def test_a_checkpoint_is_answered_on_the_device_that_was_asked_for(forked, own, 
         assert said.count('"event": "serving on the CPU"') == 1
 
 
+@pytest.mark.slow
 def test_a_gpu_must_answer_as_the_cpu_does(forked, own):
     """The network is moved after the workers are forked, and its answers to the run's samples are compared; a GPU that
     cannot be used is exit 3, naming it. A lack of memory is a MemoryError, so that batches are halved."""

@@ -85,7 +85,7 @@ def lives(jobs, tiny, place):
     return run
 
 
-SOME = ("null", "fsdp", "deepspeed_stage_3")
+SOME = ("null", "deepspeed_stage_3")
 ONE = [pytest.param(e, 1, marks=() if e == "null" else SLOW) for e in ENGINES]
 TWO = [pytest.param(e, 2, marks=() if e in SOME else SLOW) for e in ENGINES if e != "null"]
 

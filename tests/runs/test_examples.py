@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import weights
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -112,10 +113,7 @@ EXAMPLES = {
 }
 
 
-SLOW = ("sst2", "segmentation", "cifar10", "diabetes", "image_folder")
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in EXAMPLES])
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_learns_what_it_should(name, command, store, tmp_path):
     """It ends with code 0, with metrics as good as its reduced size allows, and with the files it is to leave."""
     example = EXAMPLES[name]

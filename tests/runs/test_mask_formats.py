@@ -127,9 +127,8 @@ def results(command, folder: Path) -> tuple[dict[str, float], Path]:
     return {name: value for found in read_of for name, value in found.items() if "iou" in name}, done.folder
 
 
-@pytest.mark.parametrize(
-    "form", [pytest.param(f, marks=[pytest.mark.slow] * (f != "one bit")) for f in list(FORMATS)[1:-1]]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("form", list(FORMATS)[1:-1])
 def test_a_network_learns_the_same_from_each_format(form, command, tmp_path, monkeypatch):
     """IoU on validation and test sets is that of the same masks as class numbers, to the last bit. The server answers
     with the classes of the table: number n is the n-th of class_names."""

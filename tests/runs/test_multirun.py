@@ -180,6 +180,7 @@ def test_an_interrupted_run_continues(command, tiny, store, place, tmp_path):
     assert [row["state"] for row in rows(again)] == ["finished", "finished"]
 
 
+@pytest.mark.slow
 def test_a_failed_run_is_named_and_the_others_finish(command, tiny, place):
     """Exit code 5 with the reason; the same command runs the failed one again."""
     rate = "model.optimizer.params.lr=1e30,0.1"

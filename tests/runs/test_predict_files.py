@@ -182,6 +182,7 @@ def png(path, seed=0):
     return path
 
 
+@pytest.mark.slow
 def test_pictures_get_labels_and_masks(runs, asked, tmp_path):
     """Several labels are columns; a mask is a PNG file in the folder beside the table, as the endpoint sends it."""
     files = [png(tmp_path / folder / "a.png", seed) for seed, folder in enumerate(("one", "two"))]

@@ -582,6 +582,7 @@ def test_a_spawned_process_imports_a_module_first(tmp_path):
     assert done.returncode == 0, done.stderr.decode()
 
 
+@pytest.mark.slow
 def test_mlflow_tells_whether_autolog_is_on():
     """`autologging_is_disabled` of its utilities."""
     program = (

@@ -71,6 +71,7 @@ def test_a_verb_that_prints_its_result_ends_without_a_word(words, command, tiny,
         assert (outcome.code, outcome.err) == (code, ""), outcome
 
 
+@pytest.mark.slow
 def test_in_a_shell_too(tiny, place, tmp_path):
     """`train … | head -1` and `explain … | true`, as a person writes them, and `explain … >&-`."""
     deeplightning = f"'{sys.executable}' -m deeplightning"

@@ -139,11 +139,10 @@ def told(outcome):
 @pytest.mark.parametrize(
     ("rank", "ranks", "backend"),
     [
-        (0, 2, "ddp"),
         (1, 2, "fsdp"),
         *(
             pytest.param(*of, marks=pytest.mark.slow)
-            for of in ((1, 2, "ddp"), (2, 3, "ddp"), (1, 2, "deepspeed_stage_2"))
+            for of in ((0, 2, "ddp"), (1, 2, "ddp"), (2, 3, "ddp"), (1, 2, "deepspeed_stage_2"))
         ),
     ],
 )
@@ -245,6 +244,7 @@ def test_a_process_that_dies_without_a_word_ends_the_others(what, start, tracked
     assert "a worker was lost" in run.tags["failure"]
 
 
+@pytest.mark.slow
 def test_the_first_process_may_die_as_well(start):
     """Of processes that somebody else has started the others end with 5."""
     failed = start(at(0, "kill"), ranks=3).end()
@@ -281,7 +281,8 @@ def test_a_signal_to_one_process_ends_all_politely(number, code, start, tracked,
     assert (killed.folder / "last.ckpt").is_file()
 
 
-@pytest.mark.parametrize("signalled", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("signalled", [0, 1])
 def test_a_second_signal_ends_processes_that_wait_for_each_other(signalled, start, tracked):
     """One hangs, the other is blocked in a collective: within seconds both have ended, and the run is KILLED."""
     running = start(at(1, "sleep"))

@@ -328,6 +328,7 @@ def test_a_signal_to_the_launcher_ends_all_politely(number, code, processes, lau
     assert (killed.folder / "last.ckpt").is_file()
 
 
+@pytest.mark.slow
 def test_a_launcher_that_is_killed_takes_its_processes_along(launch, tracked, undisturbed, tmp_path):
     """They notice, and end; the same command with `train.resume_ckpt=auto` goes on in the same run."""
     go, named = tmp_path / "go", f"logger.params.experiment_name=killed-{tmp_path.name}"
@@ -366,7 +367,8 @@ def test_a_hook_is_called_in_every_process_and_after_every_restart(launch, tmp_p
 # ---- the watchdog
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
 def test_a_watchdog_names_a_process_that_stands_still(processes, command, launch, tiny, here, tracked):
     """With the place where it is; all end with 5, and with restarts they go on."""
     dog = "{type: deeplightning.callbacks.watchdog.Watchdog, params: {seconds: 3}}"

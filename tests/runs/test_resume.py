@@ -545,6 +545,7 @@ def test_lightnings_own_logger_goes_on_as_well(train, tracked, store):
     assert tracked(resumed.folder).status == "FINISHED"
 
 
+@pytest.mark.slow
 def test_a_run_that_has_gone_on_can_be_reproduced_tested_and_checked(command, place, train, tracked):
     """Its `cfg.yaml` is that of the whole run, which does not resume itself."""
     part = train(*RANDOM, "train.num_epochs=1")

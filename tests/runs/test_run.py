@@ -85,6 +85,7 @@ def test_all_stages_follow_a_training_in_the_same_run(train, tracked, store):
     assert (used.dataset.name, len(used.dataset.digest)) == (run.tags["data"], 16)
 
 
+@pytest.mark.slow
 def test_a_stage_alone_uses_the_weights_that_are_named(train, trained, tmp_path):
     """`stages=[test]` with `test.ckpt` as a path, a run, or the best or last of the newest run; nothing is trained."""
     files = [RunFolder(train("stages=[test]", f"test.ckpt='{trained.folder / name}'").folder) for name in CHECKPOINTS]

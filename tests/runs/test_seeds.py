@@ -218,6 +218,7 @@ def test_a_failed_seed_is_named_and_the_others_count(command, tiny, place, store
     assert {row["runs"] for row in rows(again.folder, "summary.csv")} == {"3"}
 
 
+@pytest.mark.slow
 def test_a_deleted_parent_begins_the_group_anew(command, tiny, place, store):
     """Its runs are below a parent that nobody sees any more."""
     words = ["train", tiny, *SHORT, "--seeds", "2", "logger.params.experiment_name=Deleted"]

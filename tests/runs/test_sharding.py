@@ -205,7 +205,7 @@ def held(trained):
     return run
 
 
-@pytest.mark.parametrize("engine", ["fsdp", "deepspeed_stage_3"])
+@pytest.mark.parametrize("engine", [pytest.param("fsdp", marks=pytest.mark.slow), "deepspeed_stage_3"])
 def test_each_process_holds_a_part_of_the_parameters(engine, held):
     """Of two processes each holds at most 60 % of the parameters' bytes; together they hold all."""
     _, of_rank, _ = held(engine)

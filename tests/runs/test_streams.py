@@ -258,6 +258,7 @@ def test_a_schedule_by_a_metric_steps_in_the_epochs_that_have_it(fit, frequency)
     assert done.trainer.optimizers[0].param_groups[0]["lr"] == 0.05 * 0.5**steps
 
 
+@pytest.mark.slow
 def test_each_of_several_validation_sets_can_be_monitored(fit):
     """By Lightning's name of it; the name without a number is refused after a validation, with the key to set."""
     data = lambda cfg: Data(samples(40), sets=2)  # noqa: E731

@@ -181,6 +181,7 @@ SLOW = pytest.mark.slow
 TENSOR = ["tensor on 4", pytest.param("tensor on 2", marks=SLOW)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TENSOR)
 def test_processes_that_split_layers_learn_what_one_process_learns(name, learned, tracked, record_property):
     """The losses and metrics of each step and epoch are those of one process to 1e-5."""

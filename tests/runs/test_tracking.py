@@ -958,6 +958,7 @@ def answer(port, path, body=None):
         return response.read()
 
 
+@pytest.mark.slow
 def test_the_monitor_shows_runs_and_a_run_outlives_its_server(store, logger, caplog):
     """The page answers, metrics and artifacts are listed; when the server dies under a run, nothing is lost."""
     logger.log_metrics({"val_acc": 0.75}, 0)

@@ -403,6 +403,7 @@ def test_the_tracker_that_a_hostile_config_names_is_not_asked(run, tmp_path, com
 # ---- one's own
 
 
+@pytest.mark.slow
 def test_an_own_run_is_never_asked_about(train, place, command, tmp_path):
     """Own code in network and callback: tested, exported and served without a word, also from a copied folder."""
     network = "model.network={type: own.network, params: {width: 8}}"

@@ -160,6 +160,7 @@ def test_a_run_is_resumed_under_the_new_name_of_its_experiment_unless_it_was_del
     assert anew.folder != done.folder
 
 
+@pytest.mark.slow
 def test_an_exception_in_a_worker_of_a_loader_is_the_users(run, client):
     """File, line and exception come last; exit code 5, and the run has failed. The worker, which is spawned, imports
     `lightning` as the run does."""

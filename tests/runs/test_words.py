@@ -123,6 +123,7 @@ WORDS = ("frameworks", "older-systems")
 """Pages of the manual."""
 
 
+@pytest.mark.slow
 def test_each_row_of_the_manual_is_what_check_says(tmp_path, monkeypatch):
     """The pages have the rows of each system, and `check` answers the old word of each with the new one."""
     pages = [(ROOT / "docs" / "reference" / f"words-of-{name}.md").read_text() for name in WORDS]

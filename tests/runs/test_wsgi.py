@@ -88,7 +88,7 @@ def test_bad_requests_are_refused_in_json(guarded):
         assert words in document.get("ERROR", document.get("label"))
 
 
-@pytest.mark.parametrize("preload", [False, True], ids=["", "preload"])
+@pytest.mark.parametrize("preload", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "preload"])
 def test_gunicorn_forks_and_ends_cleanly(run, tmp_path, preload):
     """Two workers answer many clients at once; what is accepted before SIGTERM is answered; then all are gone."""
     server = WsgiServer(

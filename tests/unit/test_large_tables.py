@@ -124,6 +124,7 @@ def test_both_ways_give_the_same(params, place, small):
     assert found.dataset("val")[[-1]]["index"].tolist() == [-1]
 
 
+@pytest.mark.slow
 @pytest.mark.run
 @pytest.mark.run
 def test_loader_workers_map_the_same_file(place):

@@ -45,6 +45,7 @@ REFERENCE = st.recursive(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.run
 @settings(max_examples=100, derandomize=True, database=None, deadline=None, suppress_health_check=[*HealthCheck])
 @given(texts=st.lists(REFERENCE, min_size=4, max_size=4))

@@ -47,6 +47,7 @@ def test_it_holds_for_several_by_name_and_not_inside_params():
     assert losses["b"]["params"] == {"type": "NLLLoss"}
 
 
+@pytest.mark.slow
 def test_explain_has_both_names():
     """And the effective config the full one; what a search freezes keeps the word, which means the same."""
     report = examine(BASE, ["model.optimizer.type=SGD"])
