@@ -83,7 +83,7 @@ class ImageTask(Supervised):
             if self._inferred is None:
                 raise MisfitError(
                     f"the data gives uint8 batches {tuple(images.shape)}, and its data module no `image_spec`; "
-                    "pictures (B, 1, H, W) and (B, 3, H, W) need none. Give floats, or add `image_spec` to the data module"
+                    "pictures (B, 1, H, W) and (B, 3, H, W) need none. Give floats, or add the `image_spec`"
                 )
             self._describe(self._inferred, self.class_names)
             cast(nn.Module, self.normalise).to(images.device, self.dtype)  # type: ignore[arg-type]

@@ -168,7 +168,7 @@ def test_pictures_of_several_sizes_are_validated(learn):
     ]
     learned = learn("segmentation", lambda cfg: Batches(batches))
     assert len(learned.series("val_iou")) == 1
-    assert (learned.folder / "val_segmentation.png").is_file()
+    assert learned.task.pictures("val")["val_segmentation"]
     assert not is_servable(learned.task)
 
 
