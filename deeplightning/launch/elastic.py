@@ -36,8 +36,8 @@ from deeplightning.process import failure, ranks, shared_folder, supervisor
 from deeplightning.process.agreement import enough_memory
 from deeplightning.runfolder import RunFolder
 
-LOOK = 0.1  # seconds between two looks at the processes
-GRACE = ranks.LATE + 2 * ranks.SOON  # seconds that they have to end by themselves when one of them has failed
+POLL_SECONDS = 0.1
+GRACE_SECONDS = ranks.SHUTDOWN_SECONDS + 2 * ranks.EXIT_SECONDS  # for the others to exit when one has failed
 
 
 def attend(
@@ -73,7 +73,7 @@ def attend(
         entrypoint=command[0],
         args=tuple(word.replace("$", "$$") for word in command[1:]),  # torch substitutes what follows a $
         max_restarts=max_restarts,
-        monitor_interval=LOOK,
+        monitor_interval=POLL_SECONDS,
     )
     agent = Agent(spec, pauses, tell)
     before = {number: signal.signal(number, agent.hear) for number in failure.INTERRUPTED}
@@ -135,7 +135,7 @@ class Agent(LocalElasticAgent):
         """Passes a signal on. The processes have no part in the terminal's: each gets it once."""
         self.heard.append(signal.Signals(number))
         if len(self.heard) > 1:  # they end at once
-            self._until = time.monotonic() + GRACE
+            self._until = time.monotonic() + GRACE_SECONDS
         self._send(number)
 
     def _send(self, number: int) -> None:
@@ -186,7 +186,7 @@ class Agent(LocalElasticAgent):
         cause = failure.first_of(self._folder)
         if cause is None and failed:
             ended = failure.end_of(failed[0], codes[failed[0]])
-            failure.claim_in(self._folder, ended)
+            failure.record_cause(self._folder, ended)
             cause = failure.first_of(self._folder) or ended
         if None in codes.values():
             if cause is not None:
@@ -215,7 +215,7 @@ class Agent(LocalElasticAgent):
         if self._until is None:
             if cause.exit_code in failure.INTERRUPTED.values():
                 return
-            self._until = time.monotonic() + GRACE
+            self._until = time.monotonic() + GRACE_SECONDS
         if time.monotonic() > self._until:
             for process in self._processes():
                 if process.poll() is None:

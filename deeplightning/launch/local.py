@@ -95,7 +95,7 @@ class Local:
         word = f"error [{cause.whose}]" if cause.whose else "error"
         if cause.lost and not agent.heard:
             used = {0: "", 1: "; the restart is used up"}.get(restarts, f"; the {restarts} restarts are used up")
-            tell(f"{word}: {cause.reason}{used}{failure.kept_of(agent.newest)}")
+            tell(f"{word}: {cause.reason}{used}{failure.resume_hint(agent.newest)}")
         elif not agent.reported:
             tell(f"{word}: {cause.reason}")
         if agent.lost_first and agent.run_folder is not None:  # else the process has reported it
