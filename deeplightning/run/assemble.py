@@ -1,7 +1,9 @@
 """Creation of the data module, the task and the trainer from a checked config.
 
-cfg = load_config("configs/base.yaml") data, task = init_module(cfg, "data"), init_module(cfg, "model") trainer =
-init_trainer(cfg) trainer.fit(task, data)
+cfg = load_config("configs/base.yaml")
+data, task = init_module(cfg, "data"), init_module(cfg, "model")
+trainer = init_trainer(cfg)
+trainer.fit(task, data)
 """
 
 from __future__ import annotations

@@ -91,9 +91,8 @@ def label_counts(data: Any) -> tuple[np.ndarray, int] | None:
 
 
 def positive_weights(positives: np.ndarray, samples: int) -> list[float]:
-    """Return negatives / positives of each label to 8 digits, the `pos_weight` of `BCEWithLogitsLoss`.
-
-    With it, samples with a label have the same total weight as those without; 0 for a label without positives.
+    """Return negatives / positives of each label to 8 digits, 0 for a label without positives: with this `pos_weight`
+    of `BCEWithLogitsLoss`, samples with a label have the same total weight as those without.
 
     Args:
         positives: int64 (K,), the number of samples with each label.

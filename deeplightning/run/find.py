@@ -72,12 +72,7 @@ def _experiment(config: Path) -> str | None:
     try:
         logger = plain(read(run_config(RunFolder(config.parent))).root)["logger"]
         return experiment_of(logger["type"], logger["params"])
-    except (
-        ConfigError,
-        CheckpointError,
-        KeyError,
-        TypeError,
-    ):  # not Deep Lightning's, damaged, or untrusted and not plain
+    except (ConfigError, CheckpointError, KeyError, TypeError):  # of other tools, damaged, or foreign and not plain
         return None
 
 

@@ -120,9 +120,8 @@ def is_servable(task: pl.LightningModule) -> bool:
 
 
 def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export", formats: Sequence[str] = ()) -> Path:
-    """Write a run's bundle: its best weights as ONNX, verified against the checkpoint on real samples.
-
-    Also write the further formats of `train.export`, and an MLflow model if the config requests one.
+    """Write a run's bundle: its best weights as ONNX, verified against the checkpoint on real samples, and the further
+    formats of `train.export`; also an MLflow model, if the config requests one.
 
     Args:
         allow, verb: as in `trained_task`.

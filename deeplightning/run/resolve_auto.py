@@ -1,8 +1,5 @@
-"""Resolution of `auto` and `balanced` in params, which depend on the data.
-
-`auto` in the params of a network becomes the number that the data module declares; `weight: balanced` of a loss becomes
-the weights of the training set's classes, and `pos_weight: balanced` those of its labels.
-"""
+"""Resolution of params that depend on the data: `auto` of a network becomes the number that the data module declares,
+`weight: balanced` and `pos_weight: balanced` of a loss become weights of the training set's classes or labels."""
 
 from __future__ import annotations
 

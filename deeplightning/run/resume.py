@@ -71,9 +71,7 @@ def _decide(cfg: Config) -> Resumption:
 
 
 def _newest_whole(cfg: Config) -> Resumption:
-    """Resolve `auto`: the newest readable checkpoint of the latest run that has any.
-
-    A run that ended before its first checkpoint starts again.
+    """Resolve `auto`: the newest readable checkpoint of the latest run that has any, else a run to start again.
 
     Raises:
         CheckpointError: none of that run's checkpoints can be read.
@@ -421,10 +419,8 @@ def _learning(settings: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
 
 
 def agreement(cfg: Config, resumed: Resumption | None) -> dict[str, str]:
-    """Return the values that must be equal on all machines of a run, by key.
-
-    These are the settings that determine each step, the engine, and the checkpoint that training resumes from.
-    """
+    """Return, by key, the values that must be equal on all machines of a run: settings that determine each step, the
+    engine, and the checkpoint that training resumes from."""
     from deeplightning.callbacks.record import engine_of
 
     settings = dict(_learning(cfg.public())) | {f"engine.{name}": value for name, value in engine_of(cfg).items()}

@@ -74,16 +74,11 @@ def run_stage(stage: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _of_part(error: Exception, task: pl.LightningModule) -> Fault | None:
-    """Return a fault if torch's loss, torchmetrics' metric or torchvision's transform rejects its input.
+    """Return a fault if a part of torch, torchmetrics or torchvision rejects its input; None for a user's part.
 
     None for any other error: a part of the user's own may itself be wrong.
     """
-    if type(error) not in (
-        RuntimeError,
-        ValueError,
-        IndexError,
-        TypeError,
-    ):  # a subclass, such as out of memory or ours
+    if type(error) not in (RuntimeError, ValueError, IndexError, TypeError):  # such as out of memory, or ours
         return None
     from torch import Tensor
 
