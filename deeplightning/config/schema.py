@@ -563,7 +563,8 @@ class Config(Section):
 
     def public(self) -> dict[str, Any]:
         """Return the config as it may be shown and saved: values from the environment stay as written
-        (`${oc.env:NAME}`, or a reference to such a value). It loads to an equal config, without resolvers that nothing calls any more."""
+        (`${oc.env:NAME}`, or a reference to such a value). It loads to an equal config, without the resolvers that
+        nothing in it calls any more."""
         texts = self.secrets.texts if self.secrets else {}
         made: dict[str, object] = _public(self.to_dict(), (), texts)
         called = {name: own for name, own in self.resolvers.items() if any(f"{name}:" in t for t in texts.values())}
