@@ -48,13 +48,20 @@ class Results(pl.Callback):
         self.record = record
         self._rows: list[dict[str, Any]] = []
 
-    def _collect(self, trainer: pl.Trainer, module: object, outputs: object, *_: object, **__: object) -> None:
+    def _collect(self, trainer: pl.Trainer, outputs: object) -> None:
         if trainer.state.fn == "fit" or not isinstance(outputs, dict) or "index" not in outputs:
             return
         columns = {name: v.tolist() if isinstance(v, torch.Tensor) else list(v) for name, v in outputs.items()}
         self._rows += [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
-    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _collect
+    def on_validation_batch_end(self, trainer: pl.Trainer, module: object, outputs: object, *_: object) -> None:
+        self._collect(trainer, outputs)
+
+    def on_test_batch_end(self, trainer: pl.Trainer, module: object, outputs: object, *_: object) -> None:
+        self._collect(trainer, outputs)
+
+    def on_predict_batch_end(self, trainer: pl.Trainer, module: object, outputs: object, *_: object) -> None:
+        self._collect(trainer, outputs)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "validate":
