@@ -162,7 +162,11 @@ class Made:
             case ast.Name(id=name) if (
                 frame.function is not None and (bound := _bound(frame.function, name)) is not None
             ):
-                return [thing for value in bound for thing in self.given(value, frame)]
+                self.names.enter(key := ("local", id(frame.function), name))
+                try:
+                    return [thing for value in bound for thing in self.given(value, frame)]
+                finally:
+                    self.names.active.discard(key)
             case ast.Name() | ast.Attribute():
                 found = self.names.guarded(lambda: self.names.value(node, frame))
                 known = {"class": type, "function": types.FunctionType, "module": types.ModuleType}
