@@ -125,7 +125,7 @@ def _logged(findings: Findings, config: Config) -> tuple[set[str], str | None]:
         except (ValueError, Undecided):
             return found, str(target.type)
         found, vague = found | names, vague if all_of_them else target.type
-        usual |= definition.usual_metrics()
+        usual |= definition.declared_words("metric_names") or set()
     metrics = usual if config.model.metrics is None else set(config.model.metrics)
     losses = list(config.model.loss) if isinstance(config.model.loss, dict) and len(config.model.loss) > 1 else []
     for placeholder, words in (("{stage}", ["train", "val"]), ("{metric}", metrics), ("{loss}", losses)):

@@ -11,7 +11,7 @@ from deeplightning.faults import CheckpointError, count, nearest
 from deeplightning.reproduce.groups import Group, group_of, runs_in
 from deeplightning.reproduce.interval import number
 from deeplightning.reproduce.past import PastRun, past_run
-from deeplightning.tune.table import text
+from deeplightning.sweep.table import text
 from deeplightning.words import printable, stage_of
 from deeplightning_lab.significance import Comparison, Row, of_samples
 

@@ -87,7 +87,7 @@ class Forked:
 
     def __init__(self, plan, python, log):
         from deeplightning.cli import main
-        from deeplightning.tune.worker import end_with
+        from deeplightning.sweep.worker import end_with
 
         driver = os.getpid()
         self.child = os.fork()

@@ -32,7 +32,7 @@ from deeplightning_slurm.trial_array import TrialArray, task_here
 
 WARNING_SECONDS = 120  # before the end of its time a job saves a checkpoint and goes back into the queue
 
-_SEAL = ".sealed"  # the folder of a job's code as it was submitted, see `deeplightning.tune.sealed.FOLDER`
+_SEAL = ".sealed"  # the folder of a job's code as it was submitted, see `deeplightning.sweep.sealed.FOLDER`
 
 
 class Slurm:

@@ -14,8 +14,8 @@ from deeplightning.config.tree import line
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.launch.sealed import edited, is_intact, sealed_roots
 from deeplightning.own_code import add_import_roots, original_roots, short, use_seal
+from deeplightning.sweep.sealed import FOLDER, SearchCode, digest_of, freeze
 from deeplightning.tracking.parent import Parent
-from deeplightning.tune.sealed import FOLDER, SearchCode, digest_of, freeze
 from deeplightning_tune.section import search_of
 
 FREE = ("tune.num_trials", "tune.parallel", "tune.sampler", "tune.pruner", "tune.name", "seed", "serve")

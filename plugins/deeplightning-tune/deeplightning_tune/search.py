@@ -31,11 +31,11 @@ from deeplightning.process.decisions import DECIDED
 from deeplightning.process.identity import identity
 from deeplightning.process.terminal import say, say_path
 from deeplightning.runfolder import Hold, RunFolder, make_private, permissions_of, write_whole
+from deeplightning.sweep.grid import warn_of_no_effect
+from deeplightning.sweep.multirun import newest_checkpoint
+from deeplightning.sweep.sealed import FOLDER, SearchCode, own_code
+from deeplightning.sweep.worker import Forked, Line, Train, own_address, reason_of
 from deeplightning.tracking.parent import Parent, Stopped
-from deeplightning.tune.multirun import newest_checkpoint
-from deeplightning.tune.sealed import FOLDER, SearchCode, own_code
-from deeplightning.tune.sweep import warn_of_no_effect
-from deeplightning.tune.worker import Forked, Line, Train, own_address, reason_of
 from deeplightning_tune.resume import changed_settings, code_of_search
 from deeplightning_tune.section import search_of
 from deeplightning_tune.space import space_of
@@ -461,7 +461,7 @@ class _Search:
         self.parent.close("FINISHED")
 
     def _write(self, pictures: bool) -> None:
-        from deeplightning.tune.table import text
+        from deeplightning.sweep.table import text
         from deeplightning_tune import outcome
         from deeplightning_tune.study import plain_text
 
