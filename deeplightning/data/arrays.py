@@ -103,7 +103,7 @@ class ArrayData(ColumnData):
         self.array_spec: ArraySpec | None = None
         if train is None and type(self).read is ArrayData.read:
             raise DataConfigError("data.module.params.train must name the training file; it is null.")
-        self.name_files(train, validation, test)
+        self.name_files(train=train, val=validation, test=test)
         self.inputs, self.targets, self.normalise = inputs, targets, normalise
         if class_names is not None:
             self.class_names = [str(name) for name in class_names]

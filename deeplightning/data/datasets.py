@@ -110,6 +110,8 @@ class InMemory(Dataset):
         on_device: what `move` has copied to a GPU, by its name in a batch, (N, …) in the order of the samples.
     """
 
+    needs_workers = False
+
     def __init__(self, samples: Samples, pixels: torch.Tensor, rows: torch.Tensor | None = None):
         self.samples, self.pixels, self.rows = samples, pixels, rows
         self.labels = torch.from_numpy(samples.labels)

@@ -93,7 +93,6 @@ class ImageData(DataOfSets):
             if not isinstance(module, nn.Module):
                 raise DataConfigError(f"data.module.params.augment[{position}] must be an nn.Module, not {module!r}.")
         self._augment = nn.Sequential(*augment)
-        self._cache: ImageCache | None = None
 
     def example_batch(self, size: int) -> Batch:
         """A batch that is made up, to try out whether the parts of a config fit; reads no data and needs no `setup`.
@@ -111,16 +110,6 @@ class ImageData(DataOfSets):
         labels = torch.linspace(0, last, size).round().long()
         return {"image": pixels, "label": labels, "index": torch.arange(size)}
 
-    def setup(self, stage: str | None = None) -> None:
-        """Reads and divides the samples once, and prepares the images that the stage needs (None: all)."""
-        if not self._samples:
-            self._samples = self._divide(self._found())
-            if (folder := cache_folder(self.cache)) is not None:
-                root = self.cfg.data.root
-                source = type(self).__name__ if root is None else str(folder_of(root))
-                self._cache = ImageCache(folder, source, self.image_spec, self.max_pixels, self._size())
-        self._ready(stage)
-
     def picture_size(self) -> tuple[int, int] | None:
         """Median width and height of some training pictures before they are prepared; None where none can be read."""
         samples, found = self._samples["train"], []
@@ -133,14 +122,17 @@ class ImageData(DataOfSets):
         return width, height
 
     def _prepare(self, samples: Samples) -> InMemory | OnDemand:
-        if self._cache is not None and not isinstance(samples.items, np.ndarray) and len(samples):
-            if (cached := self._cache.rows_of(samples.items)) is not None:
+        folder, root = cache_folder(self.cache), self.cfg.data.root
+        if folder is not None and not isinstance(samples.items, np.ndarray) and len(samples):
+            source = type(self).__name__ if root is None else str(folder_of(root))
+            cache = ImageCache(folder, source, self.image_spec, self.max_pixels, self._size())
+            if (cached := cache.rows_of(samples.items)) is not None:
                 pixels, rows = cached
                 if self.in_memory:
                     return InMemory(samples, torch.from_numpy(pixels[rows]))
                 with warnings.catch_warnings(action="ignore"):  # of torch: pixels that are mapped cannot be written
                     return InMemory(samples, torch.from_numpy(pixels), torch.from_numpy(rows))
-            self._cache = None  # the log has said why, once
+            self.cache = False  # the log has said why, once
         if self.in_memory is None:
             spec = self.image_spec
             self.in_memory = self._size() * spec.channels * spec.height * spec.width <= IN_MEMORY_LIMIT

@@ -119,7 +119,7 @@ class TableData(ColumnData):
             raise DataConfigError(f"data.module.params.in_memory must be auto, true or false, not {in_memory!r}.")
         self.tables_in_memory = in_memory
         self.table_spec: TableSpec | None = None
-        self.name_files(train, validation, test)
+        self.name_files(train=train, val=validation, test=test)
         self.targets = [target] if isinstance(target, str) else list(target)
         if not self.targets:
             raise DataConfigError("data.module.params.target must name a column, or several; it is empty.")
