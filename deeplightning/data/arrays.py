@@ -7,6 +7,7 @@ N samples, C channels, T steps of a signal; the shape of one array is any, (C, â
 
 import zipfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 
 from deeplightning.array_spec import ArrayError, ArraySpec
-from deeplightning.data.columns import ColumnData, Columns, ColumnSet, Moments
+from deeplightning.data.columns import ColumnData, Columns, Moments
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, InMemory, OnDemand
 
@@ -41,23 +42,9 @@ class Arrays(Columns):
         return found
 
 
-class ArraysOnDemand(OnDemand):
-    """Arrays that are prepared when a batch asks for them, of a file that is mapped into memory."""
-
-    def __init__(self, samples: Arrays, spec: ArraySpec, others: Batch):
-        self.samples, self._array_spec, self._others = samples, spec, others  # type: ignore[assignment]
-        self.labels = others.get("label", torch.zeros(0))
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, positions: Sequence[int] | np.ndarray) -> Batch:
-        index = torch.as_tensor(positions)
-        taken = np.asarray(positions) % len(self)  # index -1 is padding: it takes the last sample
-        chosen = self.samples.columns["rows"][taken]  # type: ignore[attr-defined]
-        inputs = self._array_spec.scaled(self.samples.columns["input"][chosen])  # type: ignore[attr-defined]
-        others = {name: values[taken] for name, values in self._others.items()}
-        return {"input": torch.from_numpy(inputs), **others, "index": index}
+def _scaled(spec: ArraySpec, samples: Arrays, positions: np.ndarray) -> Batch:
+    """Return arrays of a mapped file, prepared, float32 (B, C, â€¦)."""
+    return {"input": torch.from_numpy(spec.scaled(samples.columns["input"][samples.columns["rows"][positions]]))}
 
 
 class ArrayData(ColumnData):
@@ -219,9 +206,9 @@ class ArrayData(ColumnData):
             target = target.float()
             others = {"target": target[:, 0].clone() if target.shape[1] == 1 else target}
         if 4 * int(np.prod(spec.shape)) * sum(map(len, self._samples.values())) > IN_MEMORY_LIMIT:
-            return ArraysOnDemand(samples, spec, others)
+            return OnDemand(samples, partial(_scaled, spec), others)
         try:
-            return ColumnSet(torch.from_numpy(spec.scaled(samples.inputs)), others)
+            return InMemory({"input": torch.from_numpy(spec.scaled(samples.inputs))}, others)
         except ArrayError as error:
             raise DataError(f"{self._describe()}: {error}") from error
 

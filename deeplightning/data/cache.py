@@ -37,9 +37,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -70,7 +68,7 @@ from deeplightning.data.cache_files import (
     texts,
 )
 from deeplightning.data.data_errors import DataError
-from deeplightning.data.datasets import report_messages, threads
+from deeplightning.data.datasets import in_threads, report_messages
 from deeplightning.image_spec import ImageError, ImageSpec
 
 CHECKED = 2**30
@@ -270,7 +268,10 @@ class ImageCache:
             folder.sign()
 
         try:
-            self._in_threads(missing, prepare, take)
+            step = max(1, min(64, _CHUNK // self._row))
+            chunks = (missing[start : start + step] for start in range(0, len(missing), step))
+            for chunk, contents in in_threads(lambda some: [prepare(one) for one in some], chunks):
+                take(chunk, contents)
             folder.commit()
         except OSError:
             folder.give_up(everything=len(rows) == 0)
@@ -318,29 +319,6 @@ class ImageCache:
                         for text, row, checked in zip(texts(rows["digest"]), rows["row"], expected, strict=True)
                     }
         return found
-
-    def _in_threads(
-        self,
-        positions: np.ndarray,
-        prepare: Callable[[int], _Read],
-        take: Callable[[np.ndarray, list[_Read]], None],
-    ) -> None:
-        """Reads in threads (Pillow lets others run while it decodes), and takes the results in order."""
-        step = max(1, min(64, _CHUNK // self._row))
-        count = threads()
-        waiting: deque[tuple[np.ndarray, Future[list[_Read]]]] = deque()
-        with ThreadPoolExecutor(count) as pool:
-            try:
-                for start in range(0, len(positions), step):
-                    chunk = positions[start : start + step]
-                    waiting.append((chunk, pool.submit(lambda some: [prepare(one) for one in some], chunk)))
-                    if len(waiting) > 2 * count:  # the disk may be slower than the threads
-                        take(waiting[0][0], waiting.popleft()[1].result())
-                while waiting:
-                    take(waiting[0][0], waiting.popleft()[1].result())
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
 
     def _make_room(self, folder: "CacheFolder", new: int) -> None:
         """Removes what is longest unused, so that so many rows fit.

@@ -1,17 +1,12 @@
-"""Samples as named columns, each a tensor in memory. A batch takes one indexing operation per column.
-
-N samples, B batch.
-"""
+"""Samples as named columns, with classes or with numbers to be predicted. N samples, T numbers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from deeplightning.data.datasets import Batch, InMemory
+from deeplightning.data.datasets import Batch
 from deeplightning.data.loading import DataOfSets
 
 if TYPE_CHECKING:
@@ -72,37 +67,6 @@ class Moments:
     def std(self) -> Any:
         """float64, a number or (T,)."""
         return np.sqrt(self._squares / self.count)
-
-
-class ColumnSet(InMemory):
-    """Tensors side by side.
-
-    Args:
-        inputs: what goes into the network, (N, …); gathered for each step.
-        others: further entries of a batch by name, (N, …), such as `label` or `target`.
-    """
-
-    def __init__(self, inputs: Tensor, others: Batch):
-        self.inputs, self.others = inputs, others
-        self.rows = None
-        self.on_device: Batch = {}
-        self.labels = others.get("label", inputs.new_zeros(0))
-
-    def large(self) -> Batch:
-        return {"input": self.inputs}
-
-    def small(self) -> Batch:
-        return self.others
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, positions: Sequence[int] | np.ndarray) -> Batch:
-        index = torch.as_tensor(positions)  # (B,)
-        # Index -1 is padding: the row takes the last sample, and its index marks it as not counted.
-        taken = index if positions[0] >= 0 else index + len(self)
-        columns = {"input": self.inputs, **self.others}
-        return {name: values.index_select(0, taken) for name, values in columns.items()} | {"index": index}
 
 
 class ColumnData(DataOfSets):

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -10,7 +9,7 @@ import numpy as np
 from torch import nn
 
 from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.data.datasets import Batch, Samples, report_messages, threads
+from deeplightning.data.datasets import Batch, Samples, in_threads, report_messages
 from deeplightning.data.images import ImageData, height_width
 from deeplightning.data.remote_files import folder_of
 from deeplightning.image_spec import EXTENSIONS, MAX_PIXELS, ImageError, ImageSpec, files_below
@@ -160,9 +159,7 @@ class ImageFolder(ImageData):
         trainer, bad = self.trainer, dict[str, str]()
         if trainer is None or trainer.world_size == 1 or trainer.is_global_zero:
             paths = [path for samples in found.values() for path in samples.items]
-            with ThreadPoolExecutor(threads()) as pool:
-                reasons = pool.map(self._fault_of, paths)
-                bad = {path: reason for path, reason in zip(paths, reasons, strict=True) if reason is not None}
+            bad = {path: reason for path, reason in in_threads(self._fault_of, paths) if reason is not None}
         if trainer is not None and trainer.world_size > 1:
             bad = trainer.strategy.broadcast(bad)  # else a disk that stumbles would give processes different sets
         if not bad:

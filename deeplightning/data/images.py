@@ -15,7 +15,7 @@ from torch import Generator, nn, uint8
 
 from deeplightning.data.cache import ImageCache, cache_folder
 from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.data.datasets import Batch, InMemory, OnDemand, Samples, prepare_all
+from deeplightning.data.datasets import Batch, InMemory, OnDemand, Pictures, Prepare, Samples, prepare_all
 from deeplightning.data.loading import DataOfSets, is_whole
 from deeplightning.data.remote_files import folder_of
 from deeplightning.image_spec import MAX_PIXELS, ImageSpec
@@ -69,6 +69,9 @@ class ImageData(DataOfSets):
         DataConfigError: if a value of the config is impossible. It is a ValueError.
     """
 
+    has_labels = True
+    """Whether pictures have a label; else they have a mask."""
+
     def __init__(
         self,
         cfg: "PartConfig",
@@ -93,6 +96,7 @@ class ImageData(DataOfSets):
             if not isinstance(module, nn.Module):
                 raise DataConfigError(f"data.module.params.augment[{position}] must be an nn.Module, not {module!r}.")
         self._augment = nn.Sequential(*augment)
+        self._preparing: Prepare = Pictures(image_spec, max_pixels)
 
     def example_batch(self, size: int) -> Batch:
         """A batch that is made up, to try out whether the parts of a config fit; reads no data and needs no `setup`.
@@ -122,6 +126,7 @@ class ImageData(DataOfSets):
         return width, height
 
     def _prepare(self, samples: Samples) -> InMemory | OnDemand:
+        small = {"label": torch.from_numpy(samples.labels)} if self.has_labels else {}
         folder, root = cache_folder(self.cache), self.cfg.data.root
         if folder is not None and not isinstance(samples.items, np.ndarray) and len(samples):
             source = type(self).__name__ if root is None else str(folder_of(root))
@@ -129,16 +134,17 @@ class ImageData(DataOfSets):
             if (cached := cache.rows_of(samples.items)) is not None:
                 pixels, rows = cached
                 if self.in_memory:
-                    return InMemory(samples, torch.from_numpy(pixels[rows]))
+                    return InMemory({"image": torch.from_numpy(pixels[rows])}, small, None, samples)
                 with warnings.catch_warnings(action="ignore"):  # of torch: pixels that are mapped cannot be written
-                    return InMemory(samples, torch.from_numpy(pixels), torch.from_numpy(rows))
+                    return InMemory({"image": torch.from_numpy(pixels)}, small, torch.from_numpy(rows), samples)
             self.cache = False  # the log has said why, once
         if self.in_memory is None:
             spec = self.image_spec
-            self.in_memory = self._size() * spec.channels * spec.height * spec.width <= IN_MEMORY_LIMIT
+            channels = spec.channels + (not self.has_labels)
+            self.in_memory = self._size() * channels * spec.height * spec.width <= IN_MEMORY_LIMIT
         if self.in_memory:
-            return InMemory(samples, torch.from_numpy(prepare_all(samples, self.image_spec, self.max_pixels)))
-        return OnDemand(samples, self.image_spec, self.max_pixels)
+            return InMemory(prepare_all(samples, self._preparing), small, None, samples)
+        return OnDemand(samples, self._preparing, small)
 
     def sample(self, split: str, position: int) -> dict[str, Any]:
         """The picture as the network gets it, uint8 (C, H, W), and the name of its file below `data.root`."""

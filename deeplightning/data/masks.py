@@ -13,19 +13,10 @@ import torch
 from torch import Generator, nn, uint8
 
 from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.data.datasets import Batch, InMemory, OnDemand, Samples, threads
+from deeplightning.data.datasets import Batch, Samples
 from deeplightning.data.image_folder import STATISTICS
-from deeplightning.data.images import IN_MEMORY_LIMIT, ImageData, height_width
-from deeplightning.data.masked import (
-    NO_CLASS,
-    MaskedInMemory,
-    MaskedOnDemand,
-    MaskedSamples,
-    Masks,
-    code_of,
-    prepare_masked,
-    value_of,
-)
+from deeplightning.data.images import ImageData, height_width
+from deeplightning.data.masked import NO_CLASS, MaskedSamples, Masks, code_of, value_of
 from deeplightning.data.remote_files import folder_of
 from deeplightning.image_spec import EXTENSIONS, MAX_PIXELS, ImageSpec, files_below
 
@@ -74,6 +65,8 @@ class MaskFolder(ImageData):
         values: what the pixels of class 0, 1 … hold in the files: a number from 0 to 65535 (of a palette the index), or
             a colour [red, green, blue]. With colours, a pixel of a palette is its colour. None: 0, 1, 2 …
     """
+
+    has_labels = False
 
     def __init__(
         self,
@@ -134,7 +127,7 @@ class MaskFolder(ImageData):
         self.root = folder_of(cfg.data.root)
         self.extensions = tuple(end.lower() for end in extensions)
         by_colour = any(not isinstance(value, int) for value in (*(values or ()), ignore) if value is not None)
-        self.masks = Masks(spec, max_pixels, codes, ignored, by_colour)
+        self._preparing = self.masks = Masks(spec, max_pixels, codes, ignored, by_colour)
 
     def check(self) -> None:
         if not self.root.is_dir():
@@ -213,16 +206,6 @@ class MaskFolder(ImageData):
         raise DataError(
             f"{self._describe()}: the {len(dataset)} training masks hold {only}; a training needs two or more.{ignored}"
         )
-
-    def _prepare(self, samples: Samples) -> InMemory | OnDemand:
-        assert isinstance(samples, MaskedSamples)
-        if self.in_memory is None:
-            spec = self.image_spec
-            size = self._size() * (spec.channels + 1) * spec.height * spec.width
-            self.in_memory = size <= IN_MEMORY_LIMIT
-        if self.in_memory:
-            return MaskedInMemory(samples, *prepare_masked(samples, range(len(samples)), self.masks, threads()))
-        return MaskedOnDemand(samples, self.masks)
 
     def on_after_batch_transfer(self, batch: "Mapping[str, Tensor]", dataloader_idx: int) -> object:
         """Moves the pixels of training pictures and their masks at random, on the device."""

@@ -19,13 +19,13 @@ import pyarrow as pa
 import torch
 
 from deeplightning.data.cache_files import Unusable
-from deeplightning.data.columns import ColumnData, ColumnSet, Moments
+from deeplightning.data.columns import ColumnData, Moments
 from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.data.datasets import InMemory, OnDemand
+from deeplightning.data.datasets import Batch, InMemory, OnDemand
 from deeplightning.data.gpu_cache import free_memory
 from deeplightning.data.splits import deal
 from deeplightning.data.table_files import TableFile
-from deeplightning.data.table_rows import CHUNK, Rows, StoredRows, StoredSet, check_parts
+from deeplightning.data.table_rows import CHUNK, Rows, StoredRows, check_parts, encoded, numbers_of
 from deeplightning.data.table_store import stored
 from deeplightning.table_spec import DELIMITERS, MISSING, Column, TableError, TableFormat, TableSpec, Words
 
@@ -380,20 +380,19 @@ class TableData(ColumnData):
         assert spec is not None, "`setup` has read the rows"
         try:
             if isinstance(samples, Rows):
-                return ColumnSet(torch.from_numpy(spec.encode(samples.columns)), self._targets(samples))
+                small = self._labels_of(samples.columns[self.targets[0]]) or numbers_of(self.targets, samples)
+                return InMemory({"input": torch.from_numpy(spec.encode(samples.columns))}, small)
             check_parts(spec, samples)
         except TableError as error:
             raise DataError(
                 f"{self._describe()}: {error}. data.module.params.missing=fill and unknown=other say what to do with "
                 "such values."
             ) from error
-        target = samples.column(self.targets[0])
-        labels = self._classes(target) if isinstance(target, Words) else None
-        return StoredSet(samples, spec, labels, partial(_numbers, self.targets))
+        targets = () if self.class_names else self.targets
+        return OnDemand(samples, partial(encoded, spec, targets), self._labels_of(samples.column(self.targets[0])))
 
-    def _targets(self, samples: Rows) -> dict[str, torch.Tensor]:
-        target = samples.columns[self.targets[0]]
-        return {"label": self._classes(target)} if isinstance(target, Words) else _numbers(self.targets, samples)
+    def _labels_of(self, target: "np.ndarray | Words") -> Batch:
+        return {"label": self._classes(target)} if isinstance(target, Words) else {}
 
     def _classes(self, target: Words) -> torch.Tensor:
         """int64 (N,)"""
@@ -423,12 +422,6 @@ class TableData(ColumnData):
                     row[column.name] = None if math.isnan(values[position]) else float(values[position])
             rows.append(json.dumps(row))
         return {"rows": np.array(rows)}
-
-
-def _numbers(targets: Sequence[str], rows: Rows) -> dict[str, torch.Tensor]:
-    """The numbers to be predicted, float32 (N,) or (N, T)."""
-    values = np.stack([rows.columns[name] for name in targets], 1).astype(np.float32)
-    return {"target": torch.from_numpy(values[:, 0].copy() if values.shape[1] == 1 else values)}
 
 
 def _natural(word: str) -> tuple[int, float, str]:

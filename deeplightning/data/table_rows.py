@@ -3,14 +3,14 @@
 N rows, B batch, F columns that the network takes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from deeplightning.data.columns import Columns
-from deeplightning.data.datasets import Batch, OnDemand
+from deeplightning.data.datasets import Batch
 from deeplightning.data.table_store import TableStore
 from deeplightning.table_spec import Fault, TableError, TableSpec, Words
 
@@ -92,33 +92,15 @@ def check_parts(spec: TableSpec, rows: StoredRows) -> None:
             raise TableError(found[column.name].text(column.name, len(rows)))
 
 
-class StoredSet(OnDemand):
-    """Rows that are read and prepared when a batch asks for them.
+def encoded(spec: TableSpec, targets: Sequence[str], rows: StoredRows, positions: np.ndarray) -> Batch:
+    """Return rows as a network takes them, float32 (B, F), with the numbers to be predicted."""
+    part = rows.load(positions)
+    return {"input": torch.from_numpy(spec.encode(part.columns)), **numbers_of(targets, part)}
 
-    Args:
-        rows: all of the set.
-        spec: prepares them.
-        labels: the class of each, int64 (N,); None: `targets` makes further entries of a batch.
-        targets: called with the rows of a batch.
-    """
 
-    def __init__(
-        self,
-        rows: StoredRows,
-        spec: TableSpec,
-        labels: torch.Tensor | None,
-        targets: Callable[[Rows], Batch],
-    ):
-        self.samples = rows  # type: ignore[assignment]
-        self.labels = torch.zeros(0) if labels is None else labels
-        self._table_spec, self._targets = spec, targets
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, positions: Sequence[int] | np.ndarray) -> Batch:
-        index = torch.as_tensor(positions)
-        taken = np.asarray(positions) % len(self)  # index -1 is padding: it takes the last sample
-        rows: Rows = self.samples.load(taken)  # type: ignore[attr-defined]
-        others = {"label": self.labels[taken]} if len(self.labels) else self._targets(rows)
-        return {"input": torch.from_numpy(self._table_spec.encode(rows.columns)), **others, "index": index}
+def numbers_of(targets: Sequence[str], rows: Rows) -> Batch:
+    """Return the numbers to be predicted, float32 (N,) or (N, T); no targets: nothing."""
+    if not targets:
+        return {}
+    values = np.stack([rows.columns[name] for name in targets], 1).astype(np.float32)
+    return {"target": torch.from_numpy(values[:, 0].copy() if values.shape[1] == 1 else values)}

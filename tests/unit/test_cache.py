@@ -900,7 +900,7 @@ def test_an_impossible_place(value):
 def test_a_gpu(root, monkeypatch):
     """Batches for one are pinned unless the config says otherwise; `in_memory: device` makes them there. The GPU is
     torch's "meta" device, which has shapes and no values."""
-    assert ready(root, in_memory="device").train_dataloader().dataset.pixels.device.type == "cpu"
+    assert ready(root, in_memory="device").train_dataloader().dataset.large["image"].device.type == "cpu"
     module = ready(root)
     assert module.train_dataloader().pin_memory is False
     monkeypatch.setattr(ImageData, "_gpu", lambda self: torch.device("meta"))
@@ -914,4 +914,4 @@ def test_a_gpu(root, monkeypatch):
     batch = next(iter(loader))
     assert {values.device.type for values in batch.values()} == {"meta"}
     assert [tuple(batch[name].shape) for name in ("image", "label", "index")] == [(8, 3, 8, 8), (8,), (8,)]
-    assert module.dataset("val").pixels.device.type == "cpu"
+    assert module.dataset("val").large["image"].device.type == "cpu"

@@ -17,8 +17,8 @@ from pyarrow import parquet
 from deeplightning.data import table, table_rows, table_store
 from deeplightning.data.columns import Moments
 from deeplightning.data.data_errors import DataConfigError, DataError
+from deeplightning.data.datasets import OnDemand
 from deeplightning.data.table import TableData
-from deeplightning.data.table_rows import StoredSet
 
 ROWS = 24_000  # of `place`: 1.5 MB, which pyarrow reads in two parts
 HEADER = ["age", "weight", "city", "new", "customer", "part", "day", "price", "kind"]
@@ -113,8 +113,8 @@ def test_both_ways_give_the_same(params, place, small):
     """Spec, classes, statistics of targets, splits, batches and examples of a table on the disk are those of the same
     table in memory, bit by bit, by each way to divide it."""
     wanted, found = ready(place, True, **params), ready(place, False, **params)
-    assert not isinstance(wanted.dataset("train"), StoredSet)
-    assert isinstance(found.dataset("train"), StoredSet)
+    assert not isinstance(wanted.dataset("train"), OnDemand)
+    assert isinstance(found.dataset("train"), OnDemand)
     assert found.table_spec == wanted.table_spec
     for name in ("class_names", "target_names", "target_mean", "target_std"):
         assert getattr(found, name) == getattr(wanted, name)
@@ -216,14 +216,14 @@ def test_mean_and_deviation_of_parts():
 def test_memory_decides(free, is_stored, place, monkeypatch):
     """A table goes to the disk where it would take more memory than is free, of all processes together."""
     monkeypatch.setattr(table, "free_memory", lambda: free)
-    assert isinstance(ready(place, "auto", "test").dataset("test"), StoredSet) is is_stored
+    assert isinstance(ready(place, "auto", "test").dataset("test"), OnDemand) is is_stored
 
 
 def test_without_a_cache(place, monkeypatch, caplog):
     """`auto` reads into memory what cannot be kept on the disk, with a warning; `false` ends with the reason."""
     monkeypatch.setenv("DEEPLIGHTNING_CACHE", "off")
     monkeypatch.setattr(table, "free_memory", lambda: 2**20)
-    assert not isinstance(ready(place, "auto", "test").dataset("test"), StoredSet)
+    assert not isinstance(ready(place, "auto", "test").dataset("test"), OnDemand)
     assert "are free. It cannot be kept on the disk: DEEPLIGHTNING_CACHE is off" in caplog.text
     with pytest.raises(DataError, match="cannot be kept on the disk: DEEPLIGHTNING_CACHE is off") as caught:
         ready(place, False)

@@ -20,7 +20,7 @@ from torch import nn
 
 from deeplightning.address import is_address, shown
 from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.data.datasets import OnDemand, report_messages
+from deeplightning.data.datasets import report_messages
 from deeplightning.data.image_folder import STATISTICS
 from deeplightning.data.images import ImageData, height_width
 from deeplightning.data.loading import is_whole
@@ -308,9 +308,6 @@ class Shards(ImageData):
             log.warning("Skipped %d samples, which cannot be used: %s%s", len(skipped), ", ".join(skipped[:20]), more)
 
     # ---- batches
-
-    def _prepare(self, samples: Any) -> OnDemand:
-        return OnDemand(samples, self.image_spec, self.max_pixels)
 
     def _train_sampler(self) -> BatchIndices:
         if self._has_own_order:
