@@ -1,7 +1,6 @@
 """Samples as named columns, with classes or with numbers to be predicted. N samples, T numbers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,27 +10,6 @@ from deeplightning.data.loading import DataOfSets
 
 if TYPE_CHECKING:
     from deeplightning.config.part_config import PartConfig
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Samples before they are prepared.
-
-    Attributes:
-        columns: by name, anything that `take` of a subclass divides; here arrays (N, …).
-        labels: int64 (N,), by which the samples are divided evenly.
-    """
-
-    columns: dict[str, Any]
-    labels: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def take(self, positions: np.ndarray) -> "Columns":
-        """The samples at these positions, int (n,), in this order."""
-        columns = {name: column[positions] for name, column in self.columns.items()}
-        return type(self)(columns, self.labels[positions])
 
 
 class Moments:

@@ -133,7 +133,7 @@ def test_loader_workers_map_the_same_file(place):
     found = ready(place, False, stage="validate", num_workers=1)
     wanted = ready(place, True, stage="validate")
     assert as_bytes(batches(found, ["val"])) == as_bytes(batches(wanted, ["val"]))
-    assert len(pickle.dumps(found.dataset("val").samples.store)) < 1000
+    assert len(pickle.dumps(found.dataset("val").samples.table)) < 1000
 
 
 def broken(path, at, column, value, keep):
@@ -348,7 +348,7 @@ def test_the_longest_unused_makes_room(place, cache, monkeypatch):
     """Where the limit does not allow another table, the one that was not used for longest goes, and none in use."""
     first = ready(place, False, "test", only=["age"])
     second = ready(place, False, "test", only=["weight"])
-    one, two = (module._samples["test"].store.path for module in (first, second))
+    one, two = (module._samples["test"].table.path for module in (first, second))
     size = sum(file.stat().st_size for file in one.iterdir())
     monkeypatch.setenv("DEEPLIGHTNING_CACHE_LIMIT", str(2.5 * size / 2**30))
     os.utime(one / "numbers", (1, 1))
