@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 IN_MEMORY_LIMIT = 2**30
 """Bytes of prepared images, all splits together, up to which they are held in memory: per process, 1 GiB."""
 
+_STATISTICS = {"RGB": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), "L": ((0.449,), (0.226,))}
+
 SIZED = 64
 """Training pictures that are looked at for their usual size."""
 
@@ -186,3 +188,32 @@ def height_width(image_size: int | Sequence[int]) -> tuple[int, int]:
             f"not {image_size!r}."
         )
     return sides[0], sides[1]
+
+
+def picture_spec(
+    image_size: int | Sequence[int],
+    mode: str,
+    resize: str,
+    mean: Sequence[float] | None,
+    std: Sequence[float] | None,
+) -> ImageSpec:
+    """Return how pictures are prepared, by values of a config; mean and deviation that are None are ImageNet's, as
+    pretrained networks expect, of grey pictures their averages.
+
+    Raises:
+        DataConfigError: if a value is impossible.
+    """
+    usual = _STATISTICS.get(mode, ((), ()))
+    means, deviations = usual[0] if mean is None else tuple(mean), usual[1] if std is None else tuple(std)
+    return ImageSpec(*height_width(image_size), mode, resize, means, deviations)  # type: ignore[arg-type]
+
+
+def endings(extensions: Sequence[str]) -> tuple[str, ...]:
+    """Return the endings of files, such as .jpg, in lower case.
+
+    Raises:
+        DataConfigError: if they are no list of endings.
+    """
+    if isinstance(extensions, str) or not all(isinstance(end, str) and end.startswith(".") for end in extensions):
+        raise DataConfigError(f'data.module.params.extensions must be a list like [".jpg"], not {extensions!r}.')
+    return tuple(end.lower() for end in extensions)

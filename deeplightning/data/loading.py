@@ -118,12 +118,24 @@ class DataOfSets(pl.LightningDataModule):
             DataConfigError: `data.root` is null.
         """
         given = {key: name for key, name in names.items() if name is not None}
-        if given and self.cfg.data.root is None:
-            file = next(iter(given.values()))
-            raise DataConfigError(f"data.root is null, but {type(self).__name__} needs the folder with {file}.")
-        self.root = folder_of(self.cfg.data.root or ".", [*given.values()])
+        files = [*given.values()]
+        self.root = self.root_folder(files[0], files) if files else folder_of(self.cfg.data.root or ".")
         self._named = {key: self.root / name for key, name in given.items()}
         self.files = {key: path for key, path in self._named.items() if key in SPLITS[None]}
+
+    def root_folder(self, content: str, files: Sequence[str] = ()) -> Path:
+        """Return the local folder of `data.root`.
+
+        Args:
+            content: what it has to hold, in words.
+            files: those that are copied if it is an address; none: all.
+
+        Raises:
+            DataConfigError: `data.root` is null.
+        """
+        if self.cfg.data.root is None:
+            raise DataConfigError(f"data.root is null, but {type(self).__name__} needs the folder with {content}.")
+        return folder_of(self.cfg.data.root, files)
 
     def check(self) -> None:
         """Check that the files exist, without reading or writing any.

@@ -14,11 +14,9 @@ from torch import Generator, nn, uint8
 
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, Samples
-from deeplightning.data.image_folder import STATISTICS
-from deeplightning.data.images import ImageData, height_width
+from deeplightning.data.images import ImageData, endings, picture_spec
 from deeplightning.data.masked import NO_CLASS, MaskedSamples, Masks, code_of, value_of
-from deeplightning.data.remote_files import folder_of
-from deeplightning.image_spec import EXTENSIONS, MAX_PIXELS, ImageSpec, files_below
+from deeplightning.image_spec import EXTENSIONS, MAX_PIXELS, files_below
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -85,14 +83,7 @@ class MaskFolder(ImageData):
         limit: int | None = None,
         values: Sequence[int | Sequence[int]] | None = None,
     ):
-        usual = STATISTICS.get(mode, ((), ()))
-        spec = ImageSpec(
-            *height_width(image_size),
-            mode=mode,
-            resize=resize,
-            mean=usual[0] if mean is None else tuple(mean),
-            std=usual[1] if std is None else tuple(std),
-        )
+        spec = picture_spec(image_size, mode, resize, mean, std)
         options: dict[str, Any] = {"augment": augment, "in_memory": in_memory, "limit": limit, "max_pixels": max_pixels}
         super().__init__(cfg, spec, **options, cache=False)
         names = [] if isinstance(class_names, str) else list(class_names)
@@ -117,15 +108,9 @@ class MaskFolder(ImageData):
                 f"data.module.params.ignore must be null or a value that is no class, not {ignore!r}, the value of "
                 f"{names[codes.index(ignored)]}."
             )
-        if isinstance(extensions, str) or not all(isinstance(end, str) and end.startswith(".") for end in extensions):
-            raise DataConfigError(f'data.module.params.extensions must be a list like [".jpg"], not {extensions!r}.')
-        if cfg.data.root is None:
-            raise DataConfigError(
-                f"data.root is null, but {type(self).__name__} needs a folder: the one that holds images and masks."
-            )
         self.class_names = names
-        self.root = folder_of(cfg.data.root)
-        self.extensions = tuple(end.lower() for end in extensions)
+        self.root = self.root_folder("images and masks")
+        self.extensions = endings(extensions)
         by_colour = any(not isinstance(value, int) for value in (*(values or ()), ignore) if value is not None)
         self._preparing = self.masks = Masks(spec, max_pixels, codes, ignored, by_colour)
 

@@ -63,7 +63,8 @@ class OfDatasets(DataOfSets):
         self._collate = collate
         for name, methods in (("val", ["val_dataloader"]), ("test", ["test_dataloader", "predict_dataloader"])):
             for method in methods if name not in self._samples else ():
-                setattr(self, method, getattr(super(DataOfSets, self), method))  # where a method is, Lightning asks for its set
+                # Lightning asks for the set of each method that differs from its own.
+                setattr(self, method, getattr(super(DataOfSets, self), method))
 
     def setup(self, stage: str | None = None) -> None:
         if stage == "fit":
