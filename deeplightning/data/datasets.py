@@ -318,7 +318,7 @@ class Pictures:
         """
         spec = self.spec
         if isinstance(getattr(samples, "items", None), np.ndarray):
-            pixels = samples.items[positions]  # type: ignore[index]
+            pixels = samples.items[positions]  # type: ignore[call-overload]
             pixels = pixels if pixels.ndim == 4 else pixels[..., None]  # (B, H', W', C')
             if pixels.shape[1:] == (spec.height, spec.width, spec.channels):
                 return {"image": torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)))}

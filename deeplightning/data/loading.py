@@ -121,7 +121,7 @@ class DataOfSets(pl.LightningDataModule):
         files = [*given.values()]
         self.root = self.root_folder(files[0], files) if files else folder_of(self.cfg.data.root or ".")
         self._named = {key: self.root / name for key, name in given.items()}
-        self.files = {key: path for key, path in self._named.items() if key in SPLITS[None]}
+        self.files: Any = {key: path for key, path in self._named.items() if key in SPLITS[None]}
 
     def root_folder(self, content: str, files: Sequence[str] = ()) -> Path:
         """Return the local folder of `data.root`.
@@ -172,8 +172,8 @@ class DataOfSets(pl.LightningDataModule):
     def _describe(self) -> str:
         return type(self).__name__
 
-    def _found(self) -> dict[str, object]:
-        """What `read` finds.
+    def _found(self) -> dict[str, Any]:
+        """Return what `read` finds.
 
         Raises:
             DataError: the data are not there or damaged.

@@ -58,7 +58,7 @@ _TAG = """Signature: 8a477f597d28d172789f06886806bc55
 
 log = logging.getLogger("deeplightning.data")
 
-Part = Mapping[str, "np.ndarray | Words"]
+Part = Mapping[str, Any]
 """Some rows that follow each other, by column: float64 (n,), or words."""
 
 
