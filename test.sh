@@ -3,8 +3,9 @@
 #   --quick  format, lint, types, and the tests of tests/unit and plugins/ but those that train: one minute
 #            and these, and the journeys (tests/journeys.txt), a test or more of each public promise: at most 6 minutes
 #   --full   every test but the slow ones: about 30 minutes; CI runs this
-#   --all    the slow ones too, among them the trainings of plug-ins, manual and examples, a minute of the storm, and
-#            the unit tests with the lowest releases that pyproject.toml allows: about 90 minutes
+#   --all    the slow ones too, among them the trainings of plug-ins, manual and examples, a minute of the storm, the
+#            unit tests and the journeys without the plug-ins, and the unit tests with the lowest releases that
+#            pyproject.toml allows: about 100 minutes
 # Where the arguments name files of tests, these run and no others.
 # bash test.sh --gpu [arguments of pytest] runs what is about GPUs instead, in at most 8 minutes: benchmarks/gpu.py.
 # bash test.sh --docs builds the site of the manual in dist/site and runs the tests of the manual, in 1 minute. The first
@@ -87,7 +88,22 @@ check pytest -n logical --maxprocesses 4 --dist "$distribution" "${marked[@]}" "
 types=$(cat <&3)
 printf '\n$ mypy\n%s\n' "${types%$'\n'*}"
 [ "${types##*$'\n'}" = "exit code 0" ] || failed+=" mypy"
+# Makes an environment in folder $1 that has the packages of .venv but the plug-ins.
+without_plugins() {
+    local packages site
+    packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') &&
+        "$python" -m venv --without-pip "$1" && site=$(echo "$1"/lib/python*/site-packages) &&
+        ln -s "$packages"/* "$site" && rm "$site"/*deeplightning_*
+}
+
 if [ "$size" = all ] && [ -z "$named" ]; then
+    core=$(mktemp -d)
+    without_plugins "$core" || failed+=" core"
+    mapfile -t journeys < <(listed tests/journeys.txt)
+    printf '\n$ pytest, without the plug-ins\n'
+    "$core/bin/python" -m pytest -n logical --maxprocesses 4 --dist loadfile -m "not slow" tests/unit "${journeys[@]}" ||
+        failed+=" core"
+    rm -r "$core"
     printf '\n$ tests/storm\n'
     "$python" tests/storm --minutes 1 || failed+=" storm"
     printf '\n$ tools/raise_bounds.sh lowest\n'

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from deeplightning import transfer
 from deeplightning.task.classes import Classification
 from deeplightning.task.pixel_input import ImageTask
+from deeplightning.task.sheets import keep_best
 from deeplightning.task.task_errors import MisfitError
 
 if TYPE_CHECKING:
@@ -69,12 +70,7 @@ class ImageClassification(Classification, ImageTask):
         if may_look and sheet is not None and len(sheet["worth"]) == SHOWN and worth.max() <= sheet["worth"].min():
             return  # as most batches: none of these is worth more
         found = {"image": images, "label": labels, "predicted": predicted, "p": probability, "worth": worth}
-        for kept in (None, sheet):
-            if kept is not None:
-                found = {name: torch.cat([kept[name], column]) for name, column in found.items()}
-            best = found["worth"].topk(min(SHOWN, len(found["worth"]))).indices
-            found = {name: column[best] for name, column in found.items()}
-        self._sheet = found
+        self._sheet = keep_best(sheet, found, SHOWN)
 
     def pictures(self, stage: str) -> dict[str, Any]:
         """Those of every classification, and a sheet of samples."""

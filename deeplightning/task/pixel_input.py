@@ -3,7 +3,7 @@
 Shapes: B batch, C channels, H height, W width.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +40,9 @@ class ImageTask(Supervised):
     """A task whose inputs are pictures, `image` uint8 (B, C, H, W) in each batch.
 
     The data module says how its pixels are normalised (`image_spec`) and what the classes are called (`class_names`,
-    where it has such); both travel in the checkpoint. Without an `image_spec`, validation batches of one size and of
-    floats from 0 to 1, as torchvision's ToTensor gives, are pictures that are not normalised.
+    where it has such); both travel in the checkpoint. Without an `image_spec`, pixels of 8 bits are divided by 255, and
+    validation batches of one size, of 8 bits or of floats from 0 to 1, as torchvision's ToTensor gives, are pictures
+    that are not normalised.
     """
 
     input_name = "image"
@@ -70,16 +71,23 @@ class ImageTask(Supervised):
         return super().forward(self.normalised(images))
 
     def normalised(self, images: Tensor) -> Tensor:
-        """Pictures as the network takes them: uint8 (B, C, H, W) as floats; floats as they are.
+        """Return pictures as the network takes them: uint8 (B, C, H, W) as floats; floats as they are.
 
         Raises:
-            MisfitError: the data module does not say how.
+            MisfitError: the data module does not say how, and they are neither grey nor RGB.
         """
         if images.dtype != torch.uint8:
             return images
         if self.normalise is None:
-            raise MisfitError("the data gives uint8 pictures, and its data module no `image_spec` to normalise them by")
-        return self.normalise(images)
+            self._inferred = _plain_spec(images)
+            if self._inferred is None:
+                raise MisfitError(
+                    f"the data gives uint8 batches {tuple(images.shape)}, and its data module no `image_spec`; "
+                    "pictures (B, 1, H, W) and (B, 3, H, W) need none. Give floats, or add the `image_spec`"
+                )
+            self._describe(self._inferred, self.class_names)
+            cast(nn.Module, self.normalise).to(images.device, self.dtype)  # type: ignore[arg-type]
+        return cast(Tensor, cast(nn.Module, self.normalise)(images))
 
     def try_out(self, network: nn.Module) -> None:
         """Passes a black picture through.
@@ -95,12 +103,10 @@ class ImageTask(Supervised):
         self.check_outputs(try_network(network, torch.zeros(shape), refusal))
 
     def take_form(self, inputs: Tensor, outputs: Any) -> None:
-        """Take the size of float pictures that the data module does not describe."""
+        """Take the size of pictures that the data module does not describe."""
         if not (self._may_infer and self.image_spec is self._inferred and len(inputs)):
             return
-        mode = {channels: mode for mode, channels in MODES.items()}.get(inputs.shape[1])
-        is_picture = mode is not None and inputs.ndim == 4 and inputs.is_floating_point()
-        spec = ImageSpec(inputs.shape[2], inputs.shape[3], str(mode)) if is_picture else None
+        spec = _plain_spec(inputs)
         if self._inferred is None and spec is not None and inputs.min() >= 0 and inputs.max() <= 1:
             self._describe(spec, self.class_names)
             self._inferred = spec
@@ -116,3 +122,10 @@ class ImageTask(Supervised):
         if self.image_spec is None:
             self._describe(ImageSpec.from_dict(saved["image_spec"]), saved["class_names"])
             self._inferred = self.image_spec
+
+
+def _plain_spec(images: Tensor) -> ImageSpec | None:
+    """Return how a picture becomes an input of a batch's size without normalisation; None: these are no pictures."""
+    mode = {channels: mode for mode, channels in MODES.items()}.get(images.shape[1]) if images.ndim == 4 else None
+    is_picture = mode is not None and (images.dtype == torch.uint8 or images.is_floating_point())
+    return ImageSpec(images.shape[2], images.shape[3], str(mode)) if is_picture else None

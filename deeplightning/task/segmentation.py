@@ -13,6 +13,7 @@ from torchmetrics import Metric
 from deeplightning.task.img_classif import Classifier
 from deeplightning.task.outputs import refusal
 from deeplightning.task.pixel_input import ImageTask
+from deeplightning.task.sheets import keep_best
 from deeplightning.task.supervised import Batch
 from deeplightning.task.task_errors import LabelError, MisfitError
 
@@ -50,7 +51,7 @@ class Segmentation(ImageTask):
 
     def __init__(self, cfg: "PartConfig"):
         super().__init__(cfg)
-        self._sheet: list[Tensor] = []
+        self._sheet: dict[str, Tensor] | None = None
         self._classes = 0  # of the network
 
     def truth(self, batch: Batch) -> Tensor:
@@ -105,30 +106,28 @@ class Segmentation(ImageTask):
     # ---- pictures
 
     def on_validation_epoch_start(self) -> None:
-        self._sheet = []
+        self._sheet = None
 
     def remember(self, inputs: Tensor, outputs: Tensor, truth: Tensor) -> None:
         """Keeps the pictures of this process with the smallest share of right pixels."""
         answered = outputs.argmax(1)
         counts = truth >= 0
         right = ((answered == truth) & counts).flatten(1).sum(1) / counts.flatten(1).sum(1).clamp(min=1)  # (B,)
-        found = [right, inputs, truth, answered]
-        for kept in ([], self._sheet):
-            found = [torch.cat([old, new]) for old, new in zip(kept, found, strict=True)] if kept else found
-            worst = found[0].topk(min(SHOWN, len(found[0])), largest=False).indices
-            found = [column[worst] for column in found]
-        self._sheet = found
+        self._sheet = keep_best(
+            self._sheet, {"image": inputs, "truth": truth, "answered": answered, "worth": -right}, SHOWN
+        )
 
     def pictures(self, stage: str) -> dict[str, Any]:
         """Up to eight pictures of the last validation, the least right first: as they are, with their true classes laid
         over them, with the predicted ones."""
-        if stage != "val" or not self._sheet or not len(self._sheet[0]) or not self.trainer.is_global_zero:
+        if stage != "val" or not self._sheet or not len(self._sheet["worth"]) or not self.trainer.is_global_zero:
             return {}
         from deeplightning.figures import mask_overlays  # most processes and verbs draw nothing
 
-        right, images, truth, answered = (column.cpu().numpy() for column in self._sheet)
+        columns = {name: column.cpu().numpy() for name, column in self._sheet.items()}
+        images, truth, answered = columns["image"].transpose(0, 2, 3, 1), columns["truth"], columns["answered"]
         names = self.class_names or [str(number) for number in range(self._classes)]
-        return {"val_segmentation": mask_overlays.overlays(images.transpose(0, 2, 3, 1), truth, answered, names, right)}
+        return {"val_segmentation": mask_overlays.overlays(images, truth, answered, names, -columns["worth"])}
 
     # ---- export
 

@@ -22,6 +22,24 @@ def sheet(images: Tensor, columns: int = 4) -> Tensor:
     return torch.cat([torch.cat(list(row), dim=2) for row in images.split(columns)], dim=1)
 
 
+def keep_best(kept: dict[str, Tensor] | None, found: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+    """Return the `count` samples that are worth most, of those kept before and of a batch; a batch whose pictures have
+    another size than those kept is left out.
+
+    Args:
+        kept: columns by name, each of n samples: `worth` (n,), `image` (n, C, H, W) and others. None: a first batch.
+        found: the columns of the batch.
+    """
+    if kept is not None and kept["image"].shape[1:] != found["image"].shape[1:]:
+        return kept
+    for before in (None, kept):  # first of the batch alone, which is large
+        if before is not None:
+            found = {name: torch.cat([before[name], column]) for name, column in found.items()}
+        best = found["worth"].topk(min(count, len(found["worth"]))).indices
+        found = {name: column[best] for name, column in found.items()}
+    return found
+
+
 def epoch_suffix(task: "pl.LightningModule") -> str:
     """`_E` for the names of an epoch's pictures, E padded to the width of the epoch count; "" outside a training."""
     if task.trainer.state.fn != "fit":

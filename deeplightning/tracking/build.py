@@ -153,7 +153,7 @@ def _steps_there(client: "MlflowClient", run: "mlflow.entities.Run") -> dict[str
 
 
 def open_runs(loggers: Iterable[Any], targets: Iterable[Target]) -> None:
-    """Have each logger open its run, in which it passes the rest of its params on.
+    """Have each logger that has an `experiment` open its run, in which it passes the rest of its params on.
 
     Args:
         targets: what the loggers were built from.
@@ -163,7 +163,7 @@ def open_runs(loggers: Iterable[Any], targets: Iterable[Target]) -> None:
     """
     for logger, target in zip(loggers, targets, strict=True):
         try:
-            _ = logger.experiment
+            getattr(logger, "experiment", None)  # Lightning's Logger does not ask for one
         except TypeError as error:
             if "unexpected keyword argument" not in str(error):
                 raise

@@ -76,6 +76,19 @@ class Loaders(pl.LightningDataModule):
     val_dataloader = train_dataloader
 
 
+class Batches(pl.LightningDataModule):
+    """Batches that are made already."""
+
+    def __init__(self, batches: list[Any]):
+        super().__init__()
+        self.batches = batches
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.batches, batch_size=None)
+
+    val_dataloader = train_dataloader
+
+
 @pytest.fixture
 def learn(fit):
     """`learn(kind, data)` trains a built-in task for an epoch, and gives a Fitted."""
@@ -123,6 +136,40 @@ def test_a_checkpoint_has_the_shape_of_inputs_that_the_data_module_does_not_desc
     fresh.on_load_checkpoint(torch.load(trained.folder / "last.ckpt", weights_only=True))
     assert (fresh.image_spec if kind == "segmentation" else fresh.row_spec) == spec
     assert fresh.class_names == names
+
+
+def test_pixels_of_8_bits_are_divided_by_255(learn):
+    """Like torchvision's ToTensor does; the run has a bundle."""
+    inputs, mask = columns("segmentation")
+    pixels = (inputs.sigmoid() * 255).byte()
+    data = {"as pixels": pixels, "as floats": pixels / 255}
+    found = {name: learn("segmentation", lambda cfg, x=x: Loaders(TensorDataset(x, mask))) for name, x in data.items()}
+    torch.testing.assert_close(weights(found["as pixels"]), weights(found["as floats"]), rtol=0, atol=0)
+    assert found["as pixels"].task.image_spec == ImageSpec(4, 4, "L")
+    assert is_servable(found["as pixels"].task)
+
+
+def test_pixels_of_8_bits_that_are_no_pictures_are_refused(learn):
+    with pytest.raises(
+        MisfitError, match=r"uint8 batches \(8, 2, 4, 4\), and its data module no `image_spec`; pictures"
+    ):
+        learn(
+            "segmentation",
+            lambda cfg: Loaders(TensorDataset(torch.zeros(24, 2, 4, 4).byte(), columns("segmentation")[1])),
+        )
+
+
+def test_pictures_of_several_sizes_are_validated(learn):
+    """Each batch has one size; the sheet of the worst pictures has those of the first batch's."""
+    inputs, mask = columns("segmentation")
+    sizes = [4, 4, 6]
+    batches = [
+        (inputs[:8].sigmoid().repeat(1, 1, 2, 2)[..., :n, :n], mask[:8].repeat(1, 2, 2)[..., :n, :n]) for n in sizes
+    ]
+    learned = learn("segmentation", lambda cfg: Batches(batches))
+    assert len(learned.series("val_iou")) == 1
+    assert learned.task.pictures("val")["val_segmentation"]
+    assert not is_servable(learned.task)
 
 
 def test_normalised_pictures_are_trained_and_not_served(learn):

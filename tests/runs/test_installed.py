@@ -59,32 +59,38 @@ def installed(wheel, tmp_path_factory):
     uv = shutil.which("uv", path=str(Path(sys.executable).parent)) or shutil.which("uv")
     assert uv, "uv is among the packages of the tests"
     python = place / "bin" / "python"
-    for words in (
-        ["venv", "--offline", "--python", sys.executable, str(place)],
-        ["pip", "install", "--offline", "--no-deps", "--python", str(python), str(wheel)],
-    ):
-        done = subprocess.run([uv, *words], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+    done = subprocess.run([uv, "venv", "--offline", "--python", sys.executable, place], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     site = place / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
     # A path in a .pth file is looked into last, and the .pth files in it are not read: not that of an editable clone.
-    (site / "shared.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
+    shared = tmp_path_factory.mktemp("packages of others")
+    for folder in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        for path in Path(folder).iterdir():
+            if not path.name.startswith("deeplightning"):
+                (shared / path.name).symlink_to(path)
+    (site / "shared.pth").write_text(str(shared))
     env = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
 
     class Installed:
         command = str(place / "bin" / "deeplightning")
 
-        def __call__(self, *words, cwd, **variables):
+        def __call__(self, *words, cwd, code=0, **variables):
             done = subprocess.run(
                 [self.command, *words], cwd=cwd, env=env | variables, capture_output=True, text=True, timeout=LONGEST
             )
-            assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-            return done.stdout
+            assert done.returncode == code, f"{done.stdout}\n{done.stderr}"
+            return done.stderr if code else done.stdout
+
+        def add(self, wheel):
+            words = [uv, "pip", "install", "--offline", "--no-deps", "--python", str(python), str(wheel)]
+            assert subprocess.run(words).returncode == 0
 
         def start(self, *words, cwd):
             return subprocess.Popen(
                 [self.command, *words], cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
             )
 
+    Installed().add(wheel)
     where = subprocess.run(
         [python, "-c", "import deeplightning, serve; print(deeplightning.__file__, serve.__file__, sep='\\n')"],
         cwd=place,
@@ -155,3 +161,23 @@ def test_an_example_trains_where_it_is(installed, tmp_path):
     with zipfile.ZipFile(run / "code.zip") as code:
         assert {"own_data.py", "own_network.py", "own_loss.py"} <= {Path(name).name for name in code.namelist()}
     assert [path.name for path in tmp_path.iterdir()] == ["mlruns"]
+
+
+SEARCH = """\
+_base_: config.yaml
+tune: {metric: val_acc, num_trials: 2, space: {model.optimizer.params.lr: {log_uniform: [0.001, 0.1]}}}
+"""
+
+
+def test_a_verb_of_a_plugin_works_when_its_wheel_is_installed(installed, tmp_path):
+    """Before, the verb, and a section of a config that it reads, are answered with the command that installs it."""
+    installed("init", "p", "--kind", "table", cwd=tmp_path)
+    project = tmp_path / "p"
+    (project / "search.yaml").write_text(SEARCH)
+    for words in (["tune", "search.yaml"], ["check", "search.yaml"]):
+        assert "`tune` is a plug-in: pip install deeplightning[tune]" in installed(*words, cwd=project, code=3)
+    (wheel,) = WheelBuilder(str(ROOT / "plugins" / "deeplightning-tune")).build(
+        directory=str(tmp_path), versions=["standard"]
+    )
+    installed.add(wheel)
+    assert "best" in installed("tune", "search.yaml", *SHORT[:1], cwd=project)

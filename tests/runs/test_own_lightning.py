@@ -15,6 +15,7 @@ OWN = """\
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.cli import OptimizerCallable
+from pytorch_lightning.loggers import Logger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
@@ -37,6 +38,17 @@ class Points(pl.LightningDataModule):
 
     def test_dataloader(self):
         return DataLoader(self.rest, self.hparams.batch_size)
+
+
+class Lines(Logger):
+    name, version = "lines", 0
+
+    def log_metrics(self, metrics, step=None):
+        with open("lines.txt", "a") as file:
+            file.write(f"{step} {sorted(metrics)}\\n")
+
+    def log_hyperparams(self, params):
+        pass
 
 
 class Line(pl.LightningModule):
@@ -259,6 +271,14 @@ def test_two_processes_end_with_the_weights_of_plain_lightning(run, project, tmp
     for outcome in (whole, resumed):
         ours = content(outcome.folder)["state_dict"]
         assert all(torch.equal(plain[name], tensor) for name, tensor in ours.items())
+
+
+def test_a_logger_with_the_methods_that_lightning_asks_for_gets_the_metrics(run, project):
+    """It needs no `experiment`, `save_dir` or `finalize`."""
+    run("logger={type: own_line.Lines, pictures: null}", "train.num_epochs=1")
+    lines = (project / "lines.txt").read_text().splitlines()
+    assert any("train_loss" in line for line in lines)
+    assert any("val_loss" in line for line in lines)
 
 
 def test_checkpoints_hold_plain_hyperparameters_that_lightning_loads(whole, project, tmp_path):

@@ -344,7 +344,7 @@ def test_a_score_of_one_class_is_a_warning(caplog):
 def test_the_least_right_pictures_are_kept():
     """Of all batches those with the smallest share of right pixels among those that count, the worst first."""
     task = Segmentation.__new__(Segmentation)
-    task.__dict__["_sheet"] = []
+    task.__dict__["_sheet"] = None
     truth = torch.zeros(12, 4, 4, dtype=torch.int64)
     truth[:, 0] = -100
     outputs = torch.zeros(12, 2, 4, 4)
@@ -353,9 +353,9 @@ def test_the_least_right_pictures_are_kept():
     images = torch.arange(12, dtype=torch.uint8).view(12, 1, 1, 1).expand(12, 3, 4, 4)
     for part in (slice(0, 5), slice(5, 5), slice(5, 12)):
         task.remember(images[part], outputs[part], truth[part])
-    right, kept, *_ = task.__dict__["_sheet"]
-    assert kept[:, 0, 0, 0].tolist() == [11, 10, 9, 8, 7, 6, 5, 4]
-    assert right.tolist() == pytest.approx([1 - number / 12 for number in range(11, 3, -1)])
+    kept = task.__dict__["_sheet"]
+    assert kept["image"][:, 0, 0, 0].tolist() == [11, 10, 9, 8, 7, 6, 5, 4]
+    assert (-kept["worth"]).tolist() == pytest.approx([1 - number / 12 for number in range(11, 3, -1)])
 
 
 def test_classes_lie_over_the_picture():

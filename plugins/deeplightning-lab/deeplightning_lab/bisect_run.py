@@ -45,7 +45,7 @@ class Parts:
         tree: the config with its references as they were written, and `data.root` absolute.
         code: the user's own, and Deep Lightning itself; None: the run kept none.
         environment: as `environment.json` has it.
-        git_diff: of a run that kept no code; None: there is none.
+        git_diff: the patch of a run that kept no code, if there is one.
         python: the interpreter.
     """
 

@@ -80,7 +80,7 @@ def sample_interval(differences: Values, resamples: int = RESAMPLES, seed: int =
 
 
 def hedges_g(first: Values, second: Values) -> float | None:
-    """The difference of the means in pooled standard deviations, corrected for few values; None: there is no spread.
+    """Return the difference of the means in pooled standard deviations, corrected for few; None without a spread.
 
     Hedges: Distribution Theory for Glass's Estimator of Effect Size. Journal of Educational Statistics 6, 1981.
 
@@ -124,7 +124,7 @@ def power(effect: float, runs: int, is_paired: bool) -> float:
 
 
 def paired_effect(differences: Values) -> float | None:
-    """The mean of differences of pairs in their standard deviations, corrected for few; None: there is no spread."""
+    """Return the mean difference of pairs in standard deviations, corrected for few values; None without a spread."""
     found = np.asarray(differences, float)
     spread = float(found.std(ddof=1))
     return _few(len(found) - 1) * float(found.mean()) / spread if spread > 0 else None

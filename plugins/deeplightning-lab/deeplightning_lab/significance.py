@@ -253,7 +253,7 @@ def _missing(a: Group, b: Group, metric: str) -> list[str]:
 
 
 def _samples(a: Group, b: Group) -> tuple[Samples | None, str]:
-    """The comparison by test sample, or why there is none."""
+    """Return the comparison by test sample, or why it cannot be made."""
     sides = [{m.key: m.answers for m in group.members} for group in (a, b)]
     found = [{key: each for key, each in side.items() if each is not None} for side in sides]
     if not all(found):

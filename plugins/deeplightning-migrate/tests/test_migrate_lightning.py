@@ -61,6 +61,14 @@ CASES = {
         "partial(optim.lr_scheduler.ExponentialLR, gamma=0.5)), Points(4)",
         "max_epochs=1",
     ),
+    "several": Case(
+        "lightning-cli",
+        ["several.yaml"],
+        13,
+        "Alternating(Encoder(7), torch.nn.Linear(7, 2), partial(optim.SGD, lr=0.2), partial(optim.Adam, lr=0.03), "
+        "partial(optim.lr_scheduler.CosineAnnealingLR, T_max=2)), Points(9)",
+        "max_epochs=2, callbacks=[Shrink(0.95)]",
+    ),
     "optimizer": Case(
         "lightning-cli",
         ["optimizer.yaml"],

@@ -41,7 +41,7 @@ NETWORK = 25e9
 
 
 def card_of(name: str) -> Card | None:
-    """The card of a name; None: it is not in the table."""
+    """Return the card with this name, or None if the table lacks it."""
     return next(
         (c for pattern, c in CARDS.items() if re.search(rf"(?<![A-Za-z0-9])({pattern})(?![0-9A-Z])", name)), None
     )

@@ -75,7 +75,7 @@ class Plan:
     rows: list[Row]
     batch: int  # samples of a step and process
     parameters: int  # numbers in the network
-    block: str | None  # the class of the network's repeated blocks; None: it has none
+    block: str | None  # the class of the network's repeated blocks, if it has any
     limit: int | None  # bytes that tensors may take on the device; None: not known
     partial: str | None  # why only parameters, gradients and state are known
 

@@ -69,7 +69,7 @@ SMALL = VIT + "image_size: 8, patch_size: 2, width: 32, depth: 3, heads: 2}}"
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
-    """A folder with a data module and networks of one's own, on the path."""
+    """Put a folder with a user's data module and networks on the path."""
     folder = tmp_path_factory.mktemp("planned")
     (folder / "planned_own.py").write_text(OWN)
     with pytest.MonkeyPatch.context() as patch:

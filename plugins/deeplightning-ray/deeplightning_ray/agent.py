@@ -44,8 +44,8 @@ class Report:
 
     Attributes:
         parts: its output since the last call, each with 1 (stdout) or 2 (stderr).
-        code: its exit code, below 0 the signal that killed it; None: it runs.
-        run: the run's folder; None: it has none yet.
+        code: its exit code, below 0 the signal that killed it; None while it runs.
+        run: the run's folder, or None before it exists.
         newest: the latest complete checkpoint there, when it has ended.
         cause: why the processes of this machine have ended, when it has; None: they have ended well.
         reported: whether one of them has printed it.
@@ -112,7 +112,7 @@ class Agent:
             meeting: the name of the folder that the processes of a machine share, see `process.shared_folder`.
 
         Returns:
-            Why it could not be started; None: it was.
+            Why it could not be started; None if it was.
         """
         kept = {n: v for n, v in os.environ.items() if not n.startswith(_OF_OTHERS) and n not in _PLACES}
         self._folder, self._rank = (

@@ -94,7 +94,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _token() -> dict[str, str]:
-    """Make the token by which drivers log in to a cluster of one's own; Ray would keep one in the user's home."""
+    """Create the token with which drivers log in to the local cluster; Ray would write one into the user's home."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
@@ -105,7 +105,7 @@ def _quiet() -> dict[str, str]:
 
 
 def _find(address: str | None) -> str | None:
-    """Return HOST:PORT, with ray:// before it where that was given; None: a cluster of one's own."""
+    """Return HOST:PORT, with ray:// before it where that was given; None stands for a local cluster."""
     if address == "local":
         return None
     if address not in (None, "auto"):
@@ -161,7 +161,7 @@ def _init(options: dict[str, Any], address: str | None, timeout_s: float) -> Non
     """Call `ray.init` without its output.
 
     A connection is made in a thread, since the call does not return where something else than Ray listens. The
-    processes of a cluster of one's own end with the thread that has started them.
+    processes of a local cluster end with the thread that started them.
     """
     import ray
 

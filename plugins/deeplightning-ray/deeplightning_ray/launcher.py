@@ -43,7 +43,7 @@ class Ray:
         resize_cooldown_s: seconds that a smaller number of workers trains at least, before it grows again at the start
             of an epoch.
         connect_timeout_s: seconds in which an address has to answer.
-        init: further keyword arguments of `ray.init`, for a cluster of one's own.
+        init: further keyword arguments of `ray.init`, for a local cluster.
 
     Raises:
         ValueError: a number is out of its range.

@@ -25,7 +25,7 @@ _STDIN = 0
 
 
 def storage_of(cfg: Config) -> Storage | None:
-    """Return the storage of this worker's launch; None: there is none."""
+    """Return the storage of this worker's launch, or None."""
     found = json.loads(os.environ.get(POOL) or "{}")
     if not found.get("storage"):
         return None

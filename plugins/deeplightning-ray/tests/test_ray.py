@@ -246,7 +246,7 @@ def test_an_address_that_does_not_answer_is_named(command, tiny, work):
 
 
 def test_auto_without_a_cluster_is_told(monkeypatch, tmp_path):
-    """`auto` where no cluster is known ends with a note; null means a cluster of one's own then."""
+    """`auto` where no cluster is known ends with a note; null then starts a local cluster."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray_cluster, "CURRENT", tmp_path / "none")
     with pytest.raises(SetupError, match="there is no cluster: RAY_ADDRESS is not set"):

@@ -82,7 +82,7 @@ class Shard:
         path: on the disk; of an address where its copy goes.
         version: what changes with its content.
         size: bytes.
-        remote: its path at the store; None: it is on the disk.
+        remote: its path in the object store; None for a local file.
     """
 
     name: str

@@ -77,7 +77,7 @@ class Follower:
                     note_launched(folder)
 
     def _state(self) -> dict[str, str] | None:
-        """Return what Slurm knows of a job that has ended; None: it has not, or it is too early to ask again."""
+        """Return Slurm's record of a job that has ended; None while it runs, or if the last query is too recent."""
         if clock.monotonic() < self._due:
             return None
         try:

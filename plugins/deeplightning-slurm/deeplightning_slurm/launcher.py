@@ -165,7 +165,7 @@ class Slurm:
 
     @staticmethod
     def hooks_here() -> JobHooks | None:
-        """Return what this process does for the job that it belongs to; None: it belongs to none."""
+        """Return the role of this process in its Slurm job, or None outside a job."""
         number = job_here()
         return None if number is None else JobHooks(number)
 

@@ -40,7 +40,7 @@ class JobHooks(ProcessHooks):
 
 
 def job_here(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the number of the job that has a step with this process in it; None: there is none."""
+    """Return the number of the Slurm job that runs this process as a step, or None."""
     if (step := slurm_step(environment)) is None:
         return None
     if array := environment.get("SLURM_ARRAY_JOB_ID"):  # the last task of an array has it as its own number

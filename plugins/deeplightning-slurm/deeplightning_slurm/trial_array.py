@@ -53,7 +53,7 @@ class ArrayTask:
 
 
 def task_here() -> ArrayTask | None:
-    """Return the task that this process releases; None: it submits a job of its own."""
+    """Return the array task that this process releases, or None if it submits a job itself."""
     if (text := os.environ.get(TASK)) is None:
         return None
     values = json.loads(text)

@@ -53,7 +53,7 @@ def code_of_search(path: Path, overrides: Sequence[str]) -> SearchCode:
 
 
 def _notes(parent: Parent) -> Mapping[str, Any]:
-    """Return what the search's file has; {}: there is none, or the search starts over since its run was deleted."""
+    """Return what the search file holds; {} if it is missing, or if its run was deleted and the search starts over."""
     database = parent.home / "study.db"
     if not database.exists():
         return {}

@@ -72,6 +72,6 @@ class Tune(PluginSection):
 
 
 def search_of(config: Config | None) -> Tune | None:
-    """Return the search of a config; None: it has none."""
+    """Return the search of a config, or None."""
     found = None if config is None else config.get("tune")
     return found if isinstance(found, Tune) else None

@@ -136,7 +136,7 @@ class Study:
         return sum(trial.state.is_finished() for trial in self.trials())
 
     def best(self) -> FrozenTrial | None:
-        """Return the best of the finished trials; None: there is none."""
+        """Return the best of the finished trials, or None."""
         done = [trial for trial in self.trials() if trial.state == TrialState.COMPLETE and trial.value is not None]
         return min(done, key=self._rank) if done else None
 
@@ -152,7 +152,7 @@ class Study:
         return -value if self.tune.mode == "max" else value
 
     def value(self, trial: FrozenTrial) -> float | None:
-        """Return the value of a trial, else the last that it reported; None: it has reported none."""
+        """Return the value of a trial, else the last value that it reported, else None."""
         reported = trial.intermediate_values
         return reported[max(reported)] if trial.value is None and reported else trial.value
 
@@ -233,7 +233,7 @@ class Study:
             is_best_kept: whether the run keeps the best weights by this metric, else the last.
 
         Returns:
-            The trial's value, that of the weights which its run keeps; None: it has none that is a number.
+            The trial's value for the weights that its run keeps; None if that is no number.
         """
         values = self._trial(number).intermediate_values
         finite = [value for value in values.values() if math.isfinite(value)]

@@ -92,3 +92,33 @@ class Shrink(pl.Callback):
         with torch.no_grad():
             for parameter in pl_module.parameters():
                 parameter.mul_(self.factor)
+
+
+class Alternating(Composed):
+    """Steps two optimizers by hand, each over one of its networks."""
+
+    def __init__(
+        self,
+        encoder: nn.Module,
+        head: nn.Module,
+        optimizer1: OptimizerCallable = torch.optim.Adagrad,
+        optimizer2: OptimizerCallable = torch.optim.Adam,
+        scheduler: LRSchedulerCallable = torch.optim.lr_scheduler.ConstantLR,
+    ):
+        pl.LightningModule.__init__(self)
+        self.automatic_optimization = False
+        self.encoder, self.head = encoder, head
+        self.optimizer1, self.optimizer2, self.scheduler = optimizer1, optimizer2, scheduler
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(nn.functional.cross_entropy(self(x), y))
+            optimizer.step()
+        if self.trainer.is_last_batch:
+            self.lr_schedulers().step()
+
+    def configure_optimizers(self):
+        first, second = self.optimizer1(self.encoder.parameters()), self.optimizer2(self.head.parameters())
+        return [first, second], [self.scheduler(first)]
