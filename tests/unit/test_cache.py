@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 
 from deeplightning.data import cache as cache_module
-from deeplightning.data import cache_files
+from deeplightning.data import cache_files, datasets
 from deeplightning.data.cache import ImageCache, cache_folder
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import InMemory, OnDemand, Samples
@@ -489,7 +489,7 @@ def in_commits(monkeypatch):
     """Rows count in chunks of four."""
     monkeypatch.setattr(cache_files, "_COMMIT", 4 * ROW)
     monkeypatch.setattr(cache_module, "_CHUNK", 4 * ROW)
-    monkeypatch.setattr(cache_module, "threads", lambda: 1)
+    monkeypatch.setattr(datasets, "threads", lambda: 1)
 
 
 def test_interrupted(root, decoded, monkeypatch, in_commits):

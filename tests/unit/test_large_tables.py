@@ -352,7 +352,7 @@ def test_the_longest_unused_makes_room(place, cache, monkeypatch):
     size = sum(file.stat().st_size for file in one.iterdir())
     monkeypatch.setenv("DEEPLIGHTNING_CACHE_LIMIT", str(2.5 * size / 2**30))
     os.utime(one / "numbers", (1, 1))
-    with pytest.raises(DataError, match="what is in use stays"):
+    with pytest.raises(DataError, match="the rest of the cache is in use"):
         ready(place, False, "test", only=["city"])
     del first
     ready(place, False, "test", only=["city"])
