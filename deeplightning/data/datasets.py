@@ -28,7 +28,7 @@ Batch = dict[str, torch.Tensor]
 """`image` uint8 (B, C, H, W), `label` int64 (B,), `index` int64 (B,): position in the set, -1: row does not count."""
 
 
-_CHUNK = 64  # pictures that one thread prepares at a time
+_CHUNK = 64  # pictures that one thread prepares at a time, at most
 _MOVED = 2**26  # bytes that go to a GPU at a time
 _NO_POSITIONS = np.empty(0, np.int64)
 
@@ -260,7 +260,7 @@ class EndsWithItsRun:
 
 
 def threads() -> int:
-    """How many are worth starting to decode pictures: as many as there are cores for this process."""
+    """Return how many threads decode pictures: one for each core of this process, 16 at most."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(16, cores)
 
@@ -289,7 +289,8 @@ def prepare_all(samples: Any, prepare: "Prepare") -> Batch:
     """
     found: Batch = {}
     every, size = np.arange(len(samples)), len(samples)
-    parts = (slice(start, start + _CHUNK) for start in range(0, max(1, size), _CHUNK))
+    step = max(1, min(_CHUNK, size // (4 * threads())))
+    parts = (slice(start, start + step) for start in range(0, max(1, size), step))
     for part, made in in_threads(lambda part: prepare(samples, every[part]), parts):
         for name, values in made.items():
             if name not in found:

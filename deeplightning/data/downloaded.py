@@ -69,6 +69,3 @@ class DownloadedImages(ImageData):
                 f"{type(self).__name__}: {self.root / missing[0]} is missing. Set data.root (now {self.root}) to the "
                 f"folder that holds {missing[0]}, or let it be downloaded: data.module.params.download=true."
             )
-
-    def _describe(self) -> str:
-        return f"{type(self).__name__} in {self.root}"

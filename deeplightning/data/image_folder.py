@@ -190,9 +190,6 @@ class ImageFolder(ImageData):
                 f"ImageFolder: {folder} must have the same classes as {self.root / 'train'} ({'; '.join(faults)})."
             )
 
-    def _describe(self) -> str:
-        return f"ImageFolder in {self.root}"
-
 
 def _folders(path: Path) -> list[str]:
     """Names of the folders in a folder, sorted, without hidden ones."""

@@ -170,7 +170,8 @@ class DataOfSets(pl.LightningDataModule):
         self._ready(stage)
 
     def _describe(self) -> str:
-        return type(self).__name__
+        name, root = type(self).__name__, getattr(self, "root", None)
+        return name if root is None else f"{name} in {root}"
 
     def _found(self) -> dict[str, Any]:
         """Return what `read` finds.

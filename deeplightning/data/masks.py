@@ -211,9 +211,6 @@ class MaskFolder(ImageData):
             )
         return {**batch, "image": moved[:, :-1], "mask": moved[:, -1] - 1}
 
-    def _describe(self) -> str:
-        return f"{type(self).__name__} in {self.root}"
-
 
 def _codes(param: str, values: Sequence[int | Sequence[int]]) -> list[int]:
     """Return the codes of the values of a param.
