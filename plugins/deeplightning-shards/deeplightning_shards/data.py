@@ -20,9 +20,8 @@ from torch import nn
 
 from deeplightning.address import is_address, shown
 from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.data.datasets import OnDemand, report_messages
-from deeplightning.data.image_folder import STATISTICS
-from deeplightning.data.images import ImageData, height_width
+from deeplightning.data.datasets import report_messages
+from deeplightning.data.images import ImageData, picture_spec
 from deeplightning.data.loading import is_whole
 from deeplightning.data.samplers import BatchIndices, go_on, is_made_for, replicas
 from deeplightning.image_spec import MAX_PIXELS, ImageError, ImageSpec
@@ -175,14 +174,7 @@ class Shards(ImageData):
         augment: Sequence[nn.Module] = (),
         limit: int | None = None,
     ):
-        usual = STATISTICS.get(mode, ((), ()))
-        spec = ImageSpec(
-            *height_width(image_size),
-            mode=mode,
-            resize=resize,
-            mean=usual[0] if mean is None else tuple(mean),
-            std=usual[1] if std is None else tuple(std),
-        )
+        spec = picture_spec(image_size, mode, resize, mean, std)
         super().__init__(cfg, spec, augment=augment, in_memory=False, limit=limit, max_pixels=max_pixels, cache=False)
         if cfg.data.root is None:
             raise DataConfigError("data.root is null, but Shards needs the folder or the address of the shards.")
@@ -308,9 +300,6 @@ class Shards(ImageData):
             log.warning("Skipped %d samples, which cannot be used: %s%s", len(skipped), ", ".join(skipped[:20]), more)
 
     # ---- batches
-
-    def _prepare(self, samples: Any) -> OnDemand:
-        return OnDemand(samples, self.image_spec, self.max_pixels)
 
     def _train_sampler(self) -> BatchIndices:
         if self._has_own_order:
