@@ -20,7 +20,7 @@ def by_old_word(table: Mapping[str, str]) -> dict[str, str]:
 
 ROWS = by_old_word(
     {
-        "stages": "/modes subcommand /fit /validate /predict do_train do_eval",
+        "stages": "/modes /mode subcommand /fit /validate /predict do_train do_eval",
         "seed": "seed_everything random_seed",
         "_base_": "defaults",
         ".type": "class_path _target_",
@@ -75,29 +75,23 @@ ROWS = by_old_word(
 )
 NAMES = {word.lstrip("/").rpartition(".")[2] for word in ROWS}
 
-_LOSSES, _SCHEDULES, _LOGGERS = "torch.nn.", "torch.optim.lr_scheduler.", "pytorch_lightning.loggers."
-# By the key, the new value or class by the old ones; `*`: any text.
+# Where short names of classes are from, and these classes; and other words for them.
 _CLASSES = {
-    "logger": {
-        f"{_LOGGERS}WandbLogger": "wandb",
-        f"{_LOGGERS}TensorBoardLogger": "tensorboard",
-        f"{_LOGGERS}CSVLogger": "csv false",
-        "deeplightning.tracking.MLflowLogger": "mlflow true",
-    },
-    "model.optimizer": {f"torch.optim.{name}": name.lower() for name in ("Adam", "AdamW", "SGD", "RMSprop")},
-    "model.scheduler": {
-        f"{_SCHEDULES}CosineAnnealingLR": "cosine cosineannealinglr",
-        f"{_SCHEDULES}StepLR": "step steplr",
-        f"{_SCHEDULES}OneCycleLR": "onecycle onecyclelr",
-        f"{_SCHEDULES}ReduceLROnPlateau": "plateau reducelronplateau",
-    },
-    "model.loss": {
-        f"{_LOSSES}CrossEntropyLoss": "cross_entropy crossentropy crossentropyloss ce",
-        f"{_LOSSES}MSELoss": "mse mseloss mean_squared_error",
-        f"{_LOSSES}L1Loss": "l1 mae l1loss",
-        f"{_LOSSES}BCEWithLogitsLoss": "bce bcewithlogitsloss binary_cross_entropy",
-    },
+    "logger": "pytorch_lightning.loggers WandbLogger TensorBoardLogger CSVLogger deeplightning.tracking.MLflowLogger",
+    "model.optimizer": "torch.optim Adam AdamW SGD RMSprop Adagrad Adadelta Adamax NAdam RAdam LBFGS",
+    "model.scheduler": "torch.optim.lr_scheduler StepLR CosineAnnealingLR ExponentialLR OneCycleLR ReduceLROnPlateau",
+    "model.loss": "torch.nn CrossEntropyLoss MSELoss L1Loss BCEWithLogitsLoss",
 }
+_SYNONYMS = {
+    "true": "mlflow",
+    "false": "csv",
+    "cosine": "cosineannealing",
+    "plateau": "reducelronplateau",
+    "ce": "crossentropy",
+    "mae": "l1",
+    "meansquarederror": "mse",
+} | dict.fromkeys(("bce", "binarycrossentropy"), "bcewithlogits")
+# By the key, the new value by the old ones; `*`: any text.
 _MODE = {"max": "maximize", "min": "minimize"}
 _VALUES = {
     "data": {"data.root": "*"},
@@ -170,4 +164,10 @@ def value(key: str, given: object) -> str | None:
 
 def class_of(role: str | None, given: object) -> str | None:
     """Return the class that another tool has a short name for; None: not known."""
-    return by_old_word(_CLASSES.get(str(role), {})).get(str(given).lower())
+    module, *names = _CLASSES.get(str(role), "-").split()
+    word = str(given).lower().replace("_", "")
+    for name in names:
+        last = name.rpartition(".")[2].lower()
+        if _SYNONYMS.get(word, word) in (last, *(last.removesuffix(end) for end in ("logger", "loss", "lr"))):
+            return name if "." in name else f"{module}.{name}"
+    return None
