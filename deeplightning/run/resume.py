@@ -139,7 +139,7 @@ def _of_launch(cfg: Config) -> Resumption | None:
     from deeplightning.callbacks.record import Resumption
 
     here = identity()
-    if here is None or here.launch is None or not here.goes_on:
+    if here is None or here.launch is None or not here.may_resume:
         return None
     words = f'"launch": {json.dumps(here.launch)}'
     folder = next((f for f in runs_of(cfg, lambda path: words in _text(RunFolder(path).environment))), None)

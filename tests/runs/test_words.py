@@ -268,10 +268,10 @@ def test_a_lost_process_names_what_is_left(tmp_path):
     from deeplightning.runfolder import RunFolder
 
     run = RunFolder(tmp_path)
-    assert failure.kept_of(failure.newest_of(run)) == "; there is no checkpoint yet"
+    assert failure.resume_hint(failure.newest_of(run)) == "; there is no checkpoint yet"
     with zipfile.ZipFile(run.last, "w") as archive:
         archive.writestr("a", "b")
-    assert failure.kept_of(failure.newest_of(run)) == (
+    assert failure.resume_hint(failure.newest_of(run)) == (
         f"; the last checkpoint is {run.last}, and train.resume_ckpt=auto resumes from it"
     )
 

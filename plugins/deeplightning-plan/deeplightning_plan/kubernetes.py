@@ -17,7 +17,7 @@ from deeplightning.address import is_address
 from deeplightning.config.schema import Config
 from deeplightning.config.tree import dump
 from deeplightning.faults import ConfigError, Fault
-from deeplightning.process.rendezvous import PATIENCE
+from deeplightning.process.rendezvous import WAIT_VARIABLE
 
 WORK = "/work"  # the working directory of the container: the image has the user's own code there
 TRIES = 3  # restarts of each pod
@@ -86,7 +86,7 @@ def _job(cfg: Config, image: str, name: str, gpus: int, secrets: list[str]) -> d
             {"name": "NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": index}}},
             {"name": "MASTER_ADDR", "value": f"{name}-0.{name}"},
             {"name": "MASTER_PORT", "value": str(_PORT)},
-            {"name": PATIENCE, "value": str(_WAIT)},
+            {"name": WAIT_VARIABLE, "value": str(_WAIT)},
         ]
     threads = engine.threads if isinstance(engine.threads, int) else 1
     cores = (gpus or engine.processes) * (threads + cfg.data.num_workers)

@@ -173,7 +173,7 @@ class Agent:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._child.pid, signal.SIGKILL)  # what it has started and left behind
         if code and failure.first_of(self._folder) is None:
-            failure.claim_in(self._folder, failure.end_of(self._rank, code))
+            failure.record_cause(self._folder, failure.end_of(self._rank, code))
         run = self._run()
         kept = RunFolder(run).checkpoints() if run else []
         newest = next((str(path) for path in kept if zipfile.is_zipfile(path)), None)

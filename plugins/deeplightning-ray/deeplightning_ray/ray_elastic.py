@@ -37,9 +37,9 @@ def storage_of(cfg: Config) -> Storage | None:
 def fetch(cfg: Config) -> None:
     """Copy the run to resume from the storage to this machine: the run of this launch, or the latest for `auto`."""
     here = identity()
-    goes_on = here is not None and here.goes_on
-    if (goes_on or cfg.train.resume_ckpt == "auto") and (storage := storage_of(cfg)) is not None:
-        storage.fetch(None if goes_on else "newest")
+    may_resume = here is not None and here.may_resume
+    if (may_resume or cfg.train.resume_ckpt == "auto") and (storage := storage_of(cfg)) is not None:
+        storage.fetch(None if may_resume else "newest")
 
 
 def store_all(cfg: Config, folder: Path) -> None:

@@ -47,7 +47,7 @@ from deeplightning_ray.workers import POLL_SECONDS, START_SECONDS, NoRoom, Worke
 if TYPE_CHECKING:
     from deeplightning_ray.launcher import Ray
 
-GRACE_SECONDS = ranks.LATE + 2 * ranks.SOON  # that the others have to end by themselves when one has failed
+GRACE_SECONDS = ranks.SHUTDOWN_SECONDS + 2 * ranks.EXIT_SECONDS  # for the others to exit when one has failed
 
 _CARRIED = (
     *("DEEPLIGHTNING_CACHE", "DEEPLIGHTNING_DEBUG", "DEEPLIGHTNING_TRACKING_WAIT", "DEEPLIGHTNING_TRIAL"),
