@@ -96,7 +96,7 @@ def bisect(
     with permissions_of(store if store.exists() else home):
         try:
             make_private(home / "trials", store)
-            hold = RunFolder(home).hold()
+            hold = RunFolder(home).lock()
         except OSError as error:
             raise SetupError(f"{home}: the folder of this bisection cannot be written: {error.strerror}") from error
         if hold is None:

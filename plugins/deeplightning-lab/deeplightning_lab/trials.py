@@ -270,7 +270,7 @@ class Trials:
         place = next(roots.glob(f"*/{run_id}/artifacts"), None) if run_id and roots else None
         if place is not None:
             folder, until = RunFolder(place), time.monotonic() + WAIT
-            while (hold := folder.hold()) is None and time.monotonic() < until:
+            while (hold := folder.lock()) is None and time.monotonic() < until:
                 time.sleep(0.1)
             if hold is not None:
                 hold.release()

@@ -30,7 +30,7 @@ from deeplightning.launch.set_environment import apply_environment
 from deeplightning.process.decisions import DECIDED
 from deeplightning.process.identity import identity
 from deeplightning.process.terminal import say, say_path
-from deeplightning.runfolder import Hold, RunFolder, make_private, permissions_of, write_whole
+from deeplightning.runfolder import FolderLock, RunFolder, make_private, permissions_of, write_whole
 from deeplightning.tracking.parent import Parent, Stopped
 from deeplightning.tune.multirun import newest_checkpoint
 from deeplightning.tune.sealed import FOLDER, SearchCode, own_code
@@ -103,7 +103,7 @@ class _Search:
         self.workers = Forked(train, self.line)
         self.study: Any = None
         self.sign = ""
-        self._hold: Hold | None = None
+        self._hold: FolderLock | None = None
         self._pruned: dict[int, str] = {}
         self._absent: dict[int, list[str]] = {}
         self._began: dict[int, float] = {}
@@ -179,7 +179,7 @@ class _Search:
 
         try:
             make_private(self.home / "trials", self.home.parents[2])  # STORE/searches/EXPERIMENT/NAME
-            self._hold = RunFolder(self.home).hold()
+            self._hold = RunFolder(self.home).lock()
         except OSError as error:
             raise SetupError(f"{self.home}: the search's folder cannot be written: {error.strerror}") from error
         if self._hold is None:
@@ -350,7 +350,7 @@ class _Search:
             place = next(roots.glob(f"*/{run_id}/artifacts"), None) if roots else None
         if place is not None and place.is_dir():
             folder, until = RunFolder(place), time.monotonic() + GRACE_SECONDS
-            while (hold := folder.hold()) is None and time.monotonic() < until:
+            while (hold := folder.lock()) is None and time.monotonic() < until:
                 time.sleep(0.1)
             if hold is not None:
                 hold.release()
