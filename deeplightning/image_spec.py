@@ -353,7 +353,7 @@ def _to_mode(image: Image.Image, mode: str) -> Image.Image:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Convert grey of more than 8 bits per sample to "L". Pillow's own conversion clips at 255, so most pixels get white.
+    """Convert grey of more than 8 bits per sample to "L". Pillow's own conversion clips at 255.
 
     Integers are taken as 16 bits, of which the upper 8 are kept, as Pillow does for 16-bit colour. Floats have no
     fixed range: the first of 0 to 1, 0 to 255 and 0 to 65535 that contains all samples is used.
