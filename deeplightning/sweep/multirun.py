@@ -179,7 +179,7 @@ class Grid:
         with contextlib.closing(self.line), permissions_of(store if store.exists() else self.home):
             try:
                 make_private(self.home / "points", store)  # STORE/multiruns/EXPERIMENT/NAME
-                hold = RunFolder(self.home).hold()
+                hold = RunFolder(self.home).lock()
             except OSError as error:
                 raise SetupError(
                     f"{self.home}: the folder of these runs cannot be written: {error.strerror}"

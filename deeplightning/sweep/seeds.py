@@ -138,7 +138,7 @@ class Seeds(Grid):
         more, known = super()._to_continue(point), point.known
         if not more and known.get("state") == UNDERWAY and known.get("run"):
             folder = Path(known["folder"]) if known.get("folder") else None
-            hold = RunFolder(folder).hold() if folder is not None and folder.is_dir() else None
+            hold = RunFolder(folder).lock() if folder is not None and folder.is_dir() else None
             if hold is not None:  # else its process runs elsewhere
                 hold.release()
                 self.parent.delete(known["run"], folder)
