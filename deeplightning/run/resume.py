@@ -121,7 +121,7 @@ def _from_the_start(cfg: Config, folder: RunFolder) -> Resumption | None:
     from deeplightning.callbacks.record import Resumption
 
     run_id = folder.path.parent.name
-    if own_rank() != 0 or (hold := folder.hold()) is None:
+    if own_rank() != 0 or (hold := folder.lock()) is None:
         return None
     if _refusal(cfg, run_id, folder.path):
         hold.release()
@@ -149,7 +149,7 @@ def _of_launch(cfg: Config) -> Resumption | None:
         return None  # a new job reuses the id of a finished one
     if (found := _newest_of(folder)) is not None:
         return replace(_from(*found, cfg), over="")  # the stages after training remain
-    hold = folder.hold() if own_rank() == 0 else None
+    hold = folder.lock() if own_rank() == 0 else None
     return Resumption(
         run_id=folder.path.parent.name,
         folder=folder.path,
@@ -217,7 +217,7 @@ def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
         except CheckpointError:
             pass  # then this one is the furthest
     why = why or _refusal(cfg, str(run_id), path.parent)
-    if why is None and (hold := folder.hold()) is None:
+    if why is None and (hold := folder.lock()) is None:
         why = f"a process is at work on the run {run_id}"
     notes = [f"resumes    {path} ({position})", f"run        {f'its own: {why}' if why else f'{run_id} continues'}"]
     inexact = _inexact(checkpoint, cfg)
