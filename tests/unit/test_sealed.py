@@ -118,8 +118,8 @@ def test_a_file_that_appears_later_shadows_nothing(project, tmp_path):
 
 
 def test_the_kept_code_is_that_of_an_unsealed_run(project, tmp_path):
-    """`code.zip` has the same bytes, the paths of the user's folders, and no secret; the seal has the secret, and only its
-    owner can read it."""
+    """`code.zip` has the same bytes, the user's paths and no secret; the seal has the secret, and only its owner can
+    read it."""
     names = ("sealed_one", "sealed_two")
     before = collect(modules={name: sys.modules[name] for name in names}).pack()
     seal = sealed.seal(tmp_path / "seal")
@@ -178,7 +178,7 @@ def test_git_is_asked_once(project, tmp_path, monkeypatch):
 
 
 def test_an_edited_seal_is_not_trusted(project, tmp_path):
-    """A seal is intact if this user noted it and nothing in it, bytecode caches included, was changed or added since."""
+    """A seal is intact if this user noted it and nothing in it, bytecode caches included, has changed since."""
     seal = sealed.seal(tmp_path / "seal")
     assert not sealed.is_intact(seal)
     note_own(seal / own_code.SEAL)
