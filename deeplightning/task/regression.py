@@ -197,8 +197,8 @@ class Regression(RowTask):
     # ---- export
 
     @property
-    def class_names(self) -> list[str]:
-        """The name of each number of an answer."""
+    def class_names(self) -> list[str]:  # type: ignore[override]
+        """Return the name of each number of an answer."""
         return self.target_names or ["target"]
 
     def answer_details(self) -> dict[str, object]:
