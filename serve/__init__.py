@@ -1,7 +1,7 @@
-"""A bundle answers HTTP. Imports no torch, Lightning or MLflow; of the core only `image_spec`, `text_spec`,
+"""Serve a bundle over HTTP. Imports no torch, Lightning or MLflow; of the core only `image_spec`, `text_spec`,
 `table_spec`, `array_spec`, `kinds`, `runfolder`, `words`.
 
-`create_app` is the WSGI application; importing this package alone loads nothing.
+`create_app` makes the WSGI application. Importing this package alone loads nothing.
 """
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,6 @@
 """`python -m serve FOLDER`: check the address and the bundle, then answer HTTP until SIGTERM or Ctrl-C.
 
-Exit codes: 0 stopped, 2 wrong arguments, 3 the address or the device cannot be used, 4 the bundle cannot.
+Exit codes: 0 stopped, 2 wrong arguments, 3 unusable address or device, 4 unusable bundle.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from typing import TypeVar
 from deeplightning.runfolder import RunFolder
 from deeplightning.words import printable
 from serve.admission import Admission
-from serve.bundle import Bundle, places
+from serve.bundle import Bundle, bundle_folders
 from serve.device import (
     ONNX_RUNTIME,
     Device,
@@ -27,22 +27,22 @@ from serve.device import (
     OptionError,
     Runtime,
     choose_devices,
-    is_word,
+    is_device_word,
     settled_device,
 )
 from serve.hosts import Hosts
-from serve.layout import Layout
 from serve.limits import BOUNDS, Limits
 from serve.log import log_event, open_streams
 from serve.pool import OpenModel
 from serve.supervisor import ON_CPU, ModelError, Supervisor
 from serve.worker import BACKLOG
+from serve.worker_count import Layout
 
 Number = TypeVar("Number", int, float)
 
 
 class AddressError(Exception):
-    """Host or port cannot be listened on; the message says why and what to do."""
+    """Raised if the server cannot listen on host and port; the message says why and what to do."""
 
     exit_code = 3
 
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def options_parser() -> argparse.ArgumentParser:
-    """What every server takes."""
+    """Return the parser of the options that all servers share."""
     default = Limits()
     parser = argparse.ArgumentParser(
         prog="python -m serve",
@@ -146,15 +146,15 @@ def serve(
     folder: Path,
     runtime: Runtime = ONNX_RUNTIME,
 ) -> int:
-    """Answer HTTP until it is stopped.
+    """Answer HTTP until SIGTERM or Ctrl-C.
 
     Args:
-        open_model: loads the model on a device; called again when its files change. What it raises is
-            reported; its `exit_code` is that of the server.
-        options: as `options_parser` reads them.
-        files: what the model is loaded from; none while it is being replaced.
-        folder: where they are.
-        runtime: the library that runs the model.
+        open_model: loads the model on a device; called again when its files change. Its exceptions are reported; their
+            `exit_code` becomes that of the server.
+        options: options from `options_parser`.
+        files: returns the files of the model; none while they are being replaced.
+        folder: folder of these files.
+        runtime: library that runs the model.
 
     Returns:
         the exit code.
@@ -190,7 +190,7 @@ def serve(
 
 
 def _key(variable: str | None) -> str | None:
-    """The value of the environment variable that holds the key."""
+    """Return the API key from an environment variable."""
     if variable is None:
         return None
     if not os.environ.get(variable):
@@ -207,23 +207,23 @@ def _within(kind: Callable[[str], Number], low: float, high: float) -> Callable[
             raise argparse.ArgumentTypeError(f"{text} is not from {low} to {high}")
         return kind(text)
 
-    return number  # argparse says "invalid number value: 'x'" of what int() refuses
+    return number  # argparse reports "invalid number value: 'x'" if int() fails; "number" is this function's name
 
 
 def _device(text: str) -> str:
-    if not is_word(text):
+    if not is_device_word(text):
         raise argparse.ArgumentTypeError(f"{text} is not auto, cpu, cuda or cuda:N, such as cuda:0")
     return text
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket whose address further ones may share, which no other program has.
+    """Return a listening socket. Further sockets of this server may share its address; no other program has it.
 
     Raises:
-        AddressError: the host is not one of this machine's, or the port is taken or not allowed.
+        AddressError: the host is no address of this machine, or the port is in use or not allowed.
     """
     try:
-        with _bound(host, port) as alone:  # where the address may be shared, another server's would be shared as well
+        with _bound(host, port) as alone:  # with SO_REUSEPORT alone, we might share another server's address
             port = alone.getsockname()[1]
         listener = _bound(host, port, reuse_port=True)
         listener.listen(BACKLOG)
@@ -254,7 +254,7 @@ def _next(host: str, port: int) -> int:
 
 
 def _bound(host: str, port: int, reuse_port: bool = False) -> socket.socket:
-    """A socket that has the address and does not listen yet."""
+    """Return a bound socket that does not listen yet."""
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
@@ -273,15 +273,15 @@ def _bound(host: str, port: int, reuse_port: bool = False) -> socket.socket:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Of the bundle in `folder`; none while it is being replaced."""
-    for bundle in places(folder):
+    """Return the files of the bundle in `folder`; none while it is being replaced."""
+    for bundle in bundle_folders(folder):
         if (bundle / RunFolder("").bundle_card.name).is_file():
             return sorted(bundle.iterdir())
     return []
 
 
 def _signature(files: Sequence[Path]) -> list[tuple[str, int, int, int]] | None:
-    """Changes when the files do; None while one of them is not there."""
+    """Return a value that changes when the files do, or None while one of them is missing."""
     try:
         stats = [(str(file), file.stat()) for file in files]
     except OSError:
@@ -290,10 +290,10 @@ def _signature(files: Sequence[Path]) -> list[tuple[str, int, int, int]] | None:
 
 
 def _return_memory() -> None:
-    """Have glibc give the memory of a large picture back at once, and not keep it for each thread: after seven pictures
-    of 49 megapixels together a process had 1.9 GB; so its peak is 0.8 GB (glibc 2.36, 2 cores, 2026)."""
-    with contextlib.suppress(AttributeError, OSError):  # other systems, other allocators
-        ctypes.CDLL(None).mallopt(-3, 4_000_000)  # M_MMAP_THRESHOLD, in bytes; setting it also keeps it from growing
+    """Make glibc return the memory of large pictures at once instead of keeping it per thread. After seven pictures of
+    49 megapixels at a time, a process had 1.9 GB; with this, its peak is 0.8 GB (glibc 2.36, 2 cores, 2026)."""
+    with contextlib.suppress(AttributeError, OSError):  # not glibc
+        ctypes.CDLL(None).mallopt(-3, 4_000_000)  # M_MMAP_THRESHOLD, in bytes; once set, it does not grow
 
 
 def _url(listener: socket.socket) -> str:

@@ -1,5 +1,5 @@
-"""What every response carries, and how the model's output becomes its body. Letters: C channels, H height, W width, K
-classes, T targets."""
+"""Encode the model's output as the body of a response; the headers of every response. Letters: C channels, H height,
+W width, K classes, T targets."""
 
 import base64
 import io
@@ -29,11 +29,11 @@ PROTECTION = {
 _WHOLE = {0.0: "0.0", 1.0: "1.0"}
 
 Encoder = Callable[[list[np.ndarray], int, str], tuple[str, bytes]]
-"""From a request's rows of the model's output, top_k and the Accept header to the content type and the body."""
+"""Return the content type and the body for a request's rows of the model's output, top_k and the Accept header."""
 
 
 class Answer(NamedTuple):
-    """An answer as HTTP has it: status, content type, body, and the headers that only this status has."""
+    """An HTTP answer: status, content type, body, and the headers specific to this status."""
 
     status: int
     kind: str
@@ -42,18 +42,18 @@ class Answer(NamedTuple):
 
 
 def refused(refusal: Refusal) -> Answer:
-    """The answer that refuses a request."""
+    """Return the answer for a refusal."""
     body = json.dumps({"ERROR": refusal.message}, ensure_ascii=False).encode("utf-8", "replace")
     return Answer(refusal.status, JSON, body, refusal.headers)
 
 
 def encoder(task: str, labels: list[str], output: Mapping[str, Any] = MappingProxyType({})) -> Encoder:
-    """How the model's output becomes the body of an answer.
+    """Return the encoder of a task's answers.
 
     Args:
-        task: a name of `deeplightning.kinds.KINDS`.
-        labels: the names of the classes or targets.
-        output: what the bundle's card says of its answers.
+        task: a name in `deeplightning.kinds.KINDS`.
+        labels: names of the classes or targets.
+        output: `output` of the bundle's card: half widths or thresholds.
     """
     gives = KINDS[task].gives
     if gives == "regression":
@@ -66,8 +66,8 @@ def encoder(task: str, labels: list[str], output: Mapping[str, Any] = MappingPro
 
 
 def _classes(labels: list[str]) -> Encoder:
-    """Of rows float32 (K,). The text is put together here: an encoder of JSON takes six times as long, and there is
-    nothing to escape but the labels."""
+    """Return an encoder of rows float32 (K,). It builds the JSON text itself: a JSON encoder takes six times as long,
+    and only the labels need escaping."""
     heads = [f'{{"class": {n}, "label": {json.dumps(label)}, "probability": ' for n, label in enumerate(labels)]
     names = [json.dumps(label) for label in labels]
 
@@ -89,7 +89,7 @@ def _classes(labels: list[str]) -> Encoder:
 
 
 def _numbers(names: list[str], half_widths: list[float] | None) -> Encoder:
-    """Of rows float32 (T,), with an interval where there are half widths, (T,)."""
+    """Return an encoder of rows float32 (T,), with intervals if there are half widths, (T,)."""
 
     def one(row: np.ndarray) -> str:
         values = [float(f"{value:.9g}") for value in row.tolist()]
@@ -107,8 +107,8 @@ def _numbers(names: list[str], half_widths: list[float] | None) -> Encoder:
 
 
 def _labels(names: list[str], thresholds: list[float]) -> Encoder:
-    """Of rows float32 (K,): the labels whose probability is at least their threshold, and the probabilities of all,
-    the most probable first."""
+    """Return an encoder of rows float32 (K,). It gives the labels whose probability reaches their threshold, and all
+    probabilities in descending order."""
 
     def one(row: np.ndarray) -> str:
         predictions = [
@@ -125,8 +125,8 @@ def _labels(names: list[str], thresholds: list[float]) -> Encoder:
 
 
 def _masks(names: list[str]) -> Encoder:
-    """Of rows float32 (K, H, W): a mask, a palette PNG whose values are the classes of the pixels, and how many pixels
-    each class has; the PNG itself where the client asks for one picture so."""
+    """Return an encoder of rows float32 (K, H, W). It gives a mask, a palette PNG whose values are the classes of the
+    pixels, and the number of pixels of each class; or only the PNG if the client accepts it for a single picture."""
     palette = [CLASS_COLOURS[n % len(CLASS_COLOURS)] for n in range(len(names))]
     colours = ["#{:02x}{:02x}{:02x}".format(*colour) for colour in palette]
 
@@ -143,8 +143,8 @@ def _masks(names: list[str]) -> Encoder:
             {"class": n, "label": name, "pixels": counts[n], "share": counts[n] / mask.size, "colour": colours[n]}
             for n, name in enumerate(names)
         ]
-        said = {"mask": base64.b64encode(png).decode(), "height": mask.shape[0], "width": mask.shape[1]}
-        return json.dumps({**said, "classes": classes}, ensure_ascii=False)
+        described = {"mask": base64.b64encode(png).decode(), "height": mask.shape[0], "width": mask.shape[1]}
+        return json.dumps({**described, "classes": classes}, ensure_ascii=False)
 
     def answer(rows: list[np.ndarray], top_k: int, accept: str) -> tuple[str, bytes]:
         found = [drawn(row) for row in rows]
@@ -156,7 +156,7 @@ def _masks(names: list[str]) -> Encoder:
 
 
 def _pictures(rows: list[np.ndarray], top_k: int, accept: str) -> tuple[str, bytes]:
-    """Of rows float32 (C, H, W), 0 to 1: a PNG where the client asks for one picture so, else base64."""
+    """Encode rows float32 (C, H, W), 0 to 1: a PNG if the client accepts it for a single picture, else base64."""
     pictures = [_png(row) for row in rows]
     if len(pictures) == 1 and PNG in accept:
         return PNG, pictures[0]
@@ -164,7 +164,7 @@ def _pictures(rows: list[np.ndarray], top_k: int, accept: str) -> tuple[str, byt
 
 
 def with_inputs(body: bytes, inputs: Sequence[np.ndarray]) -> bytes:
-    """An answer in JSON with each picture as the network got it, uint8 (C, H, W), as `input`: a PNG as base64."""
+    """Add to a JSON answer the network's inputs, uint8 (C, H, W), each as `input`, a PNG in base64."""
     document = json.loads(body)
     for one, pixels in zip(document["predictions"] if len(inputs) > 1 else [document], inputs, strict=True):
         one["input"] = png_text(pixels)
@@ -172,7 +172,7 @@ def with_inputs(body: bytes, inputs: Sequence[np.ndarray]) -> bytes:
 
 
 def png_text(pixels: np.ndarray) -> str:
-    """A picture, uint8 (C, H, W), as a PNG in base64."""
+    """Return a picture, uint8 (C, H, W), as a PNG in base64."""
     return base64.b64encode(_saved(pixels)).decode()
 
 

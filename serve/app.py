@@ -1,8 +1,7 @@
-"""The prediction API as a Flask application: each good request gets an answer, each bad one
-`{"ERROR": "what, and what to do"}`.
+"""The prediction API as a Flask application. A refused request gets `{"ERROR": "what, and what to do"}`.
 
-`serve.wsgi` makes it a public WSGI application. In our own server `serve.dispatch` answers predictions without it, by
-the same parser, limits and encoder (`serve.prediction`), unless `serve.server` is flask.
+`serve.wsgi` makes it a public WSGI application. In our own server, `serve.dispatch` answers predictions without Flask,
+with the same parser, limits and encoder (`serve.prediction`), unless `serve.server` is flask.
 """
 
 import base64
@@ -27,14 +26,15 @@ from serve.service import Service
 
 
 def application(service: Service) -> Flask:
-    """The application that serves `service`. The server around it checks heads (`serve.admission`) and counts."""
+    """Return the application that serves `service`. The server around it must check heads (`serve.admission`) and
+    count requests."""
     model, limits = service.model, service.limits
     app = Flask("serve", static_folder=None)
     assert isinstance(app.json, DefaultJSONProvider), "Flask's own, unless it is replaced"
     app.json.sort_keys = app.json.ensure_ascii = False
     app.config["MAX_CONTENT_LENGTH"] = limits.max_bytes
     predictions = Predictions(model, limits)
-    # They are data of the run's, and not for everybody.
+    # Samples are training data of the run, so they are not public.
     samples = getattr(model, "examples", []) if service.admission.private else []
     pages = {"/": _page("page.html"), "/docs": _page("docs.html")}
 
@@ -102,7 +102,7 @@ def application(service: Service) -> Flask:
 
     @app.errorhandler(HTTPException)
     def refuse(error: HTTPException) -> WerkzeugResponse:
-        response = error.get_response()  # it knows the headers that a status needs, such as Allow
+        response = error.get_response()  # it has the headers that a status needs, such as Allow
         response.set_data(app.json.dumps({"ERROR": _explain(error, app, limits)}))
         response.content_type = JSON
         return response
@@ -120,7 +120,7 @@ def application(service: Service) -> Flask:
 
 
 def _spec(model: Model) -> Any:
-    """How its inputs are prepared."""
+    """Return the spec by which inputs are prepared."""
     return model.image_spec or getattr(model, "text_spec", None) or getattr(model, "row_spec", None)
 
 
@@ -129,7 +129,7 @@ def _response(answer: Answer) -> Response:
 
 
 def _page(name: str) -> tuple[str, str]:
-    """A page, and the policy that lets its own script and style run, and no other."""
+    """Return a page and the Content-Security-Policy that allows only its own script and style."""
     page = (Path(__file__).parent / name).read_text(encoding="utf-8")
 
     def own(tag: str) -> str:
@@ -144,12 +144,12 @@ def _page(name: str) -> tuple[str, str]:
 
 def _body() -> bytes:
     data = request.get_data(cache=False)
-    request.stream.read(1)  # raises 413 for a body in chunks, which get_data cuts off at the limit (werkzeug 3.1)
+    request.stream.read(1)  # raises 413 for a chunked body, which get_data truncates at the limit (werkzeug 3.1)
     return data
 
 
 def _explain(error: HTTPException, app: Flask, limits: Limits) -> str:
-    """What went wrong and what to do, where werkzeug's own words are for readers of RFCs."""
+    """Return what went wrong and what to do, in plainer words than werkzeug's."""
     if isinstance(error, NotFound):
         places = sorted(rule.rule for rule in app.url_map.iter_rules())
         return f"There is nothing at this address; there are {', '.join(places)}."

@@ -1,7 +1,7 @@
-"""Batching: threads decode pictures in parallel, and whichever finds a free lane runs those that wait.
+"""Batching: threads decode pictures in parallel, and a thread that finds a free lane runs the pictures that wait.
 
 A lane is one forward pass at a time. No thread waits on a timer: a thread that has decoded a request's pictures takes a
-free lane and runs all that wait, up to `max_batch` in one forward pass, until the queue is empty. A lone client never
+free lane and runs all that wait, up to `max_batch` per forward pass, until the queue is empty. A single client never
 waits for others, and batches grow with the load. Decoding (Pillow) and the forward pass (ONNX Runtime) release the GIL.
 Letters: N images, C channels, H height, W width."""
 
@@ -24,33 +24,32 @@ from serve.limits import Limits, Refusal
 from serve.log import log_event
 
 LARGE_PIXELS = 4_000_000
-"""From here on pictures are decoded one at a time per lane: each may take 16 bytes a pixel (Pillow 13, November
+"""Larger pictures are decoded one at a time per lane, since each may take 16 bytes a pixel (Pillow 13, November
 2026)."""
 
 TINY_BYTES, TINY_PIXELS, TINY_SECONDS = 16_384, 16_384, 0.0005
-"""A request of one small picture for a network that takes less than this is run at once, in the thread that brings it:
-passing it to another thread and back costs 0.1 ms, as much as all the rest (28 x 28 pixels, one core, November
-2026)."""
+"""A request of one small picture for a network faster than this runs at once, in the thread that submits it: passing it
+to another thread and back costs 0.1 ms, as much as everything else (28 x 28 pixels, one core, November 2026)."""
 
-TINY_TEXT = 300
-"""Bytes of a text up to which it counts as small."""
+TINY_TEXT_BYTES = 300
+"""Maximum size of a small text, in bytes."""
 
-PACE_MEMORY = 0.1
-"""The weight of the newest batch in the running mean of what a picture costs."""
+PACE_WEIGHT = 0.1
+"""Weight of the newest batch in the running mean of a picture's cost."""
 
 
 class Model(Protocol):
-    """What answers: a bundle, or whatever has the same attributes. `predict` and `prepare` are called by threads.
+    """A bundle, or an object with the same attributes. Threads call `predict` and `prepare`.
 
     Attributes:
-        folder: where it was read from.
-        task: what it does, one of `deeplightning.kinds.KINDS`.
-        image_spec: how a picture is prepared for it; None where it takes something else, which its `text_spec` or
+        folder: source of the model.
+        task: one of `deeplightning.kinds.KINDS`.
+        image_spec: how a picture is prepared for it; None if it takes other inputs, which its `text_spec` or
             `row_spec` prepares.
-        labels: the names of the classes or targets, in the order of the answer; none for pictures.
-        run: where it comes from.
-        precision: of its weights.
-        samples: real ones, prepared, (N, …), to warm up with.
+        labels: names of the classes or targets, in the order of the answer; empty if it answers with pictures.
+        run: origin of the model.
+        precision: precision of its weights.
+        samples: real prepared inputs, (N, …), for warm-up.
     """
 
     @property
@@ -75,31 +74,31 @@ class Model(Protocol):
     def samples(self) -> np.ndarray: ...
 
     def prepare(self, data: bytes, max_pixels: int, max_side: int | None = None) -> np.ndarray:
-        """One encoded picture as the model wants it, uint8 (C, H, W); raises ImageError."""
+        """Decode and resize an encoded picture to uint8 (C, H, W). Raises ImageError."""
         ...
 
     def predict(self, images: np.ndarray) -> np.ndarray:
-        """From prepared samples (N, …) to N rows of float32."""
+        """Return N rows of float32 for prepared inputs (N, …)."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request's pictures, and what became of them.
+    """The inputs of one request, and their results.
 
     Attributes:
-        read: gives the encoded pictures, texts, or values of rows and arrays; whatever it raises is the request's
-            error. Called with True, it raises `NotTiny` where that would take long.
-        size: of the request's body, in bytes.
+        read: returns the encoded pictures, texts, or values of rows and arrays; an exception of it becomes the
+            request's error. Called with True, it raises `NotTiny` if reading would take long.
+        size: size of the request's body, in bytes.
         finish: called once with the job, in the thread that ended it.
-        top_k, accept: how many classes are named, and the Accept header.
-        show: the answer carries the pictures as they reach the network.
-        accepted: when the request was accepted (`time.perf_counter`).
-        shown: the prepared pictures, uint8 (C, H, W), where `show` asks for them.
-        rows: the model's output for each picture, when all is done.
-        error: what ended the request otherwise.
+        top_k, accept: number of classes to return, and the Accept header.
+        show: whether the answer includes the pictures as they reach the network.
+        accepted: time at which the request was accepted (`time.perf_counter`).
+        shown: the prepared pictures, uint8 (C, H, W), if `show` is set.
+        rows: the model's output for each picture, once the job is done.
+        error: why the request failed.
         queued, decoding, forward: seconds spent waiting, decoding, and in the forward pass of the last picture.
-        batch: pictures in that forward pass.
+        batch: number of pictures in that forward pass.
     """
 
     read: Callable[[bool], Sequence[Any]]
@@ -120,18 +119,18 @@ class Job:
 
 
 _Item = tuple[Job, int, np.ndarray]
-"""One picture that is ready for the model: whose it is, which of them, uint8 (C, H, W)."""
+"""A picture that is ready for the model: its job, its index in the job, and uint8 (C, H, W)."""
 
 
 class Batcher:
     """Decodes and runs jobs. Its threads start with the first job.
 
     Args:
-        model: what answers.
-        limits: what a request may cost.
-        number: forward passes at a time.
-        forward_seconds: what a forward pass of one picture takes.
-        threads: that decode pictures or run the model; None: two for each lane.
+        model: the model that answers.
+        limits: limits of a request.
+        number: number of lanes.
+        forward_seconds: duration of a forward pass of one picture.
+        threads: number of threads that decode pictures or run the model; None: two for each lane.
     """
 
     def __init__(
@@ -146,11 +145,11 @@ class Batcher:
         self.limits = limits
         self.number = number
         self._most = limits.max_batch
-        self._most_threads = threads or 2 * number  # as many that decode as run the model
+        self._most_threads = threads or 2 * number  # one to decode and one to run, for each lane
         self._tiny = forward_seconds < TINY_SECONDS
         self.waiting = 0
         """Requests that are accepted and not yet done."""
-        self._pace = 0.0  # seconds that one more request adds to the wait of the next
+        self._pace = 0.0  # seconds that each waiting request adds to the wait of a new one
         self._free = number
         self._ready: deque[_Item] = deque()
         self._lock = threading.Lock()
@@ -160,7 +159,7 @@ class Batcher:
         self._stack: Callable[[list[np.ndarray]], np.ndarray] = np.stack
         self._what = "Image"
         if texts := getattr(model, "text_spec", None):
-            # Texts of different lengths are filled up to one.
+            # Texts are padded to the same length.
             self._stack, self._what, self._texts = texts.stack, "Text", texts
             self._decode = self._encode  # type: ignore[method-assign]
         elif rows := getattr(model, "row_spec", None):
@@ -168,10 +167,10 @@ class Batcher:
             self._decode = self._prepare_row  # type: ignore[method-assign]
 
     def submit(self, job: Job) -> None:
-        """Take a job on; it ends by `job.finish`, perhaps before this returns.
+        """Accept a job. It ends with a call of `job.finish`, possibly before this method returns.
 
         Raises:
-            Refusal: too many wait, or the wait would be too long.
+            Refusal: the queue is full, or the wait would be too long.
         """
         self.admit()
         with self._lock:
@@ -180,7 +179,7 @@ class Batcher:
             self._enqueue(job)
 
     def _enqueue(self, job: Job) -> None:
-        """Passes a job to another thread, and starts one if needed."""
+        """Pass a job to another thread; start one if needed."""
         with self._lock:
             if len(self._threads) < min(self.waiting, self._most_threads):
                 thread = threading.Thread(target=self._work, name=f"pictures-{len(self._threads)}", daemon=True)
@@ -189,7 +188,7 @@ class Batcher:
         self._inbox.put(job)
 
     def admit(self) -> None:
-        """Whether a request that comes now would be answered in time.
+        """Check whether a new request would be answered in time.
 
         Raises:
             Refusal: it would not.
@@ -208,8 +207,8 @@ class Batcher:
             self._begin(self._inbox.get())
 
     def _begin(self, job: Job, max_pixels: int | None = None) -> bool:
-        """Decodes a request's pictures, and runs all that wait if a lane is free. False: a picture has more than
-        `max_pixels`, and nothing has been done."""
+        """Decode a request's pictures, and run all that wait if a lane is free. Return False, with nothing done, if a
+        picture has more than `max_pixels`."""
         start = time.perf_counter()
         pixels: list[np.ndarray] = []
         try:
@@ -223,7 +222,7 @@ class Batcher:
                 self._check_time(job)  # a request may have many large pictures
         except NotTiny:
             return False
-        except Exception as error:  # whatever it is, it is this request's and nobody else's
+        except Exception as error:  # it must not affect other requests
             self._end(job, error)
             return True
         job.decoding = time.perf_counter() - start
@@ -240,7 +239,7 @@ class Batcher:
         return True
 
     def _decode(self, job: Job, data: bytes, place: str, max_pixels: int | None) -> np.ndarray:
-        """uint8 (C, H, W)"""
+        """Return the prepared picture, uint8 (C, H, W)."""
         limit, side = self.limits.max_pixels, self.limits.max_side
         try:
             try:
@@ -260,9 +259,9 @@ class Batcher:
             raise Refusal(error.status, f"{place}{error}") from error
 
     def _encode(self, job: Job, data: bytes, place: str, max_pixels: int | None) -> np.ndarray:
-        """The tokens of a text, int64 (L,); `max_pixels` says that only a small one is wanted."""
+        """Return the tokens of a text, int64 (L,). If `max_pixels` is set, raise `NotTiny` for a longer text."""
         limit = self.limits.max_text
-        if max_pixels is not None and len(data) > TINY_TEXT:
+        if max_pixels is not None and len(data) > TINY_TEXT_BYTES:
             raise NotTiny
         if len(data) > limit:
             raise Refusal(
@@ -275,7 +274,7 @@ class Batcher:
             raise Refusal(getattr(error, "status", 400), f"{place}{error}") from error
 
     def _prepare_row(self, job: Job, data: object, place: str, max_pixels: int | None) -> np.ndarray:
-        """The numbers of a row of a table, float32 (F,), or of an array, float32 of its shape."""
+        """Return a row of a table as float32 (F,), or an array as float32 of its shape."""
         try:
             prepared: np.ndarray = self._rows.prepare(data)
             return prepared
@@ -283,13 +282,13 @@ class Batcher:
             raise Refusal(getattr(error, "status", 400), f"{place}{error}") from error
 
     def _run_lane(self) -> None:
-        """Runs all that waits, then leaves the lane free."""
+        """Run all that wait, then release the lane."""
         while batch := self._take():
             start = time.perf_counter()
             rows = self._forward([picture for _, _, picture in batch])
             end = time.perf_counter()
             cost = (end - start) / len(batch) / self.number
-            self._pace += PACE_MEMORY * (cost + batch[0][0].decoding / self.number - self._pace)
+            self._pace += PACE_WEIGHT * (cost + batch[0][0].decoding / self.number - self._pace)
             for (job, number, _), row in zip(batch, rows, strict=True):
                 job.queued = start - job.accepted - job.decoding
                 job.forward = end - start
@@ -300,7 +299,7 @@ class Batcher:
                     self._put(job, number, row)
 
     def _take(self) -> list[_Item]:
-        """The next batch; frees the lane when there is none."""
+        """Return the next batch; release the lane if it is empty."""
         late: list[Job] = []
         batch: list[_Item] = []
         now = time.perf_counter()
@@ -320,8 +319,8 @@ class Batcher:
         return batch
 
     def _forward(self, pictures: list[np.ndarray]) -> list[np.ndarray | Exception]:
-        """A row for each picture. A picture that the model fails on fails alone; a batch that does not fit into the
-        memory is halved, and later ones are no larger."""
+        """Return a row or an exception for each picture. A picture that the model fails on does not fail the others; a
+        batch that does not fit into memory is halved, and later batches are no larger."""
         try:
             rows = self.model.predict(self._stack(pictures) if len(pictures) > 1 else pictures[0][None])
             if not math.isfinite(rows.sum()):
@@ -331,9 +330,9 @@ class Batcher:
             half = len(pictures) // 2
             if not half:
                 return [_no_memory(error)]
-            self._fits(half)
+            self._shrink_batches(half)
             answers: list[np.ndarray | Exception] = []
-            while len(answers) < len(pictures):  # what fits may shrink further on the way
+            while len(answers) < len(pictures):  # the limit may shrink further
                 answers += self._forward(pictures[len(answers) :][: self._most])
             return answers
         except Exception as error:
@@ -341,8 +340,8 @@ class Batcher:
                 return [error]
             return [row for picture in pictures for row in self._forward([picture])]
 
-    def _fits(self, number: int) -> None:
-        """From here on a batch has at most so many pictures."""
+    def _shrink_batches(self, number: int) -> None:
+        """Limit later batches to `number` pictures."""
         with self._lock:
             if number >= self._most:
                 return
@@ -383,7 +382,7 @@ def _no_memory(error: MemoryError) -> Refusal:
 
 
 class NotTiny(Exception):
-    """A request takes longer than what the calling thread runs at once."""
+    """Raised if a request takes too long to run in the calling thread."""
 
 
 _NO_ROW = np.empty(0, np.float32)

@@ -1,7 +1,7 @@
-"""A bundle is opened: what is used is checked against its digest, and the model against the answers it gave at export.
+"""Open a bundle: check its files against their digests, and the model against the answers it gave at export.
 
-Nothing is unpickled and nothing is imported that a bundle names, and no file outside its folder is read.
-`deeplightning.export.bundle` writes what is read here.
+Nothing is unpickled, nothing that a bundle names is imported, and no file outside its folder is read.
+`deeplightning.export.bundle` writes bundles.
 Letters: N samples, C channels, H height, W width, L tokens, K classes or targets.
 """
 
@@ -24,73 +24,75 @@ from PIL import PngImagePlugin
 
 from deeplightning.image_spec import ImageError, ImageSpec, caught_messages
 from deeplightning.kinds import KINDS, Kind, row_spec
-from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, golden_digest, seal
+from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, card_digest, golden_digest
 from deeplightning.words import first_line
 from serve.device import CPU, Device, DeviceError
-from serve.log import leave_out, log_event
+from serve.log import count_omitted, log_event
 from serve.private import onnxruntime
 from serve.session import TEXT_TOKENS, Bound, bound_to, open_session, tensorrt_options
 
-if TYPE_CHECKING:  # a server of pictures does without
+if TYPE_CHECKING:  # a server of pictures does not need them
     from deeplightning.array_spec import ArraySpec
     from deeplightning.table_spec import TableSpec
     from deeplightning.text_spec import TextSpec
 
 TOLERANCES = {"fp32": 1e-4, "int8": 0.05, "fp16": 0.02}
-"""How far an answer to a golden sample may be from that at export, possibly on another machine, by precision, as a
-share of the largest answer, or of 1 where that is more. Where a machine rounds a sum otherwise before it becomes int8,
-a probability may move by hundredths; where sums overflow, by more. fp16 has no answers of its own in a bundle: it is
-compared with those of fp32, on the GPU that it is served by."""
+"""Maximum difference between the answer to a golden sample and that at export, possibly on another machine, by
+precision; relative to the largest answer, or to 1 if that is larger. If a machine rounds a sum differently before it
+becomes int8, a probability may change by hundredths; if sums overflow, by more. A bundle has no fp16 answers: the GPU's
+are compared with those of fp32."""
 
 GPU_TOLERANCE = 1e-3
-"""The same for fp32 on a GPU, whose kernels add in another order and use quicker exponentials."""
+"""The same for fp32 on a GPU, whose kernels add in another order and use faster exponentials."""
 
 MAX_TOKENIZER_BYTES = 64_000_000
-"""The largest known tokenizer.json has 35 MB (November 2026)."""
+"""Maximum size of a tokenizer.json; the largest known has 35 MB (November 2026)."""
 
-MOST_EXAMPLES = 8
-"""Golden samples that are offered to clients."""
+MAX_EXAMPLES = 8
+"""Maximum number of golden samples that clients can see."""
 
 MAX_CARD_BYTES = 32_000_000
-"""bundle.json carries samples of 2 MB together, or a single larger one; more than this is none of ours."""
+"""Maximum size of bundle.json, which contains samples of 2 MB together, or a single larger one."""
 
-MAX_PIECES = 14_000
-"""How often a parser may fetch something of a picture. One of 9 MB needs 420, one of 12,000 tiles 12,000; one of 16 MB
-with a remark that is read byte by byte, or in all the segments that fit, took 5 s of CPU (Pillow 13, November 2026)."""
+MAX_READS = 14_000
+"""Maximum number of reads that decoding a picture may take. One of 9 MB needs 420, one of 12,000 tiles 12,000; one of
+16 MB took 5 s of CPU with a comment that is read byte by byte, or with as many segments as fit (Pillow 13, November
+2026)."""
 
 SMALL_BYTES = 65_536
-"""Pictures up to here are not counted so: they cannot have many pieces, and counting costs 0.004 ms."""
+"""Reads of pictures up to this size are not counted: there cannot be many, and counting costs 0.004 ms."""
 
 PngImagePlugin.MAX_TEXT_MEMORY = 2_000_000
-"""Letters of all remarks in a PNG, unpacked; Pillow's own 64 million took 240 MB, from a file of 0.06 MB."""
+"""Maximum length of all text chunks of a PNG, unpacked. With Pillow's default of 64 million characters, a file of
+0.06 MB took 240 MB."""
 
 
 class BundleError(Exception):
-    """A bundle is missing, damaged, or of a kind that is not known here; the message is one sentence for people."""
+    """Raised if a bundle is missing, damaged or of an unknown kind; the message is one sentence for people."""
 
     exit_code = 4
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A model that is loaded, checked and ready; safe to share between threads, and with forked processes.
+    """A model that is loaded and verified; safe to share between threads and with forked processes.
 
     Attributes:
-        folder: where it was read from.
-        task: what it does, one of `deeplightning.kinds.KINDS`.
-        image_spec: how a picture is prepared for it; None: it takes something else.
-        labels: the names of the K classes or targets, in the order of the answer; none where it answers with pictures.
-        run: where it comes from, as `bundle.json` says (`id`, `name`, `folder_name`, `checkpoint`, `created`, …).
-        precision: the numbers that its model computes in: "fp32", "int8" or "fp16".
-        samples: the golden samples, uint8 (N, C, H, W), int64 (N, L) or float32 (N, …): real ones, to warm up with.
-        session: ONNX Runtime with the model, one thread per call.
-        text_spec: how a text is prepared for it; None: it takes something else.
-        row_spec: how a row of a table, or an array, is prepared for it; None: it takes something else.
-        output: what the card says of the answers: the interval of a regression, or each label's threshold.
-        examples: some of the golden samples as clients send them, of JSON types; a picture is a PNG as base64.
-        input: the name of the model's input.
-        device: where it computes.
-        bound: the session with its buffers; None on the CPU, which reads a batch where it is.
+        folder: folder of the bundle.
+        task: one of `deeplightning.kinds.KINDS`.
+        image_spec: how a picture is prepared for it; None if it takes other inputs.
+        labels: names of the K classes or targets, in the order of the answer; empty if it answers with pictures.
+        run: origin of the model, from `bundle.json` (`id`, `name`, `folder_name`, `checkpoint`, `created`, …).
+        precision: precision that the model computes in: "fp32", "int8" or "fp16".
+        samples: the golden samples, uint8 (N, C, H, W), int64 (N, L) or float32 (N, …): real inputs, for warm-up.
+        session: ONNX Runtime session, one thread per call.
+        text_spec: how a text is prepared for it; None if it takes other inputs.
+        row_spec: how a row of a table, or an array, is prepared for it; None if it takes other inputs.
+        output: `output` of the card: the interval of a regression, or each label's threshold.
+        examples: some golden samples as clients send them, of JSON types; a picture is a PNG in base64.
+        input: name of the model's input.
+        device: device of the model.
+        bound: the session with its buffers; None on the CPU, which needs no copy of a batch.
     """
 
     folder: Path
@@ -123,19 +125,19 @@ class Bundle:
 
         Args:
             path: a folder.
-            precision: which of the bundle's models is taken.
-            device: where it computes. CUDA does not survive a fork, so a process that opens a bundle on a GPU serves it
-                itself.
+            precision: which of the bundle's models to load.
+            device: device of the model. CUDA does not survive a fork, so a process that opens a bundle on a GPU must
+                serve it itself.
             max_batch: the largest batch, for the buffers of a GPU.
             tensorrt: whether TensorRT compiles the model for the GPU.
 
         Raises:
-            BundleError: it is missing, incomplete, changed since its export, unknown, or answers otherwise than it did.
+            BundleError: it is missing, incomplete, changed since its export, unknown, or answers differently now.
             DeviceError: the GPU cannot be used.
         """
         try:
             folder = _find(Path(path).expanduser().absolute())
-        except (OSError, RuntimeError, ValueError) as error:  # a user's home that is unknown, a name that cannot be
+        except (OSError, RuntimeError, ValueError) as error:  # an unknown home directory, an invalid name
             raise BundleError(f"There is no folder {str(path)!r:.200} ({first_line(error)}).") from error
         card = _read_card(folder)
         task, labels, run, output = card["task"], card["labels"], card["run"], card.get("output", {})
@@ -169,32 +171,32 @@ class Bundle:
             samples,
             session,
             output=output,
-            examples=examples[:MOST_EXAMPLES],
+            examples=examples[:MAX_EXAMPLES],
             input=kind.input,
             device=device,
             bound=_bound(device, session, shape, dtype, max_batch),
             **specs,
         )
         _replay(bundle, card["golden"])
-        _prove(folder, card)
+        _check_golden_digest(folder, card)
         _return_memory()
         return bundle
 
     @property
     def example(self) -> Any:
-        """An input as a client sends it; only of rows and arrays."""
+        """An input as a client sends it; None unless the model takes rows or arrays."""
         return self.examples[0] if self.row_spec is not None else None
 
     @classmethod
     def open_on(cls, device: Device, path: str | PathLike[str], precision: str, max_batch: int, tensorrt: bool) -> Self:
-        """The same, with what is for GPUs left out on the CPU. `auto` may have fallen back to it, where 16 bits are
-        slower than 32."""
+        """Open a bundle; on the CPU, ignore the options for GPUs. `auto` may have fallen back to the CPU, where 16 bits
+        are slower than 32."""
         precision = "fp32" if precision == "fp16" and not device.on_gpu else precision
         return cls.open(path, precision, device, max_batch, tensorrt and device.on_gpu)
 
     def predict(self, images: np.ndarray) -> np.ndarray:
-        """What the model answers to prepared images, uint8 (N, C, H, W), texts, int64 (N, L), or rows and arrays,
-        float32 (N, …): probabilities or numbers, float32 (N, K); of each pixel, (N, K, H, W); or pictures, float32
+        """Return the model's answers to prepared images, uint8 (N, C, H, W), texts, int64 (N, L), or rows and arrays,
+        float32 (N, …): probabilities or numbers, float32 (N, K); for each pixel, (N, K, H, W); or pictures, float32
         (N, C, H, W) from 0 to 1."""
         if self.bound is not None:
             return self.bound.predict(images)
@@ -202,35 +204,35 @@ class Bundle:
         return rows
 
     def prepare(self, data: bytes, max_pixels: int, max_side: int | None = None) -> np.ndarray:
-        """One encoded picture as the model wants it, uint8 (C, H, W).
+        """Decode and resize an encoded picture to the model's input, uint8 (C, H, W).
 
         Raises:
-            deeplightning.image_spec.ImageError: it is not a picture, damaged, or larger than it may be.
+            deeplightning.image_spec.ImageError: the data is no picture, damaged, or too large.
         """
         assert self.image_spec is not None, "it takes pictures"
         return prepared(self.image_spec, data, max_pixels, max_side)
 
 
 def prepared(spec: ImageSpec, data: bytes, max_pixels: int, max_side: int | None = None) -> np.ndarray:
-    """One encoded picture that a client sent, uint8 (C, H, W).
+    """Decode and resize an encoded picture that a client sent, uint8 (C, H, W).
 
     Raises:
-        deeplightning.image_spec.ImageError: it is not a picture, damaged, too large, or has more than `MAX_PIECES`.
+        deeplightning.image_spec.ImageError: it is no picture, damaged, too large, or needs more than `MAX_READS` reads.
     """
-    source = data if len(data) <= SMALL_BYTES else _Pieces(data)
+    source = data if len(data) <= SMALL_BYTES else _CountedReads(data)
     try:
         return np.ascontiguousarray(spec.decode(source, max_pixels, max_side).transpose(2, 0, 1))
     finally:
         if number := caught_messages():
-            leave_out(number)
+            count_omitted(number)
 
 
-class _Pieces(io.BytesIO):
-    """A picture that can be read `MAX_PIECES` times."""
+class _CountedReads(io.BytesIO):
+    """A file in memory that can be read `MAX_READS` times."""
 
     def __init__(self, data: bytes):
         super().__init__(data)
-        self._left = MAX_PIECES
+        self._left = MAX_READS
 
     def read(self, size: int | None = -1, /) -> bytes:
         self._left -= 1
@@ -239,20 +241,20 @@ class _Pieces(io.BytesIO):
         return super().read(size)
 
 
-_NAMES = RunFolder(".")  # only the names of its files are used: a bundle may have been copied to anywhere
+_NAMES = RunFolder(".")  # only for the file names: a bundle may have been copied anywhere
 _MODELS = {
     "fp32": _NAMES.bundle_model.name,
     "int8": _NAMES.bundle_int8.name,
     "fp16": _NAMES.bundle_fp16.name,
 }
-_FOR_OTHERS = {_NAMES.bundle_torchscript.name, _NAMES.bundle_pt2.name}  # no server opens them
+_NOT_SERVED = {_NAMES.bundle_torchscript.name, _NAMES.bundle_pt2.name}  # for other programs
 _DTYPES: dict[str, type] = {"image": np.uint8, "text": np.int64, "table": np.float32, "array": np.float32}
 _SPECS = {"image": "image", "text": "text", "table": "row", "array": "row"}
 _TEXT_FILES = ("vocabulary.txt", "tokenizer.json")
-_KEYS = {"format", "task", "input", "labels", "files", "run", "golden", "digest"}
-_ORIGIN = {"id", "name", "folder_name", "checkpoint", "weights", "picture_size", "created", "versions"}
+_CARD_KEYS = {"format", "task", "input", "labels", "files", "run", "golden", "digest"}
+_RUN_KEYS = {"id", "name", "folder_name", "checkpoint", "weights", "picture_size", "created", "versions"}
 _FILE = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
-_AGAIN = "write it again with `deeplightning export RUN`"
+_EXPORT_AGAIN = "write it again with `deeplightning export RUN`"
 
 
 def _expect(holds: bool, fault: str, folder: Path) -> None:
@@ -260,13 +262,13 @@ def _expect(holds: bool, fault: str, folder: Path) -> None:
         raise BundleError(f"The bundle {folder} {fault}.")
 
 
-def places(path: Path) -> tuple[Path, ...]:
-    """Where a bundle may be: in `path` itself, in the run folder `path`, or in the MLflow model `path`."""
+def bundle_folders(path: Path) -> tuple[Path, ...]:
+    """Return the folders in which a bundle may be: `path` itself, and those in a run folder or an MLflow model."""
     return path, RunFolder(path).bundle, path / "artifacts" / RunFolder(path).bundle.name
 
 
 def _find(path: Path) -> Path:
-    for folder in places(path):
+    for folder in bundle_folders(path):
         if (folder / _NAMES.bundle_card.name).is_file():
             return folder
     if not path.is_dir():
@@ -277,24 +279,32 @@ def _find(path: Path) -> Path:
 
 
 def _read_card(folder: Path) -> Card:
-    """What bundle.json says, all of it as it was written at export; which values make sense is not looked at."""
+    """Read bundle.json, and check that it is unchanged since its export. Most values are checked later."""
     file = folder / _NAMES.bundle_card.name
     try:
         with _opened(folder, file.name) as stream:
             text = stream.read(MAX_CARD_BYTES + 1)
         _expect(len(text) <= MAX_CARD_BYTES, f"has a {file.name} of more than {MAX_CARD_BYTES:,} bytes", folder)
         card: dict[str, object] = json.loads(text)
-        _expect(isinstance(card, dict), f"has no JSON object in {file.name}; {_AGAIN}", folder)
+        _expect(isinstance(card, dict), f"has no JSON object in {file.name}; {_EXPORT_AGAIN}", folder)
         found = card.get("format")
         _expect(
-            found == BUNDLE_FORMAT, f"has format {found!r:.40}; this server reads {BUNDLE_FORMAT}: {_AGAIN}", folder
+            found == BUNDLE_FORMAT,
+            f"has format {found!r:.40}; this server reads {BUNDLE_FORMAT}: {_EXPORT_AGAIN}",
+            folder,
         )
-        sealed = seal(card)
+        expected = card_digest(card)
     except (ValueError, RecursionError) as error:
-        raise BundleError(f"{file} is not JSON ({error}); {_AGAIN}.") from error
-    _expect(card.get("digest") == sealed, f"is damaged: {file.name} was changed since its export; {_AGAIN}", folder)
+        raise BundleError(f"{file} is not JSON ({error}); {_EXPORT_AGAIN}.") from error
+    _expect(
+        card.get("digest") == expected, f"is damaged: {file.name} was changed since its export; {_EXPORT_AGAIN}", folder
+    )
     keys = set(card) - {"int8", "output"}
-    _expect(keys == _KEYS, f"has other keys in {file.name} than it may ({', '.join(sorted(keys ^ _KEYS))})", folder)
+    _expect(
+        keys == _CARD_KEYS,
+        f"has other keys in {file.name} than it may ({', '.join(sorted(keys ^ _CARD_KEYS))})",
+        folder,
+    )
     figures = card.get("int8", {})
     _expect(
         isinstance(figures, dict) and all(isinstance(value, int | float) for value in figures.values()),
@@ -314,7 +324,7 @@ def _are_names(labels: object) -> bool:
 
 
 def _are_details(output: object, targets: int, kind: Kind) -> bool:
-    """Whether a card says of its answers what their kind may have: the interval of a regression; each label's
+    """Return whether `output` of a card is valid for its kind: the interval of a regression, or each label's
     threshold."""
     if kind.gives == "multilabel":
         return (
@@ -343,8 +353,8 @@ def _is_number(value: object) -> bool:
 
 
 def _is_origin(run: object) -> bool:
-    """Whether `run` is a few texts by name; `versions` may be several."""
-    if not isinstance(run, dict) or not run.keys() <= _ORIGIN:
+    """Return whether `run` contains only known keys and texts; `versions` may contain several texts."""
+    if not isinstance(run, dict) or not run.keys() <= _RUN_KEYS:
         return False
     versions = run.get("versions", {})
     texts = [value for key, value in run.items() if key != "versions"]
@@ -354,8 +364,7 @@ def _is_origin(run: object) -> bool:
 
 
 def _check_files(folder: Path, digests: object, precision: str) -> None:
-    """Every file that is needed is here, in the folder itself, and is what was exported. The model of another precision
-    is not needed, nor one in a format of torch."""
+    """Check the digests of all files except models of other precisions and in formats of torch."""
     listed = digests if isinstance(digests, dict) else {}
     needed = {_NAMES.bundle_model.name, _NAMES.bundle_weights.name}
     _expect(needed <= set(listed), f"does not list the digests of {' and '.join(sorted(needed))}", folder)
@@ -368,7 +377,7 @@ def _check_files(folder: Path, digests: object, precision: str) -> None:
     )
     for name, digest in listed.items():
         _expect(bool(_FILE.fullmatch(name)), f"lists {name!r:.80}, which is no file name", folder)
-        if name in _FOR_OTHERS or (name in _MODELS.values() and name != model):
+        if name in _NOT_SERVED or (name in _MODELS.values() and name != model):
             continue
         with _opened(folder, name) as stream:
             found = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -376,19 +385,19 @@ def _check_files(folder: Path, digests: object, precision: str) -> None:
 
 
 def _opened(folder: Path, name: str) -> BufferedReader:
-    """A file of the bundle, for reading: a real one, and not a link to somewhere else."""
+    """Open a regular file of the bundle for reading; reject links out of its folder."""
     try:
         file = (folder / name).resolve()
         _expect(file.is_relative_to(folder.resolve()), f"has in {name} a link out of its folder", folder)
         _expect(file.is_file() or not file.exists(), f"has in {name} something that is no file", folder)
         return file.open("rb")
-    except (OSError, RuntimeError) as error:  # Python 3.11 raises the latter for links that lead to each other
+    except (OSError, RuntimeError) as error:  # Python 3.11 raises the latter for circular links
         reason = getattr(error, "strerror", None) or first_line(error)
         raise BundleError(f"The bundle {folder} has no readable {name} ({reason}).") from error
 
 
 def _text_spec(folder: Path, card: Card) -> "TextSpec":
-    """How texts are prepared, by a file of the bundle that is as it was exported."""
+    """Return the spec of a text model, from the vocabulary or tokenizer in the bundle."""
     from deeplightning.text_spec import TextSpec
 
     values = card["input"]
@@ -413,7 +422,7 @@ def _text_spec(folder: Path, card: Card) -> "TextSpec":
 
 
 def _text_samples(folder: Path, golden: object, spec: "TextSpec") -> np.ndarray:
-    """The golden samples, int64 (N, L), prepared as any text is."""
+    """Return the golden samples, int64 (N, L), prepared like a client's texts."""
     texts = golden.get("texts") if isinstance(golden, dict) else None
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise BundleError(f"The bundle {folder} has no golden samples.")
@@ -424,7 +433,7 @@ def _text_samples(folder: Path, golden: object, spec: "TextSpec") -> np.ndarray:
 
 
 def _spec(folder: Path, card: Card, kind: Kind) -> Any:
-    """How inputs are prepared."""
+    """Return the spec by which inputs are prepared."""
     if kind.takes == "text":
         return _text_spec(folder, card)
     try:
@@ -434,14 +443,14 @@ def _spec(folder: Path, card: Card, kind: Kind) -> Any:
 
 
 def _shape(spec: Any, kind: Kind) -> tuple[int, ...]:
-    """Of one prepared input; of a text the most that the buffers of a GPU have room for."""
+    """Return the shape of one prepared input; of a text, the longest that a GPU's buffers have room for."""
     if kind.takes == "text":
         return (spec.limit or TEXT_TOKENS,)
     return (spec.channels, spec.height, spec.width) if kind.takes == "image" else spec.shape
 
 
 def _input(folder: Path, golden: Any, kind: Kind, spec: Any) -> tuple[np.ndarray, list[Any]]:
-    """The golden samples as the model takes them, and as clients send them."""
+    """Return the golden samples as the model takes them, and as clients send them."""
     if kind.takes == "image":
         return _samples(folder, golden, spec), golden["pictures"]
     if kind.takes == "text":
@@ -452,7 +461,7 @@ def _input(folder: Path, golden: Any, kind: Kind, spec: Any) -> tuple[np.ndarray
 def _row_samples(
     folder: Path, golden: object, spec: "TableSpec | ArraySpec", kind: Kind
 ) -> tuple[np.ndarray, list[Any]]:
-    """The golden samples, float32 (N, …), prepared as any are, and as clients send them."""
+    """Return the golden samples, float32 (N, …), prepared like a client's, and as clients send them."""
     given = golden.get("rows" if kind.takes == "table" else "arrays") if isinstance(golden, dict) else None
     if not isinstance(given, list) or not given:
         raise BundleError(f"The bundle {folder} has no golden samples.")
@@ -465,9 +474,9 @@ def _row_samples(
 
         arrays: list[Any] = [read_npy(base64.b64decode(one, validate=True)) for one in given]
         return spec.stack([spec.prepare(array) for array in arrays]), [
-            array.tolist() for array in arrays[:MOST_EXAMPLES]
+            array.tolist() for array in arrays[:MAX_EXAMPLES]
         ]
-    except (TypeError, ValueError) as error:  # binascii.Error is of the latter kind
+    except (TypeError, ValueError) as error:  # binascii.Error is a ValueError
         raise BundleError(f"A golden sample of the bundle {folder} is damaged ({error}).") from error
 
 
@@ -481,7 +490,7 @@ def _load(
     device: Device,
     tensorrt: dict[str, str] | None = None,
 ) -> onnxruntime.InferenceSession:
-    """The model, which ONNX Runtime keeps from reading files outside its own folder; of inputs of a dtype and shape."""
+    """Load the model, and check its inputs and outputs. ONNX Runtime keeps it from reading files outside its folder."""
     try:
         session = open_session(folder / _MODELS[precision], device, tensorrt)
     except DeviceError:
@@ -510,13 +519,13 @@ def _load(
 
 
 _TYPES = {"uint8": "uint8", "int64": "int64", "float32": "float"}
-"""What ONNX calls a dtype of numpy's."""
+"""ONNX names of numpy dtypes."""
 
 
 def _bound(
     device: Device, session: onnxruntime.InferenceSession, shape: tuple[int, ...], dtype: type, max_batch: int
 ) -> Bound | None:
-    """The model of a GPU with buffers for `max_batch` inputs of a shape and dtype; None on the CPU."""
+    """Return the model with buffers for `max_batch` inputs of a shape and dtype, or None on the CPU."""
     if not device.on_gpu:
         return None
     row = math.prod(session.get_outputs()[0].shape[1:])
@@ -525,7 +534,7 @@ def _bound(
 
 
 def _samples(folder: Path, golden: object, spec: ImageSpec) -> np.ndarray:
-    """The golden samples, uint8 (N, C, H, W), decoded as any picture is."""
+    """Return the golden samples, uint8 (N, C, H, W), decoded like a client's pictures."""
     pictures = golden.get("pictures") if isinstance(golden, dict) else None
     if not isinstance(pictures, list) or not pictures:
         raise BundleError(f"The bundle {folder} has no golden samples.")
@@ -533,14 +542,14 @@ def _samples(folder: Path, golden: object, spec: ImageSpec) -> np.ndarray:
     for number, png in enumerate(pictures):
         try:
             samples.append(prepared(spec, base64.b64decode(png, validate=True), spec.height * spec.width))
-        except (TypeError, ValueError) as error:  # ImageError and binascii.Error are of the latter kind
+        except (TypeError, ValueError) as error:  # ImageError and binascii.Error are ValueErrors
             raise BundleError(f"Golden sample {number} of the bundle {folder} is damaged ({error}).") from error
     return np.stack(samples)
 
 
 def _replay(bundle: Bundle, golden: dict[str, Any]) -> None:
-    """The golden samples get the answers they got at export: decoding, model, runtime and device are as they were, or
-    as near as `TOLERANCES` allows."""
+    """Check that the golden samples get the same answers as at export, within `TOLERANCES`. This covers decoding,
+    model, runtime and device."""
     known = "fp32" if bundle.precision == "fp16" else bundle.precision
     given = KINDS[bundle.task].compared(_answers(bundle))
     _expect(
@@ -553,11 +562,11 @@ def _replay(bundle: Bundle, golden: dict[str, Any]) -> None:
     except (KeyError, TypeError, ValueError) as error:
         raise BundleError(f"The golden answers of the bundle {bundle.folder} are damaged ({error}).") from error
     differences = np.abs(given - wanted).max(axis=tuple(range(1, given.ndim)))  # (N,)
-    worst, allowed = int(differences.argmax()), TOLERANCES[bundle.precision]  # argmax finds a nan first
+    worst, allowed = int(differences.argmax()), TOLERANCES[bundle.precision]  # argmax returns a nan first
     if bundle.device.on_gpu:
         allowed = max(allowed, GPU_TOLERANCE)
     allowed *= max(1.0, float(np.abs(given).max()))
-    remedy = "serve it with serve.precision=fp32" if bundle.precision == "fp16" else _AGAIN
+    remedy = "serve it with serve.precision=fp32" if bundle.precision == "fp16" else _EXPORT_AGAIN
     _expect(
         bool(differences[worst] <= allowed),
         f"answers golden sample {worst} otherwise than when it was exported: {KINDS[bundle.task].output} differ by "
@@ -567,7 +576,7 @@ def _replay(bundle: Bundle, golden: dict[str, Any]) -> None:
 
 
 def _answers(bundle: Bundle) -> np.ndarray:
-    """To all golden samples; one by one where a GPU has no memory for them together."""
+    """Return the answers to all golden samples; one by one if a GPU has too little memory for all at once."""
     try:
         try:
             return bundle.predict(bundle.samples)
@@ -582,30 +591,32 @@ def _answers(bundle: Bundle) -> np.ndarray:
     except Exception as error:  # onnxruntime's exceptions have no common class of their own
         raise BundleError(
             f"The model of the bundle {bundle.folder} does not answer its golden samples: {first_line(error)}; "
-            f"{_AGAIN}."
+            f"{_EXPORT_AGAIN}."
         ) from error
 
 
-def _prove(folder: Path, card: Card) -> None:
-    """The golden answers are of this model with these labels, task and input; a bundle of before does not say."""
+def _check_golden_digest(folder: Path, card: Card) -> None:
+    """Check that the golden answers belong to this model, labels, task and input. Older bundles have no digest for
+    that."""
     found = card["golden"].get("digest")
     if found is None:
         log_event(
             "the bundle was made before its labels, task and input were covered by the golden answers' digest; whether "
             "they were changed since is not known",
             bundle=str(folder),
-            remedy=_AGAIN,
+            remedy=_EXPORT_AGAIN,
         )
         return
     _expect(
         found == golden_digest(card),
-        f"has other labels, another task, input, origin or model than its golden answers were given with; {_AGAIN}",
+        "has other labels, another task, input, origin or model than its golden answers were given with; "
+        f"{_EXPORT_AGAIN}",
         folder,
     )
 
 
 def _return_memory() -> None:
-    """Have glibc give back what the model was made from: of a resnet18 95 of 141 MB (ONNX Runtime 1.31, November 2026),
-    which forked workers would carry along."""
-    with contextlib.suppress(AttributeError, OSError):  # other systems, other allocators
+    """Make glibc return the memory that loading took: 95 of 141 MB for a resnet18 (ONNX Runtime 1.31, November 2026),
+    which every forked worker would keep."""
+    with contextlib.suppress(AttributeError, OSError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,10 +1,10 @@
-"""One client's connection: HTTP/1.1, parsed by httptools (the parser of Node.js), with a bound on how slow a client may
-be and on how much it may send. Every answer is one write, and every refusal is JSON.
+"""A client's connection: HTTP/1.1, parsed by httptools (the parser of Node.js), with limits on how slow a client may be
+and how much it may send. Every answer is one write, and every refusal is JSON.
 
-This is a protocol of asyncio's and no server of others, for two reasons. A small network takes less time than their
-machinery: an empty application took 0.034 ms of CPU a request in uvicorn, 0.024 to 0.044 in granian, 0.007 in a bare
-protocol (one core, 32 clients, November 2026). And none of them lets one bound the time for the head and ends without
-losing a request.
+This is an asyncio protocol instead of an existing server for two reasons. A small network takes less time than a
+server's overhead: an empty application took 0.034 ms of CPU a request in uvicorn, 0.024 to 0.044 in granian, 0.007 in a
+bare protocol (one core, 32 clients, November 2026). And none of them both limits the time for the head and shuts down
+without losing a request.
 """
 
 import asyncio
@@ -25,72 +25,71 @@ from serve.limits import FAULT, Refusal
 from serve.log import log_event
 
 HEAD_SECONDS = 10
-"""How long a client may take from its connection, or from the first byte of a later request, to the end of the
-headers."""
+"""Time limit from the connection, or from the first byte of a later request, to the end of the headers."""
 
 PAUSE_SECONDS = 10
-"""How long a client may pause in the middle of a body."""
+"""Maximum pause within a body."""
 
 BODY_SECONDS = 60
-"""How long a body may take altogether, and how long a client may take to fetch its answer."""
+"""Time limit for a complete body, and for a client to read its answer."""
 
 REST_SECONDS = 5
 REST_BYTES = 64_000_000
-"""How much is still taken of a body whose request has been answered (most clients read the answer only when they have
-sent all), and for how long. It is not kept."""
+"""Time and size limits for reading and dropping the rest of a body whose request has been answered: most clients read
+the answer only after they have sent everything."""
 
 HEAD_BYTES = 65_536
-"""The longest request line and headers together, and the most between two pieces of a body, or after the last: sizes of
-chunks, and further headers."""
+"""Maximum size of request line and headers together, and of the chunk sizes and trailers between two pieces of a body
+or after the last one."""
 
 IDLE_SECONDS = 30
-"""How long a connection stays open for a further request."""
+"""Time that an idle connection stays open for another request."""
 
 LINGER_SECONDS = 1.0
-"""How long an idle connection stays open when the process is about to end: a request may be on its way."""
+"""Time that an idle connection stays open during shutdown: a request may be in transit."""
 
 MAX_PIPELINED = 16
-"""Requests of one connection that may come before the first is answered."""
+"""Maximum number of requests of one connection that wait for an answer."""
 
 _ABSOLUTE = re.compile(rb"https?://([^/?#]+)([^#]*)", re.IGNORECASE)
-"""A target with scheme and host, as for a proxy (RFC 9112, section 3.2.2)."""
+"""Matches a target with scheme and host, as for a proxy (RFC 9112, section 3.2.2)."""
 
 _METHOD = re.compile(rb"(?:\r\n)*[!#$%&'*+.^_`|~0-9A-Za-z-]+(?:\Z| (?:[^\r\n]*\Z|[^\r\n]+ HTTP/[0-9]\.[0-9]\r\n))")
-"""What has come of a request line that is well-formed so far (RFC 9112, section 3)."""
+"""Matches a request line, possibly incomplete, that is well-formed so far (RFC 9112, section 3)."""
 
-_OF_METHODS = ("Invalid method", "Expected space after method")
-_OF_VERSIONS = ("Invalid HTTP version", "Pause on PRI/Upgrade")
-"""How the parser's errors begin (llhttp 9, November 2026); where they change, the status is 400."""
+_METHOD_ERRORS = ("Invalid method", "Expected space after method")
+_VERSION_ERRORS = ("Invalid HTTP version", "Pause on PRI/Upgrade")
+"""Prefixes of the parser's errors (llhttp 9, November 2026). If they change, the status becomes 400."""
 
 _MALFORMED = (400, "This is not an HTTP/1.1 request as it should be; send it again, well-formed.")
 _UNKNOWN_METHOD = (501, "The server knows no such method; use GET or POST, in capital letters.")
 _UNKNOWN_VERSION = (505, "The server speaks HTTP/1.1 and HTTP/1.0; send the request in one of them.")
 
-_ONCE = (b"host", b"transfer-encoding", b"content-encoding")
-"""Headers of which a second one is not taken for the first."""
+_COMBINED_HEADERS = (b"host", b"transfer-encoding", b"content-encoding")
+"""Headers that are joined by a comma if they are repeated; of other headers, the last one counts."""
 
-_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus}
+_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus}
 
 _CONNECTION = {True: b"connection: keep-alive\r\n", False: b"connection: close\r\n"}
-"""Its header; HTTP/1.1 needs none where it stays open."""
+"""Connection header for keep-alive or not; HTTP/1.1 needs none for keep-alive."""
 
 _Reading = Literal["new", "idle", "head", "body", "rest", "over"]
-"""What of a request is awaited: `rest` is that of a body whose request has been answered; `over`: nothing, what still
-comes is dropped."""
+"""State of reading. `rest`: the rest of a body whose request has been answered; `over`: no more requests, further bytes
+are dropped."""
 
 
-class _Over(Exception):
-    """Stops the parser: nothing that comes after this is answered."""
+class _StopParsing(Exception):
+    """Raised in a callback to stop the parser: no later request is answered."""
 
 
 @dataclass(eq=False)
 class Connections:
-    """All of a process.
+    """The connections of a process.
 
     Attributes:
         dispatcher: answers requests.
-        most: how many there may be.
-        ending: the process is about to end, and every answer closes its connection.
+        most: maximum number of connections.
+        ending: whether the process is shutting down; then every answer closes its connection.
     """
 
     dispatcher: Dispatcher
@@ -102,14 +101,14 @@ class Connections:
         self._second, self._date = 0, b""
 
     def date(self) -> bytes:
-        """The header line."""
+        """Return the Date header line, cached for a second."""
         second = int(time.time())
         if second != self._second:
             self._second, self._date = second, f"date: {formatdate(second, usegmt=True)}\r\n".encode()
         return self._date
 
     def check(self) -> None:
-        """Ends those whose clients are too slow; to be called every second or so."""
+        """Close connections whose clients are too slow. Call this about once a second."""
         for connection in list(self.open):
             connection.check()
 
@@ -126,16 +125,16 @@ class Connection(asyncio.Protocol):
         self._since = self._last_read = loop.time()
         self._head_bytes = 0
         self._body: bytes | bytearray = b""
-        self._size = 0  # of what is kept
+        self._size = 0  # bytes of the body so far
         self._dropped = 0
         self._waiting: deque[Request] = deque()
-        self._request: Request | None = None  # that is read
+        self._request: Request | None = None  # whose body is being read
         self._answering: Request | None = None
         self._full = False
         self._ended = False  # the client sends no more
-        self._last = False  # the answer that was written is the last
+        self._last = False  # the last answer has been written
 
-    # asyncio's side
+    # callbacks of asyncio
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # nothing else comes
         self._transport = transport
@@ -164,18 +163,18 @@ class Connection(asyncio.Protocol):
                 if self._upgrades():
                     self._read_again(data[upgrade.args[0] :])
         except httptools.HttpParserCallbackError as error:
-            if isinstance(error.__context__, _Over):
+            if isinstance(error.__context__, _StopParsing):
                 return
             log_event("fault", error)
             self._refuse(Refusal(500, FAULT))
         except httptools.HttpParserError as error:
-            # Where this read has the end of a request before, its first line is that one's.
-            self._refuse(_unread(str(error), data if self._head_bytes >= len(data) else b""))
+            # If this read begins within an earlier request, its first line is not the request line.
+            self._refuse(_parse_refusal(str(error), data if self._head_bytes >= len(data) else b""))
         if self._head_bytes > HEAD_BYTES:
             self._refuse(_too_long())
 
     def eof_received(self) -> bool:
-        """The client sends no more; it may still read what it waits for."""
+        """Keep the connection open if answers are pending: the client sends no more but may still read."""
         self._ended = self._answering is not None or bool(self._waiting)
         return self._ended
 
@@ -188,7 +187,7 @@ class Connection(asyncio.Protocol):
         self._transport.resume_reading()
         self._next()
 
-    # the parser's side
+    # callbacks of the parser
 
     def on_message_begin(self) -> None:
         self._enter("head")
@@ -202,7 +201,7 @@ class Connection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._header_bytes += len(name) + len(value) + 4
         name = name.lower()
-        if name in self._headers and name in _ONCE:
+        if name in self._headers and name in _COMBINED_HEADERS:
             value = self._headers[name] + b"," + value  # one field in several lines (RFC 9110, section 5.2)
         self._headers[name] = value
 
@@ -233,7 +232,7 @@ class Connection(asyncio.Protocol):
                     raise Refusal(400, "The request has no Host, which HTTP/1.1 asks for; send that of the server.")
             elif version != "1.0":
                 request.keep = False
-                raise Refusal(*(_MALFORMED if version == "0.9" else _UNKNOWN_VERSION))  # 0.9: the line may have none
+                raise Refusal(*(_MALFORMED if version == "0.9" else _UNKNOWN_VERSION))  # 0.9: perhaps none is given
             if coding := self._headers.get(b"transfer-encoding"):
                 _check_coding(coding, request)
             self._dispatcher.admit(request)
@@ -253,7 +252,7 @@ class Connection(asyncio.Protocol):
         elif isinstance(self._body, bytes):
             self._body = bytearray().join((self._body, body))
         else:
-            self._body += body  # a list of pieces would take 40 bytes for each, and a piece may have one
+            self._body += body  # a list would take 40 bytes for each piece, and a piece may have a single byte
         self._size += len(body)
         try:
             self._dispatcher.reserve(len(body))
@@ -274,28 +273,26 @@ class Connection(asyncio.Protocol):
             return
         if len(self._waiting) >= MAX_PIPELINED:
             self._dispatcher.record(request, 429)
-            self._ends_with_what_is_due()
-            raise _Over
+            self._end_after_pending()
+            raise _StopParsing
         self._waiting.append(request)
         self._next()
 
-    # ours
-
     def _upgrades(self) -> bool:
-        """Whether the request that is read offers another protocol: then the parser stops before its body."""
+        """Return whether the request being read offers another protocol; the parser then stops before the body."""
         return b"upgrade" in self._headers and self._parser.should_upgrade()
 
     def _read_again(self, rest: bytes) -> None:
-        """Reads a request that offers another protocol, as Java's client does, as what it also is."""
+        """Parse a request that offers another protocol again as plain HTTP/1.1; Java's client sends such requests."""
         lines = [b"%b: %b\r\n" % one for one in self._headers.items() if one[0] not in (b"upgrade", b"connection")]
         version = self._parser.get_http_version().encode()
         head = b"%b %b HTTP/%b\r\n%b\r\n" % (self._parser.get_method(), self._url, version, b"".join(lines))
         self._parser = httptools.HttpRequestParser(self)
-        with contextlib.suppress(httptools.HttpParserUpgrade):  # CONNECT, which is refused as any unknown method is
+        with contextlib.suppress(httptools.HttpParserUpgrade):  # CONNECT, which is refused like any unknown method
             self._parser.feed_data(head + rest)
 
     def check(self) -> None:
-        """Ends the connection if the client is too slow, or if it idles while the process ends."""
+        """Close the connection if the client is too slow, or if it is idle during shutdown."""
         now = self._loop.time()
         waited = now - self._since
         if self._transport.is_closing() or self._transport.get_write_buffer_size():
@@ -306,21 +303,21 @@ class Connection(asyncio.Protocol):
         elif self._reading == "body" and (waited > BODY_SECONDS or now - self._last_read > PAUSE_SECONDS):
             words = f"The body paused for {PAUSE_SECONDS} s or took longer than {BODY_SECONDS} s; send it in one go."
             self._refuse(Refusal(408, words))
-        elif self._answering is None and waited > self._patience():
+        elif self._answering is None and waited > self._timeout_seconds():
             self._transport.close()
 
-    def _patience(self) -> float:
+    def _timeout_seconds(self) -> float:
         if self._all.ending and self._reading in ("new", "idle"):
             return LINGER_SECONDS
         seconds = {"new": HEAD_SECONDS, "idle": IDLE_SECONDS, "rest": REST_SECONDS, "over": REST_SECONDS}
         return seconds.get(self._reading, BODY_SECONDS)
 
     def end(self) -> None:
-        """Called when the process is about to end: answers the current request, and one that may be on its way."""
+        """Begin the shutdown: answer pending requests, and one that may be in transit."""
         self._since = max(self._since, self._loop.time()) if self._reading in ("new", "idle") else self._since
 
     def _head_size(self) -> int:
-        """Of what the parser has given of the head; a piece of a connection may also have some of a body."""
+        """Return the size of the head that the parser has reported; a read may also contain part of a body."""
         return len(self._url) + self._header_bytes
 
     def _enter(self, reading: _Reading) -> None:
@@ -328,33 +325,33 @@ class Connection(asyncio.Protocol):
         self._since = self._loop.time()
 
     def _release(self) -> None:
-        """Passes the body that was read to its request."""
+        """Move the body that was read to its request."""
         self._dispatcher.reserve(-self._size)
         if self._request is not None:
             self._request.body = bytes(self._body)
         self._request, self._body, self._size = None, b"", 0
 
     def _next(self) -> None:
-        """Answers the oldest request that waits, if none is being answered and the client reads its answers."""
+        """Answer the oldest waiting request, unless another one is being answered or the client does not read."""
         while self._waiting and self._answering is None and not self._full:
             request = self._answering = self._waiting.popleft()
             self._dispatcher.answer(request, self._reply)
 
     def _answer_early(self, refusal: Refusal) -> None:
-        """Refuses a request whose body is still to come; what comes of it is dropped."""
+        """Refuse a request before its body is complete; the rest of the body is dropped."""
         request = self._request
         assert request is not None
         self._dispatcher.reserve(-self._size)
         self._body, self._size, self._dropped = b"", 0, 0
         self._dispatcher.record(request, refusal.status)
-        if self._ends_with_what_is_due():
-            raise _Over
+        if self._end_after_pending():
+            raise _StopParsing
         self._enter("rest")
         self._answering = request
         self._reply(request, refused(refusal))
 
-    def _ends_with_what_is_due(self) -> bool:
-        """Whether requests before this one wait for their answers; then those are the last, and this gets none."""
+    def _end_after_pending(self) -> bool:
+        """Return whether earlier requests wait for answers. If so, close after these; this request gets no answer."""
         due = [*filter(None, [self._answering]), *self._waiting]
         if due:
             due[-1].keep = False
@@ -363,13 +360,13 @@ class Connection(asyncio.Protocol):
         return bool(due)
 
     def _drop(self, size: int) -> None:
-        """Counts bytes that arrived and are dropped."""
+        """Count dropped bytes; abort if they are too many."""
         self._dropped += size
         if self._dropped > REST_BYTES:
             self._transport.abort()
 
     def _reply(self, request: Request, response: Response) -> bool:
-        """Writes an answer. False: the client has left."""
+        """Write an answer. Return False if the client has disconnected."""
         self._answering = None
         if self._transport.is_closing():
             return False
@@ -378,7 +375,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(
             b"%b%b%bcontent-length: %d\r\nx-request-id: %b\r\n%b\r\n%b"
             % (
-                _LINES[response.status],
+                _STATUS_LINES[response.status],
                 self._all.date(),
                 response.head,
                 len(response.body),
@@ -391,7 +388,7 @@ class Connection(asyncio.Protocol):
             self._since = self._loop.time()
         self._last = not keep
         if self._last and self._reading == "over":
-            # Closing with bytes unread would reset the connection, and the client would lose what it has not read yet.
+            # Closing with unread bytes would reset the connection, and the client could lose the answer.
             self._transport.write_eof()
             self._since = self._loop.time()
         elif self._last and self._reading != "rest":
@@ -401,28 +398,28 @@ class Connection(asyncio.Protocol):
         return True
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Refuses a request that is incomplete or malformed, and closes."""
+        """Refuse an incomplete or malformed request, and close."""
         if self._transport.is_closing():
             return
         if self._reading == "over":
             return
-        if self._reading == "rest":  # it has its answer
+        if self._reading == "rest":  # the request has been answered
             self._transport.close()
             return
         request = self._request or Request("", "", b"", {}, "1.1", self._client, keep=False)
         request.keep = False
         self._dispatcher.record(request, refusal.status)
-        if self._ends_with_what_is_due():
+        if self._end_after_pending():
             return
         self._reading = "idle"
         self._reply(request, refused(refusal))
 
 
 def _check_coding(coding: bytes, request: Request) -> None:
-    """Whether a body is in chunks and in no other coding (RFC 9112, sections 6.1 and 6.3).
+    """Check that the only transfer coding is chunked (RFC 9112, sections 6.1 and 6.3).
 
     Raises:
-        Refusal: it is not, and the connection closes.
+        Refusal: it is not; the connection closes.
     """
     codings = [one.strip().lower() for one in coding.split(b",") if one.strip()]
     if codings == [b"chunked"] and request.version == "1.1":
@@ -433,16 +430,16 @@ def _check_coding(coding: bytes, request: Request) -> None:
     raise Refusal(501, "The only Transfer-Encoding that is read is chunked; send the body without another.")
 
 
-def _unread(error: str, data: bytes) -> Refusal:
-    """For what the parser does not read.
+def _parse_refusal(error: str, data: bytes) -> Refusal:
+    """Return the refusal of a request that cannot be parsed.
 
     Args:
-        error: the parser's.
-        data: what has come of the request, from its first byte; empty: not known.
+        error: message of the parser.
+        data: the request so far, from its first byte; empty if unknown.
     """
-    if error.startswith(_OF_VERSIONS):
+    if error.startswith(_VERSION_ERRORS):
         return Refusal(*_UNKNOWN_VERSION)
-    return Refusal(*(_UNKNOWN_METHOD if error.startswith(_OF_METHODS) and _METHOD.match(data) else _MALFORMED))
+    return Refusal(*(_UNKNOWN_METHOD if error.startswith(_METHOD_ERRORS) and _METHOD.match(data) else _MALFORMED))
 
 
 def _too_long() -> Refusal:

@@ -1,7 +1,8 @@
-"""NVIDIA's driver library, by ctypes: which GPUs a process may use, and host memory that they read without a copy.
+"""Call NVIDIA's driver library through ctypes: list the GPUs, and allocate page-locked host memory.
 
-Run as a program, it prints one JSON object about this machine's GPUs (`probe`). The server does that in a process of
-its own: CUDA does not survive a fork, so the parent of the workers must never touch it. Standard library only.
+Run as a program, this module prints one JSON object about the machine's GPUs (`probe`). The server runs it in a
+separate process: CUDA does not survive a fork, so the parent of the workers must never initialize it. Standard library
+only.
 """
 
 import ctypes
@@ -13,9 +14,9 @@ from typing import NotRequired, TypedDict, cast
 LIBRARY = "libcuda.so.1"
 
 PROBE_SECONDS = 60
-"""The first CUDA context on a machine with many GPUs takes seconds; a driver that hangs takes forever."""
+"""Timeout of `probe`: the first CUDA context on a machine with many GPUs takes seconds, and a driver may hang."""
 
-# Of cuda.h, the same in every version since CUDA 4.
+# From cuda.h, the same in every version since CUDA 4.
 _NO_DEVICE = 100
 _PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE
 _COMPUTE_MODE = 20  # CU_DEVICE_ATTRIBUTE_COMPUTE_MODE
@@ -23,7 +24,7 @@ _MODES = {2: "prohibited", 3: "exclusive"}
 
 
 class Gpu(TypedDict):
-    """A GPU: its name and bytes of memory; or its name and, as `fault`, why it cannot be used."""
+    """A GPU: its name and memory in bytes; or its name and, as `fault`, why it cannot be used."""
 
     name: str
     free: NotRequired[int]
@@ -32,7 +33,7 @@ class Gpu(TypedDict):
 
 
 class Probed(TypedDict, total=False):
-    """A machine's GPUs: the CUDA version of the driver, and each GPU; or, as `fault`, why there are none."""
+    """The GPUs of a machine and the CUDA version of the driver; or, as `fault`, why there are none."""
 
     driver: str
     gpus: list[Gpu]
@@ -40,7 +41,7 @@ class Probed(TypedDict, total=False):
 
 
 class CudaError(Exception):
-    """A call of the driver failed; the message names the call and the driver's reason."""
+    """Raised if a call of the driver fails; the message names the call and the driver's reason."""
 
     def __init__(self, message: str, code: int):
         super().__init__(message)
@@ -48,7 +49,7 @@ class CudaError(Exception):
 
 
 def has_driver() -> bool:
-    """Whether NVIDIA's driver is installed; does not start it, so a process may fork afterwards."""
+    """Return whether NVIDIA's driver is installed. Does not initialize it, so a process may fork afterwards."""
     try:
         ctypes.CDLL(LIBRARY)
     except OSError:
@@ -69,15 +70,17 @@ class Driver:
 
     @classmethod
     def load(cls) -> "Driver":
-        """
+        """Load and initialize the driver.
+
         Raises:
             OSError: there is no driver.
-            CudaError: the driver finds no GPU, or cannot work.
+            CudaError: the driver finds no GPU, or does not work.
         """
         return cls(ctypes.CDLL(LIBRARY))
 
     def call(self, name: str, *arguments: object) -> None:
-        """
+        """Call a function of the driver.
+
         Raises:
             CudaError: the function returned an error.
         """
@@ -88,26 +91,26 @@ class Driver:
             raise CudaError(f"{name}: {(text.value or b'unknown error').decode(errors='replace')}", code)
 
     def version(self) -> str:
-        """The newest CUDA that the driver supports, such as 12.4."""
+        """Return the newest CUDA version that the driver supports, such as 12.4."""
         number = ctypes.c_int()
         self.call("cuDriverGetVersion", ctypes.byref(number))
         return f"{number.value // 1000}.{number.value % 1000 // 10}"
 
     def count(self) -> int:
-        """GPUs that CUDA_VISIBLE_DEVICES leaves to this process."""
+        """Return the number of GPUs that CUDA_VISIBLE_DEVICES leaves to this process."""
         number = ctypes.c_int()
         self.call("cuDeviceGetCount", ctypes.byref(number))
         return number.value
 
     def enter(self, index: int) -> None:
-        """Makes the primary context of a GPU that of this thread; ONNX Runtime and torch use the same one."""
+        """Make the primary context of a GPU current in this thread; ONNX Runtime and torch use the same one."""
         device, context = ctypes.c_int(), ctypes.c_void_p()
         self.call("cuDeviceGet", ctypes.byref(device), index)
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
         self.call("cuCtxSetCurrent", context)
 
     def describe(self, index: int) -> Gpu:
-        """Name and bytes of memory (total, free) of a GPU; or its name and, as `fault`, why it cannot be used."""
+        """Return the name and memory (total, free) of a GPU; or its name and, as `fault`, why it cannot be used."""
         device, name, mode = ctypes.c_int(), ctypes.create_string_buffer(256), ctypes.c_int()
         self.call("cuDeviceGet", ctypes.byref(device), index)
         self.call("cuDeviceGetName", name, len(name), device)
@@ -123,21 +126,21 @@ class Driver:
         return {**found, "free": free.value, "total": total.value}
 
     def pinned(self, size: int) -> int:
-        """The address of so many bytes of page-locked host memory, of the thread's context. It is never freed."""
+        """Allocate page-locked host memory in the thread's context, and return its address. It is never freed."""
         address = ctypes.c_void_p()
         self.call("cuMemHostAlloc", ctypes.byref(address), ctypes.c_size_t(size), _PORTABLE)
         assert address.value is not None, "the call has succeeded"
         return address.value
 
 
-def look(driver: Driver) -> Probed:
-    """What `probe` tells, found in this process: `driver` (the CUDA version) and `gpus` (as `Driver.describe`)."""
+def find_gpus(driver: Driver) -> Probed:
+    """Find the GPUs in this process."""
     return {"driver": driver.version(), "gpus": [driver.describe(index) for index in range(driver.count())]}
 
 
 def probe() -> Probed:
-    """This machine's GPUs, found by a process that ends: `driver` and `gpus`, or `fault`: why there are none."""
-    import subprocess  # only now: most servers compute on the CPU
+    """Find this machine's GPUs in a separate process."""
+    import subprocess  # imported lazily: most servers compute on the CPU
 
     try:
         done = subprocess.run(
@@ -153,7 +156,7 @@ def probe() -> Probed:
 
 def _main() -> None:
     try:
-        found = look(Driver.load())
+        found = find_gpus(Driver.load())
     except OSError:
         found = {"fault": f"there is no NVIDIA driver ({LIBRARY} is missing); install it, or use serve.device=cpu"}
     except CudaError as error:

@@ -1,7 +1,7 @@
-"""The words of `serve.device` become the devices that answer, or one sentence that says what is missing.
+"""Resolve `serve.device` to the devices that answer, or explain what is missing.
 
-auto: every usable GPU, else the CPU; cpu; cuda: every GPU; cuda:N: the GPU with this number. Nothing here touches CUDA
-in this process: its workers are forked, and CUDA does not survive that.
+auto: every usable GPU, else the CPU; cpu; cuda: every GPU; cuda:N: the GPU with this number. Nothing here initializes
+CUDA in this process: its workers are forked, and CUDA does not survive that.
 """
 
 import importlib.metadata
@@ -16,37 +16,37 @@ from dataclasses import dataclass
 from serve.cuda import Probed, has_driver, probe
 
 PACKAGE = "onnxruntime-gpu[cuda,cudnn]"
-"""ONNX Runtime for NVIDIA's GPUs, with the libraries of CUDA that it needs."""
+"""ONNX Runtime for NVIDIA GPUs, with the CUDA libraries that it needs."""
 
 MEMORY_SHARE = 0.9
-"""The part of a GPU's free memory that a model's arena may take; the rest is for CUDA itself and for cuDNN."""
+"""Fraction of a GPU's free memory that a model's arena may take; the rest is for CUDA itself and cuDNN."""
 
 LANES = 2
-"""Forward passes at a time on a GPU: one computes while the next is put together and copied."""
+"""Concurrent forward passes on a GPU: one computes while the next batch is assembled and copied."""
 
 _WORD = re.compile(r"auto|cpu|cuda(?::(\d{1,3}))?")
 
 
 class DeviceError(Exception):
-    """The device that was asked for cannot be used; the message says why and what to do."""
+    """Raised if the requested device cannot be used; the message says why and what to do."""
 
     exit_code = 3
 
 
 class OptionError(Exception):
-    """A setting cannot be used; the message says why and what to do."""
+    """Raised if a setting cannot be used; the message says why and what to do."""
 
     exit_code = 2
 
 
 @dataclass(frozen=True)
 class Device:
-    """Where a model computes.
+    """The CPU or a GPU.
 
     Attributes:
-        index: the number of a GPU, as CUDA counts those that are visible; None: the CPU.
-        name: what the hardware calls itself.
-        free: bytes of memory that were free on the GPU at the start.
+        index: index among the GPUs that CUDA sees; None: the CPU.
+        name: name of the hardware.
+        free: free memory of the GPU at the start, in bytes.
     """
 
     index: int | None = None
@@ -66,12 +66,12 @@ CPU = Device()
 
 @dataclass(frozen=True)
 class Choice:
-    """What answers.
+    """The devices that answer.
 
     Attributes:
-        devices: one process for each GPU; or the CPU alone.
-        reason: why `auto` has fallen back to the CPU; None: it has not.
-        may_fall_back: whether the CPU answers where a GPU cannot load the model.
+        devices: GPUs, with one process each, or the CPU alone.
+        reason: why `auto` has fallen back to the CPU, if it has.
+        may_fall_back: whether the CPU answers if a GPU cannot load the model.
     """
 
     devices: tuple[Device, ...]
@@ -79,13 +79,13 @@ class Choice:
     may_fall_back: bool = False
 
 
-def is_word(text: str) -> bool:
-    """Whether `text` names a device."""
+def is_device_word(text: str) -> bool:
+    """Return whether `text` is a valid `serve.device`."""
     return _WORD.fullmatch(text) is not None
 
 
 def settled_device(precision: str, device: str, tensorrt: bool) -> str:
-    """The device on which a precision is served, as a word of `serve.device`.
+    """Return the value of `serve.device` for a precision: int8 is served on the CPU.
 
     Raises:
         OptionError: two options contradict each other.
@@ -112,9 +112,9 @@ class Runtime:
     """A library that runs networks.
 
     Attributes:
-        name: of the package.
-        lacks: says what it lacks for a GPU; None: nothing.
-        cuda: gives the version of CUDA that it is built for, such as 13.0; "" where it does not say.
+        name: name of the package.
+        lacks: returns why it cannot use a GPU, or None if it can.
+        cuda: returns the CUDA version that it is built for, such as 13.0, or "" if unknown.
     """
 
     name: str
@@ -128,19 +128,19 @@ def choose_devices(
     find: Callable[[], Probed] = probe,
     may_have_gpu: Callable[[], bool] = has_driver,
 ) -> Choice:
-    """The devices that a word means on this machine.
+    """Resolve `serve.device` on this machine.
 
     Args:
-        word: of `serve.device`.
-        runtime: what answers.
-        find: gives what `serve.cuda.probe` gives; called only where the runtime can use a GPU.
-        may_have_gpu: whether there is a driver; without one, `auto` recommends no package for GPUs.
+        word: value of `serve.device`.
+        runtime: library that runs the model.
+        find: finds the GPUs, as `serve.cuda.probe` does; called only if the runtime can use a GPU.
+        may_have_gpu: returns whether there is a driver; without one, `auto` recommends no package for GPUs.
 
     Raises:
-        DeviceError: a GPU is asked for and cannot be used.
+        DeviceError: a requested GPU cannot be used.
     """
     match = _WORD.fullmatch(word)
-    assert match is not None, "it was checked with is_word"
+    assert match is not None, "it was checked with is_device_word"
     if word == "cpu":
         return Choice((CPU,))
     reason = runtime.lacks()
@@ -163,7 +163,8 @@ def choose_devices(
 
 
 def _too_old(runtime: Runtime, found: Probed) -> str | None:
-    """A driver runs what is built for its own major version of CUDA, and for older ones."""
+    """Return why the driver is too old for the runtime, or None. A driver supports its own major version of CUDA and
+    older ones."""
     needed, driver = runtime.cuda(), found["driver"]
     if not needed or int(needed.partition(".")[0]) <= int(driver.partition(".")[0]):
         return None
@@ -189,11 +190,11 @@ def _unusable(gpus: list[Device], faults: dict[int, str]) -> str:
     return f"{'; '.join(reasons)}; {remedy}"
 
 
-# ---- what ONNX Runtime lacks
+# ---- ONNX Runtime
 
 
 def onnxruntime_lacks() -> str | None:
-    """Why ONNX Runtime, as it is installed here, cannot use a GPU, with the command that mends it; None: it can."""
+    """Return why the installed ONNX Runtime cannot use a GPU, with the command that fixes it, or None if it can."""
     installed = [name for name in ("onnxruntime", "onnxruntime-gpu") if _is_installed(name)]
     if len(installed) == 2:
         return (
@@ -228,7 +229,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _command(verb: str, *packages: str) -> str:
-    """The command that installs or removes packages in this environment; one that uv made may have no pip."""
+    """Return the command that installs or removes packages in this environment; a uv environment may have no pip."""
     python, quoted = shlex.quote(sys.executable), shlex.join(packages)
     if importlib.util.find_spec("pip") is None:
         return f"uv pip {verb} --python {python} {quoted}"

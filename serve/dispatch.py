@@ -1,8 +1,8 @@
-"""Routes requests. Predictions take the fast path to the model; Flask answers everything else, in a thread.
+"""Route requests: predictions take the fast path to the model; Flask answers everything else, in a thread.
 
-The fast path saves Flask's share of a prediction: a complete prediction of a small network takes 0.3 ms of CPU by it,
-where an empty Flask handler behind an ASGI server takes 0.9 to 1.1 (one core, November 2026). With `serve.server=flask`
-the processes, the connections and the limits are the same, and Flask answers the predictions too, in a thread each.
+The fast path saves the overhead of Flask: a complete prediction of a small network takes 0.3 ms of CPU on it, an empty
+Flask handler behind an ASGI server 0.9 to 1.1 ms (one core, November 2026). With `serve.server=flask`, Flask also
+answers predictions, each in a thread; processes, connections and limits stay the same.
 """
 
 import asyncio
@@ -31,11 +31,11 @@ if TYPE_CHECKING:  # a server that only predicts needs no Flask
 
     from flask import Flask
 
-MAX_HELD = 512_000_000
-"""Bytes of unfinished bodies that a process keeps at a time."""
+MAX_BUFFERED_BYTES = 512_000_000
+"""Maximum size of all incomplete bodies that a process buffers, in bytes."""
 
-LONGEST_PATH = 200
-"""Letters of a path that a log line has."""
+MAX_PATH_LETTERS = 200
+"""Maximum length of a path in a log line, in characters."""
 
 FLASK_THREADS = 8
 
@@ -44,16 +44,16 @@ _PROTECTION = "".join(f"{name.lower()}: {value}\r\n" for name, value in PROTECTI
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request, as it came.
+    """A parsed HTTP request.
 
     Attributes:
         method, path, query, headers, version: of HTTP; the path is decoded, header names are in lower case.
-        client: its address.
-        keep: the connection stays open for another.
-        body: all of it.
-        begun: when its head was there (`time.perf_counter`).
-        host: that of a target in absolute form, which replaces the header (RFC 9112, section 3.2.2); empty: none.
-        name: its id, the client's own if that is harmless; set by `Dispatcher.admit`.
+        client: address of the client.
+        keep: whether the connection stays open for another request.
+        body: the complete body.
+        begun: time at which the head was complete (`time.perf_counter`).
+        host: host of a target in absolute form, which replaces the header (RFC 9112, section 3.2.2); else empty.
+        name: request id, the client's own if it is safe to log; set by `Dispatcher.admit`.
     """
 
     method: str
@@ -70,7 +70,7 @@ class Request:
 
 
 class Response(NamedTuple):
-    """Status, header lines without those that every answer has, and body."""
+    """Status, header lines except those that every response has, and body."""
 
     status: int
     head: bytes
@@ -78,15 +78,15 @@ class Response(NamedTuple):
 
 
 Reply = Callable[[Request, Response], bool]
-"""Writes an answer, in the event loop; False: the client has left."""
+"""Write a response, in the event loop. Return False if the client has disconnected."""
 
 
 class Dispatcher:
-    """Answers requests; every method is called in the event loop.
+    """Answers requests. Every method must be called in the event loop.
 
     Args:
-        service: what answers.
-        log: where a line is written for each request; None: standard output.
+        service: the model and the state of this process.
+        log: receives a line for each request; None: standard output.
     """
 
     def __init__(self, service: Service, log: Log | None = None):
@@ -94,47 +94,47 @@ class Dispatcher:
         self._predictions = Predictions(service.model, service.limits)
         self._log = log or Log()
         self._flask: Flask | None = None
-        # Where Flask answers predictions, as many wait in its threads as may wait; then they are refused.
+        # If Flask answers predictions, each waiting one needs a thread; `max_queue` bounds their number.
         threads = FLASK_THREADS if service.fast else FLASK_THREADS + service.limits.max_queue
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="flask")
-        self._held = 0
+        self._buffered_bytes = 0
 
     def admit(self, request: Request) -> None:
-        """Checks a request before its body is read, and gives it an id.
+        """Assign a request id, and check the request before its body is read.
 
         Raises:
-            Refusal: it is not let in.
+            Refusal: the request is not admitted.
         """
         given, service = request.headers, self.service
         request.name = request_id(given.get(b"x-request-id"))
         service.admission.check(request.method, request.path, given, service.batcher, request.host)
 
     def reserve(self, size: int) -> None:
-        """Counts bytes of unfinished bodies that are kept; negative when they are released.
+        """Add to the number of buffered body bytes; a negative `size` releases them.
 
         Raises:
-            Refusal: there are too many.
+            Refusal: the sum is above `MAX_BUFFERED_BYTES`.
         """
-        self._held += size
-        if size > 0 and self._held > MAX_HELD:
+        self._buffered_bytes += size
+        if size > 0 and self._buffered_bytes > MAX_BUFFERED_BYTES:
             raise Refusal(429, "Too much is being uploaded; send this again in 5 s.", {"Retry-After": "5"})
 
     def answer(self, request: Request, reply: Reply) -> None:
-        """Answers a request, perhaps before this returns."""
+        """Answer a request, possibly before this method returns."""
         try:
             if self.service.fast and predicts(request.method, request.path):
                 self._predict(request, reply)
             else:
                 self._ask_flask(request, reply)
         except Refusal as refusal:
-            # Soon, as Flask answers: what follows in the same read is parsed first.
+            # Later, as Flask's answers do: the rest of the same read is parsed first.
             asyncio.get_running_loop().call_soon(self._finish, request, reply, refused(refusal))
 
     def record(self, request: Request, status: int, job: Job | None = None) -> None:
-        """Counts a request, and keeps its line for the log."""
+        """Count a request in the metrics, and buffer its log line."""
         took = time.perf_counter() - request.begun
         self.service.count(request.path, status, took, job)
-        path = '"/predict"' if request.path == "/predict" else printable(json.dumps(request.path[:LONGEST_PATH]))
+        path = '"/predict"' if request.path == "/predict" else printable(json.dumps(request.path[:MAX_PATH_LETTERS]))
         line = (
             f'"id": "{request.name.decode()}", "client": "{request.client}", "method": "{request.method}", '
             f'"path": {path}, "status": {status}, "ms": {1e3 * took:.3f}'
@@ -147,7 +147,7 @@ class Dispatcher:
         self._log.add(line, refused=400 <= status < 500)
 
     def flush(self) -> None:
-        """Write the log lines that are kept; to be called several times a second."""
+        """Write the buffered log lines. Call this several times a second."""
         self._log.flush()
 
     def _finish(self, request: Request, reply: Reply, response: Response, job: Job | None = None) -> None:
@@ -155,10 +155,10 @@ class Dispatcher:
         self.record(request, response.status if written else 499, job)
 
     def _predict(self, request: Request, reply: Reply) -> None:
-        """Hands a prediction to the model.
+        """Submit a prediction to the batcher.
 
         Raises:
-            Refusal: the request is not in order, or the model has too much to do.
+            Refusal: the request is invalid, or the queue is full.
         """
         loop, here, given = asyncio.get_running_loop(), threading.get_ident(), request.headers
 
@@ -197,7 +197,7 @@ class Dispatcher:
         self._threads.submit(ask)
 
     def _from_flask(self, request: Request) -> tuple[Response, Job | None]:
-        """The same request through WSGI (PEP 3333)."""
+        """Answer a request by the Flask application, through WSGI (PEP 3333)."""
         from werkzeug.wrappers import Response as FlaskResponse
 
         if self._flask is None:
@@ -208,7 +208,7 @@ class Dispatcher:
         environ: WSGIEnvironment = {
             f"HTTP_{name.upper().replace('-', '_')}": text
             for name, text in texts.items()
-            # werkzeug takes a body in chunks for one that has no end, and reads none of it; this one is whole.
+            # werkzeug treats a chunked body as endless and reads none of it; this one is complete.
             if name not in ("content-type", "content-length", "transfer-encoding", "connection", "upgrade")
         }
         environ |= {
@@ -237,7 +237,7 @@ class Dispatcher:
 
 
 def refused(refusal: Refusal) -> Response:
-    """The answer that refuses a request."""
+    """Return the response for a refusal."""
     return _encoded(refused_answer(refusal))
 
 
@@ -245,7 +245,7 @@ def _encoded(answer: Answer) -> Response:
     return Response(answer.status, _head(answer.kind, *answer.headers.items()), answer.body)
 
 
-@functools.lru_cache(64)  # of so many kinds of answers; seconds of Retry-After differ
+@functools.lru_cache(64)  # few heads differ: by content type, and by the seconds of Retry-After
 def _head(kind: str, *headers: tuple[str, str]) -> bytes:
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers)
     return f"content-type: {kind}\r\n{_PROTECTION}{lines}".encode("latin-1")

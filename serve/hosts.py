@@ -1,5 +1,4 @@
-"""Which names of the server a request may use: a page elsewhere whose name is made to lead to this machine (DNS
-rebinding) is not answered."""
+"""Check the Host of requests against DNS rebinding, by which another site's page could reach this server."""
 
 import ipaddress
 import re
@@ -13,27 +12,29 @@ _AUTHORITY = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[a-z0-9_.-]{1,255})(?::([0-9]{0,
 
 
 class Hosts:
-    """The names that are answered.
+    """The host names that the server answers to.
 
     Args:
-        listening: the address on which the server listens.
-        allowed: further names; `*` allows every one. On an address that is not a loopback one, none means every one.
+        listening: address on which the server listens.
+        allowed: further names; `*` allows every name. If it is empty and `listening` is no loopback address, every name
+            is allowed.
     """
 
     def __init__(self, listening: str = "0.0.0.0", allowed: Sequence[str] = ()):
         self._names = frozenset(name.lower() for name in allowed)
         self._all = ALL in self._names or not (self._names or is_loopback(listening))
         self.local = is_loopback(listening) and not self._names
-        """Whether only programs of this machine are answered, and no proxy that has a name of its own."""
+        """Whether only programs on this machine are answered, and no proxy with another name."""
         self._seen: set[bytes] = set()
 
     def check(self, host: bytes | None) -> None:
-        """
+        """Check the host that a request names.
+
         Args:
-            host: the header, or the host of the request's target; None: the request has none, as no browser's.
+            host: the header, or the host of the request's target; None: there is none, which no browser sends.
 
         Raises:
-            Refusal: the name is not answered, or is none.
+            Refusal: the name is malformed or not allowed.
         """
         if self._all or host is None or host in self._seen:
             return
@@ -53,7 +54,7 @@ class Hosts:
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a name or an address can only be that of the machine itself (RFC 6761, section 6.3)."""
+    """Return whether a name or an address always denotes the machine itself (RFC 6761, section 6.3)."""
     try:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:

@@ -1,11 +1,11 @@
-"""What one request may cost, and how one that asks for more, or for something else, is refused."""
+"""Limits of a request, and the refusal of one that exceeds them or is invalid."""
 
 from dataclasses import asdict, dataclass
 
 from deeplightning.kinds import KINDS
 
 FAULT = "The server has a fault; its log shows which. Other requests are not affected."
-"""The message of status 500."""
+"""Message of status 500."""
 
 
 BOUNDS: dict[str, tuple[float, float]] = {
@@ -16,24 +16,24 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "max_queue": (1, 100_000),
     "max_wait": (0.1, 600),
 }
-"""The least and the greatest value that a user may set; of other limits any that is positive."""
+"""Minimum and maximum that a user may set; other limits may be any positive number."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may cost.
+    """Limits of one request.
 
     Attributes:
         max_upload_mb: size of a request's body, in units of 1,000,000 bytes; checked before it is read.
         max_pixels: size of a picture, width x height; checked on its header, before it is decoded. The slowest formats
             (WebP, AVIF) take about a second for 24 million (one core, Pillow 12, November 2026).
-        max_side: width and height of a picture, checked on its header as well. Each row has its cost: a PNG of 1 x 24
+        max_side: width and height of a picture, also checked on its header. Each row costs time: a PNG of 1 x 24
             million pixels, 46 kB, took 1.4 s of CPU, one of 1,464 x 16,384 0.24 s (one core, Pillow 13, November 2026).
         max_images: pictures, or texts, in one request.
         max_batch: pictures in one forward pass.
         max_queue: requests that may wait for the model at a time.
         max_wait: seconds that a request may wait for the model.
-        max_text: size of a text, in bytes of UTF-8; checked before it is looked at.
+        max_text: size of a text, in bytes of UTF-8; checked before it is tokenized.
     """
 
     max_upload_mb: int = 16
@@ -47,10 +47,10 @@ class Limits:
 
     @classmethod
     def of(cls, **values: float) -> "Limits":
-        """The defaults, but for some values.
+        """Return the defaults with some values replaced.
 
         Raises:
-            ValueError, TypeError: a value is out of `BOUNDS`, or there is no such limit.
+            ValueError, TypeError: a value is outside `BOUNDS`, or a limit is unknown.
         """
         for name, value in values.items():
             low, high = BOUNDS.get(name, (0, float("inf")))
@@ -60,26 +60,26 @@ class Limits:
 
     @property
     def max_bytes(self) -> int:
-        """Size of a request's body, in bytes."""
+        """Maximum size of a request's body, in bytes."""
         return self.max_upload_mb * 1_000_000
 
     def check_size(self, size: int) -> None:
-        """Of a body, as it is announced and as it arrives, in bytes.
+        """Check the size of a body, announced or received, in bytes.
 
         Raises:
-            Refusal: it is too large.
+            Refusal: the body is too large.
         """
         if size > self.max_bytes:
             raise self.too_large()
 
     def public(self, task: str) -> dict[str, float]:
-        """Those that concern a task, by name."""
+        """Return the limits that concern a task, by name."""
         own = {"image": {"max_pixels", "max_side"}, "text": {"max_text"}}
         foreign = set.union(*own.values()) - own.get(KINDS[task].takes, set())
         return {name: value for name, value in asdict(self).items() if name not in foreign}
 
     def too_large(self) -> "Refusal":
-        """For a body of more than `max_bytes`."""
+        """Return the refusal of a body of more than `max_bytes`."""
         return Refusal(
             413,
             f"The request is too large: at most {self.max_upload_mb} MB, {self.max_images} images and few other form "
@@ -87,17 +87,17 @@ class Limits:
         )
 
     def too_many(self, number: int, what: str = "images") -> "Refusal":
-        """For a request of `number` pictures, or texts."""
+        """Return the refusal of a request with `number` inputs; `what` names them."""
         return Refusal(413, f"The request has {number} {what}; at most {self.max_images} are accepted in one.")
 
 
 class Refusal(Exception):
-    """A request that gets no answer of the model.
+    """Raised if a request is refused.
 
     Attributes:
-        status: of the HTTP response.
+        status: HTTP status.
         message: one sentence: what is wrong, and what to do.
-        headers: that the status asks for.
+        headers: headers that the status requires.
     """
 
     def __init__(self, status: int, message: str, headers: dict[str, str] | None = None):

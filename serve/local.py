@@ -1,4 +1,4 @@
-"""Answers without HTTP, in the process that asks: the same that a server gives."""
+"""Answer inputs in this process, without HTTP, as a server would."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -9,20 +9,20 @@ import numpy as np
 from deeplightning.kinds import KINDS
 from serve.answers import DEFAULT_TOP_K, encoder
 
-BATCH = 16
+BATCH_SIZE = 16
 """Inputs in one forward pass."""
 
 Name = TypeVar("Name")
 
 
 def answers(model: Any, inputs: Iterable[object], max_pixels: int, top_k: int = DEFAULT_TOP_K) -> list[dict[str, Any]]:
-    """One answer for each input.
+    """Return an answer for each input.
 
     Args:
-        model: a bundle, or what has the same attributes (`serve.batching.Model`).
+        model: a bundle, or an object with the same attributes (`serve.batching.Model`).
         inputs: encoded pictures, texts, rows of a table (mappings) or arrays of numbers, as the model takes them.
-        max_pixels: of a picture, width x height.
-        top_k: how many classes are named.
+        max_pixels: maximum size of a picture, width x height.
+        top_k: number of classes to return.
 
     Raises:
         ValueError: an input cannot be used; the message has its index.
@@ -41,12 +41,12 @@ def answered(
     refuse: Callable[[Name, Exception], None],
     top_k: int = DEFAULT_TOP_K,
 ) -> Iterator[tuple[Name, dict[str, Any]]]:
-    """Yields the name and the answer of each input, in order; no more than `BATCH` inputs are held.
+    """Yield the name and the answer of each input, in order. At most `BATCH_SIZE` inputs are in memory.
 
     Args:
-        model, max_pixels, top_k: as of `answers`.
-        inputs: each with a name.
-        refuse: called with the name of an input that cannot be used, and why.
+        model, max_pixels, top_k: as in `answers`.
+        inputs: pairs of a name and an input.
+        refuse: called with the name of an input that cannot be used, and the error.
     """
     encode = encoder(model.task, model.labels, getattr(model, "output", None) or {})
     spec: Any = getattr(model, "text_spec", None) or getattr(model, "row_spec", None)
@@ -64,7 +64,7 @@ def answered(
             batch.append((name, model.prepare(one, max_pixels) if spec is None else spec.prepare(one)))
         except (ValueError, OSError) as error:
             refuse(name, error)
-        if len(batch) == BATCH:
+        if len(batch) == BATCH_SIZE:
             yield from run()
     if batch:
         yield from run()

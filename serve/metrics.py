@@ -1,7 +1,7 @@
-"""What the server counts, in memory that its processes share; the Prometheus client library puts it into words.
+"""Count requests in memory that the server's processes share, and format the counts for Prometheus.
 
-Each process adds to a row of its own, in its event loop only, so nothing needs a lock; `/metrics` tells the sum of the
-rows. A process that ends leaves its counts behind.
+Each process adds to its own row, only in its event loop, so no lock is needed; `/metrics` gives the sum of the rows.
+The counts of a process remain when it ends.
 """
 
 import itertools
@@ -16,82 +16,82 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
 MAX_PROCESSES = 128
-"""Of two models: one may take over from another."""
+"""Maximum number of workers of two models: both run while one replaces the other."""
 
 STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 421, 429, 431, 499, 500, 501, 503, 504, 505)
-"""Statuses that are counted by themselves; 499: the client left before the answer."""
+"""Statuses with their own counters; 499: the client disconnected before the answer."""
 
 ROUTES = ("/predict", "/", "/docs", "/health", "/ready", "/info", "/samples", "/metrics", "/openapi.json")
-"""Paths that are counted by themselves: a client's own words become no label."""
+"""Paths with their own counters. Other paths are counted together, so a client cannot create labels."""
 
-LONGEST_LABEL = 100
-"""Letters of a label's value."""
+MAX_LABEL_LETTERS = 100
+"""Maximum length of a label's value, in characters."""
 
-SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
+SECONDS_BOUNDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+SIZE_BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 
 HISTOGRAMS = {
-    "queue_seconds": (SECONDS, "Time that a request's pictures waited for a thread and for the model."),
-    "decode_seconds": (SECONDS, "Time to take a request's pictures out of it and to decode and resize them."),
-    "forward_seconds": (SECONDS, "Time of the forward pass that a request was part of."),
-    "http_seconds": (SECONDS, "Time that a request took besides: reading, parsing, writing."),
-    "batch_size": (SIZES, "Pictures in one forward pass, as requests met it."),
+    "queue_seconds": (SECONDS_BOUNDS, "Time that a request's pictures waited for a thread and for the model."),
+    "decode_seconds": (SECONDS_BOUNDS, "Time to take a request's pictures out of it and to decode and resize them."),
+    "forward_seconds": (SECONDS_BOUNDS, "Time of the forward pass that a request was part of."),
+    "http_seconds": (SECONDS_BOUNDS, "Time that a request took besides: reading, parsing, writing."),
+    "batch_size": (SIZE_BOUNDS, "Pictures in one forward pass, as requests met it."),
 }
 
 _STATUS = {status: number for number, status in enumerate(STATUSES)}
 _ROUTE = {route: number for number, route in enumerate(ROUTES)}
 _OTHER_STATUS, _OTHER_ROUTE = len(STATUSES), len(ROUTES)
-_CELL = len(SECONDS) + 2  # a histogram of seconds: its buckets, those above all bounds, and the sum
+_CELL = len(SECONDS_BOUNDS) + 2  # size of a histogram of seconds: its buckets, the one above all bounds, and the sum
 _WAITING = (len(ROUTES) + 1) * (len(STATUSES) + 1) * _CELL
-"""The column of the length of the queue: behind a histogram for each route and status."""
+"""Column of the queue length, after a histogram for each route and status."""
 
 
 class Metrics:
-    """Rows of numbers, shared by the processes that are forked after it is made. `row` is this process's."""
+    """Rows of numbers, shared with processes that are forked later. `row` is the row of this process."""
 
     def __init__(self) -> None:
-        self._places: list[tuple[int, tuple[float, ...]]] = []
+        self._columns: list[tuple[int, tuple[float, ...]]] = []
         width = _WAITING + 1
         for bounds, _ in HISTOGRAMS.values():
-            self._places.append((width, bounds))
-            width += len(bounds) + 2  # above all bounds, and the sum
+            self._columns.append((width, bounds))
+            width += len(bounds) + 2  # one above all bounds, and the sum
         self._width = width
         self._memory = mmap.mmap(-1, 8 * width * MAX_PROCESSES)
         self._numbers = memoryview(self._memory).cast("d")
         self.row = 0
 
     def count(self, path: str, status: int, seconds: float) -> None:
-        """One more response, and how long the request took."""
+        """Count a response, and how long the request took."""
         numbers, route = self._numbers, _ROUTE.get(path, _OTHER_ROUTE)
         cell = self._start + (route * (_OTHER_STATUS + 1) + _STATUS.get(status, _OTHER_STATUS)) * _CELL
-        numbers[cell + bisect_left(SECONDS, seconds)] += 1
+        numbers[cell + bisect_left(SECONDS_BOUNDS, seconds)] += 1
         numbers[cell + _CELL - 1] += seconds
 
     def observe(self, values: Iterable[float]) -> None:
-        """One more value of each histogram, in the order of `HISTOGRAMS`."""
+        """Add a value to each histogram, in the order of `HISTOGRAMS`."""
         numbers, start = self._numbers, self._start
-        for value, (place, bounds) in zip(values, self._places, strict=True):
-            numbers[start + place + bisect_left(bounds, value)] += 1
-            numbers[start + place + len(bounds) + 1] += value
+        for value, (column, bounds) in zip(values, self._columns, strict=True):
+            numbers[start + column + bisect_left(bounds, value)] += 1
+            numbers[start + column + len(bounds) + 1] += value
 
     def queue(self, length: int, row: int | None = None) -> None:
-        """The number of requests that wait in this process, or in that of `row`."""
+        """Set the number of requests that wait in this process, or in the process of `row`."""
         self._numbers[(self.row if row is None else row) * self._width + _WAITING] = length
 
     def text(self, model: Mapping[str, str]) -> bytes:
-        """Everything, as Prometheus reads it (text format 0.0.4).
+        """Return all metrics in Prometheus' text format 0.0.4.
 
         Args:
-            model: the labels of the model that answers: `run`, `task` and `precision`.
+            model: labels of the model that answers: `run`, `task` and `precision`.
         """
-        from prometheus_client import CollectorRegistry, generate_latest  # only now: it takes 0.1 s
+        from prometheus_client import CollectorRegistry, generate_latest  # imported lazily: it takes 0.1 s
 
         registry = CollectorRegistry()
         registry.register(_Collector(self, model))
         return generate_latest(registry)
 
     def collect(self, model: Mapping[str, str]) -> "Iterator[Metric]":
-        """The families of the client library."""
+        """Yield the metric families of the client library."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         sums: list[float] = np.frombuffer(self._memory).reshape(MAX_PROCESSES, self._width).sum(0).tolist()
@@ -106,16 +106,16 @@ class Metrics:
             labels=["route", "status"],
         )
         for cell, (route, status) in zip(numbers, itertools.product((*ROUTES, "other"), names), strict=True):
-            if any(cell):  # of the others most can never be
-                duration.add_metric([route, status], *_histogram(cell, SECONDS))
+            if any(cell):  # most of the other combinations cannot occur
+                duration.add_metric([route, status], *_histogram(cell, SECONDS_BOUNDS))
         yield duration
         yield GaugeMetricFamily("deeplightning_queue_length", "Requests that wait for the model.", sums[_WAITING])
-        for (name, (_, words)), (place, bounds) in zip(HISTOGRAMS.items(), self._places, strict=True):
+        for (name, (_, words)), (column, bounds) in zip(HISTOGRAMS.items(), self._columns, strict=True):
             histogram = HistogramMetricFamily(f"deeplightning_{name}", words)
-            histogram.add_metric([], *_histogram(sums[place : place + len(bounds) + 2], bounds))
+            histogram.add_metric([], *_histogram(sums[column : column + len(bounds) + 2], bounds))
             yield histogram
         info = GaugeMetricFamily("deeplightning_model_info", "The model that answers; always 1.", labels=[*model])
-        info.add_metric([value[:LONGEST_LABEL] for value in model.values()], 1)
+        info.add_metric([value[:MAX_LABEL_LETTERS] for value in model.values()], 1)
         yield info
 
     @property
@@ -124,14 +124,14 @@ class Metrics:
 
 
 class _Collector:
-    """What the client library asks for the numbers."""
+    """Collector that the client library calls."""
 
     def __init__(self, metrics: Metrics, model: Mapping[str, str]):
         self.collect = lambda: metrics.collect(model)
 
 
 def _histogram(cell: Sequence[float], bounds: Sequence[float]) -> tuple[list[tuple[str, float]], float]:
-    """Buckets, each with those below it, and the sum."""
+    """Return the cumulative buckets and the sum."""
     totals = itertools.accumulate(cell[:-1])
     return [(_bound(bound), total) for bound, total in zip((*bounds, float("inf")), totals, strict=True)], cell[-1]
 

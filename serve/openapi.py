@@ -1,6 +1,6 @@
-"""What the endpoints take and give, as OpenAPI 3.0 (https://spec.openapis.org/oas/v3.0.3), for code generators.
+"""Describe the endpoints in OpenAPI 3.0 (https://spec.openapis.org/oas/v3.0.3), for code generators.
 
-The document is made for one server: its task, its limits, and whether it asks for a key.
+The document describes one server: its task, its limits, and whether it requires a key.
 """
 
 import csv
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 JsonObject = dict[str, Any]
 
 MAX_SHOWN = 200
-"""Numbers of an array that is shown as an example."""
+"""Maximum number of elements of an array that is shown as an example."""
 
 REQUEST_ID = {
     "X-Request-ID": {
@@ -55,12 +55,12 @@ _SEVERAL = {"image": "images", "text": "texts", "table": "rows", "array": "array
 
 
 def describe(model: "Model", limits: "Limits", secured: bool) -> JsonObject:
-    """The document at `/openapi.json`.
+    """Return the document at `/openapi.json`.
 
     Args:
-        model: what answers.
-        limits: what one request may cost.
-        secured: a key is asked for.
+        model: the model that answers.
+        limits: limits of a request.
+        secured: whether clients must send a key.
     """
     kind = KINDS[model.task]
     paths = {
@@ -164,7 +164,7 @@ def _predict(model: "Model", kind: Kind, limits: "Limits") -> JsonObject:
 
 
 def _content(model: "Model", kind: Kind, most: int) -> JsonObject:
-    """The kinds of body that are read."""
+    """Return the accepted content types with their schemas."""
     spec: Any = getattr(model, "row_spec", None)
     example: Any = getattr(model, "example", None)
     if kind.takes == "table":
@@ -224,7 +224,7 @@ def _list(items: JsonObject, least: int, most: int) -> JsonObject:
 
 
 def _one_key(**properties: JsonObject) -> JsonObject:
-    """An object that has one of these properties."""
+    """Return the schema of an object that has exactly one of these properties."""
     return {
         "type": "object",
         "description": "One key, not several.",
@@ -236,7 +236,7 @@ def _one_key(**properties: JsonObject) -> JsonObject:
 
 
 def _bodies(max_images: int) -> JsonObject:
-    """The kinds of body that are read."""
+    """Return the content types with pictures."""
     binary = {"type": "string", "format": "binary"}
     encoded = {"type": "string", "format": "byte", "minLength": 1}
     form = {
@@ -264,7 +264,7 @@ def _bodies(max_images: int) -> JsonObject:
 
 
 def _text_bodies(max_texts: int) -> JsonObject:
-    """The kinds of body that are read."""
+    """Return the content types with texts."""
     text = {"type": "string", "minLength": 1}
     document = {
         "type": "object",
@@ -327,7 +327,7 @@ def _schemas(model: "Model", kind: Kind, limits: "Limits") -> JsonObject:
 
 
 def _input(kind: Kind) -> JsonObject:
-    """How the server describes what it takes."""
+    """Return the schema of `input` in `/info`."""
     text = {"type": "string"}
     numbers = {"type": "array", "items": {"type": "number"}}
     side = {"type": "integer", "minimum": 1}
@@ -456,7 +456,7 @@ def _get(summary: str, schema: JsonObject, kind: str = "application/json") -> Js
 
 
 def _faults() -> JsonObject:
-    """Answers that every address may give."""
+    """Return the errors that every route may answer with."""
     return {
         "421": _error("The server does not answer as the host that the request names."),
         "500": _error("A fault of the server."),
@@ -474,7 +474,7 @@ def _answer(description: str, schema: JsonObject, kind: str = "application/json"
 
 
 def _object(**properties: JsonObject) -> JsonObject:
-    """An object that has all of these properties."""
+    """Return the schema of an object that has all of these properties."""
     return {"type": "object", "required": list(properties), "properties": properties}
 
 

@@ -1,5 +1,5 @@
-"""`deeplightning ask [FILE …]` or `--text TEXT …`: ask a server about files or texts, one JSON line for each. Needs no
-installed package."""
+"""`deeplightning ask [FILE …]` or `--text TEXT …`: send files or texts to a server, and print one JSON line for each.
+Needs no installed package."""
 
 import argparse
 import http.client
@@ -15,28 +15,27 @@ from deeplightning.words import printable
 DEFAULT_URL = "http://127.0.0.1:5000/predict"
 _HOME = Path(__file__).parent.parent
 SAMPLES = (_HOME / "deeplightning" / "examples" / "digits", _HOME / "examples" / "digits")
-"""The folder of the sample digits in an installed package, and in a clone."""
+"""Folders of the sample digits in an installed package and in a clone."""
 
 KINDS = {".csv": "text/csv", ".json": "application/json", ".txt": "text/plain; charset=utf-8"}
-"""Content types by the ending of a file; any other file is a picture."""
+"""Content types by file suffix; any other file is a picture."""
 
-SECONDS = 60
-"""How long the server may be silent."""
+TIMEOUT_SECONDS = 60
+"""Timeout of the connection to the server."""
 
 
 class PredictError(Exception):
-    """No answer can be had; the message says why and what to do."""
+    """Raised if there is no answer; the message says why and what to do."""
 
     exit_code = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print, for each text and file in order, the server's answer with the key `text`, `image` (its path) or, of a file
-    of `KINDS`, `file` in front.
+    """Print the server's answer to each text and file in order. The first key is `text`, `image` (the path), or `file`
+    for a file of `KINDS`.
 
     Returns:
-        the exit code: 0, or 3 at the first one without an answer, with one note on stderr; 141 where nobody reads
-        stdout any more.
+        the exit code: 0; 3 at the first input without an answer, with a note on stderr; 141 if stdout is closed.
     """
     parser = argparse.ArgumentParser(
         prog="deeplightning ask",
@@ -60,22 +59,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PredictError as error:
         print(printable(str(error)), file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # of stdout: those of the network are a PredictError
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the interpreter complains at its end
+    except BrokenPipeError:  # stdout; network errors are a PredictError
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise the interpreter prints an error at exit
         return 141
     return 0
 
 
 def ask(url: str, picture: bytes, name: str, kind: str = "application/octet-stream") -> dict[str, object]:
-    """The server's answer to one encoded picture, or to a body of another kind.
+    """Return the server's answer to an encoded picture, or to a body of another content type.
 
     Raises:
-        PredictError: the server is not there, refuses the picture (called `name` in the note), or is no such server.
+        PredictError: no server answers, it refuses the picture (`name` in the message), or it is no such server.
     """
     parts = urlsplit(url)
     kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
     try:
-        connection = kinds[parts.scheme](parts.hostname or "", parts.port, timeout=SECONDS)
+        connection = kinds[parts.scheme](parts.hostname or "", parts.port, timeout=TIMEOUT_SECONDS)
     except (KeyError, ValueError, http.client.InvalidURL):
         raise PredictError(f"The server's address is {url!r}; it must look like {DEFAULT_URL}.") from None
     target = (parts.path or "/predict") + (f"?{parts.query}" if parts.query else "")

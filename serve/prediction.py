@@ -1,5 +1,5 @@
-"""One prediction, whichever server reads it: a request becomes a job (`Predictions.job`), and a finished job an answer
-(`Predictions.answer`). The fast path and the Flask application share both."""
+"""Turn a prediction request into a job (`Predictions.job`), and a finished job into an answer (`Predictions.answer`).
+The fast path and the Flask application share both."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ from serve.uploads import (
 T = TypeVar("T")
 
 JOB = "serve.job"
-"""The key of the WSGI environment with a list to which Flask adds a prediction's job, for the log and the metrics."""
+"""Key of the WSGI environment for a list to which Flask adds a prediction's job, for the log and the metrics."""
 
 _TOP_K, _SHOW = (re.compile(rb"(?:\A|&)%b(?:=([^&]*))?(?=&|\Z)" % name) for name in (b"top_k", b"show"))
 _COUNT = re.compile(rb"[0-9]{1,9}")
@@ -54,7 +54,7 @@ class Predictions:
         self._encode = encoder(model.task, model.labels, getattr(model, "output", None) or {})
 
     def job(self, query: bytes, kind: bytes, accept: bytes, body: bytes, finish: Callable[[Job], None]) -> Job:
-        """The job of a request.
+        """Return the job of a request.
 
         Args:
             query: the query string, percent-encoded.
@@ -64,14 +64,14 @@ class Predictions:
             finish: called with the finished job.
 
         Raises:
-            Refusal: top_k is not a count, show is not `input`, or the body is missing or of a type that is not read.
-                Other faults of the body are found when the job runs.
+            Refusal: top_k is not a count, show is not `input`, or the body is missing or of an unsupported type. Other
+                errors in the body appear when the job runs.
         """
         top_k, show = (_top_k(query), self._shows(query)) if query else (DEFAULT_TOP_K, False)
         return Job(self._read(kind, body), len(body), finish, top_k, accept.decode("latin-1"), show)
 
     def answer(self, job: Job) -> Answer:
-        """The answer of a finished job. An error that is no refusal is a fault of the server, and is raised."""
+        """Return the answer of a finished job. Raise its error unless it is a refusal."""
         if isinstance(job.error, Refusal):
             return refused(job.error)
         if job.error is not None:
@@ -80,7 +80,7 @@ class Predictions:
         return Answer(200, kind, with_inputs(body, job.shown) if job.show and kind == JSON else body)
 
     def _shows(self, query: bytes) -> bool:
-        """Whether the answer is to carry the pictures as they reach the network."""
+        """Return whether the answer must include the pictures as they reach the network."""
         found = _SHOW.search(query)
         if found is None:
             return False
@@ -89,7 +89,7 @@ class Predictions:
         return True
 
     def _pictures(self, kind: bytes, body: bytes) -> Callable[[bool], Sequence[bytes]]:
-        """How the encoded pictures are taken out of the body."""
+        """Return a function that reads the encoded pictures from the body."""
         limits, mimetype = self._limits, _mimetype(kind)
         if mimetype == b"multipart/form-data":
 
@@ -117,7 +117,7 @@ class Predictions:
         return lambda _: [body]
 
     def _texts(self, kind: bytes, body: bytes) -> Callable[[bool], Sequence[object]]:
-        """How the texts, in UTF-8, are taken out of the body."""
+        """Return a function that reads the texts, in UTF-8, from the body."""
         mimetype = _mimetype(kind)
         if mimetype == b"application/json":
             return lambda _: _counted(texts_from_json(body), self._limits, "texts")
@@ -130,7 +130,7 @@ class Predictions:
         return lambda _: [body]
 
     def _rows(self, kind: bytes, body: bytes) -> Callable[[bool], Sequence[object]]:
-        """How the rows of a table are taken out of the body."""
+        """Return a function that reads the rows of a table from the body."""
         mimetype, limits, (columns,) = _mimetype(kind), self._limits, self._shape
         if not body:
             raise Refusal(400, f"The request has no body; {ROWS_USAGE}.")
@@ -144,7 +144,7 @@ class Predictions:
         )
 
     def _arrays(self, kind: bytes, body: bytes) -> Callable[[bool], Sequence[object]]:
-        """How arrays are taken out of the body."""
+        """Return a function that reads arrays from the body."""
         mimetype, limits, shape = _mimetype(kind), self._limits, self._shape
         if not body:
             raise Refusal(400, f"The request has no body; {ARRAYS_USAGE}.")

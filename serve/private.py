@@ -1,13 +1,13 @@
-"""What `serve` uses of ONNX Runtime (1.31, November 2026) beyond its documented interface.
+"""Undocumented features of ONNX Runtime (1.31, November 2026) that `serve` uses.
 
-`tests/unit/test_private_serve.py` asserts each. Of other libraries, `serve` uses public names only."""
+`tests/unit/test_private_serve.py` asserts each. `serve` uses only public names of other libraries."""
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-# From 1.29 on, importing onnxruntime starts a thread that reports to its makers and keeps a file in the user's home; a
-# forked server worker cannot end it and hangs at exit. Without the variable's effect the import starts that thread.
+# Since 1.29, importing onnxruntime starts a telemetry thread, which writes a file to the user's home directory. A
+# forked server worker cannot stop the thread and hangs at exit. This variable keeps it from starting.
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 
 import onnxruntime as onnxruntime
@@ -15,31 +15,31 @@ import onnxruntime as onnxruntime
 Provider = str | tuple[str, dict[str, str]]
 
 NO_MEMORY = (
-    "Failed to allocate memory",  # the arena asks the device
-    "is smaller than requested bytes",  # the arena is at its limit
+    "Failed to allocate memory",  # the device refuses memory to the arena
+    "is smaller than requested bytes",  # the arena has reached its limit
     "out of memory",  # CUDA
     "ALLOC_FAILED",  # cuBLAS and cuDNN
 )
-"""Texts of the errors of a lack of memory, which have no class of their own. Where one changes, a batch that does not
-fit is refused as a fault and not halved."""
+"""Parts of out-of-memory messages, which have no exception class of their own. If a message changes, a batch that does
+not fit fails with status 500 instead of being halved."""
 
 
 def open_strictly(
     file: Path, options: onnxruntime.SessionOptions, providers: Sequence[Provider]
 ) -> onnxruntime.InferenceSession:
-    """A session that raises where a provider fails. The keyword is undocumented, and unknown ones are ignored: without
-    it the constructor prints an error to stdout and takes the CPU."""
+    """Return a session, or raise if a provider fails. The keyword `enable_fallback` is undocumented, and unknown
+    keywords are ignored; without it the constructor prints an error to stdout and falls back to the CPU."""
     return onnxruntime.InferenceSession(file, options, providers=providers, enable_fallback=0)
 
 
 def provider_libraries(word: str) -> tuple[Path, Path]:
-    """The shared library of all providers, and that of one, such as `cuda`. Where they are named otherwise, the reason
-    why a provider does not load is the loader's word that there is no such file."""
+    """Return the library that all providers share and the library of one, such as `cuda`. If a release renames them,
+    the reported reason for a provider that does not load becomes "no such file"."""
     folder = Path(onnxruntime.__file__).parent / "capi"
     return folder / "libonnxruntime_providers_shared.so", folder / f"libonnxruntime_providers_{word}.so"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception of ONNX Runtime reports a lack of memory."""
+    """Return whether an exception of ONNX Runtime means out of memory."""
     text = str(error)
     return any(words in text for words in NO_MEMORY)

@@ -1,4 +1,4 @@
-"""The state of a process that answers requests: the model, its batcher, its metrics, and whether it is ready."""
+"""The shared state of a process that answers requests: model, batcher, metrics, and readiness."""
 
 import threading
 from dataclasses import dataclass, field
@@ -11,23 +11,23 @@ from serve.metrics import Metrics
 
 @dataclass
 class Service:
-    """All that the parts of the server share.
+    """State that the parts of the server share.
 
     Attributes:
-        model: what answers.
-        limits: what a request may cost.
-        batcher: where pictures are decoded and run.
-        metrics: where requests are counted.
-        layout: how the server is spread, for `/info`.
-        admission: which requests are let in.
-        fast: predictions take the fast path; False: Flask answers them too (`serve.server`).
-        ready: the model is warm, and the process is not about to end.
-        counting: held by threads that count; our own server counts in its event loop alone.
+        model: the model that answers.
+        limits: limits of a request.
+        batcher: decodes inputs and runs the model.
+        metrics: counters of requests.
+        layout: processes, lanes and device, for `/info`.
+        admission: checks the heads of requests.
+        fast: whether predictions take the fast path; otherwise Flask answers them too (`serve.server`).
+        ready: whether the model is warm and the process is not shutting down.
+        counting: lock for threads that count; our own server counts only in its event loop.
     """
 
     model: Model
     limits: Limits = field(default_factory=Limits)
-    batcher: Batcher = None  # type: ignore[assignment] # one lane over `model`, unless it is given
+    batcher: Batcher = None  # type: ignore[assignment] # by default one with a single lane for `model`
     metrics: Metrics = field(default_factory=Metrics)
     layout: dict[str, object] = field(default_factory=dict)
     admission: Admission = field(default_factory=Admission)
@@ -39,7 +39,7 @@ class Service:
         self.batcher = self.batcher or Batcher(self.model, self.limits)
 
     def count(self, path: str, status: int, seconds: float, job: Job | None = None) -> None:
-        """Counts an answer in the metrics; of a prediction also where its time went."""
+        """Count a response in the metrics; for a prediction, also record where its time went."""
         self.metrics.count(path, status, seconds)
         self.metrics.queue(self.batcher.waiting)
         if job is not None and job.batch:

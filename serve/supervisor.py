@@ -1,9 +1,9 @@
-"""The process that the user starts: it owns the listening sockets and supervises. It never loads a model.
+"""The process that the user starts: it owns the listening sockets and supervises worker pools. It never loads a model.
 
-A worker pool (`serve.pool`) loads and verifies the model and forks the workers. For a changed bundle the supervisor
-starts a new pool; when its workers answer, the old pool finishes its requests and ends. Each worker has its own
-listening socket, and the system spreads the connections over them. The supervisor keeps every socket open, so the next
-worker answers the connections that wait on one.
+A worker pool (`serve.pool`) loads and verifies the model and forks the workers. If the bundle changes, the supervisor
+starts a new pool; once its workers are ready, the old pool finishes its requests and ends. Each worker has its own
+listening socket, and the kernel distributes connections over them. The supervisor keeps every socket open, so the next
+worker answers the connections that wait on a dead worker's socket.
 """
 
 import contextlib
@@ -23,27 +23,27 @@ from pathlib import Path
 from serve import pool
 from serve.admission import Admission
 from serve.device import CPU, Choice
-from serve.layout import MOST_PROCESSES, Layout, on_gpus, usable_cores
 from serve.limits import Limits
 from serve.log import log_event
 from serve.metrics import Metrics
-from serve.pool import CHECK_SECONDS, REFUSED, SHORT_LIFE, OpenModel, Report, Setup, WorkerPool
+from serve.pool import CHECK_SECONDS, REFUSED_EXIT_CODE, RESTART_SECONDS, OpenModel, Report, Setup, WorkerPool
 from serve.worker import GRACE_SECONDS
+from serve.worker_count import MAX_WORKERS, Layout, on_gpus, usable_cores
 
 RETRY_SECONDS = 5.0
-"""After which a model is loaded again where none answers."""
+"""Time after which loading is retried if no model answers."""
 
 ON_CPU = "serving on the CPU"
-"""The event that says that `serve.device: auto` has found no usable GPU."""
+"""Event that is logged if `serve.device: auto` finds no usable GPU."""
 
 _SO_ATTACH_FILTER = 26
-"""Of Linux's `asm/socket.h`; Python does not name it."""
+"""From Linux's `asm/socket.h`; Python has no name for it."""
 
 CPU_ALONE = Choice((CPU,))
 
 
 class ModelError(Exception):
-    """The model cannot be served; the message is that of the process that tried."""
+    """Raised if the model cannot be served; the message is that of the process that tried to load it."""
 
     def __init__(self, message: str, exit_code: int):
         super().__init__(message)
@@ -52,8 +52,8 @@ class ModelError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class _Child:
-    """A worker pool: its process, the pipe on which it reports, its first row of the metrics, when it started, and the
-    seconds and the memory that loading may take."""
+    """A worker pool: its process id, the pipe for its report, its first row of the metrics, its start time
+    (`time.monotonic`), and the time and memory limits for loading."""
 
     process: int
     pipe: int
@@ -68,14 +68,14 @@ class Supervisor:
 
     Args:
         open_model: loads and checks the model on a device; called again when its files have changed.
-        listen: gives so many sockets of one address, of which the first listens.
-        limits: what a request may cost.
-        admission: which requests are let in.
-        fast: predictions take the fast path.
-        watch: gives a value that changes when the model's files do; None while they are being replaced.
-        ready: called once when requests are answered, with a word about the model.
-        folder: where the model comes from.
-        choice: the devices that answer.
+        listen: returns the given number of sockets of one address; the first one listens.
+        limits: limits of a request.
+        admission: checks the heads of requests.
+        fast: whether predictions take the fast path.
+        watch: returns a value that changes when the model's files do; None while they are being replaced.
+        ready: called once, when the server is ready, with a description of the model.
+        folder: source of the model.
+        choice: devices that answer.
     """
 
     def __init__(
@@ -94,30 +94,30 @@ class Supervisor:
         self._announce: Callable[[str, Layout], None] | None = ready
         self._may_fall_back = choice.may_fall_back
         self._layout = on_gpus(choice.devices) if choice.devices[0].on_gpu else None
-        listeners = listen(max(len(choice.devices), min(usable_cores(), MOST_PROCESSES)))
+        listeners = listen(max(len(choice.devices), min(usable_cores(), MAX_WORKERS)))
         self._setup = Setup(open_model, folder, listeners, limits, admission, fast, Metrics())
         self._current: _Child | None = None
         self._next: _Child | None = None
         self._leaving: _Child | None = None
-        self._row = MOST_PROCESSES
+        self._row = MAX_WORKERS
         self._seen: object = None
         self._retry = 0.0
-        self._asked: set[int] = set()
+        self._signals: set[int] = set()
 
     def run(self) -> int:
-        """Returns the exit code.
+        """Run until a stop signal, and return the exit code.
 
         Raises:
-            ModelError: the model cannot be loaded, or is outside the limits.
+            ModelError: the model cannot be loaded, or exceeds the limits.
         """
         wake, self._wakened = os.pipe()
         os.set_blocking(self._wakened, False)
         signal.set_wakeup_fd(self._wakened, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
-            signal.signal(number, lambda number, _: self._asked.add(number))
-        gc.freeze()  # the collector would write to every page that the processes share
+            signal.signal(number, lambda number, _: self._signals.add(number))
+        gc.freeze()  # otherwise the collector writes to pages that the processes share
         try:
-            while not self._asked & {signal.SIGTERM, signal.SIGINT}:
+            while not self._signals & {signal.SIGTERM, signal.SIGINT}:
                 self._load_if_asked()
                 pipes = [] if self._next is None else [self._next.pipe]
                 readable, _, _ = select.select([wake, *pipes], [], [], CHECK_SECONDS)
@@ -130,25 +130,25 @@ class Supervisor:
         return 0
 
     def _load_if_asked(self) -> None:
-        """Starts a worker pool: at the start, when the last one has died, and when the model's files have changed. A
-        pool that has been replaced must have ended before."""
+        """Start a worker pool if needed: at the start, after the last one died, and when the model's files have
+        changed; but not before a replaced pool has ended."""
         if self._leaving is not None:
             return
         seen = self._watch()
         if self._current is None:
             if self._next is None and time.monotonic() >= self._retry:
                 self._load(seen)
-        elif seen is not None and (seen != self._seen or signal.SIGHUP in self._asked):
-            self._asked.discard(signal.SIGHUP)
+        elif seen is not None and (seen != self._seen or signal.SIGHUP in self._signals):
+            self._signals.discard(signal.SIGHUP)
             self._stop_next()
             self._load(seen)
 
     def _load(self, seen: object) -> None:
         self._seen = seen
         on_gpus = self._layout is not None and self._layout.devices[0].on_gpu
-        # A worker pool has a limit of its own for each of its workers on GPUs.
+        # On GPUs, the worker pool enforces the limit for each worker itself.
         seconds = pool.GPU_LOAD_SECONDS + 10 if on_gpus else pool.LOAD_SECONDS
-        row, memory = MOST_PROCESSES - self._row, pool.spare_memory()
+        row, memory = MAX_WORKERS - self._row, pool.spare_memory()
         reading, writing = os.pipe()
         sys.stdout.flush()
         process = os.fork()
@@ -159,11 +159,11 @@ class Supervisor:
         try:
             os.close(reading)
             WorkerPool(self._setup, self._layout, row, memory, writing).run()
-        finally:  # whatever happened, the parent's work is not the child's
+        finally:  # in any case, the child must not run the parent's code
             os._exit(1)
 
     def _read_reports(self, readable: list[int]) -> None:
-        """What the worker pool that loads a model reports, if it does so in time."""
+        """Handle the report of the worker pool that loads a model, or its time limit."""
         child = self._next
         if child is None:
             return
@@ -174,18 +174,18 @@ class Supervisor:
                 return
             died = pool.died(self._setup.folder, child.memory)
             self._stop_next()
-            self._cannot(report.get("fault") or died, report.get("exit_code", REFUSED))
+            self._handle_load_failure(report.get("fault") or died, report.get("exit_code", REFUSED_EXIT_CODE))
         elif time.monotonic() > child.since + child.seconds:
             self._stop_next()
-            self._cannot(pool.too_slow(self._setup.folder, child.seconds), REFUSED)
+            self._handle_load_failure(pool.too_slow(self._setup.folder, child.seconds), REFUSED_EXIT_CODE)
 
     def _take_over(self, child: _Child, report: Report) -> None:
-        """The workers of the new model answer; those of the old one finish what they have."""
+        """Switch to the new model's workers; the old ones finish their requests."""
         os.close(child.pipe)
         self._leaving, self._current, self._next, self._row = self._current, child, None, child.row
         if self._leaving is not None:
             os.kill(self._leaving.process, signal.SIGTERM)
-        if self._layout is None:  # of the first model; as many sockets stay in use as listen by now
+        if self._layout is None:  # first model on the CPU; sockets that do not listen yet are not needed
             self._layout = Layout(**report["layout"])
             for listener in self._setup.listeners[self._layout.processes :]:
                 listener.close()
@@ -195,9 +195,9 @@ class Supervisor:
         else:
             log_event("the model is reloaded", run=report["run"])
 
-    def _cannot(self, reason: str, exit_code: int) -> None:
-        """A model cannot be served. At the start that is the server's end, unless the CPU may answer; later the model
-        of before stays."""
+    def _handle_load_failure(self, reason: str, exit_code: int) -> None:
+        """Handle a model that cannot be served: at the start, fall back to the CPU or raise; later, keep the previous
+        model, or retry."""
         if self._current is not None:
             log_event(f"the model stays as it was: {reason}")
         elif self._announce is None:
@@ -210,27 +210,27 @@ class Supervisor:
             raise ModelError(reason, exit_code)
 
     def _reap(self) -> None:
-        """Sees off a worker pool that has been replaced, and replaces one that has died."""
+        """Reap a worker pool that was replaced or has died; one that has died is replaced later."""
         if self._leaving is not None and os.waitpid(self._leaving.process, os.WNOHANG)[0]:
             self._leaving = None
         if self._current is not None:
             ended, status = os.waitpid(self._current.process, os.WNOHANG)
-            if ended:  # its workers see that, and finish what they have
+            if ended:  # its workers notice that and finish their requests
                 log_event(
                     "the worker pool of the model died", process=ended, exit_code=os.waitstatus_to_exitcode(status)
                 )
-                self._retry = self._current.since + SHORT_LIFE
+                self._retry = self._current.since + RESTART_SECONDS
                 self._current = None
 
     def _stop_next(self) -> None:
-        """Ends the worker pool that loads a model, if there is one; it has answered nobody."""
+        """Stop the worker pool that loads a model, if any; it has no requests."""
         child, self._next = self._next, None
         if child is not None:
             os.close(child.pipe)
             self._stop(child)
 
     def _stop(self, *children: _Child | None) -> None:
-        """Ends worker pools, and kills those that do not end in time."""
+        """Stop worker pools, and kill those that do not end in time."""
         left = [child.process for child in children if child is not None]
         for process in left:
             os.kill(process, signal.SIGTERM)
@@ -243,24 +243,24 @@ class Supervisor:
             os.waitpid(process, 0)
 
     def _end(self) -> None:
-        """Lets the workers finish; none is left, and the port is closed."""
+        """Close the port, and wait until all workers have finished."""
         for listener in self._setup.listeners:
-            _open_no_more(listener)
+            _drop_new_connections(listener)
             listener.close()
         self._stop_next()
         self._stop(self._current, self._leaving)
 
 
-def _open_no_more(listener: socket.socket) -> None:
-    """Makes the system drop the packets that open further connections on a socket, in every process that has it. A
-    connection that opens between a worker's last `accept` and the close of the socket would be reset; now its client
-    tries again after a second, as TCP does, and is refused. Only Linux can do that."""
+def _drop_new_connections(listener: socket.socket) -> None:
+    """Make the kernel drop packets that open new connections on a socket, in every process that has it. A connection
+    that opens between a worker's last `accept` and the close of the socket would be reset; this way its client retries
+    after a second, as TCP does, and is refused. Linux only."""
     if sys.platform != "linux":
         return
     # The classic BPF of socket(7): load byte 13 of the TCP header, the flags; drop the packet if it has SYN, else pass.
     instructions = [(0x30, 0, 0, 13), (0x45, 0, 1, 2), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in instructions))
-    with contextlib.suppress(OSError):  # a sandbox may forbid it; or the socket is closed, as its worker is not needed
+    with contextlib.suppress(OSError):  # a sandbox forbids it, or the socket was not needed and is closed
         listener.setsockopt(
             socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", len(instructions), ctypes.addressof(code))
         )

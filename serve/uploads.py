@@ -1,7 +1,6 @@
-"""A request's body becomes encoded pictures, or texts: a well-formed form by cutting it at its boundaries, JSON, or the
-body itself.
+"""Read encoded pictures, texts, rows or arrays from a request's body: a form, JSON, or the body itself.
 
-A form that is not as clients usually write it is read by werkzeug's parser, which reads more and is ten times slower.
+A form as clients usually write it is split at its boundaries; any other is parsed by werkzeug, ten times slower.
 """
 
 import base64
@@ -34,15 +33,16 @@ ROWS_USAGE = 'send {"rows": [{"COLUMN": value, …}, …]} as application/json, 
 ARRAYS_USAGE = 'send {"arrays": [nested lists of numbers, …]} as application/json, or the bytes of a .npy file'
 
 MAX_JSON_MARKS = 1000
-"""Brackets, braces and commas in a JSON body; base64 has none, so 256 images need under 600. Bounds depth, memory."""
+"""Maximum number of brackets, braces and commas in a JSON body, which limits depth and memory. base64 has none, so 256
+images need less than 600."""
 
 MAX_PARTS = 1000
-"""Parts into which a form is cut; as with JSON, far more than it may have pictures."""
+"""Maximum number of parts of a form; far more than it may have pictures."""
 
-MAX_FIELD = 500_000
-"""Bytes of a text field of a form (Flask's default)."""
+MAX_FIELD_BYTES = 500_000
+"""Maximum size of a text field of a form, in bytes (Flask's default)."""
 
-_DATA_URL = re.compile(rb"data:[^,]*,")  # browsers put this before the base64 that they make of a file
+_DATA_URL = re.compile(rb"data:[^,]*,")  # browsers put this before the base64 of a file
 
 _ALPHABET = bytes.maketrans(b"-_", b"+/")
 
@@ -56,7 +56,7 @@ _PART = re.compile(
     rb"(?:\r\nContent-(?:Type|Length): [ -~]{1,100}){0,2}\r\n\r\n",
     re.IGNORECASE,
 )
-"""The head of a part that is a picture, as browsers, curl and Python's clients write it."""
+"""Matches the head of a part with a picture, as browsers, curl and Python's clients write it."""
 
 
 _STRING = rb'"(?:[^"\\\x00-\x1f]++|\\.)*+"'
@@ -66,23 +66,24 @@ _TEXTS = re.compile(
     % (_STRING, _STRING, _STRING),
     re.DOTALL,
 )
-"""A body that may be parsed, whatever its size: texts have any number of commas and brackets. It never goes back."""
+"""Matches a body that may be parsed without counting marks: texts may contain any number of commas and brackets. It
+never backtracks."""
 
 
 class NotWellFormed(Exception):
-    """A form that is not as clients usually write it; werkzeug may read it."""
+    """Raised for a form that is not as clients usually write it; werkzeug may be able to read it."""
 
 
 def is_picture(kind: bytes) -> bool:
-    """Whether a body of this content type is a picture itself."""
+    """Return whether a body of this content type is itself a picture."""
     return kind.startswith(b"image/") or kind in (b"", b"application/octet-stream")
 
 
 def from_form(kind: bytes, body: bytes) -> list[bytes]:
-    """The pictures of a form that has nothing else.
+    """Return the pictures of a form that contains only pictures.
 
     Raises:
-        NotWellFormed: it is written otherwise.
+        NotWellFormed: the form is not as clients usually write it.
     """
     found = _BOUNDARY.match(kind)
     if found is None:
@@ -101,10 +102,10 @@ def from_form(kind: bytes, body: bytes) -> list[bytes]:
 
 
 def from_unusual_form(kind: bytes, body: bytes, limits: Limits) -> list[bytes]:
-    """The pictures of any form, kept in memory: nothing of a client's is written to disk.
+    """Return the pictures of any form. Nothing is written to disk.
 
     Raises:
-        Refusal: it is no form, is cut off, has no picture in the field image, too many parts, or too long a text.
+        Refusal: the body is no form, is cut off, has no file in the field image, too many parts, or too long a text.
     """
     from werkzeug.exceptions import RequestEntityTooLarge  # imported lazily: most servers never need it
     from werkzeug.formparser import FormDataParser
@@ -112,7 +113,7 @@ def from_unusual_form(kind: bytes, body: bytes, limits: Limits) -> list[bytes]:
 
     parser = FormDataParser(
         stream_factory=_in_memory,
-        max_form_memory_size=MAX_FIELD,
+        max_form_memory_size=MAX_FIELD_BYTES,
         max_form_parts=limits.max_images + 8,
         silent=False,
     )
@@ -123,8 +124,8 @@ def from_unusual_form(kind: bytes, body: bytes, limits: Limits) -> list[bytes]:
     except RequestEntityTooLarge:
         raise Refusal(
             413,
-            f"The form has too many parts, or a text of more than {MAX_FIELD:,} bytes (a part without a filename is "
-            f"one): at most {limits.max_images} images and few other form fields are accepted; {FORM_USAGE}.",
+            f"The form has too many parts, or a text of more than {MAX_FIELD_BYTES:,} bytes (a part without a filename "
+            f"is one): at most {limits.max_images} images and few other form fields are accepted; {FORM_USAGE}.",
         ) from None
     except ValueError:
         if boundary == b"--":
@@ -154,10 +155,10 @@ def _in_memory(*_: object, **__: object) -> io.BytesIO:
 
 
 def from_json(body: bytes) -> list[bytes]:
-    """The pictures of `{"images": [base64, …]}`, or of `{"image": base64}`.
+    """Return the pictures of `{"images": [base64, …]}`, or of `{"image": base64}`.
 
     Raises:
-        Refusal: the body is something else.
+        Refusal: the body has another form.
     """
     if sum(body.count(mark) for mark in b"[]{},") > MAX_JSON_MARKS:
         raise Refusal(400, f"The JSON has more parts than a list of images needs; {USAGE}.")
@@ -174,24 +175,24 @@ def from_json(body: bytes) -> list[bytes]:
 
 
 def _from_base64(text: bytes) -> bytes:
-    """In the usual alphabet or the URL-safe one, padded or not (RFC 4648, section 5). Without splitting it at its
-    blanks: the pieces of a text of 16 MB took 405 MB (November 2026)."""
+    """Decode base64 in the standard or the URL-safe alphabet, padded or not (RFC 4648, section 5). Does not split the
+    text at its blanks: the pieces of 16 MB took 405 MB (November 2026)."""
     found = _DATA_URL.match(text)
     digits = text[found.end() if found else 0 :].translate(_ALPHABET, _BLANKS)
     return base64.b64decode(digits + b"=" * (-len(digits) % 4), validate=True)
 
 
 def is_text(kind: bytes, full: bytes) -> bool:
-    """Whether a body of this content type is a text itself; `full` is the type with its parameters."""
+    """Return whether a body of this content type is itself a text; `full` is the type with its parameters."""
     found = re.search(rb"charset=\"?([\w-]+)", full, re.IGNORECASE)
     return kind in (b"", b"text/plain") and (found is None or found[1].lower() in (b"utf-8", b"utf8", b"us-ascii"))
 
 
 def texts_from_json(body: bytes) -> list[bytes]:
-    """The texts of `{"texts": [text, …]}`, or of `{"text": text}`, in UTF-8.
+    """Return the texts of `{"texts": [text, …]}`, or of `{"text": text}`, in UTF-8.
 
     Raises:
-        Refusal: the body is something else.
+        Refusal: the body has another form.
     """
     if not _TEXTS.fullmatch(body) and sum(body.count(mark) for mark in b"[]{},") > MAX_JSON_MARKS:
         raise Refusal(
@@ -205,18 +206,18 @@ def texts_from_json(body: bytes) -> list[bytes]:
         raise Refusal(400, f"texts is not a list of one or more texts; {TEXT_USAGE}.")
     try:
         return [text.encode() for text in texts]
-    except UnicodeEncodeError:  # half of a pair, which JSON can say by its escapes
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can escape
         raise Refusal(400, f"A text has half a character (a lone surrogate); {TEXT_USAGE}.") from None
 
 
 def rows_from_json(body: bytes, columns: int, limits: Limits) -> list[dict[str, object]]:
-    """The rows of `{"rows": [{column: value}, …]}`, or of `{"row": {…}}`.
+    """Return the rows of `{"rows": [{column: value}, …]}`, or of `{"row": {…}}`.
 
     Args:
-        columns: that the network takes; a body with many more values is refused before it is parsed.
+        columns: number of the network's columns; a body with many more values is refused before it is parsed.
 
     Raises:
-        Refusal: the body is something else.
+        Refusal: the body has another form.
     """
     most = MAX_JSON_MARKS + limits.max_images * 4 * (columns + 1)
     rows = _listed(body, ("rows", "row"), most, ROWS_USAGE)
@@ -231,11 +232,11 @@ def rows_from_csv(
     """Return the rows of a table whose header names the columns.
 
     Args:
-        columns: those that the network takes, by which the delimiter is recognised.
-        form: how the training table was written.
+        columns: columns that the network takes; used to detect the delimiter.
+        form: format of the training table.
 
     Raises:
-        Refusal: the body is something else.
+        Refusal: the body has another form.
     """
     from deeplightning.table_spec import TableError, decoded, rows_of_csv  # imported lazily: most servers never need it
 
@@ -248,26 +249,26 @@ def rows_from_csv(
 
 
 def arrays_from_json(body: bytes, shape: tuple[int, ...], limits: Limits) -> list[object]:
-    """The nested lists of `{"arrays": [lists, …]}` or `{"array": lists}`, or under `signals` or `signal`.
+    """Return the nested lists of `{"arrays": [lists, …]}` or `{"array": lists}`; also under `signals` or `signal`.
 
     Args:
-        shape: of an array; a body with many more numbers is refused before it is parsed.
+        shape: shape of an array; a body with many more numbers is refused before it is parsed.
 
     Raises:
-        Refusal: the body is something else.
+        Refusal: the body has another form.
     """
     most = MAX_JSON_MARKS + limits.max_images * 3 * math.prod(shape)
     arrays = _listed(body, ("arrays", "array", "signals", "signal"), most, ARRAYS_USAGE)
-    if b"true" in body or b"false" in body:  # numpy would take them for 1 and 0
+    if b"true" in body or b"false" in body:  # numpy would read them as 1 and 0
         raise Refusal(400, f"An array holds true or false, which are no numbers; {ARRAYS_USAGE}.")
     return arrays
 
 
 def arrays_from_npy(body: bytes, shape: tuple[int, ...]) -> "list[np.ndarray]":
-    """The array of a .npy file, or the several along its first dimension.
+    """Return the array of a .npy file, or the arrays along its first dimension.
 
     Raises:
-        Refusal: the body is something else.
+        Refusal: the body has another form.
     """
     from deeplightning.array_spec import ArrayError, read_npy  # imported lazily: most servers never need it
 
@@ -279,7 +280,7 @@ def arrays_from_npy(body: bytes, shape: tuple[int, ...]) -> "list[np.ndarray]":
 
 
 def _parsed(body: bytes, usage: str) -> Any:
-    """The document of a JSON body."""
+    """Parse a JSON body."""
     try:
         return json.loads(body, object_pairs_hook=_distinct)
     except (ValueError, RecursionError) as error:
@@ -287,7 +288,7 @@ def _parsed(body: bytes, usage: str) -> Any:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Of a key that it has twice, parsers take either value or both (RFC 8259, section 4)."""
+    """Return a JSON object. Refuse duplicate keys, which parsers resolve differently (RFC 8259, section 4)."""
     found = dict(pairs)
     if len(found) < len(pairs):
         ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
@@ -296,10 +297,10 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _listed(body: bytes, keys: tuple[str, ...], most: int, usage: str) -> list[Any]:
-    """What a JSON object has under its one key; keys that end in s have a list.
+    """Return the inputs under the only key of a JSON object; a key that ends in s contains a list.
 
     Args:
-        most: brackets, braces and commas that the body may have.
+        most: maximum number of brackets, braces and commas in the body.
     """
     if sum(body.count(mark) for mark in b"[]{},") > most:
         raise Refusal(413, f"The JSON has more values than a request may have; {usage}.")

@@ -1,4 +1,4 @@
-"""A worker process: answers requests on a listening socket of its supervisor, until SIGTERM."""
+"""A worker process: answer requests on a listening socket of the supervisor, until SIGTERM."""
 
 import asyncio
 import contextlib
@@ -16,31 +16,30 @@ from serve.log import log_event
 from serve.service import Service
 
 GRACE_SECONDS = 8
-"""How long accepted requests may take to finish after SIGTERM; the process is gone within 10 seconds."""
+"""Time limit for accepted requests to finish after SIGTERM; the process exits within 10 seconds."""
 
 OPENING_SECONDS = 0.1
-"""How long connections that are about to open are still accepted after SIGTERM."""
+"""Time after SIGTERM during which new connections are still accepted."""
 
 TICK_SECONDS = 0.25
-"""How often the log is written; every fourth time the connections are looked at."""
+"""Interval at which the log is written; the connections are checked every fourth time."""
 
-SPARE_FILES = 100
-"""Descriptors that are not for connections."""
+SPARE_DESCRIPTORS = 100
+"""File descriptors reserved for other uses than connections."""
 
 BACKLOG = 1024
 
-STOPS = (signal.SIGTERM, signal.SIGINT)
-"""Signals that end a worker when its requests are answered."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""Signals that end a worker once its requests are answered."""
 
 
 def work(listener: socket.socket, service: Service, started: Callable[[], None]) -> None:
-    """Answer requests until SIGTERM or SIGINT. Never returns: the process ends without running what its parent has set
-    up.
+    """Answer requests until SIGTERM or SIGINT. Never returns: exit without the parent's exit handlers.
 
     Args:
         listener: a listening socket.
-        service: what answers.
-        started: called once when requests are answered.
+        service: the model and the state of this process.
+        started: called once, when the worker is ready.
     """
     code = 1
     try:
@@ -52,21 +51,21 @@ def work(listener: socket.socket, service: Service, started: Callable[[], None])
 
 async def _serve(listener: socket.socket, service: Service, started: Callable[[], None]) -> None:
     loop, end, parent = asyncio.get_running_loop(), asyncio.Event(), os.getppid()
-    for number in STOPS:
+    for number in STOP_SIGNALS:
         loop.add_signal_handler(number, end.set)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     dispatcher = Dispatcher(service)
-    connections = Connections(dispatcher, _most_connections())
+    connections = Connections(dispatcher, _max_connections())
 
     opening: set[asyncio.Task[tuple[asyncio.BaseTransport, Connection]]] = set()
 
     def accept() -> None:
-        """Takes all connections that wait."""
-        with contextlib.suppress(OSError):  # none is left
+        """Accept all waiting connections."""
+        with contextlib.suppress(OSError):  # none is waiting
             while True:
                 client, _ = listener.accept()
-                if len(connections.open) + len(opening) > connections.most + SPARE_FILES / 2:
-                    client.close()  # there is no descriptor left to say why with
+                if len(connections.open) + len(opening) > connections.most + SPARE_DESCRIPTORS / 2:
+                    client.close()  # too few descriptors are left to send a refusal
                     continue
                 client.setblocking(False)
                 opened = loop.create_task(loop.connect_accepted_socket(lambda: Connection(connections, loop), client))
@@ -79,8 +78,8 @@ async def _serve(listener: socket.socket, service: Service, started: Callable[[]
             log_event("a connection could not be taken", error)
 
     listener.setblocking(False)
-    # Not by the loop's own server, which takes one connection between two rounds of requests (libuv since 1.46): under
-    # load the last of 128 clients then waited for 1.8 s, now 0.2 (two cores, November 2026).
+    # Not with `loop.create_server`, which accepts one connection per iteration of the loop (libuv since 1.46): under
+    # load, the last of 128 clients waited 1.8 s with it, 0.2 s without (two cores, November 2026).
     loop.add_reader(listener, accept)
     await asyncio.to_thread(service.model.predict, service.model.samples[:1])
     service.ready = True
@@ -112,8 +111,8 @@ async def _serve(listener: socket.socket, service: Service, started: Callable[[]
     dispatcher.flush()
 
 
-def _most_connections() -> int:
-    """As many as there may be open files, which are made as many as they may be."""
+def _max_connections() -> int:
+    """Raise the soft limit of open files to the hard limit, and return the number of connections it allows."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    return max(most - SPARE_FILES, 1) if most != resource.RLIM_INFINITY else 1_000_000
+    return max(most - SPARE_DESCRIPTORS, 1) if most != resource.RLIM_INFINITY else 1_000_000

@@ -2,7 +2,7 @@
 
     gunicorn "serve:create_app('RUN')"
 
-It needs neither our event loop nor our processes. The WSGI server brings sockets, workers, timeouts and an access log.
+It needs neither our event loop nor our processes. The WSGI server provides sockets, workers, timeouts and access logs.
 """
 
 import itertools
@@ -22,11 +22,11 @@ from serve.batching import Batcher
 from serve.bundle import Bundle
 from serve.device import LANES, ONNX_RUNTIME, choose_devices, settled_device
 from serve.hosts import Hosts
-from serve.layout import choose, largest_batch
 from serve.limits import Limits, Refusal
 from serve.metrics import MAX_PROCESSES
 from serve.prediction import JOB
 from serve.service import Service
+from serve.worker_count import choose, largest_batch
 
 _HEADERS = {
     "HTTP_HOST": b"host",
@@ -37,7 +37,7 @@ _HEADERS = {
     "CONTENT_TYPE": b"content-type",
     "CONTENT_LENGTH": b"content-length",
 }
-"""What admission looks at, by its key in the WSGI environment."""
+"""Headers that admission checks, by their key in the WSGI environment."""
 
 
 def create_app(
@@ -50,20 +50,20 @@ def create_app(
     allowed_hosts: Sequence[str] = (),
     **limits: float,
 ) -> Flask:
-    """The WSGI application that answers from a bundle, with all of our server's routes.
+    """Return a WSGI application that serves a bundle, with all routes of our own server.
 
-    The model is loaded once and checked here. Threads start with the first request that needs them, so a server may
+    The model is loaded and checked once, here. Threads start with the first request that needs them, so a server may
     fork the process first, and its workers share the model's memory; but not on a GPU, since CUDA does not survive a
     fork.
 
     Args:
-        run: a bundle, a run folder that has one, or an MLflow model that has one.
+        run: a bundle, or a run folder or MLflow model that contains one.
         precision: which of the bundle's models answers: fp32, int8 or fp16.
-        device: where it computes, as in `serve.device`; of several GPUs the first.
-        tensorrt: compile the model by TensorRT, on a GPU.
-        api_key: what clients must send as `Authorization: Bearer KEY` or `X-API-Key: KEY`; None: nothing.
-        allowed_hosts: the names by which clients may ask, besides localhost; none: every name.
-        limits: those of `serve.limits.Limits` that differ from their defaults, such as `max_batch=32`.
+        device: device of the model, as in `serve.device`; of several GPUs the first.
+        tensorrt: compile the model with TensorRT, on a GPU.
+        api_key: key that clients must send as `Authorization: Bearer KEY` or `X-API-Key: KEY`; None: no key.
+        allowed_hosts: host names that the server answers to, besides localhost; empty: every name.
+        limits: fields of `serve.limits.Limits` that differ from their defaults, such as `max_batch=32`.
 
     Raises:
         BundleError: the bundle is missing, damaged or unknown.
@@ -115,7 +115,7 @@ def create_app(
 
 
 def _renew_after_forks(service: Service, seconds: float) -> None:
-    """Threads and locks do not survive a fork: the child gets its own, and its own row of the metrics."""
+    """Give each forked child its own threads, lock and row of the metrics; threads and locks do not survive a fork."""
     forks, row, kept = itertools.count(1), 0, weakref.ref(service)
 
     def before() -> None:

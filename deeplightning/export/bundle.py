@@ -34,7 +34,7 @@ from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.image_spec import ImageSpec
 from deeplightning.kinds import KINDS, Kind
 from deeplightning.private.messages import Sentence, says
-from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, golden_digest, permissions_of, seal
+from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, card_digest, golden_digest, permissions_of
 from deeplightning.table_spec import TableSpec
 from deeplightning.text_spec import TextError, TextSpec
 from deeplightning.words import first_line
@@ -97,7 +97,7 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
 
     `bundle.json` holds `format` (2), `task`, `input` (the spec's `to_dict()`), `labels` (one per class or target, in
     order; none for pictures), `output` (where the task has `answer_details`), `files` (name to SHA-256), `run`,
-    `golden`, and `digest`, the seal of all this (`deeplightning.runfolder.seal`). `golden` has samples: under
+    `golden`, and `digest`, the digest of all this (`deeplightning.runfolder.card_digest`). `golden` has samples: under
     `pictures`, each a PNG (base64) that decodes to exactly the model's input; under `texts`; under `rows`, each an
     object; or under `arrays`, each a .npy file (base64). Under `fp32` it has what ONNX Runtime answered to them:
     float32 (N, K) or (N, C, H, W), little-endian, base64; of a segmentation each s-th pixel (`Kind.compared`). What
@@ -273,7 +273,7 @@ def _write(
 def sealed(card: Card) -> str:
     """The text of a card, with its digests renewed: that of the golden answers, then that of all."""
     card = {**card, "golden": {**card["golden"], "digest": golden_digest(card)}}
-    return json.dumps({**card, "digest": seal(card)}, indent=1, ensure_ascii=False)
+    return json.dumps({**card, "digest": card_digest(card)}, indent=1, ensure_ascii=False)
 
 
 def _torch_answers(model: nn.Module, batches: Sequence[np.ndarray]) -> np.ndarray:

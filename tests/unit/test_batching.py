@@ -9,8 +9,8 @@ import pytest
 
 from deeplightning.image_spec import ImageError, ImageSpec
 from serve.batching import TINY_BYTES, TINY_SECONDS, Batcher, Job
-from serve.layout import choose
 from serve.limits import Limits, Refusal
+from serve.worker_count import choose
 
 
 class Model:
@@ -203,7 +203,7 @@ def test_a_small_picture_for_a_small_network_changes_no_thread(model):
 )
 def test_the_layout_follows_the_forward_pass(monkeypatch, seconds, cores, layout):
     """A heavy network has one process with a lane for each core; a light one has several processes."""
-    monkeypatch.setattr("serve.layout._forward_seconds", lambda model: seconds)
+    monkeypatch.setattr("serve.worker_count._forward_seconds", lambda model: seconds)
     chosen = choose(SimpleNamespace(), cores)
     assert (chosen.processes, chosen.lanes) == layout
     assert chosen.processes * chosen.lanes >= cores

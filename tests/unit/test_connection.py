@@ -100,7 +100,7 @@ def talk(dispatcher):
             return transport
 
         transport = asyncio.run(asyncio.wait_for(told(), 20))
-        assert dispatcher._held == 0
+        assert dispatcher._buffered_bytes == 0
         return transport
 
     return talk
@@ -407,7 +407,7 @@ def test_what_is_too_large_is_not_kept(talk, dispatcher, chunked):
         body = [b"186a0\r\n" + part + b"\r\n"] * 30 + [b"0\r\n\r\n"]
     else:
         head, body = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 3000000\r\n\r\n", [part] * 30
-    looks = [step for one in body for step in (one, lambda *_: kept.append(dispatcher._held))]
+    looks = [step for one in body for step in (one, lambda *_: kept.append(dispatcher._buffered_bytes))]
     transport = talk(head, *looks, post(picture("blue")), answers=2)
     (status, _, _), (_, _, answer) = transport.answers()
     assert (status, json.loads(answer)["label"]) == (413, "blue")
@@ -427,7 +427,7 @@ def test_what_comes_of_a_refused_body_has_an_end(talk, monkeypatch):
 
 def test_unfinished_bodies_have_room_together(talk, monkeypatch):
     """Beyond it a request is told to come back."""
-    monkeypatch.setattr(dispatch_of, "MAX_HELD", 150_000)
+    monkeypatch.setattr(dispatch_of, "MAX_BUFFERED_BYTES", 150_000)
     transport = talk(b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 300000\r\n\r\n", *[b"\0" * 100_000] * 3)
     ((status, headers, _),) = transport.answers()
     assert (status, headers["Retry-After"]) == (429, "5")

@@ -11,7 +11,16 @@ import pytest
 from served import ROOT, Server, colour_run, picture
 
 from serve import cuda
-from serve.device import CPU, ONNX_RUNTIME, Device, DeviceError, Runtime, choose_devices, is_word, onnxruntime_lacks
+from serve.device import (
+    CPU,
+    ONNX_RUNTIME,
+    Device,
+    DeviceError,
+    Runtime,
+    choose_devices,
+    is_device_word,
+    onnxruntime_lacks,
+)
 from serve.session import providers, tensorrt_options
 
 WORKS = Runtime("onnxruntime-gpu", lambda: None, lambda: "13.0")
@@ -47,13 +56,13 @@ def refused(word, *gpus, **options):
 @pytest.mark.parametrize("text", ["auto", "cpu", "cuda", "cuda:0", "cuda:15"])
 def test_devices_are_named_as_torch_names_them(text):
     """auto, cpu, cuda, cuda:N."""
-    assert is_word(text)
+    assert is_device_word(text)
 
 
 @pytest.mark.parametrize("text", ["", "gpu", "cuda:", "cuda:-1", "cuda:a", "CUDA", "cuda:0,1", " cpu", "cuda:0 "])
 def test_other_words_name_no_device(text):
     """They are refused before anything is loaded."""
-    assert not is_word(text)
+    assert not is_device_word(text)
 
 
 # ---- which devices
@@ -223,7 +232,7 @@ class FakeDriver:
 def test_the_driver_is_asked_for_what_the_server_needs():
     """Version, names, free memory, and why a GPU cannot be used; page-locked memory of the right size."""
     driver = cuda.Driver(FakeDriver())
-    assert cuda.look(driver) == {
+    assert cuda.find_gpus(driver) == {
         "driver": "13.1",
         "gpus": [
             {"name": "NVIDIA H100", "free": 80, "total": 85},

@@ -16,10 +16,10 @@ from test_batching import Asked, Model, occupied, ready
 from serve.batching import Batcher
 from serve.bundle import GPU_TOLERANCE, TOLERANCES, Bundle, BundleError
 from serve.device import CPU, Device, DeviceError
-from serve.layout import Layout, largest_batch, on_gpus
 from serve.limits import Limits
 from serve.private import is_out_of_memory
 from serve.session import Bound, bound_to, open_session
+from serve.worker_count import Layout, largest_batch, on_gpus
 
 ARENA_FULL = (
     "[ONNXRuntimeError] : 1 : FAIL : Non-zero status code returned while running Conv node. Status Message: "

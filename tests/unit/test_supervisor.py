@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from serve.supervisor import _open_no_more
+from serve.supervisor import _drop_new_connections
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux filters the packets of a listening socket")
@@ -14,7 +14,7 @@ def test_before_a_port_closes_no_connection_opens_that_nobody_would_accept():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
         with socket.create_connection(address) as early:
-            _open_no_more(listener)
+            _drop_new_connections(listener)
             accepted, _ = listener.accept()
             with accepted:
                 early.sendall(b"asked")
@@ -33,5 +33,5 @@ def test_before_a_port_closes_no_connection_opens_that_nobody_would_accept():
 def test_a_socket_that_is_closed_already_is_no_fault():
     listener = socket.create_server(("127.0.0.1", 0))
     listener.close()
-    _open_no_more(listener)
+    _drop_new_connections(listener)
     assert listener.fileno() == -1

@@ -1,4 +1,4 @@
-"""The data module of pictures in tar shards: batches read the bytes of samples, shard after shard.
+"""Load pictures from tar shards: batches read the bytes of samples, shard after shard.
 
 N samples, R processes.
 """
@@ -39,8 +39,8 @@ class ShardSamples:
 
     Attributes:
         source: the shards.
-        shards: of each sample the number of its shard, int32 (N,).
-        offsets, sizes: of each picture in its file, int64 (N,).
+        shards: the number of each sample's shard, int32 (N,).
+        offsets, sizes: the position of each picture in its shard, int64 (N,).
         labels: int64 (N,).
     """
 
@@ -98,16 +98,17 @@ class ShardSamples:
 
 
 class ShardBatches(BatchIndices):
-    """Training batches whose samples lie near each other: in each epoch the shards are in another order, each process
-    has a part of it in which all samples follow each other, and every `window` of these are shuffled.
+    """Draw training batches whose samples lie near each other.
 
-    The order follows from (seed, epoch, R) alone, whatever the number of loader workers. The parts differ by one sample
-    at most, so a shard at a border is read by two processes. Each sample occurs once.
+    In each epoch the shards are in another order, each process has a part of it in which all samples follow each other,
+    and every `window` of these are shuffled. The order follows from (seed, epoch, R) alone, whatever the number of
+    loader workers. The parts differ by one sample at most, so a shard at a border is read by two processes. Each sample
+    occurs once.
 
     Args:
         dataset: of `ShardSamples`.
         window: samples that are shuffled among each other.
-        batch_size, num_replicas, rank, seed, drop_last: as of `BatchIndices`.
+        batch_size, num_replicas, rank, seed, drop_last: as for `BatchIndices`.
     """
 
     def __init__(self, dataset: Any, batch_size: int, window: int, **options: Any):

@@ -1,9 +1,8 @@
-"""How many processes, and how many forward passes at a time in each: from what a picture costs, measured at the start.
-GPUs have a process each, whose batches grow to what memory and time allow.
+"""Choose the number of worker processes and of lanes in each, from the cost of a picture measured at the start. Each
+GPU gets one process, whose batches grow to the limits of memory and time.
 
-A forward pass lets other threads run, and the work around it does not: Python runs one thread at a time. So one process
-keeps every core busy as long as the forward pass is the larger part; where the network is so small that the work around
-it is the larger part, several processes share the cores. One is enough for a heavy network, and has it in memory once.
+The forward pass releases the GIL, and the work around it does not. While the forward pass dominates, one process keeps
+every core busy and needs the model in memory once; if the work around it dominates, several processes share the cores.
 """
 
 import math
@@ -18,28 +17,27 @@ from serve.batching import Model
 from serve.device import CPU, LANES, Device
 from serve.metrics import MAX_PROCESSES
 
-HELD_SECONDS = 0.0002
-"""What one request costs besides the forward pass, with Python's lock held (small pictures, one core, November
-2026)."""
+OVERHEAD_SECONDS = 0.0002
+"""Cost of a request besides the forward pass, under the GIL (small pictures, one core, November 2026)."""
 
-ROUNDS = 3
+TIMED_PASSES = 3
 
-MOST_PROCESSES = MAX_PROCESSES // 2
-"""Workers of one model."""
+MAX_WORKERS = MAX_PROCESSES // 2
+"""Maximum number of workers of one model."""
 
 BATCH_SECONDS = 0.2
-"""How long a forward pass of a GPU may take: whoever comes during one waits for it to end."""
+"""Maximum duration of a forward pass on a GPU, since new requests wait for it to end."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a server is spread over the cores.
+    """The number of processes and lanes, and their devices.
 
     Attributes:
-        processes: workers.
-        lanes: forward passes at a time in each.
-        forward_ms: what one picture costs, alone, in milliseconds; infinite where the parent cannot measure it.
-        devices: where each process computes; or the CPU, for all.
+        processes: number of workers.
+        lanes: concurrent forward passes in each.
+        forward_ms: forward pass of a single picture, in milliseconds; infinite if the parent cannot measure it.
+        devices: device of each process, or the CPU for all.
     """
 
     processes: int
@@ -56,29 +54,31 @@ class Layout:
         )
 
     def device(self, process: int) -> Device:
-        """Where a process computes."""
+        """Return the device of a process."""
         return self.devices[process if len(self.devices) > 1 else 0]
 
 
 def choose(model: Model, cores: int | None = None) -> Layout:
-    """The layout for a model on this machine, or on `cores` cores."""
+    """Return the layout for a model on this machine's CPU, or on `cores` cores."""
     cores = cores or usable_cores()
     seconds = _forward_seconds(model)
-    processes = max(1, min(cores, MOST_PROCESSES, math.ceil(cores * HELD_SECONDS / (HELD_SECONDS + seconds) - 0.25)))
+    processes = max(
+        1, min(cores, MAX_WORKERS, math.ceil(cores * OVERHEAD_SECONDS / (OVERHEAD_SECONDS + seconds) - 0.25))
+    )
     return Layout(processes, math.ceil(cores / processes), 1e3 * seconds)
 
 
 def on_gpus(devices: tuple[Device, ...]) -> Layout:
-    """One process for each GPU."""
+    """Return a layout with one process for each GPU."""
     return Layout(len(devices), LANES, math.inf, devices)
 
 
 def largest_batch(model: Model, limit: int, seconds: float = BATCH_SECONDS) -> int:
-    """Up to `limit`, the largest batch that fits into memory and takes no longer than `seconds`, and at least 1. Sizes
-    are tried by doubling; the first pass of each also chooses its algorithms, so that no request waits for that.
+    """Return the largest batch size from 1 to `limit` that fits into memory and takes at most `seconds`. Sizes are
+    tried by doubling. The first pass of each size also selects its algorithms, so that no request waits for that.
 
     Raises:
-        MemoryError: not even one fits.
+        MemoryError: not even one input fits.
     """
     sizes = [*(2**power for power in range(limit.bit_length()) if 2**power < limit), limit]
     most = 1
@@ -99,20 +99,20 @@ def largest_batch(model: Model, limit: int, seconds: float = BATCH_SECONDS) -> i
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: its affinity, and the share that a container grants (cgroup 2)."""
+    """Return the number of cores that this process may use, by its affinity and the container's quota (cgroup 2)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return max(1, min(cores, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # no such limit
+    except (OSError, ValueError):  # no quota
         return cores
 
 
 def _forward_seconds(model: Model) -> float:
-    """Of one picture, CPU seconds of this thread, the least of a few tries."""
+    """Return the CPU time of this thread for one picture in seconds, the minimum of `TIMED_PASSES`."""
     one: np.ndarray = model.samples[:1]
     times = []
-    for _ in range(ROUNDS):
+    for _ in range(TIMED_PASSES):
         start = time.thread_time()
         model.predict(one)
         times.append(time.thread_time() - start)
