@@ -15,8 +15,8 @@ from PIL import Image
 
 from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.report import page
+from deeplightning.report.evaluation import evaluate
 from deeplightning.report.facts import facts
-from deeplightning.report.judged import judged
 from deeplightning.report.write import comparison, report, write_report, write_run
 from deeplightning.runfolder import RunFolder
 
@@ -108,7 +108,7 @@ def test_a_report_has_what_the_folder_tells(tmp_path):
     drawn = {"curves", "test_confusion_matrix", "test_classes", "test_reliability"}
     assert {p.stem for p in folder.path.glob("*.svg")} == drawn
     assert {p.stem for p in folder.path.glob("*.png")} == drawn | {"own_picture"}
-    found = judged(facts(folder))
+    found = evaluate(facts(folder))
     assert [(name, samples) for name, *_, samples in found.per_class] == [("cat", 4), ("dog", 4), ("owl", 4)]
     assert found.confused == [("owl", "cat", 4)]
 
@@ -201,18 +201,18 @@ def test_numbers_and_labels_are_drawn_too(tmp_path):
     """Of a regression truth against prediction, with R² and the root mean square error; of several labels precision
     and recall; of two classes ROC."""
     folder = run_folder(tmp_path / "x", ("no", "yes"))
-    assert set(judged(facts(folder)).drawings) >= {"test_roc", "test_reliability"}
+    assert set(evaluate(facts(folder)).drawings) >= {"test_roc", "test_reliability"}
     random = np.random.default_rng(0)
     truth = random.normal(size=50)
     rows = [f"{n},{t + 0.1},{t}" for n, t in enumerate(truth)]
     folder.stage_predictions("test").write_text("\n".join(["index,prediction,target", *rows]))
-    (drawing,) = judged(facts(folder)).drawings.values()
+    (drawing,) = evaluate(facts(folder)).drawings.values()
     expected = 1 - 50 * 0.01 / np.sum((truth - truth.mean()) ** 2)
     assert f"RMSE 0.1, R² {expected:.4g}" in drawing.alt
     rows = ["0,a|b,a,0.9,0.8", "1,,b,0.1,0.9", "2,b,b,0.2,0.1"]
     head = "index,predicted_labels,labels,probability_a,probability_b"
     folder.stage_predictions("test").write_text("\n".join([head, *rows]))
-    assert judged(facts(folder)).per_class == [
+    assert evaluate(facts(folder)).per_class == [
         ("a", 1.0, 1.0, 1.0, 1),
         ("b", 0.5, 0.5, 0.5, 2),
     ]
