@@ -26,11 +26,7 @@ SERVE_FP32 = "serve it with serve.precision=fp32"
 
 
 def card_of(folder: RunFolder) -> Card:
-    """Return the content of `bundle.json`, after checking its digests.
-
-    Raises:
-        CheckpointError: the bundle is unreadable, damaged or of another format.
-    """
+    """Return the content of `bundle.json`, after checking its digests."""
     again = "write it again with `deeplightning export RUN`"
     try:
         card = json.loads(folder.bundle_card.read_bytes())

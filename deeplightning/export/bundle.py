@@ -56,7 +56,7 @@ in memory, and an ONNX file cannot contain more than 2 GB."""
 BATCH_SIZES = (1, 3, 16)
 """Batch sizes that an exported graph is tested with, besides the one it was traced with."""
 
-EXTRA_PADDING_TOKENS = 5
+EXTRA_TOKENS = 5
 """Padding added beyond the longest text in a test that padding changes no answer."""
 
 
@@ -371,9 +371,7 @@ def _verified_text_answers(file: Path, spec: TextSpec, rows: list[np.ndarray], e
     number = len(rows)
     sets = [np.arange(start, min(start + 16, number)) for start in range(0, number, 16)]
     sets += [np.arange(size) % number for size in BATCH_SIZES]
-    longest = min(
-        max(map(len, rows)) + EXTRA_PADDING_TOKENS, spec.limit or len(max(rows, key=len)) + EXTRA_PADDING_TOKENS
-    )
+    longest = min(max(map(len, rows)) + EXTRA_TOKENS, spec.limit or len(max(rows, key=len)) + EXTRA_TOKENS)
     filled = [np.pad(row, (0, longest - len(row)), constant_values=spec.padding) for row in rows]
     answers, worst = np.empty_like(expected), 0.0
     try:

@@ -20,15 +20,7 @@ import torch
 from torch import nn
 
 from deeplightning.export.added import add_model, card_of, golden_inputs
-from deeplightning.export.bundle import (
-    BATCH_SIZES,
-    EXTRA_PADDING_TOKENS,
-    TOLERANCE,
-    Exportable,
-    FormatError,
-    digest_of,
-    reason,
-)
+from deeplightning.export.bundle import BATCH_SIZES, EXTRA_TOKENS, TOLERANCE, Exportable, FormatError, digest_of, reason
 from deeplightning.faults import SetupError
 from deeplightning.kinds import KINDS
 from deeplightning.runfolder import RunFolder
@@ -67,7 +59,7 @@ def add_format(task: Exportable, folder: RunFolder, name: str) -> Path:
     if KINDS[card["task"]].takes == "text":
         spec = task.text_spec
         free[1] = torch.export.Dim("length", min=1, max=spec.limit)
-        length = min(samples.shape[1] + EXTRA_PADDING_TOKENS, spec.limit or samples.shape[1] + EXTRA_PADDING_TOKENS)
+        length = min(samples.shape[1] + EXTRA_TOKENS, spec.limit or samples.shape[1] + EXTRA_TOKENS)
         longer = np.pad(samples, ((0, 0), (0, length - samples.shape[1])), constant_values=spec.padding)
     example = torch.from_numpy(np.resize(longer, (2, *longer.shape[1:])))
     try:
@@ -78,9 +70,7 @@ def add_format(task: Exportable, folder: RunFolder, name: str) -> Path:
                     write(model, example, free, file)
                     again = read(file)
                     worst = max(
-                        _difference(model, again, batch)
-                        for inputs in (samples, longer)
-                        for batch in _test_batches(inputs)
+                        _difference(model, again, batch) for inputs in (samples, longer) for batch in _batches(inputs)
                     )
             except OSError:
                 raise
@@ -105,7 +95,7 @@ def add_format(task: Exportable, folder: RunFolder, name: str) -> Path:
     return folder.bundle / file_name
 
 
-def _test_batches(samples: np.ndarray) -> list[np.ndarray]:
+def _batches(samples: np.ndarray) -> list[np.ndarray]:
     """Return batches of the sizes that a network is tested with."""
     return [samples, *(np.resize(samples, (size, *samples.shape[1:])) for size in BATCH_SIZES)]
 

@@ -174,14 +174,10 @@ class _Dynamo(ModuleType):
         """Return a function that calls `fn` directly until `torch._dynamo` is loaded, and then with it disabled."""
         if fn is not None and not isinstance(fn, FunctionType):
             return _load_dynamo().disable(fn, recursive, **options)  # type: ignore[attr-defined]
-        return (
-            functools.partial(_disable_later, recursive=recursive, **options)
-            if fn is None
-            else _disable_later(fn, recursive)
-        )
+        return functools.partial(_disabled, recursive=recursive, **options) if fn is None else _disabled(fn, recursive)
 
 
-def _disable_later(fn: Callable[..., object], recursive: bool = True, **options: object) -> Callable[..., object]:
+def _disabled(fn: Callable[..., object], recursive: bool = True, **options: object) -> Callable[..., object]:
     disabled: Callable[..., object] | None = None
 
     @functools.wraps(fn)
