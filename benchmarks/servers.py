@@ -180,13 +180,13 @@ def _parts(name: str) -> tuple[dict[str, Any], Any, np.ndarray, Callable[[Any], 
         known: dict[str, Any] = {"kind": "table_classification", "row_spec": spec}
         return known, numbers, kept, lambda network: torch.nn.Sequential(network, torch.nn.Softmax(1))
     if name == "texts":
-        from deeplightning.task.text_classif import Probabilities
+        from deeplightning.task.networks import Probabilities
 
         texts = [content["text"] for content in contents(name)]
         words = TextSpec("words", vocabulary(texts), limit=serve_parts.TOKENS)
         tokens = torch.from_numpy(words.stack(words.encode(texts)))
         return {"kind": "text_classification", "text_spec": words}, tokens, np.array(texts), Probabilities
-    from deeplightning.task.img_classif import Classifier
+    from deeplightning.task.networks import Probabilities
     from deeplightning.task.pixel_input import Normalise
 
     model = model_of(name)
@@ -195,7 +195,7 @@ def _parts(name: str) -> tuple[dict[str, Any], Any, np.ndarray, Callable[[Any], 
     prepared = np.stack([image.decode(data).transpose(2, 0, 1) for data in pictures(name)])  # uint8 (N, C, H, W)
     normalise = Normalise(image.mean, image.std)
     known = {"kind": "image_classification", "image_spec": image}
-    return known, normalise(torch.from_numpy(prepared)), prepared, lambda network: Classifier(normalise, network)
+    return known, normalise(torch.from_numpy(prepared)), prepared, lambda network: Probabilities(network, normalise)
 
 
 def make_int8_run(run: Path, name: str) -> Path:

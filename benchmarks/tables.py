@@ -119,9 +119,9 @@ def theirs(project: Path, seed: int) -> dict[str, float]:
     module: Any = init_module(cfg, "data")
     module.setup(None)
     sets = {split: module.dataset(split) for split in ("train", "val", "test")}
-    inputs = {split: found.inputs.numpy() for split, found in sets.items()}  # standardised, as Ridge needs it
+    inputs = {split: found.large["input"].numpy() for split, found in sets.items()}  # standardised, as Ridge needs it
     is_number = not module.class_names
-    truth = {split: found.others["target" if is_number else "label"].numpy().ravel() for split, found in sets.items()}
+    truth = {split: found.small["target" if is_number else "label"].numpy().ravel() for split, found in sets.items()}
     found = {}
     for name, makers in RIVALS.items():
         model = makers[is_number](seed)

@@ -10,18 +10,18 @@ _ADDRESS = re.compile(  # a Path keeps one slash of two; `zip::s3://…` is a fi
 
 
 def is_address(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is an address, other than `pkg://`."""
+    """Return whether a path is an address, other than `pkg://`."""
     found = _ADDRESS.fullmatch(os.fspath(path))
     return found is not None and found[1] != "pkg"
 
 
 def shown(address: str | os.PathLike[str]) -> str:
-    """An address for messages and records: without a query and a fragment, which may hold a signature."""
+    """Return an address for messages and records, without its query and fragment, which may hold a signature."""
     return whole(address).partition("?")[0].partition("#")[0].replace("runs://", "runs:/")
 
 
 def whole(address: str | os.PathLike[str]) -> str:
-    """An address with the slashes that a Path has dropped."""
+    """Return an address with the slashes that a Path has dropped."""
     found = _ADDRESS.fullmatch(os.fspath(address))
     assert found is not None, address
     scheme, rest = found[1].lower(), found[2]
@@ -29,8 +29,10 @@ def whole(address: str | os.PathLike[str]) -> str:
 
 
 def beside(address: str, name: str) -> str:
-    """The address of a file that another one names, relative to its folder; `/NAME` and `~/NAME` are no paths of this
-    machine there."""
+    """Return the address of a file that another file names, relative to the folder of that file.
+
+    `/NAME` and `~/NAME` do not refer to paths of this machine.
+    """
     found = _ADDRESS.fullmatch(address)
     assert found is not None, address
     return f"{found[1]}://{posixpath.normpath(posixpath.join(posixpath.dirname(found[2]), name.lstrip('/')))}"

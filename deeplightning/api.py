@@ -1,4 +1,4 @@
-"""Training and finished runs from Python, in a script as in a notebook.
+"""Train, and use finished runs, from Python: in a script or in a notebook.
 
 import deeplightning as dl
 
@@ -6,8 +6,8 @@ run = dl.train("config.yaml", ["train.num_epochs=3"])
 run.metrics["val_loss"].plot()
 run.predict(["a.png", "b.png"])
 
-Training and serving happen in processes of their own, the same that the command starts: several processes, launchers
-and GPUs work as they do there, and neither an error nor an interruption harms this process.
+Training and serving happen in the same child processes that the command starts: several processes, launchers and GPUs
+work as they do there, and neither an error nor an interruption harms this process.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ if TYPE_CHECKING:
     from serve.batching import Model
 
 RUN_FOLDER = "Artifact storage path: "
-"""Begins the last line that a training prints on stdout."""
+"""Start of the last line that a training prints on stdout."""
 
 SERVING = "Serving "
-"""Begins the line that a server prints when it answers."""
+"""Start of the line that a server prints when it is ready."""
 
 MAX_PIXELS = 178_956_970
-"""Of a picture, width x height: what Pillow decodes without a warning. The file is the caller's own."""
+"""Largest width x height of a picture: what Pillow decodes without a warning. The file is the caller's own."""
 
 
 def train(config: str | Path | Given | Config, overrides: Sequence[str] = ()) -> Run:
-    """Trains a config as `deeplightning train` does, and shows how the training goes.
+    """Train a config as `deeplightning train` does, and show the progress.
 
     Ctrl-C, and the stop button of a notebook, end the run as they end the command: it saves a checkpoint first. A
     second one ends it at once.
@@ -65,7 +65,7 @@ def train(config: str | Path | Given | Config, overrides: Sequence[str] = ()) ->
     Args:
         config: a file, an address (`pkg://`, `https://` and others), a dict, an OmegaConf object, or what
             `deeplightning.load_config` returned.
-        overrides: as of the command: `key=value`, `~key`, `+list=[x]`.
+        overrides: as for the command: `key=value`, `~key`, `+list=[x]`.
 
     Returns:
         The run.
@@ -73,7 +73,7 @@ def train(config: str | Path | Given | Config, overrides: Sequence[str] = ()) ->
     Raises:
         ConfigError: the config is wrong.
         SetupError: this machine, the data or the tracker lack something.
-        CheckpointError: the checkpoint that training resumes from cannot be used.
+        CheckpointError: the checkpoint to resume from cannot be used.
         RunError: the training failed.
         KeyboardInterrupt: it was interrupted.
     """
@@ -88,10 +88,10 @@ def train(config: str | Path | Given | Config, overrides: Sequence[str] = ()) ->
 
 
 def load_run(run: str | Path = "last", allow: Sequence[str] = ()) -> Run:
-    """A run, finished or not.
+    """Return a run, finished or not.
 
     Args:
-        run: its folder, an MLflow run id, runs:/ID, models:/NAME/VERSION, or `last`, the newest of the store.
+        run: its folder, an MLflow run id, runs:/ID, models:/NAME/VERSION, or `last`, the newest in the store.
         allow: further modules that may be imported for a run that was not made on this machine.
 
     Raises:
@@ -106,8 +106,8 @@ class Run:
     """A run, finished or not, read from its folder.
 
     Args:
-        past: what its folder and its tracker hold.
-        allow: as of `load_run`.
+        past: the content of its folder and its tracker.
+        allow: as for `load_run`.
     """
 
     def __init__(self, past: PastRun, allow: Sequence[str] = ()):
@@ -115,31 +115,35 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """The folder of its artifacts: config, checkpoints, bundle, results."""
+        """Folder of its artifacts: config, checkpoints, bundle, results."""
         return self._past.folder.path
 
     @property
     def id(self) -> str | None:
-        """Its MLflow run id; None: the store of the folder is not known."""
+        """MLflow run id, or None if the store of the folder is unknown."""
         return self._past.run_id
 
     @property
     def status(self) -> str | None:
-        """FINISHED, FAILED, KILLED or RUNNING; None: the store of the folder is not known."""
+        """FINISHED, FAILED, KILLED or RUNNING, or None if the store of the folder is unknown."""
         return self._past.status
 
     @cached_property
     def config(self) -> DictConfig:
-        """The complete config as an OmegaConf object, which `train` takes as well, changed or not. What came from the
-        environment is a reference, such as `${oc.env:NAME}`."""
+        """Complete config as an OmegaConf object, which `train` accepts too, changed or not.
+
+        Values that came from the environment are references, such as `${oc.env:NAME}`.
+        """
         from omegaconf import OmegaConf
 
         return OmegaConf.create(as_written(read(self._past.source).root))
 
     @property
     def metrics(self) -> pd.DataFrame:
-        """The metrics, a column each, by optimizer step; NaN where a metric has no value. Times and the load of the
-        machine are in the tracker only. Each access reads them again."""
+        """Metrics by optimizer step, one column each; NaN where a metric has no value.
+
+        Durations and the load of the machine are in the tracker only. Each access reads the metrics again.
+        """
         import pandas as pd
 
         self._past.__dict__.pop("series", None)
@@ -149,18 +153,19 @@ class Run:
 
     @property
     def results(self) -> dict[str, Any]:
-        """The best value of the monitored metric, and the metrics of each evaluation."""
+        """Best value of the monitored metric, and the metrics of each evaluation."""
         self._past.__dict__.pop("results", None)
         return self._past.results
 
     def network(self) -> nn.Module:
-        """The network with the best weights, or the last where no metric is monitored; on the CPU, in eval mode.
+        """Return the network with the best weights, or the last where no metric is monitored, on the CPU and in eval
+        mode.
 
-        Of a task with several networks or one that is not called `network`: the task.
+        If the task has no single attribute `network`, the task itself is returned.
 
         Raises:
             CheckpointError: there are no weights, or the run was not made here and its config names foreign code.
-            ConfigError: a part of the config cannot be built any more.
+            ConfigError: a part of the config can no longer be built.
         """
         with warnings.catch_warnings():
             # Lightning imports tqdm, which wants ipywidgets in a notebook; nothing here shows such a bar.
@@ -174,7 +179,7 @@ class Run:
         return network if isinstance(network, nn.Module) else task
 
     def export(self) -> Path:
-        """Writes the bundle that a server answers from; returns its folder.
+        """Write the bundle that a server answers from, and return its folder.
 
         Raises:
             CheckpointError: there are no weights, or the network cannot be exported.
@@ -186,16 +191,16 @@ class Run:
 
     @property
     def bundle(self) -> Path:
-        """The folder of the bundle. If there is no bundle, it is exported first.
+        """Folder of the bundle. If there is no bundle, it is exported first.
 
         Raises:
-            CheckpointError: as of `export`.
+            CheckpointError: as for `export`.
         """
         return self._past.folder.bundle if self._past.folder.bundle_card.is_file() else self.export()
 
     @cached_property
     def _model(self) -> Model:
-        """What answers, as the server has it: the bundle, or torch where ONNX cannot express the network."""
+        """Model that a server would use: the bundle, or torch where ONNX cannot express the network."""
         from deeplightning.export.bundle import NotExpressible
         from serve.bundle import Bundle
 
@@ -207,12 +212,12 @@ class Run:
             return Checkpoint.open(self._past.folder, self._allow)
 
     def predict(self, inputs: Iterable[object], top_k: int = 5) -> list[dict[str, Any]]:
-        """The answers that the endpoint gives, one for each input, computed in this process.
+        """Return the answers that the endpoint gives, one for each input, computed in this process.
 
         Args:
-            inputs: several, whatever the network takes: pictures (paths, bytes of a file, Pillow images, or uint8
-                arrays (H, W) or (H, W, C)); texts; rows of a table (mappings, or a DataFrame); arrays of numbers.
-            top_k: how many classes are named, the most probable first.
+            inputs: a list of what the network takes: pictures (paths, bytes of a file, Pillow images, or uint8 arrays
+                (H, W) or (H, W, C)); texts; rows of a table (mappings, or a DataFrame); arrays of numbers.
+            top_k: number of classes to name, the most probable first.
 
         Raises:
             ValueError: an input cannot be used; the message has its index.
@@ -229,10 +234,10 @@ class Run:
         return answers(self._model, inputs, MAX_PIXELS, top_k)
 
     def serve(self, port: int = 0, overrides: Sequence[str] = ()) -> Server:
-        """Starts a server that answers HTTP from this run; it stops when its `with` block ends, or by `stop`.
+        """Start a server that answers HTTP from this run; it stops when its `with` block ends, or on `stop`.
 
         Args:
-            port: 0: any that is free.
+            port: 0 selects any free port.
             overrides: keys of the config's section `serve`, such as `serve.max_batch=32`.
 
         Raises:
@@ -249,7 +254,7 @@ class Run:
         return f"Run({self.id or str(self.folder)!r}, {printable(self.status or 'status unknown')})"
 
     def _repr_html_(self) -> str:
-        """In a notebook: status, results and the curves of the losses."""
+        """Show status, results and the loss curves in a notebook."""
         rows = [("status", self.status), ("folder", self.folder)]
         rows += [(name, f"{value:.4g}" if isinstance(value, float) else value) for name, value in self.results.items()]
         cells = "".join(
@@ -262,10 +267,10 @@ class Run:
 
 
 class Server:
-    """A server in a process of its own. It is used as a context manager; `url` is its address.
+    """Run a server in a child process. Use it as a context manager; `url` is its address.
 
     Args:
-        command: starts it; a port of 0 becomes one that is free.
+        command: the command that starts it; a port of 0 becomes a free one.
 
     Raises:
         SetupError: it does not start.
@@ -281,7 +286,7 @@ class Server:
         self.url = next(word for word in line.split() if word.startswith("http://")).rstrip(":")
 
     def stop(self) -> None:
-        """Ends the server: requests that it has accepted are answered first. Again: does nothing."""
+        """End the server after it has answered all accepted requests. A second call does nothing."""
         self._child.stop()
 
     def __enter__(self) -> Server:
@@ -295,10 +300,10 @@ class Server:
 
 
 def _encoded(pictures: Iterable[object]) -> Iterator[bytes]:
-    """Pictures as a client sends them.
+    """Yield each picture as the image file that a client would send.
 
     Raises:
-        ValueError: one is nothing that a picture can be; the message has its index.
+        ValueError: one cannot be a picture; the message has its index.
         OSError: a file cannot be read.
     """
     for index, picture in enumerate(pictures):
@@ -310,10 +315,10 @@ def _encoded(pictures: Iterable[object]) -> Iterator[bytes]:
 
 
 def _file_of(picture: object) -> bytes:
-    """A picture as an image file.
+    """Return the content of an image file of a picture.
 
     Raises:
-        ValueError: it is nothing that a picture can be.
+        ValueError: it cannot be a picture.
         OSError: its file cannot be read.
     """
     if isinstance(picture, bytes | bytearray | memoryview):
@@ -336,7 +341,7 @@ def _file_of(picture: object) -> bytes:
 
 
 def _chart(metrics: pd.DataFrame) -> str:
-    """The losses of training and validation by step, as an image in HTML; nothing where there are none."""
+    """Return the training and validation loss by step as an image in HTML, or "" if there are none."""
     names = [name for name in ("train_loss", "val_loss") if name in metrics]
     if not names:
         return ""
@@ -361,7 +366,7 @@ def _chart(metrics: pd.DataFrame) -> str:
 def _as_file(
     config: str | Path | Given | Config, overrides: Sequence[str]
 ) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """The words that name a config to the command, and the variables that it needs."""
+    """Yield the arguments that name a config to the command, and the environment variables that it needs."""
     if isinstance(config, str | Path):
         yield [str(config), *overrides], {}
         return

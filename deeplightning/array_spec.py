@@ -1,4 +1,4 @@
-"""An array of numbers becomes the input of a network: `ArraySpec` takes signals, and arrays of any shape, to float32.
+"""Convert arrays of numbers to the input of a network: `ArraySpec` takes signals, and arrays of any shape, to float32.
 
 Training and serving both call it, so they cannot disagree. numpy and the standard library only. `read_signal` reads the
 files of signals. Letters: N arrays, C channels, T steps of a signal.
@@ -16,23 +16,23 @@ from typing import Any
 import numpy as np
 
 MAGIC = b"\x93NUMPY"
-"""The first bytes of a file in numpy's format."""
+"""First bytes of a file in numpy's format."""
 
 SIGNALS = (".npy", ".csv", ".wav")
-"""Endings, in small or capital letters, that make a file a signal."""
+"""File name extensions of signals, in lower or upper case."""
 
-MAX_HEADER = 10_000
-"""Bytes of a file's header, which numpy's own reader limits to as many."""
+MAX_HEADER_BYTES = 10_000
+"""Longest accepted header of a file; numpy's own reader has the same limit."""
 
-_HEADERS = {1: 2, 2: 4, 3: 4}  # version of the format: bytes that hold the length of the header
-_KINDS = "biuf"
+_HEADER_LENGTH_BYTES = {1: 2, 2: 4, 3: 4}  # by version of the format: the size of the field with the header's length
+_NUMERIC_KINDS = "biuf"
 
 
 class ArrayError(ValueError):
-    """An array cannot be used; the message is one sentence for people.
+    """Raised for an array that cannot be used; the message is one sentence for users.
 
     Attributes:
-        status: of the HTTP response: 400, or 415 where it is no array.
+        status: HTTP status of the response: 400, or 415 if it is not an array.
     """
 
     def __init__(self, message: str, status: int = 400):
@@ -42,7 +42,7 @@ class ArrayError(ValueError):
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """How arrays are prepared for one network.
+    """Describe how arrays are prepared for one network.
 
     Attributes:
         shape: of one array, for a signal (C, T).
@@ -80,18 +80,18 @@ class ArraySpec:
 
     @cached_property
     def _scale(self) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and std, float64, to be broadcast against one array."""
+        """Mean and std, float64, which broadcast against one array."""
         ones = (1,) * (len(self.shape) - 1)
         return np.array(self.mean).reshape(-1, *ones), np.array(self.std).reshape(-1, *ones)
 
     def prepare(self, values: object) -> np.ndarray:
-        """One array, float32 of the shape.
+        """Convert one array to float32 of the shape.
 
         Args:
             values: an array of numbers, nested lists of them, or the bytes of a file in numpy's format.
 
         Raises:
-            ArrayError: it has another shape, or holds what is not a finite number.
+            ArrayError: it has another shape, or an element is not a finite number.
         """
         found = read_npy(values) if isinstance(values, bytes | bytearray | memoryview) else _array(values)
         if found.shape != self.shape:
@@ -99,7 +99,7 @@ class ArraySpec:
         return self.scaled(found)
 
     def scaled(self, values: np.ndarray) -> np.ndarray:
-        """One or several arrays, (…, *shape), as the network takes them, float32.
+        """Scale one or several arrays, (…, *shape), for the network; return float32.
 
         Raises:
             ArrayError: a number is not finite.
@@ -115,16 +115,16 @@ class ArraySpec:
         return prepared
 
     def stack(self, rows: Sequence[np.ndarray]) -> np.ndarray:
-        """float32 (N, *shape)"""
+        """Stack prepared arrays; return float32 (N, *shape)."""
         return np.stack(rows)
 
     def to_dict(self) -> dict[str, object]:
-        """Plain JSON types, for a checkpoint and a bundle."""
+        """Return plain JSON types, for a checkpoint and a bundle."""
         return {"shape": list(self.shape), "mean": list(self.mean), "std": list(self.std)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ArraySpec":
-        """The reverse of `to_dict`.
+        """Reverse `to_dict`.
 
         Raises:
             ValueError: a key is missing or unknown, or a value is impossible.
@@ -142,27 +142,28 @@ def _array(values: object) -> np.ndarray:
         found = np.asarray(values)
     except (ValueError, OverflowError):
         raise ArrayError("The lists of an array must be of the same length at each level.") from None
-    if found.dtype.kind not in _KINDS:
+    if found.dtype.kind not in _NUMERIC_KINDS:
         raise ArrayError("An array holds numbers only.")
     return found
 
 
 def read_npy(data: bytes | bytearray | memoryview) -> np.ndarray:
-    """The array of a file in numpy's format (https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html).
-    Nothing is unpickled, and no memory is taken that the file does not have.
+    """Read an array in numpy's format (https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html).
+
+    Nothing is unpickled, and no more memory is allocated than the file has.
 
     Raises:
-        ArrayError: it is no such file, or holds something else than numbers.
+        ArrayError: it is no such file, or holds something other than numbers.
     """
     data = bytes(data)
     if not data.startswith(MAGIC):
         raise ArrayError("This is not an array in numpy's format (.npy).", 415)
-    size = _HEADERS.get(data[6] if len(data) > 6 else 0)
+    size = _HEADER_LENGTH_BYTES.get(data[6] if len(data) > 6 else 0)
     if size is None:
         raise ArrayError("This is not an array of a version of numpy's format that is known here.", 415)
     length = int.from_bytes(data[8 : 8 + size], "little")
     start = 8 + size + length
-    if length > MAX_HEADER or start > len(data):
+    if length > MAX_HEADER_BYTES or start > len(data):
         raise ArrayError("The header of the array is cut off or too long.")
     try:
         header = ast.literal_eval(data[8 + size : start].decode("latin-1").strip())
@@ -172,7 +173,7 @@ def read_npy(data: bytes | bytearray | memoryview) -> np.ndarray:
         expected = math.prod(sides) * dtype.itemsize
     except (ValueError, TypeError, KeyError, SyntaxError, RecursionError, MemoryError) as error:
         raise ArrayError("The header of the array cannot be read.") from error
-    if dtype.kind not in _KINDS:
+    if dtype.kind not in _NUMERIC_KINDS:
         raise ArrayError(f"The array holds {dtype.name}, and not numbers.")
     if len(sides) != len(shape) or not isinstance(shape, tuple) or expected != len(data) - start:
         raise ArrayError(f"The array is cut off: {expected:,} bytes are announced, and {len(data) - start:,} follow.")
@@ -180,12 +181,12 @@ def read_npy(data: bytes | bytearray | memoryview) -> np.ndarray:
 
 
 def shown(shape: Sequence[int]) -> str:
-    """A shape for people: 3 x 100."""
+    """Format a shape for messages: `3 x 100`."""
     return " x ".join(map(str, shape)) or "no dimension"
 
 
 def read_signal(path: Path) -> np.ndarray:
-    """The signal of a file that ends as one of `SIGNALS`, float32 or float64 (C, T).
+    """Read a signal, float32 or float64 (C, T), from a file with one of the extensions in `SIGNALS`.
 
     A .npy file has an array (C, T) or (T,); a .csv file a line for each step and a column for each channel, with or
     without a header; a .wav file samples of 8, 16, 24 or 32 bits, which become numbers from -1 to 1.
@@ -199,7 +200,7 @@ def read_signal(path: Path) -> np.ndarray:
         signal = readers[path.suffix.lower()](path)
     except (ArrayError, OSError):
         raise
-    except Exception as error:  # of csv, wave and float, each its own
+    except Exception as error:  # csv, wave and float each raise their own
         raise ArrayError(f"this is no signal: {error}") from error
     signal = signal[None] if signal.ndim == 1 else signal
     if signal.ndim != 2 or 0 in signal.shape:

@@ -1,12 +1,13 @@
-"""Batches in the forms that torch's loaders give: a tensor, a tuple or list, a mapping, a named tuple. B batch."""
+"""Name and describe the parts of batches in the forms that torch's loaders give: a tensor, a tuple or list, a mapping,
+a named tuple."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-MOST_PARTS = 8
-"""Parts of a batch, or of a part of one, that `structure` lists."""
+MAX_PARTS = 8
+"""Most parts of a batch, or of a part of one, that `structure` lists."""
 
 
 def by_name(batch: Any, names: Sequence[str]) -> Mapping[str, Any] | None:
@@ -46,4 +47,4 @@ def structure(batch: Any, depth: int = 2) -> str:
         return f"{kind} of {len(batch)}" + (f" {plain.pop()}" if len(plain) == 1 else "")
     shown = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
     parts = [(f"{key}: " if isinstance(batch, Mapping) else "") + structure(part, depth - 1) for key, part in shown]
-    return f"{kind} ({', '.join([*parts[:MOST_PARTS], *(['…'] if len(parts) > MOST_PARTS else [])])})"
+    return f"{kind} ({', '.join([*parts[:MAX_PARTS], *(['…'] if len(parts) > MAX_PARTS else [])])})"

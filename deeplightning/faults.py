@@ -1,4 +1,4 @@
-"""What went wrong, in words for the person who can mend it, and the exit code that says whose turn it is."""
+"""Describe errors for the person who can fix them, with an exit code that says what kind of error it is."""
 
 import difflib
 import errno
@@ -10,20 +10,20 @@ from pathlib import Path
 
 from deeplightning.words import printable
 
-MAX_HALF = 1_000  # characters at either end of a note
+MAX_HALF_CHARACTERS = 1_000  # kept at either end of a long note
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong.
+    """Description of one error.
 
     Attributes:
         message: what was found, what is allowed, and the next step, in a sentence or two.
         key: the dotted config key it is about, if any.
         place: `file:line:col`, or the override that set the value, if known.
-        found: the value that was found, where one is at fault.
-        allowed: what would be right, where that can be said in a word or a list.
-        exit_code: of the process, if nothing worse is wrong.
+        found: the wrong value, if a value is wrong.
+        allowed: the allowed values, if a word or a list can describe them.
+        exit_code: exit code of the process if no other error has a higher one.
     """
 
     message: str
@@ -35,13 +35,16 @@ class Fault:
 
     def __str__(self) -> str:
         text = ": ".join(part for part in (self.place, self.key, self.message) if part)
-        if len(text) > 2 * MAX_HALF:  # something in it is no word of a person
-            text = f"{text[:MAX_HALF]} … {text[-MAX_HALF:]}"
+        if len(text) > 2 * MAX_HALF_CHARACTERS:  # it quotes something that no person wrote
+            text = f"{text[:MAX_HALF_CHARACTERS]} … {text[-MAX_HALF_CHARACTERS:]}"
         return printable(text)
 
     def to_dict(self) -> dict[str, object]:
-        """The fault for programs: `file`, `line` and `column` or the `override` that set the value, `key`, `message`,
-        and where they are known `found`, `allowed` and `suggestion`, the nearest right word."""
+        """Return the error for programs.
+
+        `file`, `line` and `column` or the `override` that set the value, `key`, `message`, and where they are known
+        `found`, `allowed` and `suggestion`, the nearest right word.
+        """
         place, override = self.place or "", None
         file, line, column = ([*place.rsplit(":", 2), "", ""])[:3]
         if place.startswith("override "):
@@ -64,7 +67,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Notice:
-    """What was changed in a config, and why; `unasked` if the user did not leave it to us."""
+    """Describe a change to a config and its reason; `unasked` if the user did not leave the value to Deep Lightning."""
 
     text: str
     unasked: bool = True
@@ -72,33 +75,35 @@ class Notice:
 
 
 def upwards(key: str) -> Iterator[str]:
-    """A dotted key, and those of the sections around it."""
+    """Yield a dotted key, then the keys of the sections around it."""
     while key:
         yield key
         key = key.rpartition(".")[0]
 
 
 def place_of(key: str, places: Mapping[str, str]) -> str | None:
-    """The place of a key, or of the nearest section around it that is set; at last that of the whole, under ""."""
+    """Return the place of a key or of the nearest section around it that is set; the key "" has that of the whole
+    config."""
     return next((places[k] for k in upwards(key) if k in places), places.get(""))
 
 
-MAX_WORD, MAX_WORDS = 200, 2000  # characters, words; torch itself has 1,500 names
+MAX_WORD_CHARACTERS, MAX_WORDS = 200, 2000  # torch itself has 1,500 names
 
 
 def nearest(word: str, words: Collection[str]) -> str:
-    """` Did you mean …?`, or nothing when no word is near. Neither a text nor thousands of words are looked through."""
-    if len(word) > MAX_WORD or len(words) > MAX_WORDS:
+    """Return ` Did you mean …?`, or "" if no word is near. Long texts and thousands of words are not compared."""
+    if len(word) > MAX_WORD_CHARACTERS or len(words) > MAX_WORDS:
         return ""
     words = sorted({*map(str, words)})
     near = difflib.get_close_matches(word, words, 8, 0.6)
-    near += [w for w in words if w.lower() == word.lower() or (len(w) < 5 and _slips(word, w) == 1)]
+    near += [w for w in words if w.lower() == word.lower() or (len(w) < 5 and _edit_distance(word, w) == 1)]
     if not near:
         return ""
 
     def order(other: str) -> tuple[object, ...]:
         likeness = difflib.SequenceMatcher(None, word, other).ratio()
-        return _slips(word.lower(), other.lower()), sorted(word) != sorted(other), len(word) != len(other), -likeness
+        distance = _edit_distance(word.lower(), other.lower())
+        return distance, sorted(word) != sorted(other), len(word) != len(other), -likeness
 
     return f" Did you mean {min(near, key=order)}?"
 
@@ -112,7 +117,7 @@ _PACKAGES = {
     "transformers": "'deeplightning[text]'",
     "deepspeed": "'deeplightning[deepspeed]'",
 }
-"""By module, how packages are installed whose parts configs name."""
+"""How to install the packages whose classes configs name, by module."""
 
 
 PLUGINS = {
@@ -125,12 +130,12 @@ PLUGINS = {
     "slurm": ("Slurm",),
     "tune": ("tune", "tune:"),
 }
-"""What each plug-in of ours adds: verbs in lower case, targets, launchers, and sections of a config, which end with a
+"""What each of our plug-ins adds: verbs in lower case, targets, launchers, and sections of a config, which end with a
 colon. The note that a plug-in is not installed uses it."""
 
 
 class Missing(ValueError):
-    """A package that a name in a config needs is not installed; the name may be right."""
+    """Raised if a name in a config needs a package that is not installed; the name may be right."""
 
     exit_code = 3
 
@@ -153,13 +158,13 @@ def refuse_moved(name: str) -> None:
 
 
 def install(module: str) -> str:
-    """The command that installs the package of a module."""
+    """Return the command that installs the package of a module."""
     top = module.partition(".")[0]
     return f"pip install {_PACKAGES.get(top) or PROJECTS.get(top, top)}"
 
 
 def no_module(top: str, name: str, known: Collection[str], places: Collection[str] = ()) -> ValueError:
-    """Return the error for a target whose first part is no module; `places` were searched too."""
+    """Return the error for a target whose first part is not a module; `places` were searched too."""
     if top.startswith("deeplightning_") and (plugin := plugin_of(top)):
         return Missing(not_installed(plugin))
     is_known = top in _PACKAGES or top in PROJECTS
@@ -168,8 +173,9 @@ def no_module(top: str, name: str, known: Collection[str], places: Collection[st
     return (Missing if is_known else ValueError)(f"there is no module {top} to import (for `{name}`).{hint}{searched}")
 
 
-def _slips(word: str, other: str) -> int:
-    """How many slips of a finger lie between two words: a letter dropped, doubled, replaced, or swapped with the next.
+def _edit_distance(word: str, other: str) -> int:
+    """Return the distance of optimal string alignment: letters dropped, added, replaced, or swapped with the next one.
+    https://en.wikipedia.org/wiki/Damerau-Levenshtein_distance
 
     It is the distance of optimal string alignment (https://en.wikipedia.org/wiki/Damerau-Levenshtein_distance).
     """
@@ -185,7 +191,7 @@ def _slips(word: str, other: str) -> int:
 
 
 def count(number: float, noun: str) -> str:
-    """`1 epoch`, `2 epochs`."""
+    """Return `1 epoch` or `2 epochs`."""
     return f"{number:,} {noun}" + "s" * (number != 1)
 
 
@@ -196,20 +202,20 @@ FREE_SOME = (
 
 
 def is_full(error: OSError) -> bool:
-    """Whether a disk has no room left, or its user no quota."""
+    """Return whether a disk has no space left, or its user no quota."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-_OF_MACHINE = ("EIO", "EROFS", "ESTALE", "ENOLCK", "ENODEV", "ENXIO", "EREMOTEIO", "EINTR")
+_DISK_ERRORS = ("EIO", "EROFS", "ESTALE", "ENOLCK", "ENODEV", "ENXIO", "EREMOTEIO", "EINTR")
 
 
 def is_of_machine(error: OSError) -> bool:
-    """Whether a disk or a file server has failed, or takes nothing any more."""
-    return error.errno in {getattr(errno, name) for name in _OF_MACHINE if hasattr(errno, name)}
+    """Return whether a disk or a file server has failed or become read-only."""
+    return error.errno in {getattr(errno, name) for name in _DISK_ERRORS if hasattr(errno, name)}
 
 
 def no_room(folder: Path, written: int = 0) -> str:
-    """How much room the disk of a folder has; `written` bytes of it are those of a file that is removed."""
+    """Say how much space the disk of a folder has; `written` bytes of it belong to a file that is removed."""
     try:
         return f"{folder} has {megabytes(shutil.disk_usage(folder).free + written)} free"
     except OSError:
@@ -217,12 +223,12 @@ def no_room(folder: Path, written: int = 0) -> str:
 
 
 def megabytes(size: int) -> str:
-    """A number of bytes, for a person."""
+    """Format a number of bytes for people."""
     return f"{size:,} bytes" if size < 1_000_000 else f"{size / 1e6:,.0f} MB"
 
 
 class UserError(Exception):
-    """An error that a user can mend: shown as notes without a traceback, ends the process with `exit_code`.
+    """Base of errors that a user can fix: shown as notes without a traceback, ends the process with `exit_code`.
 
     Any exception with an integer attribute `exit_code` is treated the same way, so that a part (data, task, network,
     loss), which imports nothing of the core, can raise one of its own.
@@ -239,31 +245,32 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """The config is wrong."""
+    """Raised if the config is wrong."""
 
     exit_code = 2
 
 
 class SetupError(UserError):
-    """The machine, the data or the tracking store is not as the config needs it."""
+    """Raised if the machine, the data or the tracking store do not meet the needs of the config."""
 
     exit_code = 3
 
 
 class CheckpointError(UserError):
-    """A checkpoint or a bundle is missing, damaged, or of something else."""
+    """Raised if a checkpoint or a bundle is missing, damaged, or belongs to something else."""
 
     exit_code = 4
 
 
 class RunError(UserError):
-    """The run itself failed: a loss that is not finite, no memory left, a lost worker, an exception of own code."""
+    """Raised if the run itself failed: a loss that is not finite, no memory left, a lost worker, an exception in user
+    code."""
 
     exit_code = 5
 
 
 def error_of(faults: list[Fault]) -> UserError:
-    """Return the error with these faults, of the first kind that one has: config, machine, weights, run, own code."""
+    """Return an error with these faults, of the first kind present: config, machine, weights, run, user code."""
     kinds = (ConfigError, SetupError, CheckpointError, RunError, UserError)
     codes = {fault.exit_code for fault in faults}
     return next(kind for kind in kinds if kind.exit_code in codes)(faults)

@@ -1,4 +1,4 @@
-"""A picture becomes numbers: `ImageSpec` takes an encoded image to the uint8 array that a network was trained on.
+"""Convert pictures to numbers: `ImageSpec` takes an encoded image to the uint8 array that a network was trained on.
 
 Training and serving both call it, so they cannot disagree. Pillow, numpy and the standard library only.
 Shapes: H height, W width, C channels (1 for "L", 3 for "RGB").
@@ -21,29 +21,30 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import AvifImagePlugin, Image, TiffImagePlugin, UnidentifiedImageError, WebPImagePlugin
 
-# Importing these three registers them; else Pillow loads all its forty formats at the first file it does not know.
+# Importing these three registers them; otherwise Pillow loads all its forty formats at the first unknown file.
 _REGISTERED = (AvifImagePlugin, TiffImagePlugin, WebPImagePlugin)
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
-"""Formats that are read. Short on purpose: Pillow also reads formats that start other programs (EPS) or hide a second
-image behind the size in the header (ICO)."""
+"""Formats that are read. The list is short on purpose: Pillow also reads formats that start other programs (EPS) or
+hide a second image behind the size in the header (ICO)."""
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".avif")
-"""Endings, in small or capital letters, that make a file an image."""
+"""File name extensions of images, in lower or upper case."""
 
 MODES = {"L": 1, "RGB": 3}
-"""Colour modes a network may be given, with their number of channels."""
+"""Colour modes that a network may get, with their number of channels."""
 
 RESIZES = ("stretch", "crop", "pad")
 
 MAX_PIXELS = 50_000_000
-"""Largest picture decoded unless the caller says otherwise: a photo of 48 megapixels passes. The costliest kinds at
-this size (transparent ones) take 0.8 GB and 1 s of CPU, from a file of 0.2 MB (Pillow 13, November 2026)."""
+"""Largest picture that is decoded by default: a photo of 48 megapixels passes. The most expensive kinds at this size
+(transparent ones) take 0.8 GB and 1 s of CPU, from a file of 0.2 MB (Pillow 13, November 2026)."""
 
 FILTER = Image.Resampling.BILINEAR
-"""Pillow widens its support when shrinking, so every source pixel counts: no aliasing, and no jump between versions."""
+"""Pillow widens the support of the filter when it shrinks a picture, so every source pixel counts: there is no
+aliasing, and results do not change between versions."""
 
-_TURNS = {  # EXIF orientation → what makes it upright
+_TURNS = {  # EXIF orientation → the transposition that makes the picture upright
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -52,7 +53,7 @@ _TURNS = {  # EXIF orientation → what makes it upright
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_LYING = {Image.Transpose[name] for name in ("TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")}
+_SWAPS_SIDES = {Image.Transpose[name] for name in ("TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")}
 _EXIF_ORIENTATION = 0x0112
 _PILLOW_WARNINGS = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
 
@@ -62,10 +63,10 @@ Extent = tuple[float, float]
 
 
 class ImageError(ValueError):
-    """A picture cannot be used; the message is one sentence for people.
+    """Raised for a picture that cannot be used; the message is one sentence for users.
 
     Attributes:
-        status: what HTTP would say: 400 damaged or empty, 413 too many pixels, 415 not a picture of a kind we read.
+        status: HTTP status: 400 damaged or empty, 413 too many pixels, 415 not a picture of a supported format.
     """
 
     def __init__(self, message: str, status: int):
@@ -75,7 +76,9 @@ class ImageError(ValueError):
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """How pictures are prepared for one network. Colour profiles (ICC) are not applied: samples are taken as stored.
+    """Describe how pictures are prepared for one network.
+
+    Colour profiles (ICC) are not applied: samples are taken as stored.
 
     Attributes:
         height: rows of the result, in pixels.
@@ -87,7 +90,7 @@ class ImageSpec:
         std: per channel, on the scale 0 to 1; divided by inside the network's graph. Empty: ones.
 
     Raises:
-        ValueError: if a value is impossible.
+        ValueError: a value is out of range.
     """
 
     height: int
@@ -126,16 +129,18 @@ class ImageSpec:
         max_pixels: int = MAX_PIXELS,
         max_side: int | None = None,
     ) -> np.ndarray:
-        """Prepares an encoded image: turned upright by its EXIF, first frame of an animation, laid on white where it is
-        transparent (the paper on which browsers and viewers show it), 16 bits per sample reduced to the upper 8.
+        """Decode an image and prepare it.
+
+        The picture is turned upright by its EXIF. Of an animation the first frame counts. Transparent pixels are laid
+        on white, as browsers and viewers show them, and 16 bits per sample are reduced to the upper 8.
 
         Args:
             data: the encoded bytes, the path of a file, or a seekable binary file.
             max_pixels: refuse larger pictures by their header, before decoding. Pillow itself refuses 178,956,970.
-            max_side: refuse wider or higher pictures as well; None: none.
+            max_side: refuse wider or higher pictures as well; None: no limit.
 
         Returns:
-            uint8 (H, W, C), contiguous, the caller's own. A picture that has the size and mode already is not changed.
+            uint8 (H, W, C), contiguous, the caller's own. A picture of the right size and mode is not changed.
 
         Raises:
             ImageError: if it is not a picture, damaged, or too large.
@@ -186,7 +191,7 @@ class ImageSpec:
                 raise ImageError(f"The image cannot be decoded, it may be damaged or cut off{reason}.", 400) from error
 
     def from_array(self, array: np.ndarray) -> np.ndarray:
-        """Prepares pixels: uint8 (H', W') or (H', W', C') with 1, 2 (grey, alpha), 3 or 4 (with alpha) channels.
+        """Prepare pixels: uint8 (H', W') or (H', W', C') with 1, 2 (grey, alpha), 3 or 4 (with alpha) channels.
 
         Returns:
             uint8 (H, W, C), contiguous, the caller's own; the values of `decode` for a picture of these pixels.
@@ -203,15 +208,15 @@ class ImageSpec:
         return self._prepare(Image.fromarray(np.ascontiguousarray(array)))
 
     def to_dict(self) -> dict[str, object]:
-        """Plain JSON types, for a bundle."""
+        """Return plain JSON types, for a bundle."""
         return asdict(self) | {"mean": list(self.mean), "std": list(self.std)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ImageSpec":
-        """The reverse of `to_dict`.
+        """Reverse `to_dict`.
 
         Raises:
-            ValueError: if a key is missing or unknown, or a value is impossible.
+            ValueError: a key is missing or unknown, or a value is out of range.
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"an image spec must be a mapping, not {type(values).__name__}")
@@ -221,25 +226,25 @@ class ImageSpec:
         return cls(**values)
 
     def _draft(self, image: Image.Image) -> Extent:
-        """Has libjpeg decode a large photo at a half, a quarter or an eighth of its size, which skips most of its work.
+        """Have libjpeg decode a large photo at a half, a quarter or an eighth of its size, to save most of the work.
 
-        At least two pixels for each of the result are left in both directions, so the filter still weighs what makes
-        the result: of 255 levels it differs from the full way by 0.4 in the mean and by 10 at most (two photos in nine
-        shapes of result). 1280 x 960 to 64 x 64 takes 3 ms instead of 15 (Pillow 13, November 2026).
+        At least two pixels remain in both directions for each pixel of the result, so that the filter still averages:
+        of 255 levels the result differs from a full decode by 0.4 in the mean and by 10 at most (two photos, nine
+        output shapes). 1280 x 960 to 64 x 64 takes 3 ms instead of 15 (Pillow 13, November 2026).
 
         Returns:
-            width and height of the picture in what will be decoded; the last column and row may be there in part only.
+            Width and height of the picture after decoding; the last column and row may be there in part only.
         """
-        side = 2 * max(self.height, self.width)  # either way up
-        drafted = image.draft(None, (side, side))  # None: of another format than JPEG
+        side = 2 * max(self.height, self.width)  # whatever the orientation
+        drafted = image.draft(None, (side, side))  # None: not a JPEG file
         return drafted[1][2:] if drafted else image.size
 
     def _prepare(
         self, image: Image.Image, extent: Extent | None = None, turn: Image.Transpose | None = None
     ) -> np.ndarray:
         image = _to_mode(image, self.mode)
-        lying = turn in _LYING
-        goal = (self.height, self.width) if lying else (self.width, self.height)
+        sideways = turn in _SWAPS_SIDES
+        goal = (self.height, self.width) if sideways else (self.width, self.height)
         image = self._fit(image, extent or image.size, goal)
         if turn is not None:  # after scaling, when there is little left to turn
             image = image.transpose(turn)
@@ -251,7 +256,7 @@ class ImageSpec:
         return pixels.reshape(self.height, self.width, self.channels)
 
     def _fit(self, image: Image.Image, extent: Extent, goal: tuple[int, int]) -> Image.Image:
-        """`image`, of which `extent` counts, scaled to `goal` (width, height), or to fit into it."""
+        """Scale the part `extent` of an image to `goal` (width, height), or to fit into it."""
         if extent == goal:
             return image
         left = top = 0.0
@@ -276,7 +281,7 @@ _caught = _Caught()
 
 
 def caught_messages() -> int:
-    """How many messages decoders had about the last picture that this thread has decoded; a second call has 0."""
+    """Return and reset the number of decoder messages about the last picture that this thread has decoded."""
     number, _caught.number = _caught.number, 0
     return number
 
@@ -287,15 +292,18 @@ def _catch(*_: object) -> bool:
 
 
 def _catch_messages() -> object:
-    """Has messages of decoders counted, which would go to standard error: a TIFF of 12 kB had 2,000. That is libtiff by
-    its public interface, and Pillow's log of TIFF; of the other decoders none writes (Pillow 13, November 2026). Where
-    Pillow is linked in another way, libtiff writes as before.
+    """Count the messages of decoders instead of printing them to standard error: a TIFF of 12 kB had 2,000.
+
+    This concerns libtiff, by its public interface, and Pillow's log of TIFF; the other decoders print nothing (Pillow
+    13, November 2026). Where Pillow is linked in another way, libtiff prints as before.
 
     Returns:
-        what libtiff calls, to be kept.
+        The function that libtiff calls; a reference to it must be kept.
     """
     logging.getLogger("PIL.TiffImagePlugin").addFilter(lambda record: record.levelno < logging.WARNING or _catch())
-    with contextlib.suppress(AttributeError, OSError, MemoryError):  # the last where a process may make no code
+    with contextlib.suppress(
+        AttributeError, OSError, MemoryError
+    ):  # MemoryError where a process may not create executable memory
         library = ctypes.CDLL(Image.core.__file__)  # finds the names of the libraries that it is linked with, too
         handler = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3)(_catch)
         library.TIFFSetWarningHandler(handler)
@@ -314,17 +322,18 @@ def _are_numbers(values: object) -> bool:
 
 
 def _silence_pillow() -> None:
-    """Puts one filter in front: Pillow's remarks on a picture (damaged EXIF, odd palette) are not for our users.
+    """Ignore Pillow's warnings about a picture (damaged EXIF, odd palette), which do not help users.
 
-    `warnings.catch_warnings` would be undone by other threads at the wrong moment; a filter that stays is safe in a
-    server and in loader threads. It matches only warnings raised inside the package PIL.
+    `warnings.catch_warnings` is not safe with threads; a permanent filter is, in a server and in loader threads. It
+    matches only warnings raised inside the package PIL.
     """
     if not warnings.filters or warnings.filters[0] != _PILLOW_WARNINGS:
         warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:
-    """What makes a picture upright that has been loaded: before, some formats do not know."""
+    """Return the transposition that makes a picture upright. The picture must be loaded: some formats do not know
+    earlier."""
     try:
         return _TURNS.get(image.getexif().get(_EXIF_ORIENTATION, 1))
     except Exception:  # A damaged EXIF block says nothing about the pixels: viewers show such a picture as it is.
@@ -344,10 +353,10 @@ def _to_mode(image: Image.Image, mode: str) -> Image.Image:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Grey of more than 8 bits per sample as "L". Pillow's own conversion clips at 255: 16-bit pictures go white.
+    """Convert grey of more than 8 bits per sample to "L". Pillow's own conversion clips at 255.
 
-    Whole numbers are taken as 16 bits, of which the upper 8 are kept, as Pillow does for 16-bit colour. Fractions
-    have no fixed range: they are taken as 0 to 1, else 0 to 255, else 0 to 65535: the first that holds all samples.
+    Integers are taken as 16 bits, of which the upper 8 are kept, as Pillow does for 16-bit colour. Floats have no
+    fixed range: the first of 0 to 1, 0 to 255 and 0 to 65535 that contains all samples is used.
     """
     samples = np.asarray(image)
     low, high = float(samples.min()), float(samples.max())
@@ -363,8 +372,9 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 
 
 def files_below(top: Path) -> Iterator[Path]:
-    """The files in a folder and below, in the same order each time, without hidden ones. Links are followed; a folder
-    reached twice counts once.
+    """Yield the files in a folder and below, without hidden ones, always in the same order.
+
+    Links are followed; a folder that is reached twice counts once.
 
     Raises:
         OSError: a folder cannot be read.

@@ -1,6 +1,7 @@
-"""What a task that has an endpoint takes and gives: its `kind` names both, as `table_regression` does.
+"""Name what an exportable task takes and gives: its `kind`, such as `table_regression`, contains both.
 
-A bundle keeps the kind under `task`, and export, server and page follow from it. Importing it loads nothing else.
+A bundle keeps the kind under `task`, and export, server and page follow from it. Importing this module loads nothing
+else.
 """
 
 import math
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from deeplightning.table_spec import TableSpec
 
 INPUTS = {"image": "images", "text": "tokens", "table": "rows", "array": "arrays"}
-"""What goes in, with the name of the graph's input."""
+"""Kinds of input, with the name of the graph's input."""
 
 OUTPUTS = {
     "classification": "probabilities",
@@ -23,33 +24,33 @@ OUTPUTS = {
     "multilabel": "probabilities",
     "segmentation": "probabilities",
 }
-"""What comes out, with the name of the graph's output."""
+"""Kinds of output, with the name of the graph's output."""
 
 
 CLASS_COLOURS = (
     *((40, 40, 40), (230, 75, 60), (50, 160, 240), (85, 190, 90), (250, 200, 50), (165, 90, 200)),
     *((245, 140, 40), (70, 205, 200), (235, 120, 180), (140, 110, 80), (190, 220, 90), (110, 120, 220)),
 )
-"""Of the classes of pixels on pictures, red, green and blue of each; further classes begin anew."""
+"""Red, green and blue of each class of pixels on pictures; further classes start again with the first."""
 
-MAX_COMPARED = 2**15
-"""Numbers of an answer that a bundle keeps, where it has some for each pixel."""
+MAX_COMPARED_NUMBERS = 2**15
+"""Most numbers of an answer that a bundle keeps, if it has some for each pixel."""
 
 
 class Kind(NamedTuple):
-    """A kind of task, of the words of `INPUTS` and `OUTPUTS`."""
+    """Kind of task: a key of `INPUTS` and one of `OUTPUTS`."""
 
     takes: str
     gives: str
 
     @property
     def input(self) -> str:
-        """The name of the graph's input."""
+        """Name of the graph's input."""
         return INPUTS[self.takes]
 
     @property
     def output(self) -> str:
-        """The name of the graph's output."""
+        """Name of the graph's output."""
         return OUTPUTS[self.gives]
 
     @property
@@ -58,15 +59,18 @@ class Kind(NamedTuple):
         return self.gives != "reconstruction"
 
     def answer(self, labels: int, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of one answer to a prepared input of a shape, of so many labels."""
+        """Return the shape of one answer to a prepared input of a shape, for a number of labels."""
         return {"reconstruction": tuple(shape), "segmentation": (labels, *shape[1:])}.get(self.gives, (labels,))
 
     def compared(self, answers: "np.ndarray") -> "np.ndarray":
-        """What a bundle keeps of golden answers, and a server compares: an array (N, …); of a segmentation, float
-        (N, K, H, W), each s-th row and column, so that no answer has more than `MAX_COMPARED` numbers."""
+        """Return the part of golden answers that a bundle keeps and a server compares, (N, …).
+
+        Of a segmentation, float (N, K, H, W), it is each s-th row and column, so that no answer has more than
+        `MAX_COMPARED_NUMBERS` numbers.
+        """
         if self.gives != "segmentation":
             return answers
-        step = math.ceil(max(1, math.prod(answers.shape[1:]) / MAX_COMPARED) ** 0.5)
+        step = math.ceil(max(1, math.prod(answers.shape[1:]) / MAX_COMPARED_NUMBERS) ** 0.5)
         return answers[..., ::step, ::step]
 
 
@@ -80,11 +84,11 @@ KINDS = {
     }.items()
     for gives in all_given
 }
-"""The kinds that can be exported and served, by name."""
+"""Kinds that can be exported and served, by name."""
 
 
 def is_plain(task: object) -> bool:
-    """Return whether a task is a LightningModule of the user's own that does not say how it is exported.
+    """Return whether a task is the user's own LightningModule and does not define how it is exported.
 
     It may have attributes with the names of ours, such as `kind`.
     """
@@ -93,7 +97,7 @@ def is_plain(task: object) -> bool:
 
 
 def row_spec(takes: str, values: Mapping[str, object]) -> "TableSpec | ArraySpec":
-    """How rows of a table, or arrays, are prepared, of what `to_dict` of their spec gave.
+    """Return the spec of rows of a table, or of arrays, from what its `to_dict` returned.
 
     Raises:
         ValueError: the values are not those of such a spec.

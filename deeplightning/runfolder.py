@@ -1,4 +1,4 @@
-"""The one place that names the files a run leaves. Standard library only."""
+"""Name the files of a run, and write and lock them. Standard library only; no other module names these files."""
 
 import contextlib
 import hashlib
@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any, BinaryIO, NotRequired, TypedDict
 
 BUNDLE_FORMAT = 2
-"""The number of the layout of a bundle that `deeplightning.export.bundle` describes. A reader refuses any other."""
+"""Version of the layout of a bundle, see `deeplightning.export.bundle`. A reader refuses any other."""
 
 
 class Card(TypedDict):
-    """What `bundle.json` holds; `deeplightning.export.bundle.export` documents it. A card is read from a file that
-    somebody else may have written: the server checks each value before it uses one."""
+    """Content of `bundle.json`, which `deeplightning.export.bundle.export` documents.
+
+    Somebody else may have written the file that a card is read from: the server checks each value before it uses it.
+    """
 
     format: int  # BUNDLE_FORMAT
     task: str  # a name of `deeplightning.kinds.KINDS`
@@ -28,7 +30,7 @@ class Card(TypedDict):
     run: dict[str, Any]
     golden: dict[str, Any]  # samples and answers by name; `digest`: `golden_digest`
     int8: NotRequired[dict[str, float]]  # figures of the quantized model
-    digest: str  # `seal`
+    digest: str  # `card_digest`
 
 
 _start: str | None = None  # the working directory when the command started
@@ -59,18 +61,18 @@ def from_start(path: str | os.PathLike) -> Path:
 
 
 class RunFolder:
-    """The folder of one run (`path` is made absolute); every attribute is the path of one thing in it.
+    """Paths of the files in the folder of one run (`path` is made absolute).
 
-    Nothing is created here: whoever writes a file makes its folder.
+    It creates nothing: whoever writes a file makes its folder.
     """
 
     def __init__(self, path: str | Path):
         self.path = from_start(path)
         self.config = self.path / "cfg.yaml"
-        self.asked = self.path / "asked.yaml"  # what was asked for where cfg.yaml has something else, by keys
+        self.asked = self.path / "asked.yaml"  # requested values that differ from cfg.yaml, by key
         self.environment = self.path / "environment.json"
         self.git_diff = self.path / "git.diff"
-        self.code = self.path / "code.zip"  # the user's own, as it was
+        self.code = self.path / "code.zip"  # the user's own code at the start
         self.data = self.path / "data.json"  # name, size and SHA-256 of the files that were read
         self.series = self.path / "metrics.json"
         self.last = self.path / "last.ckpt"
@@ -87,19 +89,22 @@ class RunFolder:
         self.bundle_weights = self.bundle / "weights.safetensors"
         self.model = self.path / "model"  # an MLflow model of the bundle
         self.predictions = self.path / "predictions.csv"
-        self.places = self.path / "places.json"  # dotted key → the place in the config's files that set it
+        self.places = self.path / "places.json"  # dotted key → the place in the config files that set it
         self.curves = self.path / "curves"  # with .svg and .png
         self.report = self.path / "report.html"
         self.flops = self.path / "flops.txt"
-        self.memory = self.path / "memory.json"  # what a training took; `deeplightning.callbacks.memory`
+        self.memory = self.path / "memory.json"  # used by a training; `deeplightning.callbacks.memory`
 
     def checkpoint(self, epoch: int, step: int) -> Path:
-        """A checkpoint kept besides `last` and `best`."""
+        """Return the path of a checkpoint that is kept besides `last` and `best`."""
         return self.path / f"epoch={epoch}-step={step}.ckpt"
 
     def checkpoints(self) -> list[Path]:
-        """The checkpoints that are there, in the order in which a run resumes from them: the last, then by steps, the
-        latest first; `best.ckpt` without `best.json` comes at the end."""
+        """Return the existing checkpoints in the order in which a run tries to resume from them.
+
+        First comes the last one, then the others by step, the latest first; `best.ckpt` without `best.json` comes at
+        the end.
+        """
         kept = {path: int(found[1]) for path in self.path.glob("*.ckpt") if (found := _KEPT.fullmatch(path.name))}
         if self.best.is_file():
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -109,18 +114,22 @@ class RunFolder:
         return last + sorted(kept, key=lambda path: kept[path], reverse=True)
 
     def former(self, path: Path) -> Path:
-        """Where a file of the run is kept when another takes its place: `cfg.yaml` as `cfg.1.yaml`, then
-        `cfg.2.yaml`."""
+        """Return the path under which a file of the run is kept when another replaces it.
+
+        `cfg.yaml` becomes `cfg.1.yaml`, then `cfg.2.yaml`.
+        """
         taken = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
         return next(candidate for candidate in taken if not candidate.exists())
 
     def unfinished(self) -> list[Path]:
-        """What processes that were killed while they wrote have left; not to be asked while one writes."""
+        """Return partial files of processes that were killed while they wrote. Call it only while no process writes."""
         return [path for path in self.path.glob(".*") if _UNFINISHED.fullmatch(path.name)]
 
-    def hold(self) -> "Hold | None":
-        """Claims the folder for this process until the hold is released or the process ends, however it ends; None: a
-        process that runs has it. The folder must be there."""
+    def lock(self) -> "FolderLock | None":
+        """Lock the folder, which must exist, for this process, or return None if a running process has the lock.
+
+        The lock lasts until it is released or the process ends, however it ends.
+        """
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
             import fcntl
@@ -131,22 +140,22 @@ class RunFolder:
             return None
         except (ImportError, OSError):  # Windows, or a file system without locks
             pass
-        return Hold(descriptor)
+        return FolderLock(descriptor)
 
     def log(self, rank: int) -> Path:
-        """The output of one process."""
+        """Return the path of the output of one process."""
         return self.path / "logs" / f"rank_{rank}.log"
 
     def results(self, stage: str) -> Path:
-        """Metrics of `validate` (`val_results.json`) or `test` (`test_results.json`)."""
+        """Return the path of the metrics of `validate` (`val_results.json`) or `test` (`test_results.json`)."""
         return self.path / f"{_short(stage)}_results.json"
 
     def stage_predictions(self, stage: str) -> Path:
-        """One row per sample of the validation or test set, in data order."""
+        """Return the path of the predictions of the validation or test set, one row per sample in data order."""
         return self.path / f"{_short(stage)}_predictions.csv"
 
     def mistakes(self, stage: str) -> Path:
-        """The worst answers of the validation or test set, each with its sample."""
+        """Return the path of the worst answers of the validation or test set, each with its sample."""
         return self.path / f"{_short(stage)}_mistakes.json"
 
     def __repr__(self) -> str:
@@ -154,8 +163,10 @@ class RunFolder:
 
 
 def make_private(folder: Path, store: Path) -> None:
-    """Makes a folder below a store, and the store's own; each that is new has the permissions of the store's folder, or
-    is its owner's alone where that is new too."""
+    """Make a folder below a store, and the folder of the store if it is missing.
+
+    New folders have the permissions of the store's folder. A new store is accessible to its owner only.
+    """
     if not store.exists():
         store.parent.mkdir(parents=True, exist_ok=True)
         store.mkdir(mode=0o700, exist_ok=True)
@@ -164,14 +175,17 @@ def make_private(folder: Path, store: Path) -> None:
 
 
 class _Umask:
-    """This process's umask, which all of its threads share: the latest that one of them has asked for and not given
-    back, else the user's. Were each to restore what it has found, one could restore the user's while another writes."""
+    """Share this process's umask between its threads.
+
+    The latest umask that a thread has set and not given back applies, or else the user's. If each thread restored what
+    it had found, one could restore the user's umask while another writes.
+    """
 
     def __init__(self) -> None:
         self._lock, self._asked, self._users = threading.Lock(), dict[object, int](), 0
 
     def ask(self, umask: int) -> object:
-        """Sets it; gives what `give_back` takes."""
+        """Set the umask; return the token for `give_back`."""
         with self._lock:
             before, token = os.umask(umask), object()
             if not self._asked:
@@ -190,7 +204,8 @@ UMASK = _Umask()
 
 @contextlib.contextmanager
 def permissions_of(folder: Path | None) -> Iterator[None]:
-    """What this process makes meanwhile has the permissions of a folder; None: those that the user has set."""
+    """Give the permissions of a folder to files and folders that are made in this context; None: those of the user's
+    umask."""
     token = UMASK.ask(umask_of(folder)) if folder is not None else None
     try:
         yield
@@ -200,22 +215,27 @@ def permissions_of(folder: Path | None) -> Iterator[None]:
 
 
 def umask_of(folder: Path) -> int:
-    """The umask under which what is made has the permissions of a folder, but that others may not write it; its owner's
-    alone where the folder is not there."""
+    """Return the umask for files with the permissions of a folder, without write access for others.
+
+    If the folder does not exist, only the owner has access.
+    """
     mode = folder.stat().st_mode if folder.exists() else 0o700
     return ~mode & 0o077 | 0o002
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file whole or not at all, as `whole` does."""
+    """Write a file completely or not at all, as `whole` does."""
     with whole(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[BinaryIO]:
-    """A file to be written that is there whole or not at all, whatever ends the process or the machine: it is written
-    beside the path, synced, then renamed."""
+    """Open a file for writing that appears completely or not at all, even if the process is killed or the machine
+    fails.
+
+    It is written beside its path, synced, then renamed.
+    """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with beside.open("wb") as file:
@@ -233,15 +253,15 @@ _synced: set[Path] = set()
 
 
 def sync_names(folder: Path) -> None:
-    """Makes durable which names a folder has; at its first time also that it is there itself, and what it is in.
+    """Sync the names in a folder to the disk, and at the first call also the folders above it.
 
-    A rename is atomic, and lasts through a loss of power only when its folder has been synced (fsync(2)). Where folders
-    cannot be synced, as on Windows, nothing is done.
+    A rename is atomic, but it survives a loss of power only once its folder has been synced (fsync(2)). Where folders
+    cannot be synced, as on Windows, this does nothing.
     """
     folders = [folder] if folder in _synced else [folder, *folder.absolute().parents]
     _synced.add(folder)
     for each in folders:
-        with contextlib.suppress(OSError):  # no right to read one above, or a file system that syncs no folder
+        with contextlib.suppress(OSError):  # a folder above is not readable, or the file system does not sync folders
             descriptor = os.open(each, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
@@ -249,11 +269,11 @@ def sync_names(folder: Path) -> None:
                 os.close(descriptor)
 
 
-def seal(card: Mapping[str, object]) -> str:
-    """The digest of a bundle's card: SHA-256 of all that it says besides `digest`, so that an edit is noticed.
+def card_digest(card: Mapping[str, object]) -> str:
+    """Return the digest of a bundle's card: SHA-256 of all its content but `digest`, which reveals an edit.
 
     Raises:
-        ValueError: it holds a number that is not finite, which JSON does not know.
+        ValueError: it holds a number that is not finite, which JSON does not allow.
     """
     content = {key: value for key, value in card.items() if key != "digest"}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -261,40 +281,43 @@ def seal(card: Mapping[str, object]) -> str:
 
 
 def golden_digest(card: Card) -> str:
-    """The digest of a bundle's golden answers and of what they mean: SHA-256 of the card without its digests, so that
-    labels, task, input and files are those that the answers were given with, even if the card is sealed again. Models
-    of another precision may join the bundle later."""
+    """Return the digest of a bundle's golden answers and of all that they depend on: SHA-256 of the card without its
+    digests.
+
+    Labels, task, input and files are therefore those that gave the answers, even if `digest` is renewed after an edit.
+    Models of another precision may be added to the bundle later.
+    """
     golden = {key: value for key, value in card["golden"].items() if key != "digest"}
     names = RunFolder(".")
     later = {names.bundle_int8.name, names.bundle_fp16.name}
     files = {name: digest for name, digest in card["files"].items() if name not in later}
-    return seal({**card, "golden": golden, "files": files})
+    return card_digest({**card, "golden": golden, "files": files})
 
 
-class Hold:
-    """A claim on a folder. Forked processes, such as the workers of a loader, let go of it, or it would outlive us."""
+class FolderLock:
+    """Lock on a folder. Forked processes, such as loader workers, release their copy, or it would outlive us."""
 
     def __init__(self, descriptor: int):
         self._descriptor: int | None = descriptor
-        _held.add(self)
+        _locks.add(self)
 
     def release(self) -> None:
-        """Gives the folder free; a second time does nothing."""
-        _held.discard(self)
+        """Release the lock; a second call does nothing."""
+        _locks.discard(self)
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            with contextlib.suppress(OSError):  # it is free all the same, and nothing was written through it
+            with contextlib.suppress(OSError):  # the lock is released all the same
                 os.close(descriptor)
 
 
-_held: set[Hold] = set()
+_locks: set[FolderLock] = set()
 _UNFINISHED = re.compile(r"\..+\.(\d+|partial)")
 _KEPT = re.compile(r"epoch=\d+-step=(\d+)\.ckpt")
 
 
 def _release_all() -> None:
-    for hold in list(_held):
-        hold.release()
+    for lock in list(_locks):
+        lock.release()
 
 
 if hasattr(os, "register_at_fork"):

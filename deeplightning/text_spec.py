@@ -1,11 +1,11 @@
-"""A text becomes numbers: `TextSpec` takes texts to the tokens that a network was trained on.
+"""Convert texts to numbers: `TextSpec` takes texts to the tokens that a network was trained on.
 
 Training and serving both call it, so they cannot disagree. numpy and the standard library only; a tokenizer in Hugging
 Face's file format needs the package `tokenizers` as well. Letters: N texts, L tokens of the longest.
 
-Our own tokenizer, "words": the text is brought to Unicode's form NFC and, if asked, to lower case. A word is a run of
-letters, digits and underscores, with apostrophes inside (it's, n't); any other character that is no blank stands for
-itself. A word that the vocabulary lacks becomes `<unknown>`; each text ends with `<end>`.
+Our own tokenizer, "words", normalizes the text to Unicode's form NFC and, if asked, to lower case. A word is a run of
+letters, digits and underscores, with apostrophes inside (it's, n't); any other character that is not a space is a token
+by itself. A word that is not in the vocabulary becomes `<unknown>`; each text ends with `<end>`.
 """
 
 import re
@@ -20,19 +20,20 @@ import numpy as np
 
 PADDING, UNKNOWN, END = "<padding>", "<unknown>", "<end>"
 SPECIAL = (PADDING, UNKNOWN, END)
-"""The first tokens of each vocabulary of words: numbers 0, 1 and 2. No text has them: `<` is a token by itself."""
+"""First tokens of each vocabulary of words, with the numbers 0, 1 and 2. No text contains them: `<` is a token by
+itself."""
 
 FILES = {"words": "vocabulary.txt", "hugging_face": "tokenizer.json"}
-"""Kinds of tokenizers, with the name of the file in which a bundle keeps what one knows."""
+"""Kinds of tokenizers, with the name of the file in which a bundle keeps the vocabulary or the tokenizer."""
 
 _WORD = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")  # noqa: RUF001 (the second apostrophe is the typographer's)
 
 
 class TextError(ValueError):
-    """A text cannot be used; the message is one sentence for people.
+    """Raised for a text that cannot be used; the message is one sentence for users.
 
     Attributes:
-        status: what HTTP would say: 400 empty, 413 too long, 415 not text.
+        status: HTTP status: 400 empty, 413 too long, 415 not text.
     """
 
     def __init__(self, message: str, status: int):
@@ -41,24 +42,24 @@ class TextError(ValueError):
 
 
 class VocabularyError(ValueError):
-    """A vocabulary or a tokenizer's file is not as it should be; the message is one sentence, and names the line."""
+    """Raised for an invalid vocabulary or tokenizer file; the message is one sentence and names the line."""
 
 
 @dataclass(frozen=True)
 class TextSpec:
-    """How texts are prepared for one network.
+    """Describe how texts are prepared for one network.
 
     Attributes:
         tokenizer: "words" (our own, see above) or "hugging_face".
-        content: what the tokenizer knows, the text of its file: one token a line, the first three being `SPECIAL`; or
-            a `tokenizer.json` of Hugging Face.
-        lower: whether words are brought to lower case; a file of Hugging Face says this itself.
-        max_length: longer texts are cut to so many tokens, of which the last stays the last; None: they are not.
-        limit: the most tokens that the network takes; None: any number.
+        content: the text of the tokenizer's file: one token a line, the first three being `SPECIAL`; or a
+            `tokenizer.json` of Hugging Face.
+        lower: whether words are converted to lower case; a file of Hugging Face has its own setting.
+        max_length: longer texts are cut to this number of tokens and keep their last token; None: they are not cut.
+        limit: the most tokens that the network accepts; None: any number.
 
     Raises:
-        ValueError: a value is impossible.
-        VocabularyError: the content is none.
+        ValueError: a value is out of range.
+        VocabularyError: the content is invalid.
         ImportError: the package `tokenizers` is needed and not installed.
     """
 
@@ -77,28 +78,28 @@ class TextSpec:
                 raise ValueError(f"{name} must be null or a whole number of tokens of at least 1, not {value!r}")
         if not isinstance(self.lower, bool):
             raise ValueError(f"lower must be true or false, not {self.lower!r}")
-        self._encoder  # noqa: B018 (what is wrong with the content shows here)
+        self._encoder  # noqa: B018 (raises if the content is invalid)
 
     @property
     def file(self) -> str:
-        """The name of the file in which a bundle keeps the content."""
+        """Name of the file in which a bundle keeps the content."""
         return FILES[self.tokenizer]
 
     @property
     def size(self) -> int:
-        """How many tokens there are: they are numbered from 0."""
+        """Number of tokens; they are numbered from 0."""
         return self._encoder.size
 
     @property
     def padding(self) -> int:
-        """The token that fills up the shorter texts of a batch."""
+        """Token that pads the shorter texts of a batch."""
         return self._encoder.padding
 
     @cached_property
     def _encoder(self) -> Any:
         if self.tokenizer == "words":
             return _Words(self.content, self.lower)
-        from deeplightning.tokenizer_file import Tokenizer  # which needs a package that few have
+        from deeplightning.tokenizer_file import Tokenizer  # needs an optional package
 
         try:
             return Tokenizer(self.content)
@@ -106,19 +107,19 @@ class TextSpec:
             raise VocabularyError(str(error)) from error
 
     def encode(self, texts: Sequence[str], max_length: int | None = None) -> list[list[int]]:
-        """The tokens of each text: at least one.
+        """Return the tokens of each text, at least one.
 
         Args:
-            max_length: cut to so many; None: as the spec has it.
+            max_length: cut to this number of tokens; None: to the spec's `max_length`.
         """
         encoded, most = self._encoder.encode(texts), max_length or self.max_length
         return encoded if most is None else [cut(tokens, most) for tokens in encoded]
 
     def prepare(self, data: bytes | str) -> np.ndarray:
-        """One text that a client sent, int64 (L,).
+        """Convert one text that a client sent to int64 (L,).
 
         Raises:
-            TextError: it is no text in UTF-8, has nothing but blanks, or more tokens than the network takes.
+            TextError: it is no text in UTF-8, has only white space, or has more tokens than the network accepts.
         """
         if isinstance(data, bytes):
             try:
@@ -135,14 +136,14 @@ class TextSpec:
         return np.array(tokens, np.int64)
 
     def stack(self, rows: Sequence[np.ndarray | Sequence[int]]) -> np.ndarray:
-        """The tokens of N texts as one array, int64 (N, L): the shorter ones are filled up at their end."""
+        """Stack the tokens of N texts as one array, int64 (N, L); shorter texts are padded at their end."""
         filled = np.full((len(rows), max(map(len, rows))), self.padding, np.int64)
         for place, row in zip(filled, rows, strict=True):
             place[: len(row)] = row
         return filled
 
     def to_dict(self) -> dict[str, object]:
-        """Plain JSON types, for a bundle; the content is another file of it."""
+        """Return plain JSON types, for a bundle, which keeps the content in another file."""
         return {
             "tokenizer": self.tokenizer,
             "file": self.file,
@@ -154,10 +155,10 @@ class TextSpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], content: str) -> "TextSpec":
-        """The reverse of `to_dict`.
+        """Reverse `to_dict`.
 
         Raises:
-            ValueError: a key is missing or unknown, or a value is impossible or not that of this content.
+            ValueError: a key is missing or unknown, or a value is out of range or does not match this content.
         """
         known = ("tokenizer", "file", "size", "lower", "max_length", "limit")
         if not isinstance(values, Mapping):
@@ -171,12 +172,12 @@ class TextSpec:
         return spec
 
     def limited(self, limit: int | None) -> "TextSpec":
-        """The same for a network that takes at most so many tokens."""
+        """Return the same spec for a network that accepts at most `limit` tokens."""
         return replace(self, limit=limit)
 
 
 class _Words:
-    """Our own tokenizer."""
+    """Tokenizer "words"; see the head of this module."""
 
     padding = 0
 
@@ -196,18 +197,19 @@ class _Words:
 
 
 def words_of(text: str, lower: bool = True) -> list[str]:
-    """The words of a text, as the tokenizer "words" sees them."""
+    """Return the words of a text, as the tokenizer "words" splits it."""
     text = unicodedata.normalize("NFC", text)
     return _WORD.findall(text.lower() if lower else text)
 
 
 def vocabulary(texts: Iterable[str], lower: bool = True, min_count: int = 1, max_size: int | None = None) -> str:
-    """The words of some texts as the content of a `TextSpec`, the frequent ones first; the same for the same texts in
-    any order.
+    """Count the words of texts and return the content of a `TextSpec`, the most frequent words first.
+
+    The order of the texts does not matter.
 
     Args:
         min_count: rarer words are left out.
-        max_size: at most so many tokens, the special ones included; None: all.
+        max_size: most tokens, the special ones included; None: all.
     """
     counts: Counter[str] = Counter()
     for text in texts:
@@ -217,7 +219,7 @@ def vocabulary(texts: Iterable[str], lower: bool = True, min_count: int = 1, max
 
 
 def from_lines(text: str) -> str:
-    """The content of a `TextSpec` of a file of words, one a line; `SPECIAL` stands before them or is added.
+    """Return the content of a `TextSpec` from a file of words, one a line; `SPECIAL` is added if it is missing.
 
     Raises:
         VocabularyError: a line is empty, or is there twice.
@@ -233,5 +235,5 @@ def from_lines(text: str) -> str:
 
 
 def cut(tokens: list[int], length: int) -> list[int]:
-    """At most so many tokens, of which the last is what was the last: the end."""
+    """Cut tokens to a length, and keep the last one, which ends the text."""
     return tokens if len(tokens) <= length else [*tokens[: length - 1], tokens[-1]]

@@ -1,6 +1,7 @@
-"""`python -m deeplightning.torch_server RUN`: the server of `python -m serve`, answering by a run's checkpoint.
+"""Serve a run's checkpoint with torch: `python -m deeplightning.torch_server RUN` is `python -m serve` for networks
+that ONNX cannot express.
 
-For networks that ONNX cannot express. The run's own code is imported; a foreign run is compared first with what may be
+The run's own code is imported; the code of a foreign run is first compared with what is allowed
 (`deeplightning.checks.trust`). Letters: N images or texts, C channels, H height, W width, L tokens, K classes.
 """
 
@@ -42,20 +43,20 @@ from serve.device import CPU, Device, DeviceError, Runtime
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A run's network that is loaded and ready: what `serve.bundle.Bundle` is for a bundle.
+    """Loaded network of a run: the counterpart of `serve.bundle.Bundle`.
 
     Attributes:
         folder: the run's folder.
-        task: what it does, one of `deeplightning.kinds.KINDS`.
-        image_spec: how a picture is prepared for it; None: it takes something else.
-        labels: the K class names, in the order of the probabilities; none where it answers with pictures.
-        run: where it comes from, as a bundle would say.
+        task: its kind, one of `deeplightning.kinds.KINDS`.
+        image_spec: how a picture is prepared for it; None: it does not take pictures.
+        labels: the K class names, in the order of the probabilities; empty if it answers with pictures.
+        run: its origin, as in a bundle.
         samples: of the run's validation set, uint8 (N, C, H, W) or int64 (N, L), to warm up with.
         model: from uint8 (N, C, H, W) or int64 (N, L) to answers.
-        precision: the numbers that it computes in.
-        text_spec: how a text is prepared for it; None: it takes something else.
-        row_spec: how a row of a table, or an array, is prepared for it; None: it takes something else.
-        output, example: as of `serve.bundle.Bundle`.
+        precision: the number format that it computes in.
+        text_spec: how a text is prepared for it; None: it does not take texts.
+        row_spec: how a row of a table, or an array, is prepared for it; None: it takes neither.
+        output, example: as for `serve.bundle.Bundle`.
         device: where it computes.
     """
 
@@ -75,16 +76,16 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: RunFolder, allow: Sequence[str] = (), device: Device = CPU) -> "Checkpoint":
-        """The best weights of a run.
+        """Load the best weights of a run.
 
         Args:
-            allow: modules that the run's config may name, besides those that it may anyway.
+            allow: further modules that the run's config may name.
             device: where it computes. CUDA does not survive a fork: a process that opens a checkpoint on a GPU serves
                 it itself.
 
         Raises:
-            UserError: the config names foreign code or is wrong, or there are no weights or samples to be read.
-            DeviceError: the GPU cannot be used, or answers otherwise than the CPU.
+            UserError: the config names foreign code or is wrong, or there are no readable weights or samples.
+            DeviceError: the GPU cannot be used, or its answers differ from those of the CPU.
         """
         task, _, checkpoint = trained_task(folder, allow, "serve")
         task = servable(task, folder)
@@ -125,17 +126,17 @@ class Checkpoint:
         return on_cpu.moved_to(device) if device.on_gpu else on_cpu
 
     def moved_to(self, device: Device) -> "Checkpoint":
-        """The same on a GPU, which must answer the samples as the CPU does.
+        """Return the same network on a GPU, whose answers to the samples must match those of the CPU.
 
         Raises:
-            DeviceError: it cannot be used, or answers otherwise.
+            DeviceError: the GPU cannot be used, or its answers differ.
         """
         expected = self.predict(self.samples)
-        torch.backends.cudnn.allow_tf32 = False  # torch's default is True; fp32 is to mean 32 bits
+        torch.backends.cudnn.allow_tf32 = False  # torch's default is True; fp32 must mean 32 bits
         try:
             moved = replace(self, model=self.model.to(str(device)), device=device)
             difference = float(np.abs(moved.predict(self.samples) - expected).max())
-        except (RuntimeError, MemoryError) as error:  # torch's errors of CUDA are of the former kind
+        except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError for CUDA
             reason = first_line(error)
             raise DeviceError(
                 f"{device} ({device.name}) cannot be used by torch {torch.__version__}: {reason}"
@@ -148,8 +149,9 @@ class Checkpoint:
         return moved
 
     def predict(self, images: np.ndarray) -> np.ndarray:
-        """What the network answers to prepared images, uint8 (N, C, H, W), or texts, int64 (N, L): probabilities,
-        float32 (N, K); or pictures, float32 (N, C, H, W) from 0 to 1.
+        """Answer prepared images, uint8 (N, C, H, W), or texts, int64 (N, L).
+
+        Answers are probabilities, float32 (N, K), or pictures, float32 (N, C, H, W) from 0 to 1.
 
         Raises:
             MemoryError: the GPU has too little memory for this batch.
@@ -158,7 +160,7 @@ class Checkpoint:
             if not self.device.on_gpu:
                 return self.model(torch.tensor(images)).numpy()
             try:
-                # From page-locked memory, which torch keeps for the next batch, a copy needs no help of the CPU.
+                # The GPU copies from page-locked memory by itself, and torch reuses that for the next batch.
                 given = torch.from_numpy(images).pin_memory().to(str(self.device), non_blocking=True)
                 return self.model(given).cpu().numpy()
             except torch.OutOfMemoryError as error:
@@ -166,17 +168,17 @@ class Checkpoint:
                 raise MemoryError(str(error)) from error
 
     def prepare(self, data: bytes, max_pixels: int, max_side: int | None = None) -> np.ndarray:
-        """One encoded picture as the network wants it, uint8 (C, H, W).
+        """Prepare one encoded picture for the network, uint8 (C, H, W).
 
         Raises:
-            deeplightning.image_spec.ImageError: it is not a picture, damaged, or larger than it may be.
+            deeplightning.image_spec.ImageError: it is not a picture, damaged, or too large.
         """
         assert self.image_spec is not None, "it takes pictures"
         return prepared(self.image_spec, data, max_pixels, max_side)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serves until it is stopped; returns the exit code."""
+    """Serve until stopped; return the exit code."""
     parser = options_parser()
     parser.prog, parser.description = "python -m deeplightning.torch_server", "Answer HTTP from a run's checkpoint."
     parser.add_argument("run", type=RunFolder, help="a run folder")
@@ -198,8 +200,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _torch_lacks() -> str | None:
-    """Why torch, as it is installed here, cannot use a GPU; None: it can. Whether there is one is not looked at: that
-    would start CUDA in this process, whose workers could not use it then."""
+    """Return why this build of torch cannot use a GPU, or None if it can.
+
+    It does not look for a GPU: that would start CUDA in this process, and its forked workers could not use CUDA then.
+    """
     if torch.version.cuda is not None:
         return None
     return f"torch {torch.__version__} is built without CUDA; {TORCH_BUILD} installs a build with it"

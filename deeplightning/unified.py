@@ -1,6 +1,7 @@
-"""The names of the package `lightning`, with the classes of `pytorch_lightning`, for `import lightning` in own code.
+"""Provide the names of the package `lightning`, with the classes of `pytorch_lightning`, for `import lightning` in user
+code.
 
-The two packages have the same classes twice, and a class of one is no class of the other.
+Both packages define the same classes, and an instance of a class of one is not an instance of its twin in the other.
 """
 
 import lightning_fabric as fabric

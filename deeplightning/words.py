@@ -1,11 +1,13 @@
-"""An exception in few words, text that is safe to show, and the parts of a metric's name. Imports nothing of ours, so
-that everything may use it."""
+"""Shorten exceptions, make text safe to show, and split the names of metrics.
+
+It imports nothing of ours, so that every module may use it.
+"""
 
 import re
 
-MAX_LINE = 300  # characters
+MAX_LINE_CHARACTERS = 300
 
-_STEERS = re.compile(
+_UNPRINTABLE = re.compile(
     "[\x00-\x1f\x7f-\x9f"  # control characters
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u206f"  # the direction of writing
     "\xad\u180e\u200b-\u200d\u2060-\u2065\ufeff\ufff9-\ufffb\U000e0000-\U000e0fff"  # no width
@@ -21,17 +23,21 @@ _STAGE = re.compile(f"({'|'.join(_STAGES)})[_/.-](.+)|(.+)[_/.-]({'|'.join(_STAG
 
 _NO_MEMORY = ("allocate memory", "start new thread", "could not create a primitive", "could not create a memory object")
 _UNSUPPORTED = "could not create a primitive descriptor"
-"""Of oneDNN, which has one text for all reasons that it does not compute for; this one has others."""
+"""oneDNN uses one text for all reasons for which it does not compute; this one has other causes than memory."""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's text that is not empty; the exception's name where the text is empty."""
-    return next((line.strip()[:MAX_LINE] for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """Return the first line of an exception's text that is not empty, or the exception's name if the text is empty."""
+    return next(
+        (line.strip()[:MAX_LINE_CHARACTERS] for line in str(error).splitlines() if line.strip()), type(error).__name__
+    )
 
 
 def stage_of(metric: str) -> tuple[str, str]:
-    """Return the stage that a metric is of ("train", "val", "test", or "" where its name does not say), and the rest of
-    its name: ("val", "loss") of `val_loss`, `valid/loss` and `loss/val`."""
+    """Return the stage of a metric ("train", "val", "test", or "" if its name has none) and the rest of its name.
+
+    `val_loss`, `valid/loss` and `loss/val` give ("val", "loss").
+    """
     match = _STAGE.fullmatch(metric)
     if match is None:
         return "", metric
@@ -39,8 +45,11 @@ def stage_of(metric: str) -> tuple[str, str]:
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether an exception says that the machine or a device has no memory left. Torch has no class for the memory of
-    the CPU (2.15): its allocator and oneDNN raise RuntimeError, and Python does where a thread cannot be started."""
+    """Return whether an exception says that the machine or a device is out of memory.
+
+    Torch has no class for the memory of the CPU (2.15): its allocator and oneDNN raise RuntimeError, and so does Python
+    if a thread cannot be started.
+    """
     if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
         return True
     text = str(error) if isinstance(error, RuntimeError) else ""
@@ -48,13 +57,14 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Text from anywhere, for a terminal, a log or a page: what could steer a terminal, change the order of its letters
-    or hide in it becomes an escape sequence. A string of JSON or a double-quoted one of YAML keeps its meaning.
+    """Escape characters that control a terminal, change the direction of writing, or are invisible.
+
+    A JSON string or a double-quoted YAML string keeps its meaning.
 
     Args:
-        keep: characters that the writer itself has set, such as the line ends between its lines.
+        keep: characters that are not escaped, such as line ends that the caller has added.
     """
-    return _STEERS.sub(lambda found: found[0] if found[0] in keep else _escape(found[0]), text)
+    return _UNPRINTABLE.sub(lambda found: found[0] if found[0] in keep else _escape(found[0]), text)
 
 
 def _escape(character: str) -> str:

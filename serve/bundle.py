@@ -24,7 +24,7 @@ from PIL import PngImagePlugin
 
 from deeplightning.image_spec import ImageError, ImageSpec, caught_messages
 from deeplightning.kinds import KINDS, Kind, row_spec
-from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, golden_digest, seal
+from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, card_digest, golden_digest
 from deeplightning.words import first_line
 from serve.device import CPU, Device, DeviceError
 from serve.log import count_omitted, log_event
@@ -291,7 +291,7 @@ def _read_card(folder: Path) -> Card:
         _expect(
             found == BUNDLE_FORMAT, f"has format {found!r:.40}; this server reads {BUNDLE_FORMAT}: {_RETRY}", folder
         )
-        expected = seal(card)
+        expected = card_digest(card)
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{file} is not JSON ({error}); {_RETRY}.") from error
     _expect(card.get("digest") == expected, f"is damaged: {file.name} was changed since its export; {_RETRY}", folder)

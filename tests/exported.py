@@ -16,7 +16,7 @@ from deeplightning.kinds import KINDS
 from deeplightning.model.transformer import TextTransformer
 from deeplightning.runfolder import RunFolder
 from deeplightning.table_spec import Column, TableSpec
-from deeplightning.task.text_classif import Probabilities
+from deeplightning.task.networks import Probabilities
 from deeplightning.text_spec import TextSpec, vocabulary
 
 LABELS = ["low", "middle", "high"]

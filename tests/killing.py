@@ -19,7 +19,7 @@ from deeplightning.engine import background
 from deeplightning.tracking.sqlite import Tracker
 
 if os.environ.get("BACKGROUND"):  # else checkpoints on a CPU are written at once
-    background.SMALLEST, background.is_asynchronous = 0, lambda device: True
+    background.MIN_BYTES, background.is_asynchronous = 0, lambda device: True
 
 rank = os.environ.get("LOCAL_RANK", "0")
 log = pathlib.Path(os.environ["EVENTS"])

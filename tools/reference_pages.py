@@ -23,7 +23,7 @@ from deeplightning import faults
 from deeplightning.checks.combination_tables import engines, table
 from deeplightning.checks.reference import default, options, sections
 from deeplightning.cli import cli, manual
-from deeplightning.config import other_tools, schema
+from deeplightning.config import schema
 from deeplightning.config.tree import dump
 from deeplightning.kinds import KINDS
 from serve.limits import Limits
@@ -350,18 +350,21 @@ def exit_codes() -> str:
 FRAMEWORKS = ("LightningCLI", "The Lightning-Hydra template", "Ludwig", "Ultralytics", "MMEngine")
 
 
-def words_of(systems: Iterable[str]) -> str:
-    """What keys of other systems are called here."""
+def words_of(are_frameworks: bool) -> str:
+    """Return a table of words for each of the frameworks, or of the older systems."""
+    from deeplightning_migrate.foreign_words import SYSTEMS  # the plug-in: the other pages need none
+
     return "\n\n".join(
         f"## {system}\n\n"
         + rows(
             "There, Here",
             (
                 (", ".join(f"`{word.lstrip('/')}`" for word in old.split()), _ours(new))
-                for old, new in other_tools.SYSTEMS[system].items()
+                for old, new in SYSTEMS[system].items()
             ),
         )
-        for system in systems
+        for system in SYSTEMS
+        if (system in FRAMEWORKS) == are_frameworks
     )
 
 
@@ -383,8 +386,8 @@ PAGES: dict[str, Callable[[], str]] = {
     "http": http,
     "python": python,
     "exit-codes": exit_codes,
-    "words-of-frameworks": lambda: words_of(FRAMEWORKS),
-    "words-of-older-systems": lambda: words_of(s for s in other_tools.SYSTEMS if s not in FRAMEWORKS),
+    "words-of-frameworks": lambda: words_of(are_frameworks=True),
+    "words-of-older-systems": lambda: words_of(are_frameworks=False),
 }
 """By the name of a page, what makes the rest of it."""
 

@@ -50,7 +50,7 @@ class Timed(pl.Callback):
 
     def on_validation_end(self, trainer, task) -> None:
         ours = time.process_time() - self.begun
-        pictures, size = trainer.val_dataloaders.dataset.pixels, task.cfg.data.batch_size
+        pictures, size = trainer.val_dataloaders.dataset.large["image"], task.cfg.data.batch_size
         begun = time.process_time()
         with torch.inference_mode():
             for first in range(0, len(pictures), size):

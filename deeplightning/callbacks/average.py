@@ -1,8 +1,9 @@
-"""Averaged weights, as callbacks that `train.callbacks` names: `EMA` and `SWA`.
+"""Average weights before the validation that judges them: Lightning's WeightAveraging (2.6) averages the ends of epochs
+after their validation, and validates the initial weights until its first average.
 
-The averages are what is judged and kept: validation uses them, and every checkpoint holds them as its `state_dict`, so
-that `best.ckpt`, `test`, `predict`, `export` and the server answer with them. The weights that learn are beside them in
-the checkpoint, under `averaging`, and training resumes from those.
+`train.callbacks` names `EMA` or `SWA`. Validation uses the averages, and every checkpoint holds them as its
+`state_dict`, so that `best.ckpt`, `test`, `predict`, `export` and the server use them too. The weights that learn are
+beside them in the checkpoint, under `averaging`, and training resumes from those.
 """
 
 import logging
@@ -28,7 +29,7 @@ first average."""
 
 
 class Averaging(pl.Callback):
-    """What EMA and SWA share: when averages replace the weights, and what checkpoints hold.
+    """Exchange weights and averages around validations, and save both in checkpoints: the base of EMA and SWA.
 
     All parameters and buffers of the task's `state_dict` are averaged; of those that are no floating-point numbers,
     such as the counters of batch norm, the newest values are kept.
@@ -52,11 +53,11 @@ class Averaging(pl.Callback):
         raise NotImplementedError
 
     def is_due(self, trainer: pl.Trainer, steps: int) -> bool:
-        """Whether the weights after so many steps are averaged."""
+        """Return whether to average the weights after this number of steps."""
         raise NotImplementedError
 
     def average(self, averages: list[Tensor], weights: list[Tensor]) -> None:
-        """Adds weights to averages of `updates` weights, in place; `updates` is at least 1."""
+        """Add weights to averages of `updates` weights, in place; `updates` is at least 1."""
         raise NotImplementedError
 
     # ---- when
@@ -113,7 +114,7 @@ class Averaging(pl.Callback):
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """Exchanges averages and weights in place: what is compiled or recorded has their addresses."""
+        """Exchange averages and weights in place: compiled and recorded networks hold their addresses."""
         for name, weights in self._own.items():
             former = weights.detach().clone()
             weights.copy_(self._held[name])
@@ -141,7 +142,7 @@ class Averaging(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Lightning has loaded the averages into the task; training resumes from the weights beside them.
+        """Restore the weights that learn: Lightning has loaded the averages into the task.
 
         Raises:
             CheckpointError: what the checkpoint has of averages is damaged.
@@ -166,7 +167,7 @@ class Averaging(pl.Callback):
 
     @property
     def words(self) -> str:
-        """The kind of average with its settings, in one line."""
+        """Return the kind of average with its settings, in one line."""
         return f"{type(self).__name__} ({_line(self.settings)})"
 
 
@@ -255,7 +256,7 @@ class SWA(Averaging):
 
 
 def averaged(checkpoint: Mapping[str, object]) -> str | None:
-    """What the weights of a checkpoint are averages of, in one line; None: they are none."""
+    """Return how the weights of a checkpoint were averaged, in one line; None: they were not."""
     saved = _saved(checkpoint, None)
     if saved is None or not saved["updates"]:
         return None
@@ -263,7 +264,8 @@ def averaged(checkpoint: Mapping[str, object]) -> str | None:
 
 
 def refuse_without(callbacks: list[object], checkpoint: Mapping[str, object], path: object) -> None:
-    """
+    """Refuse to resume from averages alone.
+
     Raises:
         CheckpointError: a checkpoint holds averages, and no callback of the run would restore the weights that learn.
     """
@@ -291,7 +293,7 @@ def _saved(checkpoint: Mapping[str, Any], path: object) -> dict[str, Any] | None
 
 
 def _weights(module: pl.LightningModule) -> dict[str, Tensor]:
-    """Parameters and buffers of the task's state, each once, by their first names: some networks share weights."""
+    """Return parameters and buffers of the task's state, each once, under their first names."""
     found: dict[int, tuple[str, Tensor]] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):

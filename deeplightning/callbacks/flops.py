@@ -1,4 +1,4 @@
-"""Floating-point operations of training: by module in a step (`engine.profiler: flops`), and per second."""
+"""Count floating-point operations by module and per second: Lightning's ThroughputMonitor needs their number."""
 
 import logging
 import re
@@ -29,7 +29,7 @@ with TF32, and in plain 32 bits. From NVIDIA's data sheets. V100 and T4 have no 
 
 
 class Flops(pl.Callback):
-    """Counts the matrix products, convolutions and attentions of the first batch, forward and backward, and writes
+    """Count the matrix products, convolutions and attentions of the first batch, forward and backward, and write
     `flops.txt` in the run's folder: a row for each module, for the first process' share of the samples."""
 
     def __init__(self, record: Record):
@@ -63,7 +63,7 @@ class Flops(pl.Callback):
 
 
 def peak(device: str, precision: str, tf32: bool) -> float | None:
-    """The operations per second that a GPU reaches at best; None: not known.
+    """Return the peak of a GPU in operations per second; None: it is not known.
 
     Args:
         device: its name, as CUDA has it.
@@ -78,7 +78,7 @@ def peak(device: str, precision: str, tf32: bool) -> float | None:
 
 
 class Utilization(pl.Callback):
-    """Logs at the end of each epoch `flops_per_second` of the first process, and `mfu` (model FLOPs utilisation), its
+    """Log at the end of each epoch `flops_per_second` of the first process, and `mfu` (model FLOPs utilisation), its
     share of the peak of the GPU, where that is known.
 
     The operations are the matrix products, convolutions and attentions of the first batch, forward and backward, for

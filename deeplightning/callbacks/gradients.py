@@ -1,5 +1,5 @@
-"""What happens around an optimizer's step: the norm of gradients is logged, they are clipped by the norms of weights,
-and the rate warms up."""
+"""Log the norm of gradients, clip them by the norms of weights, and warm the rate up: Lightning clips by value or by
+the norm of all gradients, and has no warm-up."""
 
 import math
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ LEAST_NORM = 1e-3
 
 
 class GradientNorm(pl.Callback):
-    """Logs the second norm of an optimizer's gradients, at the steps that are logged."""
+    """Log the second norm of an optimizer's gradients, at the steps that are logged."""
 
     before = ("AdaptiveClip", OWN)  # the norm before it is clipped
 
@@ -44,7 +44,7 @@ class GradientNorm(pl.Callback):
 
 
 class AdaptiveClip(pl.Callback):
-    """Clips the gradient of each unit to a share of the norm of its weights. A unit is a row of a matrix or of a
+    """Clip the gradient of each unit to a share of the norm of its weights. A unit is a row of a matrix or of a
     convolution's kernels, shape (units, …); a vector or a number is one unit.
 
     Brock et al., "High-Performance Large-Scale Image Recognition Without Normalization", 2021,
@@ -70,14 +70,14 @@ class AdaptiveClip(pl.Callback):
 
 
 def _norms(values: Tensor) -> Tensor:
-    """The second norm of each unit, in a shape that multiplies `values`."""
+    """Return the second norm of each unit, in a shape that multiplies `values`."""
     if values.ndim <= 1:
         return torch.linalg.vector_norm(values)
     return torch.linalg.vector_norm(values, dim=tuple(range(1, values.ndim)), keepdim=True)
 
 
 class Warmup(pl.Callback):
-    """Scales the rate of the first optimizer steps: of W by 1/W, 2/W, … 1, whatever the schedule gives.
+    """Scale the rate of the first optimizer steps: of W by 1/W, 2/W, … 1, whatever the schedule gives.
 
     The rate is scaled for the time of a step and the logging of it alone, so that a schedule never sees it, and a
     resumed run needs to know no more than the number of its step.

@@ -1,4 +1,4 @@
-"""How weights and gradients are distributed: a picture and the bins of each tensor, every so many epochs."""
+"""Write histograms of weights and gradients as pictures and numbers: Lightning has no callback for them."""
 
 import json
 
@@ -11,7 +11,7 @@ from deeplightning.tracking.picture import histogram, histogram_figure
 
 
 class Histograms(pl.Callback):
-    """Writes `histograms/epoch_E/<tensor>.png` and `.json` (counts, edges) for each trainable tensor, and the same with
+    """Write `histograms/epoch_E/<tensor>.png` and `.json` (counts, edges) for each trainable tensor, and the same with
     `.grad` for its gradient at the epoch's last optimizer step; E is padded to the width of the epoch count. A task may
     add its own: `histograms()` gives {name: (counts, edges)}.
 

@@ -1,5 +1,7 @@
-"""What a training took, in `memory.json` of the run's folder: `deeplightning plan --against RUN` compares it with the
-plan."""
+"""Write the memory by use and the time of a step to `memory.json`: Lightning's DeviceStatsMonitor logs totals alone.
+
+`deeplightning plan --against RUN` compares it with the plan.
+"""
 
 import json
 import logging
@@ -20,8 +22,8 @@ _MOST = 200
 
 
 class Memory(pl.Callback):
-    """Notes bytes of the first process and the time of its steps: from the start of a batch to that of the next, the
-    middle one of the first 200. A GPU that computes behind the CPU is no faster in the long run."""
+    """Record bytes of the first process and the time of its steps: from the start of a batch to that of the next, the
+    median of the first 200. A GPU that computes behind the CPU is no faster in the long run."""
 
     after = ("Record",)
 

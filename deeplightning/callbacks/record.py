@@ -39,7 +39,7 @@ from deeplightning.process.identity import own_rank
 from deeplightning.process.logs import Printable
 from deeplightning.process.streams import Interrupted, say_losses
 from deeplightning.process.terminal import LAYOUT, say
-from deeplightning.runfolder import UMASK, Hold, RunFolder, make_private, umask_of, write_whole
+from deeplightning.runfolder import UMASK, FolderLock, RunFolder, make_private, umask_of, write_whole
 from deeplightning.tracking.build import end, go_on, open_runs, point_at, publish, run_folder
 from deeplightning.tracking.environment import REPRODUCES, describe, git_diff
 from deeplightning.tracking.metric_names import DATA, ENGINE, NETWORK
@@ -74,7 +74,7 @@ class Resumption:
     run_id: str | None = None
     folder: Path | None = None
     owed: Sequence[Sequence[Any]] = ()
-    hold: Hold | None = None
+    hold: FolderLock | None = None
     notes: Sequence[str] = ()
     inexact: str = ""
     over: str = ""
@@ -126,7 +126,7 @@ class Record(pl.Callback):
         self.resumption: Resumption | None = None
         self.has_learned = False
         self._folder: RunFolder | None = None
-        self._hold: Hold | None = None
+        self._hold: FolderLock | None = None
         self._failed = self._stopped = self._has_arrived = False
         self._origin: Origin | None = None  # on rank 0
         self._frozen: list[str] | None = None  # of the checkpoint
@@ -239,7 +239,7 @@ class Record(pl.Callback):
         try:
             self._folder.path.mkdir(parents=True, exist_ok=True)
             if "train" in self.cfg.stages:
-                self._hold = resumption.hold or self._folder.hold()
+                self._hold = resumption.hold or self._folder.lock()
             if resumption.run_id is not None:
                 for left in self._folder.unfinished():
                     left.unlink()

@@ -78,7 +78,7 @@ class Signals(LightningCheckpoint):
             self._launcher.before_end(number, self._batches)
         return Interrupted(number.name, EXIT_CODES.get(number, EXIT_CODES[signal.SIGTERM]), at_once)
 
-    def _look(self, trainer: pl.Trainer) -> None:
+    def _look(self, trainer: pl.Trainer, *_: object, **__: object) -> None:
         if trainer.state.fn == "fit" and not between_steps(trainer):
             return  # what is saved now would lack the gradients that wait
         received = self._received if trainer.world_size == 1 else self._received_by_any(trainer)
@@ -100,22 +100,12 @@ class Signals(LightningCheckpoint):
         work.wait()
         return int(answer)
 
-    def _begin(self) -> None:
+    def _begin(self, *_: object, **__: object) -> None:
         self._asked = self._gathered = None
         self._install()
         self._under_way = True
 
-    def on_train_start(self, *_: object) -> None:
-        self._begin()
-
-    def on_validation_start(self, *_: object) -> None:
-        self._begin()
-
-    def on_test_start(self, *_: object) -> None:
-        self._begin()
-
-    def on_predict_start(self, *_: object) -> None:
-        self._begin()
+    on_train_start = on_validation_start = on_test_start = on_predict_start = _begin
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
         self._batches += 1
@@ -127,23 +117,12 @@ class Signals(LightningCheckpoint):
         if trainer.world_size > 1:
             self._look(trainer)  # for the answer to the look before
 
-    def on_validation_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
-        self._look(trainer)
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _look
 
-    def on_test_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
-        self._look(trainer)
-
-    def on_predict_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
-        self._look(trainer)
-
-    def on_exception(self, *_: object) -> None:
-        self._restore()
-
-    def teardown(self, *_: object, **__: object) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
+    def _restore(self, *_: object, **__: object) -> None:
         for number, handler in self._before.items():
             # Said again while a checkpoint is saved it must not end the process.
             signal.signal(number, signal.SIG_IGN if {number, self._received} <= {*self._launcher.signals} else handler)
         self._before, self._under_way = {}, False
+
+    on_exception = teardown = _restore

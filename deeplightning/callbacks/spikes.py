@@ -1,7 +1,7 @@
-"""`LossSpikes`, for `train.callbacks`: a step whose loss shoots up is left out, and after several the weights go back.
+"""Skip optimizer steps whose loss jumps, and load the last checkpoint after several: Lightning has no callback for it.
 
-The guard against losses that are no numbers always runs (`deeplightning.callbacks.steps.FiniteLoss`); this one is
-named by whoever trains long enough for single batches to spoil weights.
+`train.callbacks` names `LossSpikes`. A loss that is not a number always ends the run, see
+`deeplightning.callbacks.steps.FiniteLoss`.
 """
 
 import logging
@@ -22,14 +22,14 @@ log = logging.getLogger("deeplightning")
 
 
 class LossSpikes(pl.Callback):
-    """Leaves out the optimizer steps whose loss is far above the recent ones.
+    """Skip the optimizer steps whose loss is far above the recent ones.
 
     A loss is a spike when it is above their exponential mean by more than `threshold` standard deviations. Its
     gradients are dropped, so that weights and the optimizer's state stay; the step is counted as usual. After
     `roll_back` spikes in a row weights and the optimizer's state are taken from `last.ckpt`; batches and schedules
     continue. Spikes are reported, and counted as the metric `loss_spikes`.
 
-    To look at each loss costs a GPU a wait in each step.
+    Reading each loss makes a GPU wait in each step.
 
     Args:
         threshold: standard deviations above the mean, above 0.
@@ -107,7 +107,7 @@ class LossSpikes(pl.Callback):
             logger.log_metrics({"loss_spikes": float(self.spikes)}, trainer.global_step)
 
     def _go_back(self, trainer: Any) -> None:
-        """Takes weights and the optimizer's state from the last checkpoint, if there is one."""
+        """Load weights and the optimizer's state from the last checkpoint, if there is one."""
         path = callback_of(trainer, Record).folder.last
         if not trainer.strategy.broadcast(path.is_file()):
             log.warning(

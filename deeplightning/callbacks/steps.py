@@ -222,17 +222,10 @@ class AccumulateFrom(pl.Callback):
     def __init__(self, epoch: int, factor: int):
         self.epoch, self.factor = epoch, factor
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._set(trainer)  # schedules ask how many steps there are
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._set(trainer)
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._set(trainer)
-
-    def _set(self, trainer: pl.Trainer) -> None:
+    def _set(self, trainer: pl.Trainer, *_: object, **__: object) -> None:
         trainer.accumulate_grad_batches = self.factor if trainer.current_epoch >= self.epoch else 1
+
+    setup = on_train_start = on_train_epoch_start = _set  # in `setup`, since schedules ask how many steps there are
 
 
 class StreamEnds(pl.Callback):
@@ -445,16 +438,12 @@ class ValidateParts(pl.Callback):
     def __init__(self, share: float):
         self.share = share
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._look(trainer)
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
-        self._look(trainer)
-
-    def _look(self, trainer: pl.Trainer) -> None:
+    def _look(self, trainer: pl.Trainer, *_: object, **__: object) -> None:
         batch = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         due = batch in ends_of_parts(trainer.num_training_batches, self.share)
         trainer.val_check_batch = batch if due else math.inf
+
+    on_train_start = on_train_batch_start = _look
 
 
 class LogSteps(pl.Callback):
@@ -515,15 +504,6 @@ class FiniteLoss(pl.Callback):
             self._judge_logged()
             self._logged = transfer.Deferred(loss), _where(trainer.global_step, trainer.current_epoch)
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._judge_last()
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._judge_last()
-
-    def on_save_checkpoint(self, *_: object) -> None:
-        self._judge_last()
-
     def on_fit_end(self, *_: object) -> None:
         self._logged = self._last = None
 
@@ -532,11 +512,13 @@ class FiniteLoss(pl.Callback):
         if logged is not None and not math.isfinite(value := logged[0].read()[0]):
             raise _not_finite(value, logged[1])
 
-    def _judge_last(self) -> None:
+    def _judge_last(self, *_: object, **__: object) -> None:
         self._judge_logged()
         last, self._last = self._last, None
         if last is not None and not math.isfinite(value := last[0].item()):
             raise _not_finite(value, _where(*last[1:]))
+
+    on_validation_start = on_train_epoch_end = on_save_checkpoint = _judge_last
 
 
 def _where(step: int, epoch: int) -> str:

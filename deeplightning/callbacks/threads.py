@@ -1,4 +1,4 @@
-"""`engine.threads: auto`: whether one thread or all are faster is found out where it counts, on this run's batches."""
+"""Measure on the first batches whether one thread or all are faster (`engine.threads: auto`); Lightning does not."""
 
 import logging
 import statistics
@@ -13,7 +13,7 @@ BATCHES = 7  # that each number of threads is given
 
 
 class MeasuredThreads(pl.Callback):
-    """Gives the first batches of a training to one thread and to all in turn, and the others to the faster.
+    """Give the first batches of a training to one thread and to all in turn, and the others to the faster.
 
     Beside busy neighbours two threads may take half as long again as one, waiting for each other; alone they are faster
     where there is much to compute. Numbers of threads round differently: a run whose threads are measured does not

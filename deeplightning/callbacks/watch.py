@@ -1,4 +1,7 @@
-"""Callbacks to name under `train.callbacks` by whoever wants to look closer: losses, parameters, gradients, timings."""
+"""Log losses by step, norms of gradients and the parts of a batch's time: Lightning has no callbacks for these.
+
+`train.callbacks` names them.
+"""
 
 import logging
 import math
@@ -16,13 +19,13 @@ log = logging.getLogger("deeplightning.watch")
 
 
 def has_loss(outputs: Any) -> bool:
-    """Whether a batch came with a loss; a task that steps itself may have none, or one only where it takes a step."""
+    """Return whether a batch has a loss; a task that steps its optimizers itself may have none."""
     return (outputs.get("loss") if isinstance(outputs, dict) else outputs) is not None
 
 
 def batch_loss(trainer: Any, outputs: Any) -> torch.Tensor:
-    """The loss of one batch, from the outputs of `on_train_batch_end`; nan where they have none. Lightning has divided
-    it by the accumulation factor, except for a task that steps its optimizers itself."""
+    """Return the loss of one batch, from the outputs of `on_train_batch_end`; nan: they have none. Lightning has
+    divided it by the accumulation factor, except for a task that steps its optimizers itself."""
     if not has_loss(outputs):
         return torch.tensor(float("nan"))
     loss: torch.Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs
@@ -31,7 +34,7 @@ def batch_loss(trainer: Any, outputs: Any) -> torch.Tensor:
 
 
 class SyncedLoss(pl.Callback):
-    """A line per optimizer step: the loss, meaned over accumulated batches and over processes.
+    """Print a line per optimizer step: the mean loss of accumulated batches and processes.
 
     Args:
         prefix: what the line begins with.
@@ -61,7 +64,7 @@ class SyncedLoss(pl.Callback):
 
 
 class SmoothedLoss(pl.Callback):
-    """Logs `train_loss_ema`: each batch's loss moves it by `weight`; the first of an epoch is taken as it is."""
+    """Log `train_loss_ema`: each batch's loss moves it by `weight`; the first of an epoch is taken as it is."""
 
     def __init__(self, weight: float = 0.1):
         if not 0 < weight <= 1:
@@ -83,7 +86,7 @@ class SmoothedLoss(pl.Callback):
 
 
 class ListParameters(pl.Callback):
-    """A line per trainable tensor at the start: name, shape, device, type."""
+    """Print a line per trainable tensor at the start: name, shape, device, type."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for name, p in pl_module.named_parameters():
@@ -92,7 +95,7 @@ class ListParameters(pl.Callback):
 
 
 class GradientNorms(pl.Callback):
-    """Logs `grad_norm/<name>` of each trainable tensor before each optimizer step, and `grad_norm` of all.
+    """Log `grad_norm/<name>` of each trainable tensor before each optimizer step, and `grad_norm` of all.
 
     Args:
         norm_type: which norm.
@@ -114,7 +117,7 @@ class GradientNorms(pl.Callback):
 
 
 class Timings(pl.Callback):
-    """Logs where time goes, in seconds per batch: `batch_time`, and its parts `data_time` (waiting for the batch),
+    """Log where time goes, in seconds per batch: `batch_time`, and its parts `data_time` (waiting for the batch),
     `forward_time` (to its loss), `backward_time` and `step_time` (the optimizer, and what else ends a batch); and
     `batches` so far.
 
@@ -142,7 +145,7 @@ class Timings(pl.Callback):
         self._spent = dict.fromkeys(("data", "forward", "backward", "step"), 0.0)
 
     def _add(self, part: str) -> None:
-        """The time since the last call was spent on this part."""
+        """Add the time since the last call to this part."""
         if self._waits:
             torch.cuda.synchronize()
         now = time.perf_counter()
@@ -190,8 +193,8 @@ class Timings(pl.Callback):
 
 
 class ProgressLines(pl.Callback):
-    """A line at each tenth of an epoch's batches: how far it is, and the last batch's loss. Of up to 15 batches each
-    has a line; where nobody knows how many there are, each hundredth.
+    """Print a line at each tenth of an epoch's batches, with the loss of the last batch. Up to 15 batches have a line
+    each; an epoch of unknown length has one at each hundredth batch.
 
     Args:
         ranks: processes that write it; none: nobody.
@@ -216,7 +219,7 @@ class ProgressLines(pl.Callback):
 
 
 def samples_in(batch: object) -> int:
-    """The number of rows in a batch, which is the length of its first tensor that has rows; 0 if there is none."""
+    """Return the number of rows in a batch, which is the length of its first tensor that has rows; 0: it has none."""
     if isinstance(batch, torch.Tensor):
         return batch.shape[0] if batch.ndim else 0  # `len` of a tensor takes 2 µs, in each step
     for part in batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ():

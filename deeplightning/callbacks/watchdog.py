@@ -41,7 +41,7 @@ class Watchdog(pl.Callback):
             looks = looks + 1 if self._progress == seen else 0
             seen = self._progress
             if looks * pause >= self.seconds:
-                group.stand_still(self.seconds)
+                group.report_no_progress(self.seconds)
                 return
 
     def _step(self, *_: object, **__: object) -> None:

@@ -11,7 +11,7 @@ from deeplightning.config import other_tools, schema
 from deeplightning.config.plugin_sections import config_class
 from deeplightning.config.schema import Target
 from deeplightning.config.section_kinds import role_of
-from deeplightning.faults import MAX_WORD, upwards
+from deeplightning.faults import MAX_WORD_CHARACTERS, upwards
 
 
 def known_elsewhere(findings: Findings, key: str, section: str | None = None) -> str:
@@ -47,7 +47,7 @@ def suggestion(key: str, given: Any, options: list[object]) -> str:
         for option in options:
             if isinstance(option, type) and issubclass(option, Target):
                 name = other_tools.class_of(role, given) or (given if isinstance(given, str) and "." in given else None)
-                found = f"{{type: {name}}}" if name and len(name) < MAX_WORD else None
+                found = f"{{type: {name}}}" if name and len(name) < MAX_WORD_CHARACTERS else None
             elif typing.get_origin(option) is list and key == "train.callbacks":
                 found = "[{type: MODULE.CLASS}]"
             elif is_dataclass(option) and not isinstance(given, dict | list):
@@ -61,7 +61,7 @@ def _wrapped(cls: type, given: str | float) -> str | None:
     options = options_of(typing.get_type_hints(cls)[first.name])
     fits = type(given) in options or (type(given) is int and float in options) or given in literals_of(options)
     required = [f for f in others if f.default is MISSING and f.default_factory is MISSING]
-    if len(str(given)) > MAX_WORD or not (fits or first.metadata["example"]):
+    if len(str(given)) > MAX_WORD_CHARACTERS or not (fits or first.metadata["example"]):
         return None
     items = [f"{first.name}: {given if fits else first.metadata['example']}"]
     return "{" + ", ".join([*items, *(f"{f.name}: {f.metadata['example']}" for f in required)]) + "}"

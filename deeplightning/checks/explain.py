@@ -28,7 +28,7 @@ COLUMN = 56  # where the places stand beside the values, unless a line is longer
 
 
 def explain(report: Report, key: str = "") -> str:
-    """The config with the place that set each value beside it; or of one key all that there is to know.
+    """Show the config with the place that set each value, or everything about one key.
 
     The whole is YAML that loads again to the same config. A key that could be set and is not has its documentation and
     default.
@@ -53,7 +53,7 @@ def explain(report: Report, key: str = "") -> str:
 
 
 def show(text: str, indent: int | None = None) -> None:
-    """Prints YAML; on a terminal in colour, with lines that are too long broken.
+    """Print YAML; on a terminal in colour, with long lines wrapped.
 
     Args:
         indent: columns by which the rest of a broken line is indented; None: it is YAML that may be copied.
@@ -74,7 +74,7 @@ def show(text: str, indent: int | None = None) -> None:
 
 
 def _lines(report: Report, value: object, path: KeyPath, indent: str = "", before: str = "") -> Iterator[str]:
-    """YAML, a leaf a line, with the place that set each behind it."""
+    """Write YAML with one leaf per line, followed by the place that set it."""
     if isinstance(value, dict) and value:
         for name, item in value.items():
             here, word = (*path, name), line(name)
@@ -103,7 +103,7 @@ def _beside(text: str, place: str) -> str:
 
 
 def _spread(report: Report, path: KeyPath, value: Any) -> str:
-    """What a word means for the run, behind the place that set it."""
+    """Return what a word means for the run, to be shown after the place that set it."""
     assert report.config is not None
     if path[:2] == ("train", "callbacks") and path[3:] == ("type",) and value in AVERAGES:
         return "; best.ckpt, test, predict, export and the server use the averaged weights"
@@ -112,7 +112,7 @@ def _spread(report: Report, path: KeyPath, value: Any) -> str:
 
 
 def origin(report: Report, path: KeyPath) -> str:
-    """Who set the value at a path, in a few words."""
+    """Name what set the value at a path, in a few words."""
     changed = _changed(report, path)
     if changed is not None:
         return changed
@@ -125,7 +125,7 @@ def origin(report: Report, path: KeyPath) -> str:
 
 
 def _changed(report: Report, path: KeyPath) -> str | None:
-    """What the machine made of a value, if it changed it."""
+    """Return what this machine made of a value, if it changed it."""
     assert report.config is not None
     key = ".".join(map(str, path))
     found = [
@@ -158,7 +158,7 @@ def _about(report: Report, path: KeyPath, value: Any) -> Iterator[str]:
 def _documentation(
     field: Field[object] | None, parameter: Parameter | None, owner: object, words: str | None
 ) -> list[tuple[str, str]]:
-    """What is known of a key, whatever its value: what `_known` gives becomes rows."""
+    """Format what `_known` returns for a key as rows, whatever its value."""
     rows: list[tuple[str, str]] = []
     if field is not None:
         hint = typing.get_type_hints(owner)[field.name]
@@ -180,7 +180,7 @@ def _documentation(
 
 
 def _unset(report: Report, key: str) -> list[str] | None:
-    """All that there is to know of a key that could be set and is not; None: there is no such key.
+    """Describe a key that could be set and is not; None if there is no such key.
 
     Raises:
         ConfigError: the section that the key would be in has no such key; with the nearest.
@@ -219,7 +219,7 @@ def _unset(report: Report, key: str) -> list[str] | None:
 
 
 def _unset_param(of: schema.Target | schema.Engine, role: str, key: str, rest: KeyPath) -> list[str] | None:
-    """The same for a parameter of a target or strategy, which takes it by name."""
+    """Describe an unset parameter that a target or strategy takes by name."""
     known = _of_strategy(of, rest) if isinstance(of, schema.Engine) else _parameter(of.type, of.params, rest)
     parameter = known[1]
     if parameter is None or not parameter.keyword or (parameter.position and role in GIVEN and parameter.required):
@@ -233,7 +233,7 @@ def _told(key: str, rows: list[tuple[str, str]], null: str) -> list[str]:
 
 
 def _option(report: Report, path: KeyPath) -> Iterator[tuple[str, str]]:
-    """The option groups around a key: what is chosen in each, and what could be."""
+    """Describe the option groups around a key: the choice in each, and the alternatives."""
     assert report.source is not None
     for group in report.source.groups.values():
         if group.key in upwards(".".join(map(str, path))):
@@ -266,7 +266,7 @@ def _short(report: Report, entry: Entry, path: KeyPath) -> str:
 
 
 def _known(report: Report, path: KeyPath) -> tuple[Field[object] | None, Parameter | None, object, str | None]:
-    """What is known of a key: its field and section, or its parameter and the target that takes it."""
+    """Look up a key: its field and section, or its parameter and the target that takes it."""
     cls: object = Config
     value: object = report.config
     for depth, name in enumerate(path):
@@ -284,13 +284,13 @@ def _known(report: Report, path: KeyPath) -> tuple[Field[object] | None, Paramet
 
 
 def _of_strategy(engine: schema.Engine, path: KeyPath) -> tuple[None, Parameter | None, str | None, str | None]:
-    """The parameter of the backend's strategy, or of the class that it hands the rest on to."""
+    """Return the parameter of the backend's strategy, or of the class to which it forwards the others."""
     found = [_parameter(name, engine.params, path) for name in strategy.classes_of(schema.backend_of(engine))]
     return next((known for known in found if known[1] is not None), (None, None, None, None))
 
 
 def _parameter(name: str, params: object, path: KeyPath) -> tuple[None, Parameter | None, str | None, str | None]:
-    """The parameter that a path inside the params of a target ends at; targets inside are followed."""
+    """Return the parameter at the end of a path inside the params of a target, through nested targets."""
     value: object = params
     for depth, step in enumerate(path):
         if depth and isinstance(value, dict) and step == "params" and isinstance(value.get("type"), str):
@@ -324,7 +324,7 @@ def _step(value: object, name: str | int) -> object:
 
 
 def _path(key: str, shown: Any) -> KeyPath:
-    """A dotted key as names and list indexes.
+    """Split a dotted key into names and list indexes.
 
     Raises:
         ConfigError: there is no such key; with the nearest.
@@ -359,7 +359,7 @@ def _at(value: Any, path: KeyPath) -> object:
 
 
 def _entry(report: Report, path: KeyPath) -> Entry | None:
-    """The entry that set the value at a path, if a file or an override did."""
+    """Return the entry that set the value at a path, if a file or an override did."""
     assert report.source is not None
     return _inside(report.source.root, path)
 
@@ -376,13 +376,13 @@ def _inside(entry: Entry | None, path: KeyPath) -> Entry | None:
 
 
 def _history(report: Report, path: KeyPath) -> list[Entry]:
-    """What stood at a path, the newest first: what set it, what that replaced, alone or with a section around it."""
+    """List the values of a path, newest first: the current one and those it replaced, alone or within a section."""
     assert report.source is not None
     found: list[Entry] = []
     seen: set[int] = set()
 
     def gather(entry: Entry | None, rest: KeyPath) -> None:
-        """Takes what is below first, since the nearest replacement is the newest."""
+        """Collect nested replacements first, since the nearest one is the newest."""
         while entry is not None and id(entry) not in seen:
             if not rest:
                 seen.add(id(entry))
@@ -402,12 +402,12 @@ def _is_removal(entry: Entry) -> bool:
 
 
 def _written(report: Report, path: KeyPath) -> str | None:
-    """The reference that a value was made from, by itself or with a section around it."""
+    """Return the reference behind a value, its own or that of a section around it."""
     texts = (entry.written for n in range(len(path), 0, -1) if (entry := _entry(report, path[:n])) is not None)
     return next((text for text in texts if text), None)
 
 
 def _is_shown(report: Report, path: KeyPath) -> bool:
-    """Whether the value is shown as it was written, since it came from the environment."""
+    """Return whether the value is shown as written because it came from the environment."""
     assert report.source is not None
     return report.source.secrets.text_of(path) is not None

@@ -56,7 +56,7 @@ _BOUNDS: dict[tuple[type, str], Json] = {
 
 
 def json_schema() -> Json:
-    """The JSON Schema of a config file."""
+    """Return the JSON Schema of a config file."""
     whole = config_class()
     parts = {cls: path for path, cls in sections(schema.Config)} | {schema.Target: ""}
     definitions = {
@@ -173,7 +173,7 @@ def _value(hint: object, bounds: Json) -> Json:
 
 
 def _sections_in(found: typing.Iterable[object]) -> tuple[type | None, type | None]:
-    """The section among some types, and that of which there may be several by name."""
+    """Find the section among some types, and the section that may occur several times by name."""
     inner = [typing.get_args(option)[1] for option in found if typing.get_origin(option) is dict]
     section, named = (
         next((o for o in some if isinstance(o, type) and is_dataclass(o)), None) for some in (found, inner)
@@ -182,7 +182,7 @@ def _sections_in(found: typing.Iterable[object]) -> tuple[type | None, type | No
 
 
 def _simple(found: typing.Iterable[Any], bounds: Json) -> Json:
-    """A value that is no section, and what else these types allow beside it."""
+    """Return the schema of a value that is no section, and the other types that are allowed."""
     words: list[object] = []
     types: list[str] = []
     more: Json = {}
@@ -208,12 +208,12 @@ def _simple(found: typing.Iterable[Any], bounds: Json) -> Json:
 
 
 def _reference(else_allowed: str) -> Json:
-    """What makes a text a reference, and how an editor calls a text that is none."""
+    """Return the schema of a reference, with the description of text that is none."""
     return {"pattern": REFERENCE, "patternErrorMessage": f"must be {else_allowed}, or a reference such as ${{a.b}}"}
 
 
 def _item(hint: object) -> Json:
-    """An item of a list. It is whole in each file: a list replaces that of a base, and is not merged with it."""
+    """Return the schema of a list item. It is complete in each file: a list replaces that of a base file."""
     if not is_dataclass(hint):
         return _simple(options(hint), {})
     name = typing.cast(type, hint).__name__
@@ -221,8 +221,8 @@ def _item(hint: object) -> Json:
 
 
 def _is_named(section: object) -> Json:
-    """Whether a mapping holds several targets by name rather than being one: the rule of the loader, where a reference
-    may stand for a mapping."""
+    """Return whether a mapping holds several targets by name rather than being one: the loader's rule, where a
+    reference may stand for a mapping."""
     return {
         "type": "object",
         "minProperties": 1,

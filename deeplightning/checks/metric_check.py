@@ -25,7 +25,7 @@ LOADER = re.compile(r"/dataloader_idx_\d+$")
 
 
 def check_monitors(findings: Findings, config: Config) -> None:
-    """Compares the metrics that decide something with those that the task and the callbacks log."""
+    """Compare monitored metrics with those that the task and the callbacks log."""
     stop, schedulers = config.train.early_stop, with_keys(config.model.scheduler, "model.scheduler")
     all_ = {"train.checkpoint.monitor": config.train.checkpoint.monitor}
     all_ |= {"train.early_stop.metric": stop.metric} if stop is not None else {}
@@ -55,7 +55,7 @@ def check_monitors(findings: Findings, config: Config) -> None:
 
 
 def settle_modes(findings: Findings, config: Config) -> None:
-    """Decides which way is better of each metric that something is judged by, where the config does not say."""
+    """Set the mode of each monitored metric where the config does not."""
     train = config.train
     sections: list[tuple[str, Any, str]] = [
         ("train.checkpoint", train.checkpoint, "monitor"),
@@ -74,8 +74,8 @@ def settle_modes(findings: Findings, config: Config) -> None:
 
 
 def _own_mode(findings: Findings, config: Config, target: Target, metric: object, asked: str) -> None:
-    """The same for a class of torch's or Lightning's with a parameter `mode`, whose default is `min` whatever the
-    metric; a user's own class keeps the default of its author."""
+    """Set `mode` for a class of torch or Lightning, whose default is `min` whatever the metric; a user's own class
+    keeps the default of its author."""
     params = target.params
     if not isinstance(target.type, str):
         return
@@ -92,7 +92,7 @@ def _own_mode(findings: Findings, config: Config, target: Target, metric: object
 
 
 def _mode(findings: Findings, config: Config, metric: object, asked: str, key: str) -> Mode | None:
-    """What a `mode` becomes that is not given; a notice says why, or a fault asks for it.
+    """Choose a `mode` that is not given and say why in a notice, or ask for it in a fault.
 
     Args:
         asked: the key that names the metric.
@@ -116,7 +116,7 @@ def _mode(findings: Findings, config: Config, metric: object, asked: str, key: s
 
 
 def _logged(findings: Findings, config: Config) -> tuple[set[str], str | None]:
-    """The metrics that a training logs, by the source of task and callbacks; and which of them may log others."""
+    """Return the metrics that task and callbacks log according to their source, and which of them may log others."""
     found, vague, sources, usual = {"lr"}, None, Meanings(), set[str]()
     for target in (config.model.module, *config.train.callbacks):
         try:
@@ -125,7 +125,7 @@ def _logged(findings: Findings, config: Config) -> tuple[set[str], str | None]:
         except (ValueError, Undecided):
             return found, str(target.type)
         found, vague = found | names, vague if all_of_them else target.type
-        usual |= definition.usual_metrics()
+        usual |= definition.declared_words("metric_names") or set()
     metrics = usual if config.model.metrics is None else set(config.model.metrics)
     losses = list(config.model.loss) if isinstance(config.model.loss, dict) and len(config.model.loss) > 1 else []
     for placeholder, words in (("{stage}", ["train", "val"]), ("{metric}", metrics), ("{loss}", losses)):
@@ -135,7 +135,7 @@ def _logged(findings: Findings, config: Config) -> tuple[set[str], str | None]:
 
 
 def _mode_of(metric: str, model: Model | None, meanings: Meanings) -> tuple[Mode | None, str]:
-    """Which way of a logged metric is better, and how that is known; None: that it is not known, and why.
+    """Return the mode of a logged metric and its reason; None, with the reason, if the mode is unknown.
 
     Raises:
         Undecided: only importing the metric's class can tell.
@@ -160,7 +160,7 @@ def own_name(metric: str) -> str:
 
 
 def mode_by_name(metric: str) -> Mode | None:
-    """Which way of a metric is better, as far as the words in its name show."""
+    """Guess the mode of a metric from the words in its name."""
     words = re.findall(r"[a-z]+\d*", own_name(metric).lower())
     found = {WORDS[word] for word in words if word in WORDS}
     if words and words[-1] == "loss":
@@ -169,7 +169,7 @@ def mode_by_name(metric: str) -> Mode | None:
 
 
 def _higher_is_better(target: Target, meanings: Meanings) -> tuple[bool | None, str]:
-    """`higher_is_better` of a metric's class, and that class; a wrapper of torchmetrics means that of its task."""
+    """Return `higher_is_better` of a metric's class, and that class; a torchmetrics wrapper stands for its task."""
     names = [target.type]
     task = target.params.get("task") if isinstance(target.params, Mapping) else None
     if target.type.startswith("torchmetrics.") and isinstance(task, str):

@@ -24,11 +24,11 @@ def sections(cls: type, path: str = "") -> Iterator[tuple[str, type]]:
 
 
 def options(hint: object) -> tuple[object, ...]:
-    """The types that a hint names: those of a union, else the hint itself."""
+    """Return the types in a hint: those of a union, else the hint itself."""
     union = typing.get_origin(hint) in (types.UnionType, typing.Union)
     return typing.get_args(hint) if union else (hint,)
 
 
 def default(field: Field[object]) -> Any:
-    """The default of a key; MISSING if it is required."""
+    """Return the default of a key, or MISSING if it is required."""
     return field.default if field.default_factory is MISSING else field.default_factory()

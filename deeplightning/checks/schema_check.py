@@ -55,7 +55,7 @@ def read_section(findings: Findings, cls: type, entry: Entry, key: str, path: Ke
                 _foreign(findings, item, here)
             hint = hint or key_elsewhere(name)
             if not hint and issubclass(cls, Target) and "type" in entry.value:  # an argument beside `params`
-                hint = other_tools.sentence(f"{prefix}params.{name}") if name.isidentifier() else ""
+                hint = other_tools.hint(f"{prefix}params.{name}") if name.isidentifier() else ""
                 findings.meant.add(f"{prefix}params")
             message = f"unknown key.{hint} Known here: {', '.join(known)}"
             if name.startswith("~"):

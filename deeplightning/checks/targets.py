@@ -153,7 +153,7 @@ def compare(findings: Findings, config: Config) -> None:
     task: object = config.model and config.model.module and config.model.module.type
     with contextlib.suppress(ValueError, Undecided):
         definition: Any = Meanings().of(str(task))
-        findings.loss_arguments = len(definition.loss_arguments()) or None
+        findings.loss_arguments = len(definition.declared_words("loss_arguments") or ()) or None
     for compare in findings.targets:
         compare()
     _resolvers(findings, config.resolvers or {})
@@ -230,7 +230,7 @@ def _networks(findings: Findings, model: schema.Model) -> None:
     task, needed = model.module and model.module.type, None
     with contextlib.suppress(ValueError, Undecided):
         definition: Any = (Meanings() if findings.meanings.importing else findings.meanings).of(str(task))
-        needed = definition.network_names()
+        needed = definition.declared_words("network_names")
     for section in ("network", "optimizer", "scheduler"):
         key, given = f"model.{section}", getattr(model, section)
         if isinstance(given, dict) and needed == set():

@@ -84,8 +84,8 @@ _RULES = {section: _Rule(modules, KINDS[section].base) for section, modules in _
 
 
 def note_own(file: Path) -> None:
-    """Notes that this user has written a run's config, or its kept code, on this machine. A register that cannot be
-    written is no fault."""
+    """Record that this user wrote a run's config, or its kept code, on this machine. A register that cannot be written
+    is no fault."""
     digest = _digest(file.read_bytes())
     _noted.add(digest)
     register = _register()
@@ -101,7 +101,7 @@ def note_own(file: Path) -> None:
 
 
 def note_launched(folder: str) -> None:
-    """Notes a run that a launcher started for this user on other machines, where its folder has come to lie here."""
+    """Record a run that a launcher started for this user on other machines, after its folder has arrived here."""
     run = RunFolder(folder)
     for file in (run.config, run.code):
         if file.is_file():
@@ -109,17 +109,17 @@ def note_launched(folder: str) -> None:
 
 
 def is_own(folder: RunFolder) -> bool:
-    """Whether this user started the run on this machine, by the digest of its config as it is now."""
+    """Return whether this user started the run on this machine, by the current digest of its config."""
     return is_noted(folder.config)
 
 
 def is_own_code(folder: RunFolder) -> bool:
-    """Whether this user started the run on this machine with the code that its folder holds now."""
+    """Return whether this user started the run on this machine with the code that its folder now holds."""
     return is_noted(folder.config) and is_noted(folder.code)
 
 
 def is_noted(file: Path) -> bool:
-    """Whether this user wrote a file, as it is now, on this machine: see `note_own`."""
+    """Return whether this user wrote the current content of a file on this machine, see `note_own`."""
     try:
         return _is_registered(_digest(file.read_bytes()))
     except OSError:

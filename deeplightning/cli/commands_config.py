@@ -96,7 +96,7 @@ def train(
             raise click.UsageError("--seeds does not go with --multirun; there a range of seeds is seed=range(5)")
         overrides = (*overrides, f"train.seeds={seeds}")
     if multirun:
-        from deeplightning.tune.multirun import multirun as run_grid
+        from deeplightning.sweep.multirun import multirun as run_grid
 
         streams.outlive_reader()
         run_grid(located(config), overrides, train_here, jobs or 1)
@@ -107,7 +107,7 @@ def train(
     streams.outlive_reader()
     cfg = load(config, overrides)
     if (cfg.train.seeds or 1) > 1:
-        from deeplightning.tune.seeds import train_seeds
+        from deeplightning.sweep.seeds import train_seeds
 
         train_seeds(cfg, located(config), overrides, train_here, jobs or 1)
         return

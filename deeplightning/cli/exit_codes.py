@@ -95,7 +95,7 @@ def report(error: BaseException, redact: Callable[[str], str] = str) -> int:
             return cause.exit_code
         rank = f" [{cause.whose}]" if cause.whose else ""
         if isinstance(error, failure.RankError) or cause.rank != group.rank or failure.is_lost(error):
-            code, notes, has_note = cause.exit_code, [cause.reason + (group.kept() if cause.lost else "")], True
+            code, notes, has_note = cause.exit_code, [cause.reason + (group.resume_hint() if cause.lost else "")], True
     if not has_note or os.environ.get("DEEPLIGHTNING_DEBUG") == "1":
         say(redact("".join(traceback.format_exception(error))), err=True)
     word = styled("error", 31, sys.stderr) + rank

@@ -40,7 +40,7 @@ _fetched: dict[str, tuple[float, Path]] = {}
 
 
 def fetch(address: str | os.PathLike[str], key: str | None = None, place: str | None = None) -> Path:
-    """The local file of a config; of `runs:/ID`, that of the run.
+    """Return the local file of a config; for `runs:/ID`, that of the run.
 
     Args:
         key, place: of the address, for notes.
@@ -79,13 +79,13 @@ def fetch(address: str | os.PathLike[str], key: str | None = None, place: str | 
 
 
 def fetched() -> dict[str, str]:
-    """The local file of each address that this process has fetched."""
+    """Return the local file of each address that this process has fetched."""
     return {address: str(path) for address, (_, path) in _fetched.items()}
 
 
 def missing_library(address: str) -> str | None:
-    """Why a store cannot be read here, with the command that installs what it needs; None: it can, as far as is known
-    without an import of its library."""
+    """Return why a store cannot be read here, with the command that installs its library, or None if it can, as far as
+    is known without importing the library."""
     from fsspec.registry import known_implementations
 
     scheme = whole(address).partition("://")[0]
@@ -100,7 +100,7 @@ def missing_library(address: str) -> str | None:
 
 
 def address_of(path: Path) -> str | None:
-    """The address, without its query, that a local file was fetched from; None: it was not."""
+    """Return the address, without its query, of a fetched local file, or None."""
     try:
         if path.parent.parent.parent != _cache():
             return None
@@ -110,7 +110,7 @@ def address_of(path: Path) -> str | None:
 
 
 def digest_of(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file in hexadecimal."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -119,7 +119,7 @@ def _cache() -> Path:
 
 
 def _of_run(address: str, key: str | None, place: str | None) -> bytes:
-    """The config of a run of the tracking store. Its folder holds no code to be imported, so the file is copied."""
+    """Return a copy of the config of a run in the tracking store, outside its folder, which holds no code to import."""
     run_id = address.removeprefix("runs://").strip("/")
     if not run_id or "/" in run_id:
         _refuse(address, "the config of a run is runs:/ID", key, place)
@@ -166,7 +166,7 @@ def _from_web(address: str, key: str | None, place: str | None) -> bytes:
 
 
 def _refuse_plain(address: str, key: str | None, place: str | None) -> None:
-    """Without TLS anybody on the way can name the code that a config imports."""
+    """Refuse an address without TLS: anybody on the way could name the code that the config imports."""
     asked = urlsplit(address)
     if asked.scheme != "https" and asked.hostname not in _LOOPBACK:
         message = "without TLS others can change a config on its way, and it names code that is imported"
@@ -229,7 +229,7 @@ def _folder(address: str) -> Path:
 
 
 def _kept(address: str, content: bytes) -> Path:
-    """The file in the cache that holds this content of an address.
+    """Return the file in the cache with this content of an address.
 
     Raises:
         SetupError: it cannot be written.

@@ -32,8 +32,8 @@ BALANCED = "balanced"
 
 
 def unfilled(cfg: Config) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Each param of a network that is still `auto`, and each weight of a loss that is still `balanced`: its key, the
-    params that it is one of, and its name."""
+    """Yield each network param that is still `auto` and each loss weight that is still `balanced`: its key, the params
+    that contain it, and its name."""
     for section, names, word in (("network", DECLARED, "auto"), ("loss", WEIGHTS, BALANCED)):
         found = getattr(cfg.model, section)
         named = found if isinstance(found, dict) else {"": found}
@@ -44,7 +44,7 @@ def unfilled(cfg: Config) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 def source_of(path: tuple[str | int, ...], value: object, cfg: Config) -> str | None:
-    """Where the number of the value at a path comes from, in words; None: it is neither `auto` nor `balanced`."""
+    """Describe the source of the number at a path; None if its value is neither `auto` nor `balanced`."""
     if len(path) not in (4, 5) or path[0] != "model" or path[-2] != "params":
         return None
     if path[1] == "loss" and path[-1] in WEIGHTS and value == BALANCED:

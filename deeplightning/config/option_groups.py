@@ -20,7 +20,7 @@ _MAX_NAMED = 20  # options that a note lists
 
 
 def shipped_folder() -> Path:
-    """The folder of the option groups that ship with Deep Lightning."""
+    """Return the folder of the option groups that ship with Deep Lightning."""
     return HOME / "configs"
 
 
@@ -46,11 +46,11 @@ class Group:
         return self.name.replace("/", ".")
 
     def options(self) -> list[str]:
-        """The names of the available options, sorted."""
+        """Return the sorted names of the available options."""
         return sorted({option for root in self.roots for option in _options(root / self.name)})
 
     def find(self, option: str) -> tuple[Path, Path]:
-        """The file of an option, and the root folder that contains it.
+        """Return the file of an option and the root folder that contains it.
 
         Raises:
             ConfigError: the group has no such option; the message has the most similar name and all names.
@@ -79,7 +79,7 @@ def _options(folder: Path) -> list[str]:
 
 
 def check_name(name: str, place: str) -> None:
-    """Refuses what is no name of a group.
+    """Refuse an invalid group name.
 
     Raises:
         ConfigError: it has a sign of Hydra's, or of anything else.
@@ -95,7 +95,7 @@ def check_name(name: str, place: str) -> None:
 
 
 def chosen(entry: Entry) -> tuple[str, ...]:
-    """The options that a value names: one, several in a list, or null for none.
+    """Return the options that a value names: one, several in a list, or none for null.
 
     Raises:
         ConfigError: it names none.
@@ -112,13 +112,13 @@ def chosen(entry: Entry) -> tuple[str, ...]:
 
 
 def is_option(entry: Entry) -> bool:
-    """Whether a value can be the name of an option."""
+    """Return whether a value can be the name of an option."""
     return isinstance(entry.value, str) and entry.value != ""
 
 
 def choices(overrides: Iterable[str]) -> dict[str, Entry]:
-    """The overrides that may choose an option, `model=resnet18`, `model/optimizer=adam` or `model=null`, by the name of
-    the group."""
+    """Return the overrides that may choose an option, `model=resnet18`, `model/optimizer=adam` or `model=null`, by
+    group name."""
     found = {}
     for text in overrides:
         name, equals, value = text.partition("=")

@@ -29,12 +29,12 @@ _LONGEST = 200  # characters of a shipped path
 
 
 def is_address(path: str | Path) -> bool:
-    """Whether a path begins with `pkg:/`."""
+    """Return whether a path begins with `pkg:/`."""
     return _ADDRESS.fullmatch(str(path)) is not None
 
 
 def locate(address: str | Path, beside: Path, key: str | None = None, place: str | None = None) -> Path:
-    """The file that a `pkg://` address refers to.
+    """Return the file of a `pkg://` address.
 
     A folder in `beside` or in the working directory takes precedence over the installed package of the same name, as
     own modules do. The names in `deeplightning.own_code.LIBRARIES` always refer to the installed package.
@@ -65,7 +65,7 @@ def locate(address: str | Path, beside: Path, key: str | None = None, place: str
 
 
 def _folders(package: str, beside: Path, first: str) -> Iterator[Path]:
-    """The folders of a package, the first to be looked into first."""
+    """Return the folders of a package in search order."""
     if package == "deeplightning":
         yield HOME if first in SHIPPED else _PACKAGE
         return
@@ -79,7 +79,7 @@ def _folders(package: str, beside: Path, first: str) -> Iterator[Path]:
 
 
 def _near(folders: list[Path], inner: PurePosixPath) -> str:
-    """What the folder of a missing file holds."""
+    """Describe the content of the folder of a missing file."""
     for folder in folders:
         if (there := folder / inner.parent).is_dir():
             names = sorted(path.name for path in there.glob("*.y*ml"))
@@ -90,7 +90,7 @@ def _near(folders: list[Path], inner: PurePosixPath) -> str:
 
 
 def address_of(path: Path) -> str | None:
-    """`pkg://deeplightning/…` of a shipped file where Deep Lightning is installed; None: any other file."""
+    """Return `pkg://deeplightning/…` for a shipped file of an installed Deep Lightning, or None for any other file."""
     if HOME != _PACKAGE:
         return None
     try:
@@ -101,7 +101,7 @@ def address_of(path: Path) -> str | None:
 
 
 def shipped_instead(path: str | Path) -> str:
-    """What a note adds where a file is missing that Deep Lightning ships under the same name."""
+    """Return a hint for a missing file if Deep Lightning ships one under the same name."""
     inner = PurePosixPath(path)
     is_ours = inner.parts[:1] and inner.parts[0] in SHIPPED and ".." not in inner.parts
     if not is_ours or len(str(inner)) > _LONGEST or not (HOME / inner).is_file():
@@ -110,7 +110,6 @@ def shipped_instead(path: str | Path) -> str:
 
 
 def shipped() -> list[str]:
-    """The addresses of the configs that ship with Deep Lightning, those of examples behind the others; the options of
-    groups, in folders of `configs`, are parts of configs."""
+    """List the addresses of the shipped configs, examples last, without the options in subfolders of `configs`."""
     files = [*sorted((HOME / "configs").glob("*.yaml")), *sorted((HOME / "examples").glob("*/*.yaml"))]
     return [f"{PREFIX}{path.relative_to(HOME).as_posix()}" for path in files]

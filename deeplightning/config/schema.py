@@ -77,8 +77,8 @@ def key(
     low: float | None = None,
     high: float | None = None,
 ) -> Any:
-    """One key: its sentence, its default (required without one), an example of a value, the least and the largest
-    legal number.
+    """Define a key: its description, default (required without one), an example, and the smallest and largest legal
+    number.
     """
     metadata = {"doc": doc, "example": example, "low": low, "high": high}
     if isinstance(default, type) or callable(default):
@@ -87,12 +87,12 @@ def key(
 
 
 def hidden() -> Any:
-    """What the loader notes about a section and no config can set."""
+    """Define what the loader stores in a section and no config can set."""
     return field(default=None, repr=False, compare=False, kw_only=True, metadata={"hidden": True})
 
 
 def keys(section: Any) -> Iterator[Field[object]]:
-    """The fields of a section (a class or an instance) that are keys of the config."""
+    """Return the fields of a section, class or instance, that are keys of the config."""
     return (f for f in fields(section) if not f.metadata.get("hidden"))
 
 
@@ -108,19 +108,19 @@ class Section:
         return getattr(self, name)
 
     def get(self, name: str, default: object = None) -> Any:
-        """The value of a key, or the default where there is no such key."""
+        """Return the value of a key, or the default if the key is missing."""
         return getattr(self, name) if name in self else default
 
     def keys(self) -> list[str]:
-        """The names of the keys."""
+        """Return the names of the keys."""
         return [f.name for f in keys(self)]
 
     def values(self) -> list[Any]:
-        """The values of the keys."""
+        """Return the values of the keys."""
         return [getattr(self, name) for name in self.keys()]
 
     def items(self) -> list[tuple[str, Any]]:
-        """The keys with their values."""
+        """Return the keys with their values."""
         return [(name, getattr(self, name)) for name in self.keys()]
 
     def __contains__(self, name: object) -> bool:
@@ -130,7 +130,7 @@ class Section:
         return iter(self.keys())
 
     def to_omegaconf(self) -> object:
-        """A copy as a `DictConfig` of OmegaConf's, params and all."""
+        """Return a copy as OmegaConf's `DictConfig`, including params."""
         from omegaconf import OmegaConf  # 0.1 CPU s
 
         return OmegaConf.create(_literal(plain(self)))
@@ -313,7 +313,7 @@ class Engine(Section):
 
 
 def defaults(cls: type) -> Iterator[tuple[str, object]]:
-    """Each key of a section that has a default, with it."""
+    """Return the default of each key of a section that has one."""
     for f in keys(cls):
         if f.default is not MISSING:
             yield f.name, f.default
@@ -322,7 +322,7 @@ def defaults(cls: type) -> Iterator[tuple[str, object]]:
 
 
 def backend_of(engine: Engine) -> Backend | None:
-    """`engine.backend` in today's word."""
+    """Return the present name of an `engine.backend`."""
     return BACKENDS.get(engine.backend or "", engine.backend)
 
 
@@ -557,30 +557,30 @@ class Config(Section):
         return {name: section for name, section in self.items() if isinstance(section, PluginSection)}
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole config as plain mappings, lists and scalars, with what came from the environment in clear."""
+        """Return the whole config as plain mappings, lists and scalars, with values from the environment in clear."""
         made: dict[str, Any] = plain(self)
         return made
 
     def public(self) -> dict[str, Any]:
-        """The same as it may be shown and saved: what came from the environment stays as it was written
-        (`${oc.env:NAME}`, or a reference to such a value). Loads again to an equal config, but for the resolvers that
-        nothing in it calls any more, which it leaves out."""
+        """Return the config as it may be shown and saved: values from the environment stay as written
+        (`${oc.env:NAME}`, or a reference to such a value). It loads to an equal config, without the resolvers that
+        nothing in it calls any more."""
         texts = self.secrets.texts if self.secrets else {}
         made: dict[str, object] = _public(self.to_dict(), (), texts)
         called = {name: own for name, own in self.resolvers.items() if any(f"{name}:" in t for t in texts.values())}
         return made | {"resolvers": called}
 
     def redact(self, text: str) -> str:
-        """Text without the values that came from the environment."""
+        """Remove the values that came from the environment from a text."""
         return self.secrets.redact(text) if self.secrets else text
 
     def redact_message(self, text: str) -> str:
-        """Redacts a message, and removes what looks like a secret too."""
+        """Redact a message, including text that looks like a secret."""
         return self.secrets.redact_message(text) if self.secrets else text
 
 
 def plain(value: object) -> Any:
-    """A section as plain mappings, lists and scalars."""
+    """Convert a section to plain mappings, lists and scalars."""
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in keys(value)}
     if isinstance(value, dict):
@@ -605,7 +605,7 @@ def _public(value: object, path: tuple[str | int, ...], texts: dict[tuple[str | 
 
 
 def _literal(value: object) -> Any:
-    """Plain values as OmegaConf reads them: a `${` or `???` in them is text."""
+    """Escape plain values for OmegaConf, so that `${` and `???` remain text."""
     from deeplightning.config.secrets import literal
 
     if isinstance(value, dict):

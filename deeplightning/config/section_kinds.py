@@ -76,14 +76,14 @@ _PLAIN = {
 
 
 def role_of(key: str) -> str | None:
-    """Which of `KINDS` the target at a key is for; a target inside the params of another is for none."""
+    """Return which of `KINDS` the target at a key is for; a target inside the params of another has none."""
     if ".params." in key:
         return None
     return next((r for r in sorted(KINDS, key=len, reverse=True) if key == r or key.startswith(f"{r}.")), None)
 
 
 def misfit(paths: Sequence[str], complete: bool, role: str) -> str | None:
-    """Why an instance of a class is not what a section needs, in words that follow the name of the class.
+    """Explain why an instance of a class does not fit a section, in words that follow the name of the class.
 
     Args:
         paths: the dotted paths of the class and its ancestors.
@@ -133,7 +133,7 @@ def is_bound(paths: Sequence[str], is_lacking: bool, factory: Factory | None) ->
 
 
 def no_part(path: str, role: str | None) -> str | None:
-    """Why what a dotted path names is not called, as a sentence; None: it may be.
+    """Explain in a sentence why the object of a dotted path must not be called, or return None if it may be.
 
     Python's standard library makes no part of a run. Inside params a few of its modules make plain values.
     """
@@ -147,6 +147,6 @@ def no_part(path: str, role: str | None) -> str | None:
 
 
 def _is_standard(top: str) -> bool:
-    """Whether a module's first name means the standard library, and no file of the user's own."""
+    """Return whether a module's first name refers to the standard library and not to a file of the user's."""
     spec = top_level(top) if top in sys.stdlib_module_names else None
     return top in sys.stdlib_module_names and (spec is None or spec.loader is None)

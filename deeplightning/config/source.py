@@ -76,23 +76,19 @@ class Source:
 
     def is_top(self, place: str) -> bool:
         """Return whether a place is in a file that the user named, or in an override, not in what these build on."""
-        return place.startswith(_OVERRIDE) or place.rsplit(":", 2)[0] in self.names
+        return _is_set_by(place, self.names)
 
     def changes(self) -> list[str]:
         """The dotted keys whose values differ from what the config builds on, `~key` for one that is removed: those of
         overrides and of further files, and those of the first file if it has `_base_` files. A list counts whole."""
         files = self.names if self.has_bases else self.names[1:]
-
-        def is_ours(place: str) -> bool:
-            return place.startswith(_OVERRIDE) or place.rsplit(":", 2)[0] in files
-
         found: dict[str, None] = {}
         for path, entry in nodes(self.root):
             key = ".".join(str(part) for part in takewhile(lambda part: isinstance(part, str), path))
-            if is_ours(entry.place) and not isinstance(entry.value, dict | list):
+            if _is_set_by(entry.place, files) and not isinstance(entry.value, dict | list):
                 found[key] = None
             for name, removed in entry.gone.items():
-                if is_ours(removed.place):
+                if _is_set_by(removed.place, files):
                     found[f"~{key}.{name}".replace("~.", "~")] = None
         return list(found)
 
@@ -133,6 +129,11 @@ class Source:
             return
         if full is not None:
             entry.written, entry.value = entry.written or entry.value, full
+
+
+def _is_set_by(place: str, files: list[str]) -> bool:
+    """Return whether a place is in one of these files, or in an override."""
+    return place.startswith(_OVERRIDE) or place.rsplit(":", 2)[0] in files
 
 
 def is_file(word: str) -> bool:
@@ -606,7 +607,7 @@ def _meant(name: str, value: str) -> str:
 
 
 def _override_value(text: str, name: str, place: str) -> Entry:
-    """The value of an override, everything in it set at `place`."""
+    """Return the value of an override, everything in it set at `place`."""
     problems: list[Fault] = []
     try:
         value = parse(text, place, problems, name.split("."), is_override=True)
@@ -614,7 +615,9 @@ def _override_value(text: str, name: str, place: str) -> Entry:
         problems = error.faults
     if problems:
         raise ConfigError([Fault(fault.message, name, place) for fault in problems])
-    return _replaced(value, place)
+    for _, entry in nodes(value):
+        entry.place, entry.at = place, ""
+    return value
 
 
 def _reach(entry: Entry, parts: list[str], place: str, make: bool) -> tuple[Entry, Any]:
@@ -642,12 +645,3 @@ def _reach(entry: Entry, parts: list[str], place: str, make: bool) -> tuple[Entr
             entry.value[index] = Entry({}, place, over=entry.gone.get(index))
         entry = entry.value[index]
     return entry, index
-
-
-def _replaced(entry: Entry, place: str) -> Entry:
-    """The same values, all set at `place`."""
-    if isinstance(entry.value, dict):
-        return Entry({name: _replaced(item, place) for name, item in entry.value.items()}, place)
-    if isinstance(entry.value, list):
-        return Entry([_replaced(item, place) for item in entry.value], place)
-    return Entry(entry.value, place)

@@ -62,7 +62,7 @@ class Entry:
 
 
 def scalar(text: str) -> Any:
-    """What an unquoted word means: null, a truth value, a number, or itself."""
+    """Convert an unquoted word to null, a boolean, a number, or itself."""
     if text in _WORDS:
         return _WORDS[text]
     if _INT.fullmatch(text):
@@ -102,12 +102,12 @@ _Dumper.add_multi_representer(PurePath, lambda dumper, path: _write_text(dumper,
 
 
 def dump(plain: object) -> str:
-    """Plain values as YAML text that `read` turns into the same values."""
+    """Write plain values as YAML text that `read` turns into the same values."""
     return printable(yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120), "\n")
 
 
 def line(plain: object) -> str:
-    """A value as YAML in one line."""
+    """Write a value as YAML in one line."""
     text = yaml.dump(
         plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=float("inf"), default_flow_style=True
     )
@@ -115,7 +115,7 @@ def line(plain: object) -> str:
 
 
 def kind(entry: Entry) -> str:
-    """What a value is, in words."""
+    """Describe the type of a value in words."""
     value = entry.value
     if isinstance(value, dict):
         return "a mapping"
@@ -131,7 +131,7 @@ def kind(entry: Entry) -> str:
 
 
 def nodes(entry: Entry, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Entry]]:
-    """Every entry of a tree with its path, the outer before the inner."""
+    """Yield every entry of a tree with its path, outer before inner."""
     yield path, entry
     if isinstance(entry.value, dict | list):
         items = entry.value.items() if isinstance(entry.value, dict) else enumerate(entry.value)
@@ -140,12 +140,12 @@ def nodes(entry: Entry, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Entry]]:
 
 
 def leaves(entry: Entry) -> Iterator[tuple[KeyPath, Entry]]:
-    """Every scalar of a tree with its path."""
+    """Yield every scalar of a tree with its path."""
     return ((path, item) for path, item in nodes(entry) if not isinstance(item.value, dict | list))
 
 
 def plain(entry: Entry, change: Callable[[object], object] = lambda value: value) -> Any:
-    """A tree without its places."""
+    """Return a tree without its places."""
     if isinstance(entry.value, dict):
         return {name: plain(item, change) for name, item in entry.value.items()}
     if isinstance(entry.value, list):
@@ -154,7 +154,7 @@ def plain(entry: Entry, change: Callable[[object], object] = lambda value: value
 
 
 def flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """Each leaf of a config with its dotted key; an empty block is one."""
+    """Yield each leaf of a config with its dotted key; an empty block is a leaf."""
     if isinstance(value, dict) and value:
         for key, item in value.items():
             yield from flat(item, dotted((*filter(None, [name]), key)))
@@ -168,7 +168,7 @@ def dotted(path: Sequence[Any]) -> str:
 
 
 def as_written(entry: Entry) -> Any:
-    """A tree as plain values with its references as they were written."""
+    """Return a tree as plain values, with references as written."""
     if entry.written is not None:
         return entry.written
     if isinstance(entry.value, dict):
@@ -229,8 +229,8 @@ def _whole(node: Node | None, text: str, name: str) -> Node | None:
 
 
 def _beyond_bounds(text: str) -> tuple[str, Any] | None:
-    """What passes a bound, and where. Composing descends on the C stack, which deep nesting would overrun, and makes an
-    object of each value."""
+    """Return which bound is exceeded, and where. Composing recurses on the C stack, which deep nesting would overflow,
+    and creates an object for each value."""
     depth = 0
     for number, event in enumerate(yaml.parse(text, Loader=_Loader)):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)

@@ -7,6 +7,8 @@ N samples, C channels, T steps of a signal; the shape of one array is any, (C, �
 
 import zipfile
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,7 @@ import numpy as np
 import torch
 
 from deeplightning.array_spec import ArrayError, ArraySpec
-from deeplightning.data.columns import ColumnData, Columns, ColumnSet, Moments
+from deeplightning.data.columns import ColumnData, Moments
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, InMemory, OnDemand
 
@@ -27,37 +29,38 @@ IN_MEMORY_LIMIT = 2**30
 _CHUNK = 4096  # arrays of which mean and deviation are summed at a time
 
 
-class Arrays(Columns):
-    """`input`, an array or a mapped file (N, C, …), with the rows that are meant, and `target` (N,) or (N, T)."""
+@dataclass(frozen=True)
+class Arrays:
+    """Arrays before they are prepared.
+
+    Attributes:
+        inputs: an array or a mapped file, (R, C, …).
+        rows: of each sample, int64 (N,).
+        targets: (N,) or (N, T).
+        labels: int64 (N,), by which the samples are divided evenly.
+    """
+
+    inputs: np.ndarray
+    rows: np.ndarray
+    targets: np.ndarray
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.labels)
 
     def take(self, positions: np.ndarray) -> "Arrays":
-        columns = self.columns | {"rows": self.columns["rows"][positions], "target": self.columns["target"][positions]}
-        return Arrays(columns, self.labels[positions])
+        """Return the samples at these positions, int (n,), in this order."""
+        return Arrays(self.inputs, self.rows[positions], self.targets[positions], self.labels[positions])
 
-    @property
-    def inputs(self) -> np.ndarray:
-        """(N, C, …), a copy."""
-        found: np.ndarray = self.columns["input"][self.columns["rows"]]
+    def load(self, positions: np.ndarray | slice) -> np.ndarray:
+        """Return some inputs in memory, (n, C, …)."""
+        found: np.ndarray = self.inputs[self.rows[positions]]
         return found
 
 
-class ArraysOnDemand(OnDemand):
-    """Arrays that are prepared when a batch asks for them, of a file that is mapped into memory."""
-
-    def __init__(self, samples: Arrays, spec: ArraySpec, others: Batch):
-        self.samples, self._array_spec, self._others = samples, spec, others  # type: ignore[assignment]
-        self.labels = others.get("label", torch.zeros(0))
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, positions: Sequence[int] | np.ndarray) -> Batch:
-        index = torch.as_tensor(positions)
-        taken = np.asarray(positions) % len(self)  # index -1 is padding: it takes the last sample
-        chosen = self.samples.columns["rows"][taken]  # type: ignore[attr-defined]
-        inputs = self._array_spec.scaled(self.samples.columns["input"][chosen])  # type: ignore[attr-defined]
-        others = {name: values[taken] for name, values in self._others.items()}
-        return {"input": torch.from_numpy(inputs), **others, "index": index}
+def _scaled(spec: ArraySpec, samples: Arrays, positions: np.ndarray) -> Batch:
+    """Return arrays of a mapped file, prepared, float32 (B, C, …)."""
+    return {"input": torch.from_numpy(spec.scaled(samples.load(positions)))}
 
 
 class ArrayData(ColumnData):
@@ -103,7 +106,7 @@ class ArrayData(ColumnData):
         self.array_spec: ArraySpec | None = None
         if train is None and type(self).read is ArrayData.read:
             raise DataConfigError("data.module.params.train must name the training file; it is null.")
-        self.name_files(train, validation, test)
+        self.name_files(train=train, val=validation, test=test)
         self.inputs, self.targets, self.normalise = inputs, targets, normalise
         if class_names is not None:
             self.class_names = [str(name) for name in class_names]
@@ -140,7 +143,7 @@ class ArrayData(ColumnData):
         kind = targets.dtype.kind
         if targets.ndim == 1 and kind in "biuUS":
             labels = self._labels(targets, source)
-            return Arrays({"input": inputs, "rows": np.arange(len(inputs)), "target": labels}, labels)
+            return Arrays(inputs, np.arange(len(inputs)), labels, labels)
         if kind != "f" and not (kind in "iu" and targets.ndim == 2):
             raise DataError(
                 f"{source}: targets of type {targets.dtype} {targets.shape} are neither classes nor numbers."
@@ -150,8 +153,7 @@ class ArrayData(ColumnData):
         if targets.ndim not in (1, 2):
             raise DataError(f"{source}: targets are (N,) or (N, T), not {targets.shape}.")
         values = targets.astype(np.float64).reshape(len(targets), -1)
-        zeros = np.zeros(len(targets), np.int64)
-        return Arrays({"input": inputs, "rows": np.arange(len(inputs)), "target": values}, zeros)
+        return Arrays(inputs, np.arange(len(inputs)), values, np.zeros(len(targets), np.int64))
 
     def _labels(self, targets: np.ndarray, source: str) -> np.ndarray:
         """The class of each sample, int64 (N,). Names that are not given are found in the first targets."""
@@ -179,20 +181,18 @@ class ArrayData(ColumnData):
         Raises:
             DataError: an input is not finite.
         """
-        inputs, rows = train.columns["input"], train.columns["rows"]
-        shape = inputs.shape[1:]
+        shape, axes = train.inputs.shape[1:], (0, *range(2, train.inputs.ndim))
         mean: tuple[float, ...] = ()
         std: tuple[float, ...] = ()
         if self.normalise:
             sums, squares = np.zeros(shape[0]), np.zeros(shape[0])
-            axes = (0, *range(2, inputs.ndim))
-            first = inputs[rows[:_CHUNK]].astype(np.float64).mean(axes)  # near the mean, so that squares stay small
-            for start in range(0, len(rows), _CHUNK):
-                part = inputs[rows[start : start + _CHUNK]].astype(np.float64)
-                part -= first.reshape(-1, *(1,) * (inputs.ndim - 2))
+            first = train.load(slice(_CHUNK)).astype(np.float64).mean(axes)  # near the mean, so that squares stay small
+            for start in range(0, len(train), _CHUNK):
+                part = train.load(slice(start, start + _CHUNK)).astype(np.float64)
+                part -= first.reshape(-1, *(1,) * (len(shape) - 1))
                 sums += part.sum(axes)
                 squares += np.square(part).sum(axes)
-            count = len(rows) * (np.prod(shape[1:]) if len(shape) > 1 else 1)
+            count = len(train) * (np.prod(shape[1:]) if len(shape) > 1 else 1)
             variance = squares / count - (sums / count) ** 2
             if not np.isfinite(variance).all():
                 raise DataError(f"{self._describe()}: the training inputs have numbers that are not finite.")
@@ -200,7 +200,7 @@ class ArrayData(ColumnData):
             std = tuple(np.where(variance > 0, np.sqrt(np.maximum(variance, 0)), 1.0).tolist())
         self.array_spec = ArraySpec(shape, mean, std)
         if not self.class_names:
-            targets = train.columns["target"]
+            targets = train.targets
             names = [f"target_{n}" for n in range(targets.shape[1])] if targets.shape[1] > 1 else ["target"]
             moments = Moments()
             moments.add(targets)
@@ -209,19 +209,19 @@ class ArrayData(ColumnData):
     def _prepare(self, samples: Arrays) -> InMemory | OnDemand:
         spec = self.array_spec
         assert spec is not None, "`setup` has read the samples"
-        if samples.columns["input"].shape[1:] != spec.shape:
-            found, wanted = samples.columns["input"].shape[1:], spec.shape
+        if samples.inputs.shape[1:] != spec.shape:
+            found, wanted = samples.inputs.shape[1:], spec.shape
             raise DataError(f"{self._describe()}: the inputs of a set are {found}, those of the training set {wanted}.")
-        target = torch.from_numpy(samples.columns["target"])
+        target = torch.from_numpy(samples.targets)
         if self.class_names:
             others = {"label": target}
         else:
             target = target.float()
             others = {"target": target[:, 0].clone() if target.shape[1] == 1 else target}
         if 4 * int(np.prod(spec.shape)) * sum(map(len, self._samples.values())) > IN_MEMORY_LIMIT:
-            return ArraysOnDemand(samples, spec, others)
+            return OnDemand(samples, partial(_scaled, spec), others)
         try:
-            return ColumnSet(torch.from_numpy(spec.scaled(samples.inputs)), others)
+            return InMemory({"input": torch.from_numpy(spec.scaled(samples.load(slice(None))))}, others)
         except ArrayError as error:
             raise DataError(f"{self._describe()}: {error}") from error
 
@@ -229,7 +229,7 @@ class ArrayData(ColumnData):
         """Arrays that a bundle is proved on, before they are prepared, of the validation set where there is one:
         (n, C, …)."""
         found = self._samples.get("val") or self._samples["train"]
-        return {"arrays": found.take(np.arange(min(number, len(found)))).inputs}
+        return {"arrays": found.load(slice(number))}
 
 
 def mapped(path: Path, key: str) -> np.ndarray:

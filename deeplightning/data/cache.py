@@ -33,13 +33,9 @@ import hashlib
 import logging
 import math
 import os
-import shutil
 import sys
-import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -52,17 +48,16 @@ from deeplightning import image_spec
 from deeplightning.data.cache_files import (
     FILE,
     NAMES,
-    NEW,
     ROW,
     CacheFolder,
     Damaged,
     Unusable,
-    caches,
     find_rows,
     limit_in_bytes,
+    make_room,
     marks,
+    new_folder,
     remove_folder,
-    remove_unused,
     short_hash,
     stat_of,
     stats_of,
@@ -70,7 +65,7 @@ from deeplightning.data.cache_files import (
     texts,
 )
 from deeplightning.data.data_errors import DataError
-from deeplightning.data.datasets import report_messages, threads
+from deeplightning.data.datasets import in_threads, report_messages
 from deeplightning.image_spec import ImageError, ImageSpec
 
 CHECKED = 2**30
@@ -82,9 +77,6 @@ of its last change may change again without a trace."""
 
 _LAYOUT = 2  # of the files
 _CHUNK = 4 * 2**20  # bytes that one thread prepares at a time
-_TAG = """Signature: 8a477f597d28d172789f06886806bc55
-# Decoded images of Deep Lightning. They may be deleted at any time, also while runs use them.
-"""
 
 log = logging.getLogger(__name__)
 
@@ -182,23 +174,19 @@ class ImageCache:
         raise Unusable("other processes remove it over and over")
 
     def _make_folder(self) -> None:
-        """Makes sure that there is a whole one, at least for a moment."""
+        """Make sure that there is a complete one, at least for a moment."""
         self.top.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # there is none
             if {path.name for path in self.folder.iterdir()} >= {*NAMES}:
                 return
             remove_folder(self.folder)  # a part of it was deleted
-        with contextlib.suppress(FileNotFoundError, FileExistsError):  # another process does the same, or removes it
-            made = Path(tempfile.mkdtemp(prefix=NEW, dir=self.top))
-            try:
-                (made / "CACHEDIR.TAG").write_text(_TAG)  # backups leave it out
+        try:
+            with new_folder(self.folder, "Decoded images") as made:
                 for name in NAMES:
                     (made / name).touch(mode=0o600)
-                made.rename(self.folder)
-            except OSError as error:
-                shutil.rmtree(made, ignore_errors=True)
-                if error.errno != errno.ENOTEMPTY:
-                    raise
+        except OSError as error:  # another process does the same, or removes it
+            if error.errno not in (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY):
+                raise
 
     def _look_up(self, folder: "CacheFolder", stats: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
         """None: some are missing.
@@ -270,7 +258,10 @@ class ImageCache:
             folder.sign()
 
         try:
-            self._in_threads(missing, prepare, take)
+            step = max(1, min(64, _CHUNK // self._row))
+            chunks = (missing[start : start + step] for start in range(0, len(missing), step))
+            for chunk, contents in in_threads(lambda some: [prepare(one) for one in some], chunks):
+                take(chunk, contents)
             folder.commit()
         except OSError:
             folder.give_up(everything=len(rows) == 0)
@@ -319,31 +310,8 @@ class ImageCache:
                     }
         return found
 
-    def _in_threads(
-        self,
-        positions: np.ndarray,
-        prepare: Callable[[int], _Read],
-        take: Callable[[np.ndarray, list[_Read]], None],
-    ) -> None:
-        """Reads in threads (Pillow lets others run while it decodes), and takes the results in order."""
-        step = max(1, min(64, _CHUNK // self._row))
-        count = threads()
-        waiting: deque[tuple[np.ndarray, Future[list[_Read]]]] = deque()
-        with ThreadPoolExecutor(count) as pool:
-            try:
-                for start in range(0, len(positions), step):
-                    chunk = positions[start : start + step]
-                    waiting.append((chunk, pool.submit(lambda some: [prepare(one) for one in some], chunk)))
-                    if len(waiting) > 2 * count:  # the disk may be slower than the threads
-                        take(waiting[0][0], waiting.popleft()[1].result())
-                while waiting:
-                    take(waiting[0][0], waiting.popleft()[1].result())
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
-
     def _make_room(self, folder: "CacheFolder", new: int) -> None:
-        """Removes what is longest unused, so that so many rows fit.
+        """Remove what is longest unused, so that so many rows fit.
 
         Raises:
             Unusable: if they do not.
@@ -356,17 +324,4 @@ class ImageCache:
         if (have + new) * row > limit:  # most of them of files that are gone
             folder.remove()
             raise FileNotFoundError
-        others = sorted(caches(self.top, self.folder), key=lambda one: one[1])
-        taken = sum(size for _, _, size in others)
-        if not self._disk_has(new * row, besides=taken):
-            raise Unusable(f"{words}, and half of the disk's free space stays free")
-        while taken + (have + new) * row > limit or not self._disk_has(new * row):
-            if not others:
-                raise Unusable(f"{words}, and the rest of the cache is in use")
-            path, _, size = others.pop(0)
-            if remove_unused(path):
-                log.info("Removed the decoded images in %s: there was no room, and they were longest unused", path)
-                taken -= size
-
-    def _disk_has(self, size: int, besides: int = 0) -> bool:
-        return size <= (shutil.disk_usage(self.top).free + besides) / 2
+        make_room(self.folder, (have + new) * row, new * row, words)

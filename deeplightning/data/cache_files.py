@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,6 +35,9 @@ STALLED = 120.0
 NAMES = ("pixels", "rows", "lock")  # that a folder is made with
 _OURS = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")  # nothing else in the user's folder is ever touched
 NEW, _GONE = ".deeplightning-new-", ".deeplightning-gone-"
+_TAG = """Signature: 8a477f597d28d172789f06886806bc55
+# {} of Deep Lightning. They may be deleted at any time, also while runs use them.
+"""
 _COMMIT = 64 * 2**20  # bytes after which new rows count
 ROW = np.dtype([("digest", "<u8", 2), ("sum", "<u8"), ("row", "<u8")])
 FILE = np.dtype([("stat", "<u8", 5), ("digest", "<u8", 2), ("sum", "<u8")])
@@ -84,7 +88,8 @@ class CacheFolder:
     def __exit__(self, *_: object) -> None:
         self._files.close()
 
-    def _open(self, name: str, flags: int) -> int:
+    def open_file(self, name: str, flags: int) -> int:
+        """Return a file of the folder, opened."""
         file = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=self._folder)
         self._files.callback(os.close, file)
         refuse_foreign(file, self.path / name)
@@ -98,7 +103,7 @@ class CacheFolder:
             FileNotFoundError: the folder was removed meanwhile.
             Unusable: the one that adds does nothing.
         """
-        lock = self._lock = self._open("lock", os.O_RDWR)
+        lock = self._lock = self.open_file("lock", os.O_RDWR)
         stamp, since, logged = -1, time.monotonic(), False
         while not locks(lock, fcntl.LOCK_EX):
             if (now := os.fstat(lock).st_mtime_ns) != stamp:
@@ -126,7 +131,7 @@ class CacheFolder:
         """
         if self._pixels < 0:
             how = os.O_RDWR if self._adds else os.O_RDONLY
-            self._pixels, self._rows = self._open("pixels", how), self._open("rows", how)
+            self._pixels, self._rows = self.open_file("pixels", how), self.open_file("rows", how)
         if not locks(self._pixels, fcntl.LOCK_SH):
             raise FileNotFoundError  # it is being removed
         rows, size = _array(self._rows, ROW), os.fstat(self._pixels).st_size
@@ -154,7 +159,7 @@ class CacheFolder:
     def files(self) -> np.ndarray:
         """Of the files seen, what they were and held; records that are damaged are left out."""
         try:
-            found = _array(self._open("files", os.O_RDONLY), FILE)
+            found = _array(self.open_file("files", os.O_RDONLY), FILE)
         except FileNotFoundError:
             return np.empty(0, dtype=FILE)
         return found[found["sum"] == marks(found)]
@@ -187,7 +192,7 @@ class CacheFolder:
         new = np.empty(len(stats), dtype=FILE)
         new["stat"], new["digest"] = stats, digests
         new["sum"] = marks(new)
-        beside = self._open("files.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        beside = self.open_file("files.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         _write(beside, np.concatenate([kept, new]), 0)
         os.replace("files.new", "files", src_dir_fd=self._folder, dst_dir_fd=self._folder)
 
@@ -230,7 +235,7 @@ def remove_unused(path: Path, data: str = "pixels") -> bool:
     """Whether a folder of the cache could be removed: no process uses it or adds to it. `data`: the file that those
     who use it hold a shared lock on."""
     with contextlib.suppress(OSError, Unusable), CacheFolder(path, 1) as folder:
-        lock, pixels = folder._open("lock", os.O_RDWR), folder._open(data, os.O_RDWR)
+        lock, pixels = folder.open_file("lock", os.O_RDWR), folder.open_file(data, os.O_RDWR)
         if locks(lock, fcntl.LOCK_EX) and locks(pixels, fcntl.LOCK_EX):
             folder.remove()
             return True
@@ -248,6 +253,56 @@ def caches(top: Path, but: Path, names: Sequence[str] = NAMES) -> Iterator[tuple
                 shutil.rmtree(path, ignore_errors=True)
             elif path != but and _OURS.fullmatch(path.name):
                 yield path, -_age(path / names[0]), sum((path / name).stat().st_size for name in names)
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path, content: str) -> Iterator[Path]:
+    """Make a folder beside its place, and move it there when the block has filled it.
+
+    Args:
+        content: what is in it, for people who find it.
+    """
+    made = Path(tempfile.mkdtemp(prefix=NEW, dir=folder.parent))
+    try:
+        (made / "CACHEDIR.TAG").write_text(_TAG.format(content))  # backups leave it out
+        yield made
+        made.rename(folder)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+
+
+def make_room(folder: Path, size: int, new: int, words: str, written: int = 0, names: Sequence[str] = NAMES) -> None:
+    """Remove what is longest unused, so that a folder fits; half of the disk's free space stays free.
+
+    Args:
+        size: bytes of the folder when it is complete.
+        new: those of them that it does not have yet.
+        words: what takes so much, for messages.
+        written: bytes of `new` that are on the disk already.
+        names: the files of each folder.
+
+    Raises:
+        Unusable: it does not fit.
+    """
+    limit = limit_in_bytes()
+    others = sorted(caches(folder.parent, folder, names), key=lambda one: one[1])
+    taken = sum(size for _, _, size in others)
+
+    def disk_has(besides: int = 0) -> bool:
+        return new <= (shutil.disk_usage(folder.parent).free + written + besides) / 2
+
+    if size > limit:
+        raise Unusable(f"{words}, more than the {limit / 2**30:.3g} GiB that DEEPLIGHTNING_CACHE_LIMIT allows")
+    if not disk_has(besides=taken):
+        raise Unusable(f"{words}, and half of the disk's free space stays free")
+    while taken + size > limit or not disk_has():
+        if not others:
+            raise Unusable(f"{words}, and the rest of the cache is in use")
+        path, _, gone = others.pop(0)
+        if remove_unused(path, names[0]):
+            log.info("Removed %s: there was no room, and it was longest unused", path)
+            taken -= gone
 
 
 def _age(path: Path) -> float:

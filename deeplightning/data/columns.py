@@ -1,45 +1,15 @@
-"""Samples as named columns, each a tensor in memory. A batch takes one indexing operation per column.
-
-N samples, B batch.
-"""
+"""Samples as named columns, with classes or with numbers to be predicted. N samples, T numbers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.data.datasets import Batch, InMemory
+from deeplightning.data.datasets import Batch
 from deeplightning.data.loading import DataOfSets
-from deeplightning.data.remote_files import folder_of
 
 if TYPE_CHECKING:
     from deeplightning.config.part_config import PartConfig
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Samples before they are prepared.
-
-    Attributes:
-        columns: by name, anything that `take` of a subclass divides; here arrays (N, …).
-        labels: int64 (N,), by which the samples are divided evenly.
-    """
-
-    columns: dict[str, Any]
-    labels: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def take(self, positions: np.ndarray) -> "Columns":
-        """The samples at these positions, int (n,), in this order."""
-        columns = {name: column[positions] for name, column in self.columns.items()}
-        return type(self)(columns, self.labels[positions])
 
 
 class Moments:
@@ -77,40 +47,8 @@ class Moments:
         return np.sqrt(self._squares / self.count)
 
 
-class ColumnSet(InMemory):
-    """Tensors side by side.
-
-    Args:
-        inputs: what goes into the network, (N, …); gathered for each step.
-        others: further entries of a batch by name, (N, …), such as `label` or `target`.
-    """
-
-    def __init__(self, inputs: Tensor, others: Batch):
-        self.inputs, self.others = inputs, others
-        self.rows = None
-        self.on_device: Batch = {}
-        self.labels = others.get("label", inputs.new_zeros(0))
-
-    def large(self) -> Batch:
-        return {"input": self.inputs}
-
-    def small(self) -> Batch:
-        return self.others
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, positions: Sequence[int] | np.ndarray) -> Batch:
-        index = torch.as_tensor(positions)  # (B,)
-        # Index -1 is padding: the row takes the last sample, and its index marks it as not counted.
-        taken = index if positions[0] >= 0 else index + len(self)
-        columns = {"input": self.inputs, **self.others}
-        return {name: values.index_select(0, taken) for name, values in columns.items()} | {"index": index}
-
-
 class ColumnData(DataOfSets):
-    """Base of data modules whose samples are held in memory as columns: it says what they are in `read`, and how
-    training samples make a spec and samples become a set in `learn` and `_prepare`.
+    """Base of data modules whose samples are columns, with classes or with numbers to be predicted.
 
     Attributes:
         class_names: the name of each label, in order; empty where the targets are numbers.
@@ -122,56 +60,13 @@ class ColumnData(DataOfSets):
 
     def __init__(self, cfg: "PartConfig", limit: int | None = None):
         super().__init__(cfg, "auto", limit)
-        self.files: dict[str, Path] = {}
         self.class_names: list[str] = []
         self.target_names: list[str] = []
         self.target_mean: list[float] = []
         self.target_std: list[float] = []
 
-    def name_files(self, train: str | None, validation: str | None, test: str | None) -> None:
-        """Sets `files` to the paths below `data.root`; a set whose name is None gets no file.
-
-        Raises:
-            DataConfigError: `data.root` is null.
-        """
-        named = {"train": train, "val": validation, "test": test}
-        given = {split: name for split, name in named.items() if name is not None}
-        if given and self.cfg.data.root is None:
-            file = next(iter(given.values()))
-            raise DataConfigError(f"data.root is null, but {type(self).__name__} needs the folder with {file}.")
-        self.root = folder_of(self.cfg.data.root or ".", [*given.values()])
-        self.files = {split: self.root / name for split, name in given.items()}
-
-    def check(self) -> None:
-        """Checks that the files exist, without reading them.
-
-        Raises:
-            DataError: a file is missing.
-        """
-        for path in self.files.values():
-            if not path.exists():
-                raise DataError(
-                    f"{path} is missing. Set data.root (now {self.cfg.data.root}) to the folder that holds it, or name "
-                    "another file under data.module.params."
-                )
-
-    def learn(self, train: Any) -> None:
-        """Computes statistics of the training samples, such as means."""
-
-    def setup(self, stage: str | None = None) -> None:
-        """Reads and divides the samples once, and prepares those that the stage needs (None: all).
-
-        Raises:
-            DataError: a file is missing, or not as it should be.
-        """
-        if not self._samples:
-            divided = self._divide(self._found())
-            self.learn(divided["train"])
-            self._samples = divided
-        self._ready(stage)
-
     def learn_targets(self, names: Sequence[str], targets: Moments) -> None:
-        """Keeps mean and deviation of the numbers to be predicted, (T,)."""
+        """Keep mean and deviation of the numbers to be predicted, (T,)."""
         self.target_names = list(names)
         self.target_mean = targets.mean.tolist()
         self.target_std = np.where(targets.std > 0, targets.std, 1.0).tolist()

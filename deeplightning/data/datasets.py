@@ -9,9 +9,11 @@ import mmap
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +28,7 @@ Batch = dict[str, torch.Tensor]
 """`image` uint8 (B, C, H, W), `label` int64 (B,), `index` int64 (B,): position in the set, -1: row does not count."""
 
 
-_CHUNK = 64  # pictures that one thread prepares at a time
+_CHUNK = 64  # pictures that one thread prepares at a time, at most
 _MOVED = 2**26  # bytes that go to a GPU at a time
 _NO_POSITIONS = np.empty(0, np.int64)
 
@@ -97,50 +99,50 @@ def report_messages(item: object) -> None:
 
 
 class InMemory(Dataset):
-    """All pictures prepared, side by side in one tensor: a batch is one indexing operation.
+    """Samples that are prepared, side by side in tensors: a batch is one indexing operation for each.
 
     Args:
+        large: what of a batch is gathered for each step, by name: (R, …). Mapped from a file, it is as good as in
+            memory.
+        small: what of a batch goes to a GPU once an epoch, by name: (N, …).
+        rows: of `large` for each sample, int64 (N,); None: sample n has row n.
         samples: where they came from.
-        pixels: uint8 (R, C, H, W); mapped from a file, it is as good as in memory.
-        rows: of each sample, int64 (N,); None: sample n has row n.
 
     Attributes:
-        samples, pixels, rows: as given; on the CPU.
-        labels: int64 (N,).
+        large, small, rows, samples: as given; on the CPU.
         on_device: what `move` has copied to a GPU, by its name in a batch, (N, …) in the order of the samples.
     """
 
-    def __init__(self, samples: Samples, pixels: torch.Tensor, rows: torch.Tensor | None = None):
-        self.samples, self.pixels, self.rows = samples, pixels, rows
-        self.labels = torch.from_numpy(samples.labels)
+    needs_workers = False
+
+    def __init__(self, large: Batch, small: Batch, rows: torch.Tensor | None = None, samples: Any = None):
+        self.large, self.small, self.rows, self.samples = large, small, rows, samples
+        self._size = len(next(iter(large.values())) if rows is None else rows)
         self.on_device: Batch = {}
+
+    @property
+    def labels(self) -> torch.Tensor:
+        """int64 (N,), empty where `small` has none."""
+        return self.small.get("label", torch.zeros(0))
 
     @property
     def images(self) -> torch.Tensor:
         """uint8 (N, C, H, W), in the order of the samples; a copy where there are `rows`."""
-        return self.pixels if self.rows is None else self.pixels[self.rows]
-
-    def large(self) -> Batch:
-        """What of a batch is gathered for each step, by name: (R, …)."""
-        return {"image": self.pixels}
-
-    def small(self) -> Batch:
-        """What of a batch goes to a GPU once an epoch, by name: (N, …)."""
-        return {"label": self.labels}
+        return self.large["image"] if self.rows is None else self.large["image"][self.rows]
 
     @property
     def size(self) -> int:
         """Bytes that `move` takes on a GPU."""
-        return len(self) * sum(v.element_size() * v[:1].numel() for v in self.large().values())
+        return len(self) * sum(v.element_size() * v[:1].numel() for v in self.large.values())
 
     def move(self, device: torch.device) -> None:
-        """Copies pictures to a device: `batches` makes theirs there from now on.
+        """Copy what is large to a device: `batches` makes theirs there from now on.
 
         Raises:
             torch.OutOfMemoryError: they do not fit; nothing has changed then.
         """
         moved = {}
-        for name, values in self.large().items():
+        for name, values in self.large.items():
             target = moved[name] = torch.empty((len(self), *values.shape[1:]), dtype=values.dtype, device=device)
             chunk = max(1, _MOVED // max(1, values[:1].numel() * values.element_size()))
             for start in range(0, len(self), chunk):
@@ -149,19 +151,22 @@ class InMemory(Dataset):
         self.on_device = moved
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return self._size
 
     def __getitem__(self, positions: Sequence[int] | np.ndarray) -> Batch:
         index = torch.as_tensor(positions)  # (B,)
         # Index -1 is padding: the row takes the last sample, and its index marks it as not counted.
         taken = index if positions[0] >= 0 else index + len(self)
         rows = taken if self.rows is None else self.rows.index_select(0, taken)
-        # Twice as fast as `pixels[rows]`, for the same.
-        image, label = self.pixels.index_select(0, rows), self.labels.index_select(0, taken)
-        return {"image": image, "label": label, "index": index}
+        # `index_select` is twice as fast as `values[rows]`, for the same.
+        batch = {name: values.index_select(0, rows) for name, values in self.large.items()}
+        for name, values in self.small.items():
+            batch[name] = values.index_select(0, taken)
+        batch["index"] = index
+        return batch
 
     def batches(self, positions: Iterable[np.ndarray], device: torch.device) -> Iterator[Batch]:
-        """The batches of an epoch, as `[]` gives them one by one, on a GPU, without a wait for it.
+        """Yield the batches of an epoch, as `[]` gives them one by one, on a GPU, without a wait for it.
 
         Positions and labels of all batches go there in one copy each. Pictures that are there are picked there; others
         are gathered in pinned memory, which torch reuses once the copies from it are done.
@@ -175,7 +180,7 @@ class InMemory(Dataset):
         taken = torch.where(index < 0, index + len(self), index)  # of PADDING the last, as above
         rows = (taken if self.rows is None else self.rows.index_select(0, taken)).split(sizes)
         sent = {
-            name: to_device(values.index_select(0, taken), device).split(sizes) for name, values in self.small().items()
+            name: to_device(values.index_select(0, taken), device).split(sizes) for name, values in self.small.items()
         }
         sent["index"] = to_device(index, device).split(sizes)
         there = to_device(taken, device).split(sizes)
@@ -184,42 +189,47 @@ class InMemory(Dataset):
             if self.on_device:
                 made = {name: values.index_select(0, there[number]) for name, values in self.on_device.items()}
             else:
-                made = {name: _gathered(values, rows[number], device) for name, values in self.large().items()}
+                made = {name: _gathered(values, rows[number], device) for name, values in self.large.items()}
             return made | {name: values[number] for name, values in sent.items()}
 
         return map(batch, range(len(arrays)))
 
 
 def _gathered(values: torch.Tensor, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Rows of a tensor of the CPU, on a device."""
+    """Return rows of a tensor of the CPU, on a device."""
     picked = torch.empty((len(rows), *values.shape[1:]), dtype=values.dtype, pin_memory=device.type == "cuda")
     return torch.index_select(values, 0, rows, out=picked).to(device, non_blocking=True)
 
 
 class OnDemand(Dataset):
-    """Pictures prepared when a batch asks for them, for sets that do not fit into memory; belongs into loader workers.
+    """Samples that are prepared when a batch asks for them, for sets that do not fit into memory; belongs into loader
+    workers, so all that it holds can be pickled.
+
+    Args:
+        samples: N of them.
+        prepare: called with the samples and positions, int64 (B,); gives entries of a batch.
+        small: its other entries, by name: (N, …).
 
     Attributes:
-        samples: where they come from.
-        labels: int64 (N,).
+        samples: as given.
     """
 
-    def __init__(self, samples: Samples, spec: ImageSpec, max_pixels: int = MAX_PIXELS):
-        self.samples = samples
-        self.labels = torch.from_numpy(samples.labels)
-        self._spec = spec
-        self._max_pixels = max_pixels
+    def __init__(self, samples: Any, prepare: "Prepare", small: Batch):
+        self.samples, self._prepare, self._small = samples, prepare, small
+
+    @property
+    def labels(self) -> torch.Tensor:
+        """int64 (N,), empty where `small` has none."""
+        return self._small.get("label", torch.zeros(0))
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, positions: Sequence[int] | np.ndarray) -> Batch:
         index = torch.as_tensor(positions)
-        # Channels first in memory too: else convolutions would round otherwise than with `InMemory`.
-        images = np.empty((len(positions), *_shape(self._spec)), dtype=np.uint8)
-        for row, position in enumerate(positions):
-            images[row] = self.samples.prepare(position, self._spec, self._max_pixels)
-        return {"image": torch.from_numpy(images), "label": self.labels[index], "index": index}
+        taken = np.asarray(positions) % len(self)  # index -1 is padding: it takes the last sample
+        others = {name: values[taken] for name, values in self._small.items()}
+        return {**self._prepare(self.samples, taken), **others, "index": index}
 
 
 class EndsWithItsRun:
@@ -250,38 +260,75 @@ class EndsWithItsRun:
 
 
 def threads() -> int:
-    """How many are worth starting to decode pictures: as many as there are cores for this process."""
+    """Return how many threads decode pictures: one for each core of this process, 16 at most."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(16, cores)
 
 
-def prepare_all(samples: Samples, spec: ImageSpec, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """All pictures, prepared in threads, uint8 (N, C, H, W).
-
-    Raises:
-        DataError: if a file cannot be read as an image.
-    """
-    shape = (spec.height, spec.width, spec.channels)
-    if isinstance(samples.items, np.ndarray):
-        pixels = samples.items if samples.items.ndim == 4 else samples.items[..., None]  # (N, H', W', C')
-        if pixels.shape[1:] == shape:
-            return np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
-    images = np.empty((len(samples), *_shape(spec)), dtype=np.uint8)
-
-    def prepare(start: int) -> None:
-        for position in range(start, min(start + _CHUNK, len(samples))):
-            images[position] = samples.prepare(position, spec, max_pixels)
-
-    # Pillow lets other threads run while it decodes and resizes.
-    with ThreadPoolExecutor(max_workers=threads()) as pool:
+def in_threads(work: Callable[[Any], Any], parts: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield each part and what `work` makes of it, in order. Pillow lets other threads run while it decodes."""
+    count, waiting = threads(), deque[tuple[Any, Future[Any]]]()
+    with ThreadPoolExecutor(count) as pool:
         try:
-            for _ in pool.map(prepare, range(0, len(samples), _CHUNK)):  # raises the first error in data order
-                pass
+            for part in parts:
+                waiting.append((part, pool.submit(work, part)))
+                if len(waiting) > 2 * count:  # whoever takes the results may be slower than the threads
+                    yield waiting[0][0], waiting.popleft()[1].result()
+            while waiting:
+                yield waiting[0][0], waiting.popleft()[1].result()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    return images
 
 
-def _shape(spec: ImageSpec) -> tuple[int, int, int]:
-    return spec.channels, spec.height, spec.width
+def prepare_all(samples: Any, prepare: "Prepare") -> Batch:
+    """Return all samples, prepared in threads, by name (N, …).
+
+    Raises:
+        DataError: if a file cannot be read.
+    """
+    found: Batch = {}
+    every, size = np.arange(len(samples)), len(samples)
+    step = max(1, min(_CHUNK, size // (4 * threads())))
+    parts = (slice(start, start + step) for start in range(0, max(1, size), step))
+    for part, made in in_threads(lambda part: prepare(samples, every[part]), parts):
+        for name, values in made.items():
+            if name not in found:
+                found[name] = torch.empty((size, *values.shape[1:]), dtype=values.dtype)
+            found[name][part] = values
+    return found
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Prepares pictures.
+
+    Attributes:
+        spec: how.
+        max_pixels: largest image file that is decoded.
+    """
+
+    spec: ImageSpec
+    max_pixels: int = MAX_PIXELS
+
+    def __call__(self, samples: Samples, positions: np.ndarray) -> Batch:
+        """Return `image`, uint8 (B, C, H, W).
+
+        Raises:
+            DataError: if a file cannot be read as an image.
+        """
+        spec = self.spec
+        if isinstance(getattr(samples, "items", None), np.ndarray):
+            pixels = samples.items[positions]  # type: ignore[call-overload]
+            pixels = pixels if pixels.ndim == 4 else pixels[..., None]  # (B, H', W', C')
+            if pixels.shape[1:] == (spec.height, spec.width, spec.channels):
+                return {"image": torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)))}
+        # Channels first in memory too: else convolutions would round otherwise than of a set in memory.
+        images = np.empty((len(positions), spec.channels, spec.height, spec.width), dtype=np.uint8)
+        for row, position in enumerate(positions):
+            images[row] = samples.prepare(position, spec, self.max_pixels)
+        return {"image": torch.from_numpy(images)}
+
+
+Prepare = Callable[[Any, np.ndarray], Batch]
+"""Makes entries of a batch of samples and positions."""

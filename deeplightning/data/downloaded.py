@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from deeplightning.data.data_errors import DataConfigError, DataError
+from deeplightning.data.data_errors import DataError
 from deeplightning.data.images import ImageData
-from deeplightning.data.remote_files import folder_of
 from deeplightning.image_spec import ImageSpec
 
 if TYPE_CHECKING:
@@ -27,12 +26,7 @@ class DownloadedImages(ImageData):
 
     def __init__(self, cfg: "PartConfig", image_spec: ImageSpec, download: bool, **options: Any):
         super().__init__(cfg, image_spec, **options)
-        if cfg.data.root is None:
-            raise DataConfigError(
-                f"data.root is null, but {type(self).__name__} needs a folder: the one that holds "
-                f"{self.files()[0]}, or where data.module.params.download=true puts it."
-            )
-        self.root = folder_of(cfg.data.root)
+        self.root = self.root_folder(f"{self.files()[0]}, or for it where data.module.params.download is true")
         self.download = download
 
     def files(self) -> Sequence[str]:
@@ -75,6 +69,3 @@ class DownloadedImages(ImageData):
                 f"{type(self).__name__}: {self.root / missing[0]} is missing. Set data.root (now {self.root}) to the "
                 f"folder that holds {missing[0]}, or let it be downloaded: data.module.params.download=true."
             )
-
-    def _describe(self) -> str:
-        return f"{type(self).__name__} in {self.root}"

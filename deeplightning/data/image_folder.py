@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -10,16 +9,12 @@ import numpy as np
 from torch import nn
 
 from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.data.datasets import Batch, Samples, report_messages, threads
-from deeplightning.data.images import ImageData, height_width
-from deeplightning.data.remote_files import folder_of
-from deeplightning.image_spec import EXTENSIONS, MAX_PIXELS, ImageError, ImageSpec, files_below
+from deeplightning.data.datasets import Batch, Samples, in_threads, report_messages
+from deeplightning.data.images import ImageData, endings, picture_spec
+from deeplightning.image_spec import EXTENSIONS, MAX_PIXELS, ImageError, files_below
 
 if TYPE_CHECKING:
     from deeplightning.config.part_config import PartConfig
-
-STATISTICS = {"RGB": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), "L": ((0.449,), (0.226,))}
-"""Mean and standard deviation where none are given: ImageNet's, as pretrained networks expect; grey: their averages."""
 
 _NAMED = 20  # files that a warning names, of those that it counts
 
@@ -41,8 +36,8 @@ class ImageFolder(ImageData):
         image_size: pixels, one number for a square or [height, width].
         mode: "RGB" or "L" (grey).
         resize: "crop", "stretch" or "pad", see `deeplightning.image_spec.ImageSpec`.
-        mean: per channel, on the scale 0 to 1; None: `STATISTICS`.
-        std: per channel, on the scale 0 to 1; None: `STATISTICS`.
+        mean: per channel, on the scale 0 to 1; None: ImageNet's.
+        std: per channel, on the scale 0 to 1; None: ImageNet's.
         extensions: endings of image files, with their dot.
         max_pixels: largest image that is decoded.
         augment, in_memory, limit, cache: see `deeplightning.data.images.ImageData`.
@@ -67,25 +62,14 @@ class ImageFolder(ImageData):
         cache: bool | str = True,
         on_bad_image: Literal["error", "skip"] = "error",
     ):
-        usual = STATISTICS.get(mode, ((), ()))
-        spec = ImageSpec(
-            *height_width(image_size),
-            mode=mode,
-            resize=resize,
-            mean=usual[0] if mean is None else tuple(mean),
-            std=usual[1] if std is None else tuple(std),
-        )
+        spec = picture_spec(image_size, mode, resize, mean, std)
         super().__init__(
             cfg, spec, augment=augment, in_memory=in_memory, limit=limit, max_pixels=max_pixels, cache=cache
         )
-        if isinstance(extensions, str) or not all(isinstance(end, str) and end.startswith(".") for end in extensions):
-            raise DataConfigError(f'data.module.params.extensions must be a list like [".jpg"], not {extensions!r}.')
         if on_bad_image not in ("error", "skip"):
             raise DataConfigError(f"data.module.params.on_bad_image must be error or skip, not {on_bad_image!r}.")
-        if cfg.data.root is None:
-            raise DataConfigError("data.root is null, but ImageFolder needs a folder: the one that holds the images.")
-        self.root = folder_of(cfg.data.root)
-        self.extensions = tuple(end.lower() for end in extensions)
+        self.root = self.root_folder("the images")
+        self.extensions = endings(extensions)
         self.on_bad_image = on_bad_image
 
     def check(self) -> None:
@@ -160,9 +144,7 @@ class ImageFolder(ImageData):
         trainer, bad = self.trainer, dict[str, str]()
         if trainer is None or trainer.world_size == 1 or trainer.is_global_zero:
             paths = [path for samples in found.values() for path in samples.items]
-            with ThreadPoolExecutor(threads()) as pool:
-                reasons = pool.map(self._fault_of, paths)
-                bad = {path: reason for path, reason in zip(paths, reasons, strict=True) if reason is not None}
+            bad = {path: reason for path, reason in in_threads(self._fault_of, paths) if reason is not None}
         if trainer is not None and trainer.world_size > 1:
             bad = trainer.strategy.broadcast(bad)  # else a disk that stumbles would give processes different sets
         if not bad:
@@ -207,9 +189,6 @@ class ImageFolder(ImageData):
             raise DataError(
                 f"ImageFolder: {folder} must have the same classes as {self.root / 'train'} ({'; '.join(faults)})."
             )
-
-    def _describe(self) -> str:
-        return f"ImageFolder in {self.root}"
 
 
 def _folders(path: Path) -> list[str]:

@@ -15,7 +15,7 @@ from torch import Generator, nn, uint8
 
 from deeplightning.data.cache import ImageCache, cache_folder
 from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.data.datasets import Batch, InMemory, OnDemand, Samples, prepare_all
+from deeplightning.data.datasets import Batch, InMemory, OnDemand, Pictures, Prepare, Samples, prepare_all
 from deeplightning.data.loading import DataOfSets, is_whole
 from deeplightning.data.remote_files import folder_of
 from deeplightning.image_spec import MAX_PIXELS, ImageSpec
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 IN_MEMORY_LIMIT = 2**30
 """Bytes of prepared images, all splits together, up to which they are held in memory: per process, 1 GiB."""
+
+_STATISTICS = {"RGB": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), "L": ((0.449,), (0.226,))}
 
 SIZED = 64
 """Training pictures that are looked at for their usual size."""
@@ -69,6 +71,9 @@ class ImageData(DataOfSets):
         DataConfigError: if a value of the config is impossible. It is a ValueError.
     """
 
+    has_labels = True
+    """Whether pictures have a label; else they have a mask."""
+
     def __init__(
         self,
         cfg: "PartConfig",
@@ -93,7 +98,7 @@ class ImageData(DataOfSets):
             if not isinstance(module, nn.Module):
                 raise DataConfigError(f"data.module.params.augment[{position}] must be an nn.Module, not {module!r}.")
         self._augment = nn.Sequential(*augment)
-        self._cache: ImageCache | None = None
+        self._preparing: Prepare = Pictures(image_spec, max_pixels)
 
     def example_batch(self, size: int) -> Batch:
         """A batch that is made up, to try out whether the parts of a config fit; reads no data and needs no `setup`.
@@ -111,16 +116,6 @@ class ImageData(DataOfSets):
         labels = torch.linspace(0, last, size).round().long()
         return {"image": pixels, "label": labels, "index": torch.arange(size)}
 
-    def setup(self, stage: str | None = None) -> None:
-        """Reads and divides the samples once, and prepares the images that the stage needs (None: all)."""
-        if not self._samples:
-            self._samples = self._divide(self._found())
-            if (folder := cache_folder(self.cache)) is not None:
-                root = self.cfg.data.root
-                source = type(self).__name__ if root is None else str(folder_of(root))
-                self._cache = ImageCache(folder, source, self.image_spec, self.max_pixels, self._size())
-        self._ready(stage)
-
     def picture_size(self) -> tuple[int, int] | None:
         """Median width and height of some training pictures before they are prepared; None where none can be read."""
         samples, found = self._samples["train"], []
@@ -133,20 +128,25 @@ class ImageData(DataOfSets):
         return width, height
 
     def _prepare(self, samples: Samples) -> InMemory | OnDemand:
-        if self._cache is not None and not isinstance(samples.items, np.ndarray) and len(samples):
-            if (cached := self._cache.rows_of(samples.items)) is not None:
+        small = {"label": torch.from_numpy(samples.labels)} if self.has_labels else {}
+        folder, root = cache_folder(self.cache), self.cfg.data.root
+        if folder is not None and not isinstance(samples.items, np.ndarray) and len(samples):
+            source = type(self).__name__ if root is None else str(folder_of(root))
+            cache = ImageCache(folder, source, self.image_spec, self.max_pixels, self._size())
+            if (cached := cache.rows_of(samples.items)) is not None:
                 pixels, rows = cached
                 if self.in_memory:
-                    return InMemory(samples, torch.from_numpy(pixels[rows]))
+                    return InMemory({"image": torch.from_numpy(pixels[rows])}, small, None, samples)
                 with warnings.catch_warnings(action="ignore"):  # of torch: pixels that are mapped cannot be written
-                    return InMemory(samples, torch.from_numpy(pixels), torch.from_numpy(rows))
-            self._cache = None  # the log has said why, once
+                    return InMemory({"image": torch.from_numpy(pixels)}, small, torch.from_numpy(rows), samples)
+            self.cache = False  # the log has said why, once
         if self.in_memory is None:
             spec = self.image_spec
-            self.in_memory = self._size() * spec.channels * spec.height * spec.width <= IN_MEMORY_LIMIT
+            channels = spec.channels + (not self.has_labels)
+            self.in_memory = self._size() * channels * spec.height * spec.width <= IN_MEMORY_LIMIT
         if self.in_memory:
-            return InMemory(samples, torch.from_numpy(prepare_all(samples, self.image_spec, self.max_pixels)))
-        return OnDemand(samples, self.image_spec, self.max_pixels)
+            return InMemory(prepare_all(samples, self._preparing), small, None, samples)
+        return OnDemand(samples, self._preparing, small)
 
     def sample(self, split: str, position: int) -> dict[str, Any]:
         """The picture as the network gets it, uint8 (C, H, W), and the name of its file below `data.root`."""
@@ -188,3 +188,32 @@ def height_width(image_size: int | Sequence[int]) -> tuple[int, int]:
             f"not {image_size!r}."
         )
     return sides[0], sides[1]
+
+
+def picture_spec(
+    image_size: int | Sequence[int],
+    mode: str,
+    resize: str,
+    mean: Sequence[float] | None,
+    std: Sequence[float] | None,
+) -> ImageSpec:
+    """Return how pictures are prepared, by values of a config; mean and deviation that are None are ImageNet's, as
+    pretrained networks expect, of grey pictures their averages.
+
+    Raises:
+        DataConfigError: if a value is impossible.
+    """
+    usual = _STATISTICS.get(mode, ((), ()))
+    means, deviations = usual[0] if mean is None else tuple(mean), usual[1] if std is None else tuple(std)
+    return ImageSpec(*height_width(image_size), mode, resize, means, deviations)  # type: ignore[arg-type]
+
+
+def endings(extensions: Sequence[str]) -> tuple[str, ...]:
+    """Return the endings of files, such as .jpg, in lower case.
+
+    Raises:
+        DataConfigError: if they are no list of endings.
+    """
+    if isinstance(extensions, str) or not all(isinstance(end, str) and end.startswith(".") for end in extensions):
+        raise DataConfigError(f'data.module.params.extensions must be a list like [".jpg"], not {extensions!r}.')
+    return tuple(end.lower() for end in extensions)

@@ -1,9 +1,10 @@
-"""What data modules share whose sets are held by this process: loaders of an order that follows from the seed."""
+"""Load batches of sets in an order that follows from the seed: what all our data modules share."""
 
 import inspect
 import multiprocessing
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -17,14 +18,21 @@ from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import EndsWithItsRun, InMemory, OnDemand
 from deeplightning.data.gpu_cache import Room
 from deeplightning.data.loader import InMemoryLoader
+from deeplightning.data.remote_files import folder_of
 from deeplightning.data.samplers import BatchIndices, go_on, is_made_for, replicas, train_sampler
 from deeplightning.data.splits import deal, keep_classes, shuffled
 
 if TYPE_CHECKING:
     from deeplightning.config.part_config import PartConfig
 
-SPLITS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("test",)}
-"""The sets that a stage needs."""
+SPLITS: dict[str | None, tuple[str, ...]] = {
+    "fit": ("train", "val"),
+    "validate": ("val",),
+    "test": ("test",),
+    "predict": ("test",),
+    None: ("train", "val", "test"),
+}
+"""The sets that a stage needs; None: all stages."""
 
 _OWN_KEYS = {
     "dataset": "it comes from data.module",
@@ -40,8 +48,8 @@ _SPLIT_TEST, _LIMIT, _SPLIT_VAL = range(3)  # purposes of the seed
 
 
 class DataOfSets(pl.LightningDataModule):
-    """Base of data modules whose sets are `InMemory` or `OnDemand`: a subclass finds the samples (`read`) and makes a
-    set of them (`_prepare`).
+    """Base of our data modules: a subclass finds the samples (`read`), learns from those of the training (`learn`), and
+    makes sets of them (`_prepare`), of which `[positions]` is a batch.
 
     Validation is one fold of the training set: fold `data.fold` of `data.num_splits`, or where that is null a tenth of
     all the training samples. It is never the test set. The splits depend on `seed` alone.
@@ -58,10 +66,13 @@ class DataOfSets(pl.LightningDataModule):
     samples = "images"
     """A word for them, in messages."""
 
+    holds_out = True
+    """Whether a part of the training set validates where there is no validation set and no `data.num_splits`."""
+
     def __init__(
         self,
         cfg: "PartConfig",
-        in_memory: bool | Literal["auto", "device"] | None = "auto",
+        in_memory: bool | Literal["auto", "device"] | None = None,
         limit: int | None = None,
     ):
         super().__init__()
@@ -79,8 +90,9 @@ class DataOfSets(pl.LightningDataModule):
         self._loader_options = build({"type": "builtins.dict", "params": cfg.data.loader})  # refs are functions
         self._drop_last = self._loader_options.pop("drop_last", False)
         check_loader(self._loader_options, self._drop_last, cfg.data.num_workers)
+        self._named: dict[str, Path] = {}  # the files that the config names
         self._samples: dict[str, Any] = {}  # of each split, anything with a length; there after `setup`
-        self._datasets: dict[str, InMemory | OnDemand] = {}
+        self._datasets: dict[str, Any] = {}
         self._has_own_order = getattr(cfg.data, "sampler", None) is not None
         self._sampler: BatchIndices | None = None
 
@@ -96,22 +108,73 @@ class DataOfSets(pl.LightningDataModule):
         """
         raise NotImplementedError
 
-    def check(self) -> None:
-        """Checks that the data exist, without reading or writing any.
+    def name_files(self, **names: str | None) -> None:
+        """Set `root` to the local folder, and `files` to the paths of the sets in it; a name may be None.
+
+        Args:
+            names: of the files "train", "val", "test", and of others that must exist.
 
         Raises:
-            DataError: they do not.
+            DataConfigError: `data.root` is null.
         """
+        given = {key: name for key, name in names.items() if name is not None}
+        files = [*given.values()]
+        self.root = self.root_folder(files[0], files) if files else folder_of(self.cfg.data.root or ".")
+        self._named = {key: self.root / name for key, name in given.items()}
+        self.files: Any = {key: path for key, path in self._named.items() if key in SPLITS[None]}
 
-    def _prepare(self, samples: Any) -> InMemory | OnDemand:
-        """The set of some samples."""
+    def root_folder(self, content: str, files: Sequence[str] = ()) -> Path:
+        """Return the local folder of `data.root`.
+
+        Args:
+            content: what it has to hold, in words.
+            files: those that are copied if it is an address; none: all.
+
+        Raises:
+            DataConfigError: `data.root` is null.
+        """
+        if self.cfg.data.root is None:
+            raise DataConfigError(f"data.root is null, but {type(self).__name__} needs the folder with {content}.")
+        return folder_of(self.cfg.data.root, files)
+
+    def check(self) -> None:
+        """Check that the files exist, without reading or writing any.
+
+        Raises:
+            DataError: a file is missing.
+        """
+        for path in self._named.values():
+            if not path.exists():
+                raise DataError(
+                    f"{path} is missing. Set data.root (now {self.cfg.data.root}) to the folder that holds it, or name "
+                    "another file under data.module.params."
+                )
+
+    def learn(self, train: Any) -> None:
+        """Compute what preparing takes from the training samples, such as means or a vocabulary."""
+
+    def _prepare(self, samples: Any) -> Any:
+        """Return the set of some samples."""
         raise NotImplementedError
 
-    def _describe(self) -> str:
-        return type(self).__name__
+    def setup(self, stage: str | None = None) -> None:
+        """Read and divide the samples once, and prepare those that the stage needs (None: all).
 
-    def _found(self) -> dict[str, object]:
-        """What `read` finds.
+        Raises:
+            DataError: a file is missing, or not as it should be.
+        """
+        if not self._samples:
+            divided = self._divide(self._found())
+            self.learn(divided["train"])
+            self._samples = divided
+        self._ready(stage)
+
+    def _describe(self) -> str:
+        name, root = type(self).__name__, getattr(self, "root", None)
+        return name if root is None else f"{name} in {root}"
+
+    def _found(self) -> dict[str, Any]:
+        """Return what `read` finds.
 
         Raises:
             DataError: the data are not there or damaged.
@@ -124,7 +187,7 @@ class DataOfSets(pl.LightningDataModule):
 
     def _ready(self, stage: str | None) -> None:
         """Prepares the sets that a stage needs; None: all. What is wrong with them shows before a run begins."""
-        for split in SPLITS[stage] if stage else ("train", "val", "test"):
+        for split in SPLITS[stage]:
             if split in self._samples:
                 self.dataset(split)
         if self._drop_last:
@@ -145,7 +208,7 @@ class DataOfSets(pl.LightningDataModule):
         if split not in self._samples:
             raise DataError(f"There is no {split} set: {self._describe()} has none. Leave out the stage, or add one.")
 
-    def dataset(self, split: str) -> InMemory | OnDemand:
+    def dataset(self, split: str) -> Any:
         """Returns the set "train", "val" or "test". Call `setup` first.
 
         Raises:
@@ -179,7 +242,7 @@ class DataOfSets(pl.LightningDataModule):
             if self.limit is not None and name in splits and self.limit < len(splits[name]):
                 chosen = shuffled(len(splits[name]), seed, _LIMIT)[: self.limit]
                 splits[name] = splits[name].take(np.sort(chosen))
-        if num_splits is not None or "val" not in splits:
+        if num_splits is not None or (self.holds_out and "val" not in splits):
             train, folds = splits["train"], num_splits or default_folds
             if len(train) < folds:
                 raise DataError(
@@ -206,8 +269,9 @@ class DataOfSets(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         return self._loader("train", training=True)
 
-    def val_dataloader(self) -> DataLoader:
-        return self._loader("val")
+    def val_dataloader(self) -> Any:
+        """Return no loader where there is no validation set."""
+        return self._loader("val") if self.holds_out or "val" in self._samples else []
 
     def test_dataloader(self) -> DataLoader:
         return self._loader("test")
@@ -238,18 +302,19 @@ class DataOfSets(pl.LightningDataModule):
             world, rank = replicas(self.trainer)
             sampler = BatchIndices(dataset, self.cfg.data.batch_size, num_replicas=world, rank=rank)
         options, workers = dict(self._loader_options), self.cfg.data.num_workers
-        if isinstance(dataset, InMemory):
+        if not getattr(dataset, "needs_workers", True):
             workers = 0
             options = {key: value for key, value in options.items() if key not in _WORKER_KEYS}
-            # Lightning's advice to add workers is wrong here.
-            warnings.filterwarnings("ignore", message=".*does not have many workers")
             options.setdefault("pin_memory", gpu is not None)
-            if dataset.on_device:
+            if isinstance(dataset, InMemory) and dataset.on_device:
                 options["pin_memory"] = False
         elif workers > 0:
             options.setdefault("persistent_workers", True)
             options.setdefault("multiprocessing_context", start_method())
             options["worker_init_fn"] = EndsWithItsRun(options.get("worker_init_fn"))
+        if workers == 0 and not isinstance(dataset, OnDemand):
+            # Lightning's advice to add workers is wrong here.
+            warnings.filterwarnings("ignore", message=".*does not have many workers")
         # Its own generator: else each epoch would draw a number from torch's global one.
         generator = Generator().manual_seed(self.cfg.seed)
         options |= {"batch_size": None, "sampler": sampler, "num_workers": workers, "generator": generator}

@@ -5,7 +5,6 @@ N samples, B batch, C channels, H height, W width of the prepared picture, K cla
 """
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,7 +13,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 
 from deeplightning.data.data_errors import DataError
-from deeplightning.data.datasets import Batch, InMemory, OnDemand, Samples
+from deeplightning.data.datasets import Batch, Samples
 from deeplightning.image_spec import ImageSpec
 
 NO_CLASS = 255
@@ -107,14 +106,19 @@ class Masks:
     ignore: int | None
     by_colour: bool
 
-    def prepare(self, samples: MaskedSamples, position: int) -> tuple[np.ndarray, np.ndarray]:
-        """A picture, uint8 (C, H, W), and its mask, uint8 (H, W).
+    def __call__(self, samples: MaskedSamples, positions: np.ndarray) -> Batch:
+        """Return `image`, uint8 (B, C, H, W), and `mask`, uint8 (B, H, W).
 
         Raises:
             DataError: if a file cannot be read, or they do not fit together.
         """
-        picture = samples.prepare(position, self.spec, self.max_pixels)
-        return picture, self._mask(samples.masks[position], str(samples.items[position]))
+        spec = self.spec
+        images = np.empty((len(positions), spec.channels, spec.height, spec.width), dtype=np.uint8)
+        masks = np.empty((len(positions), spec.height, spec.width), dtype=np.uint8)
+        for row, position in enumerate(positions):
+            images[row] = samples.prepare(position, spec, self.max_pixels)
+            masks[row] = self._mask(samples.masks[position], str(samples.items[position]))
+        return {"image": torch.from_numpy(images), "mask": torch.from_numpy(masks)}
 
     def _mask(self, path: str, picture: str) -> np.ndarray:
         try:
@@ -186,69 +190,3 @@ def resized(values: np.ndarray, spec: ImageSpec) -> np.ndarray:
     whole = Image.new("L", (spec.width, spec.height), NO_CLASS)
     whole.paste(mask, ((spec.width - mask.width) // 2, (spec.height - mask.height) // 2))
     return np.array(whole)
-
-
-class MaskedInMemory(InMemory):
-    """Pictures and masks prepared, in two tensors.
-
-    Args:
-        samples: where they come from.
-        pixels: uint8 (N, C, H, W).
-        masks: uint8 (N, H, W).
-    """
-
-    def __init__(self, samples: Samples, pixels: torch.Tensor, masks: torch.Tensor):
-        super().__init__(samples, pixels)
-        self.labels = masks
-
-    def large(self) -> Batch:
-        return {"image": self.pixels, "mask": self.labels}
-
-    def small(self) -> Batch:
-        return {}
-
-    def __getitem__(self, positions: Sequence[int] | np.ndarray) -> Batch:
-        batch = super().__getitem__(positions)
-        return {"image": batch["image"], "mask": batch["label"], "index": batch["index"]}
-
-
-class MaskedOnDemand(OnDemand):
-    """Pictures and masks prepared when a batch asks for them.
-
-    Args:
-        samples: where they come from.
-        masks: how a file becomes a mask.
-    """
-
-    def __init__(self, samples: MaskedSamples, masks: Masks):
-        super().__init__(samples, masks.spec, masks.max_pixels)
-        self.masked, self.masks = samples, masks
-
-    def __getitem__(self, positions: Sequence[int] | np.ndarray) -> Batch:
-        images, masks = prepare_masked(self.masked, positions, self.masks)
-        return {"image": images, "mask": masks, "index": torch.as_tensor(positions)}
-
-
-def prepare_masked(
-    samples: MaskedSamples, positions: Sequence[int] | np.ndarray, masks: Masks, workers: int = 1
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pictures uint8 (n, C, H, W) and masks uint8 (n, H, W) of these positions."""
-    spec = masks.spec
-    pictures = np.empty((len(positions), spec.channels, spec.height, spec.width), dtype=np.uint8)
-    values = np.empty((len(positions), spec.height, spec.width), dtype=np.uint8)
-
-    def prepare(row: int) -> None:
-        pictures[row], values[row] = masks.prepare(samples, positions[row])
-
-    if workers == 1:
-        for row in range(len(positions)):
-            prepare(row)
-    else:
-        with ThreadPoolExecutor(workers) as pool:
-            try:
-                for _ in pool.map(prepare, range(len(positions))):  # raises the first error in data order
-                    pass
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
-    return torch.from_numpy(pictures), torch.from_numpy(values)

@@ -13,21 +13,10 @@ import torch
 from torch import Generator, nn, uint8
 
 from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.data.datasets import Batch, InMemory, OnDemand, Samples, threads
-from deeplightning.data.image_folder import STATISTICS
-from deeplightning.data.images import IN_MEMORY_LIMIT, ImageData, height_width
-from deeplightning.data.masked import (
-    NO_CLASS,
-    MaskedInMemory,
-    MaskedOnDemand,
-    MaskedSamples,
-    Masks,
-    code_of,
-    prepare_masked,
-    value_of,
-)
-from deeplightning.data.remote_files import folder_of
-from deeplightning.image_spec import EXTENSIONS, MAX_PIXELS, ImageSpec, files_below
+from deeplightning.data.datasets import Batch, Samples
+from deeplightning.data.images import ImageData, endings, picture_spec
+from deeplightning.data.masked import NO_CLASS, MaskedSamples, Masks, code_of, value_of
+from deeplightning.image_spec import EXTENSIONS, MAX_PIXELS, files_below
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -75,6 +64,8 @@ class MaskFolder(ImageData):
             a colour [red, green, blue]. With colours, a pixel of a palette is its colour. None: 0, 1, 2 …
     """
 
+    has_labels = False
+
     def __init__(
         self,
         cfg: "PartConfig",
@@ -92,14 +83,7 @@ class MaskFolder(ImageData):
         limit: int | None = None,
         values: Sequence[int | Sequence[int]] | None = None,
     ):
-        usual = STATISTICS.get(mode, ((), ()))
-        spec = ImageSpec(
-            *height_width(image_size),
-            mode=mode,
-            resize=resize,
-            mean=usual[0] if mean is None else tuple(mean),
-            std=usual[1] if std is None else tuple(std),
-        )
+        spec = picture_spec(image_size, mode, resize, mean, std)
         options: dict[str, Any] = {"augment": augment, "in_memory": in_memory, "limit": limit, "max_pixels": max_pixels}
         super().__init__(cfg, spec, **options, cache=False)
         names = [] if isinstance(class_names, str) else list(class_names)
@@ -124,17 +108,11 @@ class MaskFolder(ImageData):
                 f"data.module.params.ignore must be null or a value that is no class, not {ignore!r}, the value of "
                 f"{names[codes.index(ignored)]}."
             )
-        if isinstance(extensions, str) or not all(isinstance(end, str) and end.startswith(".") for end in extensions):
-            raise DataConfigError(f'data.module.params.extensions must be a list like [".jpg"], not {extensions!r}.')
-        if cfg.data.root is None:
-            raise DataConfigError(
-                f"data.root is null, but {type(self).__name__} needs a folder: the one that holds images and masks."
-            )
         self.class_names = names
-        self.root = folder_of(cfg.data.root)
-        self.extensions = tuple(end.lower() for end in extensions)
+        self.root = self.root_folder("images and masks")
+        self.extensions = endings(extensions)
         by_colour = any(not isinstance(value, int) for value in (*(values or ()), ignore) if value is not None)
-        self.masks = Masks(spec, max_pixels, codes, ignored, by_colour)
+        self._preparing = self.masks = Masks(spec, max_pixels, codes, ignored, by_colour)
 
     def check(self) -> None:
         if not self.root.is_dir():
@@ -214,16 +192,6 @@ class MaskFolder(ImageData):
             f"{self._describe()}: the {len(dataset)} training masks hold {only}; a training needs two or more.{ignored}"
         )
 
-    def _prepare(self, samples: Samples) -> InMemory | OnDemand:
-        assert isinstance(samples, MaskedSamples)
-        if self.in_memory is None:
-            spec = self.image_spec
-            size = self._size() * (spec.channels + 1) * spec.height * spec.width
-            self.in_memory = size <= IN_MEMORY_LIMIT
-        if self.in_memory:
-            return MaskedInMemory(samples, *prepare_masked(samples, range(len(samples)), self.masks, threads()))
-        return MaskedOnDemand(samples, self.masks)
-
     def on_after_batch_transfer(self, batch: "Mapping[str, Tensor]", dataloader_idx: int) -> object:
         """Moves the pixels of training pictures and their masks at random, on the device."""
         if len(self._augment) == 0 or self.trainer is None or not self.trainer.training:
@@ -242,9 +210,6 @@ class MaskFolder(ImageData):
                 f"of as many channels again, not {found}."
             )
         return {**batch, "image": moved[:, :-1], "mask": moved[:, -1] - 1}
-
-    def _describe(self) -> str:
-        return f"{type(self).__name__} in {self.root}"
 
 
 def _codes(param: str, values: Sequence[int | Sequence[int]]) -> list[int]:

@@ -18,11 +18,9 @@ from torch import Generator, nn
 
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, Samples
-from deeplightning.data.image_folder import STATISTICS
-from deeplightning.data.images import ImageData, height_width
-from deeplightning.data.remote_files import folder_of
+from deeplightning.data.images import ImageData, picture_spec
 from deeplightning.data.splits import deal
-from deeplightning.image_spec import MAX_PIXELS, ImageSpec
+from deeplightning.image_spec import MAX_PIXELS
 
 if TYPE_CHECKING:
     from typing import TextIO
@@ -181,19 +179,10 @@ class LabelledImages(ImageData):
         limit: int | None = None,
         cache: bool | str = True,
     ):
-        usual = STATISTICS.get(mode, ((), ()))
-        spec = ImageSpec(
-            *height_width(image_size),
-            mode=mode,
-            resize=resize,
-            mean=usual[0] if mean is None else tuple(mean),
-            std=usual[1] if std is None else tuple(std),
-        )
+        spec = picture_spec(image_size, mode, resize, mean, std)
         super().__init__(
             cfg, spec, augment=augment, in_memory=in_memory, limit=limit, max_pixels=max_pixels, cache=cache
         )
-        if cfg.data.root is None:
-            raise DataConfigError(f"data.root is null, but LabelledImages needs a folder: the one that holds {labels}.")
         if Path(labels).suffix.lower() not in (".csv", ".jsonl"):
             raise DataConfigError(f"data.module.params.labels must be a file *.csv or *.jsonl, not {labels!r}.")
         if not isinstance(separator, str) or not separator:
@@ -208,7 +197,7 @@ class LabelledImages(ImageData):
             raise DataConfigError(
                 f"data.module.params.class_names must be a list of different names, or null, not {class_names!r}."
             )
-        self.root = folder_of(cfg.data.root)
+        self.root = self.root_folder(labels)
         self.file = self.root / labels
         self.folder = self.root / images
         self.named = names

@@ -14,7 +14,6 @@ from deeplightning.array_spec import ArrayError
 from deeplightning.array_spec import read_signal as read_file
 from deeplightning.data.arrays import ArrayData
 from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.data.remote_files import folder_of
 from deeplightning.image_spec import files_below
 
 if TYPE_CHECKING:
@@ -46,11 +45,9 @@ class SignalFolder(ArrayData):
         self, cfg: "PartConfig", length: int | None = None, *, normalise: bool = True, limit: int | None = None
     ):
         super().__init__(cfg, normalise=normalise, limit=limit)
-        if cfg.data.root is None:
-            raise DataConfigError("data.root is null, but SignalFolder needs the folder with the signals.")
         if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
             raise DataConfigError(f"data.module.params.length must be null or a number of at least 1, not {length!r}.")
-        self.root, self.length = folder_of(cfg.data.root), length
+        self.root, self.length = self.root_folder("the signals"), length
 
     def check(self) -> None:
         """

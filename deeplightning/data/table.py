@@ -19,14 +19,14 @@ import pyarrow as pa
 import torch
 
 from deeplightning.data.cache_files import Unusable
-from deeplightning.data.columns import ColumnData, ColumnSet, Moments
+from deeplightning.data.columns import ColumnData, Moments
 from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.data.datasets import InMemory, OnDemand
+from deeplightning.data.datasets import Batch, InMemory, OnDemand
 from deeplightning.data.gpu_cache import free_memory
 from deeplightning.data.splits import deal
 from deeplightning.data.table_files import TableFile
-from deeplightning.data.table_rows import CHUNK, Rows, StoredRows, StoredSet, check_parts
-from deeplightning.data.table_store import stored
+from deeplightning.data.table_rows import CHUNK, Rows, Table, check_parts, encoded, numbers_of
+from deeplightning.data.table_store import TableStore, stored
 from deeplightning.table_spec import DELIMITERS, MISSING, Column, TableError, TableFormat, TableSpec, Words
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class TableData(ColumnData):
             raise DataConfigError(f"data.module.params.in_memory must be auto, true or false, not {in_memory!r}.")
         self.tables_in_memory = in_memory
         self.table_spec: TableSpec | None = None
-        self.name_files(train, validation, test)
+        self.name_files(train=train, val=validation, test=test)
         self.targets = [target] if isinstance(target, str) else list(target)
         if not self.targets:
             raise DataConfigError("data.module.params.target must name a column, or several; it is empty.")
@@ -160,9 +160,9 @@ class TableData(ColumnData):
             DataError: a table cannot be read, lacks a column, or has values that are not of its kind.
         """
         types = self._types(TableFile(self.files["train"], self.format))
-        found: dict[str, Any] | None = self._stored(types)
-        if found is None:
-            found = {name: self._rows(file, types) for name, file in self.files.items()}
+        found = self._stored(types) or {
+            name: self._rows(path, Table(TableFile(path, self.format).read(types))) for name, path in self.files.items()
+        }
         if self.way == "split":
             return self._by_column(found["train"])
         return found if len(found) > 1 else {"all": found["train"]}
@@ -226,14 +226,16 @@ class TableData(ColumnData):
         """Whether `columns` makes it an input."""
         return self.kinds.get(column, "ignore") != "ignore"
 
-    def _rows(self, path: Path, types: Mapping[str, str]) -> Rows:
-        columns = TableFile(path, self.format).read(types)
-        labels, has_target = self._labels(path, {name: columns[name] for name in self.targets})
-        rows = Rows(columns, labels)
+    def _rows(self, path: Path, table: Table | TableStore) -> Rows:
+        """Return the rows that have all targets."""
+        kind = np.int32 if len(table) < 2**31 else np.int64
+        every = np.arange(len(table), dtype=kind)
+        labels, has_target = self._labels(path, {name: table.column(name, every) for name in self.targets})
+        rows = Rows(table, every, labels.astype(kind))
         return rows if has_target is None else rows.take(has_target)
 
-    def _stored(self, types: Mapping[str, str]) -> dict[str, StoredRows] | None:
-        """The rows of each file, where these are kept on the disk; None: they go into memory."""
+    def _stored(self, types: Mapping[str, str]) -> dict[str, Rows] | None:
+        """Return the rows of each file, where these are kept on the disk; None: they go into memory."""
         needed, free = sum(TableFile(file, self.format).memory(types) for file in self.files.values()), free_memory()
         if self.trainer is not None:
             needed *= max(1, self.trainer.world_size // max(1, self.trainer.num_nodes))
@@ -241,7 +243,7 @@ class TableData(ColumnData):
         if self.tables_in_memory is True or (self.tables_in_memory == "auto" and not too_large):
             return None
         try:
-            return {name: self._stored_rows(file, types) for name, file in self.files.items()}
+            return {name: self._rows(file, self._store(file, types)) for name, file in self.files.items()}
         except (Unusable, OSError) as error:
             reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
             if self.tables_in_memory is False:
@@ -256,10 +258,10 @@ class TableData(ColumnData):
             )
         return None
 
-    def _stored_rows(self, path: Path, types: Mapping[str, str]) -> StoredRows:
+    def _store(self, path: Path, types: Mapping[str, str]) -> TableStore:
         bounded = [name for name, kind in types.items() if kind == "category" and name not in self.kinds]
         times = self.divider if self.way == "time" and types[str(self.divider)] == "word" else None
-        store = stored(
+        return stored(
             path,
             TableFile(path, self.format).parts(types, CHUNK),
             [*types.items(), self.format],
@@ -267,11 +269,6 @@ class TableData(ColumnData):
             times=times,
             code=[Path(__file__).with_name("table_files.py")],
         )
-        kind = np.int32 if len(store) < 2**31 else np.int64
-        every = np.arange(len(store), dtype=kind)
-        labels, has_target = self._labels(path, {name: store.column(name, every) for name in self.targets})
-        rows = StoredRows(store, every, labels.astype(kind))
-        return rows if has_target is None else rows.take(has_target)
 
     def _labels(self, path: Path, targets: Mapping[str, "np.ndarray | Words"]) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the class of each row by the position of its word, int64 (N,), 0 where the targets are numbers; and
@@ -301,7 +298,7 @@ class TableData(ColumnData):
 
     # ---- dividing
 
-    def _by_column(self, rows: Rows | StoredRows) -> dict[str, Any]:
+    def _by_column(self, rows: Rows) -> dict[str, Any]:
         words = rows.column(str(self.divider))
         assert isinstance(words, Words), "`_types` has taken it for words"
         names = ("train", "val", "test", "?")
@@ -342,7 +339,7 @@ class TableData(ColumnData):
 
     # ---- preparing
 
-    def learn(self, train: Rows | StoredRows) -> None:
+    def learn(self, train: Rows) -> None:
         """
         Raises:
             DataError: a column has too many categories, or nothing but missing values.
@@ -351,20 +348,20 @@ class TableData(ColumnData):
         words, seen = dict[str, Sequence[str]](), dict[str, np.ndarray]()
         of_targets = Moments()
         for part in train.parts():
-            for name, values in part.columns.items():
+            for name, values in part.items():
                 if isinstance(values, Words):
                     words[name] = values.words
                     seen.setdefault(name, np.zeros(len(values.words) + 1, bool))[values.indices] = True
                 elif values.dtype.kind == "f":
                     moments.setdefault(name, Moments()).add(values[np.isfinite(values)])
             if self.targets[0] not in words:
-                of_targets.add(np.stack([part.columns[name] for name in self.targets], 1))
+                of_targets.add(np.stack([part[name] for name in self.targets], 1))
         found = {
             name: [words[name][place] for place in np.flatnonzero(mask[:-1]).tolist()] for name, mask in seen.items()
         }
         columns = [
             _column(path, name, found[name] if name in found else moments[name], name in self.kinds)
-            for name in part.columns
+            for name in part
             if name not in self.targets and (name != self.divider or self._is_named(name))
         ]
         if not columns:
@@ -375,25 +372,25 @@ class TableData(ColumnData):
         else:
             self.learn_targets(self.targets, of_targets)
 
-    def _prepare(self, samples: Rows | StoredRows) -> InMemory | OnDemand:
+    def _prepare(self, samples: Rows) -> InMemory | OnDemand:
         spec = self.table_spec
         assert spec is not None, "`setup` has read the rows"
         try:
-            if isinstance(samples, Rows):
-                return ColumnSet(torch.from_numpy(spec.encode(samples.columns)), self._targets(samples))
+            if isinstance(samples.table, Table):
+                rows = samples.load(slice(None))
+                small = self._labels_of(rows[self.targets[0]]) or numbers_of(self.targets, rows)
+                return InMemory({"input": torch.from_numpy(spec.encode(rows))}, small)
             check_parts(spec, samples)
         except TableError as error:
             raise DataError(
                 f"{self._describe()}: {error}. data.module.params.missing=fill and unknown=other say what to do with "
                 "such values."
             ) from error
-        target = samples.column(self.targets[0])
-        labels = self._classes(target) if isinstance(target, Words) else None
-        return StoredSet(samples, spec, labels, partial(_numbers, self.targets))
+        targets = () if self.class_names else self.targets
+        return OnDemand(samples, partial(encoded, spec, targets), self._labels_of(samples.column(self.targets[0])))
 
-    def _targets(self, samples: Rows) -> dict[str, torch.Tensor]:
-        target = samples.columns[self.targets[0]]
-        return {"label": self._classes(target)} if isinstance(target, Words) else _numbers(self.targets, samples)
+    def _labels_of(self, target: "np.ndarray | Words") -> Batch:
+        return {"label": self._classes(target)} if isinstance(target, Words) else {}
 
     def _classes(self, target: Words) -> torch.Tensor:
         """int64 (N,)"""
@@ -411,11 +408,12 @@ class TableData(ColumnData):
         """Rows that a bundle is proved on, of the validation set where there is one: JSON objects, (n,)."""
         assert self.table_spec is not None, "`setup` has read the rows"
         found = self._samples.get("val") or self._samples["train"]
-        rows, found = [], found.load(np.arange(min(number, len(found))))
-        for position in range(len(found)):
+        size = min(number, len(found))
+        rows, part = [], found.load(np.arange(size))
+        for position in range(size):
             row: dict[str, Any] = {}
             for column in self.table_spec.columns:
-                values = found.columns[column.name]
+                values = part[column.name]
                 if isinstance(values, Words):
                     word = int(values.indices[position])
                     row[column.name] = None if word < 0 else values.words[word]
@@ -423,12 +421,6 @@ class TableData(ColumnData):
                     row[column.name] = None if math.isnan(values[position]) else float(values[position])
             rows.append(json.dumps(row))
         return {"rows": np.array(rows)}
-
-
-def _numbers(targets: Sequence[str], rows: Rows) -> dict[str, torch.Tensor]:
-    """The numbers to be predicted, float32 (N,) or (N, T)."""
-    values = np.stack([rows.columns[name] for name in targets], 1).astype(np.float32)
-    return {"target": torch.from_numpy(values[:, 0].copy() if values.shape[1] == 1 else values)}
 
 
 def _natural(word: str) -> tuple[int, float, str]:

@@ -25,9 +25,7 @@ import json
 import logging
 import mmap
 import os
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -37,7 +35,15 @@ import numpy as np
 
 from deeplightning.data import cache_files
 from deeplightning.data.cache import SETTLED, cache_folder
-from deeplightning.data.cache_files import NEW, Unusable, caches, limit_in_bytes, locks, refuse_foreign, short_hash
+from deeplightning.data.cache_files import (
+    CacheFolder,
+    Unusable,
+    locks,
+    make_room,
+    new_folder,
+    refuse_foreign,
+    short_hash,
+)
 from deeplightning.data.data_errors import DataError
 from deeplightning.table_spec import Words
 
@@ -52,13 +58,10 @@ _LAYOUT = 1
 _STEP = 2**12  # rows that are read at a time
 _KEPT = 2**15  # rows after which what was mapped for them is released: 2 GiB at most, where each maps 64 KiB
 _SIGN = 2**28  # bytes after which it is looked whether there is room for more
-_TAG = """Signature: 8a477f597d28d172789f06886806bc55
-# Tables of Deep Lightning, as numbers. They may be deleted at any time, also while runs use them.
-"""
 
 log = logging.getLogger("deeplightning.data")
 
-Part = Mapping[str, "np.ndarray | Words"]
+Part = Mapping[str, Any]
 """Some rows that follow each other, by column: float64 (n,), or words."""
 
 
@@ -79,15 +82,8 @@ class TableStore:
 
     def __init__(self, path: Path):
         self.path = path
-        with contextlib.ExitStack() as opened:
-            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            opened.callback(os.close, folder)
-            refuse_foreign(folder, path)
-            files = {}
-            for name in NAMES:
-                files[name] = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-                opened.callback(os.close, files[name])
-                refuse_foreign(files[name], path / name)
+        with CacheFolder(path, 1) as folder:
+            files = {name: folder.open_file(name, os.O_RDONLY) for name in NAMES}
             if not locks(files["numbers"], cache_files.fcntl.LOCK_SH):  # the map holds it as well
                 raise FileNotFoundError(path)
             found = json.loads(os.pread(files["words"], os.fstat(files["words"]).st_size, 0))
@@ -187,8 +183,6 @@ def stored(
     top = cache_folder(True, "tables")
     if top is None:
         raise Unusable("DEEPLIGHTNING_CACHE is off")
-    if cache_files.fcntl is None:
-        raise Unusable("this system has no flock")
     programs = [hashlib.sha256(file.read_bytes()).hexdigest() for file in (Path(__file__), *code)]
     before = path.stat()
     if (young := before.st_ctime + SETTLED - time.time()) > 0:  # it may change again without a trace
@@ -227,25 +221,12 @@ def stored(
 
 def _make(folder: Path, path: Path, parts: Iterable[Part], bounded: Sequence[str], times: str | None) -> None:
     log.info("Reading %s, which is large, into %s", path, folder)
-    made = Path(tempfile.mkdtemp(prefix=NEW, dir=folder.parent))
-    try:
-        _write(made, folder, path, parts, bounded, times)
-        made.rename(folder)
-    except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
-        raise
-
-
-def _write(
-    made: Path, folder: Path, path: Path, parts: Iterable[Part], bounded: Sequence[str], times: str | None
-) -> None:
-    (made / "CACHEDIR.TAG").write_text(_TAG)  # backups leave it out
     known: dict[str, dict[str, int]] = {}  # of each column of words, the position of each
     columns: list[str] = []
     numbers: list[str] = []
     rows = size = looked = 0
     longest = 1
-    with contextlib.ExitStack() as files:
+    with new_folder(folder, "Tables, as numbers,") as made, contextlib.ExitStack() as files:
         opened = {name: files.enter_context(_new(made / name)) for name in NAMES}
         for part in parts:
             if not columns:
@@ -274,7 +255,7 @@ def _write(
                 size += array.nbytes
             rows += count
             if size - looked >= _SIGN:
-                _make_room(folder, path, size)
+                make_room(folder, size, size, f"{path} takes {size / 2**30:.3g} GiB", size, NAMES)
                 looked = size
         table = {
             "rows": rows,
@@ -285,7 +266,7 @@ def _write(
             "longest": longest,
         }
         opened["words"].write(json.dumps(table).encode())
-        _make_room(folder, path, size)
+        make_room(folder, size, size, f"{path} takes {size / 2**30:.3g} GiB", size, NAMES)
         for file in opened.values():
             file.flush()
             os.fsync(file.fileno())
@@ -304,25 +285,3 @@ def _texts(path: Path, name: str, values: "np.ndarray | Words", before: int) -> 
             row = before + int((values.indices == number).argmax()) + 1
             raise DataError(f"{path}, column {name}, row {row}: a time has {TIME.itemsize} bytes at most.")
     return np.array([*encoded, b""], TIME)[values.indices]
-
-
-def _make_room(folder: Path, path: Path, written: int) -> None:
-    """Removes what is longest unused, so that what is written fits.
-
-    Raises:
-        Unusable: it does not.
-    """
-    limit = limit_in_bytes()
-    if written > limit:
-        raise Unusable(
-            f"{path} takes more than the {limit / 2**30:.3g} GiB that DEEPLIGHTNING_CACHE_LIMIT allows, a number of GiB"
-        )
-    others = sorted(caches(folder.parent, folder, NAMES), key=lambda one: one[1])
-    taken = sum(size for _, _, size in others)
-    while taken + written > limit or written > (shutil.disk_usage(folder.parent).free + written) / 2:
-        if not others:
-            raise Unusable(f"{path} does not fit: half of the disk's free space stays free, and what is in use stays")
-        gone, _, size = others.pop(0)
-        if cache_files.remove_unused(gone, "numbers"):
-            log.info("Removed the table in %s: there was no room, and it was longest unused", gone)
-            taken -= size

@@ -10,23 +10,18 @@ N samples, B batch, L tokens of a batch's longest text.
 """
 
 import re
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.data.loading import check_folds, check_loader, is_whole
-from deeplightning.data.remote_files import folder_of
-from deeplightning.data.samplers import BatchIndices, go_on, is_made_for, replicas, train_sampler
-from deeplightning.data.splits import deal, shuffled
+from deeplightning.data.loading import DataOfSets, is_whole
 from deeplightning.text_spec import TextSpec, VocabularyError, from_lines, vocabulary
 
 if TYPE_CHECKING:
@@ -37,9 +32,6 @@ Batch = dict[str, Tensor]
 does not count."""
 
 _COLUMNS = ("sentence", "label", "index")
-_SPLITS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("test",)}
-_WORKER_KEYS = ("multiprocessing_context", "persistent_workers", "prefetch_factor", "timeout", "worker_init_fn")
-_LIMIT, _SPLIT_VAL = 1, 2  # purposes of the seed, as with images
 
 
 @dataclass(frozen=True)
@@ -127,6 +119,8 @@ class TokenSet(Dataset):
         labels: as given, as a tensor.
     """
 
+    needs_workers = False
+
     def __init__(self, rows: Sequence[Sequence[int]], labels: np.ndarray | None, padding: int):
         self.lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         self.labels = None if labels is None else torch.from_numpy(labels)
@@ -149,7 +143,7 @@ class TokenSet(Dataset):
         return {"tokens": tokens, **labels, "index": index}
 
 
-class TextData(pl.LightningDataModule):
+class TextData(DataOfSets):
     """Texts of tab-separated files in `data.root`, with a class for each. A data module of your own subclasses it and
     says in `read` which texts there are.
 
@@ -186,6 +180,9 @@ class TextData(pl.LightningDataModule):
         DataConfigError: a value of the config is impossible. It is a ValueError.
     """
 
+    samples = "texts"
+    holds_out = False
+
     def __init__(
         self,
         cfg: "PartConfig",
@@ -203,26 +200,17 @@ class TextData(pl.LightningDataModule):
         cut_always: bool = False,
         limit: int | None = None,
     ):
-        super().__init__()
-        self.cfg = cfg
-        named = {"train": train, "val": validation, "test": test, "vocabulary": vocabulary, "tokenizer": tokenizer}
-        given = {split: name for split, name in named.items() if name is not None}
+        super().__init__(cfg, limit=limit)
         if train is None and type(self).read is TextData.read:
             raise DataConfigError("data.module.params.train must name the training file; it is null.")
-        if given and cfg.data.root is None:
-            file, name = next(iter(given.values())), type(self).__name__
-            raise DataConfigError(f"data.root is null, but {name} needs a folder: the one with {file}.")
-        self.root = root = folder_of(cfg.data.root or ".", [*given.values()])
-        self.files = {split: root / name for split, name in given.items() if split in ("train", "val", "test")}
-        self.vocabulary = None if vocabulary is None else root / vocabulary
-        self.tokenizer = None if tokenizer is None else root / tokenizer
+        self.name_files(train=train, val=validation, test=test, vocabulary=vocabulary, tokenizer=tokenizer)
+        self.vocabulary, self.tokenizer = self._named.get("vocabulary"), self._named.get("tokenizer")
         for name, value, least in (
             ("min_count", min_count, 1),
             ("max_size", max_size, 4),
             ("max_length", max_length, 1),
-            ("limit", limit, 1),
         ):
-            if not (is_whole(value, least) or (value is None and name in ("max_length", "limit"))):
+            if not (is_whole(value, least) or (value is None and name == "max_length")):
                 raise DataConfigError(
                     f"data.module.params.{name} must be a whole number of at least {least}, not {value!r}."
                 )
@@ -235,66 +223,25 @@ class TextData(pl.LightningDataModule):
             )
         if cut_always and max_length is None:
             raise DataConfigError("data.module.params.cut_always needs max_length, which is null.")
-        check_folds(cfg.data.num_splits, cfg.data.fold)
-        self.min_count, self.max_size, self.lower, self.limit = min_count, max_size, lower, limit
+        self.min_count, self.max_size, self.lower = min_count, max_size, lower
         self.max_length, self.cut_always = max_length, cut_always
-        self._loader_options = dict(cfg.data.loader or {})
-        self._drop_last = self._loader_options.pop("drop_last", False)
-        check_loader(self._loader_options, self._drop_last, cfg.data.num_workers)
         self.class_names: list[str] = list(class_names or [])
         self.text_spec: TextSpec | None = None
-        self._texts: dict[str, Texts] = {}
-        self._sets: dict[str, TokenSet] = {}
-        self._sampler: BatchIndices | None = None
 
     # ---- reading
 
-    def check(self) -> None:
-        """Looks whether the files are there, without reading any.
-
-        Raises:
-            DataError: one is not.
-        """
-        for path in [*self.files.values(), self.vocabulary, self.tokenizer]:
-            if path is not None and not path.exists():
-                raise DataError(
-                    f"{path} is missing. Set data.root (now {self.cfg.data.root}) to the folder that holds it, or name "
-                    "another file under data.module.params."
-                )
-
     def read(self) -> dict[str, Texts]:
-        """Finds the texts: under "train", and where there are such under "val" and "test".
+        """Return the texts: under "train", and where there are such under "val" and "test".
 
         Raises:
             DataError: a file is not as it should be.
         """
         return {split: read_tsv(path, labelled=split != "test") for split, path in self.files.items()}
 
-    def setup(self, stage: str | None = None) -> None:
-        """Reads and divides the texts once, makes the vocabulary, and numbers the words that the stage needs.
-
-        Raises:
-            DataError: a file is missing, or not as it should be.
-        """
-        if not self._texts:
-            self.check()
-            found = self.read()
-            self._check_labels(found)
-            texts = self._divide(found)
-            self.text_spec = self._spec(texts["train"])
-            self._texts = texts
-        for split in _SPLITS[stage] if stage else ("train", "val", "test"):
-            if split in self._texts:
-                self.dataset(split)
-        if self._drop_last:
-            world, size = replicas(self.trainer)[0], self.cfg.data.batch_size
-            if len(self._texts["train"]) < size * world:
-                raise DataConfigError(
-                    f"data.loader.drop_last leaves no training batch: {len(self._texts['train'])} samples are fewer "
-                    f"than {size} (data.batch_size) x {world} process(es)."
-                )
-        if self.cfg.data.sampler is not None and stage in ("fit", None):
-            self._train_sampler()  # what it refuses is told before a run begins
+    def _found(self) -> dict[str, Any]:
+        found = super()._found()
+        self._check_labels(found)
+        return found
 
     def _check_labels(self, found: dict[str, Texts]) -> None:
         train = found["train"]
@@ -314,22 +261,8 @@ class TextData(pl.LightningDataModule):
                     f"{', …' if classes > 5 else ''})."
                 )
 
-    def _divide(self, texts: dict[str, Texts]) -> dict[str, Texts]:
-        seed, num_splits = self.cfg.seed, self.cfg.data.num_splits
-        for name in ("train", "test"):
-            if self.limit is not None and name in texts and self.limit < len(texts[name]):
-                texts[name] = texts[name].take(np.sort(shuffled(len(texts[name]), seed, _LIMIT)[: self.limit]))
-        if num_splits is not None:
-            train = texts["train"]
-            if len(train) < num_splits:
-                raise DataError(
-                    f"{train.path}: {len(train)} training texts are too few to hold out one in {num_splits}; "
-                    "data.num_splits changes that."
-                )
-            assert train.labels is not None
-            of_fold = deal(train.labels, num_splits, seed, _SPLIT_VAL) == self.cfg.data.fold
-            texts["train"], texts["val"] = (train.take(np.flatnonzero(mask)) for mask in (~of_fold, of_fold))
-        return texts
+    def learn(self, train: Texts) -> None:
+        self.text_spec = self._spec(train)
 
     def _spec(self, train: Texts) -> TextSpec:
         most = self.max_length if self.cut_always else None
@@ -352,36 +285,14 @@ class TextData(pl.LightningDataModule):
         except VocabularyError as error:
             raise DataError(f"{self.vocabulary}: {error}.") from error
 
-    def check_stages(self, stages: Sequence[str]) -> None:
-        """Checks, after `setup` and before a training, that there is a set for the stages that follow it.
-
-        Raises:
-            DataError: there is no test set, and a stage needs it.
-        """
-        if {"test", "predict"} & {*stages}:
-            self._expect("test")
-
-    def _expect(self, split: str) -> None:
-        if split not in self._texts:
-            raise DataError(f"There is no {split} set: name its file under data.module.params, or leave it out.")
-
-    def dataset(self, split: str) -> TokenSet:
-        """The set "train", "val" or "test"; call `setup` first.
-
-        Raises:
-            DataError: there is none.
-        """
-        if split not in self._sets:
-            self._expect(split)
-            texts, most = self._texts[split], self.max_length if split == "train" else None
-            assert self.text_spec is not None
-            rows = self.text_spec.encode(texts.texts, most)
-            self._sets[split] = TokenSet(rows, texts.labels, self.text_spec.padding)
-        return self._sets[split]
+    def _prepare(self, samples: Texts) -> TokenSet:
+        assert self.text_spec is not None, "`setup` has read the texts"
+        rows = self.text_spec.encode(samples.texts, self.max_length if samples is self._samples["train"] else None)
+        return TokenSet(rows, samples.labels, self.text_spec.padding)
 
     def sample(self, split: str, position: int) -> dict[str, str]:
-        """The text, and the file and line that it comes from."""
-        texts = self._texts[split]
+        """Return the text, and the file and line that it comes from."""
+        texts = self._samples[split]
         return {"text": texts.texts[position], "name": f"{texts.path.name}, line {texts.lines[position]}"}
 
     def example_batch(self, size: int) -> Batch:
@@ -413,17 +324,9 @@ class TextData(pl.LightningDataModule):
         return found[np.full(size, int(found.lengths.argmax()))]
 
     def example_texts(self, size: int) -> list[str]:
-        """Some validation texts, or training texts where there is no validation; call `setup` first."""
-        return self._texts["val" if "val" in self._texts else "train"].texts[:size]
-
-    # ---- loading
-
-    def train_dataloader(self) -> DataLoader:
-        return self._loader("train", training=True)
-
-    def val_dataloader(self) -> object:
-        """No loader where there is no validation."""
-        return self._loader("val") if "val" in self._texts else []
+        """Return some validation texts, or training texts where there is no validation; call `setup` first."""
+        texts: list[str] = self._samples["val" if "val" in self._samples else "train"].texts[:size]
+        return texts
 
     def test_dataloader(self) -> DataLoader:
         """
@@ -432,40 +335,9 @@ class TextData(pl.LightningDataModule):
         """
         if self.dataset("test").labels is None:
             raise DataError(
-                f"{self._texts['test'].path} has no labels to test with; stages=[predict] answers each of its texts."
+                f"{self._samples['test'].path} has no labels to test with; stages=[predict] answers each of its texts."
             )
         return self._loader("test")
-
-    def predict_dataloader(self) -> DataLoader:
-        """The test set, in data order."""
-        return self._loader("test")
-
-    def transfer_batch_to_device(self, batch: object, device: torch.device, dataloader_idx: int) -> object:
-        """What is there already stays as it is: Lightning would look through each batch for what to move."""
-        return batch if device.type == "cpu" else super().transfer_batch_to_device(batch, device, dataloader_idx)
-
-    def _loader(self, split: str, training: bool = False) -> DataLoader:
-        dataset = self.dataset(split)
-        if training:
-            sampler = self._train_sampler()
-        else:
-            world, rank = replicas(self.trainer)
-            sampler = BatchIndices(dataset, self.cfg.data.batch_size, num_replicas=world, rank=rank)
-        options = {key: value for key, value in self._loader_options.items() if key not in _WORKER_KEYS}
-        device = getattr(getattr(self.trainer, "strategy", None), "root_device", None)
-        options.setdefault("pin_memory", device is not None and device.type == "cuda")
-        # Lightning's advice to add workers is wrong here.
-        warnings.filterwarnings("ignore", message=".*does not have many workers")
-        # Its own generator: else each epoch would draw a number from torch's global one.
-        generator = Generator().manual_seed(self.cfg.seed)
-        return DataLoader(dataset, batch_size=None, sampler=sampler, generator=generator, **options)
-
-    def _train_sampler(self) -> BatchIndices:
-        if self._sampler is None or self.cfg.data.sampler is None or not is_made_for(self._sampler, self.trainer):
-            self._sampler = train_sampler(self.cfg, self.dataset("train"), self.trainer, drop_last=self._drop_last)
-        elif self.trainer:
-            go_on(self._sampler, self.trainer)
-        return self._sampler
 
 
 def _text_of(path: Path) -> str:

@@ -1,1 +1,1 @@
-"""A config is tried out: a made-up batch goes through a training and a validation step."""
+"""Try a config out: pass a made-up batch through a training and a validation step."""

@@ -1,4 +1,4 @@
-"""What follows training: a checkpoint is saved and read again, and a new task answers as the export does."""
+"""Try what follows training: save and load a checkpoint, and have a new task answer as the export does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WEIGHTS = ("state_dict", "optimizer_states")
 
 
 class InMemory(CheckpointIO):
-    """Gives the last checkpoint back as a file would: what the user has added is on the CPU.
+    """Keep the last checkpoint in memory, and load it as from a file: what the user has added is on the CPU.
 
     Attributes:
         kept: the checkpoint; every rank has one, though only the first is asked to save it.
@@ -41,7 +41,7 @@ class InMemory(CheckpointIO):
 
 
 def save(attempt: Attempt) -> str:
-    """Saves a checkpoint as each epoch of a run does.
+    """Save a checkpoint as each epoch of a run does.
 
     Returns:
         Its name.
@@ -53,7 +53,7 @@ def save(attempt: Attempt) -> str:
 
 
 def answer(attempt: Attempt) -> None:
-    """Has a new task answer one batch on the CPU, as the export of a run's best weights does first."""
+    """Have a new task answer one batch on the CPU, as the export of a run's best weights does first."""
     task, batch = attempt.task, attempt.batch
     kind = KINDS.get(str(getattr(task, "kind", "")))
     specs = [name for name in ("image_spec", "text_spec", "row_spec") if getattr(task, name, None) is not None]

@@ -1,4 +1,4 @@
-"""What one attempt at a config has built and found so far."""
+"""Hold what one attempt at a config has built and found so far."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class DeviceError(RuntimeError):
 
 @dataclass
 class Attempt:
-    """One way through a config, up to the first thing that stops it.
+    """One pass through a config, up to the first error.
 
     Attributes:
         cfg: as it is tried.

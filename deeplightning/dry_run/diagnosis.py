@@ -1,4 +1,4 @@
-"""An exception becomes faults of the config: whose code it comes from, by the objects on its stack."""
+"""Make an exception faults of the config: the objects on its stack show which part raised it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from deeplightning.words import first_line
 
 
 def faults_of(attempt: Attempt, error: BaseException, building: Target | None = None) -> list[Fault]:
-    """The faults behind an exception; `building`: the target that was being built."""
+    """Return the faults behind an exception; `building`: the target that was being built."""
     if isinstance(error, UserError):
         return error.faults
     if isinstance(error.__cause__, DeviceError):  # a metric's in other words
@@ -67,23 +67,16 @@ def faults_of(attempt: Attempt, error: BaseException, building: Target | None = 
 
 
 def _misconfigured(attempt: Attempt, error: BaseException, building: Target | None) -> Fault:
-    """What Lightning says of a config, in the config's words where it says it in its own."""
-    words, scheduler = " ".join(str(error).split()), attempt.cfg.model.scheduler
-    if "ReduceLROnPlateau" in words:
-        if isinstance(scheduler, Target) and "ReduceLROnPlateau" in scheduler.type:
-            message = "ReduceLROnPlateau needs a metric to follow, for example val_loss"
-            return Fault(message, f"{scheduler.name}.call.monitor")
-        wanted = '{"scheduler": …, "monitor": "val_loss"}'
-        message = f"{attempt.cfg.model.module.type}.configure_optimizers gives a ReduceLROnPlateau no metric to follow;"
-        return Fault(f"{message} as `lr_scheduler` return {wanted}", "model.module")
+    """Return Lightning's own message as a fault of the part that it is about."""
+    words = " ".join(str(error).split())
     if building is None and attempt.trainer is None and attempt.callbacks:
         return Fault(f"Lightning refuses them: {words}", "train.callbacks")
-    owner = building or _owner(attempt, error)[0]
-    return Fault(f"{owner.type}: {words}" if owner else words, str(owner.name) if owner else "model.module")
+    owner = building or _owner(attempt, error)[0] or attempt.cfg.model.module
+    return Fault(f"{owner.type}: {words}", str(owner.name))
 
 
 def _owner(attempt: Attempt, error: BaseException) -> tuple[Target | None, str]:
-    """Whose code an exception comes from: the innermost part of the config on the stack, and what it was given."""
+    """Return the innermost part of the config on the stack, and what it was given."""
     within = False  # inside of Lightning, which an optimizer's step calls for the loss
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         value, code = frame.f_locals.get("self"), frame.f_code
@@ -105,7 +98,7 @@ def _owner(attempt: Attempt, error: BaseException) -> tuple[Target | None, str]:
 
 
 def _part(attempt: Attempt, value: object) -> Target | None:
-    """The target that an object was made from."""
+    """Return the target that an object was made from."""
     model = attempt.cfg.model
     if value is not None and value is attempt.data:
         return attempt.cfg.data.module
@@ -122,7 +115,7 @@ def _part(attempt: Attempt, value: object) -> Target | None:
 
 
 def target_at(attempt: Attempt, path: str) -> Target | None:
-    """The target that the module at a path inside the task belongs to."""
+    """Return the target to which the module at a path inside the task belongs."""
     model, names = attempt.cfg.model, path.split(".")
     for depth in range(1, len(names) + 1):
         module, name = attempt.task.get_submodule(".".join(names[:depth])), names[depth - 1]
@@ -145,12 +138,12 @@ UNCONNECTED = "the loss depends on no parameter that learns, so no gradient reac
 
 
 def targets_of(section: object) -> list[Any]:
-    """The targets of a section that holds one, several by name, or none."""
+    """Return the targets of a section that holds one, several by name, or none."""
     return [] if section is None else list(section.values()) if isinstance(section, dict) else [section]
 
 
 def _is_of(value: object, target: Target) -> bool:
-    """Whether an object is an instance of the class that a target names."""
+    """Return whether an object is an instance of the class that a target names."""
     try:
         found = find(target.type)
     except ValueError:
@@ -159,7 +152,7 @@ def _is_of(value: object, target: Target) -> bool:
 
 
 def _is_own(target: Target) -> bool:
-    """Whether the class or function that a target names is the user's own."""
+    """Return whether the class or function that a target names is the user's own."""
     module = sys.modules.get(find(target.type).__module__)
     return own_code.is_theirs(getattr(module, "__file__", None) or "<")
 
@@ -170,19 +163,19 @@ def _of_class(value: object, section: object) -> Target | None:
 
 
 def _leading_key(message: str) -> tuple[str | None, str]:
-    """A message that begins with the config key it is about, divided."""
+    """Divide a message that begins with its config key into both."""
     match = re.match(r"((?:data|model|train|engine)\.[\w.]*\w):? (.*)", message, re.DOTALL)
     return (match[1], match[2]) if match else (None, message)
 
 
 def _line_of_step(attempt: Attempt) -> str:
-    """` (file:line)` of the user's own step of a task in this stage; empty: it is not theirs."""
+    """Return ` (file:line)` of the user's own step of a task in this stage; empty: it is not theirs."""
     match = re.match(r"in the (training|validation|test|predict) step", attempt.stage)
     return line_of_method(attempt.task, f"{match[1]}_step") if match and attempt.task is not None else ""
 
 
 def line_of_method(value: object, name: str) -> str:
-    """` (file:line)` at which the user's own method of a class begins; empty: it is not theirs."""
+    """Return ` (file:line)` at which the user's own method of a class begins; empty: it is not theirs."""
     code = getattr(getattr(type(value), name, None), "__code__", None)
     if code is None or not own_code.is_theirs(code.co_filename):
         return ""
@@ -201,7 +194,7 @@ def tensor_in_words(value: torch.Tensor) -> str:
 
 
 def _advice(key: str, taken: str) -> str:
-    """The next step, where the shapes tell one."""
+    """Return the next step, where the shapes show one."""
     floats, labels = re.search(r"float\d+ \(\d+, (\d+)\)", taken), re.search(r"int64 \(\d+,\)", taken)
     if not (floats and labels):
         return ""

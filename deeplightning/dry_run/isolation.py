@@ -1,4 +1,4 @@
-"""Keeps a trial from the machine: one CPU process, no network, no messages, no files that stay."""
+"""Isolate a dry run from the machine: one CPU process, no network, no messages, no files that stay."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OF_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context"
 
 
 def on_one_cpu(cfg: Config) -> Config:
-    """A copy of a config that runs in this process, on the CPU."""
+    """Return a copy of a config that runs in this process, on the CPU."""
     mine = copy.deepcopy(cfg)
     engine = mine.engine
     if engine.gpus is not None:  # half precision on CPU is bf16, see `deeplightning.engine.plan.settle`
@@ -60,7 +60,7 @@ def drop_weights(cfg: Config) -> list[str]:
 
 
 class Nowhere(DummyLogger):
-    """Takes everything and keeps nothing; files that a callback puts beside a run's go to a folder that is removed."""
+    """Keep nothing; files that a callback puts beside a run's go to a folder that is removed."""
 
     def __init__(self, folder: Path):
         super().__init__()
@@ -77,7 +77,7 @@ class Nowhere(DummyLogger):
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Prints nothing but the result: no messages of Lightning, no warnings; what others print goes to stderr."""
+    """Print nothing but the result: no messages of Lightning, no warnings; what others print goes to stderr."""
     loggers = [logging.getLogger(name) for name in ("pytorch_lightning", "lightning_fabric", "deeplightning")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
@@ -95,7 +95,7 @@ def undisturbed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def offline() -> Iterator[None]:
-    """Whoever asks for a host gets an `_Offline`."""
+    """Raise `_Offline` in any code that looks up a host."""
     known = socket.getaddrinfo
 
     def refuse(*_: object, **__: object) -> Any:

@@ -1,4 +1,4 @@
-"""A callback that looks at each step of an attempt: loss, gradients, weights, and what is logged."""
+"""Check each step of an attempt: loss, gradients, weights, and what is logged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deeplightning.words import stage_of
 
 
 def check_numbers(attempt: Attempt) -> None:
-    """Logged values must be single numbers, and losses finite."""
+    """Report logged values that are not single numbers, and losses that are not finite."""
     for name, value in attempt.trainer.callback_metrics.items():
         stage, rest = stage_of(name)
         metric = next((n for n in attempt.cfg.model.metrics or {} if rest in (n, f"{n}_epoch")), None)
@@ -32,7 +32,7 @@ def check_numbers(attempt: Attempt) -> None:
 
 
 class Observer(pl.Callback):
-    """Looks on while a step is tried, and ends the training after it."""
+    """Check a training step, and end the training after it."""
 
     def __init__(self, attempt: Attempt):
         self.attempt = attempt

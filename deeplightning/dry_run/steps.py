@@ -1,8 +1,7 @@
-"""Builds what a config describes, and takes one made-up batch through its steps."""
+"""Build what a config describes, and pass one made-up batch through its steps."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,27 +34,9 @@ chance."""
 
 STEPS = 1000  # the length of a training whose data are not looked at
 
-# Hooks that Lightning has dropped, and what replaces them.
-_RETIRED = {
-    "training_epoch_end": "on_train_epoch_end(self)",
-    "validation_epoch_end": "on_validation_epoch_end(self)",
-    "test_epoch_end": "on_test_epoch_end(self)",
-    "predict_epoch_end": "on_predict_epoch_end(self)",
-    "training_step_end": "training_step(self, batch, batch_idx)",
-    "validation_step_end": "validation_step(self, batch, batch_idx)",
-    "test_step_end": "test_step(self, batch, batch_idx)",
-    "on_epoch_start": "on_train_epoch_start(self)",
-    "on_epoch_end": "on_train_epoch_end(self)",
-    "on_batch_start": "on_train_batch_start(self, batch, batch_idx)",
-    "on_batch_end": "on_train_batch_end(self, outputs, batch, batch_idx)",
-    "on_pretrain_routine_start": "on_fit_start(self)",
-    "on_pretrain_routine_end": "on_fit_start(self)",
-    "configure_sharded_model": "configure_model(self)",
-}
-
 
 def take_steps(attempt: Attempt) -> None:
-    """Goes through the stages of a config, and notes in `attempt` what is wrong.
+    """Try the stages of a config, and collect the faults in `attempt`.
 
     Raises:
         Exception: whatever a part raises; `faults_of` makes faults of it.
@@ -159,7 +140,7 @@ def example(attempt: Attempt, longest: bool = False) -> object:
 
 
 def _inspect(attempt: Attempt, task: pl.LightningModule) -> None:
-    """What a task lacks, and what of it Lightning has given up."""
+    """Report the methods that a task lacks, and settings that Lightning refuses for manual optimization."""
     cls, stages, train = type(task), attempt.cfg.stages, attempt.cfg.train
     needed = {}
     if "train" in stages and train.num_epochs != 0:
@@ -175,17 +156,6 @@ def _inspect(attempt: Attempt, task: pl.LightningModule) -> None:
         if not is_overridden(method, task):
             near = nearest(method, [n for n in vars(cls) if not n.startswith("__")])
             attempt.fault(f"{name} lacks {method}{words}.{near}", "model.module")
-    for old, new in _RETIRED.items():
-        if callable(getattr(cls, old, None)) and not hasattr(pl.LightningModule, old):
-            attempt.fault(
-                f"{name} has {old}, which Lightning calls no more (since 2.0); today it is {new}", "model.module"
-            )
-    if "optimizer_idx" in inspect.signature(task.training_step).parameters:
-        attempt.fault(
-            f"{name}: Lightning gives training_step no optimizer_idx any more (since 2.0); set "
-            "`self.automatic_optimization = False` and step `self.optimizers()` in training_step",
-            "model.module",
-        )
     if not task.automatic_optimization:
         if train.gradient_clip is not None:
             message = (
@@ -199,7 +169,7 @@ def _inspect(attempt: Attempt, task: pl.LightningModule) -> None:
 
 
 class _Plan(pl.Callback):
-    """Compares the plan of a tensor-parallel engine with the networks.
+    """Compare the plan of a tensor-parallel engine with the networks.
 
     Args:
         params: of the engine.
@@ -250,7 +220,7 @@ def make_trainer(attempt: Attempt, look: pl.Callback) -> pl.Trainer:
 
 
 def _judge(attempt: Attempt, look: Observer) -> None:
-    """What a training that came to its end says."""
+    """Report what a complete training shows: values that are not numbers, no loss, parameters without gradients."""
     check_numbers(attempt)
     if attempt.batch is None or attempt.faults:
         return
@@ -278,6 +248,6 @@ class _Trainer(pl.Trainer):
 
 
 def _loader(batch: object) -> DataLoader:
-    """Gives one batch, or none."""
+    """Return a loader of one batch, or of none."""
     batches: Any = [] if batch is None else [batch]
     return DataLoader(batches, batch_size=None)

@@ -74,7 +74,7 @@ def _needs_devices(faults: list[Fault], several: bool, on_gpu: bool) -> bool:
 
 
 class Trial:
-    """Try a config until no further fault is found: what is at fault is taken out, and the rest is tried again.
+    """Try a config until no further fault is found: remove the part at fault, and try the rest again.
 
     Attributes:
         faults: what is wrong.
@@ -143,7 +143,7 @@ class Trial:
         self.untried.append(Fault("what comes behind a fault was not tried, nor whether monitored metrics are logged"))
 
     def take_out(self, fault: Fault) -> bool:
-        """Changes the config such that it goes without what is at fault; false where it cannot."""
+        """Remove what is at fault from the config; return False where that is impossible."""
         key, model, train = fault.key or "", self.cfg.model, self.cfg.train
         if match := re.match(r"model\.metrics\.([^.]+)", key):
             self.left_out.append(match[1])
@@ -179,7 +179,7 @@ class Trial:
         return True
 
     def unlogged(self, attempt: Attempt) -> list[Fault]:
-        """Names that something waits for and nobody logs."""
+        """Return faults for monitored metrics that nothing logs."""
         if "train" not in self.asked.stages or self.asked.train.num_epochs == 0 or not attempt.logged:
             return []  # no step was taken
         faults = []
@@ -201,7 +201,7 @@ class Trial:
         return faults
 
     def monitors(self, attempt: Attempt) -> Iterator[tuple[str, str, str]]:
-        """Key, name and moment (the end of a `step`, a `validation` or an `epoch`) of each metric waited for."""
+        """Yield key, name and moment (the end of a `step`, a `validation` or an `epoch`) of each monitored metric."""
         train = self.asked.train
         judged = "validation" if train.val_every_n_epoch < 1 else "epoch"
         if train.checkpoint.monitor is not None:
@@ -218,7 +218,7 @@ class Trial:
                 yield f"{target.name}.params.monitor", callback.monitor, "epoch"
 
     def parts(self) -> list[Fault]:
-        """What is wrong with single parts, each built alone: their users did not come so far."""
+        """Build each part alone, and return its faults: no step has used them."""
         model, faults = self.cfg.model, []
         optimizer: object = None
 
@@ -246,7 +246,7 @@ class Trial:
 
 
 def _place(cfg: Config, key: str | None) -> str | None:
-    """Where the target that a key names was written."""
+    """Return where the target that a key names is written."""
     model = cfg.model
     sections = (model.network, model.loss, model.metrics, model.optimizer, model.scheduler)
     targets = [cfg.data.module, model.module, *cfg.train.callbacks, *(t for s in sections for t in targets_of(s))]

@@ -1,1 +1,1 @@
-"""How a run is spread over processes and devices: strategies, precision, checkpoint format, the machine's devices."""
+"""Parallelism and devices: strategies, precision, the checkpoint format, and the machine's GPUs."""

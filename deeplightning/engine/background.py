@@ -1,4 +1,4 @@
-"""Checkpoints are written while training continues: a copy of the tensors on the CPU, and a thread that writes it.
+"""Writing checkpoints while training continues: tensors are copied to the CPU, and a thread writes the copy.
 
 The copy is made at once, so training may change its tensors; at most one copy exists at a time.
 """
@@ -14,13 +14,15 @@ from deeplightning.private.torch import storage_id
 from deeplightning.process.agreement import free_memory
 from deeplightning.transfer import is_asynchronous
 
-SMALLEST = 8 * 2**20
-"""Bytes of tensors on GPUs from which a checkpoint is written in the background."""
+MIN_BYTES = 8 * 2**20
+"""Minimum size of the tensors on GPUs for writing a checkpoint in the background."""
 
 
 class Writer:
-    """Runs jobs in a thread, in the order in which they come. After a job has failed none runs any more, and each call
-    raises its error, until `wait` has raised it."""
+    """Run jobs in a thread, in order.
+
+    After a job has failed no further job runs, and each call raises its error, until `wait` has raised it.
+    """
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
@@ -28,14 +30,14 @@ class Writer:
         self._error: BaseException | None = None
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Runs a job after all that came before, without waiting for it."""
+        """Run a job after all earlier ones, without waiting for it."""
         self.check()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._jobs.append(self._thread.submit(self._run, job))
 
     def then(self, job: Callable[[], None]) -> None:
-        """Runs a job when all that came before is done: now, if it is."""
+        """Run a job once all earlier ones are done: now, if they are."""
         self.check()
         if self._jobs:
             self.submit(job)
@@ -43,13 +45,13 @@ class Writer:
             job()
 
     def check(self) -> None:
-        """Raises the error of a job that has failed; does not wait."""
+        """Raise the error of a failed job; do not wait."""
         self._jobs = [job for job in self._jobs if not job.done()]
         if self._error is not None:
             raise self._error
 
     def wait(self) -> None:
-        """Waits until all jobs are done."""
+        """Wait until all jobs are done."""
         while self._jobs:
             self._jobs[0].result()
             del self._jobs[0]
@@ -58,7 +60,7 @@ class Writer:
             raise error
 
     def close(self) -> None:
-        """Waits until all jobs are done, and ends the thread."""
+        """Wait until all jobs are done, then end the thread."""
         try:
             self.wait()
         finally:
@@ -75,21 +77,21 @@ class Writer:
 
 
 def gains(checkpoint: dict[str, object]) -> bool:
-    """Whether to write a checkpoint in the background: much of it is on GPUs, and there is memory for its copy.
+    """Return whether to write a checkpoint in the background: much of it is on GPUs, and its copy fits in memory.
 
-    Where the CPU trains, the thread takes the cores that training needs: the run took half as much CPU time again and
-    did not end sooner (two cores, torch 2.15, November 2026).
+    In CPU training the thread competes with training for cores: the run took half as much CPU time again and did not
+    end sooner (two cores, torch 2.15, November 2026).
     """
     sizes = {storage_id(t): t.untyped_storage().nbytes() for t in _tensors(checkpoint) if is_asynchronous(t.device)}
     size, free = sum(sizes.values()), free_memory()
-    return size >= SMALLEST and (free is None or free > 2 * size)
+    return size >= MIN_BYTES and (free is None or free > 2 * size)
 
 
 class Snapshot:
-    """A copy of a checkpoint on the CPU. Tensors that share memory share it in the copy.
+    """A copy of a checkpoint on the CPU. Tensors that share memory share it in the copy too.
 
-    From a GPU the copy is made on a stream of its own, into pinned memory. If the GPU has room for a second copy of the
-    tensors, training continues at once; else its next kernel waits for the copy, and the process does not.
+    A GPU's tensors are copied on a separate stream, into pinned memory. If the GPU has room for a second copy of them,
+    training continues at once; else its next kernel waits for the copy, but the process does not.
     """
 
     def __init__(self, checkpoint: dict[str, object]) -> None:
@@ -125,7 +127,7 @@ class Snapshot:
             training.wait_stream(beside)
 
     def finished(self) -> dict[str, object]:
-        """The copy, when all of it has arrived."""
+        """Return the copy once it is complete."""
         for event in self._copied:
             event.synchronize()
         self._kept.clear()
@@ -142,7 +144,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
-    """The tensors in nested containers that have values in memory of their own."""
+    """Yield the tensors in nested containers whose values are in ordinary memory."""
     if isinstance(value, Tensor):
         if type(value) in (Tensor, torch.nn.Parameter) and value.layout == torch.strided and not value.is_meta:
             yield value
@@ -155,12 +157,12 @@ def _tensors(value: object) -> Iterator[Tensor]:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """All bytes of the memory that a tensor is a view of."""
+    """Return all bytes of the storage of a tensor."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())  # type: ignore[call-overload, no-any-return]
 
 
 def _like(tensor: Tensor, copied: Tensor) -> Tensor:
-    """The view of a copied storage that a tensor is of its own."""
+    """Return a view of the copied storage that matches the tensor's view of the original."""
     found = torch.empty(0, dtype=tensor.dtype)
     found.set_(copied.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
     return found
@@ -169,5 +171,5 @@ def _like(tensor: Tensor, copied: Tensor) -> Tensor:
 def _pinned(like: Tensor) -> Tensor:
     try:
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
-    except RuntimeError:  # the system has no more memory that it can pin
+    except RuntimeError:  # no more memory can be pinned
         return torch.empty(like.shape, dtype=like.dtype)

@@ -1,7 +1,7 @@
-"""How a checkpoint reaches the disk and comes back: whole or not at all, and nothing in it is executed.
+"""Writing and reading checkpoints: complete or not at all, and nothing in them is executed.
 
-It is one file. Where processes share the tensors, each writes its pieces into a file of its own beside it
-(`last.pieces/TOKEN-RANK.pt` for `last.ckpt`), and the checkpoint, which names them, is written when all are there.
+A checkpoint is one file. If processes share the tensors, each writes its shards into its own file next to it
+(`last.pieces/TOKEN-RANK.pt` for `last.ckpt`); the checkpoint, which names them, is written when all of them exist.
 """
 
 import contextlib
@@ -47,19 +47,19 @@ _TYPES: dict[str, type] = {
     "train_metrics": dict,
     "generators": list,
 }
-"""What a checkpoint may hold under the keys that are read here; each may be missing or None, but for the first."""
+"""Types of the values under the keys that are read here; all keys but the first may be missing or None."""
 
 _TOKEN = re.compile(r"[0-9a-f]{8}")
-_SHOWN = 3  # missing pieces that a message names
+_MAX_NAMED = 3  # missing shards that a message names
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
-    """Writes beside the target, syncs, renames; reads plain types only.
+    """Write to a temporary file, sync, rename; read plain types only.
 
-    Saving in place lost 40 of 40 checkpoints to kills, this way none of 100 (November 2026).
+    Writing in place lost 40 of 40 checkpoints to kills, this way none of 100 (November 2026).
 
     Attributes:
-        writer: what writes in the background; whoever reads or replaces a checkpoint waits for it first.
+        writer: writes in the background; wait for it before a checkpoint is read or replaced.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
 
     @contextlib.contextmanager
     def in_background(self) -> Iterator[None]:
-        """Checkpoints that are saved herein may be written later, in the background (see `Writer`)."""
+        """Allow checkpoints that are saved in the block to be written later (see `Writer`)."""
         self._in_background = True
         try:
             yield
@@ -76,7 +76,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
             self._in_background = False
 
     def save_checkpoint(self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None) -> None:
-        """Saves atomically, after the checkpoint that is being written.
+        """Save atomically, after the checkpoint that is being written.
 
         Raises:
             SetupError: the folder cannot be written, or the disk is full; an older file at `path` stays.
@@ -89,20 +89,20 @@ class SafeCheckpointIO(TorchCheckpointIO):
             _write(checkpoint, Path(path))
 
     def teardown(self) -> None:
-        """Waits for the checkpoint that is being written."""
+        """Wait for the checkpoint that is being written."""
         self.writer.close()
 
     def load_checkpoint(
         self, path: str | Path, map_location: object = "cpu", weights_only: bool | None = True
     ) -> dict[str, object]:
-        """Loads with `weights_only=True`, whatever is asked."""
+        """Load with `weights_only=True`, regardless of the argument."""
         return read_checkpoint(path)
 
 
 def save_sharded(checkpoint: dict[str, object], path: str | Path) -> None:
-    """Saves a checkpoint that holds a `Piece` of each tensor that is shared; to be called on every process.
+    """Save a checkpoint that holds a `Shard` of each shared tensor. Call it on every process.
 
-    The former checkpoint of that name stays until the new one is whole.
+    The former checkpoint of that name stays until the new one is complete.
 
     Raises:
         SetupError: on every process, if one of them cannot write.
@@ -119,7 +119,7 @@ def save_sharded(checkpoint: dict[str, object], path: str | Path) -> None:
 
 
 def _on_all(write: Callable[[], None]) -> None:
-    """Writes on each process, and fails on all if one fails."""
+    """Write on each process; fail on all if one fails."""
     failure: SetupError | None = None
     try:
         write()
@@ -146,7 +146,7 @@ def _write(content: dict[str, object], target: Path) -> None:
         sync_names(target.parent)
     except (OSError, RuntimeError) as error:
         first: BaseException = error
-        while first.__context__ is not None:  # torch closes its archive after a failed write, and fails in that
+        while first.__context__ is not None:  # closing torch's archive after a failed write fails too
             first = first.__context__
         reason = getattr(first, "strerror", None) or first_line(first)
         if isinstance(first, OSError) and is_full(first):
@@ -154,12 +154,12 @@ def _write(content: dict[str, object], target: Path) -> None:
             reason += f"; {no_room(target.parent, written)}, and about {megabytes(_size(content))} needed; {FREE_SOME}"
         raise SetupError(f"{target}: the checkpoint cannot be written: {reason}") from error
     finally:
-        with contextlib.suppress(OSError):  # it says less than the error before
+        with contextlib.suppress(OSError):  # must not hide the error before
             beside.unlink()
 
 
 def _size(content: Any) -> int:
-    """Bytes of the tensors in it."""
+    """Return the bytes of the tensors in a tree."""
     if isinstance(content, torch.Tensor):
         return content.nbytes
     items = content.values() if isinstance(content, dict) else content if isinstance(content, list | tuple) else ()
@@ -167,14 +167,14 @@ def _size(content: Any) -> int:
 
 
 def read_checkpoint(path: str | Path, whole: bool = True) -> dict[str, Any]:
-    """The content of a checkpoint, on the CPU: tensors, numbers, texts, lists and dicts.
+    """Return the content of a checkpoint, on the CPU: tensors, numbers, texts, lists and dicts.
 
     Args:
-        path: the checkpoint file; pieces that it names are read as well.
-        whole: put shared tensors together; else each is a `pieces.Scattered`, read when its values are asked for.
+        path: the checkpoint file; shards that it names are read too.
+        whole: assemble shared tensors; else each is a `shards.Scattered`, which is read on access.
 
     Raises:
-        CheckpointError: a file is missing, damaged, or holds more than plain types. Nothing of it is executed.
+        CheckpointError: a file is missing, damaged, or contains more than plain types. Nothing of it is executed.
     """
     path = Path(path)
     content = _read(path, mapped=not whole)
@@ -204,7 +204,7 @@ _NAMES = {dict: "a dict", int: "a whole number", list: "a list"}
 
 
 def described(value: object) -> str:
-    """A value and its type, short."""
+    """Return a short description of a value and its type."""
     return f"{type(value).__name__} {value!r:.40}" if isinstance(value, str | int | float) else type(value).__name__
 
 
@@ -213,7 +213,7 @@ def _damaged(path: Path, what: str) -> CheckpointError:
 
 
 def _shared_files(path: Path, manifest: object) -> list[Path]:
-    """The files of the pieces that a checkpoint names, by rank; only those that are there are counted."""
+    """Return the shard files that a checkpoint names, by rank; raise if some are missing."""
     token = manifest.get("token") if isinstance(manifest, dict) else None
     number = manifest.get("processes") if isinstance(manifest, dict) else None
     if not isinstance(token, str) or not _TOKEN.fullmatch(token):
@@ -225,7 +225,7 @@ def _shared_files(path: Path, manifest: object) -> list[Path]:
     if found == number:
         return [_shards_of(path, token, rank) for rank in range(number)]
     missing = (_shards_of(path, token, rank) for rank in range(number))
-    first = list(itertools.islice((file for file in missing if file.name not in there), _SHOWN))
+    first = list(itertools.islice((file for file in missing if file.name not in there), _MAX_NAMED))
     names = ", ".join(f"{file.parent.name}/{file.name}" for file in first)
     count = number - sum(_rank_of(name) < number for name in there)
     more = f" and {count - len(first)} more" if count > len(first) else ""
@@ -241,7 +241,7 @@ def _rank_of(name: str) -> float:
 
 
 def _shares(file: Path) -> dict[str, object]:
-    """What one process wrote: {key: {"start", "values"}}."""
+    """Return the shards that one process wrote: {key: {"start", "values"}}."""
     own = _read(file).get("pieces")
     if not isinstance(own, dict) or not all(
         isinstance(piece, dict)
@@ -258,7 +258,7 @@ def _shares(file: Path) -> dict[str, object]:
 
 
 def read_weights(path: Path) -> dict[str, Any]:
-    """The tensors by name of a checkpoint, or of a file that holds nothing else: a network's saved `state_dict`.
+    """Return the tensors by name of a checkpoint, or of a file with only a network's `state_dict`.
 
     Raises:
         CheckpointError: as `read_checkpoint`.
@@ -269,7 +269,7 @@ def read_weights(path: Path) -> dict[str, Any]:
 
 
 def copy_checkpoint(source: Path, target: Path) -> None:
-    """A second name for the same checkpoint and its pieces, or a copy where the file system has no links."""
+    """Link a checkpoint and its shards to a second name; copy them if the file system has no links."""
     token = _token(source)
     for file in sorted(_folder_of(source).glob(f"{token}-*.pt")) if token else ():
         (folder := _folder_of(target)).mkdir(exist_ok=True)
@@ -279,7 +279,7 @@ def copy_checkpoint(source: Path, target: Path) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Removes a checkpoint and its pieces, where there are any."""
+    """Remove a checkpoint and its shards, if there are any."""
     path.unlink(missing_ok=True)
     _remove_shards(path)
 
@@ -293,7 +293,7 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, beside)
     beside.replace(target)
     sync_names(target.parent)
-    beside.unlink(missing_ok=True)  # still there where both were names of one file already
+    beside.unlink(missing_ok=True)  # remains if both were already names of one file
 
 
 def _folder_of(path: Path) -> Path:
@@ -305,7 +305,7 @@ def _shards_of(path: Path, token: str, rank: int) -> Path:
 
 
 def _token(path: Path) -> str | None:
-    """What the names of a checkpoint's pieces begin with; None if it is in one file, or cannot be read."""
+    """Return the prefix of the shard files of a checkpoint; None if it is one file or cannot be read."""
     try:
         manifest = _read(path).get("pieces") if _folder_of(path).is_dir() else None
     except CheckpointError:
@@ -324,7 +324,7 @@ def _remove_shards(path: Path, but: str | None = None) -> None:
 
 
 def _read(path: Path, mapped: bool = True) -> dict[str, Any]:
-    """A file's content; `mapped`: its tensors are read when their values are asked for."""
+    """Return the content of a file; if `mapped`, tensors are read on access."""
     if path.is_dir():
         raise CheckpointError(
             f"{path}: this is a folder, not a checkpoint file. Of a run name its folder or its last.ckpt; "
@@ -333,30 +333,30 @@ def _read(path: Path, mapped: bool = True) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{path}: there is no such checkpoint")
     try:
-        with zipfile.ZipFile(path) as archive:  # torch.load itself accepts a flipped bit
+        with zipfile.ZipFile(path) as archive:  # torch.load does not notice a flipped bit
             entries = archive.infolist()
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries) or (
                 sum(entry.file_size for entry in entries) > path.stat().st_size
-            ):  # torch compresses nothing; a small file that unpacks to terabytes would
+            ):  # torch never compresses; a zip bomb does
                 raise _damaged(path, "its parts are compressed, or overlap")
             if any(entry.filename.endswith("/constants.pkl") for entry in entries):
                 raise _damaged(path, "it is a TorchScript archive")
             damaged = archive.testzip()
     except CheckpointError:
         raise
-    except Exception as error:  # zipfile has no common class for what it stumbles over
+    except Exception as error:  # zipfile has no common base class for its errors
         raise CheckpointError(f"{path}: damaged or no checkpoint at all ({first_line(error)})") from None
     if damaged is not None:
         raise CheckpointError(f"{path}: damaged: the checksum of {damaged} does not fit")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about kinds of tensors that no checkpoint of ours has
+            warnings.simplefilter("ignore")  # about kinds of tensors that our checkpoints do not contain
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         found = next((line for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line), "")
         message = f"{path}: holds more than plain values; it was not loaded, and nothing of it was executed. {found}"
         raise CheckpointError(message.strip()) from None
-    except Exception as error:  # nor has torch
+    except Exception as error:  # neither has torch
         raise CheckpointError(f"{path}: cannot be read ({first_line(error)})") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: a checkpoint holds a `state_dict`; this file holds {type(content).__name__}")
@@ -364,17 +364,17 @@ def _read(path: Path, mapped: bool = True) -> dict[str, Any]:
 
 
 def load_weights(module: torch.nn.Module, checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Puts a checkpoint's weights into a module of the same architecture.
+    """Load a checkpoint's weights into a module of the same architecture.
 
     Raises:
-        CheckpointError: tensors are missing, left over, or of another shape; says how many and the first three.
+        CheckpointError: tensors are missing, unexpected or of another shape; gives their number and the first three.
     """
     raise_for_misfits(module.state_dict(), checkpoint["state_dict"], path)
     module.load_state_dict(checkpoint["state_dict"])
 
 
 def raise_for_misfits(ours: dict[str, Any], theirs: dict[str, Any], path: str | Path) -> None:
-    """Compares the names and shapes of two state dicts; raises CheckpointError where they differ."""
+    """Compare the names and shapes of two state dicts; raise a CheckpointError if they differ."""
     misfits = [f"{n} is missing" for n in ours if n not in theirs]
     misfits += [f"{n} is unknown to the network" for n in theirs if n not in ours]
     for name, tensor in ours.items():
@@ -394,5 +394,5 @@ def raise_for_misfits(ours: dict[str, Any], theirs: dict[str, Any], path: str | 
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether its elements are in memory and can be copied into a parameter: not meta, sparse or quantized."""
+    """Return whether a tensor's elements can be copied into a parameter: it is not meta, sparse or quantized."""
     return tensor.device.type != "meta" and tensor.layout == torch.strided and not tensor.is_quantized

@@ -1,4 +1,4 @@
-"""What Lightning asks of whoever has started the processes, answered from this process's place among them."""
+"""Lightning's cluster environment, answered from this process's identity."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from deeplightning.process.identity import Identity, identity
 
 
 def cluster() -> ClusterEnvironment:
-    """Of this process: started by somebody else, else one that starts the others on its machine itself.
+    """Return the cluster environment of this process: of an external launcher, or one that starts its own processes.
 
-    Lightning 2.6 would go by variables of Slurm also in a shell that Slurm has only given a machine to.
+    Lightning 2.6 would use Slurm's variables even in a shell for which Slurm has only allocated a machine.
     """
-    # Where Slurm is installed, Lightning thinks that it should be used.
+    # If Slurm is installed, Lightning suggests to use it.
     warnings.filterwarnings("ignore", "The `srun` command is available")
     found = identity()
     return Own() if found is None or not found.is_binding else Cluster(found)
@@ -26,11 +26,11 @@ class Own(LightningEnvironment):
     """The processes of a machine, started by the first of them."""
 
     def teardown(self) -> None:
-        """Nothing: Lightning's takes WORLD_SIZE out of the environment, by which later stages know their place."""
+        """Do nothing: Lightning's version deletes WORLD_SIZE, from which later stages read their rank."""
 
 
 class Cluster(ClusterEnvironment):
-    """The processes of a launch, all started by somebody else; see `deeplightning.process.identity`."""
+    """The processes of a launch that were all started externally; see `deeplightning.process.identity`."""
 
     def __init__(self, place: Identity):
         self.place = place
@@ -56,13 +56,13 @@ class Cluster(ClusterEnvironment):
         return self.place.world
 
     def set_world_size(self, size: int) -> None:
-        """It is as it is."""
+        """Do nothing: the size is fixed."""
 
     def global_rank(self) -> int:
         return self.place.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """It is as it is."""
+        """Do nothing: the rank is fixed."""
 
     def local_rank(self) -> int:
         return self.place.local_rank

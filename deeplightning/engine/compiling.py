@@ -1,4 +1,4 @@
-"""What `engine.compile` needs of a machine: a compiler, and a folder for what it has compiled, which later runs use."""
+"""Preparation for `engine.compile`: find a compiler, and set a cache folder for later runs."""
 
 import hashlib
 import logging
@@ -17,18 +17,18 @@ from deeplightning.faults import Fault, SetupError
 log = logging.getLogger("deeplightning")
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
-"""torch's variable for the folder; Triton's kernels are in it, too, unless `TRITON_CACHE_DIR` is set (torch 2.15)."""
+"""torch's variable for the folder; it also contains Triton's kernels unless `TRITON_CACHE_DIR` is set (torch 2.15)."""
 
 
 def prepare_to_compile(engine: Engine) -> None:
-    """Finds the compiler, and a folder that outlives the run.
+    """Find the compiler, and set a cache folder that outlives the run.
 
-    torch itself takes the system's folder for temporary files, which a container or a cluster empties. A folder that
-    the user has set, in the environment or in `engine.env`, stays. The files have names by their content, and are
-    renamed into place: any number of processes can share the folder.
+    torch's default is the system's temporary folder, which a container or a cluster empties. A folder that the user set
+    in the environment or in `engine.env` stays. Files are named by content and renamed into place, so any number of
+    processes can share the folder.
 
     Raises:
-        SetupError: there is no compiler, or it does not take the folder that the user has set.
+        SetupError: there is no compiler, or it cannot use the folder that the user set.
     """
     on_gpu = engine.gpus is not None
     if engine.compile == "graphs":  # by CUDA alone
@@ -52,13 +52,15 @@ def prepare_to_compile(engine: Engine) -> None:
 
 
 def _takes(folder: str, on_gpu: bool) -> bool:
-    """Whether the compiler can write there: torch 2.15 calls that for the CPU without quotes around paths."""
+    """Return whether the compiler can use the folder: torch 2.15 calls the CPU's without quotes around paths."""
     return on_gpu or not any(character.isspace() for character in folder)
 
 
 def cache_folder() -> Path | None:
-    """`deeplightning/compiled` in the user's cache folder; in it one for each version of torch and Python and each kind
-    of CPU, since code for one may not run on another. None: a user without a home."""
+    """Return the folder below the user's cache folder for compiled code; None for a user without a home.
+
+    It is specific to the versions of torch and Python and the kind of CPU, since code for one may not run on another.
+    """
     try:
         top = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:
@@ -68,7 +70,7 @@ def cache_folder() -> Path | None:
 
 
 def _cpu() -> str:
-    """A word for the machine's instructions."""
+    """Return a short name for the machine's instruction set."""
     try:
         lines = CPU_INFO.read_text().splitlines()
     except OSError:
@@ -78,7 +80,7 @@ def _cpu() -> str:
 
 
 def _find_compiler(on_gpu: bool) -> None:
-    """Looks where torch 2.15 and Triton 3.9 look: torch takes a C++ compiler for CPUs, Triton one for C."""
+    """Raise if no compiler is where torch 2.15 (C++ for CPUs) and Triton 3.9 (C for GPUs) look for one."""
     if sys.platform == "win32":
         return
     variable, language = ("CC", "C") if on_gpu else ("CXX", "C++")

@@ -1,5 +1,7 @@
-"""How one process computes: threads, memory, and how tensors lie in it. Nothing here changes what is computed, but
-`channels_last` and another number of threads round otherwise."""
+"""How one process computes: threads, memory, and memory formats.
+
+Results do not change, except that `channels_last` and another number of threads round differently.
+"""
 
 import ctypes
 import os
@@ -16,18 +18,18 @@ _MIB = 2**20
 
 
 def prepare(engine: Engine) -> None:
-    """Sets this process up as `engine` says."""
+    """Configure this process as `engine` requests."""
     if engine.matmul_precision is not None:
         torch.set_float32_matmul_precision(engine.matmul_precision)
     if isinstance(engine.threads, int):
-        os.environ["OMP_NUM_THREADS"] = str(engine.threads)  # for processes that are started; Lightning heeds it too
+        os.environ["OMP_NUM_THREADS"] = str(engine.threads)  # for child processes; Lightning reads it too
         torch.set_num_threads(engine.threads)
     if engine.keep_memory:
         keep_memory()
 
 
 def matmul_hint(engine: Engine, device: torch.device) -> str | None:
-    """That the GPU could multiply matrices of 32 bits faster, where the run computes in them and no key decides it."""
+    """Return a hint that TF32 would be faster on this GPU, if the run computes in 32 bits and no key decides it."""
     if device.type != "cuda" or engine.matmul_precision is not None or engine.precision not in (32, "32-true"):
         return None
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
@@ -38,24 +40,24 @@ def matmul_hint(engine: Engine, device: torch.device) -> str | None:
 
 
 def keep_memory() -> None:
-    """Has malloc keep up to 1 GiB that is freed for what comes next, where it is glibc's; elsewhere nothing happens.
+    """Make glibc's malloc keep up to 1 GiB of freed memory for reuse; do nothing with other allocators.
 
-    A step frees its activations. Given back to the system they come again page by page, each by a fault: 1,340 faults a
-    step of a small CNN, a quarter of its time (torch 2.15, glibc 2.36).
+    A step frees its activations. Memory returned to the system comes back page by page, each with a page fault: 1,340
+    per step of a small CNN, a quarter of its time (torch 2.15, glibc 2.36).
     """
     if not sys.platform.startswith("linux"):
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not in musl
     if mallopt is not None:
         mallopt(_M_TRIM_THRESHOLD, 1024 * _MIB)
-        mallopt(_M_MMAP_THRESHOLD, 32 * _MIB)  # glibc takes no more: larger blocks do go back
+        mallopt(_M_MMAP_THRESHOLD, 32 * _MIB)  # glibc's maximum: larger blocks are still returned
         mallopt(_M_TOP_PAD, 64 * _MIB)
 
 
 def lay_channels_last(task: Any) -> None:
-    """Has a task lay its convolutions' weights with their channels last as soon as it has built its networks.
+    """Store the weights of a task's convolutions in channels-last format once it has built its networks.
 
-    Convolutions hand the order on to what they give, so that pictures need not come in it.
+    Convolutions propagate the format to their outputs, so images need not arrive in it.
     """
     build, hooked = task.configure_model, weakref.WeakSet[torch.nn.Module]()
 
@@ -71,10 +73,10 @@ def lay_channels_last(task: Any) -> None:
 
 
 def _channels_last(module: torch.nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...]:
-    """Inputs of one channel, (N, 1, H, W), with the strides of the order that the weights have.
+    """Give inputs with one channel, (N, 1, H, W), channels-last strides.
 
-    With one channel both orders are the same bytes, and cuDNN takes the strides' word: it would give the gradient the
-    strides of the other order, in which ddp's buckets do not expect it.
+    With one channel both formats have the same bytes, and cuDNN would follow the strides: it would give the gradient
+    the strides of the other format, which ddp's buckets do not expect.
     """
     pictures, *rest = inputs
     if isinstance(pictures, torch.Tensor) and pictures.ndim == 4 and pictures.shape[1] == 1:

@@ -1,4 +1,4 @@
-"""Data parallelism by torch's `DistributedDataParallel`: each process holds the network, gradients are averaged."""
+"""Data parallelism with torch's `DistributedDataParallel`: each process has the network, gradients are averaged."""
 
 from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
@@ -8,11 +8,11 @@ from deeplightning.engine.process_group import CountsOnce
 
 
 class Ddp(CountsOnce, DDPStrategy):
-    """Lightning's, which computes on the stream on which the gradients are reduced.
+    """Lightning's DDPStrategy, computing on the stream on which gradients are reduced.
 
-    Lightning 2.6.6 wraps the network on a side stream, as torch asks for where a person captures a CUDA graph of the
-    step. All else runs on the current stream, so that autograd synchronises the two at each parameter, and torch (2.11
-    and newer) warns of it.
+    Lightning 2.6.6 wraps the network on a side stream, as torch requires for capturing a CUDA graph of the step. All
+    else runs on the current stream, so autograd synchronises the two at each parameter, and torch (2.11 and newer)
+    warns.
     """
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:

@@ -1,7 +1,7 @@
-"""What this machine computes on, asked without importing torch, which costs a second and more.
+"""Description of this machine's GPUs without importing torch, which takes a second and more.
 
-`machine()` describes the GPUs as NVIDIA's management library (NVML) and the driver report them; `engine.gpus` is judged
-by that description alone.
+`machine()` describes the GPUs as NVIDIA's management library (NVML) and the driver report them; `engine.gpus` is
+checked against that description alone.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ class Holder(NamedTuple):
     """A process that uses a GPU.
 
     Attributes:
-        pid: as the driver numbers it; in a container this may be the number outside.
-        used: bytes of the GPU's memory; None where the driver does not say.
+        pid: the driver's number for it; in a container this may be the number outside.
+        used: bytes of the GPU's memory; None if the driver does not report it.
     """
 
     pid: int
@@ -36,12 +36,12 @@ class Gpu:
     """A GPU, or an instance of one in MIG mode.
 
     Attributes:
-        uuid: `GPU-…` or `MIG-…`; empty where only the number of GPUs is known.
-        name: the product, as `NVIDIA H100 80GB HBM3`.
-        total, free: bytes of memory; None where the driver does not say.
+        uuid: `GPU-…` or `MIG-…`; empty if only the number of GPUs is known.
+        name: the product, such as `NVIDIA H100 80GB HBM3`.
+        total, free: bytes of memory; None if the driver does not report it.
         mode: the compute mode: any number of processes, one, or none.
-        holders: the processes that use it, where they may be listed.
-        instances: of a GPU in MIG mode; None where it is not.
+        holders: the processes that use it, if they may be listed.
+        instances: of a GPU in MIG mode; None without MIG mode.
     """
 
     uuid: str = ""
@@ -55,16 +55,16 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """What bears on `engine.gpus`.
+    """Facts about the machine that `engine.gpus` depends on.
 
     Attributes:
         gpus: all GPUs, in the order of `nvidia-smi`.
-        visible: the value of CUDA_VISIBLE_DEVICES; None where it is not set, or torch has counted with it already.
-        by_bus: whether CUDA numbers the GPUs in that order for certain.
+        visible: the value of CUDA_VISIBLE_DEVICES; None if it is not set, or torch has already applied it.
+        by_bus: whether CUDA is certain to number the GPUs in that order.
         trouble: why the driver does not answer, with the remedy.
-        driver: its version, as `580.95.05`.
-        supports: the newest CUDA release that it supports, as (13, 0).
-        built_for: the CUDA release that torch is built for; None: it is not known.
+        driver: its version, such as `580.95.05`.
+        supports: the newest CUDA release that it supports, such as (13, 0).
+        built_for: the CUDA release that torch is built for; None if unknown.
         is_built: whether torch is built for GPUs.
     """
 
@@ -78,8 +78,9 @@ class Machine:
     is_built: bool = True
 
     def shown(self) -> list[Gpu]:
-        """The GPUs in the order in which CUDA counts them: those before the first entry of CUDA_VISIBLE_DEVICES that
-        names none; no GPU at all where an entry occurs twice. The same as `torch.cuda._parse_visible_devices` (2.15).
+        """Return the GPUs in CUDA's order: those before the first invalid entry of CUDA_VISIBLE_DEVICES.
+
+        No GPU is shown if an entry occurs twice. This matches `torch.cuda._parse_visible_devices` (2.15).
         """
         if not self.is_built:
             return []
@@ -91,7 +92,7 @@ class Machine:
         return [] if len(set(words)) < len(words) or len(set(found)) < len(found) else found
 
     def named(self, word: str) -> list[Gpu]:
-        """The GPUs or MIG instances that a number or the beginning of an id means."""
+        """Return the GPUs or MIG instances that match a number or the beginning of an id."""
         if _is_index(word):
             return list(self.gpus[int(word) : int(word) + 1])
         every = [*self.gpus, *(instance for gpu in self.gpus for instance in gpu.instances or ())]
@@ -107,7 +108,7 @@ def _is_index(word: str) -> bool:
 
 
 def machine() -> Machine:
-    """This machine, as the driver and torch's files describe it; torch itself is asked only where they cannot tell."""
+    """Describe this machine from the driver and torch's files; import torch only if they are not enough."""
     release = _built_for()
     if release == "cpu":
         return Machine(gpus=_described()[0], visible=os.environ.get(VISIBLE), is_built=False)
@@ -119,7 +120,7 @@ def machine() -> Machine:
     return Machine(
         gpus=gpus,
         visible=os.environ.get(VISIBLE),
-        # CUDA puts the fastest first by default, NVML goes by the bus.
+        # CUDA lists the fastest first by default, NVML follows the bus.
         by_bus=os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({gpu.name for gpu in gpus}) < 2,
         trouble=trouble,
         driver=driver,
@@ -135,18 +136,19 @@ def _as_torch_counts() -> Machine:
 
 
 def has_begun() -> bool:
-    """Whether this process has initialised CUDA, after which CUDA_VISIBLE_DEVICES has no effect.
+    """Return whether this process has initialised CUDA, after which CUDA_VISIBLE_DEVICES has no effect.
 
-    The driver is asked, since torch notes it only for contexts of its own: `torch.cuda.is_available()` is enough.
+    The driver is asked, because torch records only its own contexts: `torch.cuda.is_available()` is enough to
+    initialise CUDA.
     """
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        return library.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0  # 3 before it: not initialised
+        return library.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0  # 3 if not initialised
     return False
 
 
 def _built_for() -> str | None:
-    """The CUDA release in torch's version file, as `13.2`, or `cpu`; None where only torch itself can tell."""
+    """Return the CUDA release in torch's version file, such as `13.2`, or `cpu`; None if the file does not tell."""
     spec = importlib.util.find_spec("torch")
     try:
         text = Path((spec.submodule_search_locations or [""])[0], "version.py").read_text() if spec else ""
@@ -179,7 +181,7 @@ _TROUBLES = {
     18: "the NVIDIA driver was updated while it was loaded; restart the machine",
 }
 _MODES: dict[int, Literal["exclusive", "prohibited"]] = {1: "exclusive", 2: "prohibited", 3: "exclusive"}
-_NOT_SAID = 2**64 - 1  # of a process's memory
+_UNKNOWN_BYTES = 2**64 - 1  # NVML's value for a process's memory
 
 
 class _Memory(ctypes.Structure):
@@ -191,13 +193,13 @@ class _Process(ctypes.Structure):
 
 
 class _Nvml:
-    """NVML's functions: each gives a value through a pointer, or is skipped where this driver refuses or lacks it."""
+    """NVML's functions. Each returns a value through a pointer; those that the driver refuses or lacks are skipped."""
 
     def __init__(self, library: object):
         self._library = library
 
     def call(self, name: str, *arguments: object) -> int:
-        """The function's return code; 999 where there is no such function."""
+        """Call a function; return its return code, or 999 if it does not exist."""
         function = getattr(self._library, name, None)
         return 999 if function is None else function(*arguments)
 
@@ -234,16 +236,16 @@ class _Nvml:
 
     def holders(self, handle: ctypes.c_void_p) -> Iterator[Holder]:
         count, found = ctypes.c_uint(64), (_Process * 64)()
-        for version in ("v3", "v2"):  # alike in layout
+        for version in ("v3", "v2"):  # with the same layout
             name = f"nvmlDeviceGetComputeRunningProcesses_{version}"
             if self.call(name, handle, ctypes.byref(count), found) == 0:
                 for process in found[: count.value]:
-                    yield Holder(process.pid, None if process.used == _NOT_SAID else process.used)
+                    yield Holder(process.pid, None if process.used == _UNKNOWN_BYTES else process.used)
                 return
 
 
 def _described() -> tuple[tuple[Gpu, ...], str | None, str | None, tuple[int, int] | None]:
-    """The GPUs, why they are not known, the driver's version, and the CUDA release that it supports."""
+    """Return the GPUs, why they are unknown, the driver's version, and the CUDA release that it supports."""
     try:
         nvml = _Nvml(ctypes.CDLL("libnvidia-ml.so.1"))
     except OSError:
@@ -262,7 +264,7 @@ def _described() -> tuple[tuple[Gpu, ...], str | None, str | None, tuple[int, in
 
 
 def cpu_computes_bf16() -> bool:
-    """Whether the CPU has instructions for numbers of bf16; yes where its flags are not known, as outside Linux."""
+    """Return whether the CPU has bf16 instructions; True if its flags are unknown, as outside Linux."""
     try:
         flags = set(CPU_INFO.read_text().split())
     except OSError:

@@ -1,8 +1,8 @@
-"""Full sharding by torch's `fully_shard` (FSDP2): each process holds a part of every parameter, its gradient and its
-optimizer state; a module's parameters come together while it computes.
+"""Full sharding with torch's `fully_shard` (FSDP2).
 
-With `tensor_parallel`, groups of processes split single layers among them as well, and compute one batch together
-(deeplightning.engine.tensor_parallel); what each of them holds is sharded over the groups.
+Each process holds a part of every parameter, of its gradient and of its optimizer state; a module's parameters are
+gathered while it computes. With `tensor_parallel`, groups of processes also split single layers among them and compute
+one batch together (deeplightning.engine.tensor_parallel); the share of each process is sharded over the groups.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -29,31 +29,31 @@ from deeplightning.private.torch import apply
 
 
 class Fsdp(Sharded, ModelParallelStrategy):
-    """Shards every module of the task that has parameters, and in it those that `wrap` names as units of their own.
+    """Shard every module of the task that has parameters, and inside it the modules that `wrap` selects as units.
 
-    A unit is what comes together at once: small units save memory, large ones time. A task that calls `fully_shard` in
-    its own `configure_model` is left as it is.
+    A unit is gathered at once: small units save memory, large ones time. A task that calls `fully_shard` in its own
+    `configure_model` is left as it is.
 
     Args:
-        wrap: the units: classes or names of modules, or the least number of parameters of one.
-        reshard_after_forward: give a unit's parameters back after its forward pass, and gather them again for the
-            backward pass; false takes more memory and less time.
-        param_dtype: what units compute in, as `bfloat16`; null: the precision of the run.
-        reduce_dtype: what gradients are summed in; null: as they are.
-        output_dtype: what the forward pass of a unit gives; null: as it is.
-        tensor_parallel: processes of a group that computes one batch together; it divides the number of processes. The
-            data are split over the groups.
+        wrap: the units: classes or names of modules, or the minimum number of parameters of a unit.
+        reshard_after_forward: free a unit's parameters after its forward pass and gather them again for the backward
+            pass; false takes more memory and less time.
+        param_dtype: the dtype that units compute in, such as `bfloat16`; null for the precision of the run.
+        reduce_dtype: the dtype in which gradients are summed; null to keep theirs.
+        output_dtype: the dtype of a unit's outputs; null to keep theirs.
+        tensor_parallel: the number of processes of a group that computes one batch together; it divides the number of
+            processes. The data are split over the groups.
         tensor_plan: patterns of module names, separated by `|`, and how these modules are split: colwise, colwise_2,
-            colwise_3, colwise_gathered or rowwise; null: as the task's `parallelize(mesh)` does it, or as the network's
-            `tensor_plan(processes)` says.
-        cpu_offload: hold parameters, gradients and optimizer state in the memory of the CPU.
-        process_group_backend: nccl or gloo; null: by the device.
+            colwise_3, colwise_gathered or rowwise; null to use the task's `parallelize(mesh)` or the network's
+            `tensor_plan(processes)`.
+        cpu_offload: keep parameters, gradients and optimizer state in CPU memory.
+        process_group_backend: nccl or gloo; null to follow the device.
         timeout: how long a process waits for the others.
 
     Raises:
         ValueError: a dtype is unknown.
-        ConfigError: (when the run is set up) `wrap` names no module, the task itself has parameters that no module of
-            it holds, `tensor_parallel` does not divide the processes, or the plan does not fit the network.
+        ConfigError: (when the run is set up) `wrap` names no module, the task itself has parameters outside of its
+            modules, `tensor_parallel` does not divide the processes, or the plan does not fit the network.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Fsdp(Sharded, ModelParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta = default_pg_timeout,
     ):
-        # Lightning would take 1 x the processes, tensor-parallel, which shards nothing.
+        # Lightning's default mesh, 1 x the processes, shards nothing.
         super().__init__("auto", tensor_parallel, process_group_backend=process_group_backend, timeout=timeout)
         self.wrap = wrap
         self.tensor_parallel, self.tensor_plan = tensor_parallel, tensor_plan
@@ -92,7 +92,7 @@ class Fsdp(Sharded, ModelParallelStrategy):
 
     @property
     def replicas(self) -> tuple[int, int]:
-        """The groups that split the data, and which of them this process is in."""
+        """The number of groups that split the data, and the group of this process."""
         mesh = self.device_mesh["data_parallel"]
         return mesh.size(), mesh.get_local_rank()
 
@@ -105,12 +105,12 @@ class Fsdp(Sharded, ModelParallelStrategy):
         if self.tensor_parallel > 1:
             self._count_replicas_once()
         if not is_overridden("configure_model", task):
-            # Lightning 2.6 wants tasks to shard themselves there; one that builds its network elsewhere is sharded too.
+            # Lightning 2.6 requires this hook; tasks that build their network elsewhere are sharded too.
             task.configure_model = lambda: None  # type: ignore[method-assign]
         super().setup(trainer)
 
     def _count_replicas_once(self) -> None:
-        """Has metrics, logged values and gradient norms ignore that the processes of a group compute the same."""
+        """Make metrics, logged values and gradient norms count the equal results of a group once."""
         group = self.device_mesh["data_parallel"].get_group()
         for module in self.lightning_module.modules():
             if isinstance(module, Metric):
@@ -132,12 +132,11 @@ class Fsdp(Sharded, ModelParallelStrategy):
         return super().all_gather(tensor, self._data_group(group), sync_grads)
 
     def _data_group(self, group: Any) -> Any:
-        """A group; without one that of the processes that have other data."""
+        """Return the given group, by default that of the processes with different data."""
         return self.device_mesh["data_parallel"].get_group() if group is None and self.tensor_parallel > 1 else group
 
     def model_to_device(self) -> None:
-        """Moves the task back to its device after the teardown of the stage before; offloaded parameters stay on the
-        CPU."""
+        """Move the task back to its device after the previous stage; offloaded parameters stay on the CPU."""
         if self._offloads:
             self.move_unsharded()
         else:
@@ -168,7 +167,7 @@ class Fsdp(Sharded, ModelParallelStrategy):
         home = torch.device("cpu") if self._offloads else self.root_device
         for child in task.children():
             apply(child, lambda t: torch.empty_like(t, device=home) if t.is_meta else t.to(self.root_device))
-        self.move_unsharded()  # a task has buffers of its own
+        self.move_unsharded()  # the task itself may have buffers
         with torch.no_grad():
             shares = self.shares()
             for values, parameter in zip(whole, places(task), strict=True):
@@ -214,7 +213,7 @@ class Fsdp(Sharded, ModelParallelStrategy):
 
 
 def _inner_units(task: nn.Module, wrap: int | Sequence[str]) -> Iterator[nn.Module]:
-    """Modules below the roots that are gathered by themselves, the inner ones first."""
+    """Yield the modules below the roots that are gathered by themselves, the innermost first."""
     roots = set(_roots(task))
     inner = {n: m for n, m in task.named_modules() if m is not task and m not in roots and _may_be_unit(m)}
     if isinstance(wrap, int):
@@ -226,7 +225,7 @@ def _inner_units(task: nn.Module, wrap: int | Sequence[str]) -> Iterator[nn.Modu
             some = ", ".join(sorted(set().union(*names.values()) - inner.keys() - {""})[:12])
             message = f"no module inside the network is called, or is a, {min(unknown)}; there are {some or 'none'}"
             raise ConfigError(Fault(message, "engine.params.wrap"))
-    # A parameter that modules of two units have can belong to neither.
+    # A parameter shared by modules of two units can belong to neither.
     found = places(task)
     for module in reversed(chosen):
         own = set(module.modules())
@@ -235,7 +234,7 @@ def _inner_units(task: nn.Module, wrap: int | Sequence[str]) -> Iterator[nn.Modu
 
 
 def units_of(task: nn.Module, wrap: int | Sequence[str]) -> list[list[nn.Parameter]]:
-    """The parameters of each unit that is gathered by itself, in a network that is not sharded yet.
+    """Return the parameters of each unit that would be gathered by itself, for a network that is not sharded yet.
 
     Raises:
         ConfigError: `wrap` names no module.
@@ -248,7 +247,7 @@ def units_of(task: nn.Module, wrap: int | Sequence[str]) -> list[list[nn.Paramet
 
 
 def _roots(module: nn.Module) -> list[nn.Module]:
-    """The outermost modules with parameters that can be sharded: a list of modules cannot, those in it can."""
+    """Return the outermost modules with parameters that can be sharded; of a list of modules, those in it."""
     found: list[nn.Module] = []
     for child in module.children():
         if _may_be_unit(child):
@@ -259,13 +258,13 @@ def _roots(module: nn.Module) -> list[nn.Module]:
 
 
 def _may_be_unit(module: nn.Module) -> bool:
-    """Whether a module has parameters, and a forward pass that `fully_shard` gathers them for; metrics do not learn."""
+    """Return whether a module has parameters and a forward pass, as `fully_shard` requires; metrics do not count."""
     has_forward = type(module).forward is not nn.Module.forward
     return has_forward and next(module.parameters(), None) is not None and not isinstance(module, Metric)
 
 
 def _share(parameter: Any) -> Share:
-    """What of a sharded parameter is here: rows, as `torch.chunk` deals them."""
+    """Return this process's share of a sharded parameter: rows, as `torch.chunk` splits them."""
     rows, mesh = parameter.shape[0], parameter.device_mesh
     first = min(rows, -(-rows // mesh.size()) * mesh.get_local_rank())
     values = parameter.to_local().detach().view(-1)
@@ -277,7 +276,7 @@ def _is_part(value: object, parameter: Any) -> bool:
 
 
 def _like(parameter: Any, values: torch.Tensor) -> DTensor:
-    """Values (n,) of this process, sharded like a parameter."""
+    """Return this process's values (n,) as a DTensor that is sharded like a parameter."""
     local = parameter.to_local()
     return DTensor.from_local(
         values.to(local).view(local.shape),

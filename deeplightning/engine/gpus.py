@@ -1,4 +1,4 @@
-"""`engine.gpus` against the machine: whether these GPUs are there, shown to this process, supported and free.
+"""Comparison of `engine.gpus` with the machine: whether these GPUs exist and are visible, supported and free.
 
 Torch is not imported.
 """
@@ -16,8 +16,8 @@ from deeplightning.engine.devices import VISIBLE, Gpu, Machine
 from deeplightning.faults import Fault, SetupError
 from deeplightning.words import first_line
 
-LEAST_MEMORY = 512 * 2**20
-"""Bytes that a GPU must have free: less than a context of CUDA with torch's kernels and a small network take."""
+MIN_FREE_BYTES = 512 * 2**20
+"""Free memory that a GPU must have: less than a CUDA context with torch's kernels and a small network needs."""
 
 # The oldest drivers for Linux that run any build for a major release of CUDA:
 # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
@@ -25,16 +25,16 @@ _DRIVERS = {11: "450", 12: "525", 13: "580"}
 _CPU = "`engine.gpus=null` runs on the CPU"
 _NO_CUDA = "this torch is built without CUDA"
 _BUILD = f"{TORCH_BUILD} installs a build that fits"
-_MANY = 8  # GPUs that a message lists
+_MAX_LISTED = 8  # GPUs in a message
 
 _replaced: tuple[str | None, str] | None = None
 """The value of CUDA_VISIBLE_DEVICES before `show_gpus` replaced it, and the value that it set."""
 
 
 def settle_gpus(engine: Engine, change: Callable[[str, object, str], None]) -> str | None:
-    """Settles `engine.gpus` in place; what the machine lacks is returned in words.
+    """Resolve `engine.gpus` in place; return what the machine lacks, as text.
 
-    Ids (`GPU-…`, `MIG-…`) stay as they are; `show_gpus` makes CUDA_VISIBLE_DEVICES of them.
+    Ids (`GPU-…`, `MIG-…`) stay as they are; `show_gpus` sets CUDA_VISIBLE_DEVICES from them.
     """
     if engine.gpus is None:
         return None
@@ -51,8 +51,9 @@ def settle_gpus(engine: Engine, change: Callable[[str, object, str], None]) -> s
 
 
 def show_gpus(engine: Engine) -> None:
-    """Sets CUDA_VISIBLE_DEVICES to the ids of a settled engine, for this process and those that it starts. Where it
-    names none, what another config has set is undone.
+    """Set CUDA_VISIBLE_DEVICES to the ids of a resolved engine, for this process and those that it starts.
+
+    Without ids, restore the value that an earlier config replaced.
 
     Raises:
         SetupError: CUDA has been initialised with other GPUs.
@@ -76,7 +77,7 @@ def show_gpus(engine: Engine) -> None:
 
 
 def _machine() -> Machine:
-    """This machine, as it is without what another config has set in this process."""
+    """Describe this machine without what another config has set in this process."""
     here = devices.machine()
     is_ours = _replaced is not None and here.visible == _replaced[1] and not devices.has_begun()
     return replace(here, visible=_replaced[0]) if is_ours and _replaced is not None else here
@@ -87,13 +88,13 @@ def _ids(engine: Engine) -> list[str]:
 
 
 def _words(ids: list[str], here: Machine) -> str | None:
-    """The value of CUDA_VISIBLE_DEVICES for these ids; None: there are none, or they are those of another machine."""
+    """Return CUDA_VISIBLE_DEVICES for these ids; None if there are none, or some are not on this machine."""
     found = [gpu.uuid for word in ids for gpu in here.named(word)[:1]]
     return ",".join(found) if ids and len(found) == len(ids) else None
 
 
 def _too_late(engine: Engine, here: Machine) -> str | None:
-    """Why CUDA cannot be shown the ids of an engine any more, in words; None: it can, or there are none."""
+    """Return why the ids of an engine can no longer be shown to CUDA; None if they can or there are none."""
     words = _words(_ids(engine), here)
     if words is None or os.environ.get(VISIBLE) == words or not devices.has_begun():
         return None
@@ -105,13 +106,13 @@ def _too_late(engine: Engine, here: Machine) -> str | None:
 
 
 def indexes(gpus: object) -> object:
-    """What Lightning gets for `engine.gpus`: ids are counted, as CUDA_VISIBLE_DEVICES lists them in this order."""
+    """Return `engine.gpus` for Lightning: ids become their positions in CUDA_VISIBLE_DEVICES."""
     if isinstance(gpus, list):
         return [number if isinstance(entry, str) else entry for number, entry in enumerate(gpus)]
     return gpus
 
 
-# ---- whether they are there
+# ---- whether they exist
 
 
 def _what_is_there(here: Machine) -> str:
@@ -124,7 +125,7 @@ def _what_is_there(here: Machine) -> str:
 
 
 def _hidden(here: Machine) -> str:
-    """That CUDA_VISIBLE_DEVICES shows less than the machine has; empty where it does not."""
+    """Return that CUDA_VISIBLE_DEVICES hides some of the machine's GPUs; empty if it does not."""
     shown = here.shown()
     if here.visible is None or len(shown) >= len(here.gpus):
         return ""
@@ -168,7 +169,7 @@ def _ids_not_there(ids: Sequence[str], here: Machine) -> str | None:
             why = here.trouble or ("this machine has no GPU" if not here.gpus else "the ids of its GPUs are not known")
             return f"asks for {word}: {why}; {_CPU}"
         if len(gpus) != 1:
-            there = "; ".join(_list(here)[:_MANY])
+            there = "; ".join(_list(here)[:_MAX_LISTED])
             fault = "which this machine does not have" if not gpus else f"which begins {len(gpus)} ids"
             return f"asks for {word}, {fault}; it has {there}"
         parents = [gpu for gpu in here.gpus if gpus[0] in (gpu.instances or ())]
@@ -181,7 +182,7 @@ def _ids_not_there(ids: Sequence[str], here: Machine) -> str | None:
 
 
 def _list(here: Machine) -> list[str]:
-    """Every id of this machine, with what it means."""
+    """Return every id of this machine, with the device that it names."""
     found: list[str] = []
     for number, gpu in enumerate(here.gpus):
         found.append(f"{gpu.uuid} ({gpu.name}, number {number} of nvidia-smi)")
@@ -241,7 +242,7 @@ def _unsupported(asked: object, here: Machine) -> str | None:
 
 
 def chosen_of(asked: Any, here: Machine) -> list[Gpu]:
-    """The GPUs that the processes of this machine get, in their order; the first entries of an incomplete machine."""
+    """Return the GPUs of this machine's processes, in order; those that exist, if some do not."""
     shown = here.shown()
     if isinstance(asked, int):
         return shown[:asked]
@@ -253,13 +254,13 @@ def chosen_of(asked: Any, here: Machine) -> list[Gpu]:
 
 
 def taken(engine: Engine, rank: int | None) -> list[Fault]:
-    """GPUs of a settled engine that are there and cannot be used now: they belong to others, or are full.
+    """Return the GPUs of a resolved engine that exist and cannot be used now: others use them, or they are full.
 
     Args:
-        rank: this process's number on its machine, which uses one GPU; None: it starts the processes of all.
+        rank: this process's local rank, which selects one GPU; None if it starts the processes of all.
     """
     torch: Any = sys.modules.get("torch")
-    if engine.gpus is None or (torch is not None and torch.cuda.is_initialized()):  # what it uses itself is no fault
+    if engine.gpus is None or (torch is not None and torch.cuda.is_initialized()):  # this process uses them itself
         return []
     here = _machine()
     chosen = chosen_of(engine.gpus, here)
@@ -276,35 +277,35 @@ def _taken(own: list[Gpu], here: Machine) -> Iterator[str]:
     for gpu in own:
         if any(holder.pid == os.getpid() for holder in gpu.holders) or (refusal := _refusal(gpu)) is None:
             continue
-        others = [f"`engine.gpus=[{shown.index(other)}]`{_room(other)}" for other in free[:_MANY]]
+        others = [f"`engine.gpus=[{shown.index(other)}]`{_room(other)}" for other in free[:_MAX_LISTED]]
         instead = f"; free: {', '.join(others)}" if others else ""
         yield f"{_called(gpu, shown)} {refusal}{instead}; {_CPU}"
 
 
 def _refusal(gpu: Gpu) -> str | None:
-    """Why a process cannot use a GPU now, and what helps; None where it can."""
+    """Return why a process cannot use a GPU now, and what helps; None if it can."""
     others = [holder for holder in gpu.holders if holder.pid != os.getpid()]
     mode = f"sudo nvidia-smi -i {gpu.uuid} -c DEFAULT" if gpu.uuid else "sudo nvidia-smi -c DEFAULT"
     if gpu.mode == "prohibited":
         return f"is in compute mode Prohibited, which lets no process compute; `{mode}` changes that"
     if gpu.mode == "exclusive" and others:
         return f"is in exclusive mode and {held_by(gpu)}; end that process, or `{mode}` lets several share it"
-    if gpu.free is not None and gpu.free < LEAST_MEMORY:
+    if gpu.free is not None and gpu.free < MIN_FREE_BYTES:
         holders = f"; {held_by(gpu)}" if others else ""
-        return f"has {memory_of(gpu)}{holders}; a run needs at least {LEAST_MEMORY >> 20} MiB for CUDA alone"
+        return f"has {memory_of(gpu)}{holders}; a run needs at least {MIN_FREE_BYTES >> 20} MiB for CUDA alone"
     return None
 
 
 def held_by(gpu: Gpu) -> str:
-    """Who uses a GPU: `process 4711 uses it (12,000 MiB)`."""
+    """Describe which processes use a GPU: `process 4711 uses it (12,000 MiB)`."""
     others = [holder for holder in gpu.holders if holder.pid != os.getpid()]
-    words = [f"{h.pid}" + (f" ({h.used >> 20:,} MiB)" if h.used is not None else "") for h in others[:_MANY]]
-    more = f" and {len(others) - _MANY} more" if len(others) > _MANY else ""
+    words = [f"{h.pid}" + (f" ({h.used >> 20:,} MiB)" if h.used is not None else "") for h in others[:_MAX_LISTED]]
+    more = f" and {len(others) - _MAX_LISTED} more" if len(others) > _MAX_LISTED else ""
     return f"process{'es' * (len(others) > 1)} {', '.join(words)}{more} use{'s' * (len(others) == 1)} it"
 
 
 def memory_of(gpu: Gpu) -> str:
-    """How much of a GPU's memory is free: `210 MiB free of 81,559 MiB`."""
+    """Describe how much of a GPU's memory is free: `210 MiB free of 81,559 MiB`."""
     return f"{(gpu.free or 0) >> 20:,} MiB free of {(gpu.total or 0) >> 20:,} MiB"
 
 
@@ -318,7 +319,7 @@ def _called(gpu: Gpu, shown: list[Gpu]) -> str:
     return f"{gpu.uuid} ({gpu.name})"
 
 
-# ---- what CUDA and torch say when a GPU cannot be used after all
+# ---- errors of CUDA and torch when a GPU cannot be used
 
 _TOO_OLD = f"the driver is too old for this torch; {_BUILD}, or {_CPU}"
 _HIDDEN = f"the driver shows this process no GPU; {VISIBLE} may hide them; {_CPU}"
@@ -336,11 +337,11 @@ ANSWERS = {
     "CUDA driver initialization failed": f"the driver does not start; `nvidia-smi` shows why; {_CPU}",
     "CUDA unknown error": f"the driver does not answer; `nvidia-smi` shows why; {_CPU}",
 }
-"""By words of CUDA 13 and torch 2.15 in an error at run time: what they mean, and the remedy."""
+"""Explanation and remedy, by phrases of CUDA 13 and torch 2.15 in errors at run time."""
 
 
 def unusable(error: BaseException) -> str | None:
-    """What to do about an error that says that a GPU cannot be used on this machine; None of any other."""
+    """Return what to do about an error that says that a GPU cannot be used on this machine; None for any other."""
     text = str(error) if isinstance(error, RuntimeError) else ""
     words = next((words for words in ANSWERS if words in text), None)
     return None if words is None else f"{first_line(error)}: {ANSWERS[words]}"

@@ -1,6 +1,6 @@
-"""Whether what training keeps of a network fits into the memory of a GPU: weights, gradients and the optimizer's state.
+"""An estimate of whether weights, gradients and optimizer state of a network fit into a GPU's memory.
 
-It is the least that a run needs, known before anything is moved: activations, buffers and communication come on top.
+It is a lower bound, known before anything is moved: activations, buffers and communication need more.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ _OFFLOADING = ("deepspeed_stage_2_offload", "deepspeed_stage_3_offload")
 
 
 class Size(NamedTuple):
-    """What the size of a run depends on.
+    """The quantities that the memory of a run depends on.
 
     Attributes:
-        parameters, learning: numbers in the network, and in what the optimizer gets.
-        states: numbers that the optimizer keeps of each that learns.
+        parameters: elements of the network.
+        learning: elements that the optimizer updates.
+        states: numbers that the optimizer keeps for each of these.
     """
 
     parameters: int
@@ -35,7 +36,7 @@ class Size(NamedTuple):
 
 
 class Need(NamedTuple):
-    """Bytes on each GPU."""
+    """Bytes needed on each GPU."""
 
     weights: float
     gradients: float
@@ -43,13 +44,13 @@ class Need(NamedTuple):
 
 
 def need(size: Size, engine: Engine, backend: str | None) -> Need:
-    """What one GPU must hold at least under a backend."""
+    """Return the minimum memory of one GPU under a backend."""
     name, word = backend or "", str(engine.precision)
     is_deepspeed = name.startswith("deepspeed")
     is_half = word.startswith(("16", "bf16"))
     half_only = is_half and (is_deepspeed or word.endswith("true"))
     number = 8 if word.startswith("64") else 2 if half_only else 4
-    # DeepSpeed keeps weights and state of 32 bits for its optimizer, and computes in others.
+    # DeepSpeed's optimizer has 32-bit weights and state, in addition to the half-precision weights.
     kept = 4 * (size.states + 1) if is_deepspeed and is_half else number * size.states
     found = Need(number * size.parameters, number * size.learning, kept * size.learning)
     stage = 3 if name == "fsdp" else int(name.removeprefix("deepspeed_stage_")[:1]) if is_deepspeed else 0
@@ -61,8 +62,10 @@ def need(size: Size, engine: Engine, backend: str | None) -> Need:
 
 
 def states_of(optimizer: Target) -> float:
-    """How many numbers an optimizer keeps of each that learns, seen after a step with a small one; 0 where it cannot be
-    tried here, as a CUDA kernel."""
+    """Return how many numbers an optimizer keeps per trained element, measured by a step with a small parameter.
+
+    0 if it cannot run here, such as one with a CUDA kernel.
+    """
     probe = nn.Parameter(torch.zeros(4, 4))
     try:
         made = find(optimizer.type)([probe], **optimizer.params)
@@ -75,7 +78,7 @@ def states_of(optimizer: Target) -> float:
 
 
 def refuse_what_does_not_fit(task: Any, cfg: Config) -> None:
-    """Has a task that will train on a GPU raise a SetupError when it has built a network that cannot fit there."""
+    """Make a task that trains on a GPU raise a SetupError if the network that it built cannot fit."""
     build = task.configure_model
 
     def configure_model() -> None:
@@ -94,14 +97,14 @@ def refuse_what_does_not_fit(task: Any, cfg: Config) -> None:
 
 
 def lack(task: nn.Module, cfg: Config, rank: int) -> str | None:
-    """Why a network cannot train on this process's GPU, how much is free, and what would fit; None where it may."""
+    """Return why a network cannot train on this process's GPU, with what would fit; None if it may."""
     here = devices.machine()
     chosen = chosen_of(cfg.engine.gpus, here)[rank : rank + 1]
     is_certain = here.by_bus or (isinstance(cfg.engine.gpus, list) and isinstance(cfg.engine.gpus[0], str))
     if not chosen or not is_certain or (free := chosen[0].free) is None:
         return None
     optimizer = cfg.model.optimizer
-    has_one = isinstance(optimizer, Target)  # of several, what each gets is the task's own business
+    has_one = isinstance(optimizer, Target)  # with several, the task decides what each updates
     parameters = list(task.parameters())
     learning = sum(parameter.numel() for parameter in parameters if parameter.requires_grad) if has_one else 0
     states = states_of(optimizer) if isinstance(optimizer, Target) else 0
@@ -122,7 +125,7 @@ def lack(task: nn.Module, cfg: Config, rank: int) -> str | None:
 
 
 def _others(size: Size, cfg: Config, free: int) -> list[str]:
-    """Backends over the same GPUs that need half of what is free at most; those that stay on the GPU come first."""
+    """Return backends that need at most half of the free memory of these GPUs, without offloading first."""
     backends = (_BACKENDS if world_size(cfg.engine) > 1 else ()) + _OFFLOADING
     fits = [name for name in backends if 2 * sum(need(size, cfg.engine, name)) <= free]
     return [f"`engine.backend={name}`" for name in fits[:2]]

@@ -1,6 +1,6 @@
-"""What a config asks for and what the machine has become one plan: the effective engine, and the Trainer's arguments.
+"""Resolution of `engine` against the machine, and the Trainer's arguments.
 
-Torch and Lightning are imported only where a machine must be asked or a strategy made.
+Torch and Lightning are imported only to query the machine or create a strategy.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ _WORDS = {16: "16-mixed", 32: "32-true", 64: "64-true", "bf16": "bf16-mixed"}
 
 
 def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
-    """Makes `cfg.engine` what will really run, in place; `cfg.asked` keeps what was asked for.
+    """Resolve `cfg.engine` in place to what will run; `cfg.asked` keeps the requested values.
 
     Returns:
-        A notice for each thing that was changed, and a fault for each device or package that the machine lacks.
+        A notice for each change, and a fault for each device or package that the machine lacks.
     """
     engine, notices, faults = cfg.engine, list[Notice](), list[Fault]()
 
@@ -47,8 +47,8 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
         more = "; 16-true is nearer to O2" if engine.precision == "apex_O2" else ""
         change("precision", PRECISIONS[engine.precision], f"{engine.precision} is its older name{more}")
     missing, here = None, _here(faults)
-    if (told_twice := contradiction()) is not None:
-        notices.append(Notice(told_twice))
+    if (conflict := contradiction()) is not None:
+        notices.append(Notice(conflict))
     if here is not None and here.is_binding:
         missing = settle_gpus(engine, change)
         faults += _settle_size(engine, here, change)
@@ -67,7 +67,7 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
     if engine.gpus is None and str(engine.precision).startswith("bf16") and not cpu_computes_bf16():
         text = "engine.precision: this CPU has no instructions for bf16, which then takes longer than 32"
         notices.append(Notice(text, key="engine.precision"))
-    # Without the GPUs that it is asked for, DeepSpeed is not needed either.
+    # If GPUs are missing, a missing DeepSpeed is not worth a fault.
     if not missing and (engine.backend or "").startswith("deepspeed") and not is_installed("deepspeed"):
         message = f"{engine.backend} needs the package deepspeed: install the extra `deeplightning[deepspeed]`"
         faults.append(Fault(message, "engine.backend", exit_code=3))
@@ -80,22 +80,22 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
 
 
 def note_asked(cfg: Config, key: str, value: object) -> None:
-    """Notes what a config asked for where another value takes its place; null asks for nothing."""
+    """Record the requested value of a key that is replaced; null requests nothing."""
     if value is not None:
-        cfg.asked = {key: value} | (cfg.asked or {})  # of several changes the first knows what was asked
+        cfg.asked = {key: value} | (cfg.asked or {})  # of several changes the first has the requested value
 
 
 def is_elsewhere(engine: Engine) -> bool:
-    """Return whether the launcher takes the run to other machines, of which this one knows nothing."""
-    local = ("deeplightning.launch.Local", "deeplightning.launch.local.Local")  # a user's own may be called Local too
+    """Return whether the launcher runs on other machines, which cannot be inspected here."""
+    local = ("deeplightning.launch.Local", "deeplightning.launch.local.Local")  # a user's class may be called Local too
     return engine.launcher is not None and engine.launcher.type not in local
 
 
 def address_of(engine: Engine) -> dict[str, str]:
-    """Return the variables for the rendezvous of a settled engine that the config sets and nobody else does.
+    """Return the rendezvous variables of a resolved engine that only the config sets.
 
-    The parameters of a launcher hold for tasks that a person starts by srun as well; those of `Local`, or the
-    environment, for machines that are started one by one.
+    A launcher's parameters also apply to tasks that a person starts with srun; those of `Local`, or the environment,
+    apply to machines that are started one by one.
     """
     if slurm_step(os.environ) is not None and engine.launcher is not None and is_elsewhere(engine):
         names = {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}
@@ -107,7 +107,7 @@ def address_of(engine: Engine) -> dict[str, str]:
 
 
 def by_hand(engine: Engine) -> dict[str, str]:
-    """By what machines that are started one by one meet: parameters of `Local`, else variables of the environment."""
+    """Return the rendezvous variables of machines started by hand, from `Local`'s parameters or the environment."""
     params = {} if engine.launcher is None or is_elsewhere(engine) else engine.launcher.params
     given = {name: params.get(name.lower(), os.environ.get(name)) for name in _BY_HAND}
     return {name: str(value) for name, value in given.items() if value not in (None, "")}
@@ -122,7 +122,7 @@ def _here(faults: list[Fault]) -> Identity | None:
 
 
 def _settle_size(engine: Engine, here: Identity, change: Callable[[str, object, str], None]) -> list[Fault]:
-    """Takes the sizes of a launch over; what is asked for otherwise is a fault."""
+    """Take the sizes from the launch; return a fault for each size that was requested otherwise."""
     faults = []
     hint = "; LOCAL_RANK and LOCAL_WORLD_SIZE tell which and how many are on each machine" if here.by == "RANK" else ""
 
@@ -152,7 +152,7 @@ def _settle_size(engine: Engine, here: Identity, change: Callable[[str, object, 
 
 
 def _lacks_address(engine: Engine) -> list[Fault]:
-    """What several machines that are started by hand need to find each other, and what is not given."""
+    """Return what is missing to connect several machines that are started by hand."""
     given = by_hand(engine)
     number = given.get("NODE_RANK", "0")
     if engine.num_nodes == 1:
@@ -198,7 +198,7 @@ def _has_nccl() -> bool:
 
 
 def _lacks_nccl(engine: Engine) -> list[Fault]:
-    """By NCCL the processes of GPUs exchange tensors; a strategy starts it for a single process too."""
+    """Return a fault if GPUs need NCCL and torch has none; a strategy starts it even for a single process."""
     word = engine.params.get("process_group_backend")
     if engine.gpus is None or engine.backend is None or word not in (None, "nccl") or _has_nccl():
         return []
@@ -212,9 +212,9 @@ def _lacks_nccl(engine: Engine) -> list[Fault]:
 
 
 def occupied(engine: Engine) -> list[Fault]:
-    """The GPUs of a settled engine that other processes keep from it now, or that are full.
+    """Return the GPUs of a resolved engine that other processes use now, or that are full.
 
-    Where a launch of ours starts several processes, it asks for all of them, once: they find each other's on the GPUs.
+    If one of our launches starts several processes, it checks all GPUs once; its processes would see each other there.
     """
     here = None
     with contextlib.suppress(SetupError):  # `settle` reports it
@@ -226,7 +226,7 @@ def occupied(engine: Engine) -> list[Fault]:
 
 
 def local_size(engine: Engine) -> int:
-    """Processes on one machine; 1 where that is yet to be seen."""
+    """Return the number of processes on one machine; 1 while `engine.gpus` is `auto`."""
     if engine.gpus is None:
         return engine.processes
     if engine.gpus == "auto":
@@ -235,23 +235,23 @@ def local_size(engine: Engine) -> int:
 
 
 def world_size(engine: Engine) -> int:
-    """Processes of the whole run."""
+    """Return the number of processes of the whole run."""
     return local_size(engine) * engine.num_nodes
 
 
 def group_size(engine: Engine) -> int:
-    """Processes that compute one batch together: those of a tensor-parallel group, else 1."""
+    """Return how many processes compute one batch together: those of a tensor-parallel group, else 1."""
     size = engine.params.get("tensor_parallel", 1) if engine.backend == "fsdp" else 1
     return size if isinstance(size, int) and size > 0 else 1
 
 
 def replicas(engine: Engine) -> int:
-    """Parts that the data are split into, each for one process or one group of them."""
+    """Return the number of parts of the data, each for one process or one group."""
     return max(1, world_size(engine) // group_size(engine))
 
 
 def trainer_arguments(cfg: Config) -> dict[str, Any]:
-    """Keyword arguments of Lightning's Trainer for a settled config."""
+    """Return keyword arguments of Lightning's Trainer for a resolved config."""
     from torch import are_deterministic_algorithms_enabled
 
     engine = cfg.engine
@@ -262,7 +262,7 @@ def trainer_arguments(cfg: Config) -> dict[str, Any]:
         "num_nodes": engine.num_nodes,
         "strategy": _strategy(engine),
         "precision": _WORDS.get(engine.precision, engine.precision),
-        # Lightning hands False on to torch, which imports its compiler to note it there (torch 2.15: 1.2 CPU seconds).
+        # Lightning passes False to torch, which imports its compiler for it (torch 2.15: 1.2 CPU seconds).
         "deterministic": engine.deterministic or (False if are_deterministic_algorithms_enabled() else None),
         "sync_batchnorm": engine.sync_batchnorm,
         "profiler": profiler and {"torch": "pytorch"}.get(profiler, profiler),
@@ -270,7 +270,7 @@ def trainer_arguments(cfg: Config) -> dict[str, Any]:
 
 
 def clip_arguments(cfg: Config) -> dict[str, Any]:
-    """Those of them that say how Lightning clips gradients; `agc` is not its own."""
+    """Return the Trainer's arguments for gradient clipping; `agc` is not one of Lightning's algorithms."""
     clip = cfg.train.gradient_clip
     if clip is None or clip.algorithm == "agc":
         return {}
@@ -294,7 +294,7 @@ def _strategy(engine: Engine) -> "str | Strategy":
 
             return Fsdp(**params)
         if engine.gpus is None:
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed searches, and warns of what it finds
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed searches for one and warns
         from deeplightning.engine.zero import DeepSpeed
 
         stage, _, offload = engine.backend.removeprefix("deepspeed_stage_").partition("_")
@@ -310,7 +310,7 @@ def batch_size(cfg: Config) -> int:
     """Return `data.batch_size`, for a command that needs it.
 
     Raises:
-        ConfigError: the data module has a batch size of its own.
+        ConfigError: the data module sets its own batch size.
     """
     if cfg.data.batch_size is None:
         message = f"null: {cfg.data.module.type} has a batch size of its own, which this command cannot change"
@@ -319,11 +319,11 @@ def batch_size(cfg: Config) -> int:
 
 
 def effective_batch(cfg: Config, size: int | None = None, samples: int = 0) -> str:
-    """Return how many samples one optimizer step sees, and what multiplies to it.
+    """Return how many samples one optimizer step uses, and its factors.
 
     Args:
-        size: the batch size of a loader of the user's own; None: that of the config.
-        samples: of the training set; 0: not known.
+        size: the batch size of the user's own loader; None for that of the config.
+        samples: of the training set; 0 if unknown.
     """
     batch, world, factor = size or cfg.data.batch_size, replicas(cfg.engine), cfg.train.accumulator_factor
     group = group_size(cfg.engine)
@@ -340,5 +340,5 @@ def effective_batch(cfg: Config, size: int | None = None, samples: int = 0) -> s
 
 
 def asks_for_gpus(cfg: Config) -> bool:
-    """Whether a worker needs a GPU."""
+    """Return whether a worker needs a GPU."""
     return cfg.engine.gpus not in (None, 0, [])

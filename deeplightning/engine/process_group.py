@@ -1,5 +1,4 @@
-"""What surrounds a process group: which data its processes have, how DeepSpeed's is left, and what its set-up says of
-a lack."""
+"""Process groups: how data are split over processes, teardown, and explanations of failed DeepSpeed builds."""
 
 import atexit
 import contextlib
@@ -22,18 +21,19 @@ _PACKAGES = "`sudo apt-get install libaio-dev` (Debian, Ubuntu), `sudo dnf insta
 
 
 def replicas(trainer: Any) -> tuple[int, int]:
-    """How many parts the data are split into, and which is this process'; a tensor-parallel group has one part."""
+    """Return the number of parts of the data, and this process's part; a tensor-parallel group has one part."""
     return getattr(getattr(trainer, "strategy", None), "replicas", None) or (trainer.world_size, trainer.global_rank)
 
 
 class EachOnce(BatchSampler):
-    """The batches of a process where each sample counts once over all processes, and each process has as many batches.
+    """Batches of a process such that each sample counts once over all processes, with the same number of batches on
+    each.
 
-    A DistributedSampler repeats samples so that each process has as many of them. Here a process with one sample less
-    has a shorter batch, or two.
+    A DistributedSampler repeats samples so that all processes have the same number. Here a process with one sample less
+    has one or two shorter batches.
 
     Args:
-        sampler: gives the samples of this process, a repeated one last.
+        sampler: yields the samples of this process, a repeated one last.
     """
 
     def __init__(self, sampler: DistributedSampler[Any], batch_size: int, drop_last: bool):
@@ -55,23 +55,26 @@ class EachOnce(BatchSampler):
 
 
 class CountsOnce:
-    """Mixin of a strategy of Lightning's: values of a set that is judged count each of its samples once."""
+    """Mixin for Lightning's strategies: metrics of an evaluation set count each sample once."""
 
     lightning_module: Any
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Has a loader of a validation or a test, which Lightning or a user has split among the processes, repeat no
-        sample."""
+        """Make a validation or test loader that is split over the processes repeat no sample."""
         trainer: Any = self.lightning_module.trainer
-        judges = trainer.state.fn != "fit" or trainer.train_dataloader is not None
-        if not judges or not isinstance(dataloader, DataLoader) or type(dataloader.batch_sampler) is not BatchSampler:
+        evaluates = trainer.state.fn != "fit" or trainer.train_dataloader is not None
+        if (
+            not evaluates
+            or not isinstance(dataloader, DataLoader)
+            or type(dataloader.batch_sampler) is not BatchSampler
+        ):
             return dataloader
         sampler: Any = dataloader.sampler
         if type(sampler) not in (DistributedSampler, DistributedSamplerWrapper) or sampler.drop_last:
             return dataloader
         once = EachOnce(sampler, dataloader.batch_sampler.batch_size, dataloader.batch_sampler.drop_last)
         if once.is_possible:
-            vars(dataloader)["batch_sampler"] = once  # torch refuses it where a loader may already be in use
+            vars(dataloader)["batch_sampler"] = once  # torch forbids assigning it to a constructed loader
         elif trainer.is_global_zero:
             log.warning(
                 "a set of %d samples cannot be split into as many batches of %d on each of %d processes: some samples "
@@ -81,14 +84,14 @@ class CountsOnce:
         return dataloader
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Lightning's; the mean of whole numbers, such as samples of processes, is no whole number (2.6.6)."""
+        """Reduce as Lightning does, but average integers, such as sample counts, as floats (2.6.6)."""
         if reduce_op in ("mean", "avg") and isinstance(tensor, Tensor) and not tensor.is_floating_point():
             tensor = tensor.double()
         return super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
 
 
 def scale_gradients(strategy: Any, optimizer: Any, scale: float) -> None:
-    """Multiplies the gradients that an optimizer is about to use; a strategy may hold them in its own way."""
+    """Multiply the gradients of an optimizer before its step; a strategy may store them in its own way."""
     if hasattr(strategy, "scale_gradients"):
         strategy.scale_gradients(scale)
         return
@@ -99,9 +102,9 @@ def scale_gradients(strategy: Any, optimizer: Any, scale: float) -> None:
 
 
 def leave_at_exit() -> None:
-    """Has this process leave its process group when it ends, also after a failed run.
+    """Make this process destroy its process group at exit, even after a failed run.
 
-    Lightning 2.6 does so for the groups that it makes itself; torch warns of one of NCCL that is left open.
+    Lightning 2.6 does so for groups that it creates itself; torch warns of an NCCL group that is left open.
     """
     atexit.unregister(_leave)
     atexit.register(_leave)
@@ -113,17 +116,20 @@ def _leave() -> None:
 
 
 def expect_barriers_of_one_process() -> None:
-    """DeepSpeed binds a group to its device, but not that of a single process, where NCCL failed (0.19.8, its issue
-    8248); its barriers then use the current device, which is the right one, and torch warns of that."""
+    """Ignore torch's warning about barriers on the current device, in a DeepSpeed run of a single process.
+
+    DeepSpeed binds a group to its device unless it has one process, because NCCL failed then (0.19.8, its issue 8248).
+    The current device, which its barriers use, is the right one.
+    """
     warnings.filterwarnings(
         "ignore", message=r"barrier\(\): using the device under current context", category=UserWarning
     )
 
 
 def why_not_built(error: RuntimeError) -> str:
-    """What DeepSpeed lacks to build an operator of its own, and the package that has it.
+    """Return what DeepSpeed lacks to build one of its operators, and the package that provides it.
 
-    Its own text ends in `None` where it was not asked to speak (0.19.8).
+    DeepSpeed's own message ends in `None` unless it is verbose (0.19.8).
     """
     first = first_line(error)
     name = found[1] if (found := re.search(r"JIT load the (\w+) op", first)) else ""
@@ -136,7 +142,7 @@ def why_not_built(error: RuntimeError) -> str:
 
 
 def _asked(name: str) -> str | None:
-    """What the builder of an operator says when it is asked."""
+    """Return the error log of an operator's builder."""
     with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
         from deepspeed.ops.op_builder.all_ops import ALL_OPS
 

@@ -1,7 +1,7 @@
-"""Whether a run can resume from the training state of a checkpoint: its form, and what fails as it is restored.
+"""Whether a run can resume from a checkpoint's training state: its form, and errors while it is restored.
 
-Lightning leaves out counters that are missing, and ends in an error of its own at others. Values are taken as they are:
-whoever could change a counter could have changed a weight.
+Lightning ignores some missing counters and raises an error of its own at others. Values are not checked: whoever could
+change a counter could have changed a weight.
 """
 
 import traceback
@@ -19,16 +19,15 @@ _RESTORES = "pytorch_lightning.trainer.connectors.checkpoint_connector"
 _LIBRARIES = ("deeplightning.", "pytorch_lightning.", "lightning_fabric.", "torch.", "torchmetrics.")
 _USE = ("torch.optim.", "pytorch_lightning.loops.", "pytorch_lightning.core.", "pytorch_lightning.utilities.")
 _USE_LATER = ("torch.optim.lr_scheduler", "pytorch_lightning.callbacks.early_stopping")
-"""Modules that restore a state, those that use it in the first step after, and those that may use it later: Lightning
-2.6 and torch 2.15 have no exceptions of their own for it."""
+"""Modules that restore a state, that use it in the first step after, and that may use it later; Lightning 2.6 and
+torch 2.15 have no specific exceptions for a bad state."""
 
 
 def check_counters(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
-    """Compares the counters of a checkpoint with those that a trainer counts by, where both are of one version of
-    Lightning.
+    """Compare a checkpoint's counters with a trainer's, if both are from the same version of Lightning.
 
     Raises:
-        CheckpointError: one is missing, or is no count.
+        CheckpointError: a counter is missing or not a count.
     """
     if (checkpoint.get("versions") or {}).get("pytorch_lightning") != pl.__version__:
         return
@@ -39,10 +38,10 @@ def check_counters(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
 
 
 def check_optimizers(trainer: pl.Trainer, checkpoint: Mapping[str, object]) -> None:
-    """Compares how many optimizers and schedules a checkpoint has with those of a trainer that is set up.
+    """Compare the numbers of optimizers and schedules of a checkpoint with those of a trainer that is set up.
 
     Raises:
-        CheckpointError: it has others.
+        CheckpointError: they differ.
     """
     for key, ours in (("optimizer_states", trainer.optimizers), ("lr_schedulers", trainer.lr_scheduler_configs)):
         saved = checkpoint.get(key)
@@ -52,7 +51,8 @@ def check_optimizers(trainer: pl.Trainer, checkpoint: Mapping[str, object]) -> N
 
 
 def check_schedules(trainer: pl.Trainer) -> None:
-    """Compares the length of each schedule by steps with that of the training; a resumed one has its first length.
+    """Compare the length of each schedule in steps with that of the training; a resumed schedule keeps its first
+    length.
 
     Raises:
         ConfigError: a schedule is shorter.
@@ -71,16 +71,16 @@ def check_schedules(trainer: pl.Trainer) -> None:
 
 
 def of_checkpoint(error: Exception, trainer: pl.Trainer, resumed_at: int) -> CheckpointError | None:
-    """What a checkpoint's training state has led to; None: the error has other reasons.
+    """Return the error for a failure that a checkpoint's training state caused; None if there is another cause.
 
     Args:
         error: ended the training.
-        resumed_at: the optimizer steps of the checkpoint; below 0: training has not begun.
+        resumed_at: the optimizer steps of the checkpoint; negative before training has begun.
     """
     if hasattr(error, "exit_code") or isinstance(error, torch.OutOfMemoryError):
         return None
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if not modules[-1].startswith(_LIBRARIES):  # in code of the user's own
+    if not modules[-1].startswith(_LIBRARIES):  # in the user's code
         return None
     at_once = modules[-1].startswith(_USE) and (resumed_at < 0 or trainer.global_step <= resumed_at + 1)
     if not at_once and not modules[-1].startswith(_USE_LATER) and _RESTORES not in modules:
@@ -96,7 +96,7 @@ def _refusal(path: object, fault: str) -> CheckpointError:
 
 
 def _misfits(ours: object, theirs: object, key: str) -> Iterator[str]:
-    """What of a tree of counters is missing, or is no count."""
+    """Yield what is missing in a tree of counters or is not a count."""
     if isinstance(ours, Mapping):
         if not isinstance(theirs, Mapping):
             yield f"`{key}` is {described(theirs)}, and has to be a dict"

@@ -1,8 +1,8 @@
-"""What the engines that share tensors among processes have in common: networks begin on rank 0, and checkpoints are of
-no engine.
+"""What engines that share tensors among processes have in common: networks are built on rank 0, and checkpoints are
+independent of the engine.
 
-A checkpoint holds weights and the optimizer's state as one process would save them, under full names and in full
-precision, each tensor in pieces. So a run resumes under any engine with any number of processes.
+A checkpoint has weights and optimizer state as one process would save them, with full names and in full precision, each
+tensor in shards. So any engine with any number of processes can resume it.
 """
 
 import itertools
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Share:
-    """This process' part of a parameter.
+    """This process's part of a parameter.
 
     Attributes:
         shape: of the whole parameter.
         start: where the part begins in the flattened parameter.
-        values: the part itself, (n,), in the optimizer's precision; what is written to it changes the parameter.
+        values: the part itself, (n,), in the optimizer's precision; writing to it changes the parameter.
     """
 
     shape: tuple[int, ...]
@@ -46,11 +46,12 @@ class Share:
         return self.start + self.values.numel()
 
     def part(self, tensor: Tensor | Scattered) -> Tensor:
-        """This process' part of a whole tensor of the parameter's shape, (n,)."""
+        """Return this process's part of a whole tensor of the parameter's shape, (n,)."""
         return part_of(tensor, self.start, self.stop)
 
     def piece(self, values: Tensor) -> Shard:
-        """What this process writes of a tensor that is shared like the parameter; to be called on every process.
+        """Return the shard that this process writes of a tensor that is split like the parameter. Call it on every
+        process.
 
         Args:
             values: (n,), of such a tensor.
@@ -59,30 +60,30 @@ class Share:
 
 
 class Sharded(CountsOnce, ABC):
-    """Mixin of a strategy of Lightning's; a strategy says how it shares parameters in `shares` and `take_state`."""
+    """Mixin for Lightning's strategies; a strategy defines how it shards parameters in `shares` and `take_state`."""
 
-    # Of the strategy that it is mixed into.
+    # Defined by the strategy.
     optimizers: list["Optimizer"]
     global_rank: int
 
     restore_checkpoint_after_setup = True
     lightning_restore_optimizer = True
     shares_parameters = True
-    """Whether the parameters are shared out, and not the optimizer's state alone."""
+    """Whether the parameters are sharded, not only the optimizer's state."""
 
-    # ---- what a strategy says
+    # ---- defined by a strategy
 
     @abstractmethod
     def shares(self) -> dict[nn.Parameter, Share]:
-        """This process' part of each parameter that is shared."""
+        """Return this process's part of each sharded parameter."""
 
     @abstractmethod
     def groups_of(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-        """An optimizer's groups: settings, and under `params` the parameters in the order of `configure_optimizers`."""
+        """Return an optimizer's groups: settings, and `params` in the order of `configure_optimizers`."""
 
     @abstractmethod
     def state_of(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, object]:
-        """What an optimizer keeps of a parameter: tensors like `Share.values`, and values that stand for the whole."""
+        """Return an optimizer's state of a parameter: tensors like `Share.values`, and values for the whole."""
 
     @abstractmethod
     def take_state(
@@ -91,13 +92,13 @@ class Sharded(CountsOnce, ABC):
         groups: list[dict[str, object]],
         states: dict[nn.Parameter, dict[str, object]],
     ) -> None:
-        """Gives an optimizer the settings of its groups, without `params`, and such a state of each parameter."""
+        """Give an optimizer the settings of its groups, without `params`, and the state of each parameter."""
 
-    # ---- the beginning
+    # ---- set-up
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Only rank 0 builds a network whole; the others know its shapes, and get their part when it is sharded."""
+        """Build the whole network on rank 0 only; others get shapes now and their part at sharding."""
         with parameters_on_meta() if self.shares_parameters and self.global_rank > 0 else nullcontext():
             yield
 
@@ -106,9 +107,10 @@ class Sharded(CountsOnce, ABC):
         yield
 
     def refuse_scalars(self) -> None:
-        """
+        """Raise if a parameter has no dimension, which neither torch nor DeepSpeed can shard.
+
         Raises:
-            ConfigError: a parameter is one number without a dimension, which neither torch nor DeepSpeed can share.
+            ConfigError: names these parameters.
         """
         scalars = [name for name, parameter in self.lightning_module.named_parameters() if not parameter.ndim]
         if scalars:
@@ -117,16 +119,16 @@ class Sharded(CountsOnce, ABC):
             raise ConfigError(Fault(f"{message}: {', '.join(scalars[:3])}; {remedy}", "engine.backend"))
 
     def synchronise_batch_norm(self, trainer: "pl.Trainer") -> None:
-        """Makes batch norm see all processes, if `engine.sync_batchnorm` says so; before parameters are shared."""
+        """Apply `engine.sync_batchnorm` before parameters are sharded."""
         layers = self._layer_sync  # type: ignore[attr-defined]  # private in Lightning 2.6, which does it for ddp alone
         if layers is not None and trainer.state.fn == "fit":
             layers.apply(self.lightning_module)
 
     def move_unsharded(self) -> None:
-        """Moves buffers and the states of metrics to the device that this process computes on.
+        """Move buffers and the states of metrics to this process's device.
 
-        Parameters are where the strategy put them. Lightning's teardown of a stage moves the task to the CPU, and tasks
-        add buffers when the next stage is set up.
+        Parameters stay where the strategy put them. Lightning's teardown of a stage moves the task to the CPU, and
+        tasks add buffers when the next stage is set up.
         """
         device = self.root_device  # type: ignore[attr-defined]
         for module in self.lightning_module.modules():
@@ -136,8 +138,10 @@ class Sharded(CountsOnce, ABC):
                 setattr(module, name, buffer.to(device))
 
     def teardown(self) -> None:
-        """Lightning moves the task to the CPU, which parameters that still wait for their values refuse: that would be
-        reported in place of why the set-up failed."""
+        """Give values to parameters on the meta device, which Lightning cannot move to the CPU.
+
+        Its error would hide why the set-up failed.
+        """
         if any(parameter.is_meta for parameter in self.lightning_module.parameters()):
             self.lightning_module.to_empty(device="cpu")
         super().teardown()  # type: ignore[misc]
@@ -147,13 +151,15 @@ class Sharded(CountsOnce, ABC):
     def lightning_module_state_dict(self) -> dict[str, object]:
         shares, parameters = self.shares(), dict(self.lightning_module.named_parameters(remove_duplicate=False))
         found = self.lightning_module.state_dict()
-        for name in [name for name in found if name in parameters]:  # in one order: pieces may be gathered
+        for name in [
+            name for name in found if name in parameters
+        ]:  # in the same order on all processes: shards may be gathered
             if share := shares.get(parameters[name]):
                 found[name] = share.piece(share.values)
         return found
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The optimizer's state in torch's form, tensors in pieces."""
+        """Return the optimizer's state in torch's form, tensors in shards."""
         shares, groups, state = self.shares(), [], {}
         numbers = itertools.count()
         for group in self.groups_of(optimizer):
@@ -172,10 +178,10 @@ class Sharded(CountsOnce, ABC):
         return read_checkpoint(self.path, whole=False)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Sets weights and buffers.
+        """Load weights and buffers.
 
         Raises:
-            CheckpointError: they are of another network, unless not `strict`; then those that are there are set.
+            CheckpointError: they are of another network; if not `strict`, those that exist are loaded instead.
         """
         ours, theirs = whole_shapes(self.lightning_module), checkpoint["state_dict"]
         if strict:
@@ -191,14 +197,14 @@ class Sharded(CountsOnce, ABC):
                     plain[name].copy_(whole_of(theirs[name]))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Sets the optimizers' states.
+        """Load the optimizers' states.
 
         Raises:
             CheckpointError: they are of optimizers with other groups or settings.
         """
         trainer: Any = self.lightning_module.trainer
         for callback in trainer.callbacks:
-            if isinstance(callback, BaseFinetuning):  # Lightning calls it before it loads what the callback needs here
+            if isinstance(callback, BaseFinetuning):  # Lightning calls it before the callback's state is loaded
                 BaseFinetuning.on_fit_start(callback, trainer, self.lightning_module)
         shares = self.shares()
         of_another = f"{getattr(self, 'path', 'the checkpoint')}: of another optimizer: it"
@@ -207,7 +213,7 @@ class Sharded(CountsOnce, ABC):
             if [len(group["params"]) for group in ours] != [len(group["params"]) for group in theirs]:
                 raise CheckpointError(f"{of_another} has other groups of parameters than the optimizer")
             lacks, has = ours[0].keys() - theirs[0].keys(), theirs[0].keys() - ours[0].keys()
-            if lacks and has:  # a newer torch adds settings, and takes none away
+            if lacks and has:  # newer versions of torch only add settings
                 settings = f"{', '.join(sorted(has))}, the optimizer {', '.join(sorted(lacks))}"
                 raise CheckpointError(f"{of_another} has the settings {settings}")
             states = {
@@ -220,12 +226,12 @@ class Sharded(CountsOnce, ABC):
 
 
 def _piece(value: Any, share: Share | None) -> object:
-    if share is None:  # whole on every process, as at stage 0
+    if share is None:  # complete on every process, as at stage 0
         return value
     is_like = isinstance(value, Tensor) and value.ndim == 1 and value.shape == share.values.shape
     if is_like:
         return share.piece(value)
-    # DeepSpeed has one step count for many parameters; one that they shared after loading would be counted up by each.
+    # DeepSpeed has one step count for many parameters; if they shared it after loading, each would increment it.
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -237,7 +243,7 @@ def _part(value: object, share: Share | None) -> Any:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Modules that are made herein have parameters with a shape and without values; buffers are real."""
+    """Create the parameters of modules in the block on the meta device, without values; buffers are real."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -253,7 +259,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def places(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """Each parameter with the modules that have it and its name there: several where it is shared."""
+    """Return each parameter with the modules that have it and its name there: several if it is shared."""
     found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for holder in module.modules():
         for name, parameter in holder.named_parameters(recurse=False, remove_duplicate=False):
@@ -262,13 +268,13 @@ def places(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]
 
 
 def replace(of: list[tuple[nn.Module, str]], new: nn.Parameter) -> None:
-    """Puts a parameter in all the places of another."""
+    """Replace a parameter in all modules that have it."""
     for holder, name in of:
         setattr(holder, name, new)
 
 
 def whole_shapes(module: nn.Module) -> dict[str, Any]:
-    """What a state dict of the whole module would hold: each name with something that has its `shape`."""
+    """Return the state dict of the whole module, with at least the `shape` of each tensor."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     found = module.state_dict()
     for name, value in found.items():

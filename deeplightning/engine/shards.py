@@ -1,8 +1,8 @@
-"""A tensor that several processes share: each holds a contiguous part of it, flattened. Checkpoints are saved in such
-pieces and put together again, whatever the number of processes.
+"""Sharded tensors: each process holds a contiguous part, flattened. Checkpoints are saved in shards and reassembled for
+any number of processes.
 
-ZeRO cuts each parameter, flattened, into equal parts, or a row of them at any place; FSDP2 cuts along the first
-dimension. In both a process' share is one contiguous slice.
+ZeRO cuts each flattened parameter into equal parts, or a row of parameters at any position; FSDP2 cuts along the first
+dimension. In both, a process's share is one contiguous slice.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Shard:
-    """A process' part of a tensor of `shape`: `values` (n,) stand from `start` on in the flattened tensor."""
+    """A process's part of a tensor of `shape`: `values` (n,) begin at `start` in the flattened tensor."""
 
     shape: tuple[int, ...]
     start: int
@@ -24,7 +24,7 @@ class Shard:
 
 
 class Scattered:
-    """A tensor whose pieces lie in the files of a checkpoint; nothing is read before it is asked for.
+    """A tensor whose shards are in the files of a checkpoint and are read on access.
 
     Attributes:
         shape: of the whole tensor.
@@ -36,7 +36,7 @@ class Scattered:
         self.shape, self.dtype, self.pieces = shape, dtype, pieces
 
     def part(self, start: int, stop: int) -> Tensor:
-        """Elements from `start` to `stop` of the flattened tensor."""
+        """Return elements `start` to `stop` of the flattened tensor."""
         found = torch.empty(max(0, stop - start), dtype=self.dtype)
         for first, values in self.pieces:
             low, high = max(start, first), min(stop, first + values.numel())
@@ -45,25 +45,25 @@ class Scattered:
         return found
 
     def whole(self) -> Tensor:
-        """The tensor, put together."""
+        """Return the assembled tensor."""
         return self.part(0, torch.Size(self.shape).numel()).view(self.shape)
 
 
 def part_of(tensor: Any, start: int, stop: int) -> Tensor:
-    """Elements from `start` to `stop` of a flattened tensor, be it whole or scattered."""
+    """Return elements `start` to `stop` of a flattened tensor, whole or scattered."""
     return tensor.part(start, stop) if isinstance(tensor, Scattered) else tensor.reshape(-1)[start:stop]
 
 
 def whole_of(value: object) -> Any:
-    """A value of a checkpoint with each scattered tensor put together."""
+    """Return a value of a checkpoint with each scattered tensor assembled."""
     return _replaced(value, Scattered, lambda scattered, _: scattered.whole())
 
 
 def split(checkpoint: dict[str, object]) -> tuple[dict[str, object], dict[str, Any]]:
-    """Takes the pieces out of a checkpoint.
+    """Take the shards out of a checkpoint.
 
     Returns:
-        The checkpoint with a note {"scattered": key, "shape", "dtype"} in the place of each piece; and the pieces,
+        The checkpoint with a note {"scattered": key, "shape", "dtype"} instead of each shard; and the shards,
         {key: {"start", "values"}}.
     """
     own: dict[str, object] = {}
@@ -76,13 +76,13 @@ def split(checkpoint: dict[str, object]) -> tuple[dict[str, object], dict[str, A
 
 
 def joined(checkpoint: dict[str, object], of_processes: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """Puts scattered tensors where `split` has left its notes.
+    """Replace the notes that `split` left by scattered tensors.
 
     Args:
         of_processes: what each process wrote.
 
     Raises:
-        ValueError: the pieces of a tensor leave a gap, or are of another type or shape than the note says.
+        ValueError: the shards of a tensor leave a gap, or have another type or shape than the note says.
     """
 
     def find(note: Mapping[str, Any], _: str) -> Scattered:
@@ -114,9 +114,9 @@ def _is_note(value: object) -> bool:
 
 
 def _replaced(value: object, wanted: type | Callable[[object], bool], replace: Callable[[Any, str], Any]) -> Any:
-    """A tree of dicts and lists with some leaves replaced; `replace` gets the path, `state_dict/weight`.
+    """Replace some leaves of a tree of dicts and lists; `replace` gets each with its path, such as `state_dict/weight`.
 
-    A dict or list that is in several places is visited once, and shared in the result as well.
+    A dict or list that occurs several times is visited once and shared in the result too.
 
     Raises:
         ValueError: a value contains itself.
@@ -145,6 +145,6 @@ def _replaced(value: object, wanted: type | Callable[[object], bool], replace: C
 
 
 def slices(numel: int, parts: int) -> Iterator[tuple[int, int]]:
-    """Start and stop of each of `parts` equal parts of a flattened tensor, the last ones shorter or empty."""
+    """Yield start and stop of each of `parts` equal parts of a flattened tensor, the last ones shorter or empty."""
     size = -(-numel // parts)
     return ((min(numel, n * size), min(numel, (n + 1) * size)) for n in range(parts))

@@ -1,5 +1,5 @@
-"""Which numbers of a parameter a process holds where tensor parallelism splits it: first over the processes of a
-tensor-parallel group, then by rows over the replicas of the group.
+"""The elements of a parameter that a process holds under tensor parallelism: split first over the processes of a group,
+then by rows over the replicas of the group.
 
 A packed layer, such as one that computes queries, keys and values side by side, is split block by block: the process
 holds its share of each block.
@@ -17,18 +17,18 @@ from deeplightning.engine.sharded import Share
 from deeplightning.engine.shards import Scattered, Shard, slices, whole_of
 
 REPLICAS, PARTS = "data_parallel", "tensor_parallel"
-"""Lightning's names of the two dimensions of its device mesh (2.6); the processes of a group have adjacent ranks."""
+"""Lightning's names of the dimensions of its device mesh (2.6); processes of a group have adjacent ranks."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a parameter lies on the processes.
+    """How a parameter is distributed over the processes.
 
     Attributes:
         shape: of the whole parameter.
-        dim: the dimension that the processes of a group split; None: each of them has the whole.
-        blocks: equal blocks along `dim`, each of which is split by itself.
-        replicas: groups, which split the rows of what a process of a group has.
+        dim: the dimension that the processes of a group split; None if each has the whole.
+        blocks: equal blocks along `dim` that are split separately.
+        replicas: groups, which split the rows of a group member's part.
         parts: processes of a group.
     """
 
@@ -39,24 +39,24 @@ class Layout:
     parts: int
 
     def part(self, whole: Tensor, replica: int, part: int) -> Tensor:
-        """What a process holds of the whole parameter, flattened."""
+        """Return a process's part of the whole parameter, flattened."""
         rows = self._of_group(whole, part)
         start, stop = self._rows(rows.shape[0])[replica]
         return rows[start:stop].reshape(-1)
 
     def numel(self, replica: int, part: int) -> int:
-        """How many numbers that are."""
+        """Return the number of elements of that part."""
         return self.part(torch.empty(self.shape, device="meta"), replica, part).numel()
 
-    def whole(self, held: list[list[Tensor]]) -> Tensor:
-        """The parameter, put together.
+    def whole(self, values: list[list[Tensor]]) -> Tensor:
+        """Return the assembled parameter.
 
         Args:
-            held: what each process holds, flattened, by replica and by part.
+            values: of each process, flattened, by replica and by part.
         """
         nothing = torch.empty(self.shape, device="meta")
         of_parts = [
-            torch.cat([row[part] for row in held]).view(self._of_group(nothing, part).shape)
+            torch.cat([row[part] for row in values]).view(self._of_group(nothing, part).shape)
             for part in range(self.parts)
         ]
         if self.dim is None:
@@ -65,7 +65,7 @@ class Layout:
         return torch.cat(split, self.dim + 1).flatten(self.dim, self.dim + 1)
 
     def start(self, replica: int, part: int) -> int | None:
-        """Where a process' numbers begin in the flattened parameter; None where they are not one slice of it."""
+        """Return where a process's part begins in the flattened parameter; None if it is not one slice of it."""
         if self.dim not in (None, 0) or self.blocks > 1:
             return None
         first, last = (0, self.shape[0]) if self.dim is None else list(slices(self.shape[0], self.parts))[part]
@@ -84,7 +84,7 @@ class Layout:
 
 @dataclass
 class Replicated(Share):
-    """A process' part of a parameter that every process of a group has alike: in a checkpoint each writes its share."""
+    """A part of a parameter that all processes of a group have; each writes a slice of it to a checkpoint."""
 
     rank: int
     parts: int
@@ -96,8 +96,10 @@ class Replicated(Share):
 
 @dataclass
 class Split(Share):
-    """A process' part of a parameter that is no slice of it: in a checkpoint each process writes a slice all the same,
-    so that every engine reads it. For that the parameter is gathered."""
+    """A process's part of a parameter that is not a slice of it.
+
+    To write checkpoints that every engine reads, the parameter is gathered, and each process writes a slice.
+    """
 
     layout: Layout
     mesh: DeviceMesh
@@ -107,24 +109,24 @@ class Split(Share):
         return self.layout.part(whole_of(tensor), replica, part)
 
     def piece(self, values: Tensor) -> Shard:
-        """This process' slice; to be called on every process."""
+        """Return this process's slice. Call it on every process."""
         ranks = self.mesh.mesh
         sizes = [[self.layout.numel(r, p) for p in range(self.layout.parts)] for r in range(self.layout.replicas)]
         own = values.new_zeros(max(map(max, sizes)), device=self.mesh.device_type)
         own[: values.numel()] = values
         found = [torch.empty_like(own) for _ in range(ranks.numel())]
         distributed.all_gather(found, own)
-        held = [
+        parts = [
             [found[int(ranks[r, p])][: sizes[r][p]] for p in range(self.layout.parts)]
             for r in range(self.layout.replicas)
         ]
-        whole = self.layout.whole(held).reshape(-1)
+        whole = self.layout.whole(parts).reshape(-1)
         start, stop = list(slices(whole.numel(), len(found)))[distributed.get_rank()]
         return Shard(self.shape, start, whole[start:stop])
 
 
 def share_of(parameter: nn.Parameter, blocks: int, mesh: DeviceMesh) -> Share:
-    """What of a parameter is in this process, where `fully_shard` has sharded it over the replicas of a group.
+    """Return this process's part of a parameter that `fully_shard` sharded over the replicas of a group.
 
     Args:
         parameter: a DTensor; over both dimensions of the mesh if the group splits it.
@@ -146,5 +148,5 @@ def share_of(parameter: nn.Parameter, blocks: int, mesh: DeviceMesh) -> Share:
 
 
 def _place(mesh: DeviceMesh) -> tuple[int, int]:
-    """The replica and the part of this process."""
+    """Return the replica and the part of this process."""
     return mesh.get_local_rank(REPLICAS), mesh.get_local_rank(PARTS)

@@ -1,6 +1,6 @@
-"""Tensor parallelism: the processes of a group split single layers among them, by torch's `parallelize_module`.
+"""Tensor parallelism: the processes of a group split single layers among them with torch's `parallelize_module`.
 
-A plan says which: patterns of module names, each with a word for the way in which these modules are split.
+A plan maps patterns of module names to the way in which these modules are split.
 
 Sources: https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html; Shoeybi et al. 2019
 (https://arxiv.org/abs/1909.08053) for the pair of a column-wise and a row-wise layer.
@@ -29,17 +29,17 @@ SIZE, PLAN = "engine.params.tensor_parallel", "engine.params.tensor_plan"
 
 
 def parallelize(task: nn.Module, given: Mapping[str, str] | None, mesh: DeviceMesh) -> None:
-    """Splits the layers of a task over the processes of a mesh of one dimension.
+    """Split the layers of a task over the processes of a one-dimensional mesh.
 
-    The plan is the config's; without one, what the task's `parallelize(mesh)` does; without that, what the
-    `tensor_plan(processes)` of its networks returns.
+    The config's plan comes first, then the task's `parallelize(mesh)`, then the `tensor_plan(processes)` of its
+    networks.
 
     Args:
         given: the config's plan: patterns of names, separated by `|`, and the words of `style`.
         mesh: this group's processes.
 
     Raises:
-        ConfigError: there is no plan, or a module cannot be split so.
+        ConfigError: there is no plan, or a module cannot be split that way.
     """
     own = getattr(task, "parallelize", None)
     if given is None and callable(own):
@@ -59,14 +59,14 @@ def parallelize(task: nn.Module, given: Mapping[str, str] | None, mesh: DeviceMe
 
 
 def plan_of(task: nn.Module, given: Mapping[str, str] | None, processes: int) -> dict[str, str]:
-    """The word for each module that a plan splits, by its full name.
+    """Return the word of each module that a plan splits, by its full name.
 
     Args:
-        given: as `parallelize`.
+        given: as in `parallelize`.
         processes: of a tensor-parallel group.
 
     Raises:
-        ConfigError: there is no plan, a pattern of it fits no module, or a module cannot be split so.
+        ConfigError: there is no plan, a pattern matches no module, or a module cannot be split that way.
     """
     plans = {"": dict(given)} if given is not None else _own_plans(task, processes)
     if not plans:
@@ -109,10 +109,10 @@ def plan_of(task: nn.Module, given: Mapping[str, str] | None, processes: int) ->
 
 
 def style(word: str, module: nn.Module) -> ParallelStyle:
-    """What torch does for a word: `colwise` splits what a layer gives, `rowwise` what it takes.
+    """Return torch's style for a word: `colwise` splits a layer's outputs, `rowwise` its inputs.
 
-    `colwise_2` and `colwise_3` are for layers that compute so many things side by side, of which each is split;
-    `colwise_gathered` gives every process all of the output.
+    `colwise_2` and `colwise_3` are for layers that compute two or three outputs side by side, each of which is split;
+    `colwise_gathered` gives every process the complete output.
     """
     if word == "rowwise":
         return RowwiseParallel(input_layouts=Replicate() if isinstance(module, nn.Embedding) else None)
@@ -120,18 +120,18 @@ def style(word: str, module: nn.Module) -> ParallelStyle:
 
 
 def blocks_of(word: str) -> int:
-    """The blocks that a word splits one by one: 3 for `colwise_3`, and 1."""
+    """Return how many blocks a word splits separately: 3 for `colwise_3`, and 1 by default."""
     found = re.fullmatch(r"colwise_([23])", word)
     return int(found[1]) if found else 1
 
 
 def clip_by_norm(parameters: Iterable[nn.Parameter], limit: float, mesh: DeviceMesh) -> None:
-    """Scales gradients such that the second norm of all of them together is at most `limit`.
+    """Scale gradients so that their joint second norm is at most `limit`.
 
-    Torch's own function takes no gradients that lie on different meshes (2.15).
+    torch's own function rejects gradients on different meshes (2.15).
 
     Args:
-        mesh: of all processes; a gradient that several of them have alike counts once.
+        mesh: of all processes; a gradient that several of them have in common counts once.
     """
     groups: dict[int, list[Tensor]] = {}
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
@@ -152,7 +152,7 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], limit: float, mesh: DeviceM
 
 
 def raise_for_other_batch(batch: object, mesh: DeviceMesh) -> None:
-    """Compares the batches of the processes of a tensor-parallel group, which compute one answer together.
+    """Compare the batches of a tensor-parallel group, whose processes compute one answer together.
 
     Raises:
         ConfigError: they differ.
@@ -178,7 +178,7 @@ def raise_for_other_batch(batch: object, mesh: DeviceMesh) -> None:
 
 
 def _own_plans(task: nn.Module, processes: int) -> dict[str, dict[str, str]]:
-    """The plans of networks that have one, by what their modules' names begin with."""
+    """Return the plans of the networks that have one, by the prefix of their modules' names."""
     found = {}
     for name, module in task.named_modules():
         if callable(make := getattr(module, "tensor_plan", None)):
@@ -190,7 +190,7 @@ def _own_plans(task: nn.Module, processes: int) -> dict[str, dict[str, str]]:
 
 
 def _fits(name: str, inner: str, pattern: str) -> bool:
-    """Whether a pattern fits a module's name in the task, in the network that has the plan, or in any network."""
+    """Return whether a pattern matches a module's name in the task, in the network with the plan, or in any network."""
     return any(fnmatchcase(part, pattern) for part in (name, inner, name.partition(".")[2]))
 
 
@@ -202,7 +202,7 @@ def _no_module(pattern: str, names: Mapping[str, str]) -> ConfigError:
 
 
 def _unfit(module: nn.Module, word: str, processes: int) -> str | None:
-    """Why a module cannot be split so, if it cannot."""
+    """Return why a module cannot be split that way; None if it can."""
     if isinstance(module, nn.Embedding):
         if word != "rowwise":
             return "an embedding is split by its rows: rowwise"

@@ -1,5 +1,6 @@
-"""ZeRO by DeepSpeed: stage 1 shares the optimizer's state among processes, stage 2 the gradients too, stage 3 the
-parameters as well. On GPUs, and on CPU processes over gloo.
+"""ZeRO with DeepSpeed: stage 1 shards the optimizer's state, stage 2 the gradients too, stage 3 the parameters as well.
+
+On GPUs, and on CPU processes over gloo.
 
 Sources: https://arxiv.org/abs/1910.02054 and https://www.deepspeed.ai/docs/config-json/
 """
@@ -27,19 +28,18 @@ from deeplightning.private.deepspeed import fragment_of, skip_shared_memory_sums
 from deeplightning.private.messages import Sentence, says
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_SCALE = "loss_scale"  # of an optimizer's state in a checkpoint
+_SCALE = "loss_scale"  # a key of an optimizer's state in a checkpoint
 _SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""What DeepSpeed 0.19 keeps of a dynamic loss scale, as attributes of its scaler."""
+"""The attributes of DeepSpeed 0.19's dynamic loss scaler."""
 
 
 class DeepSpeed(Sharded, DeepSpeedStrategy):
-    """Lightning's DeepSpeedStrategy on CPU processes too, with checkpoints that every engine reads.
+    """Lightning's DeepSpeedStrategy, also for CPU processes, with checkpoints that every engine reads.
 
-    Lightning counts the accumulation, not DeepSpeed, so that the last batches of an epoch make a
-    step of their own.
+    Lightning counts the accumulation, not DeepSpeed, so that the last batches of an epoch make a step of their own.
 
     Args:
-        config: DeepSpeed's own settings, laid over those that the other arguments make.
+        config: DeepSpeed's own settings, which override those from the other arguments.
         params: arguments of Lightning's DeepSpeedStrategy.
     """
 
@@ -58,7 +58,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
 
     @property
     def stage(self) -> int:
-        """0: plain data parallelism."""
+        """The stage of ZeRO; 0 is plain data parallelism."""
         assert isinstance(self.config, dict)
         zero = self.config.get("zero_optimization") or {}
         return zero.get("stage", 0)
@@ -69,7 +69,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
         device = self.parallel_devices[self.local_rank]
-        # DeepSpeed gets the number of the device, and wants one for the CPU too.
+        # DeepSpeed needs an index even for the CPU.
         return torch.device("cpu", self.local_rank) if device.type == "cpu" else device
 
     @property
@@ -119,7 +119,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
                 module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
 
     def fit_sizes(self) -> None:
-        """Sets the sizes that neither `engine.params` nor their `config` gives by the number of parameters."""
+        """Set sizes that neither `engine.params` nor its `config` sets, by the number of parameters."""
         assert isinstance(self.config, dict)
         counts = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in self.lightning_module.parameters()]
         found = sizes(sum(n for n, _ in counts), sum(n for n, learns in counts if learns), self.stage)
@@ -127,10 +127,10 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
             self.config["zero_optimization"].update({n: v for n, v in found.items() if n not in self._given})
 
     def cast_parameters(self) -> None:
-        """Gives parameters the precision that the network computes in, before they are partitioned.
+        """Cast parameters to the precision that the network computes in, before they are partitioned.
 
-        DeepSpeed 0.19 casts no parameter that is partitioned: without this, stage 3 computes in 32 bits under every
-        precision, and its activations and weights take twice the memory.
+        DeepSpeed 0.19 does not cast partitioned parameters: without this, stage 3 computes in 32 bits under every
+        precision, and activations and weights take twice the memory.
         """
         assert isinstance(self.config, dict)
         words = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -140,11 +140,11 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
                 parameter.data = parameter.data.to(chosen[0])
 
     def _share_out(self, task: nn.Module) -> None:
-        """Gives each process its part of every parameter, one after the other, from rank 0."""
+        """Give each process its part of every parameter, one after the other, from rank 0."""
         import deepspeed
 
         class Arriving(nn.Module):
-            """Parameters as DeepSpeed asks for them: of those on meta the memory is taken one by one."""
+            """Parameters for DeepSpeed: memory for those on meta is allocated one by one."""
 
             def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
                 for parameter, found in places(task).items():
@@ -161,7 +161,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
             distributed.broadcast(buffer, 0)
 
     def init_deepspeed(self) -> None:
-        """Lightning's, without its warning of a task that clips gradients in a way of its own."""
+        """Initialise as Lightning does, without its warning about tasks with their own gradient clipping."""
         assert self.model is not None
         if self.lightning_module.trainer.training:
             self._initialize_deepspeed_train(self.model)
@@ -176,7 +176,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
     def _format_batch_size_and_grad_accum_config(self) -> None:
         assert isinstance(self.config, dict)
         self.config["gradient_accumulation_steps"] = 1
-        self.config.setdefault("train_micro_batch_size_per_gpu", 1)  # for DeepSpeed's own prints alone
+        self.config.setdefault("train_micro_batch_size_per_gpu", 1)  # only printed by DeepSpeed
         self.config.setdefault("gradient_clipping", self.lightning_module.trainer.gradient_clip_val or 0.0)
 
     @property
@@ -185,11 +185,11 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Nothing is to be held back: stages 0 and 1 sum gradients at the step, stages 2 and 3 in each batch."""
+        """Do nothing: stages 0 and 1 sum gradients at the step, stages 2 and 3 in each batch."""
         yield
 
     def scale_gradients(self, scale: float) -> None:
-        """Multiplies the gradients of the next step: they are in parts, which DeepSpeed divides by the loss scale."""
+        """Multiply the gradients of the next step, through the loss scale by which DeepSpeed divides them."""
         if (zero := self._zero) is None:
             scale_gradients(None, self.optimizers[0], scale)  # stage 0
         else:
@@ -202,7 +202,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
         return stepped
 
     def teardown(self) -> None:
-        """Also gives torch its own `linear` back: stage 3 puts one in its place that does not keep gathered weights."""
+        """Restore torch's `linear`, which stage 3 replaces by one that does not keep gathered weights."""
         from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patched
 
         nn.functional.linear = getattr(Patched, "linear_bk", nn.functional.linear)  # not undone by DeepSpeed 0.19
@@ -212,7 +212,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
 
     @property
     def _zero(self) -> Any:
-        """DeepSpeed's optimizer, which shares its state; None where there is none."""
+        """DeepSpeed's sharded optimizer; None outside training and at stage 0."""
         from deepspeed.runtime.base_optimizer import ZeROOptimizer
 
         found = self.deepspeed_engine.optimizer
@@ -232,7 +232,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
         part = parameter.ds_tensor  # (m,), the last ones of all processes filled up
         start = min(parameter.ds_numel, part.ds_numel * self.global_rank)
         size = min(part.ds_numel, parameter.ds_numel - start)
-        # One that the optimizer does not have, such as that of a loss, has no copy in full precision.
+        # A parameter outside of the optimizer, such as a loss's, has no copy in full precision.
         if zero is not None and zero.get_param_id(parameter) in zero.grad_position:
             part = zero.get_local_fp32_param(parameter)
         return Share(tuple(parameter.ds_shape), start, part.detach().view(-1)[:size])
@@ -251,7 +251,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
         return {name: v[start : start + size] if _is_flat(v, flat) else v for name, v in kept.items()}
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Also holds the loss scale of half precision and the counters that it follows; other engines ignore them."""
+        """Add the loss scale of half precision and its counters; other engines ignore them."""
         found = super().optimizer_state(optimizer)
         if (scaler := self._scaler) is not None:
             found[_SCALE] = {name: getattr(scaler, name) for name in _SCALE_STATE if hasattr(scaler, name)}
@@ -267,7 +267,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
 
     @property
     def _scaler(self) -> object:
-        """What holds the loss scale of half precision; None in other precisions."""
+        """The loss scaler of half precision; None in other precisions."""
         optimizer = self.deepspeed_engine.optimizer
         scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
         return scaler if self.deepspeed_engine.fp16_enabled() else None
@@ -290,7 +290,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
                     kept[flat][name] = value
 
     def _place(self, parameter: object) -> tuple[Tensor, int, int]:
-        """The flat tensor of this process that a parameter's part lies in, where it begins in it, and its size."""
+        """Return this process's flat tensor that has a parameter's part, where the part begins, and its size."""
         zero = self._zero
         if self.stage == 3:
             number, start, _ = zero.grad_position[zero.get_param_id(parameter)]
@@ -304,7 +304,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
 
     @torch.no_grad()
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Sets the copies that the network computes with as well, which may have another precision."""
+        """Also set the copies that the network computes with, which may have another precision."""
         super().load_model_state_dict(checkpoint, strict)
         weights, zero = checkpoint["state_dict"], self._zero
         for name, parameter in self.lightning_module.named_parameters():
@@ -318,10 +318,10 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
 
 
 def _release(task: nn.Module) -> None:
-    """Leaves to each process only its part of the parameters that DeepSpeed has partitioned in a stage before.
+    """Partition parameters of an earlier stage again, so each process keeps only its part.
 
     DeepSpeed 0.19 keeps parameters below `stage3_param_persistence_threshold` complete on every process. Lightning's
-    teardown moves these copies to the CPU, and DeepSpeed would take them for available in the next stage.
+    teardown moves these copies to the CPU, and DeepSpeed would treat them as available in the next stage.
     """
     parameters: Iterator[Any] = task.parameters()
     for parameter in parameters:
@@ -331,41 +331,41 @@ def _release(task: nn.Module) -> None:
 
 
 def sizes(parameters: int, trainable: int, stage: int) -> dict[str, int]:
-    """Buffers and limits of ZeRO for a network, as words of DeepSpeed's `zero_optimization`, in elements.
+    """Return buffer sizes and limits of ZeRO for a network, as keys of DeepSpeed's `zero_optimization`, in elements.
 
-    DeepSpeed allocates the whole of a bucket, twice where `overlap_comm` is on, and its and Lightning's defaults are
-    made for networks of billions: 200,000,000 elements are 763 MiB in 32 bits, whatever the network has. Small networks
-    get the floors, which cost little memory and save calls.
+    DeepSpeed allocates whole buckets, twice with `overlap_comm`, and its and Lightning's defaults are for networks of
+    billions: 200,000,000 elements are 763 MiB in 32 bits, whatever the network's size. Small networks get the minimum
+    sizes, which cost little memory and save calls.
 
     Args:
         parameters: of the network.
-        trainable: those of them that learn.
+        trainable: those of them that are trained.
         stage: 0 to 3.
     """
     bucket = min(200_000_000, max(5_000_000, trainable // 16), max(trainable, 1))
     if stage < 3:
         return {"reduce_bucket_size": bucket} if stage else {}
-    # DeepSpeed keeps 1,000,000,000 gathered, hence most networks whole beside the share of each process.
+    # By default DeepSpeed keeps 1,000,000,000 gathered: most networks would be complete on each process.
     live = min(1_000_000_000, max(50_000_000, parameters // 4))
     return {
         "reduce_bucket_size": bucket,
         "stage3_prefetch_bucket_size": min(50_000_000, max(5_000_000, parameters // 16)),
         "stage3_max_live_parameters": live,
         "stage3_max_reuse_distance": live,
-        # The optimizer steps through one part after the other, each with a copy of its gradients in 32 bits.
+        # The optimizer steps one part at a time, each with a 32-bit copy of its gradients.
         "sub_group_size": max(50_000_000, parameters // 8),
     }
 
 
 def _cast_inputs(module: nn.Module, *inputs: object) -> object:
-    """DeepSpeed computes in the precision of its parameters, and casts what the task is given, not what it makes."""
+    """Cast floating-point inputs of a network to its precision; DeepSpeed casts only what the task is given."""
     dtype = next(module.parameters()).dtype
     return apply_to_collection(inputs, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 def _share_of_2(parameter: Tensor, group: int, zero: Any) -> Share:
     flat, fragment = zero.single_partition_of_fp32_groups[group].detach(), fragment_of(parameter)
-    if fragment is None:  # of another process
+    if fragment is None:  # owned by another process
         return Share(tuple(parameter.shape), 0, flat[:0])
     place = fragment.hp_fragment_address
     return Share(

@@ -18,7 +18,7 @@ from deeplightning.export.bundle import card_text, digest_of, replacement_for
 from deeplightning.faults import CheckpointError
 from deeplightning.image_spec import ImageSpec
 from deeplightning.kinds import KINDS, row_spec
-from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, golden_digest, seal
+from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, card_digest, golden_digest
 from deeplightning.text_spec import TextSpec
 
 HAVE_WEIGHTS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
@@ -30,7 +30,7 @@ def card_of(folder: RunFolder) -> Card:
     again = "write it again with `deeplightning export RUN`"
     try:
         card = json.loads(folder.bundle_card.read_bytes())
-        whole = card["format"] == BUNDLE_FORMAT and card["digest"] == seal(card)
+        whole = card["format"] == BUNDLE_FORMAT and card["digest"] == card_digest(card)
         whole = whole and card["files"][folder.bundle_model.name] == digest_of(folder.bundle_model)
         stored = card["golden"].get("digest")  # older bundles have none
         whole = whole and stored in (None, golden_digest(card))

@@ -35,7 +35,7 @@ from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.image_spec import ImageSpec
 from deeplightning.kinds import KINDS, Kind
 from deeplightning.private.messages import Sentence, says
-from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, golden_digest, permissions_of, seal
+from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, card_digest, golden_digest, permissions_of
 from deeplightning.table_spec import TableSpec
 from deeplightning.text_spec import TextError, TextSpec
 from deeplightning.words import first_line
@@ -101,7 +101,7 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
 
     `bundle.json` contains `format` (2), `task`, `input` (the spec's `to_dict()`), `labels` (one per class or target, in
     order; empty for pictures), `output` (if the task has `answer_details`), `files` (name to SHA-256), `run`, `golden`,
-    and `digest`, the digest of all the rest (`deeplightning.runfolder.seal`). `golden` contains samples: under
+    and `digest`, that of all the rest (`deeplightning.runfolder.card_digest`). `golden` contains samples: under
     `pictures`, each a PNG (base64) that decodes to exactly the model's input; under `texts`; under `rows`, each an
     object; or under `arrays`, each a .npy file (base64). `golden.fp32` contains ONNX Runtime's answers to them: float32
     (N, K) or (N, C, H, W), little-endian, base64; of a segmentation each s-th pixel (`Kind.compared`). The vocabulary
@@ -279,7 +279,7 @@ def _write(
 def card_text(card: Card) -> str:
     """Return the text of `bundle.json` with new digests: of the golden answers, then of the whole card."""
     card = {**card, "golden": {**card["golden"], "digest": golden_digest(card)}}
-    return json.dumps({**card, "digest": seal(card)}, indent=1, ensure_ascii=False)
+    return json.dumps({**card, "digest": card_digest(card)}, indent=1, ensure_ascii=False)
 
 
 def _torch_answers(model: nn.Module, batches: Sequence[np.ndarray]) -> np.ndarray:

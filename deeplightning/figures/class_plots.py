@@ -46,7 +46,7 @@ SHOWN = 30
 
 
 def confusion_matrix(counts: np.ndarray, names: Sequence[str], of: str) -> Drawing:
-    """Counts and each row's share, (K, K): rows are true, columns predicted.
+    """Draw counts and each row's share, (K, K): rows are true classes, columns predicted ones.
 
     Args:
         counts: int (K, K).
@@ -105,7 +105,7 @@ def _confusion_matrix(counts: np.ndarray, names: Sequence[str], words: str) -> "
 
 
 def _scale(made: "Figure", left: float, bottom: float, side: float) -> None:
-    """Draws the colour scale beside the matrix. Positions and sizes are in inches."""
+    """Draw the colour scale beside the matrix. Positions and sizes are in inches."""
     width, height = made.get_size_inches()
     tall = min(side, 3.0)
     bar = made.add_axes((left / width, (bottom + side - tall) / height, 0.1 / width, tall / height))
@@ -120,7 +120,7 @@ def _scale(made: "Figure", left: float, bottom: float, side: float) -> None:
 
 
 def precision_recall(found: measures.PerClass, names: Sequence[str], of: str) -> Drawing:
-    """Precision and recall of each class, as two dots on a line; of many classes, of those with the lowest F1."""
+    """Draw precision and recall of each class as two dots on a line; of many classes, those with the lowest F1."""
     classes = len(names)
     mean = float(found.f1.mean()) if classes else 0.0
     few = f"the {SHOWN} worst of {classes} classes" if classes > SHOWN else f"{classes} classes"
@@ -152,7 +152,7 @@ def _precision_recall(found: measures.PerClass, names: Sequence[str], words: str
 
 
 def reliability(found: measures.Reliability, of: str) -> Drawing:
-    """How often answers are right, by their probability; below, how many there are."""
+    """Draw the share of right answers by their probability and, below, the number of answers."""
     words = f"Reliability: ECE {found.error:.4g}"
     alt = f"{words}, the expected calibration error on {int(found.samples.sum()):,} {of} samples"
     return Drawing(lambda: _reliability(found, words, of), alt)
@@ -189,7 +189,7 @@ def _reliability(found: measures.Reliability, words: str, of: str) -> "Figure":
 
 
 def two_classes(found: measures.TwoClasses, positive: str, of: str) -> Drawing:
-    """ROC and precision against recall, for the second of two classes."""
+    """Draw ROC and precision-recall curves for the second of two classes."""
     words = f"ROC: area {found.auc:.4g}. Precision and recall: average precision {found.average_precision:.4g}"
     return Drawing(
         lambda: _two_classes(found, positive, of), f"{words}, of the class {label(positive)} on the {of} set"
@@ -232,12 +232,12 @@ class Sample(NamedTuple):
 
 
 def sheet(samples: Sequence[Sample], words: str, note: str, columns: int = 4) -> Drawing:
-    """Samples in rows, those whose answer is wrong in a red frame."""
+    """Draw samples in rows; a red frame marks a wrong answer."""
     return Drawing(lambda: _sheet(samples, words, note, columns), f"{words}. {note}")
 
 
 def answer(true: str, predicted: str, probability: float) -> tuple[str, str]:
-    """What a sheet says of a sample, on two lines."""
+    """Return the caption of a sample on a sheet, on two lines."""
     return f"true {label(true, 14)}", f"predicted {label(predicted, 10)}, {probability:.0%}"
 
 

@@ -50,8 +50,8 @@ class Chart:
 
 
 def charts(series: Series) -> list[Chart]:
-    """Which series go together: losses first, then metrics, then learning rates and others by name. Of the training the
-    means over epochs where they are there; a series of one point is no curve."""
+    """Group series into charts: losses first, then metrics, then learning rates and others by name. Training series
+    are means over epochs where a run has them; a series of one point is no curve."""
     found: dict[str, Chart] = {}
     for name, given in series.items():
         stage, metric = stage_of(name)
@@ -75,12 +75,12 @@ def _rank(chart: Chart) -> int:
 
 
 def is_rate(name: str) -> bool:
-    """Whether a series is of a learning rate."""
+    """Return whether a series is a learning rate."""
     return re.fullmatch(r"lr([-_/].*)?", name) is not None
 
 
 def thinned(points: Sequence[tuple[int, float]], most: int = POINTS) -> Sequence[tuple[int, float]]:
-    """At most so many points, the last among them."""
+    """Return at most this many points, including the last one."""
     if len(points) <= most:
         return points
     every = math.ceil(len(points) / most)
@@ -88,7 +88,7 @@ def thinned(points: Sequence[tuple[int, float]], most: int = POINTS) -> Sequence
 
 
 def curve(chart: Chart, best: int | None = None) -> Drawing:
-    """One chart.
+    """Draw one chart.
 
     Args:
         best: the step of the best checkpoint, whose validation is marked. None: no mark.
@@ -98,7 +98,7 @@ def curve(chart: Chart, best: int | None = None) -> Drawing:
 
 
 def curves(series: Series, best: int | None = None) -> Drawing | None:
-    """All charts in one picture; None: there is no curve."""
+    """Draw all charts in one picture; None without any curve."""
     found = charts(series)[:12]
     if not found:
         return None
@@ -109,7 +109,7 @@ def curves(series: Series, best: int | None = None) -> Drawing | None:
 def _panels(
     number: int, columns: int, height: float, margins: tuple[float, float, float, float], space: float
 ) -> "tuple[Figure, Any]":
-    """A figure with a grid of axes, row by row.
+    """Create a figure with a grid of axes, row by row.
 
     Args:
         number: of axes; the rest of the last row stays empty.
@@ -156,7 +156,7 @@ def _draw(axes: Any, chart: Chart, best: int | None) -> None:
 
 
 def is_logarithmic(name: str, values: Sequence[float]) -> bool:
-    """Whether a metric is shown on a logarithmic scale: a loss that goes through more than two decades."""
+    """Return whether a metric needs a logarithmic scale: a loss that spans more than two decades."""
     return name.endswith("loss") and min(values) > 0 and max(values) / min(values) > 200
 
 
@@ -168,7 +168,7 @@ def _scale(axes: Any, name: str, values: Sequence[float]) -> None:
 
 
 def compared(name: str, of_runs: Sequence[tuple[str, Sequence[tuple[int, float]]]]) -> Drawing:
-    """One metric of several runs.
+    """Draw one metric of several runs.
 
     Args:
         name: of the metric.
@@ -201,7 +201,7 @@ MOST_DOTS = 3000
 
 
 def truth_against_prediction(truth: np.ndarray, predicted: np.ndarray, names: Sequence[str], of: str) -> Drawing:
-    """A dot for each sample and target, float (N, T) each; at most six targets."""
+    """Draw a dot for each sample and target, float (N, T) each, for at most six targets."""
     errors = (predicted - truth)[:, :6]
     parts = [
         f"{label(name)}: RMSE {np.sqrt(np.mean(errors[:, n] ** 2)):.4g}, R² {_r2(truth[:, n], errors[:, n]):.4g}"

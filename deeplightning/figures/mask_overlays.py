@@ -18,7 +18,7 @@ _SIDE, _GAP = 1.25, 0.08  # inches of a picture, and between two
 
 
 def overlay(pictures: np.ndarray, classes: np.ndarray) -> np.ndarray:
-    """Pictures in the colours of their classes, uint8 (B, H, W, 3); pixels that do not count are white.
+    """Return pictures in the colours of their classes, uint8 (B, H, W, 3); ignored pixels are white.
 
     Args:
         pictures: uint8 (B, H, W, C), C of 1 or 3.
@@ -34,7 +34,7 @@ def overlay(pictures: np.ndarray, classes: np.ndarray) -> np.ndarray:
 def overlays(
     pictures: np.ndarray, truth: np.ndarray, predicted: np.ndarray, names: Sequence[str], right: np.ndarray
 ) -> Drawing:
-    """A row for each picture: as it is, with its true classes, with the predicted ones.
+    """Draw a row for each picture: as it is, with its true classes, with the predicted ones.
 
     Args:
         pictures: uint8 (B, H, W, C), C of 1 or 3.

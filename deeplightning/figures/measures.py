@@ -22,18 +22,18 @@ class PerClass(NamedTuple):
 
 
 def confusion(labels: np.ndarray, predicted: np.ndarray, classes: int) -> np.ndarray:
-    """How often each class was answered for each, int (K, K): rows are true, columns predicted; both int (N,)."""
+    """Return the confusion matrix, int (K, K): rows are true, columns predicted classes; arguments int (N,)."""
     return np.bincount(labels * classes + predicted, minlength=classes * classes).reshape(classes, classes)
 
 
 def per_class(labels: np.ndarray, predicted: np.ndarray, classes: int) -> PerClass:
-    """Precision, recall and F1 of each of so many classes; labels and answers int (N,)."""
+    """Return precision, recall and F1 of each class, from labels and answers, int (N,)."""
     each = labels[labels == predicted], predicted, labels
     return from_counts(*(np.bincount(one, minlength=classes) for one in each))
 
 
 def from_counts(right: np.ndarray, predicted: np.ndarray, true: np.ndarray) -> PerClass:
-    """The same of the samples that are right, were predicted and are true, int (K,) each."""
+    """Return precision, recall and F1 from the numbers of right, predicted and true samples by class, int (K,) each."""
     return PerClass(_share(right, predicted), _share(right, true), _share(2 * right, predicted + true), true)
 
 
@@ -59,7 +59,7 @@ class Reliability(NamedTuple):
 
 
 def reliability(probability: np.ndarray, is_right: np.ndarray, bins: int = BINS) -> Reliability:
-    """Of the probability of each answer, float (N,), and whether it is right, bool (N,)."""
+    """Compute the calibration from the probability of each answer, float (N,), and whether it is right, bool (N,)."""
     edges = np.linspace(0, 1, bins + 1)
     which = np.clip(np.searchsorted(edges, probability, side="right") - 1, 0, bins - 1)
     count = np.bincount(which, minlength=bins)
@@ -88,7 +88,7 @@ class TwoClasses(NamedTuple):
 
 
 def two_classes(score: np.ndarray, is_positive: np.ndarray) -> TwoClasses | None:
-    """Of the scores of samples, float (N,), and which are positive, bool (N,); None: all are, or none is."""
+    """Compute the curves from scores, float (N,), and truth, bool (N,); None if all samples have the same truth."""
     positives = int(is_positive.sum())
     negatives = len(is_positive) - positives
     if positives == 0 or negatives == 0:
@@ -106,8 +106,8 @@ def two_classes(score: np.ndarray, is_positive: np.ndarray) -> TwoClasses | None
 
 
 def in_groups(counts: np.ndarray) -> np.ndarray:
-    """An order of classes in which those that are confused are neighbours, int (K,): leaves of an average-linkage
-    clustering by how often two are taken for each other."""
+    """Order classes so that confused ones are neighbours, int (K,): the leaves of an average-linkage clustering by how
+    often two classes are confused."""
     from scipy.cluster.hierarchy import leaves_list, linkage  # 0.2 CPU seconds
     from scipy.spatial.distance import squareform
 
@@ -119,7 +119,7 @@ def in_groups(counts: np.ndarray) -> np.ndarray:
 
 
 def most_confused(labels: np.ndarray, predicted: np.ndarray, most: int = 10) -> list[tuple[int, int, int]]:
-    """The pairs of a true and a predicted class that are confused most often, with how often; both int (N,)."""
+    """Return the most frequent confusions as (true class, predicted class, count); both arguments int (N,)."""
     wrong = np.stack([labels, predicted])[:, labels != predicted]
     pairs, often = np.unique(wrong, axis=1, return_counts=True)
     order = np.argsort(-often, kind="stable")[:most]

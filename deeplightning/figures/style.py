@@ -94,7 +94,7 @@ class Drawing:
 
 @contextmanager
 def style() -> Iterator[None]:
-    """The style holds inside; what the process has set for matplotlib holds again afterwards.
+    """Apply the style inside the block and restore matplotlib's settings afterwards.
 
     Raises:
         SetupError: matplotlib is not installed.
@@ -121,14 +121,14 @@ def style() -> Iterator[None]:
 
 
 def figure(width: float = WIDTH, height: float = 3.2) -> "Figure":
-    """An empty figure, in inches; made without pyplot, so nothing stays open."""
+    """Create an empty figure, sizes in inches, without pyplot, so that nothing stays open."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height))
 
 
 def place(figure: "Figure", left: float, right: float, top: float, bottom: float, **grid: Any) -> Any:
-    """Axes with these margins, in inches: matplotlib's own layouts draw a picture twice."""
+    """Place the axes by margins in inches; matplotlib's own layouts draw a picture twice."""
     width, height = figure.get_size_inches()
     axes = figure.subplots(**grid)
     figure.subplots_adjust(left / width, bottom / height, 1 - right / width, 1 - top / height)
@@ -136,20 +136,20 @@ def place(figure: "Figure", left: float, right: float, top: float, bottom: float
 
 
 def title(figure: "Figure", words: str, note: str = "", left: float = 0.12) -> None:
-    """A title at the top, `left` inches from the edge, and a line below it."""
+    """Write a title at the top, `left` inches from the edge, and a line below it."""
     width, height = figure.get_size_inches()
     figure.text(left / width, 1 - 0.18 / height, words, weight="bold", fontsize=9, va="center")
     figure.text(left / width, 1 - 0.37 / height, note, color=MUTED, fontsize=7, va="center")
 
 
 def lines(axes: "Axes", which: str = "both") -> None:
-    """Thin lines behind the data, and no ticks."""
+    """Draw thin lines behind the data and remove the ticks."""
     axes.grid(True, axis=which)  # type: ignore[arg-type]
     axes.tick_params(length=0)
 
 
 def label(text: object, longest: int = LONGEST) -> str:
-    """A name as a picture shows it: on one line, without control characters, its middle left out where it is longer."""
+    """Format a name for a picture: one line, no control characters, and a shortened middle if it is too long."""
     name = printable(str(text))
     if len(name) <= longest:
         return name
@@ -158,12 +158,12 @@ def label(text: object, longest: int = LONGEST) -> str:
 
 
 def room_for(names: Sequence[str], size: float) -> float:
-    """The inches that the widest of some labels needs at a font size in points."""
+    """Return the width of the widest label in inches, at a font size in points."""
     return max((sum(1.05 if ord(c) > 0x2E7F else 0.62 for c in name) for name in names), default=0) * size / 72
 
 
 def on_map(share: np.ndarray, least: float = 0.06) -> np.ndarray:
-    """Shares from 0 to 1, (R, C), as a picture (R, C, 4) that shows the paper where nothing is.
+    """Map shares from 0 to 1, (R, C), to a picture (R, C, 4) that is transparent at 0.
 
     Args:
         least: the opacity of the smallest share.
@@ -175,7 +175,7 @@ def on_map(share: np.ndarray, least: float = 0.06) -> np.ndarray:
 
 
 def to_svg(figure: "Figure", alt: str = "") -> str:
-    """A figure as SVG that follows the colours of the page; the same figure gives the same text."""
+    """Render a figure as SVG that follows the colours of the page; equal figures give equal text."""
     stream = io.StringIO()
     with style():
         title = {"Title": label(alt, 200)} if alt else {}
@@ -191,7 +191,7 @@ def to_svg(figure: "Figure", alt: str = "") -> str:
 
 
 def to_png(figure: "Figure") -> bytes:
-    """A figure as PNG on light paper."""
+    """Render a figure as PNG on a light background."""
     stream = io.BytesIO()
     with style():
         figure.savefig(stream, format="png", dpi=DPI, metadata={"Software": None})
@@ -199,13 +199,13 @@ def to_png(figure: "Figure") -> bytes:
 
 
 def drawn(drawing: Drawing) -> "Figure":
-    """The figure, in the style."""
+    """Return the figure, drawn in the style."""
     with style():
         return drawing.draw()
 
 
 def save(drawing: Drawing, path: Path) -> str:
-    """Draws once, writes `path` with the endings .svg and .png, and gives the SVG."""
+    """Draw once, write `path` with the suffixes .svg and .png, and return the SVG."""
     figure = drawn(drawing)
     text = to_svg(figure, drawing.alt)
     path.with_name(f"{path.name}.png").write_bytes(to_png(figure))

@@ -1,9 +1,9 @@
-"""The targets of `engine.launcher`, which start the processes of a run, and the environment that they start in.
+"""Launchers, the targets of `engine.launcher`, and the environment in which they start the processes of a run.
 
-A launcher is made in the command that a user gives, and starts that command again, once for each process. Each process
-reads its identity from its environment (`deeplightning.process.identity`), and trains. Modules of this folder import
-torch only where they use it: every command that has a config may make a launcher. Installed packages add launchers by
-entry points of `deeplightning.launchers`.
+A launcher runs in the command that the user gives. It starts that command again, once for each process; each process
+reads its identity from its environment (`deeplightning.process.identity`) and trains. Modules of this folder import
+torch only where they use it, because every command with a config may create a launcher. Installed packages add
+launchers by entry points of `deeplightning.launchers`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ __all__ = [
 
 
 def launcher_of(cfg: Config) -> Launcher | None:
-    """Return what starts the processes of a run; None: this process is one of them, and starts any others itself."""
+    """Return the launcher of a run, or None if this process is one of the run and starts any others itself."""
     here = identity()
     if here is not None and (here.is_binding or here.is_of_lightning):
         return None
-    if cfg.engine.num_nodes > 1 and not is_elsewhere(cfg.engine):  # by hand: `Local` on each of them is this command
+    if cfg.engine.num_nodes > 1 and not is_elsewhere(cfg.engine):  # started by hand: this command runs on each of them
         return None
     if cfg.engine.launcher is not None:
         return build(cfg.engine.launcher)
@@ -49,11 +49,11 @@ def launcher_of(cfg: Config) -> Launcher | None:
 
 
 def array_of(job: Job, trials: int, swept: Iterable[str], note: Path) -> TrialJobs | None:
-    """Return the jobs of all runs of a search; None: each run starts by itself what it needs.
+    """Return the jobs of all trials of a search, or None if each trial starts its own processes.
 
     Args:
-        trials: runs that are to come.
-        swept: keys in which they differ; where these are of the engine, each is a job of its own size.
+        trials: the number of runs to come.
+        swept: the keys in which they differ; if these are keys of the engine, each trial is a job of its own size.
         note: a file for the launcher, see `Launcher`.
     """
     make = getattr(launcher_of(job.cfg), "trial_jobs", None)
@@ -62,12 +62,12 @@ def array_of(job: Job, trials: int, swept: Iterable[str], note: Path) -> TrialJo
 
 
 def hooks_here() -> ProcessHooks:
-    """Return the hooks of the launcher that has started this process.
+    """Return the hooks of the launcher that started this process.
 
     Raises:
         SetupError: an installed package adds a launcher that cannot be imported.
     """
-    if identity() is None:  # nobody has started it: no package is asked
+    if identity() is None:  # started by no launcher
         return ProcessHooks()
     launchers = [plugins.load(plugins.LAUNCHERS, name) for name in plugins.names(plugins.LAUNCHERS)]
     found = (launcher.hooks_here() for launcher in launchers if hasattr(launcher, "hooks_here"))
@@ -75,7 +75,7 @@ def hooks_here() -> ProcessHooks:
 
 
 def plan_of(job: Job) -> list[dict[str, object]]:
-    """Return what `deeplightning train` would start, in plain types."""
+    """Return what `deeplightning train` would start, as plain types."""
     launcher = launcher_of(job.cfg)
     starts = _plan_here(job) if launcher is None else launcher.plan(job)
     return [

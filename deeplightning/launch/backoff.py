@@ -1,4 +1,4 @@
-"""How long a launcher waits for room before it tries again."""
+"""The pauses between a launcher's attempts to start processes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ DEFAULT = {"base_s": 1.0, "factor": 2.0, "max_tries": 10}
 
 
 class Backoff:
-    """Pauses that grow: `base_s` seconds, each next one `factor` times as long, between `max_tries` tries.
+    """Growing pauses between `max_tries` tries: `base_s` seconds, then `factor` times as long each time.
 
     Args:
-        params: these numbers; what is left away is 1 s, 2 and 10.
+        params: these numbers; the defaults are 1 s, 2 and 10.
 
     Raises:
-        ValueError: a number is out of its range, or a word is none of these.
+        ValueError: a number is out of range, or a name is unknown.
     """
 
     def __init__(self, params: Mapping[str, float] | None = None):
@@ -28,5 +28,5 @@ class Backoff:
         self.base_s, self.factor, self.max_tries = values["base_s"], values["factor"], int(values["max_tries"])
 
     def __iter__(self) -> Iterator[float]:
-        """Seconds to wait after the first failed try, the second, …: one fewer than there are tries."""
+        """Yield the seconds to wait after the first failed try, the second, …: one fewer than there are tries."""
         return (self.base_s * self.factor**number for number in range(self.max_tries - 1))

@@ -1,13 +1,13 @@
 """Torch's elastic agent (https://docs.pytorch.org/docs/stable/elastic/agent.html), as `Local` uses it.
 
-It starts the processes of a machine, each as a command, watches them, and restarts all of them after one was lost. Ours
-differs in the moment: it restarts only after a loss that neither code nor data caused (see `Cause.lost`), and only when
-all processes have ended by themselves, as a process does that has lost a peer (`deeplightning.process.ranks`).
-Torch's agent sends SIGTERM, which a run understands as a person's request to stop.
+The agent starts the processes of a machine, each as a command, monitors them and restarts all of them after one was
+lost. Ours restarts only after a loss that neither code nor data caused (see `Cause.lost`), and only when all processes
+have ended by themselves, as a process does that lost a peer (`deeplightning.process.ranks`). Torch's agent sends
+SIGTERM, which a run takes as a person's request to stop.
 
-What is overridden are the methods that torch 2.15 documents for the purpose, `_start_workers`, `_monitor_workers` and
-`_shutdown` of `SimpleElasticAgent`; `_rendezvous`, `_remaining_restarts`, `_pcontext` and `_worker_group` are used, for
-which there is nothing public.
+Overridden are the methods that torch 2.15 documents for this purpose, `_start_workers`, `_monitor_workers` and
+`_shutdown` of `SimpleElasticAgent`. `_rendezvous`, `_remaining_restarts`, `_pcontext` and `_worker_group` are used
+because nothing public replaces them.
 """
 
 import contextlib
@@ -36,89 +36,89 @@ from deeplightning.process import failure, ranks, shared_folder, supervisor
 from deeplightning.process.agreement import enough_memory
 from deeplightning.runfolder import RunFolder
 
-LOOK = 0.1  # seconds between two looks at the processes
-GRACE = ranks.LATE + 2 * ranks.SOON  # seconds that they have to end by themselves when one of them has failed
+POLL_SECONDS = 0.1
+GRACE_SECONDS = ranks.SHUTDOWN_SECONDS + 2 * ranks.EXIT_SECONDS  # for the others to exit when one has failed
 
 
-def attend(
+def supervise(
     command: list[str],
     processes: int,
     max_restarts: int,
     port: int,
     pauses: Iterable[float],
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> tuple[int, "Agent"]:
-    """Runs a command in several processes, and sees them through.
+    """Run a command in several processes and supervise them.
 
     Args:
-        command: the same for each.
-        processes: how many.
-        max_restarts: how often all are started again after one was lost.
-        port: at which they meet; 0: any that is free.
-        pauses: seconds to wait, one after the other, where there is no room for the processes.
-        tell: takes a line for the person who looks on.
+        command: the same for each process.
+        processes: their number.
+        max_restarts: how often all are restarted after one was lost.
+        port: of the rendezvous; 0 for any free port.
+        pauses: seconds to wait after each failed attempt to start the processes.
+        report: prints a line for the user.
 
     Returns:
-        The exit code, and the agent, which knows more.
+        The exit code, and the agent with its details.
 
     Raises:
         SetupError: the processes cannot be started.
     """
-    # A person's signals are passed on, once each; the handlers that torch would put in place end the processes.
+    # Signals are forwarded, once each; the handlers that torch would install end the processes.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     spec = WorkerSpec(
         role="rank",
         local_world_size=processes,
         rdzv_handler=_OneMachine(f"local-{socket.gethostname()}-{secrets.token_hex(8)}", port),
         entrypoint=command[0],
-        args=tuple(word.replace("$", "$$") for word in command[1:]),  # torch substitutes what follows a $
+        args=tuple(word.replace("$", "$$") for word in command[1:]),  # torch expands names after a $
         max_restarts=max_restarts,
-        monitor_interval=LOOK,
+        monitor_interval=POLL_SECONDS,
     )
-    agent = Agent(spec, pauses, tell)
-    before = {number: signal.signal(number, agent.hear) for number in failure.INTERRUPTED}
+    agent = Agent(spec, pauses, report)
+    before = {number: signal.signal(number, agent.forward) for number in failure.INTERRUPTED}
     try:
         result = agent.run()
     except _Interrupted:
-        return failure.INTERRUPTED[agent.heard[0]], agent
+        return failure.INTERRUPTED[agent.forwarded[0]], agent
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     if result.state == WorkerState.SUCCEEDED:
         return 0, agent
     assert agent.cause is not None
-    return failure.INTERRUPTED[agent.heard[0]] if agent.heard else agent.cause.exit_code, agent
+    return failure.INTERRUPTED[agent.forwarded[0]] if agent.forwarded else agent.cause.exit_code, agent
 
 
 class _Interrupted(Exception):
-    """A signal came while no process ran."""
+    """Raised when a signal arrives while no process runs."""
 
 
 class Agent(LocalElasticAgent):
-    """Looks after the processes of one machine.
+    """Supervise the processes of one machine.
 
     Attributes:
-        heard: the signals that have been passed on.
-        cause: why the processes have ended the last time; None: they have not, or well.
-        restarts: how often all were started again.
-        reported: whether one of them has printed it.
-        lost_first: whether rank 0, which speaks for the run, was killed, and has not.
+        forwarded: the signals that were forwarded.
+        cause: why the processes failed last; None if they did not.
+        restarts: how often all were restarted.
+        reported: whether one of them printed the cause.
+        lost_first: whether rank 0, which reports for the run, was killed before it could.
     """
 
-    def __init__(self, spec: WorkerSpec, pauses: Iterable[float], tell: Callable[[str], None]):
+    def __init__(self, spec: WorkerSpec, pauses: Iterable[float], report: Callable[[str], None]):
         super().__init__(spec, _NoLogs())
-        self.heard: list[signal.Signals] = []
+        self.forwarded: list[signal.Signals] = []
         self.cause: failure.Cause | None = None
         self.restarts = 0
         self.reported = self.lost_first = False
-        self._pauses, self._tell = pauses, tell
+        self._pauses, self._report = pauses, report
         self._folder: Path | None = None
         self._run: RunFolder | None = None
-        self._until: float | None = None  # when processes are killed that have not ended
+        self._until: float | None = None  # when processes that still run are killed
 
     @property
     def run_folder(self) -> RunFolder | None:
-        """The run's, if it has begun."""
+        """The run's folder, once the run has begun."""
         if self._run is None and self._folder is not None:
             with contextlib.suppress(OSError):
                 self._run = RunFolder((self._folder / "run").read_text())
@@ -126,16 +126,16 @@ class Agent(LocalElasticAgent):
 
     @property
     def newest(self) -> Path | None:
-        """The newest checkpoint that is whole."""
+        """The latest complete checkpoint."""
         return failure.newest_of(self.run_folder)
 
     # ---- signals
 
-    def hear(self, number: int, frame: FrameType | None) -> None:
-        """Passes a signal on. The processes have no part in the terminal's: each gets it once."""
-        self.heard.append(signal.Signals(number))
-        if len(self.heard) > 1:  # they end at once
-            self._until = time.monotonic() + GRACE
+    def forward(self, number: int, frame: FrameType | None) -> None:
+        """Forward a signal. The processes do not share the terminal's process group, so each gets it once."""
+        self.forwarded.append(signal.Signals(number))
+        if len(self.forwarded) > 1:  # they end at once
+            self._until = time.monotonic() + GRACE_SECONDS
         self._send(number)
 
     def _send(self, number: int) -> None:
@@ -147,12 +147,12 @@ class Agent(LocalElasticAgent):
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
         return [handlers[rank].proc for rank in sorted(handlers)]
 
-    # ---- what torch calls
+    # ---- methods that torch calls
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, object]:
         pauses, running = iter(self._pauses), set(psutil.Process().children())
         while True:
-            if self.heard:
+            if self.forwarded:
                 raise _Interrupted
             self._pcontext, self._until, self.lost_first = None, None, False
             self._folder = Path(tempfile.mkdtemp(prefix=shared_folder.PREFIX))
@@ -170,11 +170,11 @@ class Agent(LocalElasticAgent):
                 reason = str(error) if isinstance(error, SetupError) else f"engine.processes: {error.strerror}"
                 if (pause := next(pauses, None)) is None:
                     raise SetupError(reason) from error
-                self._tell(f"{reason}; tries again in {pause:g} s")
+                self._report(f"{reason}; tries again in {pause:g} s")
                 time.sleep(pause)
-                self._rendezvous(worker_group)  # at a new store: the old one has keys of the processes that began
+                self._rendezvous(worker_group)  # with a new store: the old one has keys of processes that started
                 continue
-            for number in self.heard[:1]:  # while they were started
+            for number in self.forwarded[:1]:  # that arrived during the start
                 self._send(number)
             return started
 
@@ -186,22 +186,22 @@ class Agent(LocalElasticAgent):
         cause = failure.first_of(self._folder)
         if cause is None and failed:
             ended = failure.end_of(failed[0], codes[failed[0]])
-            failure.claim_in(self._folder, ended)
+            failure.record_cause(self._folder, ended)
             cause = failure.first_of(self._folder) or ended
         if None in codes.values():
             if cause is not None:
                 self._end_late_ones(cause)
             return RunResult(WorkerState.HEALTHY)
-        # Where rank 0 has ended well, the run is done, and whoever was lost after that had nothing more to give.
+        # Once rank 0 has succeeded, the run is complete; processes lost after that do not matter.
         if not failed or (cause is not None and cause.lost and codes.get(0) == 0):
             self._clean()
             return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(codes))
         self.cause, self.reported = cause, (self._folder / failure.REPORTED).exists()
         self.lost_first = (codes.get(0) or 0) < 0
-        if cause is None or not cause.lost or self.heard:
+        if cause is None or not cause.lost or self.forwarded:
             self._remaining_restarts = 0
         elif self._remaining_restarts > 0:
-            self._tell_of_restart(cause)
+            self._report_restart(cause)
         self._clean()
         return RunResult(WorkerState.FAILED)
 
@@ -211,24 +211,24 @@ class Agent(LocalElasticAgent):
     # ---- the end of the processes
 
     def _end_late_ones(self, cause: failure.Cause) -> None:
-        """Kills the processes that have not ended in time; a person's wish to end is heeded as long as it takes."""
+        """Kill processes that exceed the time limit; there is none while a run saves after a signal."""
         if self._until is None:
             if cause.exit_code in failure.INTERRUPTED.values():
                 return
-            self._until = time.monotonic() + GRACE
+            self._until = time.monotonic() + GRACE_SECONDS
         if time.monotonic() > self._until:
             for process in self._processes():
                 if process.poll() is None:
                     process.kill()
 
-    def _tell_of_restart(self, cause: failure.Cause) -> None:
+    def _report_restart(self, cause: failure.Cause) -> None:
         self.restarts += 1
         newest = self.newest
         how = f"resumes from {newest}" if newest else "starts again, there is no checkpoint yet"
-        self._tell(f"restart {self.restarts} of {self._worker_group.spec.max_restarts}: {cause}; {how}")
+        self._report(f"restart {self.restarts} of {self._worker_group.spec.max_restarts}: {cause}; {how}")
 
     def _clean(self) -> None:
-        """Nothing is left of the processes: each leads a group of its own, with all that it has started."""
+        """Kill all that the processes started, which are in process groups of their own, and remove the folder."""
         for process in self._processes():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -236,15 +236,15 @@ class Agent(LocalElasticAgent):
         self._remove_folder()
 
     def _remove_folder(self) -> None:
-        _ = self.run_folder  # it is read for the last time
+        _ = self.run_folder  # reads and keeps the path
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class _OneMachine(RendezvousHandler):
-    """The processes of one machine meet at a store that the agent keeps, a new one each time they are started.
+    """Rendezvous on one machine, at a store that the agent keeps; each start of the processes gets a new one.
 
-    It listens at any port that is free, so that nobody else can take it meanwhile.
+    The store listens on any free port, and no other program can take it meanwhile.
     """
 
     def __init__(self, launch: str, port: int = 0):
@@ -274,7 +274,7 @@ class _OneMachine(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """It need not be known."""
+        """Do nothing: the state is never read."""
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -285,7 +285,7 @@ class _OneMachine(RendezvousHandler):
 
 
 class _NoLogs(LogsSpecs):
-    """What the processes say goes where the agent's own words go; torch's default makes files of it."""
+    """Let the processes write to the agent's own streams; torch's default redirects them to files."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         nowhere = dict.fromkeys(envs, "")

@@ -1,4 +1,4 @@
-"""Define what a launcher gets, starts and is, and what it does inside the processes that it has started."""
+"""The interface of launchers: what they get, start and do inside the processes that they started."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from deeplightning.config.schema import Config
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be started: `deeplightning train CONFIG [key=value …]`.
+    """A run to start: `deeplightning train CONFIG [key=value …]`.
 
     Attributes:
-        cfg: what that means, settled.
-        config: absolute.
-        overrides: as they were given.
+        cfg: the resolved config.
+        config: the absolute path of the config file.
+        overrides: as given.
     """
 
     cfg: Config
@@ -27,7 +27,7 @@ class Job:
 
     @property
     def command(self) -> list[str]:
-        """What each process runs."""
+        """The command of each process."""
         return [sys.executable, "-m", "deeplightning", "train", str(self.config), *self.overrides]
 
 
@@ -39,9 +39,8 @@ class Start:
         command: with its arguments.
         times: how often, on each machine.
         where: the machines, in words.
-        environment: variables that are set for it, beside those of the launching process; `*` means a number
-            that differs.
-        script: what is handed to a queue, which starts the command in its time.
+        environment: variables that are added to those of the launching process; `*` stands for a number that differs.
+        script: text that is submitted to a queue, which starts the command later.
     """
 
     command: list[str]
@@ -94,12 +93,12 @@ class TrialJobs(Protocol):
 
 
 class ProcessHooks:
-    """What a launcher does inside a process that it has started; these defaults do nothing.
+    """Hooks of a launcher inside the processes that it started; these defaults do nothing.
 
     Attributes:
-        signals: numbers that save a checkpoint and end the run, beside SIGINT and SIGTERM.
-        copies_files: whether the launcher copies checkpoints for processes that share no folder: each is complete when
-            the step after it begins.
+        signals: numbers that save a checkpoint and end the run, besides SIGINT and SIGTERM.
+        copies_files: whether the launcher copies checkpoints for processes without a shared folder: each is complete
+            when the next step begins.
     """
 
     signals: Sequence[int] = ()

@@ -1,4 +1,4 @@
-"""Processes on this machine: started together, looked after, and started again where one was lost."""
+"""The launcher for this machine: it starts the processes together, supervises them, and restarts all if one is lost."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from deeplightning.tracking.environment import git_answers
 
 
 class Local:
-    """Starts the processes of a run on this machine, by torch's elastic agent.
+    """Start the processes of a run on this machine, with torch's elastic agent.
 
-    When a process is killed, hangs, or can no longer be reached, the others end, and all are restarted, up to
-    `engine.max_restarts` times: they resume in the same run, from its latest complete checkpoint. A fault of the
-    config, the data or the code would happen again; it ends the run with its own exit code, and so does a signal.
-    Config and code are sealed at the start: an edit reaches no process.
+    When a process is killed, hangs or becomes unreachable, the others end and all are restarted, up to
+    `engine.max_restarts` times: they resume in the same run, from its latest complete checkpoint. An error in the
+    config, the data or the code would occur again, so it ends the run with its own exit code, as does a signal. Config
+    and code are sealed at the start: later edits do not reach the processes.
 
-    Of several machines it starts the processes of the one where the command is given, on each; a lost process is not
-    started again there.
+    With several machines, run the command on each: it starts the processes of its machine. A lost process is not
+    restarted there.
 
     Args:
-        master_port: where the processes meet; null: any port that is free. Of several machines all have the same.
-        master_addr: the address of the first of several machines, at which the others reach it.
-        node_rank: which of several machines this is, from 0. Both, and the port, may stand in the environment as well,
-            as MASTER_ADDR, NODE_RANK and MASTER_PORT.
-        backoff: how to wait where the machine has no room for the processes: `base_s` seconds, the next time `factor`
-            times as long, and after `max_tries` tries no more; null: 1 s, doubled, ten tries.
+        master_port: the port of the rendezvous; null for any free port. Several machines must use the same.
+        master_addr: the address at which the other machines reach the first.
+        node_rank: the number of this machine, from 0. It, the address and the port may also be set as environment
+            variables, NODE_RANK, MASTER_ADDR and MASTER_PORT.
+        backoff: how to retry if the machine has no room for the processes: wait `base_s` seconds, then `factor` times
+            as long each time, for `max_tries` tries; null for 1 s, 2 and 10.
 
     Raises:
-        ValueError: a number is out of its range.
+        ValueError: a number is out of range.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Local:
         self.backoff = Backoff(backoff)
 
     def plan(self, job: Job) -> list[Start]:
-        """What `run` would start."""
+        """Return what `run` would start."""
         size, restarts = local_size(job.cfg.engine), job.cfg.engine.max_restarts
         port = "*" if self.master_port is None else str(self.master_port)
         variables = {"RANK": "*", "LOCAL_RANK": "*", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
@@ -62,49 +62,49 @@ class Local:
         return [Start(_command(job), size, f"this machine{again}", variables)]
 
     def run(self, job: Job) -> int:
-        """Starts the processes and sees them through.
+        """Start the processes and supervise them.
 
         Returns:
-            The exit code: 5 where a process was lost and no restart is left, else that of the processes.
+            The exit code: 5 if a process was lost and no restart is left, else that of the processes.
 
         Raises:
-            SetupError: they cannot be started.
+            SetupError: the processes cannot be started.
         """
-        from deeplightning.launch.elastic import attend
+        from deeplightning.launch.elastic import supervise
 
         restarts, redact = job.cfg.engine.max_restarts, job.cfg.redact
 
-        def tell(line: str) -> None:
+        def report(line: str) -> None:
             say(redact(line), err=True)
 
         command, size = _command(job), local_size(job.cfg.engine)
         with sealed_meanwhile(compose(job.config, [*job.overrides]).files, git_answers(redact)):
-            code, agent = attend(command, size, restarts, self.master_port or 0, self.backoff, tell)
+            code, agent = supervise(command, size, restarts, self.master_port or 0, self.backoff, report)
         if code != 0 and agent.cause is not None:
-            self._tell_end(job, agent, tell)
+            self._report_end(job, agent, report)
         if agent.run_folder is not None:
             say_path(agent.run_folder.path, "Artifact storage path: ")
         return code
 
-    def _tell_end(self, job: Job, agent: Any, tell: Callable[[str], None]) -> None:
-        """Says why the processes have ended, where none of them has."""
+    def _report_end(self, job: Job, agent: Any, report: Callable[[str], None]) -> None:
+        """Report why the processes ended, if none of them did."""
         from deeplightning.process import failure
 
         restarts, redact, cause = job.cfg.engine.max_restarts, job.cfg.redact, agent.cause
         assert cause is not None
         word = f"error [{cause.whose}]" if cause.whose else "error"
-        if cause.lost and not agent.heard:
+        if cause.lost and not agent.forwarded:
             used = {0: "", 1: "; the restart is used up"}.get(restarts, f"; the {restarts} restarts are used up")
-            tell(f"{word}: {cause.reason}{used}{failure.kept_of(agent.newest)}")
+            report(f"{word}: {cause.reason}{used}{failure.resume_hint(agent.newest)}")
         elif not agent.reported:
-            tell(f"{word}: {cause.reason}")
-        if agent.lost_first and agent.run_folder is not None:  # else the process has reported it
+            report(f"{word}: {cause.reason}")
+        if agent.lost_first and agent.run_folder is not None:  # else rank 0 did so
             tags = {"failure": redact(str(cause))[:1000], "restarts": str(agent.restarts)}
             _end_run(job, agent.run_folder, {name: value for name, value in tags.items() if value != "0"})
 
 
 def _end_run(job: Job, folder: RunFolder, tags: dict[str, str]) -> None:
-    """Marks a run as failed where the process was killed that would have done so."""
+    """Mark a run as failed if the process that would do so was killed."""
     import time
 
     from deeplightning.tracking.open import open_tracker
@@ -112,7 +112,7 @@ def _end_run(job: Job, folder: RunFolder, tags: dict[str, str]) -> None:
     from deeplightning.tracking.tracker import Batch
 
     store, run_id = locate(job.cfg.logger.params.get("tracking_uri")), folder.path.parent.name
-    with contextlib.suppress(Exception):  # whatever a store raises: this is an extra
+    with contextlib.suppress(Exception):  # any error of a store: the mark is optional
         tracker = open_tracker(store, run_id)
         if tracker.run(run_id) is not None:
             ended = ("FAILED", time.time_ns() // 1_000_000)
@@ -121,6 +121,6 @@ def _end_run(job: Job, folder: RunFolder, tags: dict[str, str]) -> None:
 
 
 def _command(job: Job) -> list[str]:
-    """What each process runs; a seed that was drawn is drawn for all, and for all starts."""
+    """Return the command of each process; a drawn seed is passed on, so all processes and restarts share it."""
     drawn = any(notice.key == "seed" for notice in job.cfg.notices or [])
     return [*job.command, *([f"seed={job.cfg.seed}"] if drawn else [])]

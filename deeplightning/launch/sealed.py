@@ -1,12 +1,12 @@
-"""What is submitted is what runs: the user's code and configs, frozen for all processes of a launch.
+"""Sealing: freezing the user's code and configs, so that all processes of a launch run what was submitted.
 
-A seal is a folder. `code/0`, `code/1` … are copies of the folders of own code: the files that a run could import are
-copied, all other entries are links to the originals, so that a module still finds the data beside it. Below `configs`
-are the config files. `seal.json` maps originals to copies and has the SHA-256 of each copy. The processes of the launch
-get the folder in an environment variable, and `deeplightning.own_code` puts the copies in the place of the originals.
+A seal is a folder. `code/0`, `code/1` … are copies of the folders with own code: files that a run could import are
+copied, and all other entries are links to the originals, so a module still finds the data next to it. `configs` has the
+config files. `seal.json` maps originals to copies and has the SHA-256 of each copy. The processes of the launch get the
+folder in an environment variable, and `deeplightning.own_code` imports the copies instead of the originals.
 
-The copies are executed, so they hold secrets that are written in the code, which `code.zip` of a run does not: only the
-owner can read a seal, and it is never uploaded. Standard library only.
+The copies are executed, so unlike a run's `code.zip` they contain secrets that are written in the code: only the owner
+can read a seal, and it is never uploaded. Standard library only.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from deeplightning.tracking.environment import GIT
 log = logging.getLogger("deeplightning")
 
 MAX_LINKS = 10_000
-"""Entries of one folder that are linked; in a larger one a module finds no other files beside it."""
+"""Maximum number of entries linked per folder; in a larger folder modules find no other files next to them."""
 
 PREFIX = "deeplightning-sealed-"
-"""Begins the names of temporary seals."""
+"""Prefix of the names of temporary seals."""
 
 
 def own_code_now() -> Code:
-    """The own code of this process, to be executed elsewhere; its roots are all import roots."""
+    """Collect this process's own code for execution elsewhere; all its roots are import roots."""
     code = collect(verbatim=True)
     code.roots += [root for root in own_code.original_roots() if root not in code.roots]
     for path, why in ((path, why) for path, why in code.left_out.items() if not path.endswith(TEXTS)):
@@ -56,20 +56,20 @@ def seal(
     linked: Iterable[str] | None = None,
     git: Mapping[str, str | None] | None = None,
 ) -> Path:
-    """Freezes code and configs.
+    """Freeze code and configs in a folder.
 
     Args:
-        folder: becomes the seal, whole or not at all. It must not be there.
+        folder: the seal, created completely or not at all. It must not exist.
         configs: files to freeze.
-        code: None: that of this process.
-        linked: the roots whose other entries are linked; None: all.
-        git: what `git_answers` gives, for runs that record commit and diff; None: they ask git themselves.
+        code: None for this process's own code.
+        linked: the roots whose other entries are linked; None for all.
+        git: the result of `git_answers`, for runs that record commit and diff; without it they ask git themselves.
 
     Returns:
         The folder.
 
     Raises:
-        SetupError: it cannot be written.
+        SetupError: the folder cannot be written.
     """
     code = own_code_now() if code is None else code
     beside = folder.with_name(f".{folder.name}.{os.getpid()}")
@@ -99,9 +99,9 @@ def seal(
 
 
 def is_intact(folder: Path) -> bool:
-    """Whether this user noted a seal as own on this machine (`note_own`), and no file of it was changed or added since.
+    """Return whether this user made a seal on this machine (`note_own`) and none of its files has changed since.
 
-    Its caches of bytecode, which have no digest, are removed.
+    Bytecode caches in it, which have no digest, are removed.
     """
     try:
         if not is_noted(folder / SEAL):
@@ -115,7 +115,7 @@ def is_intact(folder: Path) -> bool:
 
 
 def edited(folder: Path) -> dict[str, str]:
-    """The files of own code that are not as they were when this seal was made, and what became of each."""
+    """Return the own-code files that changed since this seal was made, with what happened to each."""
     content = json.loads((folder / SEAL).read_text())
     found = {}
     for copy, digest in content["digests"].items():
@@ -133,14 +133,14 @@ def edited(folder: Path) -> dict[str, str]:
 
 @contextmanager
 def sealed_meanwhile(configs: Iterable[Path] = (), git: Mapping[str, str | None] | None = None) -> Iterator[Path]:
-    """Seals the launch of this process in a temporary folder, for the processes that it starts meanwhile.
+    """Seal this process's launch in a temporary folder for the processes that it starts in the block.
 
     Raises:
         SetupError: the folder cannot be written.
     """
     before = os.environ.get(SEALED)
     try:
-        top = tempfile.mkdtemp(prefix=PREFIX)  # a TemporaryDirectory would be removed by forked processes, too
+        top = tempfile.mkdtemp(prefix=PREFIX)  # forked processes would remove a TemporaryDirectory too
     except OSError as error:
         raise SetupError(f"the code of this launch cannot be sealed: {error.strerror}: {error.filename}") from error
     try:
@@ -153,7 +153,7 @@ def sealed_meanwhile(configs: Iterable[Path] = (), git: Mapping[str, str | None]
 
 
 def sealed_roots(folder: Path, without: Collection[str] = ()) -> dict[str, list[str]]:
-    """The folders that have files in a seal, but for some; each with the paths of its files."""
+    """Return the folders that have files in a seal, except `without`; each with the paths of its files."""
     content = json.loads((folder / SEAL).read_text())
     files = {
         root: [name.removeprefix(f"{copy}/") for name in content["digests"] if name.startswith(f"{copy}/")]
@@ -167,8 +167,10 @@ def sealed_roots(folder: Path, without: Collection[str] = ()) -> dict[str, list[
 
 
 def _lay_out(code: Code, into: Path, linked: Sequence[str]) -> dict[str, str]:
-    """Writes the copies of the roots of some code; gives each root's. A root inside another one lies inside its copy,
-    so that `..` leads to where it did."""
+    """Write copies of the roots of some code; return the copy of each root.
+
+    A root inside another lies inside that root's copy, so `..` still leads to the same place.
+    """
     tops = [root for root in code.roots if not any(_is_below(root, other) for other in code.roots)]
     copies = {}
     for root in code.roots:
@@ -200,8 +202,10 @@ def _is_below(path: str, folder: str) -> bool:
 
 
 def _link(folder: Path, origin: str, into: Path) -> None:
-    """Links the entries of an original that its copy lacks, but for Deep Lightning itself, and for the one that the
-    seal is in: links would go round."""
+    """Link entries of an original that its copy lacks.
+
+    Deep Lightning itself is left out, and so is the entry that contains the seal, whose links would form a cycle.
+    """
     ours = {f"{entry.rstrip(os.sep)}" for entry in own_code.OURS}
     try:
         entries = sorted(os.listdir(origin))  # noqa: PTH208
@@ -222,7 +226,7 @@ def _link(folder: Path, origin: str, into: Path) -> None:
 
 
 def _copies(configs: Iterable[Path], into: Path) -> dict[str, str]:
-    """Copies of config files, by the absolute paths of these."""
+    """Copy config files; return the copies by the absolute paths of the originals."""
     found = {}
     for number, path in enumerate(configs):
         copy = into / f"{number}-{path.name}"
@@ -233,7 +237,7 @@ def _copies(configs: Iterable[Path], into: Path) -> dict[str, str]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """The files of a seal that are no links, but for its list."""
+    """Yield the files of a seal that are not links, except its list."""
     for top, _, names in os.walk(folder):
         yield from (path for name in sorted(names) if not (path := Path(top, name)).is_symlink() and name != SEAL)
 

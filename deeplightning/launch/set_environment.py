@@ -1,4 +1,4 @@
-"""The environment of a run: reading a config changes nothing, launching one sets here what it asks for."""
+"""The environment of a run. Reading a config changes nothing; launching one sets here what it requests."""
 
 import json
 import os
@@ -13,14 +13,14 @@ from deeplightning.process.decisions import hand_on
 
 
 def apply_environment(cfg: Config) -> None:
-    """Sets what a settled config asks of the environment, for this process and for those that it starts.
+    """Set the environment that a resolved config requests, for this process and those that it starts.
 
     These are the variables of `engine.env`, those that replace secrets written in clear, the address of rank 0, the
-    GPUs that are shown, the drawn seed, and the folders of the user's own code, which stay for the configs that follow,
-    such as that of the run's export. A second call changes nothing.
+    visible GPUs, the drawn seed, and the folders of the user's own code, which also stay for later configs, such as
+    that of the run's export. A second call changes nothing.
 
     Raises:
-        SetupError: GPUs are chosen by id, and CUDA has been initialised with others.
+        SetupError: GPUs are chosen by id, and CUDA was initialised with others.
     """
     os.environ |= cfg.engine.env
     if cfg.secrets:
@@ -30,4 +30,4 @@ def apply_environment(cfg: Config) -> None:
     hand_on("seed", cfg.seed)
     add_import_roots(*map(Path, cfg.roots or ()))
     os.environ[ROOTS] = json.dumps(original_roots())
-    import_in_spawned(add_import_roots)  # spawned workers of a loader find own code as this process does
+    import_in_spawned(add_import_roots)  # a loader's spawned workers need the same import roots

@@ -1,4 +1,4 @@
-"""The processes of a run are started, find each other, and end together.
+"""Starting the processes of a run, connecting them and reporting the first cause when one of them fails.
 
 Torch and Lightning are imported only where a run begins.
 """
@@ -21,7 +21,7 @@ from deeplightning.process.streams import Interrupted, Terminated
 if TYPE_CHECKING:
     import pytorch_lightning as pl
 
-LEAST_MEMORY = 300 * 2**20  # bytes of a process that has imported torch and Lightning and trains a small network (2026)
+MIN_PROCESS_BYTES = 300 * 2**20  # a process that has imported torch and Lightning and trains a small network (2026)
 
 
 def connect(
@@ -30,12 +30,12 @@ def connect(
     end: Callable[[BaseException], None],
     alike: Mapping[str, str] | None = None,
 ) -> None:
-    """Lets the processes of a trainer end together, and reports the first cause once, where it has several.
+    """Let the processes of a trainer end together, and report the first cause once.
 
     Args:
-        redact: takes secrets out of messages.
-        end: what is to be done with the error of a run where the main thread, blocked, cannot.
-        alike: what must be the same in all processes, by its name; those that are started one by one compare it.
+        redact: removes secrets from messages.
+        end: called with the error of the run if the main thread is blocked.
+        alike: values that must be equal in all processes, by name; processes started one by one compare them.
     """
     supervisor.prepare(redact, end)
     strategy: Any = trainer.strategy
@@ -45,15 +45,15 @@ def connect(
 
 
 def all_ended() -> None:
-    """Waits for the processes that this one has started, when its own work is done.
+    """Wait for the processes that this one started, once its own work is done.
 
     Raises:
         RankError: one of them failed after its last message.
     """
     if (group := supervisor.here()) is not None and group.children:
         group.end_children()
-        if (cause := group.dead_child()) is not None:
-            group.claim(cause)
+        if (cause := group.failed_child()) is not None:
+            group.record_cause(cause)
             raise failure.RankError(group.first() or cause)
 
 
@@ -70,27 +70,27 @@ def _launcher(
         return error
 
     class Launcher(subprocess_launcher()):  # type: ignore[misc]
-        """Lightning's, whose own observer kills the main process when another has failed, before that can say so."""
+        """Lightning's launcher without its observer, which kills the main process before it can report a failure."""
 
-        _met: tuple[object] | None = None  # keeps torch's store alive
+        _store: tuple[object] | None = None  # keeps torch's store alive
 
         def launch(self, function: Any, *args: object, trainer: Any = None, **kwargs: Any) -> Any:
-            """Calls the function in all processes; what it raises has been traced to its first cause."""
+            """Call the function in all processes; an error it raises is traced to its first cause."""
             environment = self.cluster_environment
             starts_others = not environment.creates_processes_externally
             rank = environment.node_rank() * self.num_processes + environment.local_rank()
             if (here := identity()) is not None and here.is_binding:
-                rank = here.rank  # its machines may have different numbers of processes
+                rank = here.rank  # machines may have different numbers of processes
             group = supervisor.begin(rank, starts_others and self.num_processes > 1)
             group.redact, group.end = redact, lambda error: end(ending(error))
             group.hear_signals()
             try:
                 environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-                if self._met is None:
+                if self._store is None:
                     if starts_others:
                         enough_memory(self.num_processes)
                     size = (self.num_processes, self.num_nodes)
-                    self._met = (join(environment, rank, *size, alike, self._start_others),)
+                    self._store = (join(environment, rank, *size, alike, self._start_others),)
                 share_threads(self.num_processes)
                 return function(*args, **kwargs)
             except KeyboardInterrupt as error:  # Lightning would end with exit code 1
@@ -120,25 +120,25 @@ def _launcher(
 
 
 def enough_memory(processes: int) -> None:
-    """Refuses to start more processes than the memory that is free has room for.
+    """Raise if free memory is too small for this many processes.
 
     Raises:
-        SetupError: with both figures.
+        SetupError: names both figures.
     """
     free = free_memory()
-    if free is not None and (processes - 1) * LEAST_MEMORY > free:
-        room = 1 + free // LEAST_MEMORY
-        message = f"{processes} processes need at least {LEAST_MEMORY >> 20} MiB each, and {free >> 20} MiB are free"
+    if free is not None and (processes - 1) * MIN_PROCESS_BYTES > free:
+        room, least = 1 + free // MIN_PROCESS_BYTES, MIN_PROCESS_BYTES >> 20
+        message = f"{processes} processes need at least {least} MiB each, and {free >> 20} MiB are free"
         raise SetupError(Fault(f"{message}: there is room for {room}", "engine.processes"))
 
 
 def free_memory() -> int | None:
-    """Bytes of memory that are still available, by Linux's own estimate and the limit of the control group."""
+    """Return the available bytes of memory by Linux's estimate and the control group's limit; None if unknown."""
     found: list[int] = []
     group = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    with contextlib.suppress(OSError, ValueError):  # "max" is no number: there is no limit
+    with contextlib.suppress(OSError, ValueError):  # "max" means that there is no limit
         found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
     return max(0, min(found)) if found else None

@@ -1,4 +1,4 @@
-"""A command of ours, as a child process of a program that uses it from Python: its output, its errors, its end."""
+"""A Deep Lightning command as a child process of a Python program: its output, its errors and its end."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from typing import IO, TextIO
 from deeplightning.faults import CheckpointError, ConfigError, RunError, SetupError, UserError
 
 LAST_LINES = 40
-"""Lines on stderr that are kept for the message of an error."""
+"""Number of stderr lines kept for an error message."""
 
 _ERRORS = {kind.exit_code: kind for kind in (UserError, ConfigError, SetupError, CheckpointError, RunError)}
 
 
 class Child:
-    """A command in a session of its own, so that Ctrl-C reaches it once, through this process; it ends with this
-    process (`deeplightning.process.die_with_parent`).
+    """Run a command in its own session, so that Ctrl-C reaches it once, through this process.
+
+    The command ends when this process ends (`deeplightning.process.die_with_parent`).
 
     Args:
-        environment: variables beside those of this process.
-        hide: the path of a temporary file. The output shows `shown` in its place, without line and column.
+        environment: variables to add to those of this process.
+        hide: the path of a temporary file. Output shows `shown` instead of it, without line and column.
         shown: a name that the user knows.
     """
 
     def __init__(self, command: list[str], environment: Mapping[str, str], hide: str | None = None, shown: str = ""):
-        leash = [sys.executable, "-P", "-m", "deeplightning.process.die_with_parent", *command]
+        wrapper = [sys.executable, "-P", "-m", "deeplightning.process.die_with_parent", *command]
         self._process = subprocess.Popen(
-            leash,
+            wrapper,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -63,7 +64,7 @@ class Child:
         self.stop()
 
     def _both(self) -> Iterator[tuple[str, str]]:
-        """The lines of stdout and stderr, each with the name of its stream, until both end."""
+        """Yield the lines of stdout and stderr, each with the name of its stream, until both end."""
         while self._open:
             item = self._lines.get()
             if item is None:
@@ -72,20 +73,20 @@ class Child:
                 yield item
 
     def watch(self, marker: str) -> str | None:
-        """Shows what the command prints until it ends.
+        """Print the command's output until it ends.
 
         Args:
-            marker: begins the line on stdout that is returned instead of shown.
+            marker: the beginning of the stdout line that is returned instead of printed.
 
         Returns:
-            The rest of that line; None: there was none.
+            The rest of that line, or None if there was none.
 
         Raises:
-            UserError: it failed.
+            UserError: the command failed.
             KeyboardInterrupt: this process was interrupted; the command has ended.
         """
         found, code, interrupted = None, None, False
-        errors: TextIO = sys.stdout if hasattr(builtins, "__IPYTHON__") else sys.stderr  # it is red in a notebook
+        errors: TextIO = sys.stdout if hasattr(builtins, "__IPYTHON__") else sys.stderr  # stderr is red in a notebook
         while code is None:
             try:
                 for name, line in self._both():
@@ -104,10 +105,10 @@ class Child:
         return found
 
     def first_line(self, beginning: str) -> str:
-        """The first line on stdout that begins so.
+        """Return the first line on stdout that begins with `beginning`.
 
         Raises:
-            UserError: the command ends before.
+            UserError: the command ended before it printed one.
         """
         for name, line in self._both():
             if name == "stdout" and line.startswith(beginning):
@@ -117,7 +118,7 @@ class Child:
         raise self._error(self._process.wait())
 
     def _note(self, line: str) -> bool:
-        """Keeps a line of stderr; False: it is part of an error, which is raised in the end."""
+        """Keep a line of stderr; return whether to print it: lines of an error are raised at the end instead."""
         self._last = [*self._last[-LAST_LINES + 1 :], line]
         return not line.startswith("error: ")
 
@@ -131,7 +132,7 @@ class Child:
             self._process.send_signal(number)
 
     def stop(self) -> None:
-        """Ends the command by SIGTERM, and waits for it."""
+        """Send SIGTERM to the command and wait for it."""
         if self._process.poll() is None:
             self._send(signal.SIGTERM)
             self._process.wait()

@@ -1,4 +1,4 @@
-"""What one process decides for all of a launch, handed to the processes that it starts."""
+"""Values that one process chooses for the whole launch and passes to the processes that it starts."""
 
 import json
 import os
@@ -8,19 +8,20 @@ from typing import Any
 from deeplightning.process.identity import own_rank
 
 DECIDED = "DEEPLIGHTNING_DECIDED"
-"""The environment variable in which rank 0 tells the processes that Lightning starts what it has decided, as JSON."""
+"""The environment variable in which rank 0 passes its decisions, as JSON, to the processes that Lightning starts."""
 
 
 def decision(what: str) -> Any:
-    """What rank 0 has decided before it started this process; None: nothing, or this process is rank 0."""
+    """Return the value that rank 0 passed to this process; None if there is none or this process is rank 0."""
     return None if own_rank() == 0 else _known().get(what)
 
 
 def decided(what: str, decide: Callable[[], object]) -> Any:
-    """What one process must decide for all, a plain value: rank 0 decides, and the processes that it starts take that.
+    """Return a plain value that all processes must share: rank 0 calls `decide`, processes that it starts read its
+    result.
 
-    Processes that somebody else starts (torchrun, Slurm) decide each for themselves; a run whose processes disagree
-    does not begin (see `deeplightning.callbacks.record.Record`).
+    Processes started by something else (torchrun, Slurm) each call `decide`; a run whose processes disagree does not
+    start (see `deeplightning.callbacks.record.Record`).
     """
     if own_rank() == 0 or what not in _known():
         hand_on(what, decide())
@@ -28,7 +29,7 @@ def decided(what: str, decide: Callable[[], object]) -> Any:
 
 
 def hand_on(what: str, value: object) -> None:
-    """Tells the processes that this one starts what it has decided, a plain value."""
+    """Pass a plain value to the processes that this one starts."""
     os.environ[DECIDED] = json.dumps(_known() | {what: value})
 
 

@@ -1,4 +1,4 @@
-"""The cause of a failed launch: the first thing that went wrong, in whichever process, and how it is shared."""
+"""The failure cause of a launch: the first error in any process, and the files by which processes share it."""
 
 import dataclasses
 import json
@@ -17,17 +17,17 @@ from deeplightning.runfolder import RunFolder
 from deeplightning.words import first_line
 
 REPORTED = "reported"
-"""The file that a process makes in the folder of its launch when it reports the cause of failure, which one does."""
+"""The file in the launch folder that a process creates when it prints the failure cause; only one process does."""
 
 INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
-# What gloo, nccl and torch's store say when another process is gone, or does not answer.
+# Messages of gloo, NCCL and torch's store when another process is gone or does not answer.
 _LOST = re.compile(
     r"gloo/|Application timeout caused pair closure|NCCL|c10d|TCPStore|Connection (closed|reset) by peer|Broken pipe|"
     r"Socket Timeout|\bstore\b"
 )
 
-# What torch makes of an exception in a worker of a loader.
+# torch's prefix for an exception in a loader's worker.
 _IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
 _FRAME = re.compile(r'^\s*File "(.+)", line (\d+)', re.MULTILINE)
 
@@ -36,14 +36,14 @@ _LIGHTNING = re.compile(r"[\\/](pytorch_lightning|lightning_fabric)[\\/]")
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """Why a launch ends: the first thing that went wrong, in whichever process.
+    """The first error of a launch, in whichever process it occurred.
 
     Attributes:
         rank: of the process.
-        reason: what happened there, with file and line of the code.
+        reason: the error, with file and line of the code.
         exit_code: of the whole launch.
-        lost: whether it lies in no code and no data: a process was killed, hangs, or is not to be reached. Started
-            again, the same may go well.
+        lost: whether neither code nor data caused it: a process was killed, hangs or is unreachable. A restart may
+            succeed.
     """
 
     rank: int
@@ -53,7 +53,7 @@ class Cause:
 
     @property
     def whose(self) -> str:
-        """The process, for a note; a signal is nobody's fault."""
+        """The process, for an error message; empty for a signal."""
         return "" if self.exit_code in INTERRUPTED.values() else f"rank {self.rank}"
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class Cause:
 
 
 class RankError(UserError):
-    """Another process failed, and this one with it."""
+    """Another process failed, so this one ends too."""
 
     def __init__(self, cause: Cause):
         super().__init__(str(cause))
@@ -69,26 +69,26 @@ class RankError(UserError):
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether an error only says that another process is gone or does not answer."""
+    """Return whether an error only reports that another process is gone or does not answer."""
     return isinstance(error, RuntimeError) and says_lost(str(error))
 
 
 def says_lost(message: str) -> bool:
-    """Whether a message of gloo, NCCL or torch's store only says that another process is gone or does not answer."""
+    """Return whether a message of gloo, NCCL or torch's store only reports that another process is gone or silent."""
     return _LOST.search(message) is not None
 
 
 def place_in(frames: Iterable[tuple[str, int]]) -> str | None:
-    """Return `file:line` of the innermost code that is the user's, else of the innermost at all."""
+    """Return `file:line` of the innermost frame in the user's code, or of the innermost frame."""
     known = [(name, line) for name, line in frames if name != "<string>"]
     theirs = [frame for frame in known if is_theirs(frame[0])] or known
     return f"{short(theirs[-1][0])}:{theirs[-1][1]}" if theirs else None
 
 
 def _frames_of(error: BaseException) -> list[tuple[str, int]]:
-    """Return file and line of each call that an error came through, the innermost last."""
+    """Return file and line of each frame of an error's traceback, the innermost last."""
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
-    if _IN_WORKER.match(str(error)):  # the traceback of a loader's worker is in the message
+    if _IN_WORKER.match(str(error)):  # the message contains the traceback of the loader's worker
         frames += [(name, int(line)) for name, line in _FRAME.findall(str(error))]
     return frames
 
@@ -96,23 +96,23 @@ def _frames_of(error: BaseException) -> list[tuple[str, int]]:
 def exit_code_of(error: BaseException) -> int:
     """Return the exit code of an error: its own, else 5 if the user's code raised it and 1 if ours did.
 
-    What a library raises counts for the code that called it. A worker of a loader that was lost is 5, and so is what
-    Lightning itself refuses: it speaks of the user's modules and settings.
+    An error raised in a library counts for the code that called the library. A lost worker of a loader is 5, and so is
+    an error that Lightning raises about the user's modules and settings.
     """
     if isinstance(code := getattr(error, "exit_code", None), int):
         return code
     if str(error).startswith("DataLoader worker (pid"):
         return 5
     frames = [name for name, _ in _frames_of(error)]
-    is_refusal = isinstance(error, ValueError) or type(error).__name__ == "MisconfigurationException"
-    if is_refusal and frames and _LIGHTNING.search(frames[-1]):
+    is_from_lightning = isinstance(error, ValueError) or type(error).__name__ == "MisconfigurationException"
+    if is_from_lightning and frames and _LIGHTNING.search(frames[-1]):
         return 5
     of_user = [is_theirs(name) for name in frames if is_theirs(name) or name.startswith(OURS)]
     return 5 if of_user and of_user[-1] else 1
 
 
 def reason_of(error: BaseException) -> str:
-    """Return an error in a line: its notes if a user can correct it, else place, type and message."""
+    """Return an error in one line: its message if the user can correct it, else place, type and message."""
     if getattr(error, "exit_code", None) is not None:
         return str(error).replace("\n", "; ")
     kind, text = type(error).__name__, str(error)
@@ -124,7 +124,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def how_it_ended(code: int) -> str:
-    """The meaning of the exit code of a process that printed nothing."""
+    """Return what the exit code of a process means that exited without a message."""
     if code >= 0:
         return f"the process ended with exit code {code} without a message"
     number = -code
@@ -137,20 +137,19 @@ def how_it_ended(code: int) -> str:
 
 
 def newest_of(run: RunFolder | None) -> Path | None:
-    """The newest checkpoint of a run that is whole."""
+    """Return the latest complete checkpoint of a run."""
     return next((path for path in run.checkpoints() if zipfile.is_zipfile(path)), None) if run is not None else None
 
 
-def kept_of(newest: Path | None) -> str:
-    """The checkpoint from which a run that lost a process resumes, as the end of a note."""
+def resume_hint(newest: Path | None) -> str:
+    """Return the end of an error message: the checkpoint from which a run that lost a process resumes."""
     if newest is None:
         return "; there is no checkpoint yet"
     return f"; the last checkpoint is {newest}, and train.resume_ckpt=auto resumes from it"
 
 
 def end_of(rank: int, code: int) -> Cause:
-    """What the exit code of a process says that said nothing itself; negative, as of `subprocess`, where a signal has
-    killed it."""
+    """Return the cause for a process that exited without a report; a negative code is a signal, as in `subprocess`."""
     if code < 0 and -code in INTERRUPTED:
         number = signal.Signals(-code)
         return Cause(rank, f"interrupted by {number.name}", INTERRUPTED[number])
@@ -158,21 +157,21 @@ def end_of(rank: int, code: int) -> Cause:
 
 
 def first_of(folder: Path) -> Cause | None:
-    """The first cause of the processes that share a folder, if anything went wrong."""
+    """Return the first cause of the processes that share a folder; None if nothing failed."""
     try:
         return Cause(**json.loads((folder / "first").read_text()))
     except (OSError, ValueError):
         return None
 
 
-def claim_in(folder: Path, cause: Cause, by: int | None = None) -> bool:
-    """Makes this the first cause, unless there is one; what a process has claimed before, it may say better.
+def record_cause(folder: Path, cause: Cause, by: int | None = None) -> bool:
+    """Record a failure cause as the first one, unless there is one already; a process may refine its own.
 
     Args:
-        by: the rank of the process that claims it; None: whoever has started them.
+        by: the rank of the process that reports; None for the process that started the others.
     """
     try:
-        # A file of its own for each word: a reader sees a complete one, also while a better one is written.
+        # Each write goes to a new file, so readers always see a complete one.
         with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".words", delete=False) as file:
             file.write(json.dumps(dataclasses.asdict(cause)))
         beside = Path(file.name)
@@ -180,11 +179,11 @@ def claim_in(folder: Path, cause: Cause, by: int | None = None) -> bool:
             os.link(beside, folder / "first")
         except FileExistsError:
             if (first := first_of(folder)) is None or first.rank == by:
-                beside.replace(folder / "first")  # the same, better known
+                beside.replace(folder / "first")  # the same cause, with more detail
                 return True
             return False
         finally:
             beside.unlink(missing_ok=True)
-    except OSError:  # the folder is gone, and the others with it
+    except OSError:  # the folder is gone, and so are the others
         pass
     return True

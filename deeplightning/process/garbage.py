@@ -1,32 +1,31 @@
-"""When the garbage collector looks at what a command has made.
+"""Delaying and freezing Python's garbage collector while a command imports its modules.
 
-A training imports two thousand modules, whose million objects stay until its end. Python's collector looks at all of
-them several times while they are imported, and again when the interpreter ends: 1.3 of 4.7 CPU seconds of a short
-training (November 2026). `gc.freeze` is its means for objects that stay. Nothing is done where no command runs: the
-collector of a notebook is its user's.
+A training imports two thousand modules, whose million objects live until it ends. The collector scans all of them
+several times during the imports and again at exit: 1.3 of 4.7 CPU seconds of a short training (November 2026).
+`gc.freeze` excludes them. Only commands do this; the collector of a notebook is left alone.
 """
 
 import gc
 import sys
 
-RARELY = (100_000, 50, 50)
-"""Thresholds, see `gc.set_threshold`, with which it is nearly off, but a command that runs for days still collects."""
+RARE_THRESHOLDS = (100_000, 50, 50)
+"""Thresholds for `gc.set_threshold` that nearly disable collection; a command that runs for days still collects."""
 
 _REPORTS_LEAKS = "triton._C.libtriton"
-"""Bound by nanobind, which prints a page about objects of its own that nobody frees before the interpreter ends."""
+"""Bound by nanobind, which prints a page about objects that are not freed before the interpreter exits."""
 
 _before: tuple[int, int, int] | None = None
 
 
 def postpone() -> None:
-    """Collects rarely from here until `resume`."""
+    """Collect rarely until `resume` is called."""
     global _before
     _before = gc.get_threshold()
-    gc.set_threshold(*RARELY)
+    gc.set_threshold(*RARE_THRESHOLDS)
 
 
 def resume() -> None:
-    """Collects as usual what is made from here on, and leaves all that is there; without `postpone`, does nothing."""
+    """Freeze all live objects and restore the usual thresholds; without `postpone` do nothing."""
     global _before
     if _before is not None:
         leave_alone()
@@ -35,6 +34,6 @@ def resume() -> None:
 
 
 def leave_alone() -> None:
-    """What is there is not looked at again, not even when the interpreter ends."""
+    """Freeze all live objects so that later collections, including the one at exit, skip them."""
     if _REPORTS_LEAKS not in sys.modules:
         gc.freeze()

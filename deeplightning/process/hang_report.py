@@ -1,4 +1,4 @@
-"""Where the processes of a launch are in their code: each answers in the shared folder when another asks."""
+"""A report of where each process of a launch is in its code: they answer in the shared folder when one asks."""
 
 import contextlib
 import os
@@ -10,28 +10,28 @@ from types import FrameType
 
 from deeplightning.process.failure import place_in
 
-LOOK = 0.25  # seconds between two looks at the others
+POLL_SECONDS = 0.25
 
 
 def where_is(thread: int | None) -> str:
-    """What a thread of this process is doing: `waits` for other processes, or `is at FILE:LINE`."""
+    """Return what a thread of this process does: `waits` for other processes, or `is at FILE:LINE`."""
     frame: FrameType | None = sys._current_frames().get(thread or 0)
     frames = [(f.filename, f.lineno or 0) for f in traceback.extract_stack(frame)]
-    # Gradients are summed up, and waited for, in autograd's engine.
+    # Gradients are reduced, and waited for, in autograd's engine.
     waits = any(f"torch{os.sep}{part}{os.sep}" in frames[-1][0] for part in ("distributed", "autograd"))
     waits = waits or any(f"torch{os.sep}distributed{os.sep}" in name for name, _ in frames[-4:])
     return "waits" if waits else f"is at {place_in(frames)}"
 
 
 def where_others_are(folder: Path, own_rank: int) -> list[str]:
-    """Of each process that is not itself waiting for others: what it is doing."""
+    """Ask all other processes; return what each does that is not itself waiting for others."""
     with contextlib.suppress(OSError):
         (folder / "asked").touch()
     others = {int(path.stem) for path in folder.glob("*.pid")} - {own_rank}
-    until = time.monotonic() + 2 + 4 * LOOK
+    until = time.monotonic() + 2 + 4 * POLL_SECONDS
     answers: dict[int, str] = {}
     while len(answers) < len(others) and time.monotonic() < until:
-        time.sleep(LOOK / 5)
+        time.sleep(POLL_SECONDS / 5)
         for rank in others - answers.keys():
             with contextlib.suppress(OSError):
                 answers[rank] = (folder / f"{rank}.where").read_text()
@@ -40,7 +40,7 @@ def where_others_are(folder: Path, own_rank: int) -> list[str]:
 
 
 def answer(folder: Path, rank: int, words: str) -> None:
-    """Says to a process that has asked where the others are what this one is doing."""
+    """Write what this process does for the process that asked."""
     beside = folder / f"{rank}.where.new"
     beside.write_text(words)
     beside.replace(folder / f"{rank}.where")

@@ -1,6 +1,6 @@
-"""The identity of a process: its rank among those of its launch, read from the environment.
+"""The identity of a process: its rank in the launch, read from environment variables.
 
-Only the standard library is imported, since every process reads this before anything else.
+Only the standard library is imported, because every process reads its identity before anything else.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from dataclasses import dataclass
 from deeplightning.faults import SetupError
 
 LAUNCH, ATTEMPT = "DEEPLIGHTNING_LAUNCH", "DEEPLIGHTNING_ATTEMPT"
-"""Variables by which a launcher of ours gives its processes the name of their launch, and how often it has started."""
+"""Variables in which our launchers give their processes the name of the launch and its number of restarts."""
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MPI_LOCALRANKID")
-"""Without one of these a process has no identity of its own."""
+"""A process without any of these has no identity."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """The identity of a process among those of its launch.
+    """The identity of a process in its launch.
 
     Attributes:
-        by: who started them: torchrun, Slurm, MPI, Lightning, or a person.
-        rank, world: its rank, and the number of processes.
+        by: what started the processes: torchrun, Slurm, MPI, LOCAL_RANK (Lightning) or RANK (a person or a script).
+        rank, world: the process's rank and the number of processes.
         local_rank, local_world: the same on its machine.
-        node, nodes: the rank of its machine, and the number of machines.
-        address, port: where rank 0 listens; None: unknown.
-        launch: the name of the launch, the same for all processes and after a restart; None: it has none.
-        goes_on: whether the launch may have a run already, which it then continues.
-        is_of_launcher: whether a launcher of ours started it, in the number that the config asks for.
+        node, nodes: the rank of its machine and the number of machines.
+        address, port: where rank 0 listens; None if unknown.
+        launch: the name of the launch, the same for all processes and after a restart; None if it has none.
+        may_resume: whether the launch may already have a run, which it then continues.
+        is_of_launcher: whether one of our launchers started it, with the number of processes that the config asks for.
     """
 
     by: str
@@ -47,34 +47,35 @@ class Identity:
     address: str | None = None
     port: str | None = None
     launch: str | None = None
-    goes_on: bool = False
+    may_resume: bool = False
     is_of_launcher: bool = False
 
     @property
     def is_of_lightning(self) -> bool:
-        """Whether Lightning starts the processes of a machine from its first, in this process or in the one before."""
+        """Whether Lightning starts the processes of a machine from its first process."""
         return self.by == "LOCAL_RANK"
 
     @property
     def is_binding(self) -> bool:
-        """Whether its numbers are those of the run. A single task of Slurm may start as many processes as it likes."""
+        """Whether these numbers fix the size of the run. A single Slurm task may start any number of processes."""
         return not self.is_of_lightning and not (self.by == "Slurm" and self.world == 1 and not self.is_of_launcher)
 
 
 def identity(environment: Mapping[str, str] | None = None) -> Identity | None:
-    """The identity that an environment gives, by default this process's; None: no launcher started the process.
+    """Return the identity that an environment defines, by default this process's; None if no launcher started the
+    process.
 
     torchrun's variables come first, then RANK, then mpirun's, then Slurm's: processes that torchrun or mpirun start
     inside a Slurm job inherit Slurm's variables.
 
     Raises:
-        SetupError: a variable is missing or no number, or two contradict each other.
+        SetupError: a variable is missing or not a number, or two contradict each other.
     """
     variables = _Variables(os.environ if environment is None else environment)
     if "TORCHELASTIC_RUN_ID" in variables:
         found = _of_torchrun(variables)
     elif "RANK" in variables:
-        found = _of_hand(variables)
+        found = _of_rank_variables(variables)
     elif "LOCAL_RANK" in variables:
         found = _of_lightning(variables)
     elif "OMPI_COMM_WORLD_RANK" in variables:
@@ -96,9 +97,11 @@ def identity(environment: Mapping[str, str] | None = None) -> Identity | None:
 
 
 def own_rank() -> int:
-    """This process's rank: that of its identity, else RANK, else SLURM_PROCID, else LOCAL_RANK, else 0. Never raises.
+    """Return this process's rank: from its identity, else RANK, SLURM_PROCID, LOCAL_RANK or NODE_RANK, else 0. Never
+    raise.
 
-    The first process on a machine that a person has numbered (NODE_RANK) has some number above 0, but on the first.
+    On machines that a person numbered with NODE_RANK, the first process of each machine but the first has a rank above
+    0.
     """
     with contextlib.suppress(SetupError):
         if (found := identity()) is not None:
@@ -108,7 +111,7 @@ def own_rank() -> int:
 
 
 def contradiction(environment: Mapping[str, str] | None = None) -> str | None:
-    """A warning where RANK and SLURM_PROCID disagree; None: they agree, or torchrun or a launcher of ours set them."""
+    """Return a warning if RANK and SLURM_PROCID disagree; None if they agree, or torchrun or our launcher set them."""
     variables = _Variables(os.environ if environment is None else environment)
     rank, task = variables.text("RANK"), variables.text("SLURM_PROCID")
     if None in (rank, task) or rank == task or "TORCHELASTIC_RUN_ID" in variables or LAUNCH in variables:
@@ -117,7 +120,7 @@ def contradiction(environment: Mapping[str, str] | None = None) -> str | None:
 
 
 class _Variables:
-    """Variables that hold numbers."""
+    """Environment variables that contain numbers."""
 
     def __init__(self, environment: Mapping[str, str]):
         self.environment = environment
@@ -129,10 +132,10 @@ class _Variables:
         return next((self.environment[name] for name in names if name in self), None)
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """Of the first of these variables that is set.
+        """Return the number in the first of these variables that is set.
 
         Raises:
-            SetupError: none is, and there is no default; or it is no whole number.
+            SetupError: none is set and there is no default, or the value is not a whole number.
         """
         name = next((name for name in names if name in self), None)
         if name is None:
@@ -173,8 +176,8 @@ def _of_torchrun(variables: _Variables) -> Identity:
     )
 
 
-def _of_hand(variables: _Variables) -> Identity:
-    """Of a process whose rank a person, a script or Kubernetes has set."""
+def _of_rank_variables(variables: _Variables) -> Identity:
+    """Return the identity of a process whose rank a person, a script or Kubernetes set."""
     rank, world = variables.number("RANK"), variables.number("WORLD_SIZE", "SLURM_NTASKS", "SLURM_NPROCS")
     address, port, size = variables.text("MASTER_ADDR"), variables.text("MASTER_PORT"), variables.text(*_LOCAL_SIZE)
     in_step = slurm_step(variables.environment) is not None and variables.text(*_SLURM_SIZE) is not None
@@ -182,7 +185,7 @@ def _of_hand(variables: _Variables) -> Identity:
     if size is None and slurm is not None:
         local_world = slurm.local_world
     elif size is None and "LOCAL_RANK" not in variables and not _is_here(address):
-        local_world = 1  # as Kubernetes has it: a machine for each
+        local_world = 1  # one machine per process, as in Kubernetes
     else:
         local_world = variables.number(*_LOCAL_SIZE, default=world)
         if size is None and variables.number("LOCAL_RANK", default=rank) != rank:
@@ -194,16 +197,16 @@ def _of_hand(variables: _Variables) -> Identity:
     local_rank = variables.number("LOCAL_RANK", *_LOCAL_RANK, default=local_rank)
     node = slurm.node if slurm is not None else _node(rank, local_rank, world, local_world)
     node, nodes = variables.number("NODE_RANK", "GROUP_RANK", default=node), max(1, -(-world // max(1, local_world)))
-    return Identity("RANK", rank, world, local_rank, local_world, node, nodes, address, port, *_of_ours(variables))
+    return Identity("RANK", rank, world, local_rank, local_world, node, nodes, address, port, *_launch_of(variables))
 
 
 def _is_here(address: str | None) -> bool:
-    """Whether processes that meet at an address are on one machine for certain, or nothing says otherwise."""
+    """Return whether processes that rendezvous at this address may be assumed to run on one machine."""
     return address is None or address in ("localhost", "::1") or address.startswith("127.")
 
 
 def _node(rank: int, local_rank: int, world: int, local_world: int) -> int:
-    """The number of a machine, where processes are numbered machine by machine, or dealt out one by one."""
+    """Return the number of a machine, for ranks numbered machine by machine or round-robin."""
     nodes = max(1, world // max(1, local_world))
     by_machine = rank // max(1, local_world)
     dealt = rank - local_rank * nodes
@@ -211,7 +214,7 @@ def _node(rank: int, local_rank: int, world: int, local_world: int) -> int:
 
 
 def _of_lightning(variables: _Variables) -> Identity:
-    """Of a process that Lightning starts, or who takes its place."""
+    """Return the identity of a process that Lightning starts, or of one started with the same variables."""
     world, local_rank, node = (
         variables.number("WORLD_SIZE"),
         variables.number("LOCAL_RANK"),
@@ -221,29 +224,29 @@ def _of_lightning(variables: _Variables) -> Identity:
     return Identity(
         "LOCAL_RANK",
         *(node * local_world + local_rank, world, local_rank, local_world, node, max(1, world // max(1, local_world))),
-        *(variables.text("MASTER_ADDR"), variables.text("MASTER_PORT"), *_of_ours(variables)),
+        *(variables.text("MASTER_ADDR"), variables.text("MASTER_PORT"), *_launch_of(variables)),
     )
 
 
 _SLURM_SIZE = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")  # newer names first
-SLURMS_OWN = 0xFFFFFF00  # numbers of steps from here on Slurm keeps: for a batch script, for the shell of salloc
+FIRST_RESERVED_STEP = 0xFFFFFF00  # Slurm reserves steps from here on, for batch scripts and shells of salloc
 
 
 def slurm_step(environment: Mapping[str, str]) -> str | None:
-    """`slurm-JOB.STEP` of a process that a task of a job step is, or has started; None: it is in none.
+    """Return `slurm-JOB.STEP` for a task of a job step and the processes that it starts; None outside a step.
 
-    With Slurm 22.05 a batch script has SLURM_PROCID but no step, a shell of salloc has neither; where that shell is
-    given a step (`use_interactive_step`), it has one of Slurm's own.
+    With Slurm 22.05 a batch script has SLURM_PROCID but no step, and a shell of salloc has neither; with
+    `use_interactive_step` that shell has one of Slurm's reserved steps.
     """
     job, step, rank = (environment.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"))
     job, step = job or environment.get("SLURM_JOBID", ""), step or environment.get("SLURM_STEPID", "")
-    if not rank or not step.isdecimal() or int(step) >= SLURMS_OWN:
+    if not rank or not step.isdecimal() or int(step) >= FIRST_RESERVED_STEP:
         return None
     return f"slurm-{job}.{step}"
 
 
 def _of_slurm(variables: _Variables) -> Identity:
-    """Of a task of a job step; https://slurm.schedmd.com/srun.html names the variables."""
+    """Return the identity of a task of a job step; https://slurm.schedmd.com/srun.html lists the variables."""
     world = variables.number(*_SLURM_SIZE)
     nodes = variables.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", default=1)
     node = variables.number("SLURM_NODEID", default=0)
@@ -253,7 +256,7 @@ def _of_slurm(variables: _Variables) -> Identity:
     local_world = tasks[node] if node < len(tasks) else max(1, world // max(1, nodes))
     names = hosts(variables.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") or "")
     address = variables.text("MASTER_ADDR") or next(iter(names), "127.0.0.1")
-    launch, goes_on = _of_ours(variables)
+    launch, may_resume = _launch_of(variables)
     assert launch is not None, "there is a step"
     return Identity(
         "Slurm",
@@ -265,19 +268,19 @@ def _of_slurm(variables: _Variables) -> Identity:
             node,
             nodes,
         ),
-        *(address, variables.text("MASTER_PORT") or port_of(launch), launch, goes_on, LAUNCH in variables),
+        *(address, variables.text("MASTER_PORT") or port_of(launch), launch, may_resume, LAUNCH in variables),
     )
 
 
-# Rank, size, local rank, local size, and what tells a launch from others. MPICH and Intel MPI, which are started by
-# Hydra, tell nothing of the kind: on one machine their processes have one parent.
+# Variables of rank, size, local rank and local size, then those that identify a launch. MPICH and Intel MPI, which
+# Hydra starts, have none that does; on one machine their processes have the same parent.
 _OPEN_MPI = (
     *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     *("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
 )
 _HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _LOCAL_RANK = (_OPEN_MPI[2], _HYDRA[2])
-_LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", _OPEN_MPI[3], _HYDRA[3])  # LOCAL_SIZE is of DeepSpeed's launcher
+_LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", _OPEN_MPI[3], _HYDRA[3])  # LOCAL_SIZE is set by DeepSpeed's launcher
 
 
 def _of_mpi(variables: _Variables, names: tuple[str, ...]) -> Identity:
@@ -295,11 +298,21 @@ def _of_mpi(variables: _Variables, names: tuple[str, ...]) -> Identity:
     port = port or port_of(job or str(os.getppid()))
     node = _node(rank, local_rank, world, local_world)
     return Identity(
-        "MPI", rank, world, local_rank, local_world, node, nodes, address or "127.0.0.1", port, *_of_ours(variables)
+        "MPI",
+        rank,
+        world,
+        local_rank,
+        local_world,
+        node,
+        nodes,
+        address or "127.0.0.1",
+        port,
+        *_launch_of(variables),
     )
 
 
-def _of_ours(variables: _Variables) -> tuple[str | None, bool]:
+def _launch_of(variables: _Variables) -> tuple[str | None, bool]:
+    """Return the name of the launch and whether it was restarted."""
     restarts = variables.number(ATTEMPT, default=0)
     step = slurm_step(variables.environment)
     if step is not None:
@@ -308,12 +321,12 @@ def _of_ours(variables: _Variables) -> tuple[str | None, bool]:
 
 
 def port_of(launch: str) -> str:
-    """A port that all processes of a launch compute alike, where none is given: 20000 to 29999, from its name."""
+    """Derive a port from the launch's name, 20000 to 29999, which all its processes compute alike."""
     return str(20000 + int(hashlib.sha256(launch.encode()).hexdigest(), 16) % 10000)
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """How many tasks each machine has, from Slurm's short form: `2(x3),1` is 2, 2, 2, 1."""
+    """Return the number of tasks on each machine from Slurm's short form: `2(x3),1` is 2, 2, 2, 1."""
     found: list[int] = []
     for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         found += [int(number)] * int(times or 1)
@@ -321,14 +334,14 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def hosts(text: str) -> list[str]:
-    """The machines of Slurm's short form: `gpu[03-05,9]-a,login` is gpu03-a, gpu04-a, gpu05-a, gpu9-a, login."""
+    """Expand Slurm's list of machines: `gpu[03-05,9]-a,login` is gpu03-a, gpu04-a, gpu05-a, gpu9-a, login."""
     found: list[str] = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
-        found += _spread(part)
+        found += _expand(part)
     return found
 
 
-def _spread(part: str) -> Iterable[str]:
+def _expand(part: str) -> Iterable[str]:
     opened = re.search(r"\[([^\]]*)\]", part)
     if opened is None:
         return [part]
@@ -337,4 +350,4 @@ def _spread(part: str) -> Iterable[str]:
         first, _, last = piece.partition("-")
         numbers = range(int(first), int(last or first) + 1)
         found += (part[: opened.start()] + f"{number:0{len(first)}d}" + part[opened.end() :] for number in numbers)
-    return [name for half in found for name in _spread(half)]
+    return [name for half in found for name in _expand(half)]

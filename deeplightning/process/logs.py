@@ -1,4 +1,4 @@
-"""What is logged, for a terminal or a file: nothing in a line can steer a terminal, wherever its words come from."""
+"""Log formatting: control characters in a record, wherever its text comes from, cannot steer a terminal."""
 
 import logging
 
@@ -7,13 +7,13 @@ from deeplightning.words import printable
 
 
 class Printable(logging.Formatter):
-    """Writes escapes for what could steer a terminal."""
+    """Escape control characters in log records."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record), LAYOUT)
 
 
 def escape_warnings() -> None:
-    """Has Python write the warnings of a process that has set up no log in this format."""
+    """Format warnings with `Printable` in a process that has not configured logging."""
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(Printable())

@@ -1,8 +1,8 @@
-"""What the processes of one launch know of each other: who failed first, who is gone, who hangs.
+"""Supervision of the processes of a launch: which failed first, which is gone, which hangs.
 
-On each machine they share a folder. Who fails puts the cause there, if there is none yet: of all that follows from it
-(connections closed, waits that end) nothing is reported. A thread in each process looks on, because the main thread may
-be blocked in a collective, where it heeds neither a signal nor the end of another process.
+The processes of a machine share a folder. A process that fails records its cause there if there is none yet; errors
+that follow from it (closed connections, timeouts) are not reported. A thread in each process polls, because the main
+thread may be blocked in a collective operation, where it notices neither a signal nor the end of another process.
 """
 
 import atexit
@@ -25,43 +25,43 @@ from deeplightning.process.failure import (
     REPORTED,
     Cause,
     RankError,
-    claim_in,
     exit_code_of,
     first_of,
     how_it_ended,
     is_lost,
-    kept_of,
     newest_of,
     reason_of,
+    record_cause,
+    resume_hint,
 )
-from deeplightning.process.hang_report import LOOK, answer, where_is, where_others_are
-from deeplightning.process.shared_folder import alone_in, is_there, members
+from deeplightning.process.hang_report import POLL_SECONDS, answer, where_is, where_others_are
+from deeplightning.process.shared_folder import is_there, lock_folder, members
 from deeplightning.process.streams import is_early
 from deeplightning.process.terminal import say
 from deeplightning.runfolder import RunFolder
 from deeplightning.words import first_line
 
-SOON = 3.0  # seconds in which a process ends by itself that has lost another
-LATE = 30.0  # seconds that the end of a run may take, its last words to the tracker included
-POLITE = 30.0  # seconds from a signal to the end of the batch
+EXIT_SECONDS = 3.0  # in which a process exits by itself after it lost another
+SHUTDOWN_SECONDS = 30.0  # that the end of a run may take, including the tracker's last writes
+BATCH_SECONDS = 30.0  # from a signal to the end of the batch
 _TIMED_OUT = re.compile(r"[Tt]im(?:ed out|eout)\D{0,40}?(\d+) ?(?:ms|milliseconds)")
-_CLOSED = "Application timeout caused pair closure"  # gloo, of an operation beside the one that timed out
+_CLOSED = "Application timeout caused pair closure"  # gloo's message for operations beside the timed-out one
 
 
 class Ranks:
-    """This process among those of its launch.
+    """Supervise this process as one of its launch.
 
     Args:
-        rank: its number.
-        folder: shared with the others on this machine.
-        parent: the process that started it, if that was a launch of ours: without that it ends.
-        parent_tells: whether that one tells of a process that is lost; it may start all of them again.
-        expected: how many processes are to come to the folder, where nobody has made it for them.
-        end: called with the error when there is no time for the main thread to do it.
-        redact: takes secrets out of messages.
+        rank: of this process.
+        folder: shared with the other processes on this machine.
+        parent: the process that started this one, if one of our launches did; this process ends with it.
+        parent_reports: whether the parent reports a lost process; it may restart all of them.
+        expected: the number of processes that will enter the folder, if no parent created it.
+        end: called with the error if there is no time for the main thread to handle it.
+        redact: removes secrets from messages.
 
     Attributes:
-        children: what this process has started, in the order of their ranks; the first has the next rank.
+        children: processes that this one started, in order of rank; the first has the next rank.
     """
 
     def __init__(
@@ -69,18 +69,18 @@ class Ranks:
         rank: int,
         folder: Path,
         parent: int | None,
-        parent_tells: bool,
+        parent_reports: bool,
         expected: int,
         end: Callable[[BaseException], None] | None,
         redact: Callable[[str], str],
     ):
         self.expected = expected
-        self.folder, self.parent, self.parent_tells, self.pid = folder, parent, parent_tells, os.getpid()
+        self.folder, self.parent, self.parent_reports, self.pid = folder, parent, parent_reports, os.getpid()
         self.children: list[subprocess.Popen[bytes]] = []
         self.end, self.redact = end, redact
         self._main = threading.main_thread().ident
-        self._until: float | None = None  # when this process ends, unless its main thread has done so
-        self._ends = False  # the main thread is about it
+        self._until: float | None = None  # when this process ends, unless its main thread ended it before
+        self._ends = False  # whether the main thread is ending the process
         self._signal: int | None = None
         self._signalled = 0.0
         self._pipe: tuple[int, int] | None = None
@@ -90,144 +90,147 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """Which of all processes this is; what the environment tells at the start may not be the last word."""
+        """The rank of this process; it may be corrected after the start."""
         return self._rank
 
     @rank.setter
     def rank(self, rank: int) -> None:
         former, self._rank = getattr(self, "_rank", rank), rank
-        with contextlib.suppress(OSError):  # the folder is gone already: the rest finds out
+        with contextlib.suppress(OSError):  # the folder is gone already, which the watching thread notices
             (self.folder / f"{former}.pid").unlink(missing_ok=True)
             (self.folder / f"{rank}.pid").write_text(str(self.pid))
 
     # ---- causes
 
     def first(self) -> Cause | None:
-        """The first cause, if anything went wrong."""
+        """Return the first cause; None if nothing failed."""
         return first_of(self.folder)
 
-    def claim(self, cause: Cause) -> bool:
-        """Makes this the first cause, unless there is another process's."""
-        return claim_in(self.folder, dataclasses.replace(cause, reason=self.redact(cause.reason)), self.rank)
+    def record_cause(self, cause: Cause) -> bool:
+        """Record a failure cause as the first one, unless another process recorded one before."""
+        return record_cause(self.folder, dataclasses.replace(cause, reason=self.redact(cause.reason)), self.rank)
 
     def note_run(self, run: Path) -> None:
-        """Tells whoever has started the processes which folder the run has."""
+        """Write the run's folder for the process that started this one."""
         with contextlib.suppress(OSError):
             (self.folder / "run").write_text(str(run))
 
-    def kept(self) -> str:
-        """What the run leaves for one that resumes from it, as the end of a note."""
+    def resume_hint(self) -> str:
+        """Return the end of an error message: what a resumed run starts from."""
         try:
             run = RunFolder((self.folder / "run").read_text())
         except OSError:
             return ""
-        return kept_of(newest_of(run))
+        return resume_hint(newest_of(run))
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """The error to report: the given one if it is the first cause, else a RankError with that."""
-        self._ends, self._until = True, time.monotonic() + LATE
+        """Return the error to report: the given one if it is the first cause, else a RankError with that cause."""
+        self._ends, self._until = True, time.monotonic() + SHUTDOWN_SECONDS
         if is_lost(error):
             return RankError(self._why_lost(error))
         code = exit_code_of(error)
         if code in INTERRUPTED.values():
-            self._until = None  # the checkpoint that is saved now may be large; a second signal ends it
-        mine = self.claim(Cause(self.rank, reason_of(error), code))
+            self._until = None  # the checkpoint may take long to save; a second signal ends it
+        mine = self.record_cause(Cause(self.rank, reason_of(error), code))
         first = None if mine or code in INTERRUPTED.values() else self.first()
         return error if first is None else RankError(first)
 
     def verdict(self, error: BaseException, reason: str, exit_code: int) -> tuple[Cause, bool]:
-        """The first cause as it is known at the end of this process, and whether it is this one's to tell."""
+        """Return the first cause as known at the end of this process, and whether this process is to report it."""
         if is_lost(error):
             error = self.cause_of(error)
         cause = error.cause if isinstance(error, RankError) else Cause(self.rank, reason, exit_code)
         if cause.rank == self.rank:
-            self.claim(cause)
-        self.end_children(LATE / 3)  # this one's own end has its limit as well
+            self.record_cause(cause)
+        self.end_children(SHUTDOWN_SECONDS / 3)  # the end of this process is limited as well
         cause = self.first() or cause
-        return cause, self._may_tell(cause)
+        return cause, self._may_report(cause)
 
-    def _may_tell(self, cause: Cause) -> bool:
-        """Whether this process is to tell the cause: its own, or one that the process which failed did not tell."""
-        if self.parent_tells and cause.lost:
+    def _may_report(self, cause: Cause) -> bool:
+        """Return whether this process is to report the cause: its own, or one that its process did not report."""
+        if self.parent_reports and cause.lost:
             return False
-        reported, until = self.folder / REPORTED, time.monotonic() + SOON
+        reported, until = self.folder / REPORTED, time.monotonic() + EXIT_SECONDS
         while (
             cause.rank != self.rank
             and is_there(self.folder, cause.rank)
             and not reported.exists()
             and time.monotonic() < until
         ):
-            time.sleep(LOOK / 5)
+            time.sleep(POLL_SECONDS / 5)
         try:
             os.close(os.open(reported, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return False
-        except OSError:  # the folder is gone, and the others with it
+        except OSError:  # the folder is gone, and so are the others
             return cause.rank == self.rank
         return True
 
     def _wait_for_first(self) -> Cause | None:
-        """Another process's cause; some moments may pass from the end of its connections to its last word."""
-        until = time.monotonic() + SOON
+        """Return another process's cause; it may be recorded shortly after that process closed its connections."""
+        until = time.monotonic() + EXIT_SECONDS
         while (first := self.first()) is None and time.monotonic() < until:
-            if (dead := self.dead_child()) is not None:
-                time.sleep(LOOK)
-                self.claim(dead)
-            time.sleep(LOOK / 5)
+            if (dead := self.failed_child()) is not None:
+                time.sleep(POLL_SECONDS)
+                self.record_cause(dead)
+            time.sleep(POLL_SECONDS / 5)
         return first
 
-    def dead_child(self) -> Cause | None:
-        """Which of the processes that were started here has failed without a message."""
+    def failed_child(self) -> Cause | None:
+        """Return the cause for the first child that failed without a message."""
         for number, child in enumerate(self.children, start=self.rank + 1):
             if child.poll():
                 return Cause(number, how_it_ended(child.returncode), 5, lost=child.returncode < 0)
         return None
 
     def _why_lost(self, error: BaseException) -> Cause:
-        """The cause of failure of a collective operation that raised `error`."""
-        line = first_line(error).split(". ")[0]  # what follows in gloo's message is advice
+        """Return the cause of failure of a collective operation that raised `error`."""
+        line = first_line(error).split(". ")[0]  # the rest of gloo's message is advice
         limit = _TIMED_OUT.search(str(error))
         if limit is None and _CLOSED not in str(error):
             reason = f"a worker was lost: the connection to another process is gone ({line})"
             cause = self._wait_for_first() or Cause(self.rank, reason, 5, lost=True)
-            return cause if self.claim(cause) else self.first() or cause
+            return cause if self.record_cause(cause) else self.first() or cause
         after = f" after {int(limit[1]) / 1000:g} s" if limit else ""
         waited = f"timed out{after} (engine.params.timeout)"
-        # At once: it closes connections to processes that also wait.
-        if not self.claim(Cause(self.rank, waited, 5, lost=True)):
+        # At once, because this process closes connections to others that wait too.
+        if not self.record_cause(Cause(self.rank, waited, 5, lost=True)):
             return self.first() or Cause(self.rank, waited, 5, lost=True)
         place = (
             "; ".join(where_others_are(self.folder, self.rank)) or f"which process did not answer is not known ({line})"
         )
         cause = Cause(self.rank, f"{waited}: {place}", 5, lost=True)
-        self.claim(cause)
+        self.record_cause(cause)
         return cause
 
-    def stand_still(self, seconds: float) -> None:
-        """Ends all processes, because this one has not got on for so long: whichever does not wait for others is named
-        with its place in the code. To be called beside the main thread."""
-        self._until = time.monotonic() + 2 * SOON  # time to ask the others
+    def report_no_progress(self, seconds: float) -> None:
+        """Record that no process made progress, so that all end, with the place in the code of those not waiting for
+        others.
+
+        Call it from another thread than the main one.
+        """
+        self._until = time.monotonic() + 2 * EXIT_SECONDS  # time to ask the others
         stood = f"no progress for {seconds:g} s"
-        if not self.claim(Cause(self.rank, stood, 5, lost=True)):
+        if not self.record_cause(Cause(self.rank, stood, 5, lost=True)):
             return
         own = "waits" if self._ends else where_is(self._main)
         places = [f"rank {self.rank} {own}"] if own != "waits" else []
         places += where_others_are(self.folder, self.rank)
         place = "; ".join(places) or "the processes wait for each other"
-        self.claim(Cause(self.rank, f"{stood}: {place}", 5, lost=True))
+        self.record_cause(Cause(self.rank, f"{stood}: {place}", 5, lost=True))
 
-    # ---- the thread that looks on
+    # ---- the watching thread
 
     def _watch(self) -> None:
         answered = False
         while True:
             if self._pipe is None:
-                time.sleep(LOOK)
-            elif select.select([self._pipe[0]], [], [], LOOK)[0]:
+                time.sleep(POLL_SECONDS)
+            elif select.select([self._pipe[0]], [], [], POLL_SECONDS)[0]:
                 self._note_signals(os.read(self._pipe[0], 512))
             if self.parent is not None and os.getppid() != self.parent:
                 self._exit(5)
-            if self.parent_tells and not self.folder.exists():  # it could not start all of them
+            if self.parent_reports and not self.folder.exists():  # the parent could not start all processes
                 self._exit(5)
             if not answered and (self.folder / "asked").exists():
                 answered = True
@@ -242,34 +245,34 @@ class Ranks:
         if self._until is not None:
             return
         first = self.first()
-        if first is None and (first := self.dead_child()) is not None:
-            time.sleep(LOOK)  # its own last word comes before ours on it
-            self.claim(first)
+        if first is None and (first := self.failed_child()) is not None:
+            time.sleep(POLL_SECONDS)  # the child's own report comes first
+            self.record_cause(first)
         if first is not None:
-            self._until = time.monotonic() + SOON
+            self._until = time.monotonic() + EXIT_SECONDS
 
     def hear_signals(self) -> None:
-        """Signals reach the thread as well: Python's handlers wait until the main thread is out of a collective."""
+        """Let the watching thread receive signals, because Python delays handlers while a collective blocks."""
         if self._pipe is None and threading.current_thread() is threading.main_thread():
             pipe = os.pipe()
             os.set_blocking(pipe[1], False)
             signal.set_wakeup_fd(pipe[1], warn_on_full_buffer=False)
-            os.register_at_fork(after_in_child=_deafen)  # a loader's worker would tell its signals here
+            os.register_at_fork(after_in_child=_ignore_signals)  # else a loader's workers would write theirs here
             self._pipe = pipe
 
     def _note_signals(self, numbers: bytes) -> None:
         for number in (n for n in numbers if n in INTERRUPTED):
             if self._signal is None:
                 self._signal, self._signalled = number, time.monotonic()
-                # The process that started this one is to say it, if it is one of them.
-                late = 0 if self.parent is None or self.parent_tells else 2 * SOON
+                # The parent reports it, if it is one of the processes.
+                extra = 0 if self.parent is None or self.parent_reports else 2 * EXIT_SECONDS
                 if not self._ends:
-                    self._until = time.monotonic() + (SOON if is_early(number) else POLITE) + late
+                    self._until = time.monotonic() + (EXIT_SECONDS if is_early(number) else BATCH_SECONDS) + extra
             else:
-                self._until = time.monotonic() + SOON
+                self._until = time.monotonic() + EXIT_SECONDS
 
     def _end_now(self) -> None:
-        """Ends this process and those it has started, whatever the main thread is doing."""
+        """End this process and its children, whatever the main thread is doing."""
         cause = self.first()
         if cause is None and self._signal is not None:
             waited = time.monotonic() - self._signalled
@@ -277,22 +280,22 @@ class Ranks:
             reason = f"interrupted by {word}; after {waited:.0f} s the batch was not done, nothing more is saved"
             cause = Cause(self.rank, reason, INTERRUPTED[signal.Signals(self._signal)])
         cause = cause or Cause(self.rank, "the end of the run took too long", 5)
-        self.claim(cause)
+        self.record_cause(cause)
         cause = self.first() or cause
         self.end_children(0)
-        if self._may_tell(cause):
+        if self._may_report(cause):
             word = f"error [{cause.whose}]" if cause.whose else "error"
             say(f"{word}: {self.redact(cause.reason)}", err=True)
         error = RankError(cause)
-        last_words = threading.Thread(target=self.end, args=(error,), daemon=True)
-        last_words.start()
-        last_words.join(LATE)
+        ending = threading.Thread(target=self.end, args=(error,), daemon=True)
+        ending.start()
+        ending.join(SHUTDOWN_SECONDS)
         self._exit(cause.exit_code)
 
     # ---- the end
 
-    def end_children(self, seconds: float = LATE) -> None:
-        """Waits for the processes that were started here; those that do not end in time are killed."""
+    def end_children(self, seconds: float = SHUTDOWN_SECONDS) -> None:
+        """Wait for the child processes; kill those that do not end in time."""
         until = time.monotonic() + seconds
         for child in self.children:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -303,25 +306,24 @@ class Ranks:
                 child.wait()
 
     def leave(self) -> None:
-        """Takes leave of the others; the last one removes the folder, unless whoever has started them will read it."""
+        """Leave the launch; the last process removes the folder, unless the parent will read it."""
         if os.getpid() != self.pid:
             return
-        self.end_children(SOON)
+        self.end_children(EXIT_SECONDS)
         self._wait_for_late_ones()
-        with contextlib.suppress(OSError), alone_in(self.folder):
+        with contextlib.suppress(OSError), lock_folder(self.folder):
             (self.folder / f"{self.rank}.pid").unlink(missing_ok=True)
-            if not members(self.folder) and not (self.parent_tells and os.getppid() == self.parent):
+            if not members(self.folder) and not (self.parent_reports and os.getppid() == self.parent):
                 shutil.rmtree(self.folder, ignore_errors=True)
 
     def _wait_for_late_ones(self) -> None:
-        """Each process finds the same fault by itself, and one that is only starting must see that it was reported: the
-        folder stays for some moments."""
-        cause, until = self.first(), time.monotonic() + SOON
+        """Wait for processes that are still starting: they find the same error and must see that it was reported."""
+        cause, until = self.first(), time.monotonic() + EXIT_SECONDS
         if cause is None or cause.exit_code in INTERRUPTED.values():
             return
-        self._ends, self._until = True, until + SOON
+        self._ends, self._until = True, until + EXIT_SECONDS
         while len(list(self.folder.glob("*.came"))) < self.expected and time.monotonic() < until:
-            time.sleep(LOOK / 5)
+            time.sleep(POLL_SECONDS / 5)
 
     def _exit(self, code: int) -> None:
         import multiprocessing
@@ -335,6 +337,6 @@ class Ranks:
         os._exit(code)
 
 
-def _deafen() -> None:
+def _ignore_signals() -> None:
     if threading.current_thread() is threading.main_thread():
         signal.set_wakeup_fd(-1)

@@ -1,7 +1,7 @@
-"""The processes of a run find each other before torch lets them, and see that they are of one run.
+"""Rendezvous before `init_process_group`: wait for all processes and check that they run the same config.
 
-torch's store at the address of rank 0 is where they come together. Torch itself would wait there for half an hour for
-one that does not come, and say nothing of two that come with the same number or with different configs.
+It uses torch's store at the address of rank 0. Torch itself would wait half an hour for a missing process, and would
+not report two with the same rank or with different configs.
 
 Torch is imported only where a run begins.
 """
@@ -29,41 +29,42 @@ if TYPE_CHECKING:
     from lightning_fabric.plugins.environments import ClusterEnvironment
     from torch.distributed import Store
 
-PATIENCE = "DEEPLIGHTNING_MEET_SECONDS"
-"""The variable that says how long a process waits for the others."""
-MISSING = 60.0  # seconds that it waits where the variable is not set
-ANSWER = 10.0  # seconds in which a store answers that is one
+WAIT_VARIABLE = "DEEPLIGHTNING_MEET_SECONDS"
+"""The environment variable that sets how long a process waits for the others."""
+WAIT_SECONDS = 60.0  # without that variable
+STORE_SECONDS = 10.0  # in which a torch store answers
 KEY = "deeplightning"
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-STEP = 0.05  # seconds between two looks into the store
+POLL_SECONDS = 0.05
 
 
-def patience() -> float:
-    """Seconds that processes which somebody else has started may come later than this one.
+def wait_seconds() -> float:
+    """Return how many seconds processes started elsewhere may come later than this one.
 
     Raises:
-        SetupError: the variable is no number of seconds.
+        SetupError: the variable is not a number of seconds.
     """
-    text = os.environ.get(PATIENCE)
+    text = os.environ.get(WAIT_VARIABLE)
     if not text:
-        return MISSING
+        return WAIT_SECONDS
     try:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
     if not 0 < seconds < 1e6:
-        raise SetupError(f"{PATIENCE}={text!r} is no time in seconds")
+        raise SetupError(f"{WAIT_VARIABLE}={text!r} is no time in seconds")
     return seconds
 
 
 @dataclass(frozen=True)
 class Member:
-    """Who comes to the meeting: of several machines by hand one process of each, else every process.
+    """A participant of the rendezvous: each process, or one process per machine if machines are started by hand.
 
     Attributes:
-        number: among the members, who are `of`.
-        word: what its number is called: node, or rank.
-        variable: who tells it.
+        number: of this member.
+        of: the number of members.
+        word: what its number is called: node or rank.
+        variable: the environment variable that sets it.
     """
 
     number: int
@@ -75,28 +76,28 @@ class Member:
 def join(
     environment: Any, rank: int, processes: int, nodes: int, alike: Mapping[str, str], start_others: Callable[[], None]
 ) -> Any:
-    """Lets the processes find each other.
+    """Connect this process to the others, and start those of this machine that it has to start.
 
     Args:
         environment: Lightning's cluster environment.
         rank: of this process.
-        processes: on each of the machines.
-        nodes: how many machines there are.
-        alike: what must be the same in all of them, by its name.
-        start_others: starts the other processes of this machine, where they are ours to start.
+        processes: on each machine.
+        nodes: the number of machines.
+        alike: values that must be equal in all processes, by name.
+        start_others: starts the other processes of this machine, if that is ours to do.
 
     Returns:
-        Torch's store, if this process has one. That of rank 0 listens at a port that nobody else can take meanwhile;
-        torch uses it as well.
+        Torch's store, if this process has one. Rank 0's store keeps its port open, so no other program can take it;
+        torch uses the same store.
 
     Raises:
-        SetupError: the port is no number or taken, the address cannot be reached, a process does not come, two come
-            with the same number, or they do not agree.
+        SetupError: the port is invalid or taken, the address is unreachable, a process is missing, two have the same
+            number, or their values differ.
     """
     launches = not environment.creates_processes_externally
     address, port = environment.main_address, _port(environment, launches and nodes == 1)
-    elastic = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # its agent listens, and sees to the rest
-    alone = launches and nodes == 1  # whoever does not come has ended, and that is seen
+    elastic = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # its agent listens and supervises
+    alone = launches and nodes == 1  # a missing process has exited, which is noticed
     is_child = supervisor.here().parent is not None  # type: ignore[union-attr]
     if elastic and os.environ.get(_RESTARTS, "0") != "0" and supervisor.AGENT not in os.environ:
         return _anew(address, _port(environment, False), rank, processes * nodes)
@@ -114,7 +115,13 @@ def join(
         else:
             member = Member(rank, processes * nodes, "rank", "RANK")
         sizes = {"engine.num_nodes": str(nodes), "engine.processes": str(processes)}
-        _gather(_of_rendezvous(store, next(_meetings)), member, sizes | dict(alike), environment.node_rank(), address)
+        _gather(
+            _of_rendezvous(store, next(_numbers)),
+            member,
+            sizes | dict(alike),
+            environment.node_rank(),
+            address,
+        )
     elif nodes > 1 and not is_child:
         _go_by(interface(address), loopback=environment.node_rank() != 0)
     if launches:
@@ -123,7 +130,7 @@ def join(
 
 
 def _port(environment: ClusterEnvironment, any_port: bool) -> int:
-    """The port at which the processes meet; 0, any that is free, where it is ours to choose."""
+    """Return the port of the rendezvous; 0 for any free one, if we may choose it."""
     given = os.environ.get("MASTER_PORT")
     if given is None:
         return 0 if any_port else environment.main_port
@@ -135,22 +142,22 @@ def _port(environment: ClusterEnvironment, any_port: bool) -> int:
 # ---- a store
 
 
-_meetings = itertools.count()
+_numbers = itertools.count()
 
 
 def _of_rendezvous(store: Store, number: int) -> Any:
-    """A store of one meeting: the same processes may meet again, for a second training, at the same store."""
+    """Return a store for one rendezvous: the same processes may need another for a second training."""
     from torch.distributed import PrefixStore
 
     return PrefixStore(str(number), store)
 
 
 def _listen(address: str, port: int, world: int, member: Member | None) -> Any:
-    """The store that rank 0 keeps."""
+    """Create the store of rank 0."""
     from torch.distributed import DistError, TCPStore
 
     _reach(address, None)
-    limit = patience()
+    limit = wait_seconds()
     options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
     try:
         return TCPStore(address, port, world, timeout=timedelta(seconds=limit), **options)
@@ -169,10 +176,10 @@ def _listen(address: str, port: int, world: int, member: Member | None) -> Any:
 
 
 def _anew(address: str, port: int, rank: int, world: int) -> object:
-    """A store for processes that torchrun has started again.
+    """Create a store for processes that torchrun restarted.
 
-    In torchrun's own, which outlives them, there is still where the former ones were, and with torch 2.15 they would
-    connect to those.
+    torchrun's own store outlives them and still has the addresses of the former processes, to which they would connect
+    with torch 2.15.
     """
     from torch.distributed import TCPStore
 
@@ -185,10 +192,10 @@ def _anew(address: str, port: int, rank: int, world: int) -> object:
 
 
 def _join(address: str, port: int, world: int) -> Any:
-    """The store of rank 0, from another process.
+    """Connect to the store of rank 0.
 
-    torch 2.15 waits without end for the answer of a program that accepts connections and says nothing: the thread in
-    which it does is left to itself.
+    torch 2.15 waits forever for a program that accepts connections and does not answer; the connecting thread is then
+    abandoned.
     """
     from torch.distributed import TCPStore
 
@@ -196,23 +203,23 @@ def _join(address: str, port: int, world: int) -> Any:
 
     def connect() -> None:
         try:
-            limit = timedelta(seconds=min(ANSWER, patience()))
+            limit = timedelta(seconds=min(STORE_SECONDS, wait_seconds()))
             found.append(TCPStore(address, port, world, timeout=limit, is_master=False, wait_for_workers=False))
         except RuntimeError as error:
             found.append(error)
 
-    thread = threading.Thread(target=connect, name="meeting", daemon=True)
+    thread = threading.Thread(target=connect, name="rendezvous", daemon=True)
     thread.start()
-    thread.join(2 * min(ANSWER, patience()))
+    thread.join(2 * min(STORE_SECONDS, wait_seconds()))
     if not found or isinstance(found[0], Exception):
         what = "what listens there is no torch store, or does not answer"
         raise SetupError(f"MASTER_ADDR={address}, MASTER_PORT={port}: {what}; set both to where rank 0 is started")
-    found[0].set_timeout(timedelta(seconds=patience()))
+    found[0].set_timeout(timedelta(seconds=wait_seconds()))
     return found[0]
 
 
 def _is_taken_by_ours(address: str, port: int, world: int, member: Member) -> str | None:
-    """Whether another process with the same rank listens at a port; it is notified, if it still waits."""
+    """Return the error if another process with the same rank listens at the port; that one is notified if it waits."""
     try:
         store = _of_rendezvous(_join(address, port, world), 0)
         if not store.check([f"{KEY}/come/{member.number}"]):
@@ -223,9 +230,9 @@ def _is_taken_by_ours(address: str, port: int, world: int, member: Member) -> st
 
 
 def _reach(address: str, port: int | None) -> None:
-    """Waits until an address can be reached; with no port, until its name is known."""
-    limit = patience()
-    until, wait = time.monotonic() + limit, STEP
+    """Wait until an address accepts connections; without a port, until its name is resolved."""
+    limit = wait_seconds()
+    until, wait = time.monotonic() + limit, POLL_SECONDS
     while True:
         try:
             if port is None:
@@ -243,19 +250,19 @@ def _reach(address: str, port: int | None) -> None:
         wait = min(1.0, 2 * wait)
 
 
-# ---- what they say to each other
+# ---- messages
 
 
 def _gather(store: Store, member: Member, ours: Mapping[str, str], node: int, address: str) -> None:
-    """Waits until all members are there, and sees that they agree."""
+    """Wait for all members and check that their values agree."""
     own = interface(address)
     card = {"host": socket.gethostname(), "pid": os.getpid(), "node": node, "alike": ours, "address": own and own[1]}
     try:
         if store.add(f"{KEY}/come/{member.number}", 1) > 1:
             raise SetupError(_twice(store, member))
         store.set(f"{KEY}/is/{member.number}", json.dumps(card))
-        cards = _all(store, member) if member.number == 0 else _word_of_rank_0(store, member)
-    except RuntimeError as error:  # torch's, of a connection that is gone
+        cards = _all(store, member) if member.number == 0 else _wait_for_start(store, member)
+    except RuntimeError as error:  # torch's error for a closed connection
         raise SetupError("rank 0 has ended while this process was waiting for the others; it says why") from error
     if len({each["node"] for each in cards}) > 1:
         others = [each["address"] for each in cards if each["node"] != node and each["address"]]
@@ -265,8 +272,8 @@ def _gather(store: Store, member: Member, ours: Mapping[str, str], node: int, ad
 
 
 def _all(store: Store, member: Member) -> list[dict[str, Any]]:
-    """What all members have sent, once they are there; the others get the signal to start, or the reason not to."""
-    limit = patience()
+    """Wait for all members, as member 0; return their cards, after telling them to start or why not."""
+    limit = wait_seconds()
     until = time.monotonic() + limit
     while missing := [n for n in range(member.of) if not store.check([f"{KEY}/is/{n}"])]:
         _heed(store, member)
@@ -276,8 +283,8 @@ def _all(store: Store, member: Member) -> list[dict[str, Any]]:
             message = (
                 f"waiting for {member.word} {named}: of {member.of} {of} {len(missing)} did not come in {limit:g} s"
             )
-            _end(store, member, f"{message}; start with the same MASTER_ADDR and MASTER_PORT, or set {PATIENCE}")
-        time.sleep(STEP)
+            _end(store, member, f"{message}; start with the same MASTER_ADDR and MASTER_PORT, or set {WAIT_VARIABLE}")
+        time.sleep(POLL_SECONDS)
     cards = [json.loads(store.get(f"{KEY}/is/{n}")) for n in range(member.of)]
     first = cards[0]["alike"]
     for number, card in enumerate(cards):
@@ -295,18 +302,19 @@ def _all(store: Store, member: Member) -> list[dict[str, Any]]:
     return cards
 
 
-def _word_of_rank_0(store: Store, member: Member) -> list[dict[str, Any]]:
-    until = time.monotonic() + patience() + ANSWER  # rank 0 says it who is missing
+def _wait_for_start(store: Store, member: Member) -> list[dict[str, Any]]:
+    """Wait until rank 0 starts the run; return the cards of rank 0 and of this member."""
+    until = time.monotonic() + wait_seconds() + STORE_SECONDS  # rank 0 reports who is missing
     while not store.check([f"{KEY}/go"]):
         _heed(store, member)
         if time.monotonic() > until:
             raise SetupError(f"waiting for {member.word} 0: there is a store at its address, and it says nothing")
-        time.sleep(STEP)
+        time.sleep(POLL_SECONDS)
     return [json.loads(store.get(f"{KEY}/is/{n}")) for n in (0, member.number)]
 
 
 def _heed(store: Store, member: Member) -> None:
-    """Ends with the fault that a member has reported, if one has."""
+    """Raise the error that a member has reported, if there is one."""
     if store.check([f"{KEY}/fault"]):
         fault = store.get(f"{KEY}/fault").decode()
         if member.number == 0:
@@ -316,17 +324,17 @@ def _heed(store: Store, member: Member) -> None:
 
 
 def _end(store: Store, member: Member, fault: str) -> None:
-    """Rank 0 tells all who wait why nothing begins, and ends with it; its store stays until they have heard."""
+    """Report an error to all waiting members and raise it; rank 0 keeps its store until they have read it."""
     store.set(f"{KEY}/fault", fault)
-    until = time.monotonic() + ranks.SOON
+    until = time.monotonic() + ranks.EXIT_SECONDS
     waiting = sum(store.check([f"{KEY}/is/{number}"]) for number in range(1, member.of))
     while store.add(f"{KEY}/heard", 0) < waiting and time.monotonic() < until:
-        time.sleep(STEP)
+        time.sleep(POLL_SECONDS)
     raise SetupError(fault)
 
 
 def _twice(store: Store, member: Member) -> str:
-    """Two have the same rank: those who wait for others are notified; a run that has begun is left alone."""
+    """Return the error for two members with one number; notify members that still wait, not a running run."""
     here = f"{socket.gethostname()} (process {os.getpid()})"
     there = "another"
     if store.check([f"{KEY}/is/{member.number}"]):
@@ -350,7 +358,7 @@ def _short(text: str | None) -> str:
 
 
 def interface(address: str) -> tuple[str, str] | None:
-    """Name and own address of the network interface by which a machine reaches an address; None: not known."""
+    """Return name and own address of the network interface that leads to an address; None if unknown."""
     import psutil
 
     try:
@@ -363,7 +371,7 @@ def interface(address: str) -> tuple[str, str] | None:
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == own for each in addresses):
             return name, own
-    return ("lo", own) if _is_loopback(own) else None  # 127.0.0.2 and the like belong to it
+    return ("lo", own) if _is_loopback(own) else None  # 127.0.0.2 and others belong to it
 
 
 def _is_loopback(address: str) -> bool:
@@ -371,7 +379,9 @@ def _is_loopback(address: str) -> bool:
 
 
 def _go_by(own: tuple[str, str] | None, loopback: bool) -> None:
-    """Lets gloo use a network interface, unless a person has chosen one: its own choice is where the machine's name
-    leads to, which between machines is often wrong."""
+    """Make gloo use a network interface, unless the user chose one.
+
+    By default gloo takes the one that the machine's name resolves to, which is often wrong between machines.
+    """
     if own is not None and (loopback or not _is_loopback(own[1])):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", own[0])

@@ -1,4 +1,4 @@
-"""The folder that the processes of a launch share on a machine: who comes, who is alive, who leaves it last."""
+"""The folder that the processes of a launch share on a machine: who has entered, who is alive, who leaves last."""
 
 import contextlib
 import hashlib
@@ -18,11 +18,11 @@ except ImportError:  # no POSIX
 
 
 PREFIX = "deeplightning-ranks-"
-OLD = 600.0  # seconds after which a folder without a living process is nobody's
+STALE_SECONDS = 600.0  # after which a folder without a living process is removed
 
 
 def is_there(folder: Path, rank: int) -> bool:
-    """Whether the process of a rank is alive."""
+    """Return whether the process of a rank is alive."""
     try:
         return is_alive(int((folder / f"{rank}.pid").read_text()))
     except (OSError, ValueError):
@@ -30,7 +30,7 @@ def is_there(folder: Path, rank: int) -> bool:
 
 
 def shared_folder(environment: Mapping[str, str]) -> Path:
-    """The folder of processes that somebody else has started, and that know only the address at which they meet."""
+    """Return the folder of processes that share only the address of their rendezvous."""
     names = ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", LAUNCH, ATTEMPT]
     names += ["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"]
     address = " ".join(environment.get(name, "") for name in names)
@@ -41,15 +41,15 @@ def shared_folder(environment: Mapping[str, str]) -> Path:
 
 
 def enter(rank: int) -> Path:
-    """Comes to the folder of processes that somebody else has started, and makes it where nobody has."""
+    """Enter the folder of processes that were started elsewhere; create it if this process is the first."""
     folder = shared_folder(os.environ)
     while True:
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-            return Path(tempfile.mkdtemp(prefix=PREFIX))  # somebody else's: this process is on its own
-        with contextlib.suppress(FileNotFoundError), alone_in(folder):  # else the last of the others has removed it
+            return Path(tempfile.mkdtemp(prefix=PREFIX))  # owned by somebody else: do not share
+        with contextlib.suppress(FileNotFoundError), lock_folder(folder):  # else the last process has just removed it
             if not members(folder):
-                for path in folder.iterdir():  # of a launch that was killed whole
+                for path in folder.iterdir():  # left by a launch whose processes were all killed
                     path.unlink(missing_ok=True)
             (folder / f"{rank}.pid").write_text(str(os.getpid()))
             (folder / f"{os.getpid()}.came").touch()
@@ -57,25 +57,25 @@ def enter(rank: int) -> Path:
 
 
 @contextlib.contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """While this lasts, no other process comes to the folder or leaves it.
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Lock the folder: no other process enters or leaves it meanwhile.
 
     Raises:
-        FileNotFoundError: it is gone.
+        FileNotFoundError: the folder is gone.
     """
-    held = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         if fcntl is not None:
-            fcntl.flock(held, fcntl.LOCK_EX)
-        if not os.path.samestat(os.fstat(held), folder.stat()):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if not os.path.samestat(os.fstat(descriptor), folder.stat()):
             raise FileNotFoundError(folder)
         yield
     finally:
-        os.close(held)
+        os.close(descriptor)
 
 
 def members(folder: Path) -> list[int]:
-    """The processes of a folder that are alive."""
+    """Return the living processes of a folder."""
     found: list[int] = []
     for path in folder.glob("*.pid"):
         with contextlib.suppress(OSError, ValueError):
@@ -84,10 +84,10 @@ def members(folder: Path) -> list[int]:
 
 
 def sweep() -> None:
-    """Removes the folders of launches of which every process was killed, so that none could."""
+    """Remove the folders of launches whose processes were all killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
-            old = time.time() - folder.stat().st_mtime > OLD
+            old = time.time() - folder.stat().st_mtime > STALE_SECONDS
             if old and folder.stat().st_uid == os.getuid() and not members(folder):
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -99,6 +99,6 @@ def is_alive(pid: int) -> bool:
         return False
     except PermissionError:
         return True
-    with contextlib.suppress(OSError):  # one that nobody has waited for yet has ended all the same
+    with contextlib.suppress(OSError):  # a zombie has ended too
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     return pid > 0

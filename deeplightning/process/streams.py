@@ -1,6 +1,6 @@
-"""What the command sees to before anything else: open standard streams, a stdout that nobody reads, and SIGTERM.
+"""Set-up of a command: open standard streams, a stdout without a reader, and SIGTERM.
 
-Importing it changes nothing; only `prepare`, which the command calls, does. It imports little, since every verb pays.
+Importing this module changes nothing; the command calls `prepare`. It imports little, because every verb pays for it.
 """
 
 import contextlib
@@ -15,23 +15,25 @@ from types import FrameType
 from typing import Any
 
 PIPE_CODE = 141
-"""The exit code of a verb whose stdout nobody reads any more: that of a program which SIGPIPE has ended."""
+"""The exit code of a verb whose stdout was closed by its reader, as for a program that SIGPIPE ended."""
 TERMINATED_CODE = 143
 
 heard: int | None = None
-"""The signal that has asked this process to end before a run could hear it."""
+"""The signal that asked this process to end before a run handled signals."""
 
 _deferrals = 0
 _MOST_DEFERRALS = 100
-_process = 0  # that of the command; a process that is forked from it says nothing of a lost stream
+_process = 0  # the command's; a forked process does not report a lost stream
 _outlives = False
-_lost: str | None = None  # the message about a stream that was lost
+_lost: str | None = None  # the message about a lost stream
 _can_say = _said = False
 
 
 class Interrupted(BaseException):
-    """A signal asked the run to end; a second one, `at_once`: nothing more is saved. Like
-    KeyboardInterrupt, it is no Exception: it may be raised anywhere, and `except Exception` must not swallow it."""
+    """Raised when a signal asks the run to end; `at_once`, after a second one, nothing more is saved.
+
+    A BaseException like KeyboardInterrupt: it may be raised anywhere, and `except Exception` must not swallow it.
+    """
 
     def __init__(self, signal_name: str, exit_code: int, at_once: bool = False):
         super().__init__(f"interrupted by {signal_name}")
@@ -40,7 +42,7 @@ class Interrupted(BaseException):
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, where no run hears it: as Ctrl-C is, no error that code may take for its own."""
+    """Raised on SIGTERM outside a run. A BaseException, so `except Exception` cannot swallow it."""
 
     exit_code = TERMINATED_CODE
 
@@ -49,20 +51,20 @@ class Terminated(KeyboardInterrupt):
 
 
 def prepare() -> None:
-    """Opens closed standard streams as /dev/null, guards stdout and stderr, and hears SIGTERM; again: does nothing."""
+    """Open closed standard streams as /dev/null, guard stdout and stderr, and handle SIGTERM. Idempotent."""
     prepare_streams()
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _terminate)
 
 
 def prepare_streams() -> None:
-    """The part of `prepare` that concerns standard streams."""
+    """Do the part of `prepare` that concerns standard streams."""
     global _process
     _process = os.getpid()
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
-        except OSError:  # else the next file that is opened would be it, and be printed into
+        except OSError:  # else the next opened file would get this descriptor and be printed into
             _to_null(descriptor)
     if sys.stdin is None:
         sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
@@ -71,13 +73,13 @@ def prepare_streams() -> None:
 
 
 def outlive_reader() -> None:
-    """From here on the command continues when stdout cannot be written: its result is elsewhere."""
+    """Let the command continue when stdout cannot be written, because its result is elsewhere."""
     global _outlives
     _outlives = True
 
 
 def say_losses() -> None:
-    """Logs that stdout or stderr was lost, now if it was, else when it is; to be called when a run's log is there."""
+    """Log that stdout or stderr was lost, now or as soon as it happens. Call it once the run's log is open."""
     global _can_say, _said
     _can_say = True
     if _lost is not None and not _said and os.getpid() == _process:
@@ -88,13 +90,13 @@ def say_losses() -> None:
 
 
 def release() -> None:
-    """Lets SIGTERM end the process at once again: there is nobody left to tell."""
+    """Restore the default for SIGTERM, which ends the process at once."""
     if signal.getsignal(signal.SIGTERM) is _terminate:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def is_early(number: int) -> bool:
-    """Whether a signal that comes now finds no run that would save anything."""
+    """Return whether no run is there yet that would save anything on this signal."""
     return signal.getsignal(number) in (_terminate, signal.default_int_handler)
 
 
@@ -105,7 +107,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     global heard
     if is_deferred(number, frame):
         return
-    if heard is not None:  # the first is on its way, perhaps through a library that holds it up
+    if heard is not None:  # the first was raised, but a library may be holding it up
         os.write(2, b"error: interrupted by SIGTERM\n")
         os._exit(TERMINATED_CODE)
     heard = number
@@ -113,8 +115,10 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 def is_deferred(number: int, frame: FrameType | None) -> bool:
-    """Whether a handler should return instead of raising, because the signal arrived inside `logging`. It is sent again
-    soon, for a second at most. An exception there can leave a lock taken, for which other threads then wait for ever.
+    """Return whether a handler should return instead of raising, because the signal arrived inside `logging`.
+
+    The signal is sent again soon, for a second at most. An exception inside `logging` can leave a lock taken, on which
+    other threads then wait forever.
     """
     global _deferrals
     while frame is not None and frame.f_globals.get("__name__") != "logging":
@@ -132,14 +136,14 @@ def _send_again(number: int) -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=release)  # a pool ends its workers with SIGTERM, without words
+    os.register_at_fork(after_in_child=release)  # a pool ends its workers with SIGTERM, without a message
 
 
 # ---- streams
 
 
 class _Stream(io.FileIO):
-    """A standard stream: what is written when its reader has gone is dropped."""
+    """A standard stream that drops what is written after its reader has gone."""
 
     def write(self, data: Any) -> int | None:  # type: ignore[override]
         try:
@@ -151,7 +155,7 @@ class _Stream(io.FileIO):
 
 def _guard(name: str, descriptor: int) -> None:
     former: object = getattr(sys, name)
-    if former is not getattr(sys, f"__{name}__"):  # somebody's own
+    if former is not getattr(sys, f"__{name}__"):  # replaced by other code
         return
     raw = getattr(getattr(former, "buffer", None), "raw", getattr(former, "buffer", None))
     if isinstance(raw, _Stream):
@@ -175,13 +179,13 @@ def _lose(descriptor: int, error: OSError) -> None:
         if error.errno != errno.EPIPE:
             raise error
         _to_null(1)
-        raise SystemExit(PIPE_CODE)  # no OSError: what writes might take that for its own
+        raise SystemExit(PIPE_CODE)  # not an OSError, which the writing code might handle
     _to_null(descriptor)
     if _lost is None:
         name = "stdout" if descriptor == 1 else "stderr"
         _lost = f"{name} can no longer be written ({error.strerror}): the run continues without it"
         if _can_say:
-            with contextlib.suppress(RuntimeError):  # the interpreter is about to end
+            with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
                 # The thread that writes holds locks that a log may need.
                 threading.Thread(target=say_losses, name="deeplightning-lost").start()
 

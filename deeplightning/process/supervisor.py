@@ -1,4 +1,4 @@
-"""This process takes part in the supervision of its launch; torch and Lightning are not imported for it."""
+"""This process's part in the supervision of its launch. Importing it loads neither torch nor Lightning."""
 
 import os
 import tempfile
@@ -10,20 +10,19 @@ from deeplightning.process.identity import ATTEMPT, identity
 from deeplightning.process.ranks import Ranks
 from deeplightning.process.shared_folder import PREFIX, enter, is_alive, sweep
 
-FOLDER, PARENT = "DEEPLIGHTNING_RANKS", "DEEPLIGHTNING_RANKS_PARENT"  # passed to the processes that a launch starts
-AGENT = "DEEPLIGHTNING_RANKS_AGENT"  # passed, instead of PARENT, by one that starts all of them, and trains in none
+FOLDER, PARENT = "DEEPLIGHTNING_RANKS", "DEEPLIGHTNING_RANKS_PARENT"  # set for the processes that a launch starts
+AGENT = "DEEPLIGHTNING_RANKS_AGENT"  # set instead of PARENT by a process that starts all others and does not train
 
 
 def restarts() -> int:
-    """How often the processes of this launch were started before."""
+    """Return how often the processes of this launch were started before."""
     names = ("TORCHELASTIC_RESTART_COUNT", ATTEMPT, "SLURM_RESTART_COUNT")
     return max((int(word) for name in names if (word := os.environ.get(name, "")).isdecimal()), default=0)
 
 
-def is_led() -> bool:
-    """Whether `deeplightning.launch.Local` has started this process: it may do so again, and has the last
-    word."""
-    return _here is not None and _here.parent_tells and "TORCHELASTIC_RESTART_COUNT" in os.environ
+def is_supervised() -> bool:
+    """Return whether `deeplightning.launch.Local` started this process; it may restart it and reports the end."""
+    return _here is not None and _here.parent_reports and "TORCHELASTIC_RESTART_COUNT" in os.environ
 
 
 _here: Ranks | None = None
@@ -32,8 +31,7 @@ _redact: Callable[[str], str] = str
 
 
 def prepare(redact: Callable[[str], str], end: Callable[[BaseException], None]) -> None:
-    """What a process uses that takes part, or will: how secrets are taken out, and how a run is ended where its main
-    thread cannot."""
+    """Set how secrets are removed from messages, and how a run is ended if its main thread is blocked."""
     global _end, _redact
     _end, _redact = end, redact
     if (found := here()) is not None:
@@ -41,25 +39,25 @@ def prepare(redact: Callable[[str], str], end: Callable[[BaseException], None]) 
 
 
 def here() -> Ranks | None:
-    """This process among others, if it is one of several."""
+    """Return this process's supervision; None if it is not one of several."""
     return _here if _here is not None and _here.pid == os.getpid() else None
 
 
 def follow() -> None:
-    """To be called first in every process: one of several takes part from here on.
+    """Take part in the supervision if this process is one of several. Every process calls it first.
 
-    One that a launch of ours has started ends with that.
+    A process that one of our launches started ends with that launch.
     """
     parent, agent = int(os.environ.get(PARENT, 0)), int(os.environ.get(AGENT, 0))
     try:
         found = identity()
-    except SetupError:  # the verb will say so, if it needs the others
+    except SetupError:  # the verb reports it, if it needs the others
         return
     if found is None:
         return
     if agent:
         if os.getppid() == agent:
-            _take_part(found.rank, Path(os.environ[FOLDER]), agent, parent_tells=True)
+            _take_part(found.rank, Path(os.environ[FOLDER]), agent, parent_reports=True)
         elif not is_alive(agent):
             os._exit(5)
     elif parent and found.local_rank != 0:
@@ -72,7 +70,7 @@ def follow() -> None:
 
 
 def begin(rank: int, starts_others: bool) -> Ranks:
-    """Takes part as the process of this rank, of those that this one will start or that somebody else has started."""
+    """Take part with this rank, in processes that this one will start or that were started elsewhere."""
     if (found := here()) is not None:
         found.rank = rank
         return found
@@ -85,9 +83,9 @@ def begin(rank: int, starts_others: bool) -> Ranks:
 
 
 def _take_part(
-    rank: int, folder: Path, parent: int | None = None, parent_tells: bool = False, expected: int = 0
+    rank: int, folder: Path, parent: int | None = None, parent_reports: bool = False, expected: int = 0
 ) -> Ranks:
     global _here
-    _here = Ranks(rank, folder, parent, parent_tells, expected, _end, _redact)
+    _here = Ranks(rank, folder, parent, parent_reports, expected, _end, _redact)
     sweep()
     return _here

@@ -1,6 +1,6 @@
-"""What a stream can show: whether it is a terminal, in colour, and how wide. Text is styled and broken accordingly.
+"""What a stream can show (terminal, colour, width), and text styled and wrapped accordingly.
 
-`say` prints: what a store, a run, a bundle or a data file holds reaches stdout and stderr only through it.
+Text from a store, a run, a bundle or a data file reaches stdout and stderr only through `say`.
 """
 
 import os
@@ -14,51 +14,55 @@ from typing import TextIO
 from deeplightning.words import printable
 
 LAYOUT = "\n\t"
-"""What lines of ours keep, of the characters that could steer a terminal."""
+"""Control characters that printed text keeps."""
 
 
 def say(text: object, err: bool = False, nl: bool = True) -> None:
-    """Prints lines whose words may come from anywhere, with escapes for what could steer a terminal.
+    """Print text of any origin, with control characters that could steer a terminal escaped.
 
     Args:
-        err: on stderr.
-        nl: with a line end.
+        err: print to stderr.
+        nl: end with a newline.
     """
     stream = sys.stderr if err else sys.stdout
     print(printable(str(text), LAYOUT), end="\n" * nl, file=stream, flush=True)
 
 
 def say_path(path: Path, label: str = "") -> None:
-    """Prints a path that another program may read: without escapes into a file or pipe, as `ls` does, unless it has
-    control characters."""
+    """Print a path that another program may read.
+
+    Into a file or pipe it is not escaped, as with `ls`, unless it contains control characters.
+    """
     text = str(path)
     is_safe = not sys.stdout.isatty() and re.search(r"[\x00-\x1f\x7f-\x9f]", text) is None
     print(label + (text if is_safe else printable(text)), flush=True)  # noqa: T201
 
 
 def is_interactive(stream: TextIO) -> bool:
-    """Whether a stream is a terminal that can move its cursor."""
+    """Return whether a stream is a terminal that can move its cursor."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def has_colour(stream: TextIO) -> bool:
-    """Whether a stream is a terminal that shows colour, and the user has not refused it (https://no-color.org)."""
+    """Return whether a stream is a terminal with colour that the user has not disabled (https://no-color.org)."""
     return is_interactive(stream) and not os.environ.get("NO_COLOR")
 
 
 def styled(text: str, code: int, stream: TextIO) -> str:
-    """Text with an ANSI style, such as 31 for red, where the stream shows colour."""
+    """Return text with an ANSI style, such as 31 for red, if the stream shows colour."""
     return f"\x1b[{code}m{text}\x1b[0m" if has_colour(stream) else text
 
 
 def width() -> int:
-    """Columns of the terminal."""
+    """Return the number of columns of the terminal."""
     return shutil.get_terminal_size().columns
 
 
 def wrapped(text: str, indent: int) -> str:
-    """A line broken between words for the terminal, further lines indented; one with a word that is too long for that,
-    such as a path, stays whole: a terminal breaks it so that it can be copied."""
+    """Wrap a line between words for the terminal, with further lines indented.
+
+    A line with a word too long for that, such as a path, stays whole: a terminal breaks it so that it can be copied.
+    """
     columns = width() - 1
     if any(len(word) > columns - indent for word in text.split(" ")):
         return text

@@ -20,7 +20,7 @@ from deeplightning.array_spec import ArraySpec
 from deeplightning.batches import inputs_of, structure
 from deeplightning.faults import CheckpointError, ConfigError, Fault
 from deeplightning.image_spec import MODES, ImageSpec
-from deeplightning.kinds import MAX_COMPARED, is_plain
+from deeplightning.kinds import MAX_COMPARED_NUMBERS, is_plain
 from deeplightning.runfolder import RunFolder
 from deeplightning.words import first_line
 
@@ -125,8 +125,10 @@ class OwnModule:
             ) from error
         if not isinstance(found, Tensor) or found.ndim < 1 or len(found) != len(samples):
             raise _refused(module, f"{self._model.name} gives {structure(found)}, not a tensor (N, …)")
-        if (count := math.prod(found.shape[1:])) > MAX_COMPARED:
-            raise _refused(module, f"{self._model.name} gives {count:,} numbers a sample; {MAX_COMPARED:,} are allowed")
+        if (count := math.prod(found.shape[1:])) > MAX_COMPARED_NUMBERS:
+            raise _refused(
+                module, f"{self._model.name} gives {count:,} numbers a sample; {MAX_COMPARED_NUMBERS:,} are allowed"
+            )
         return count
 
     def inference_model(self) -> nn.Module:

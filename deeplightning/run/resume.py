@@ -122,7 +122,7 @@ def _from_the_start(cfg: Config, folder: RunFolder) -> Resumption | None:
     from deeplightning.callbacks.record import Resumption
 
     run_id = folder.path.parent.name
-    if own_rank() != 0 or (hold := folder.hold()) is None:
+    if own_rank() != 0 or (hold := folder.lock()) is None:
         return None
     if _refusal(cfg, run_id, folder.path):
         hold.release()
@@ -139,7 +139,7 @@ def _of_launch(cfg: Config) -> Resumption | None:
     from deeplightning.callbacks.record import Resumption
 
     here = identity()
-    if here is None or here.launch is None or not here.goes_on:
+    if here is None or here.launch is None or not here.may_resume:
         return None
     words = f'"launch": {json.dumps(here.launch)}'
     folder = next((f for f in runs_of(cfg, lambda path: words in _text(RunFolder(path).environment))), None)
@@ -150,7 +150,7 @@ def _of_launch(cfg: Config) -> Resumption | None:
         return None  # a finished job's id is used for another
     if (found := _newest_of(folder)) is not None:
         return replace(_from(*found, cfg), over="")  # the stages after training remain
-    hold = folder.hold() if own_rank() == 0 else None
+    hold = folder.lock() if own_rank() == 0 else None
     return Resumption(
         run_id=folder.path.parent.name,
         folder=folder.path,
@@ -218,7 +218,7 @@ def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
         except CheckpointError:
             pass  # then this is how far the run has come
     why = why or _refusal(cfg, str(run_id), path.parent)
-    if why is None and (hold := folder.hold()) is None:
+    if why is None and (hold := folder.lock()) is None:
         why = f"a process is at work on the run {run_id}"
     notes = [f"resumes    {path} ({position})", f"run        {f'its own: {why}' if why else f'{run_id} continues'}"]
     inexact = _inexact(checkpoint, cfg)

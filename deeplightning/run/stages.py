@@ -138,7 +138,7 @@ def _end(record: Record, trainer: pl.Trainer, error: BaseException | None = None
     """The last words of a run."""
     if error is not None:
         record.fail(error)
-    if record.opened and trainer.is_global_zero and not supervisor.is_led():
+    if record.opened and trainer.is_global_zero and not supervisor.is_supervised():
         say_path(record.folder.path, "Artifact storage path: ")
     record.close()
 

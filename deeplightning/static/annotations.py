@@ -178,26 +178,11 @@ class Types:
         kept: list[object] = []
         for part, option in options:
             if option is None:
-                if numbers and self.is_of_torch(part):
+                if numbers and is_tensor(part, self.frame.module):
                     continue
                 return None
             kept += [each for each in option if each not in kept or isinstance(each, bool)]
         return tuple(kept)
-
-    def is_of_torch(self, node: ast.expr) -> bool:
-        """Whether it is a class of torch for which no plain value can be given."""
-        if not isinstance(node, ast.Name | ast.Attribute):
-            return False
-        if is_tensor(node, self.frame.module):
-            return True
-        try:
-            found = self.names.value(node, self.frame)
-            if found.kind != "class" or not found.path.startswith("torch."):
-                return False
-            line, complete = self.names.line(found)
-        except UNKNOWABLE:
-            return False
-        return complete and not any(t.live is not None and t.live.__module__ in ("builtins", "enum") for t in line)
 
 
 def is_tensor(node: ast.expr, module: Module) -> bool:

@@ -18,7 +18,7 @@ from deeplightning.faults import Missing, nearest, no_module, refuse_moved
 from deeplightning.static.bindings import Broken, Module
 from deeplightning.static.docstrings import described, docstrings
 from deeplightning.static.from_source import Signatures
-from deeplightning.static.logged import constant, logged_names, loss_arguments, network_names, usual_metrics
+from deeplightning.static.logged import constant, declared_words, logged_names
 from deeplightning.static.manual_optimization import ignores_config, steps_itself
 from deeplightning.static.names import Names
 from deeplightning.static.return_types import Made, instance
@@ -169,18 +169,11 @@ class Definition:
             return set(), False
         return logged_names(self._names, self._thing)
 
-    def usual_metrics(self) -> set[str]:
-        """The names of the metrics that a task has where a config names none: its `metric_names`, literal words."""
-        return usual_metrics(self._names, self._thing) if self.kind == "class" else set()
-
-    def loss_arguments(self) -> set[str]:
-        """What a task calls each of its losses with: its `loss_arguments`, literal words; none: it does not say."""
-        return loss_arguments(self._names, self._thing) if self.kind == "class" else set()
-
-    def network_names(self) -> set[str] | None:
-        """The networks that a task needs by name: its `network_names`, literal words; none: it takes a single one, not
-        several by name. None: it does not say."""
-        return network_names(self._names, self._thing) if self.kind == "class" else None
+    def declared_words(self, attribute: str) -> set[str] | None:
+        """Return the literal words that a task assigns to `metric_names` (its metrics where a config names none),
+        `loss_arguments` (what it calls each loss with) or `network_names` (the networks that it needs, () for a single
+        one); None: it does not say."""
+        return declared_words(self._names, self._thing, attribute) if self.kind == "class" else None
 
     def constant(self, name: str) -> object:
         """A plain value that a class or an ancestor gives an attribute; None where none does.

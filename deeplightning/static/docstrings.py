@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from deeplightning.static.annotations import plain
 from deeplightning.static.bindings import Defined
 from deeplightning.static.names import Names
-from deeplightning.static.symbol import UNKNOWABLE, Frame, Functions, Thing
-from deeplightning.static.uses import uses_of
+from deeplightning.static.symbol import Frame, Functions, Thing
 
 
 def docstrings(names: Names, thing: Thing) -> Iterator[str]:
+    """Yield the docstrings that may describe a parameter: its own, those of ancestors and of constructors."""
     if thing.live is not None:
         yield getattr(thing.live, "__doc__", None) or ""
         return
@@ -28,16 +28,6 @@ def docstrings(names: Names, thing: Thing) -> Iterator[str]:
             for option in names.scope(each).names["__init__"]:
                 if isinstance(option, Defined):
                     yield ast.get_docstring(option.node) or ""
-    if thing.kind == "function" and isinstance(thing.node, Functions) and thing.node.args.kwarg:
-        frame = Frame(names.home(thing), function=thing.node)
-        for call in uses_of(thing.node, thing.node.args.kwarg.arg).calls:
-            try:
-                callee = names.value(call.node.func, frame)
-            except UNKNOWABLE:
-                continue
-            if callee.key != thing.key and ("doc", callee.key) not in names.active:
-                names.active.add(("doc", callee.key))
-                yield from docstrings(names, callee)
 
 
 def _prose(names: Names, node: ast.expr, frame: Frame) -> str:

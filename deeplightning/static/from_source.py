@@ -10,7 +10,7 @@ from deeplightning.static.decorators import changes_subclasses, keeps
 from deeplightning.static.names import Names
 from deeplightning.static.signature import UNKNOWN, Parameter, Signature, Undecided, of_object
 from deeplightning.static.symbol import UNKNOWABLE, Absent, Frame, Functions, Thing
-from deeplightning.static.syntax import first_argument, nominal
+from deeplightning.static.syntax import first_argument
 from deeplightning.static.uses import Call, Uses, is_it, uses_of
 
 
@@ -57,11 +57,10 @@ class Signatures:
             if each.live is not None:
                 if not {"__init__", "__new__"} & vars(each.live).keys():
                     continue
-                if each.path == "builtins.tuple" and position and self.is_named_tuple(line[position - 1]):
-                    return self.of_fields([line[position - 1]], line)
                 raise Undecided(f"{each.path} is not written in Python")
-            if self.is_dataclass(each) and not self.names.own(each, "__init__"):
-                return self.of_fields(line[position:], line)
+            words = self.dataclass_words(each)
+            if words is not None and words.get("init", True) and not self.names.own(each, "__init__"):
+                return self.of_fields(line[position:])
             for attribute in ("__init__", "__new__", "__signature__"):
                 if (each.node.name, attribute) in self.names.home(each).scope.patched:
                     raise Undecided(f"`{attribute}` of {each.path} is set afterwards")
@@ -97,7 +96,7 @@ class Signatures:
             frame = Frame(self.names.home(thing))
             if (
                 self.names.real_path(decorator, frame) != "dataclasses.dataclass"
-                and keeps(self.names, decorator, frame, True) is None
+                and keeps(self.names, decorator, frame) is None
             ):
                 raise Undecided(f"@{ast.unparse(decorator)[:60]} may change what it takes")
 
@@ -138,33 +137,22 @@ class Signatures:
         more = tuple(Parameter(word, position=False) for word in sorted(extra - names))
         return replace(taken, parameters=taken.parameters + more)
 
-    def is_dataclass(self, thing: Thing) -> bool:
-        if thing.live is not None:
-            return False
-        for decorator in thing.node.decorator_list:
-            if self.names.real_path(decorator, Frame(self.names.home(thing))) == "dataclasses.dataclass":
-                words = _literal_words(decorator)
-                return words.get("init", True) is not False
-        return False
-
-    def is_named_tuple(self, thing: Thing) -> bool:
-        return thing.live is None and any(
-            nominal(base, self.names.home(thing)) == "typing.NamedTuple" for base in thing.node.bases
-        )
+    def dataclass_words(self, thing: Thing) -> dict[str, Any] | None:
+        """Return the literal arguments of `@dataclass`; None: the class is no dataclass."""
+        frame = Frame(self.names.home(thing))
+        found = [d for d in thing.node.decorator_list if self.names.real_path(d, frame) == "dataclasses.dataclass"]
+        return _literal_words(found[0]) if found else None
 
     # ---- generated constructors
 
-    def of_fields(self, line: list[Thing], whole: list[Thing]) -> Signature:
-        """The constructor that a dataclass or named tuple gets."""
+    def of_fields(self, line: list[Thing]) -> Signature:
+        """Return what the constructor takes that a dataclass gets."""
         fields: dict[str, Parameter] = {}
         for each in reversed(line):
-            is_tuple = len(line) == 1 and self.is_named_tuple(each)
-            if each.live is not None or not (is_tuple or self.is_any_dataclass(each)):
+            if each.live is not None or (words := self.dataclass_words(each)) is None:
                 continue
             frame = Frame(self.names.home(each), scope=self.names.scope(each), line=(each,))
-            keyword_only = any(
-                _literal_words(d).get("kw_only") is True for d in each.node.decorator_list if isinstance(d, ast.Call)
-            )
+            keyword_only = words.get("kw_only") is True
             for statement in each.node.body:
                 if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
                     continue
@@ -189,12 +177,6 @@ class Signatures:
         ordered = sorted(fields.values(), key=lambda p: not p.position)
         return Signature(tuple(ordered))
 
-    def is_any_dataclass(self, thing: Thing) -> bool:
-        return any(
-            self.names.real_path(d, Frame(self.names.home(thing))) == "dataclasses.dataclass"
-            for d in thing.node.decorator_list
-        )
-
     def of_field(self, statement: ast.AnnAssign, frame: Frame) -> tuple[bool, object, bool | None] | None:
         """Whether a field is required, its default, and whether it is given by name only; None: not at all."""
         value = statement.value
@@ -214,23 +196,9 @@ class Signatures:
                     raise Undecided(f"the field `{ast.unparse(statement.target)}` takes more than is written")
                 return "default_factory" not in given, UNKNOWN, only
             function = self.names.value(value.func, Frame(frame.module))
-            if function.kind != "class":  # a function of its own that may make a field
-                made = self.returned_field(function)
-                if made is not None:
-                    return made
-                return False, UNKNOWN, None
+            if function.kind != "class":  # a function of its own may make a field
+                raise Undecided(f"{function.path} makes one of its fields")
         return False, plain(self.names, value, frame), None
-
-    def returned_field(self, function: Thing) -> tuple[bool, object, bool | None] | None:
-        """A function that returns `field(…)`: whether that is required shows only there."""
-        if not isinstance(function.node, Functions):
-            raise Undecided(f"{function.path} makes one of its fields")
-        for node in ast.walk(function.node):
-            if isinstance(node, ast.Return) and isinstance(node.value, ast.Call):
-                path = self.names.real_path(node.value, Frame(self.names.home(function), function=function.node))
-                if path is None or path == "dataclasses.field":
-                    raise Undecided(f"{function.path} makes one of its fields")
-        return None
 
 
 class Handed:

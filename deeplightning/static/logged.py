@@ -24,22 +24,9 @@ def logged_names(names: Names, thing: Thing) -> tuple[set[str], bool]:
     return Logged(names, own).names(complete)
 
 
-def usual_metrics(names: Names, thing: Thing) -> set[str]:
-    """What a class or an ancestor declares in `metric_names`; nothing where none does."""
-    own, _ = _line(names, thing)
-    return _declared(names, own, "metric_names")[0] or set()
-
-
-def network_names(names: Names, thing: Thing) -> set[str] | None:
-    """What a class or an ancestor declares in `network_names`; None where none does."""
-    own, _ = _line(names, thing)
-    return _declared(names, own, "network_names")[0]
-
-
-def loss_arguments(names: Names, thing: Thing) -> set[str]:
-    """What a class or an ancestor declares in `loss_arguments`."""
-    own, _ = _line(names, thing)
-    return _declared(names, own, "loss_arguments")[0] or set()
+def declared_words(names: Names, thing: Thing, attribute: str) -> set[str] | None:
+    """Return the literal words that a class or an ancestor assigns to an attribute; None: none does."""
+    return _declared(names, _line(names, thing)[0], attribute)[0]
 
 
 def constant(names: Names, thing: Thing, attribute: str) -> object:

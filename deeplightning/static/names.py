@@ -19,7 +19,7 @@ from deeplightning.static.bindings import Assigned, Binding, Broken, Defined, Im
 from deeplightning.static.failing_imports import lacking, missing_packages, raised_by
 from deeplightning.static.signature import Undecided
 from deeplightning.static.symbol import UNKNOWABLE, Absent, Failing, Frame, Kind, Thing, live_class
-from deeplightning.static.syntax import is_type_variable, is_unbound, local_binding, nominal, with_body
+from deeplightning.static.syntax import is_type_variable, is_unbound, local_binding, nominal
 
 T = TypeVar("T")
 
@@ -31,7 +31,9 @@ _HELD = (
 # Decorators that leave alone what a function takes, beside those whose source shows it.
 KEEPING = {
     "abc.abstractmethod", "contextlib.contextmanager", "contextlib.asynccontextmanager", "functools.cache",
-    "functools.lru_cache", "functools.total_ordering", "typing.final", "typing.no_type_check", "typing.overload",
+    "functools.lru_cache", "functools.total_ordering", "torch.autograd.grad_mode.enable_grad",
+    "torch.autograd.grad_mode.inference_mode", "torch.autograd.grad_mode.no_grad",
+    "transformers.utils.auto_docstring.auto_docstring", "typing.final", "typing.no_type_check", "typing.overload",
     "typing.runtime_checkable", "typing_extensions.deprecated", "typing_extensions.final",
     "typing_extensions.overload", "typing_extensions.override", "typing_extensions.runtime_checkable",
     "warnings.deprecated",
@@ -266,47 +268,26 @@ class Names:
         return None
 
     def answered(self, module: Module, name: str) -> Thing:
-        """What a module's own `__getattr__` gives for a name, where it is of the usual kind: `if name == "word":`."""
+        """Return what a module's `__getattr__` gives for a name, if it is of the form `if name == "word": …`."""
         vague = Undecided(f"{module.name} makes names when they are asked for (`__getattr__`)")
         options = module.scope.names["__getattr__"]
         node = options[0].node if len(options) == 1 and isinstance(options[0], Defined) else None
-        if not isinstance(node, ast.FunctionDef) or not node.args.args:
-            raise vague
-        asked, known, frame = node.args.args[0].arg, set[str](), Frame(module, function=node)
-        gets: set[str] = set()
-        for statement in node.body:
+        known, frame = set[str](), Frame(module)
+        for statement in node.body if node is not None else ():
             match statement:
-                case ast.Expr(value=ast.Constant()) | ast.Import() | ast.ImportFrom() | ast.Raise():
+                case ast.If(test=ast.Compare(comparators=[ast.Constant(str(word))], ops=[ast.Eq()]), orelse=[]):
+                    known.add(word)
+                    match statement.body:
+                        case [ast.ImportFrom(names=[alias]) as given, ast.Return(ast.Name(id=returned))] if (
+                            word == name and returned == (alias.asname or alias.name)
+                        ):
+                            source = bindings.absolute(given, module)
+                            return self.imported(Imported(0, given.lineno, (), source, alias.name), alias.name, frame)
+                case ast.Expr(value=ast.Constant()) | ast.Raise():
                     continue
-                case ast.Assign(
-                    targets=[ast.Name(id=bound)],
-                    value=ast.Call(func=ast.Attribute(value=table, attr="get"), args=[ast.Name(id=word)]),
-                ) if word == asked and (words := self.words(table, frame)) is not None:
-                    known |= words
-                    gets.add(bound)
-                    continue
-                case ast.If(test=ast.Compare(left=ast.Name(id=word), ops=[ast.IsNot()]), orelse=[]) if word in gets:
-                    continue
-                case ast.If(test=ast.Compare(left=ast.Name(id=word), ops=[op], comparators=[right]), orelse=[]) if (
-                    word == asked
-                ):
-                    words = None
-                    if isinstance(op, ast.Eq) and isinstance(right, ast.Constant):
-                        words = {str(right.value)}
-                    elif isinstance(op, ast.In):
-                        words = self.words(right, frame)
-                    if words is not None:
-                        if name in words and isinstance(statement.body[-1], ast.Return):
-                            given = statement.body[-1].value
-                            inner = replace(frame, function=with_body(node, statement.body))
-                            if isinstance(given, ast.Name) and asked not in {
-                                n.id for n in ast.walk(given) if isinstance(n, ast.Name)
-                            }:
-                                return self.value(given, inner)
-                        known |= words
-                        continue
-            raise vague
-        if name in known or not isinstance(node.body[-1], ast.Raise) or module.scope.makes_names:
+                case _:
+                    raise vague
+        if node is None or name in known or module.scope.makes_names or not isinstance(node.body[-1], ast.Raise):
             raise vague
         raise Absent(name, [*self.names_of(module), *known])
 
@@ -503,9 +484,7 @@ class Names:
                     if parent.live is object:
                         continue
                     if parent.kind != "class":
-                        if parent.live is not None and parent.path == "typing.NamedTuple":
-                            parent = live_class(tuple)
-                        elif isinstance(getattr(parent.live, "__origin__", None), type):  # typing.Iterable
+                        if isinstance(getattr(parent.live, "__origin__", None), type):  # typing.Iterable
                             parent = live_class(parent.live.__origin__)
                             is_generic = True
                         else:

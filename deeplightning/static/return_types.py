@@ -2,7 +2,6 @@
 
 import ast
 import types
-from collections.abc import Callable
 from dataclasses import replace
 
 from deeplightning.static.annotations import Types, is_tensor, sides
@@ -12,6 +11,7 @@ from deeplightning.static.names import Names
 from deeplightning.static.signature import Instance, Undecided
 from deeplightning.static.symbol import UNKNOWABLE, Frame, Functions, Thing, live_class
 from deeplightning.static.syntax import inside
+from deeplightning.static.uses import is_it
 
 _LITERALS: dict[type[ast.expr], type] = {
     ast.List: list, ast.ListComp: list, ast.Dict: dict, ast.DictComp: dict, ast.Set: set, ast.SetComp: set,
@@ -157,41 +157,27 @@ class Made:
                 return [live_class(type(value))]
             case ast.IfExp(body=one, orelse=other):
                 return self.given(one, frame) + self.given(other, frame)
-            case ast.BoolOp(values=values):
-                return [thing for value in values for thing in self.given(value, frame)]
-            case ast.NamedExpr(value=value):
-                return self.given(value, frame)
             case ast.Call(func=function):
                 return self.called(function, frame)
             case ast.Name(id=name) if (
                 frame.function is not None and (bound := _bound(frame.function, name)) is not None
             ):
-                return self.once(bound, lambda: [thing for value in bound for thing in self.given(value, frame)])
+                self.names.enter(key := ("local", id(frame.function), name))
+                try:
+                    return [thing for value in bound for thing in self.given(value, frame)]
+                finally:
+                    self.names.active.discard(key)
             case ast.Name() | ast.Attribute():
                 found = self.names.guarded(lambda: self.names.value(node, frame))
-                if found.kind == "value" and found.live is None and isinstance(found.node, ast.expr):
-                    home = Frame(self.names.home(found))
-                    return self.once([found.node], lambda: self.given(found.node, home))
                 known = {"class": type, "function": types.FunctionType, "module": types.ModuleType}
                 if found.kind in known:
                     return [live_class(known[found.kind])]
         raise Undecided(f"`{ast.unparse(node)[:60]}` shows only when it is run")
 
-    def once(self, nodes: list[ast.expr], ask: Callable[[], list[Thing]]) -> list[Thing]:
-        key = ("given", *map(id, nodes))
-        self.names.enter(key)
-        try:
-            return ask()
-        finally:
-            self.names.active.discard(key)
-
     def called(self, function: ast.expr, frame: Frame) -> list[Thing]:
         """What a call of an expression gives."""
-        if (
-            isinstance(function, ast.Name)
-            and function.id == frame.first
-            and role_of_function(_function(frame)) == "classmethod"
-        ):
+        node = frame.function
+        if node is not None and is_it(function, str(frame.first)) and role_of_function(node) == "classmethod":
             return [frame.line[0]]
         try:
             found = self.names.value(function, frame)
@@ -211,11 +197,6 @@ class Made:
         return [found]
 
 
-def _function(frame: Frame) -> Functions:
-    assert frame.function is not None
-    return frame.function
-
-
 def _is_stub(last: ast.Raise | ast.Expr) -> bool:
     """Whether a body ends as those do that others fill in: `...`, `raise NotImplementedError`."""
     return isinstance(last, ast.Raise) or (isinstance(last.value, ast.Constant) and last.value.value is ...)
@@ -227,12 +208,8 @@ def _bound(function: Functions, name: str) -> list[ast.expr] | None:
     stores = 0
     for node in inside(function.body):
         match node:
-            case ast.Assign(targets=targets, value=value) if any(_is(target, name) for target in targets):
-                found.append(value)
-            case ast.AnnAssign(target=target, value=ast.expr() as value) if _is(target, name):
-                found.append(value)
-            case ast.NamedExpr(target=target, value=value) if _is(target, name):
-                found.append(value)
+            case ast.Assign(targets=[target], value=value) | ast.AnnAssign(target=target, value=ast.expr() as value):
+                found += [value] * is_it(target, name)
         if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store | ast.Del):
             stores += 1
     arguments = function.args
@@ -240,7 +217,3 @@ def _bound(function: Functions, name: str) -> list[ast.expr] | None:
     if not found or stores != len(found) or any(a is not None and a.arg == name for a in given):
         return None
     return found
-
-
-def _is(node: object, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name

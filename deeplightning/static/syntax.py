@@ -38,12 +38,6 @@ def nominal(node: ast.expr, module: Module) -> str | None:
 _NOMINAL = {"typing", "typing_extensions", "collections", "dataclasses", "contextlib", "functools", "abc", "warnings"}
 
 
-def with_body(node: ast.FunctionDef, body: list[ast.stmt]) -> ast.FunctionDef:
-    """The same function with fewer statements, to see what is local there."""
-    fields = {name: value for name, value in ast.iter_fields(node) if name != "body"}
-    return ast.copy_location(ast.FunctionDef(body=body, **fields), node)
-
-
 def first_argument(function: Functions) -> str | None:
     arguments = [*function.args.posonlyargs, *function.args.args]
     return arguments[0].arg if arguments else None

@@ -10,24 +10,13 @@ from torch import Tensor, bincount, nn
 
 from deeplightning import transfer
 from deeplightning.task.metrics import Accuracy
+from deeplightning.task.networks import Probabilities
 from deeplightning.task.outputs import refusal
 from deeplightning.task.supervised import Batch, Supervised
 from deeplightning.task.task_errors import LabelError, MisfitError
 
 if TYPE_CHECKING:
     from deeplightning.config.part_config import PartConfig
-
-
-class Probabilities(nn.Module):
-    """What a bundle holds: inputs (B, …) to probabilities float32 (B, K)."""
-
-    def __init__(self, network: nn.Module | None):
-        super().__init__()
-        self.network = network
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        assert self.network is not None
-        return self.network(inputs).float().softmax(1)
 
 
 class Classification(Supervised):
@@ -131,6 +120,10 @@ class Classification(Supervised):
             "predicted_label": [names[i] if i < len(names) else str(i) for i in predicted.tolist()],
             "predicted_probability": probability,
         }
+
+    def inference_model(self) -> nn.Module:
+        """Return what maps inputs (N, …) to probabilities float32 (N, K), on the CPU, in eval mode."""
+        return self.exported(Probabilities(self.network, getattr(self, "normalise", None)))
 
     # ---- pictures
 

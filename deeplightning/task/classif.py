@@ -3,12 +3,7 @@
 Shapes: B batch, K classes.
 """
 
-from typing import Any
-
-from torch import nn
-
 from deeplightning.task import classes
-from deeplightning.task.classes import Probabilities
 from deeplightning.task.rows import RowTask
 
 
@@ -25,16 +20,3 @@ class Classification(classes.Classification, RowTask):
     """
 
     gives = "classification"
-    sample = "sample"
-
-    def travels(self) -> dict[str, object]:
-        own = super().travels()
-        return own and own | {"class_names": self.class_names}
-
-    def arrives(self, saved: dict[str, Any]) -> None:
-        super().arrives(saved)
-        self.class_names = self.class_names or saved["class_names"]
-
-    def inference_model(self) -> nn.Module:
-        """Prepared inputs float32 (N, …) to probabilities float32 (N, K), on the CPU, in eval mode."""
-        return self.exported(Probabilities(self.network))

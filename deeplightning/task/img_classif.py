@@ -7,31 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deeplightning import transfer
 from deeplightning.task.classes import Classification
 from deeplightning.task.pixel_input import ImageTask
 from deeplightning.task.sheets import keep_best
-from deeplightning.task.task_errors import MisfitError
 
 if TYPE_CHECKING:
     from deeplightning.config.part_config import PartConfig
 
 SHOWN = 16
 """Pictures on the sheet of a validation."""
-
-
-class Classifier(nn.Module):
-    """What a bundle holds: uint8 pictures (B, C, H, W) to probabilities float32 (B, K), or (B, K, H, W) of a
-    segmentation."""
-
-    def __init__(self, normalise: nn.Module, network: nn.Module):
-        super().__init__()
-        self.normalise, self.network = normalise, network
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.network(self.normalise(images)).float().softmax(1)
 
 
 class ImageClassification(Classification, ImageTask):
@@ -94,14 +81,6 @@ class ImageClassification(Classification, ImageTask):
         return found | {
             "val_predictions": class_plots.sheet(samples, words, "then the right answers that are least confident")
         }
-
-    # ---- export
-
-    def inference_model(self) -> nn.Module:
-        """uint8 (N, C, H, W) to probabilities float32 (N, K), on the CPU, in eval mode."""
-        if self.network is None or self.normalise is None:
-            raise MisfitError("the data module gave no `image_spec`: there is nothing to prepare pictures by")
-        return Classifier(self.normalise, self.network).cpu().float().eval()
 
 
 def _pixels(image: Tensor) -> np.ndarray:

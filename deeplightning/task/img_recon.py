@@ -149,11 +149,9 @@ class ImageReconstruction(ImageTask):
     # ---- travelling
 
     def inference_model(self) -> nn.Module:
-        """uint8 (N, C, H, W) to pictures float32 (N, C, H, W) from 0 to 1, on the CPU, in eval mode, where each token
-        is the likeliest."""
-        if self.network is None or self.normalise is None:
-            raise MisfitError("the data module gave no `image_spec`: there is nothing to prepare pictures by")
-        return Reconstructor(cast(Normalise, self.normalise), self.network).cpu().float().eval()
+        """Return what maps uint8 (N, C, H, W) to pictures float32 (N, C, H, W) from 0 to 1, on the CPU, in eval mode,
+        where each token is the likeliest."""
+        return self.exported(Reconstructor(cast(Normalise, self.normalise), cast(nn.Module, self.network)))
 
 
 def reconstruction(outputs: Any) -> Tensor:

@@ -1,6 +1,7 @@
 """Means that are true over batches of any size and over processes. B batch, K classes."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,32 @@ class Accuracy(_Sums):
 
     def compute(self) -> Tensor:
         return self.correct / self.total
+
+
+class Collected(Metric):
+    """What batches give, of all samples and processes; derived metrics compute a number of it."""
+
+    full_state_update = False
+    outputs: list[Tensor]
+    truth: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("outputs", [], dist_reduce_fx="cat")
+        self.add_state("truth", [], dist_reduce_fx="cat")
+
+    def update(self, outputs: Tensor, truth: Tensor) -> None:
+        """Add a batch: what is measured of the outputs, (B, …), and the truth, (B, …)."""
+        self.outputs.append(outputs)
+        self.truth.append(truth)
+
+    def all(self) -> tuple[Tensor, Tensor]:
+        """Return outputs and truth, (N, …)."""
+        outputs, truth = (v if isinstance(v, Tensor) else torch.cat(v) for v in (self.outputs, self.truth))
+        return outputs, truth
+
+    def compute(self) -> Any:
+        return self.all()
 
 
 class SampleMean(_Sums):

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
 from torchmetrics.functional.classification import multilabel_average_precision, multilabel_f1_score
 
+from deeplightning.task.metrics import Collected
+from deeplightning.task.networks import Probabilities
 from deeplightning.task.outputs import refusal
 from deeplightning.task.pixel_input import ImageTask
 from deeplightning.task.rows import RowTask
@@ -20,49 +21,6 @@ from deeplightning.task.task_errors import LabelError, MisfitError
 
 if TYPE_CHECKING:
     from deeplightning.config.part_config import PartConfig
-
-
-class Sigmoid(nn.Module):
-    """What a bundle holds: inputs (B, …) to the probability of each label, float32 (B, K).
-
-    Args:
-        network: gives logits (B, K).
-        prepare: what inputs go through before; None: nothing.
-    """
-
-    def __init__(self, network: nn.Module | None, prepare: nn.Module | None = None):
-        super().__init__()
-        self.prepare, self.network = prepare or nn.Identity(), network
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        assert self.network is not None
-        return self.network(self.prepare(inputs)).float().sigmoid()
-
-
-class Collected(Metric):
-    """The probabilities and labels of all samples and processes; derived metrics compute a number of them."""
-
-    full_state_update = False
-    scores: list[Tensor]
-    truth: list[Tensor]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("scores", [], dist_reduce_fx="cat")
-        self.add_state("truth", [], dist_reduce_fx="cat")
-
-    def update(self, scores: Tensor, truth: Tensor) -> None:
-        """Adds a batch: probabilities float (B, K), labels (B, K) of 0 and 1."""
-        self.scores.append(scores.float())
-        self.truth.append(truth.long())
-
-    def all(self) -> tuple[Tensor, Tensor]:
-        """Probabilities float32 (N, K), labels int64 (N, K)."""
-        scores, truth = (v if isinstance(v, Tensor) else torch.cat(v) for v in (self.scores, self.truth))
-        return scores, truth
-
-    def compute(self) -> Any:
-        return self.all()
 
 
 class MeanAveragePrecision(Collected):
@@ -187,7 +145,7 @@ class Labels(Supervised):
 
     def remember(self, inputs: Tensor, outputs: Tensor, truth: Tensor) -> None:
         """Keeps probabilities and labels of the validation, by which thresholds are chosen."""
-        self.collected.update(self.measured(outputs), truth)
+        self.collected.update(self.measured(outputs), truth.long())
 
     def on_validation_epoch_end(self) -> None:
         if self.collected.update_count:
@@ -218,6 +176,10 @@ class Labels(Supervised):
         """What a bundle says of its answers: the threshold of each label."""
         return {"thresholds": self.thresholds or [0.5] * len(self.class_names)}
 
+    def inference_model(self) -> nn.Module:
+        """Return what maps inputs (N, …) to probabilities float32 (N, K), on the CPU, in eval mode."""
+        return self.exported(Probabilities(self.network, getattr(self, "normalise", None), exclusive=False))
+
     # ---- travelling
 
     def travels(self) -> dict[str, object]:
@@ -245,12 +207,6 @@ class ImageMultilabel(Labels, ImageTask):
 
     kind = "image_multilabel"
 
-    def inference_model(self) -> nn.Module:
-        """uint8 (N, C, H, W) to probabilities float32 (N, K), on the CPU, in eval mode."""
-        if self.network is None or self.normalise is None:
-            raise MisfitError("the data module gave no `image_spec`: there is nothing to prepare pictures by")
-        return Sigmoid(self.network, self.normalise).cpu().float().eval()
-
 
 class Multilabel(Labels, RowTask):
     """The same for rows of a table, signals and arrays: batches of {"input": float32 (B, …), "label" or "target":
@@ -274,17 +230,6 @@ class Multilabel(Labels, RowTask):
         data: Any = getattr(self.trainer, "datamodule", None)
         names = getattr(data, "class_names", None) or getattr(data, "target_names", None)
         self.class_names = list(names or self.class_names)
-
-    def travels(self) -> dict[str, object]:
-        return {**super().travels(), **({"class_names": self.class_names} if self.row_spec is not None else {})}
-
-    def arrives(self, saved: dict[str, Any]) -> None:
-        super().arrives(saved)
-        self.class_names = self.class_names or saved.get("class_names", [])
-
-    def inference_model(self) -> nn.Module:
-        """Prepared inputs float32 (N, …) to probabilities float32 (N, K), on the CPU, in eval mode."""
-        return self.exported(Sigmoid(self.network))
 
 
 def chosen(scores: Tensor, thresholds: list[float]) -> Tensor:

@@ -16,6 +16,25 @@ if TYPE_CHECKING:
     import pytorch_lightning as pl
 
 
+class Probabilities(nn.Module):
+    """What a bundle of classes or labels holds: inputs (B, …) to probabilities float32 (B, K, …).
+
+    Args:
+        network: gives logits.
+        normalise: what inputs go through before; None: nothing.
+        exclusive: a sample has one class; else any number of labels.
+    """
+
+    def __init__(self, network: nn.Module | None, normalise: nn.Module | None = None, exclusive: bool = True):
+        super().__init__()
+        self.normalise, self.network, self.exclusive = normalise or nn.Identity(), network, exclusive
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        assert self.network is not None
+        logits = self.network(self.normalise(inputs)).float()
+        return logits.softmax(1) if self.exclusive else logits.sigmoid()
+
+
 def on_cpu(configure_model: Callable[[Any], None]) -> Callable[[Any], None]:
     """Decorates `configure_model`: networks are built and tried out on the CPU, and strategies move them afterwards.
 

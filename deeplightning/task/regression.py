@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from deeplightning.task.metrics import Collected
 from deeplightning.task.outputs import refusal
 from deeplightning.task.rows import RowTask, Scaled
 from deeplightning.task.supervised import Batch
@@ -47,26 +48,6 @@ class RootMeanSquaredError(MeanSquaredError):
 
     def compute(self) -> Tensor:
         return (self.total / self.samples).sqrt().mean().float()
-
-
-class AbsoluteErrors(Metric):
-    """A quantile of the absolute errors of each target, over all samples and processes."""
-
-    full_state_update = False
-    errors: list[Tensor]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("errors", [], dist_reduce_fx="cat")
-
-    def update(self, outputs: Tensor, truth: Tensor) -> None:
-        """Adds a batch: outputs and truth, float (B, T)."""
-        self.errors.append((outputs.double() - truth.double()).abs())
-
-    def compute(self) -> Tensor:
-        """All errors, float64 (N, T), each column in ascending order."""
-        found = self.errors if isinstance(self.errors, Tensor) else torch.cat(self.errors)
-        return found.sort(0).values
 
 
 class Regression(RowTask):
@@ -107,7 +88,7 @@ class Regression(RowTask):
             raise ValueError(f"interval must be null or a number between 0 and 1, not {interval!r}")
         self.interval = interval
         self.half_widths: list[float] = []
-        self.errors = AbsoluteErrors()
+        self.collected = Collected()
         self.target_names: list[str] = []
         self._scale([0.0], [1.0])
 
@@ -147,16 +128,18 @@ class Regression(RowTask):
             self.target_names = [f"target_{number}" for number in range(outputs.shape[1])]
 
     def remember(self, inputs: Tensor, outputs: Tensor, truth: Tensor) -> None:
-        """Keeps the absolute errors of the validation, of which intervals are made."""
+        """Keep outputs and truth of the validation, of whose differences intervals are made."""
         if self.interval is not None and self.row_spec is not None:
             outputs, truth = (self.in_units(v.float()).reshape(len(v), -1) for v in (outputs, truth))
-            self.errors.update(outputs, truth)
+            self.collected.update(outputs, truth)
 
     def on_validation_epoch_end(self) -> None:
         super().on_validation_epoch_end()
-        if self.errors.update_count:
-            found = torch.atleast_2d(self.errors.compute())  # torchmetrics makes one number of one row and target
-            self.errors.reset()
+        if self.collected.update_count:
+            # torchmetrics makes one number of one row and target.
+            outputs, truth = (torch.atleast_2d(values).double() for values in self.collected.compute())
+            self.collected.reset()
+            found = (outputs - truth).abs().sort(0).values  # (N, T)
             if len(found) and self.interval is not None:
                 place = min(len(found), math.ceil((len(found) + 1) * self.interval)) - 1
                 self.half_widths = found[place].tolist()

@@ -29,9 +29,11 @@ class RowTask(Supervised):
     Attributes:
         gives: what it answers, a word of `deeplightning.kinds.OUTPUTS`.
         row_spec: how an input is prepared; None: not known.
+        class_names: the name of each class, label or number of an answer.
     """
 
     gives = "regression"
+    class_names: list[str]
 
     def __init__(self, cfg: "PartConfig"):
         super().__init__(cfg)
@@ -82,7 +84,10 @@ class RowTask(Supervised):
             self.row_spec = self._inferred = spec if self._may_infer else None
 
     def travels(self) -> dict[str, object]:
-        return {} if self.row_spec is None else {"takes": self.takes, "spec": self.row_spec.to_dict()}
+        if self.row_spec is None:
+            return {}
+        names = {"class_names": self.class_names} if self.gives != "regression" else {}
+        return {"takes": self.takes, "spec": self.row_spec.to_dict(), **names}
 
     def arrives(self, saved: dict[str, Any]) -> None:
         """
@@ -99,13 +104,10 @@ class RowTask(Supervised):
                 "changed since; give those of that run",
                 "data.module",
             )
+        if self.gives != "regression":
+            self.class_names = self.class_names or saved.get("class_names", [])
 
     def exported(self, model: nn.Module) -> nn.Module:
-        """A model as a bundle holds it: on the CPU, in eval mode.
-
-        Raises:
-            MisfitError: the data module has not said how inputs are prepared.
-        """
         if self.network is None or self.row_spec is None:
             raise MisfitError("the data module gave no `table_spec` or `array_spec`: there is nothing to prepare by")
         return model.cpu().float().eval()

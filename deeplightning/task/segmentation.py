@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from deeplightning.task.img_classif import Classifier
+from deeplightning.task.networks import Probabilities
 from deeplightning.task.outputs import refusal
 from deeplightning.task.pixel_input import ImageTask
 from deeplightning.task.sheets import keep_best
@@ -138,11 +138,9 @@ class Segmentation(ImageTask):
         return own
 
     def inference_model(self) -> nn.Module:
-        """uint8 (N, C, H, W) to the probability of each class for each pixel, float32 (N, K, H, W), on the CPU, in eval
-        mode."""
-        if self.network is None or self.normalise is None:
-            raise MisfitError("the data module gave no `image_spec`: there is nothing to prepare pictures by")
-        return Classifier(self.normalise, self.network).cpu().float().eval()
+        """Return what maps uint8 (N, C, H, W) to the probability of each class for each pixel, float32 (N, K, H, W),
+        on the CPU, in eval mode."""
+        return self.exported(Probabilities(self.network, self.normalise))
 
 
 # ---- metrics

@@ -216,8 +216,16 @@ class Supervised(pl.LightningModule):
     def remember(self, inputs: Tensor, outputs: Any, truth: Tensor) -> None:
         """Is handed the samples of each validation batch, on a process that has none too."""
 
+    def exported(self, model: nn.Module) -> nn.Module:
+        """Return a model as a bundle holds it: on the CPU, in eval mode.
+
+        Raises:
+            MisfitError: the data module does not say how inputs are prepared.
+        """
+        raise NotImplementedError
+
     def travels(self) -> dict[str, object]:
-        """What goes along in a checkpoint, of plain types."""
+        """Return what goes along in a checkpoint, of plain types."""
         return {}
 
     def arrives(self, saved: dict[str, object]) -> None:

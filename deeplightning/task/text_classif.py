@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from deeplightning.task.classes import Classification, Probabilities
+from deeplightning.task.classes import Classification
 from deeplightning.task.networks import try_network
 from deeplightning.task.supervised import Batch
 from deeplightning.task.task_errors import MisfitError
@@ -114,10 +114,9 @@ class TextClassification(Classification):
 
     # ---- export
 
-    def inference_model(self) -> nn.Module:
-        """Tokens int64 (N, L) to probabilities float32 (N, K), on the CPU, in eval mode; `text_spec` says from then on
-        how many tokens the network takes."""
+    def exported(self, model: nn.Module) -> nn.Module:
+        """As of every task; `text_spec` says from then on how many tokens the network takes."""
         if self.network is None or self.text_spec is None:
             raise MisfitError("the data module gave no `text_spec`: there is nothing to prepare texts by")
         self.text_spec = self.text_spec.limited(getattr(self.network, "max_length", None))
-        return Probabilities(self.network).cpu().float().eval()
+        return model.cpu().float().eval()

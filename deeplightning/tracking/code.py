@@ -73,7 +73,7 @@ class Code:
     secrets: set[str] = field(default_factory=set, repr=False)
 
     def names(self) -> dict[str, bytes]:
-        """The files by their paths, with the number of their root where two have the same."""
+        """Return the files by path, with the number of the root where two files have the same path."""
         paths = [path for _, path in self.files]
         return {
             path if paths.count(path) == 1 else f"{path} (root {root})": content
@@ -81,7 +81,7 @@ class Code:
         }
 
     def pack(self, redact: Callable[[str], str] = str) -> bytes:
-        """The zip."""
+        """Return the files as a zip."""
         manifest = {
             "format": _FORMAT,
             "roots": [redact(root) for root in self.roots],
@@ -112,7 +112,7 @@ def collect(
     modules: Mapping[str, object] | None = None,
     verbatim: bool = False,
 ) -> Code:
-    """The code of this process's run. Of a sealed launch it is the sealed code, under the paths of the original.
+    """Collect the code of this process's run; of a sealed launch the sealed code, under the paths of the original.
 
     Args:
         redact: takes values that came from the environment out of a text.
@@ -161,7 +161,7 @@ class _Collector:
                 self.follow(top)
 
     def keep_beside(self) -> None:
-        """Keeps the sources in the import roots: one may be imported later, by a name that is computed."""
+        """Keep the sources in the import roots: a name that is computed may import one later."""
         copies = own_code.seal().get("roots", {})
         for root in dict.fromkeys([*own_code.original_roots(), *(root for root, _ in self.files)]):
             folder = copies.get(root, root)
@@ -170,7 +170,7 @@ class _Collector:
                     self.keep(folder, str(file))
 
     def is_foreign(self, module: object) -> bool:
-        """Whether a module is installed or built in, with all that is in it; a package of several folders is not."""
+        """Return whether a module and its content are installed or built in; a package of several folders is not."""
         inside = getattr(module, "__dict__", {})
         file = inside.get("__file__")
         if not isinstance(file, str):
@@ -183,7 +183,7 @@ class _Collector:
         return file.startswith(self.installed) or f"{os.sep}site-packages{os.sep}" in file or "dist-packages" in file
 
     def module(self, name: str, module: object, file: str) -> None:
-        """Keeps an imported module, with the folder of its package."""
+        """Keep an imported module and the folder of its package."""
         if name == "__main__":
             spec = getattr(module, "__spec__", None)
             name = spec.name if spec is not None else Path(file).stem
@@ -199,7 +199,7 @@ class _Collector:
                 return
 
     def follow(self, top: str) -> None:
-        """Keeps what a name means that some code imports, if it is the user's."""
+        """Keep the module behind a name that some code imports, if it is the user's."""
         spec = own_code.top_level(top)
         if (spec is None or spec.loader is None) and top not in self.modules:
             with suppress(Exception):
@@ -230,7 +230,7 @@ class _Collector:
                 self.keep(root, entry.path, MAX_TEXT)
 
     def below(self, folder: str) -> Iterator[os.DirEntry[str]]:
-        """The files in a folder and below, in the order of their names, without hidden ones."""
+        """List the files below a folder, sorted by name, without hidden ones."""
         try:
             entries = []
             with os.scandir(folder) as found:
@@ -304,7 +304,7 @@ class _Collector:
 
 
 def _installed_into(path: Iterable[str]) -> list[str]:
-    """What the files of packages begin with that `pip install --target` has put into a folder of PYTHONPATH.
+    """Return the path prefixes of packages that `pip install --target` has put into folders of PYTHONPATH.
 
     Such a folder may hold the user's own code as well, so the packages' records say what was installed. The working
     directory is not listed: it may be large.
@@ -324,8 +324,8 @@ def _installed_into(path: Iterable[str]) -> list[str]:
 def without_secrets(
     content: bytes, redact: Callable[[str], str], name: str, found: set[str] | None = None
 ) -> tuple[bytes, list[int]]:
-    """A file's content with secrets blotted out, and the lines of those that nobody can put back. One that is no text
-    in UTF-8 is looked at as one in Latin-1.
+    """Return a file's content without secrets, and the lines of secrets that cannot be restored. Content that is not
+    UTF-8 is read as Latin-1.
 
     Args:
         found: takes up what was blotted out, see `conceal`.
@@ -339,7 +339,7 @@ def without_secrets(
 
 
 def _imported_by(source: bytes) -> set[str]:
-    """The first parts of the names that a source imports. What only looks like an import does no harm."""
+    """Return the top-level names that a source imports; text that only looks like an import is harmless."""
     names = set()
     for one, several in _IMPORT.findall(source):
         for name in [one] if one else several.split(b","):
@@ -350,8 +350,8 @@ def _imported_by(source: bytes) -> set[str]:
 
 
 def versions_of(names: Iterable[str]) -> dict[str, str]:
-    """The versions of installed packages, by the names of their projects, as far as these follow from their
-    modules' names. Those of `environment.PACKAGES`, which each run records, are left out."""
+    """Return the versions of installed packages by project name, as far as these follow from the names of their
+    modules, without those of `environment.PACKAGES`, which each run records."""
     found = {}
     for name in sorted({*names} - sys.stdlib_module_names - {"deeplightning", "serve"}):
         project = PROJECTS.get(name, name)
@@ -362,7 +362,7 @@ def versions_of(names: Iterable[str]) -> dict[str, str]:
 
 
 def read_code(path: Path) -> Code:
-    """The code in a zip. Nothing of it is executed, and no name in it leads out of a folder.
+    """Read the code in a zip. Nothing in it is executed, and no name in it leads out of a folder.
 
     Raises:
         CheckpointError: it is damaged, too large, or was not made by `Code.pack`.
@@ -410,7 +410,7 @@ def _stays_inside(inner: PurePosixPath, text: str) -> bool:
 
 
 def unpack(code: Code, into: Path, restore: Callable[[bytes], bytes] = bytes) -> list[Path]:
-    """Writes the files into a folder for each root; returns these, in order.
+    """Write the files into a folder for each root, and return these folders in order.
 
     Args:
         restore: puts values of the environment back, which the zip holds only the names of.
@@ -426,7 +426,7 @@ def unpack(code: Code, into: Path, restore: Callable[[bytes], bytes] = bytes) ->
 
 
 def restored(content: bytes, secrets: Mapping[str, str]) -> bytes:
-    """A file with the values of the environment that it was kept without.
+    """Return a file with the values of the environment that were removed from it.
 
     Args:
         secrets: the values, by how the config names them.

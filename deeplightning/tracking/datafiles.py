@@ -38,7 +38,7 @@ Never = Callable[[], bool]
 
 
 def paths_of(data: "pl.LightningDataModule | None", root: str | None, params: Mapping[str, object]) -> list[Path]:
-    """The files and folders that a data module reads, absolute; [] where nobody can tell.
+    """Return the absolute paths of the files and folders that a data module reads; [] if they are unknown.
 
     Args:
         data: the data module, or None.
@@ -130,7 +130,7 @@ def describe_files(
 
 
 def describe_arrays(data: object) -> dict[str, list[Any]]:
-    """[bytes, SHA-256] of the numpy arrays and tensors on the CPU that a data module or its datasets hold, by where."""
+    """Return [bytes, SHA-256] of each numpy array and CPU tensor that a data module or its datasets hold, by place."""
     found: dict[str, list[object]] = {}
     left = MAX_ARRAYS
 
@@ -157,7 +157,7 @@ def describe_arrays(data: object) -> dict[str, list[Any]]:
 
 
 def _bytes_of(array: Any) -> Any:
-    """What an array holds, uint8 (bytes,); None: it is not in memory here, or holds objects."""
+    """Return the content of an array, uint8 (bytes,), or None if it is elsewhere or holds objects."""
     if hasattr(array, "untyped_storage"):
         torch = sys.modules["torch"]
         if array.device.type != "cpu" or array.layout != torch.strided:
@@ -167,7 +167,7 @@ def _bytes_of(array: Any) -> Any:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """What differs between two descriptions: by the file's name, in words. The first is the earlier one."""
+    """Describe the differences between an earlier and a later description, by file name."""
     found = {}
     one, two = before["files"], now["files"]
     for name in sorted({*one, *two}):
@@ -184,7 +184,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]
 
 
 def describe_again(before: Mapping[str, Any], root: str | None) -> dict[str, Any]:
-    """The same files and folders as they are now, read anew; a file that is gone is left out.
+    """Describe the same files and folders as they are now, without files that are gone.
 
     Args:
         root: where `data.root` is now.
@@ -209,7 +209,7 @@ def _name(path: Path, top: Path | None) -> str:
 
 
 def _below(top: Path, without: set[str]) -> Iterator[Path]:
-    """The files in a folder and below, in the order of their names, without hidden ones, code and tracking stores."""
+    """List the files below a folder, sorted by name, without hidden ones, code and tracking stores."""
     seen = set()
     for name, below, names in os.walk(top, followlinks=True):
         with suppress(OSError):
@@ -242,7 +242,7 @@ class _Known:
             self.there = there if isinstance(there, dict) else {}
 
     def digest(self, path: Path, stop: Never) -> str | None:
-        """None: it was asked to stop."""
+        """Return the SHA-256, or None after a request to stop."""
         with path.open("rb", buffering=0) as file:
             status = os.fstat(file.fileno())
             mark = [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]

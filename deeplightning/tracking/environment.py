@@ -62,7 +62,7 @@ REPRODUCES = "DEEPLIGHTNING_REPRODUCES"
 
 
 def describe(redact: Callable[[str], str] = str) -> dict[str, object]:
-    """The surroundings of this process, as plain JSON types; what cannot be found out is None.
+    """Describe the environment of this process as plain JSON types; unknown values are None.
 
     Args:
         redact: is applied to every text, to take secrets out.
@@ -89,7 +89,7 @@ def describe(redact: Callable[[str], str] = str) -> dict[str, object]:
 
 
 def _launch() -> str | None:
-    """What the processes of this launch have in common, also after they were started again."""
+    """Return the identifier that the processes of this launch share, also after a restart."""
     try:
         found = identity()
     except SetupError:
@@ -98,7 +98,7 @@ def _launch() -> str | None:
 
 
 def git_answers(redact: Callable[[str], str]) -> dict[str, str | None]:
-    """What git answers to the questions of `git_diff` and `git_state`, by its arguments, without secrets."""
+    """Return git's answers to the queries of `git_diff` and `git_state`, by arguments, without secrets."""
     answers: dict[str, str | None] = {}
 
     def ask(*arguments: str, limit: int | None = None) -> str | None:
@@ -112,7 +112,7 @@ def git_answers(redact: Callable[[str], str]) -> dict[str, str | None]:
 
 
 def _ask_sealed(*arguments: str, limit: int | None = None) -> str | None:
-    """What git printed when this launch was sealed; without a seal, what it prints now."""
+    """Return what git printed when this launch was sealed, or else what it prints now."""
     try:
         answers = json.loads(Path(os.environ[SEALED], GIT).read_text())
     except (KeyError, OSError, ValueError):
@@ -122,7 +122,7 @@ def _ask_sealed(*arguments: str, limit: int | None = None) -> str | None:
 
 
 def git_diff(redact: Callable[[str], str] = str, ask: Ask = _ask_sealed) -> str | None:
-    """What the repository has beyond its last commit: the diff, then the untracked files by name.
+    """Return what the repository has beyond its last commit: the diff, then the names of untracked files.
 
     The repository is the working directory's; where that is in none, the one that this code runs from.
 
@@ -145,7 +145,7 @@ def git_diff(redact: Callable[[str], str] = str, ask: Ask = _ask_sealed) -> str 
 
 
 def git_state(ask: Ask = _ask_sealed) -> dict[str, Any] | None:
-    """Commit, branch (None: detached) and dirtiness of the repository that `git_diff` speaks of; None without one."""
+    """Return commit, branch (None if detached) and dirtiness of the repository of `git_diff`, or None without one."""
     status = ask("status", "--porcelain=v2", "--branch", "--untracked-files=normal")
     if status is None:
         return None
@@ -160,7 +160,7 @@ def git_state(ask: Ask = _ask_sealed) -> dict[str, Any] | None:
 
 
 def ask_git(*arguments: str, limit: int | None = None, folder: Path | None = None) -> str | None:
-    """What git prints, at most `limit` bytes; None if it fails or takes too long.
+    """Return git's output, at most `limit` bytes, or None if it fails or takes too long.
 
     Args:
         folder: of the repository; None: the one that `git_diff` speaks of.
@@ -173,7 +173,7 @@ def ask_git(*arguments: str, limit: int | None = None, folder: Path | None = Non
 
 
 def _directory() -> str:
-    """The working directory, where it or a folder above it is a repository; else the folder that this code lies in."""
+    """Return the working directory if it is inside a repository, else the folder of this code."""
     here = start_folder()
     if any((folder / ".git").exists() for folder in (here, *here.parents)):
         return str(here)
@@ -198,7 +198,7 @@ def _memory() -> float | None:
 
 
 def _gpus() -> list[dict[str, object]]:
-    """The GPUs, asked of nvidia-smi: torch would have to start CUDA in this process, which forbids forking."""
+    """List the GPUs by nvidia-smi: torch would have to start CUDA in this process, which forbids forking."""
     smi = shutil.which("nvidia-smi")
     if smi is not None:
         query = [smi, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
@@ -216,13 +216,13 @@ def _gpus() -> list[dict[str, object]]:
 
 
 def _threads() -> int | None:
-    """How many threads torch computes with in this process; None: it is not imported."""
+    """Return the number of torch's threads in this process, or None if torch is not imported."""
     torch = sys.modules.get("torch")
     return torch.get_num_threads() if torch is not None else None
 
 
 def packages() -> dict[str, str]:
-    """Versions of what runs are made with, as far as it is installed."""
+    """Return the versions of the packages that runs depend on, as far as they are installed."""
     versions = {}
     for name in PACKAGES:
         try:
@@ -233,7 +233,7 @@ def packages() -> dict[str, str]:
 
 
 def redacted(value: object, redact: Callable[[str], str]) -> Any:
-    """`redact` applied to every text in nested mappings and lists."""
+    """Apply `redact` to every text in nested mappings and lists."""
     if isinstance(value, dict):
         return {key: redacted(inner, redact) for key, inner in value.items()}
     if isinstance(value, list):

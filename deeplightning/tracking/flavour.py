@@ -46,7 +46,7 @@ _EXTEND = '\n__path__ = __import__("pkgutil").extend_path(__path__, __name__)\n'
 
 
 def write_model(folder: RunFolder) -> Path:
-    """Writes the MLflow model of a run's bundle into the run's folder, in the place of a former one.
+    """Write the MLflow model of a run's bundle into the run's folder and replace a former one.
 
     Raises:
         SetupError: the folder cannot be written.
@@ -98,7 +98,7 @@ _OUTPUTS: dict[str, list[tuple[str, str | None]]] = {
 
 
 def _example(card: Card) -> dict[str, object]:
-    """The first golden sample of a bundle as a row of the model's input."""
+    """Return the first golden sample of a bundle as a row of the model's input."""
     golden = card["golden"]
     if "rows" in golden:
         names = [column["name"] for column in card["input"]["columns"]]
@@ -110,7 +110,7 @@ def _example(card: Card) -> dict[str, object]:
 
 
 def requirements(takes: str = "image") -> list[str]:
-    """What the model needs, with the floors that Deep Lightning itself has.
+    """Return the requirements of the model, with the lower bounds of Deep Lightning.
 
     Args:
         takes: what goes into the model, of `deeplightning.kinds.INPUTS`.
@@ -126,7 +126,7 @@ def requirements(takes: str = "image") -> list[str]:
 
 
 def _sources(place: Path) -> list[Path]:
-    """The packages of which the model has a part, each in a folder under `place`."""
+    """Copy the modules that the model needs, within their packages, below `place`; return the packages."""
     for name in SOURCES:
         target = place / name
         target.parent.mkdir(parents=True, exist_ok=True)

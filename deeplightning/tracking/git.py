@@ -35,7 +35,7 @@ _VARIABLES = {
 
 
 def is_commit(text: object) -> bool:
-    """Whether this is the whole id of a commit; anything else could be an option."""
+    """Return whether this is a full commit id; anything else could be an option."""
     return isinstance(text, str) and re.fullmatch(r"[0-9a-f]{40}([0-9a-f]{24})?", text) is not None
 
 
@@ -47,7 +47,7 @@ def run_git(
     seconds: float | None = None,
     **variables: str,
 ) -> bytes | None:
-    """What git prints; None: it fails, takes too long, or is not there. It locks nothing and fetches nothing.
+    """Return git's output, or None if it fails, takes too long or is missing. It locks nothing and fetches nothing.
 
     Args:
         given: on stdin.
@@ -91,8 +91,8 @@ def run_git(
 
 
 def _without_drivers(folder: Path) -> dict[str, str]:
-    """Variables that empty what the settings of the repository name to convert or compare files; those of the user's
-    own settings stay, such as of Git LFS."""
+    """Return variables that disable the filters and diff drivers of the repository's settings; those of the user's
+    settings, such as Git LFS, stay."""
     names = r"^(filter|diff)\..*\.(clean|smudge|process|command|textconv)$"
     output = run_git(folder, "config", "-z", "--show-scope", "--name-only", "--get-regexp", names) or b""
     words = [os.fsdecode(word) for word in output.split(b"\0")]
@@ -107,7 +107,7 @@ def _without_drivers(folder: Path) -> dict[str, str]:
 
 
 def archive(folder: Path, commit: object, *paths: str) -> bytes | None:
-    """The files of a commit as a tar; None: git cannot give them.
+    """Return the files of a commit as a tar, or None if git cannot read them.
 
     Args:
         folder: in the repository.
@@ -141,7 +141,7 @@ def archive(folder: Path, commit: object, *paths: str) -> bytes | None:
 
 
 def extract(packed: bytes, into: Path) -> None:
-    """Writes the files of an archive; none lies outside of the folder.
+    """Write the files of an archive below a folder; none may lie outside.
 
     Raises:
         OSError: a name or a link in it leads elsewhere, or the folder cannot be written.

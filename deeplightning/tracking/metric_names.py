@@ -18,7 +18,7 @@ NOTE_DIGEST = "mlflow.note.digest"
 
 
 def flatten(params: Mapping[str, object]) -> dict[str, str]:
-    """Nested mappings and lists as one flat mapping of text, keys joined with `/`, in what MLflow takes."""
+    """Flatten nested mappings and lists into one mapping of text, keys joined by `/`, within MLflow's limits."""
     flat: dict[str, str] = {}
 
     def visit(path: tuple[str, ...], value: object) -> None:
@@ -41,13 +41,13 @@ def flatten(params: Mapping[str, object]) -> dict[str, str]:
 
 @lru_cache(maxsize=4096)
 def clean(name: str) -> str:
-    """A name that MLflow takes: letters, digits and `_-. :/`, no empty or dotted part, at most 250 characters."""
+    """Make a name valid for MLflow: letters, digits and `_-. :/`, no empty or dotted part, at most 250 characters."""
     parts = re.sub(r"[^\w.\- :/]", "_", str(name)).split("/")
     return "/".join("_" if part in ("", ".", "..") else part for part in parts)[:MAX_NAME]
 
 
 def inside(name: str) -> Path:
-    """A path below the run's artifacts.
+    """Return a path below the run's artifacts.
 
     Raises:
         ValueError: it would lead out of them.

@@ -25,18 +25,18 @@ _FIRST = ("acc", "map", "f1", "iou", "dice", "auroc", "r2", "rmse", "mae", "perp
 
 
 def runs_page(experiment_id: str) -> str:
-    """Where MLflow's page shows the runs of an experiment with their charts, from `#` on."""
+    """Return the address, from `#` on, at which MLflow's page shows the runs of an experiment with charts."""
     return f"#/experiments/{experiment_id}/runs?workflowType=machine_learning&compareRunsMode=CHART"
 
 
 def newest_runs(client: "MlflowClient", number: int) -> "list[Run]":
-    """The newest runs of a store, the newest first."""
+    """Return the latest runs of a store, newest first."""
     experiments = [experiment.experiment_id for experiment in client.search_experiments(max_results=1000)]
     return list(client.search_runs(experiments, max_results=number, order_by=["attributes.start_time DESC"]))
 
 
 def columns(metrics: Iterable[str]) -> list[str]:
-    """The columns of a table of runs, besides name, time and duration, as MLflow's page names them.
+    """Return the columns of a table of runs, besides name, time and duration, as MLflow's page names them.
 
     Args:
         metrics: the names of the metrics of the runs; those that several runs have come several times.

@@ -31,18 +31,18 @@ _THINGS = (
 
 
 def run_name() -> str:
-    """A name as MLflow invents them, `quiet-harbour-417`; drawn from the system, so that no seed makes two alike."""
+    """Draw a name in MLflow's manner, `quiet-harbour-417`, from system randomness, so that no seed repeats one."""
     draw = random.SystemRandom()
     return f"{draw.choice(_MANNERS.split())}-{draw.choice(_THINGS.split())}-{draw.randrange(1000)}"
 
 
 def name_of(stem: str, run_id: str) -> str:
-    """A name that says what the run is, `SimpleCNN-Digits-a3f1`, with the first digits of its id."""
+    """Return a descriptive name of a run, `SimpleCNN-Digits-a3f1`, with the first digits of its id."""
     return f"{stem}-{run_id[:4]}"
 
 
 def run_tags() -> dict[str, str]:
-    """The tags that MLflow's client resolves, but for the repository's.
+    """Return the tags that MLflow's client resolves, without the repository's.
 
     In a notebook MLflow is asked itself: only there it finds the notebook's name.
     """
@@ -61,7 +61,7 @@ def run_tags() -> dict[str, str]:
 
 
 def _user() -> str:
-    """Whom MLflow knows by a name for its servers, else the user of this machine."""
+    """Return the user name for MLflow's servers, else the user of this machine."""
     if name := os.environ.get("MLFLOW_TRACKING_USERNAME"):
         return name
     known = configparser.ConfigParser(interpolation=None)

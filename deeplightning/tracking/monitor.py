@@ -27,7 +27,7 @@ EVERYWHERE = ("0.0.0.0", "::")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """`python -m deeplightning.tracking.monitor`; an exit code only where there is nothing to start."""
+    """Run `python -m deeplightning.tracking.monitor`; return an exit code only if there is nothing to start."""
     parser = argparse.ArgumentParser(
         prog="deeplightning monitor", description="Show the tracked runs in MLflow's user interface."
     )
@@ -48,10 +48,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def monitor(tracking_uri: str | None, host: str, port: int, opens: bool | None = None) -> None:
-    """Starts the UI in the place of this process; returns only where there is nothing to start.
+    """Replace this process by the UI; return only if there is nothing to start.
 
     Args:
-        opens: whether the page is opened in a browser; None: where a person at this machine has started it.
+        opens: whether to open the page in a browser; None opens it for a person at this machine.
 
     Raises:
         SetupError: the port is taken, or the store cannot be opened.
@@ -78,8 +78,8 @@ def monitor(tracking_uri: str | None, host: str, port: int, opens: bool | None =
 
 
 def _with_newest(store: Store, address: str) -> str:
-    """Where a page that opens as MLflow ships it shows the experiment of the newest run; the page itself, if none can
-    be asked for."""
+    """Return the address at which MLflow's own page shows the experiment of the newest run, or else the page's
+    address."""
     with suppress(Exception):  # of the network, or MLflow's
         uri = attach(store)
         from mlflow.tracking import MlflowClient
@@ -89,13 +89,13 @@ def _with_newest(store: Store, address: str) -> str:
 
 
 def has_browser() -> bool:
-    """Whether somebody at this machine reads what is printed, and has a browser in a window."""
+    """Return whether a person at this machine reads the output and has a graphical browser."""
     shows = sys.platform in ("darwin", "win32") or any(os.environ.get(n) for n in ("DISPLAY", "WAYLAND_DISPLAY"))
     return sys.stdout.isatty() and shows and not os.environ.get("SSH_CONNECTION")
 
 
 def server_command(tracking_uri: str | None, host: str, port: int) -> list[str] | None:
-    """The command that serves a store, which is made if it is not there; None for a store that is a server itself.
+    """Return the command that serves a store, which is created if missing; None for a store that is a server.
 
     Raises:
         SetupError: the port is taken, or the store cannot be opened.

@@ -44,7 +44,7 @@ _SCRIPT = """<script>
 
 
 def page() -> str:
-    """MLflow's page, with a script before its own."""
+    """Return MLflow's page with a script before its own."""
     html = index_page().read_text(encoding="utf-8")
     shown: Mapping[str, list[str]] = {}
     start: str | None = None
@@ -58,7 +58,7 @@ def page() -> str:
 
 
 def _looked_up(runs: "Iterable[Run]") -> tuple[Mapping[str, list[str]], str | None]:
-    """The columns of each experiment's table, and where to start: with the experiment of the newest run."""
+    """Return the columns of each experiment's table and the first address: the experiment of the newest run."""
     metrics: dict[str, list[str]] = {}
     for run in runs:
         metrics.setdefault(run.info.experiment_id, []).extend(run.data.metrics)
@@ -66,12 +66,12 @@ def _looked_up(runs: "Iterable[Run]") -> tuple[Mapping[str, list[str]], str | No
 
 
 def _for_script(value: object) -> str:
-    """JSON that ends no script: a metric may have any name."""
+    """Return JSON that cannot end a script element: a metric may have any name."""
     return json.dumps(value).replace("<", "\\u003c")
 
 
 def _open_browser(address: str) -> None:
-    """Opens the page once it answers; gives up after a minute."""
+    """Open the page as soon as it answers; give up after a minute."""
     until = time.monotonic() + 60
     while time.monotonic() < until:
         with suppress(OSError):
@@ -82,7 +82,7 @@ def _open_browser(address: str) -> None:
 
 
 def create_app() -> "FastAPI":
-    """MLflow's server with our page at `/`. It opens a browser if the environment variable `OPENS` is set."""
+    """Create MLflow's server with our page at `/`; it opens a browser if the environment variable `OPENS` is set."""
     from starlette.requests import Request
     from starlette.responses import HTMLResponse
     from starlette.routing import Route

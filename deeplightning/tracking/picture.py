@@ -19,7 +19,7 @@ CHANNELS = (1, 3, 4)
 
 
 def to_png(image: object) -> bytes:
-    """A matplotlib figure, a Pillow image, or an array or tensor (see `to_pixels`) as a PNG.
+    """Encode a matplotlib figure, a Pillow image, or an array or tensor (see `to_pixels`) as PNG.
 
     Raises:
         ValueError: it is none of these.
@@ -36,7 +36,7 @@ def to_png(image: object) -> bytes:
 
 
 def to_pixels(image: Any) -> np.ndarray:
-    """An array or tensor as uint8 pixels (H, W, C).
+    """Convert an array or tensor to uint8 pixels (H, W, C).
 
     Args:
         image: uint8, bool, whole numbers from 0 to 255, or floats, which are clipped to [0, 1] (NaN is black); shape
@@ -75,7 +75,7 @@ def to_pixels(image: Any) -> np.ndarray:
 
 
 def histogram(values: object) -> tuple[list[int], list[float]]:
-    """Counts and the edges (one more) of 64 equal bins over the finite ones of `values`, of any shape."""
+    """Return counts and edges (one more) of 64 equal bins over the finite `values`, of any shape."""
     if hasattr(values, "detach"):
         values = values.detach().cpu().double().numpy()
     array = np.asarray(values, dtype=np.float64).ravel()
@@ -85,7 +85,7 @@ def histogram(values: object) -> tuple[list[int], list[float]]:
 
 
 def histogram_figure(title: str, counts: list[int], edges: list[float]) -> "Figure":
-    """A matplotlib figure of a histogram."""
+    """Draw a histogram as a matplotlib figure."""
     with style():
         made = figure(height=2.55)
         axes = place(made, 0.62, 0.18, 0.36, 0.44)
@@ -97,7 +97,7 @@ def histogram_figure(title: str, counts: list[int], edges: list[float]) -> "Figu
 
 
 def kind_of(value: object) -> str:
-    """The kind of thing a value is tracked as; its type's name where it is none."""
+    """Return the kind of artifact as which a value is tracked, or else the name of its type."""
     if hasattr(value, "savefig"):
         return "figure"
     if isinstance(value, Image.Image):

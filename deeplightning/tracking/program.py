@@ -24,14 +24,14 @@ MAX_FILES, MAX_FILE = 200, 1_000_000
 
 @cache
 def describe_program() -> dict[str, str]:
-    """Deep Lightning as it is here: `version`, `digest` of its files, and of a clone its `commit`."""
+    """Describe this Deep Lightning: `version`, `digest` of its files and, for a clone, its `commit`."""
     found = {"version": __version__, "digest": digest_of(TOP)}
     commit = ask_git("rev-parse", "--verify", "--quiet", "HEAD", folder=TOP) if _is_clone() else None
     return found | ({"commit": commit.strip()} if commit else {})
 
 
 def digest_of(top: Path) -> str:
-    """SHA-256 of the sources of Deep Lightning in a folder."""
+    """Return the SHA-256 of the sources of Deep Lightning in a folder."""
     digest = hashlib.sha256()
     for path in sorted(path for name in PACKAGES for path in (top / name).rglob("*.py")):
         with suppress(OSError):
@@ -40,7 +40,7 @@ def digest_of(top: Path) -> str:
 
 
 def changed_files() -> dict[str, bytes]:
-    """What each file holds that differs from the clone's commit or is unknown to git, by its path; {} elsewhere."""
+    """Return the content of files that differ from the clone's commit or are untracked, by path; {} without a clone."""
     if not _is_clone():
         return {}
     options = ("--porcelain", "-z", "--no-renames", "--untracked-files=all")
@@ -55,10 +55,10 @@ def changed_files() -> dict[str, bytes]:
 
 
 def rebuild(program: Mapping[str, str], changed: Mapping[str, bytes], into: Path, say: Callable[[str], None]) -> bool:
-    """Makes Deep Lightning in a folder as a run knew it, where it is another than here, and says so.
+    """Rebuild the Deep Lightning of a run in a folder where it differs from this one, and log that.
 
     Returns:
-        Whether it is to be taken from there; else the one that is here is to be used.
+        Whether to use the rebuilt one instead of this one.
     """
     wanted, commit = program.get("digest"), program.get("commit")
     commit = commit if is_commit(commit) else None

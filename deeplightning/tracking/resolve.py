@@ -26,7 +26,7 @@ _MAX_NAMED = 5  # runs of one name that a note lists
 
 
 def resolve_run(run: str | os.PathLike, tracking_uri: str | os.PathLike | None = None) -> Path:
-    """The absolute local folder of a run's artifacts.
+    """Return the absolute local folder of a run's artifacts.
 
     Args:
         run: the folder itself (then nothing of MLflow is imported), an MLflow run id, a run's name, `runs:/ID`,
@@ -99,7 +99,7 @@ def _of_run(run_id: str, store: Store, also: str = "") -> Path:
 
 
 def _named(name: str, tracker: Any, store: Store) -> list[str]:
-    """The ids of the runs of a name, the newest first."""
+    """Return the ids of the runs with a name, newest first."""
     if hasattr(tracker, "listing"):
         return [run.id for run in tracker.listing() if run.name == name]
     client = _client(store)
@@ -134,13 +134,13 @@ def _of_model(uri: str, store: Store) -> Path:
 
 
 def _expect(store: Store, run: str) -> None:
-    """Looking a run up makes no store."""
+    """Raise if there is no store: looking up a run creates none."""
     if store.database is not None and not store.database.exists():
         raise CheckpointError(f"There is no tracking store {store.shown} to look {run} up in. Give the run's folder.")
 
 
 def _client(store: Store) -> Any:
-    """MLflow's client on a store that exists."""
+    """Return MLflow's client for a store that exists."""
     from deeplightning.tracking.mlflow_store import attach
 
     _expect(store, "a run")
@@ -151,7 +151,7 @@ def _client(store: Store) -> Any:
 
 
 def _download(client: "MlflowClient", run_id: str, store: Store, address: str) -> Path:
-    """A server's artifacts, fetched anew each time (the run may have gone on) into the user's cache."""
+    """Download a server's artifacts into the user's cache, each time anew because the run may have continued."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deeplightning" / "runs"
     target = cache / run_id
     try:

@@ -54,7 +54,7 @@ class UserCalls:
         self._is_active = False
 
     def expect(self, run: TrackedRun) -> None:
-        """Direct calls to a run that is not open yet: the first one continues it."""
+        """Direct MLflow calls to a run that is not open yet; the first call opens it."""
         if self._run == run:
             return
         names = (_URI, _RUN, _EXPERIMENT, _EXPERIMENT_NAME, _QUIET)

@@ -35,7 +35,7 @@ class Waits:
 @pytest.fixture(autouse=True)
 def always(monkeypatch):
     """Checkpoints of any size are written in the background, also on a CPU."""
-    monkeypatch.setattr(background, "SMALLEST", 0)
+    monkeypatch.setattr(background, "MIN_BYTES", 0)
     monkeypatch.setattr(background, "is_asynchronous", lambda device: True)
 
 
@@ -190,7 +190,7 @@ from deeplightning.engine import background, checkpoint_io
 
 def always():
     """Checkpoints of any size are written in the background, also on a CPU."""
-    background.SMALLEST, background.is_asynchronous = 0, lambda device: True
+    background.MIN_BYTES, background.is_asynchronous = 0, lambda device: True
 
 
 def slowly():

@@ -327,7 +327,8 @@ def test_workers_agree(tmp_path):
         ready(ImageFolder(config(tmp_path, batch_size=4, num_workers=workers), 16, in_memory=memory, cache=cached))
         for memory, workers, cached in ways
     ]
-    assert len({module.dataset("train").pixels.data_ptr() for module in modules[4:]}) == 2  # each has its own map
+    maps = [module.dataset("train").large["image"] for module in modules[4:]]
+    assert len({pixels.data_ptr() for pixels in maps}) == 2  # each has its own map
     loaders = [module.train_dataloader() for module in modules]
     assert [loader.num_workers for loader in loaders] == [0, 0, 2, 0, 0, 0]
     state = torch.get_rng_state()

@@ -397,7 +397,7 @@ SCHEDULER = "model.scheduler={{type: torch.optim.lr_scheduler.{}, params: {{{}}}
             "train.callbacks.1: own.Waits cannot be built: KeyError: 0.1 (own.py:",
         ),
         # a task of one's own
-        (["model.module.type=own.Plateau"], "own.Plateau.configure_optimizers gives a ReduceLROnPlateau no metric to"),
+        (["model.module.type=own.Plateau"], "model.module: own.Plateau: `configure_optimizers` must include a monitor"),
         (
             ["model.module.type=own.Raises"],
             "AttributeError: 'Config' object has no attribute 'no_such_section' (own.py:",

@@ -15,7 +15,7 @@ from deeplightning.export.bundle import FormatError
 from deeplightning.export.formats import FORMATS, add_format
 from deeplightning.faults import SetupError
 from deeplightning.kinds import KINDS
-from deeplightning.runfolder import RunFolder, golden_digest, seal
+from deeplightning.runfolder import RunFolder, card_digest, golden_digest
 from serve.bundle import Bundle
 
 
@@ -47,7 +47,7 @@ def test_each_kind_is_there_in_each_format(kind, tmp_path):
     assert {name: card["files"][name] for name in files} == {
         name: hashlib.sha256(after[name]).hexdigest() for name in files
     }
-    assert card["digest"] == seal(card)
+    assert card["digest"] == card_digest(card)
     assert card["golden"]["digest"] == golden_digest(card)
     (samples,) = golden_inputs(folder, card).values()
     for name in FORMATS:

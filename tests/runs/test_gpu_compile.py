@@ -211,7 +211,7 @@ def test_a_copy_has_the_values_of_its_moment(room, monkeypatch):
 
 def test_a_checkpoint_of_a_gpu_is_written_in_the_background(tmp_path, monkeypatch):
     """It reads like one that was written at once."""
-    monkeypatch.setattr(background, "SMALLEST", 0)
+    monkeypatch.setattr(background, "MIN_BYTES", 0)
     files, weight = SafeCheckpointIO(), torch.randn(1000, 100, device="cuda")
     expected = weight.cpu()
     with files.in_background():

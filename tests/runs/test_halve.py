@@ -19,7 +19,7 @@ from deeplightning.export.bundle import packed
 from deeplightning.export.fp16 import MAX_DIFFERENCE, halve
 from deeplightning.faults import CheckpointError
 from deeplightning.run.make_bundle import export_run, halve_run
-from deeplightning.runfolder import RunFolder, seal
+from deeplightning.runfolder import RunFolder, card_digest
 from serve.bundle import TOLERANCES, Bundle, BundleError
 
 
@@ -34,7 +34,7 @@ def halved(tmp_path_factory):
 def resealed(folder, change):
     card = json.loads(folder.bundle_card.read_text())
     change(card)
-    folder.bundle_card.write_text(json.dumps({**card, "digest": seal(card)}))
+    folder.bundle_card.write_text(json.dumps({**card, "digest": card_digest(card)}))
 
 
 def test_the_bundle_gains_a_file_and_its_digest(halved):
@@ -45,7 +45,7 @@ def test_the_bundle_gains_a_file_and_its_digest(halved):
     assert after.keys() == before.keys() | {"model.fp16.onnx"}
     assert card["files"] == {**former["files"], "model.fp16.onnx": hashlib.sha256(after["model.fp16.onnx"]).hexdigest()}
     assert {key for key in card if card[key] != former[key]} == {"files", "digest"}
-    assert card["digest"] == seal(card)
+    assert card["digest"] == card_digest(card)
     assert 0 < difference < 0.001
 
 

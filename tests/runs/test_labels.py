@@ -19,7 +19,7 @@ from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
 import deeplightning as dl
 from deeplightning.model.cnn import SimpleCNN
 from deeplightning.model.table import TableNet
-from deeplightning.runfolder import golden_digest, seal
+from deeplightning.runfolder import card_digest, golden_digest
 from serve.app import application
 from serve.bundle import Bundle, BundleError
 from serve.service import Service
@@ -215,7 +215,7 @@ def test_a_bundle_without_sound_thresholds_is_refused(pictures, tmp_path, output
     path = tmp_path / "bundle" / "bundle.json"
     card = json.loads(path.read_text()) | {"output": output}
     card["golden"]["digest"] = golden_digest(card)
-    path.write_text(json.dumps(card | {"digest": seal(card)}))
+    path.write_text(json.dumps(card | {"digest": card_digest(card)}))
     with pytest.raises(BundleError, match="describes its answers wrongly"):
         Bundle.open(tmp_path / "bundle")
 

@@ -8,7 +8,7 @@ import pytest
 
 from deeplightning.faults import ConfigError
 from deeplightning.runfolder import RunFolder
-from deeplightning.tune.sweep import points, values_of, warn_of_no_effect
+from deeplightning.sweep.grid import points, values_of, warn_of_no_effect
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from deeplightning.config.schema import Engine, Target
 from deeplightning.engine.plan import is_elsewhere
 from deeplightning.faults import SetupError
 from deeplightning.process.identity import port_of
-from deeplightning.process.rendezvous import patience
+from deeplightning.process.rendezvous import wait_seconds
 
 TWO = ("engine.num_nodes=2", "engine.backend=ddp")
 
@@ -201,7 +201,7 @@ def test_a_time_limit_that_is_none_is_named(text, monkeypatch):
     """Seconds, above 0."""
     monkeypatch.setenv("DEEPLIGHTNING_MEET_SECONDS", text)
     with pytest.raises(SetupError, match=f"DEEPLIGHTNING_MEET_SECONDS='{text}' is no time in seconds"):
-        patience()
+        wait_seconds()
 
 
 def test_a_machine_of_several_with_one_in_the_config_is_refused(tiny, monkeypatch):

@@ -25,7 +25,7 @@ from deeplightning.export.int8 import quantize
 from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.image_spec import ImageSpec
 from deeplightning.run.make_bundle import export_run, quantize_run
-from deeplightning.runfolder import RunFolder, golden_digest, seal
+from deeplightning.runfolder import RunFolder, card_digest, golden_digest
 from serve.bundle import Bundle, BundleError
 
 RUN = {"id": "abc", "folder_name": "run-1", "created": "now", "versions": {}}
@@ -121,7 +121,7 @@ def test_the_bundle_gains_a_model_and_says_how_right_it_is(quantized):
     for name in ("model.onnx", "weights.safetensors"):
         assert after[name] == quantized.before[name]
     assert [path.name for path in quantized.folder.path.iterdir()] == ["bundle"]
-    assert card["digest"] == seal(card)
+    assert card["digest"] == card_digest(card)
     assert card["files"] == {**former["files"], "model.int8.onnx": hashlib.sha256(after["model.int8.onnx"]).hexdigest()}
     assert card["int8"] == quantized.figures
     assert card["golden"]["digest"] == golden_digest(card)
@@ -340,7 +340,7 @@ def test_int8_is_checked_like_float32(tmp_path, quantized, change, words):
         (copy.bundle / name).write_bytes(data)
     card = json.loads(copy.bundle_card.read_text())
     change(card)
-    copy.bundle_card.write_text(json.dumps({**card, "digest": seal(card)}))
+    copy.bundle_card.write_text(json.dumps({**card, "digest": card_digest(card)}))
     with pytest.raises(BundleError, match=words):
         Bundle.open(tmp_path, "int8")
 

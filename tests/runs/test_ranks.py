@@ -14,7 +14,7 @@ import pytest
 from commands import LONGEST, environment
 
 from deeplightning.process import shared_folder as folders
-from deeplightning.process.failure import Cause, claim_in, first_of, is_lost
+from deeplightning.process.failure import Cause, first_of, is_lost, record_cause
 from deeplightning.process.shared_folder import shared_folder
 
 FAULTY = '''\
@@ -163,9 +163,9 @@ def test_a_cause_is_whole_whenever_it_is_read(tmp_path):
 
     def better(rank):
         for number in range(300):
-            claim_in(tmp_path, Cause(rank, f"{number} " + "word " * 5000, 5), by=rank)
+            record_cause(tmp_path, Cause(rank, f"{number} " + "word " * 5000, 5), by=rank)
 
-    assert claim_in(tmp_path, Cause(1, "first", 5), by=1)
+    assert record_cause(tmp_path, Cause(1, "first", 5), by=1)
     claims = [threading.Thread(target=better, args=(rank,)) for rank in (0, 1)]
     for thread in claims:
         thread.start()

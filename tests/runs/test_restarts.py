@@ -455,7 +455,7 @@ def test_where_there_is_no_room_it_waits_longer_and_longer(full, code, monkeypat
     monkeypatch.setattr(os, "environ", dict(os.environ))
     handler = signal.getsignal(signal.SIGQUIT)
     try:
-        ended, _ = elastic.attend(["/bin/sh", "-c", "exit 0"], 2, 0, 0, Backoff(), told.append)
+        ended, _ = elastic.supervise(["/bin/sh", "-c", "exit 0"], 2, 0, 0, Backoff(), told.append)
     except SetupError as error:
         ended = error.exit_code
     finally:

@@ -477,7 +477,7 @@ def test_best_is_a_run_of_its_own_where_the_last_goes_further(train, tmp_path):
 
 def test_a_run_that_another_process_is_at_work_on_is_left_alone(train, half, tmp_path):
     """Whoever holds its folder goes on with it; another launch begins a run of its own, and says so."""
-    hold = RunFolder(half.folder).hold()
+    hold = RunFolder(half.folder).lock()
     assert hold is not None
     try:
         resumed = train(*RANDOM, "train.num_epochs=2", f"train.resume_ckpt='{half.folder}'")

@@ -22,7 +22,7 @@ from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.masked import resized
 from deeplightning.figures.mask_overlays import OPACITY, overlay
 from deeplightning.image_spec import ImageSpec
-from deeplightning.kinds import CLASS_COLOURS, KINDS, MAX_COMPARED
+from deeplightning.kinds import CLASS_COLOURS, KINDS, MAX_COMPARED_NUMBERS
 from deeplightning.model.unet import UNet
 from deeplightning.run.assemble import init_module
 from deeplightning.task.segmentation import IoU, PixelAccuracy, Segmentation
@@ -437,7 +437,7 @@ def test_golden_answers_of_large_masks_are_of_some_pixels():
     small, large = np.zeros((2, 3, 16, 16)), np.random.default_rng(0).random((1, 21, 512, 480))
     assert kind.compared(small).shape == small.shape
     kept = kind.compared(large)
-    assert MAX_COMPARED / 4 < kept[0].size <= 1.2 * MAX_COMPARED
+    assert MAX_COMPARED_NUMBERS / 4 < kept[0].size <= 1.2 * MAX_COMPARED_NUMBERS
     np.testing.assert_array_equal(kept[0, :, 1, 2], large[0, :, 13, 26])
     assert KINDS["image_reconstruction"].compared(large) is large
 

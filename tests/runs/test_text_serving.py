@@ -21,7 +21,7 @@ from deeplightning.export.bundle import card_text, digest_of, export
 from deeplightning.faults import CheckpointError
 from deeplightning.model.transformer import TextTransformer
 from deeplightning.runfolder import RunFolder
-from deeplightning.task.text_classif import Probabilities
+from deeplightning.task.networks import Probabilities
 from deeplightning.text_spec import TextSpec, vocabulary
 from serve.app import application
 from serve.bundle import Bundle, BundleError

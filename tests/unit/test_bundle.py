@@ -11,7 +11,7 @@ import pytest
 from served import COLOURS, colour_run, negative_run, picture
 
 from deeplightning.image_spec import ImageSpec
-from deeplightning.runfolder import RunFolder, seal
+from deeplightning.runfolder import RunFolder, card_digest
 from serve.bundle import Bundle, BundleError
 
 SAMPLES = np.random.default_rng(0).integers(0, 256, (4, 3, 8, 8), dtype=np.uint8)
@@ -97,7 +97,7 @@ def edited(change, sealed=True):
     def damage(folder):
         card = json.loads((folder / "bundle.json").read_text())
         change(card)
-        with_digest = {**card, "digest": seal(card)} if sealed else card
+        with_digest = {**card, "digest": card_digest(card)} if sealed else card
         (folder / "bundle.json").write_text(json.dumps(with_digest))
 
     return damage

@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 
 from deeplightning.data import cache as cache_module
-from deeplightning.data import cache_files
+from deeplightning.data import cache_files, datasets
 from deeplightning.data.cache import ImageCache, cache_folder
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import InMemory, OnDemand, Samples
@@ -489,7 +489,7 @@ def in_commits(monkeypatch):
     """Rows count in chunks of four."""
     monkeypatch.setattr(cache_files, "_COMMIT", 4 * ROW)
     monkeypatch.setattr(cache_module, "_CHUNK", 4 * ROW)
-    monkeypatch.setattr(cache_module, "threads", lambda: 1)
+    monkeypatch.setattr(datasets, "threads", lambda: 1)
 
 
 def test_interrupted(root, decoded, monkeypatch, in_commits):
@@ -900,7 +900,7 @@ def test_an_impossible_place(value):
 def test_a_gpu(root, monkeypatch):
     """Batches for one are pinned unless the config says otherwise; `in_memory: device` makes them there. The GPU is
     torch's "meta" device, which has shapes and no values."""
-    assert ready(root, in_memory="device").train_dataloader().dataset.pixels.device.type == "cpu"
+    assert ready(root, in_memory="device").train_dataloader().dataset.large["image"].device.type == "cpu"
     module = ready(root)
     assert module.train_dataloader().pin_memory is False
     monkeypatch.setattr(ImageData, "_gpu", lambda self: torch.device("meta"))
@@ -914,4 +914,4 @@ def test_a_gpu(root, monkeypatch):
     batch = next(iter(loader))
     assert {values.device.type for values in batch.values()} == {"meta"}
     assert [tuple(batch[name].shape) for name in ("image", "label", "index")] == [(8, 3, 8, 8), (8,), (8,)]
-    assert module.dataset("val").pixels.device.type == "cpu"
+    assert module.dataset("val").large["image"].device.type == "cpu"

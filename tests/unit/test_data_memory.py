@@ -4,12 +4,11 @@ GPU, and a test says how much of it is left."""
 import logging
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from deeplightning.data import gpu_cache
-from deeplightning.data.datasets import InMemory, Samples
+from deeplightning.data.datasets import InMemory
 from deeplightning.data.digits import Digits
 from deeplightning.data.gpu_cache import Room
 from deeplightning.data.images import ImageData
@@ -20,7 +19,7 @@ CPU = torch.device("cpu")
 def made(size: int) -> InMemory:
     """A set that takes `size` bytes."""
     pixels = torch.zeros(size, 1, 1, 1, dtype=torch.uint8)
-    return InMemory(Samples(pixels.numpy(), np.zeros(size, np.int64)), pixels)
+    return InMemory({"image": pixels}, {"label": torch.zeros(size, dtype=torch.int64)})
 
 
 @pytest.mark.parametrize(

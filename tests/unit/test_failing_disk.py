@@ -215,13 +215,13 @@ def test_a_config_on_a_failing_disk_is_no_wrong_config(tmp_path, monkeypatch):
 
 def test_a_folder_is_given_free_where_the_disk_fails(tmp_path, monkeypatch, fails):
     """A run that has written everything does not end with an error for it (call 626 of a resumed run, EIO)."""
-    hold = RunFolder(tmp_path).hold()
+    hold = RunFolder(tmp_path).lock()
     assert hold is not None
-    assert RunFolder(tmp_path).hold() is None
+    assert RunFolder(tmp_path).lock() is None
     with monkeypatch.context():
         fails("close", errno.EIO)
         hold.release()
     monkeypatch.undo()
-    again = RunFolder(tmp_path).hold()
+    again = RunFolder(tmp_path).lock()
     assert again is not None
     again.release()

@@ -27,7 +27,7 @@ from deeplightning.checks import trust
 from deeplightning.cli.listing import sync
 from deeplightning.engine.checkpoint_io import load_weights, read_checkpoint
 from deeplightning.faults import CheckpointError
-from deeplightning.runfolder import RunFolder, golden_digest, seal
+from deeplightning.runfolder import RunFolder, card_digest, golden_digest
 from deeplightning.tracking import MLflowLogger
 from deeplightning.tracking.journal import folder_of
 from deeplightning.tracking.open import open_tracker
@@ -183,7 +183,7 @@ def tamper_with_bundle(folder: Path, recipe: list[Any]) -> None:
                 place[key] = [str(number) for number in range(values[1])]
             else:
                 raise AssertionError(word)
-    file.write_text(json.dumps({**card, "digest": seal(card)}))
+    file.write_text(json.dumps({**card, "digest": card_digest(card)}))
     for word, (name, *target) in on_disk:
         (folder / name).unlink(missing_ok=True)
         if word == "link":
@@ -274,7 +274,7 @@ def test_a_bundle_of_before_opens_with_a_note(right_bundle, tmp_path, capfd):
     shutil.copytree(right_bundle, folder)
     card = json.loads((folder / "bundle.json").read_text())
     del card["golden"]["digest"]
-    (folder / "bundle.json").write_text(json.dumps({**card, "digest": seal(card)}))
+    (folder / "bundle.json").write_text(json.dumps({**card, "digest": card_digest(card)}))
     assert Bundle.open(folder).labels == ["red", "green", "blue"]
     out, note = capfd.readouterr()
     (line,) = note.splitlines()

@@ -203,7 +203,7 @@ def test_processes_without_a_port_agree_on_one(one, other):
 
 
 @pytest.mark.parametrize(
-    ("variables", "launch", "goes_on"),
+    ("variables", "launch", "may_resume"),
     [
         (TORCHRUN, "torchrun-one-29400", False),
         (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"}, "torchrun-one-29400", True),
@@ -215,10 +215,10 @@ def test_processes_without_a_port_agree_on_one(one, other):
         (STEP | {"SLURM_RESTART_COUNT": "1"}, "slurm-7.0", True),
     ],
 )
-def test_a_launch_is_known_again_after_a_restart(variables, launch, goes_on):
+def test_a_launch_is_known_again_after_a_restart(variables, launch, may_resume):
     """All of its processes have the same name for it, which does not change when it starts again."""
     here = identity(variables)
-    assert (here.launch, here.goes_on) == (launch, goes_on)
+    assert (here.launch, here.may_resume) == (launch, may_resume)
 
 
 def test_torchrun_on_one_machine_is_known_by_its_process():
@@ -261,8 +261,8 @@ def test_a_task_knows_its_place(variables):
     assert (found.by, found.rank, found.world, found.local_rank, found.local_world) == ("Slurm", 3, 4, 1, 2)
     assert (found.node, found.nodes, found.address, found.launch) == (1, 2, "n03", "slurm-7.0")
     assert found.is_binding
-    assert not found.goes_on
-    assert identity(variables | {"SLURM_RESTART_COUNT": "1"}).goes_on
+    assert not found.may_resume
+    assert identity(variables | {"SLURM_RESTART_COUNT": "1"}).may_resume
 
 
 def test_an_address_that_is_set_wins():

@@ -17,8 +17,8 @@ from pyarrow import parquet
 from deeplightning.data import table, table_rows, table_store
 from deeplightning.data.columns import Moments
 from deeplightning.data.data_errors import DataConfigError, DataError
+from deeplightning.data.datasets import OnDemand
 from deeplightning.data.table import TableData
-from deeplightning.data.table_rows import StoredSet
 
 ROWS = 24_000  # of `place`: 1.5 MB, which pyarrow reads in two parts
 HEADER = ["age", "weight", "city", "new", "customer", "part", "day", "price", "kind"]
@@ -113,8 +113,8 @@ def test_both_ways_give_the_same(params, place, small):
     """Spec, classes, statistics of targets, splits, batches and examples of a table on the disk are those of the same
     table in memory, bit by bit, by each way to divide it."""
     wanted, found = ready(place, True, **params), ready(place, False, **params)
-    assert not isinstance(wanted.dataset("train"), StoredSet)
-    assert isinstance(found.dataset("train"), StoredSet)
+    assert not isinstance(wanted.dataset("train"), OnDemand)
+    assert isinstance(found.dataset("train"), OnDemand)
     assert found.table_spec == wanted.table_spec
     for name in ("class_names", "target_names", "target_mean", "target_std"):
         assert getattr(found, name) == getattr(wanted, name)
@@ -133,7 +133,7 @@ def test_loader_workers_map_the_same_file(place):
     found = ready(place, False, stage="validate", num_workers=1)
     wanted = ready(place, True, stage="validate")
     assert as_bytes(batches(found, ["val"])) == as_bytes(batches(wanted, ["val"]))
-    assert len(pickle.dumps(found.dataset("val").samples.store)) < 1000
+    assert len(pickle.dumps(found.dataset("val").samples.table)) < 1000
 
 
 def broken(path, at, column, value, keep):
@@ -216,14 +216,14 @@ def test_mean_and_deviation_of_parts():
 def test_memory_decides(free, is_stored, place, monkeypatch):
     """A table goes to the disk where it would take more memory than is free, of all processes together."""
     monkeypatch.setattr(table, "free_memory", lambda: free)
-    assert isinstance(ready(place, "auto", "test").dataset("test"), StoredSet) is is_stored
+    assert isinstance(ready(place, "auto", "test").dataset("test"), OnDemand) is is_stored
 
 
 def test_without_a_cache(place, monkeypatch, caplog):
     """`auto` reads into memory what cannot be kept on the disk, with a warning; `false` ends with the reason."""
     monkeypatch.setenv("DEEPLIGHTNING_CACHE", "off")
     monkeypatch.setattr(table, "free_memory", lambda: 2**20)
-    assert not isinstance(ready(place, "auto", "test").dataset("test"), StoredSet)
+    assert not isinstance(ready(place, "auto", "test").dataset("test"), OnDemand)
     assert "are free. It cannot be kept on the disk: DEEPLIGHTNING_CACHE is off" in caplog.text
     with pytest.raises(DataError, match="cannot be kept on the disk: DEEPLIGHTNING_CACHE is off") as caught:
         ready(place, False)
@@ -348,11 +348,11 @@ def test_the_longest_unused_makes_room(place, cache, monkeypatch):
     """Where the limit does not allow another table, the one that was not used for longest goes, and none in use."""
     first = ready(place, False, "test", only=["age"])
     second = ready(place, False, "test", only=["weight"])
-    one, two = (module._samples["test"].store.path for module in (first, second))
+    one, two = (module._samples["test"].table.path for module in (first, second))
     size = sum(file.stat().st_size for file in one.iterdir())
     monkeypatch.setenv("DEEPLIGHTNING_CACHE_LIMIT", str(2.5 * size / 2**30))
     os.utime(one / "numbers", (1, 1))
-    with pytest.raises(DataError, match="what is in use stays"):
+    with pytest.raises(DataError, match="the rest of the cache is in use"):
         ready(place, False, "test", only=["city"])
     del first
     ready(place, False, "test", only=["city"])

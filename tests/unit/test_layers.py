@@ -28,7 +28,7 @@ ENTRIES = {"deeplightning", "__main__", "api", "torch_server"}
 LAYERS = [
     *(
         "cli",
-        "tune",
+        "sweep",
         "reproduce",
         "dry_run",
         "run",

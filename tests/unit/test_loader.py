@@ -6,9 +6,8 @@ import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
 from deeplightning.data import datasets as datasets_module
-from deeplightning.data.datasets import InMemory, Samples
+from deeplightning.data.datasets import InMemory
 from deeplightning.data.loader import InMemoryLoader
-from deeplightning.data.masked import MaskedInMemory
 from deeplightning.data.samplers import BatchIndices
 
 SIZE = 21
@@ -16,8 +15,8 @@ SIZE = 21
 
 def made(rows: bool = False) -> InMemory:
     pixels = torch.arange(SIZE * 6, dtype=torch.uint8).reshape(SIZE, 1, 2, 3)
-    samples = Samples(pixels.numpy(), np.arange(SIZE) % 4)
-    return InMemory(samples, pixels, torch.arange(SIZE).flip(0) if rows else None)
+    labels = torch.arange(SIZE) % 4
+    return InMemory({"image": pixels}, {"label": labels}, torch.arange(SIZE).flip(0) if rows else None)
 
 
 def same(one, other) -> bool:
@@ -138,13 +137,13 @@ def test_pictures_move_in_parts(monkeypatch):
         dataset.move(CPU)
         assert torch.equal(dataset.on_device["image"], dataset.images)
         assert dataset.size == SIZE * 6
-        assert dataset.on_device["image"].data_ptr() != dataset.pixels.data_ptr()
+        assert dataset.on_device["image"].data_ptr() != dataset.large["image"].data_ptr()
 
 
 def test_masks_move_with_their_pictures():
     """Batches of pictures with masks are the same from the device."""
-    pixels, masks = made().pixels, torch.arange(SIZE * 6, dtype=torch.uint8).reshape(SIZE, 2, 3)
-    dataset = MaskedInMemory(Samples(pixels.numpy(), np.zeros(SIZE, np.int64)), pixels, masks)
+    pixels, masks = made().images, torch.arange(SIZE * 6, dtype=torch.uint8).reshape(SIZE, 2, 3)
+    dataset = InMemory({"image": pixels, "mask": masks}, {})
     assert dataset.size == 2 * SIZE * 6
     positions = [np.array([3, 1]), np.array([-1])]
     wanted = [dataset[part] for part in positions]

@@ -13,9 +13,9 @@ from deeplightning.checks.trust import note_own
 from deeplightning.config.source import read
 from deeplightning.faults import ConfigError, SetupError, not_installed
 from deeplightning.launch import sealed
+from deeplightning.sweep.sealed import SearchCode
 from deeplightning.tracking import environment
 from deeplightning.tracking.code import Code, collect
-from deeplightning.tune.sealed import SearchCode
 
 SECRET = 'API_KEY = "sk-live-4f9a8b7c6d5e4f3a2b1c0d9e8f7a6b5c"\n'
 

@@ -83,13 +83,17 @@ def groups() -> list[str]:
     )
 
 
+def folder_of(path: Path) -> str:
+    """Return the folder to which a Python file counts: a package in `deeplightning`, a plug-in, or `serve`."""
+    parts = path.relative_to(ROOT).parts
+    return "/".join(parts[: 2 if len(parts) > 2 and parts[0] != "serve" else 1])
+
+
 def lines() -> dict[str, int]:
     """Return the lines of the product's Python files by folder."""
     found: dict[str, int] = {}
     for path in sources():
-        parts = path.relative_to(ROOT).parts
-        folder = "/".join(parts[: 2 if len(parts) > 2 and parts[0] != "serve" else 1])
-        found[folder] = found.get(folder, 0) + path.read_text().count("\n")
+        found[folder_of(path)] = found.get(folder_of(path), 0) + path.read_text().count("\n")
     return found
 
 

@@ -324,12 +324,12 @@ def test_a_form_is_read_as_it_is_meant(name):
     assert config["model"]["network"]["params"]["num_outputs"] == form.outputs
     module = prepared(params)
     sets = [module.dataset(split) for split in ("train", "val", "test")]
-    inputs = np.concatenate([found.inputs.numpy() for found in sets])  # (N, F)
+    inputs = np.concatenate([found.large["input"].numpy() for found in sets])  # (N, F)
     assert len(inputs) == form.rows
     spec = module.table_spec
     if form.kind == "table" and form.outputs > 1:
         assert len(module.class_names) == form.outputs
-        assert set(range(form.outputs)) == set(sets[0].others["label"].tolist())
+        assert set(range(form.outputs)) == set(sets[0].small["label"].tolist())
     asked = json.loads(Path("p/row.json").read_text())["rows"][0]
     assert any(np.array_equal(spec.prepare(asked), row) for row in inputs) or form.rows < ROWS
     if not form.name.endswith(".csv"):
@@ -351,7 +351,7 @@ def test_decimal_commas_and_separators_give_the_same_numbers():
         _, paths = init(Path(name, "p"), "table", Path(name, form.name))
         params = plain(read(paths[0]).root)["data"]["module"]["params"]
         params["train"] = str(Path(name, params["train"]))
-        found.append(prepared(params).dataset("train").inputs.numpy().tobytes())
+        found.append(prepared(params).dataset("train").large["input"].numpy().tobytes())
     assert len(set(found)) == 1
 
 
@@ -366,7 +366,7 @@ def test_each_class_is_in_the_training_set(counts, seed):
         data.num_splits, data.fold = num_splits, fold
         module = TableData(SimpleNamespace(seed=seed, data=data), "t.csv", "kind")
         module.setup(None)
-        labels = {split: module.dataset(split).others["label"].tolist() for split in ("train", "val", "test")}
+        labels = {split: module.dataset(split).small["label"].tolist() for split in ("train", "val", "test")}
         assert set(labels["train"]) == set(range(len(counts)))
         assert sorted(itertools.chain(*labels.values())) == [n for n, count in enumerate(counts) for _ in range(count)]
 

@@ -281,7 +281,7 @@ def test_fewer_samples_are_a_choice_by_the_seed(tmp_path):
 
     def chosen(seed):
         data = on_a_rank(TextData(config(tmp_path, seed=seed), "train", test="test", limit=10))
-        return [data._texts[name].texts for name in ("train", "test")]
+        return [data._samples[name].texts for name in ("train", "test")]
 
     assert [len(texts) for texts in chosen(1)] == [10, 10]
     assert chosen(1) == chosen(1) != chosen(2)

@@ -1,6 +1,7 @@
-"""Write the model card of a run: Markdown with a YAML front matter, in Hugging Face's format. It imports no user code.
+"""Write the model card of a run: Markdown with YAML front matter, in Hugging Face's format.
 
-Config and numbers come from the run's files. Secrets are concealed, and an absolute path keeps only its last part.
+Config and numbers come from the run's files; no user code is imported. Secrets are concealed, and an absolute path
+keeps only its last part.
 """
 
 import hashlib
@@ -30,10 +31,19 @@ PIPELINES = {
     "table_multilabel": "tabular-classification",
     "table_regression": "tabular-regression",
 }
-"""Hugging Face's word for a kind of task, where it has one."""
+"""Hugging Face's name for a kind of task, where it has one."""
 
-_SHOWN = ("deeplightning", "torch", "pytorch-lightning", "numpy", "onnx", "onnxruntime", "transformers", "tokenizers")
-"""The packages whose versions a card names."""
+_PACKAGES = (
+    "deeplightning",
+    "torch",
+    "pytorch-lightning",
+    "numpy",
+    "onnx",
+    "onnxruntime",
+    "transformers",
+    "tokenizers",
+)
+"""Packages whose versions a card names."""
 
 _PATH = re.compile(r"(?:file:|sqlite:)/+.*|~?/(?!/).*|[A-Za-z]:[\\/].*", re.DOTALL)
 
@@ -58,7 +68,7 @@ def _without_paths(value: Any) -> Any:
         return {key: _without_paths(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_without_paths(item) for item in value]
-    if isinstance(value, str) and "${" in value:  # of a run that somebody else has made only plain values are read
+    if isinstance(value, str) and "${" in value:  # references are not resolved: somebody else may have made the run
         return BLOT
     if isinstance(value, str) and _PATH.fullmatch(value):
         return re.split(r"[\\/]+", value.rstrip("\\/"))[-1]
@@ -70,7 +80,7 @@ def model_card(folder: RunFolder, card: Card, name: str, left_out: list[str]) ->
 
     Args:
         folder: of a run that has a bundle.
-        card: of the bundle, as it is pushed.
+        card: the bundle's `bundle.json`, as it is pushed.
         name: of the model.
         left_out: files of the bundle that are not pushed.
     """
@@ -118,8 +128,7 @@ def model_card(folder: RunFolder, card: Card, name: str, left_out: list[str]) ->
 
 
 def _metrics(folder: RunFolder) -> dict[str, float]:
-    """Return the metrics of validation and test. A validation during training counts at the best step, or else at the
-    last one."""
+    """Return the metrics of validation and test, those of validations during training at the best or the last step."""
     found: dict[str, float] = {}
     best = _json(folder.best_score)
     try:
@@ -198,7 +207,7 @@ def _environment(folder: RunFolder) -> str:
     packages = found.get("packages") or {}
     gpus = [gpu.get("name", "a GPU") if isinstance(gpu, dict) else str(gpu) for gpu in found.get("gpus") or []]
     rows = [("Python", str((found.get("python") or {}).get("version", "unknown")))]
-    rows += [(name, str(packages[name])) for name in _SHOWN if name in packages]
+    rows += [(name, str(packages[name])) for name in _PACKAGES if name in packages]
     rows += [("GPUs", ", ".join(gpus) or "none")]
     return _table(("What", "Version"), rows)
 
@@ -210,7 +219,7 @@ def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> str:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file of the run; {} where it is missing or unreadable."""
+    """Return the content of a JSON file of the run, or {} if it is missing or unreadable."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -19,10 +19,10 @@ from deeplightning_hub.model_card import model_card, public_config
 
 FORMS = "hf://USER/NAME or mlflow://NAME"
 SAFE = (".onnx", ".data", ".safetensors", ".json")
-"""The endings of a bundle's files that hold no pickle. TorchScript and pt2 hold some."""
+"""Extensions of a bundle's files that contain no pickle. TorchScript and pt2 files contain some."""
 
 README, NOTE = "README.md", ".push.json"
-"""The model card; and the record of an earlier push: the names and SHA-256 of the files that it wrote."""
+"""README: the model card. NOTE: the record of a push, with the names and SHA-256 of the files that it wrote."""
 
 _NAME = r"[A-Za-z0-9](?:[\w.-]{0,94}[A-Za-z0-9_])?"
 
@@ -50,11 +50,11 @@ def write(folder: RunFolder, name: str, to: Path) -> list[str]:
         to: a folder that is empty, or holds an earlier push.
 
     Returns:
-        The files of the bundle that are left out, since they hold pickle.
+        The files of the bundle that are left out, since they contain pickle.
 
     Raises:
-        CheckpointError: the run has no bundle, or one that is damaged or whose files are not those of its card.
-        SetupError: the folder holds something else, or cannot be written.
+        CheckpointError: the run has no bundle, or one that is damaged or whose files do not match its card.
+        SetupError: the folder contains something else, or cannot be written.
     """
     if not folder.bundle_card.is_file():
         raise CheckpointError(f"{folder.path}: the run has no bundle to push. Make one: deeplightning export RUN")
@@ -63,7 +63,7 @@ def write(folder: RunFolder, name: str, to: Path) -> list[str]:
 
     card = card_of(folder)
     left_out = [file for file in card["files"] if not file.endswith(SAFE)]
-    for file, digest in card["files"].items():  # nothing else of this machine can be published in their place
+    for file, digest in card["files"].items():  # so that no other file of this machine is published in their place
         if file != Path(file).name or _digest(folder.bundle / file) != digest:
             raise CheckpointError(
                 f"{folder.bundle / file} is not the file that {folder.bundle_card.name} describes. "
@@ -98,10 +98,10 @@ def write(folder: RunFolder, name: str, to: Path) -> list[str]:
 
 
 def _earlier(to: Path) -> dict[str, str | None]:
-    """Return the names and digests that an earlier push wrote; {} where the folder is empty or missing.
+    """Return the names and digests of the files of an earlier push, or {} if the folder is empty or missing.
 
     Raises:
-        SetupError: it holds something else.
+        SetupError: the folder contains something else.
     """
     if not to.is_dir():
         return {}
@@ -135,7 +135,7 @@ def upload(folder: RunFolder, repository: str) -> tuple[str, list[str]]:
 
     Raises:
         SetupError: there is no token, or the server refuses.
-        CheckpointError: as of `write`.
+        CheckpointError: as for `write`.
     """
     instead = "or write the files into a folder: --to DIR"
     if not (token := os.environ.get("HF_TOKEN")):
@@ -151,7 +151,7 @@ def upload(folder: RunFolder, repository: str) -> tuple[str, list[str]]:
             api = HfApi(token=token)
             address = str(api.create_repo(repository, private=True, exist_ok=True))
             api.upload_folder(repo_id=repository, folder_path=place, commit_message="Push of a Deep Lightning run")
-        except Exception as error:  # the client has errors of its own, of httpx and of the system
+        except Exception as error:  # the client raises its own errors, httpx's and the system's
             said = " ".join(str(error).replace(token, "***").split())[:300]
             raise SetupError(f"Hugging Face does not take {repository}: {said}. Look at HF_TOKEN, {instead}") from error
     return address, left_out
@@ -170,7 +170,7 @@ def register(run: str, name: str) -> str:
 
     Raises:
         CheckpointError: the run has no bundle.
-        SetupError: no store is known that has the run, or it cannot be written.
+        SetupError: the store of the run is unknown, or cannot be written.
     """
     from deeplightning.reproduce.past import past_run
 
@@ -207,6 +207,6 @@ def register(run: str, name: str) -> str:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
         version = client.create_model_version(name, f"runs:/{past.run_id}/{folder.model.name}", past.run_id)
-    except Exception as error:  # MLflow, SQLite and the network each have their own
+    except Exception as error:  # MLflow, SQLite and the network raise their own errors
         raise explain(error, store) from error
     return f"models:/{name}/{version.version}"

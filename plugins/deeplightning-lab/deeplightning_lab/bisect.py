@@ -1,9 +1,10 @@
-"""`deeplightning bisect GOOD BAD`: the smallest set of differences that makes BAD worse than GOOD, found by real runs.
+"""Run `deeplightning bisect GOOD BAD`: find by real runs the smallest set of differences that makes BAD worse than
+GOOD.
 
-Both ends run again first, each with several seeds: where the difference is noise, nothing is bisected. Then `ddmin`
-chooses mixtures of both (`cause`, `mixture`). Each is laid out as `reproduce` lays out a run, and trains in a process
-of its own under one parent run (`trials`). A trial is known by the digest of its config and code, so the same command
-continues, or repeats without running anything again.
+Both ends run again first, each with several seeds: if the difference is noise, nothing is bisected. Then `ddmin`
+chooses mixed runs (`cause`, `bisect_run`). Each is prepared as `reproduce` prepares a run, and trains in a child
+process under one parent run (`trials`). A trial is identified by the digest of its config and code, so the same command
+continues an interrupted bisection, and repeats a finished one without running anything again.
 """
 
 from __future__ import annotations
@@ -45,21 +46,21 @@ def bisect(
     environment: str | None = None,
     say: Say,
 ) -> Path:
-    """Finds the differences that make one run worse than another. Prints them, and a table of all runs.
+    """Find the differences that make one run worse than another; print them and a table of all runs.
 
     Args:
         good: RUN, the better one.
         bad: RUN, the worse one.
-        overrides: `key=value` that all runs get, such as where the data are now.
+        overrides: `key=value` that all runs get, such as the present folder of the data.
         metric: a metric that both runs have; None: the best value of the monitored one.
-        by: a run counts as bad where its metric is worse than GOOD's mean by at least this; None: half of the
-            difference between the means of both ends.
+        by: a run counts as bad if its metric is worse than GOOD's mean by at least this; None: half of the difference
+            between the means of both ends.
         seeds: runs of each end, each with another seed; the first has the run's own.
-        max_runs: runs that are started at most; None: as many as it takes.
-        any_data: also where data files have changed since.
-        trust: also where this user did not make a run on this machine.
+        max_runs: most runs to start; None: as many as needed.
+        any_data: run also if data files have changed since.
+        trust: execute the code of runs that this user did not make on this machine.
         environment: the interpreter of a second environment, with the packages of one of the runs.
-        say: is given what a person should know while it happens.
+        say: prints progress messages.
 
     Returns:
         The folder with the table, `bisect.csv`, and the result, `bisect.json`.
@@ -67,7 +68,7 @@ def bisect(
     Raises:
         CheckpointError: there is no such run, or it is foreign and not trusted.
         ConfigError: there is no such metric in both, or nothing that can be switched.
-        SetupError: the data are not what they were, the store cannot be used, or another process is at this bisection.
+        SetupError: the data have changed, the store cannot be used, or another process runs this bisection.
         RunError: the difference is noise, or an end cannot be run again.
         Stopped: a signal asked for the end.
     """
@@ -96,10 +97,10 @@ def bisect(
     with permissions_of(store if store.exists() else home):
         try:
             make_private(home / "trials", store)
-            hold = RunFolder(home).hold()
+            lock = RunFolder(home).lock()
         except OSError as error:
             raise SetupError(f"{home}: the folder of this bisection cannot be written: {error.strerror}") from error
-        if hold is None:
+        if lock is None:
             raise SetupError(f"another process is at this bisection, in {home}; wait for it, or end it")
         try:
             salt = _salt(ends, any_data)
@@ -109,16 +110,16 @@ def bisect(
                 with trials.passing_signals_on():
                     found.run()
         finally:
-            hold.release()
+            lock.release()
     say_path(parent.folder, "Artifact storage path: ")
     return parent.folder
 
 
 def _metric(good: PastRun, bad: PastRun, asked: str | None) -> tuple[str, tuple[float, float]]:
-    """The metric to compare, and its values in both runs.
+    """Return the metric to compare, and its values in both runs.
 
     Raises:
-        ConfigError: not both have it, or its values are equal or no numbers.
+        ConfigError: one run lacks it, or its values are equal or not numbers.
     """
     one, two = measured(good), measured(bad)
     both = [name for name in one if name in two]
@@ -143,8 +144,10 @@ def _short(run: PastRun) -> str:
 
 
 def _salt(ends: Sequence[PastRun], any_data: bool) -> str:
-    """What decides over the metrics of all runs, is not in their config or code, and may change until the next time:
-    data that are not those of the runs, and Deep Lightning itself where it is not that of the runs."""
+    """Return everything else that affects the metrics of all runs and may change before the next command.
+
+    That is the content of changed data files, and the version of Deep Lightning if it is not that of the runs.
+    """
     words = []
     for run in ends:
         if any_data and run.data is not None:
@@ -156,10 +159,11 @@ def _salt(ends: Sequence[PastRun], any_data: bool) -> str:
 
 @contextlib.contextmanager
 def _opened(parent: Parent, home: Path) -> Iterator[str]:
-    """Opens the run above all, that of a former start if it is still there, and ends it as the work inside ends.
+    """Open the parent run, or reopen that of an earlier command, and close it with the status of the work in the
+    context.
 
     Yields:
-        The sign by which the runs of this bisection are known.
+        The tag of the runs of this bisection.
     """
     notes = home / "parent.json"
     known = json.loads(notes.read_text()) if notes.is_file() else {}

@@ -1,7 +1,7 @@
-"""Two runs become the differences between them, each of which can be switched by itself, and a mixture of both.
+"""Find the differences between two runs, each of which can be switched by itself, and mix the two runs.
 
-A mixture is the first run with some of its differences switched to what the second run has. It is written as a run
-folder without results, so that `again.prepare` lays it out as it lays out any run.
+A mixed run is the first run with some of its differences switched to the state of the second run. It is written as a
+run folder without results, so that `again.prepare` prepares it like any run.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from deeplightning.tracking.code import Code
 from deeplightning.tracking.environment import VARIABLES
 from deeplightning.tracking.program import describe_program, digest_of, rebuild
 
-LEFT = ("logger", "serve", "tune", "train.export")
-"""Keys that decide over no metric: a mixture has the first run's."""
+EXCLUDED_KEYS = ("logger", "serve", "tune", "train.export")
+"""Keys that affect no metric: a mixed run has those of the first run."""
 
 _Keys = tuple[str, ...]  # a dotted key in its parts
 _THREADS = tuple(name for name in VARIABLES if name.endswith("_NUM_THREADS"))
-_OF_A_MACHINE = ("CUDA_VISIBLE_DEVICES",)  # `reproduce` leaves it as it is here
+_OF_A_MACHINE = ("CUDA_VISIBLE_DEVICES",)  # `reproduce` does not change it
 _NONE = object()
-_LONGEST = 70  # characters of a section that are shown; of a single value, such as a path, four times as many
+_MAX_SHOWN_CHARACTERS = 70  # of a section; of a single value, such as a path, four times as many
 
 
 @dataclass
 class Parts:
-    """What a run is made of.
+    """Config, code and environment of a run.
 
     Attributes:
-        tree: the config with its references as they were written, and `data.root` absolute.
+        tree: the config with unresolved references, and `data.root` absolute.
         code: the user's own, and Deep Lightning itself; None: the run kept none.
-        environment: as `environment.json` has it.
+        environment: the content of `environment.json`.
         git_diff: the patch of a run that kept no code, if there is one.
         python: the interpreter.
     """
@@ -56,14 +56,14 @@ class Parts:
     python: str
 
     def copy(self) -> Parts:
-        """A copy that can be changed by itself."""
+        """Return an independent copy."""
         code = self.code
         if code is not None:
             code = replace(code, roots=[*code.roots], files=dict(code.files))
         return Parts(copy.deepcopy(self.tree), code, copy.deepcopy(self.environment), self.git_diff, self.python)
 
     def digest(self) -> str:
-        """SHA-256 of all that decides over the run's metrics."""
+        """Return the SHA-256 of everything that affects the run's metrics."""
         environment = self.environment
         found = [environment.get(name) for name in ("threads", "variables", *([] if self.code else ["git"]))]
         words = [dump(self.tree), json.dumps(found, sort_keys=True), self.python]
@@ -72,7 +72,7 @@ class Parts:
         return digest.hexdigest()
 
     def write(self, folder: RunFolder) -> None:
-        """Writes them as a run folder; nothing in it is secret that was not in the folders of the runs."""
+        """Write the parts as a run folder. Everything in it is already in the folders of the two runs."""
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.config.write_text(dump(self.tree))
         folder.environment.write_text(json.dumps(self.environment))
@@ -88,9 +88,9 @@ class Difference:
 
     Attributes:
         name: a dotted key of the config, a file of code, a variable of the environment, `threads` or `packages`.
-        good: what the first run has, in few words.
-        bad: what the second run has.
-        switch: gives a mixture what the second run has: called with the mixture and the second run's parts.
+        good: a short text for the first run's value.
+        bad: a short text for the second run's value.
+        switch: gives a mixed run the second run's value: called with the mixed run and the second run's parts.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Difference:
 
 
 def parts_of(run: PastRun, python: str) -> Parts:
-    """What a finished run was made of."""
+    """Return config, code and environment of a finished run."""
     tree = as_written(read(run.source).root)
     data = tree.get("data")
     root = data.get("root") if isinstance(data, dict) else None
@@ -116,21 +116,21 @@ def parts_of(run: PastRun, python: str) -> Parts:
 
 
 def mix(good: Parts, bad: Parts, switched: Sequence[Difference]) -> Parts:
-    """The first run with some differences as the second has them."""
-    mixture = good.copy()
+    """Return the first run with some differences switched to the second run."""
+    mixed = good.copy()
     for difference in switched:
-        difference.switch(mixture, bad)
-    return mixture
+        difference.switch(mixed, bad)
+    return mixed
 
 
 def switchable(good: Parts, bad: Parts, overrides: Sequence[str] = ()) -> list[Difference]:
-    """The differences that can be switched one by one, related ones beside each other.
+    """Return the differences that can be switched one by one, related ones beside each other.
 
     Args:
-        overrides: `key=value`, which all mixtures get: what is below their keys is no difference.
+        overrides: `key=value`, which all mixed runs get: keys below them are no differences.
     """
     given = [tuple(re.split(r"[=~]", text.lstrip("~+"), maxsplit=1)[0].split(".")) for text in overrides]
-    left = [tuple(key.split(".")) for key in LEFT]
+    left = [tuple(key.split(".")) for key in EXCLUDED_KEYS]
     config = [
         difference
         for path, difference in _of_config(good.tree, bad.tree)
@@ -140,11 +140,12 @@ def switchable(good: Parts, bad: Parts, overrides: Sequence[str] = ()) -> list[D
 
 
 def fixed(good: PastRun, bad: PastRun, switched: Sequence[Difference]) -> list[str]:
-    """The differences that cannot be switched on this machine, in words: data files, packages, hardware, and Deep
-    Lightning's own files where those of a run are not available.
+    """Return the differences that cannot be switched on this machine, in words.
+
+    These are data files, packages, hardware, and Deep Lightning's own files where those of a run are not available.
 
     Args:
-        switched: those that can.
+        switched: the differences that can be switched.
     """
     names = {difference.name for difference in switched}
     found = differences(good, bad)
@@ -170,8 +171,10 @@ def _of_config(good: dict[str, Any], bad: dict[str, Any]) -> Iterator[tuple[_Key
 
 
 def _paths(one: Any, two: Any, path: _Keys) -> Iterator[list[_Keys]]:
-    """The keys whose values differ, those together that must be switched together: what belongs to a `type` with it,
-    and the arguments of an engine with its backend."""
+    """Yield the keys whose values differ, in groups that are switched together.
+
+    A section whose `type` differs is switched as a whole, and the arguments of an engine with its backend.
+    """
     if not (isinstance(one, dict) and isinstance(two, dict)):
         if (one is _NONE) != (two is _NONE) or (one is not _NONE and line(one) != line(two)):
             yield [path]
@@ -210,7 +213,7 @@ def _value(tree: Any, path: _Keys) -> Any:
 
 def _shown(value: object) -> str:
     text = "none" if value is _NONE else line(value)
-    most = _LONGEST if isinstance(value, dict | list) else 4 * _LONGEST
+    most = _MAX_SHOWN_CHARACTERS if isinstance(value, dict | list) else 4 * _MAX_SHOWN_CHARACTERS
     return text if len(text) <= most else f"{text[:most]}…"
 
 
@@ -239,7 +242,7 @@ def _of_code(good: Parts, bad: Parts) -> Iterator[Difference]:
 
 
 def is_available(code: Code) -> bool:
-    """Whether Deep Lightning itself can be had here as it was for a run."""
+    """Return whether Deep Lightning itself is available here in the version that a run used."""
     wanted = code.program.get("digest")
     if wanted is None or wanted == describe_program()["digest"]:
         return True
@@ -248,8 +251,10 @@ def is_available(code: Code) -> bool:
 
 
 def _labels(code: Code) -> list[str]:
-    """A name for each root by which it is found in the other run's code: "" for the working directory, else its
-    position among the others."""
+    """Return a label for each root, by which the other run's code has the same root.
+
+    It is "" for the working directory, else the position among the other roots.
+    """
     others = iter(range(len(code.roots)))
     return ["" if root == code.working_directory else str(next(others)) for root in code.roots]
 

@@ -1,4 +1,4 @@
-"""Which differences make a run worse: the check of both ends, then `ddmin` over the outcomes of real runs."""
+"""Find the differences that make a run worse: check both ends, then run `ddmin` over the outcomes of real runs."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from deeplightning_lab.ddmin import Outcome, ddmin, most_tests
 from deeplightning_lab.trials import Enough, Trial, Trials
 
 MAX_NAMED = 5
-"""Differences that a message names, of those that it counts."""
+"""Most differences that a message names, of those that it counts."""
 
 
 def listed(words: Sequence[object]) -> str:
-    """The first few, and how many more there are."""
+    """Join the first few words, and say how many more there are."""
     more = f" and {len(words) - MAX_NAMED} more" if len(words) > MAX_NAMED else ""
     return ", ".join(map(str, words[:MAX_NAMED])) + more
 
 
 class Bisection:
-    """Ends, differences and what was found."""
+    """Search the cause among the differences of two runs."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Bisection:
         self.more: dict[str, Any] = {}
 
     def run(self) -> None:
-        """All of it; prints the result."""
+        """Check the ends, search, and print the result."""
         self.say(
             f"bisect     {count(len(self.differences), 'difference')}; {self.metric} {self.recorded[0]:.6g} → "
             f"{self.recorded[1]:.6g}; {self.trials.home}"
@@ -71,7 +71,7 @@ class Bisection:
             self.smallest, self.state = cause, "found"
             self._without(cause)
         except Enough:
-            if self.state == "found":  # the answer is there, only its counter-check is not
+            if self.state == "found":  # the answer is known, only its counter-check is missing
                 self.more["without"] = None
             else:
                 self.say(
@@ -84,10 +84,10 @@ class Bisection:
             say(printable(self.trials.cfg.redact(self.sentence())))
 
     def _check_ends(self) -> None:
-        """Runs both ends with several seeds, and places the limit between good and bad.
+        """Run both ends with several seeds, and set the limit between good and bad.
 
-        Two sets of n values of the same distribution are apart from each other with probability 1 / C(2n, n), in one
-        direction: 1 of 20 for n = 3.
+        All n values of one set exceed those of another of the same distribution with probability 1 / C(2n, n): 1 of 20
+        for n = 3.
 
         Raises:
             RunError: the difference is noise, or an end cannot be run again.
@@ -151,7 +151,7 @@ class Bisection:
         return Outcome.BAD
 
     def _without(self, cause: Sequence[Difference]) -> None:
-        """Runs BAD with the cause undone, which shows whether something else makes it worse too."""
+        """Run BAD with the cause undone, which shows whether something else makes it worse too."""
         rest = [difference for difference in self.differences if difference not in cause]
         trial = self._trial(
             rest, f"BAD without {listed([difference.name for difference in cause])}" if rest else "GOOD"
@@ -164,7 +164,7 @@ class Bisection:
             )
 
     def sentence(self) -> str:
-        """The result."""
+        """Describe the result in one sentence."""
         words = [str(difference) for difference in self.smallest]
         text = f"{' and '.join(words)} together" if len(words) > 1 else words[0]
         if self.state != "found":
@@ -177,7 +177,7 @@ class Bisection:
         return text
 
     def _write(self) -> None:
-        """The table of all runs and the result, in the folder of the bisection."""
+        """Write the table of all runs and the result to the folder of the bisection."""
         rows = [["run", "outcome", "value", "seed", "differences", "folder"]]
         for trial, name, seed in self.trials.made:
             value, known = trial.value(self.metric), trial.known

@@ -1,4 +1,4 @@
-"""`deeplightning compare A B`: which runs a word means, and the table."""
+"""Find the runs of each side of `deeplightning compare A B`, and print the comparison."""
 
 import math
 from pathlib import Path
@@ -11,20 +11,21 @@ from deeplightning.faults import CheckpointError, count, nearest
 from deeplightning.reproduce.groups import Group, group_of, runs_in
 from deeplightning.reproduce.interval import number
 from deeplightning.reproduce.past import PastRun, past_run
-from deeplightning.tune.table import text
+from deeplightning.sweep.table import text
 from deeplightning.words import printable, stage_of
 from deeplightning_lab.significance import Comparison, Row, of_samples
 
 FILTERS = ("name", "experiment", "status", "metric")
-"""The words that choose runs, those of the options of `runs`."""
+"""Names of the filters that choose runs: those of the options of `runs`."""
 
 
 def side(word: str) -> Group:
-    """The runs of one side: a RUN, the folder or run of a group, several of these with commas between them, or filters.
+    """Return the runs of one side: a RUN, the folder or run of a group, several of these separated by commas, or
+    filters.
 
     Raises:
         CheckpointError: there is no such run, or it has no metrics.
-        SetupError: the store cannot be asked.
+        SetupError: the store cannot be read.
         ValueError: a filter cannot be read.
     """
     if not Path(word).expanduser().exists() and (filters := _filters(word)):
@@ -46,7 +47,7 @@ def side(word: str) -> Group:
 
 
 def _runs_of(name: str) -> tuple[list[PastRun], list[str], str]:
-    """A run, or the runs of a group; what is left out; and the name to show."""
+    """Return a run, or the runs of a group; notes on runs that are left out; and the name to show."""
     run = past_run(newest_run(click.get_current_context(), click.Argument(["run"]), name), remote=False)
     title = run.name or (Path(name).name if Path(name).expanduser().exists() else name)
     inside = runs_in(run.folder.path)
@@ -54,7 +55,7 @@ def _runs_of(name: str) -> tuple[list[PastRun], list[str], str]:
 
 
 def _filters(word: str) -> dict[str, str]:
-    """`name=wide*,experiment=Digits` by their names; {}: the word is none."""
+    """Parse filters such as `name=wide*,experiment=Digits`; {} if the word is not a filter."""
     parts = [part.partition("=") for part in word.split(",")]
     if not all(equals for _, equals, _ in parts):
         return {}
@@ -66,7 +67,8 @@ def _filters(word: str) -> dict[str, str]:
 
 
 def _chosen(word: str, filters: dict[str, str]) -> Group:
-    """The runs of the store that pass, as `deeplightning runs` chooses; finished ones unless `status` says others."""
+    """Return the runs of the store that pass filters as in `deeplightning runs`; finished ones unless `status` says
+    otherwise."""
     statuses = [filters.get("status", "finished").upper()]
     rows = listing(None, statuses, filters.get("metric"), filters.get("name"), filters.get("experiment"))
     runs = [past_run(f"runs:/{row['id']}") for row in rows]
@@ -77,7 +79,7 @@ def _chosen(word: str, filters: dict[str, str]) -> Group:
 
 
 def as_text(found: Comparison) -> str:
-    """The comparison for a terminal: who is compared, the table, the two sentences and the notes."""
+    """Format a comparison for a terminal: the two sides, the table, the two sentences and the notes."""
     rows = [row for row in found.rows if row.metric == found.judged or stage_of(row.metric)[0] != "train"]
     table = [["metric", "A", "B", "B - A", "95 % from", "to", "g", "evidence"], *(_cells(row) for row in rows)]
     lines = [f"A  {found.a}", f"B  {found.b}", "", "", *found.sentences]
@@ -101,7 +103,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _mean(mean: float, low: float, high: float, size: float | None) -> str:
-    """A mean, with half of its interval where that is known."""
+    """Format a mean, with half of its interval if that is known."""
     if not math.isfinite(low):
         return number(mean, size)
     half = (high - low) / 2

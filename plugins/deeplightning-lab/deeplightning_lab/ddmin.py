@@ -1,4 +1,4 @@
-"""Delta debugging: the smallest set of changes that makes a test fail. Pure; imports nothing of ours.
+"""Find a minimal set of changes that makes a test fail, by delta debugging. Imports nothing of ours.
 
 The algorithm is `ddmin` of Zeller and Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", IEEE
 Transactions on Software Engineering 28(2), 2002, section 3.
@@ -13,7 +13,7 @@ Item = TypeVar("Item")
 
 
 class Outcome(Enum):
-    """What a test of a set of changes shows: the change is absent, present, or could not be observed."""
+    """Outcome of a test of a set of changes: the change is absent, present, or could not be observed."""
 
     GOOD = "good"
     BAD = "bad"
@@ -21,16 +21,16 @@ class Outcome(Enum):
 
 
 def most_tests(size: int) -> int:
-    """The number of tests that `ddmin` of so many changes makes at most: n² + 3n, the worst case in the paper."""
+    """Return the most tests that `ddmin` of `size` changes makes: n² + 3n, the worst case in the paper."""
     return size * size + 3 * size
 
 
 def ddmin(changes: Sequence[Item], test: Callable[[list[Item]], Outcome]) -> list[Item]:
-    """A set of changes that fails, and of which no single one can be left out.
+    """Return a set of changes that fails, and of which no single one can be left out.
 
     Args:
-        changes: all of them, which fail together; related ones are best neighbours.
-        test: the outcome of a set of them, given in the order of `changes`; called once for each set, and neither for
+        changes: all of them, which fail together; related ones should be neighbours.
+        test: returns the outcome of a set of them in the order of `changes`; called once for each set, and neither for
             all of them nor for none.
 
     Returns:
@@ -62,6 +62,6 @@ def ddmin(changes: Sequence[Item], test: Callable[[list[Item]], Outcome]) -> lis
 
 
 def _split(numbers: Sequence[int], parts: int) -> list[list[int]]:
-    """Consecutive parts of sizes that differ by at most one."""
+    """Split numbers into consecutive parts of sizes that differ by at most one."""
     edges = [len(numbers) * part // parts for part in range(parts + 1)]
     return [list(numbers[start:end]) for start, end in pairwise(edges)]

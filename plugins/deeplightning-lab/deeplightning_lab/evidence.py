@@ -1,6 +1,6 @@
-"""Statistics of a few numbers: intervals, effect size, McNemar's test and the number of runs that a test needs.
+"""Compute statistics of a few numbers: intervals, effect size, McNemar's test and the number of runs that a test needs.
 
-Arrays go in, plain numbers come out. Imports numpy and SciPy alone. All intervals are of 95 %.
+The functions take arrays and return plain numbers. They need numpy and SciPy only. All intervals have 95 %.
 
 Few seeds are the usual case. A percentile interval of the bootstrap from five values covers the truth 84 times in 100:
 it takes the spread from the sample, which is too small by √((n-1)/n), and knows no t distribution. Both factors are
@@ -21,28 +21,30 @@ from deeplightning.reproduce.interval import LEVEL, Interval, Values, mean_inter
 
 POWER = 0.8
 RESAMPLES = 9_999
-MOST_RUNS = 10_000
-"""Runs for each side that `runs_needed` considers."""
-MOST_DRAWN = 100_000
-"""Samples that are drawn again one by one; the mean of more is as good as normal."""
+MAX_RUNS = 10_000
+"""Most runs for each side that `runs_needed` considers."""
+MAX_RESAMPLED = 100_000
+"""Most samples that are resampled one by one; the mean of more is practically normal."""
 
 
 def paired_interval(differences: Values, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
-    """The mean of differences of pairs, by bootstrap; of two pairs by t, as they have no more than three resamples.
+    """Return the bootstrap interval of the mean difference of pairs; of two pairs, which have only three resamples, the
+    t interval.
 
     Args:
-        differences: (n,), n ≥ 2, of each pair.
+        differences: (n,), n ≥ 2, one for each pair.
     """
     found = np.asarray(differences, float)
     if len(found) == 2:
         return mean_interval(found)
     center = float(found.mean())
-    drawn = _resampled([_rests(found)], resamples, seed)
+    drawn = _resampled([_residuals(found)], resamples, seed)
     return _scaled(center, drawn, t_quantile(len(found) - 1))
 
 
 def unpaired_interval(first: Values, second: Values, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
-    """The mean of `second` less that of `first`, by bootstrap of each; degrees of freedom as of Welch's test.
+    """Return the bootstrap interval of the mean of `second` minus that of `first`, with the degrees of freedom of
+    Welch's test.
 
     Args:
         first: (n,), n ≥ 2.
@@ -56,21 +58,21 @@ def unpaired_interval(first: Values, second: Values, resamples: int = RESAMPLES,
     if min(len(one), len(two)) == 2:
         half = t_quantile(freedom) * math.sqrt(sum(parts))
         return Interval(center, center - half, center + half)
-    return _scaled(center, _resampled([_rests(one), _rests(two)], resamples, seed), t_quantile(freedom))
+    return _scaled(center, _resampled([_residuals(one), _residuals(two)], resamples, seed), t_quantile(freedom))
 
 
 def sample_interval(differences: Values, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
-    """The mean of differences of test samples, by bootstrap over the samples, percentiles.
+    """Return the percentile bootstrap interval of the mean difference of test samples.
 
     Args:
-        differences: (N,), N ≥ 2, the score of each sample in B less that in A.
+        differences: (N,), N ≥ 2, the score of each sample in B minus that in A.
     """
     found = np.asarray(differences, float)
     values, counts = np.unique(found, return_counts=True)
     if len(values) <= 100:  # right or wrong: how often each value is drawn follows a multinomial distribution
         drawn = np.random.default_rng(seed).multinomial(len(found), counts / len(found), resamples) @ values
         low, high = np.quantile(drawn / len(found), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    elif len(found) > MOST_DRAWN:
+    elif len(found) > MAX_RESAMPLED:
         low, high = stats.norm.interval(LEVEL, found.mean(), found.std(ddof=1) / math.sqrt(len(found)))
     else:
         rest = found - found.mean()
@@ -80,7 +82,8 @@ def sample_interval(differences: Values, resamples: int = RESAMPLES, seed: int =
 
 
 def hedges_g(first: Values, second: Values) -> float | None:
-    """Return the difference of the means in pooled standard deviations, corrected for few; None without a spread.
+    """Return the difference of the means in pooled standard deviations, corrected for small samples, or None without
+    spread.
 
     Hedges: Distribution Theory for Glass's Estimator of Effect Size. Journal of Educational Statistics 6, 1981.
 
@@ -93,20 +96,21 @@ def hedges_g(first: Values, second: Values) -> float | None:
     pooled = math.sqrt(((len(one) - 1) * one.var(ddof=1) + (len(two) - 1) * two.var(ddof=1)) / freedom)
     if not pooled > 0:
         return None
-    return _few(freedom) * float(two.mean() - one.mean()) / pooled
+    return _small_sample_factor(freedom) * float(two.mean() - one.mean()) / pooled
 
 
 def runs_needed(effect: float, is_paired: bool) -> int | None:
-    """The number of pairs, or of runs for each side, with which a t test at the 5 % level finds an effect in four of
-    five experiments (power 0.8); None: more than `MOST_RUNS`.
+    """Return the number of pairs, or of runs for each side, that a t test at the 5 % level needs for a power of 0.8.
+
+    None stands for more than `MAX_RUNS`.
 
     Args:
         effect: the difference in standard deviations: of the differences of pairs, else of the runs of a side.
     """
     size = abs(effect)
-    if not size > 0 or power(size, MOST_RUNS, is_paired) < POWER:
+    if not size > 0 or power(size, MAX_RUNS, is_paired) < POWER:
         return None
-    low, high = 1, MOST_RUNS  # too few, enough
+    low, high = 1, MAX_RUNS  # too few, enough
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if power(size, middle, is_paired) >= POWER else (middle, high)
@@ -114,7 +118,8 @@ def runs_needed(effect: float, is_paired: bool) -> int | None:
 
 
 def power(effect: float, runs: int, is_paired: bool) -> float:
-    """The chance that a two-sided t test at the 5 % level finds an effect with so many pairs, or runs for each side."""
+    """Return the power of a two-sided t test at the 5 % level for an effect and a number of pairs, or of runs for each
+    side."""
     freedom = runs - 1 if is_paired else 2 * runs - 2
     shift = abs(effect) * math.sqrt(runs if is_paired else runs / 2)
     if shift > 30:
@@ -124,14 +129,14 @@ def power(effect: float, runs: int, is_paired: bool) -> float:
 
 
 def paired_effect(differences: Values) -> float | None:
-    """Return the mean difference of pairs in standard deviations, corrected for few values; None without a spread."""
+    """Return the mean difference of pairs in standard deviations, corrected for few values, or None without spread."""
     found = np.asarray(differences, float)
     spread = float(found.std(ddof=1))
-    return _few(len(found) - 1) * float(found.mean()) / spread if spread > 0 else None
+    return _small_sample_factor(len(found) - 1) * float(found.mean()) / spread if spread > 0 else None
 
 
 class McNemar(NamedTuple):
-    """Two classifiers on the same samples: how many only A and only B answers correctly, and the exact p value."""
+    """Comparison of two classifiers: how many samples only A and only B answers correctly, and the exact p value."""
 
     only_a: int
     only_b: int
@@ -139,7 +144,7 @@ class McNemar(NamedTuple):
 
 
 def mcnemar(first: np.ndarray, second: np.ndarray) -> McNemar:
-    """McNemar's exact test of two classifiers.
+    """Compare two classifiers by McNemar's exact test.
 
     McNemar: Note on the sampling error of the difference between correlated proportions. Psychometrika 12, 1947.
 
@@ -152,19 +157,21 @@ def mcnemar(first: np.ndarray, second: np.ndarray) -> McNemar:
     return McNemar(only_a, only_b, p)
 
 
-def _few(freedom: int) -> float:
-    """Hedges' correction of a standardized difference, which is too large where it is estimated from few values; with
-    one degree of freedom there is none."""
+def _small_sample_factor(freedom: int) -> float:
+    """Return Hedges' correction of a standardized difference, whose estimate from few values is too large.
+
+    It is undefined for one degree of freedom, and 1 there.
+    """
     return 1 - 3 / (4 * freedom - 1) if freedom > 1 else 1.0
 
 
-def _rests(values: np.ndarray) -> np.ndarray:
-    """What is left of values without their mean, with the variance that the sample estimates of the population."""
+def _residuals(values: np.ndarray) -> np.ndarray:
+    """Return values minus their mean, scaled to the variance that the sample estimates for the population."""
     return (values - values.mean()) * math.sqrt(len(values) / (len(values) - 1))
 
 
 def _resampled(sides: list[np.ndarray], resamples: int, seed: int) -> np.ndarray:
-    """(resamples,): the mean of one side, or of the second less that of the first, each drawn anew."""
+    """Return bootstrap means of one side, or of the second minus the first, (resamples,)."""
 
     def statistic(*drawn: np.ndarray, axis: int = -1) -> np.ndarray:
         means = [side.mean(axis=axis) for side in drawn]
@@ -179,7 +186,7 @@ def _resampled(sides: list[np.ndarray], resamples: int, seed: int) -> np.ndarray
 
 
 def _scaled(center: float, drawn: np.ndarray, t: float) -> Interval:
-    """An interval from the bootstrap's quantiles, as wide as few values make it."""
+    """Return the interval from the bootstrap's quantiles, scaled for small samples."""
     normal = float(stats.norm.ppf((1 + LEVEL) / 2))
     low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]) * t / normal
     return Interval(center, center + float(low), center + float(high))

@@ -1,4 +1,4 @@
-"""Which of two Python environments has the packages of which run."""
+"""Find out which of two Python environments has the packages of which run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from deeplightning.faults import SetupError
 from deeplightning.reproduce.past import PastRun
 
-_SECONDS = 60
-_ASK = """\
+_ANSWER_SECONDS = 60
+_VERSIONS_SCRIPT = """\
 import importlib.metadata, json, sys
 found = {"python": ".".join(map(str, sys.version_info[:3]))}
 for name in json.loads(sys.argv[1]):
@@ -24,13 +24,13 @@ print(json.dumps(found))
 
 
 def interpreters(good: PastRun, bad: PastRun, other: str | None) -> tuple[str, str]:
-    """The interpreters to make two runs with: this one for both, or the other one for the run whose packages it has.
+    """Return the interpreters for two runs: this one for both, or the other one for the run whose packages it has.
 
     Args:
         other: the interpreter of a second environment.
 
     Raises:
-        SetupError: the versions of the two environments are not those of the two runs; or it cannot be asked.
+        SetupError: the versions of the two environments are not those of the two runs, or `other` does not answer.
     """
     if other is None:
         return sys.executable, sys.executable
@@ -38,12 +38,12 @@ def interpreters(good: PastRun, bad: PastRun, other: str | None) -> tuple[str, s
     names = sorted(name for name in {*one, *two} if one.get(name) != two.get(name))
     if not names:
         raise SetupError(f"--environment {other}: both runs were made with the same packages; leave it out")
-    here, there = (_ask(python, names) for python in (sys.executable, other))
+    here, there = (_installed(python, names) for python in (sys.executable, other))
     for first, second, pythons in (
         (there, here, (other, sys.executable)),
         (here, there, (sys.executable, other)),
     ):
-        if not (_apart(first, one, names) or _apart(second, two, names)):
+        if not (_differ(first, one, names) or _differ(second, two, names)):
             return pythons
     raise SetupError(
         f"--environment {other}: one of the two environments must have the packages of GOOD and the other those of "
@@ -53,17 +53,17 @@ def interpreters(good: PastRun, bad: PastRun, other: str | None) -> tuple[str, s
 
 
 def _versions(run: PastRun) -> dict[str, str]:
-    """The packages that a run has recorded, with its Python; Deep Lightning itself is code, and switched as such."""
+    """Return the packages that a run has recorded, with its Python. Deep Lightning itself is switched as code."""
     environment = run.environment
     found = dict(environment.get("packages") or {}) | (dict(run.code.packages) if run.code is not None else {})
     found["python"] = (environment.get("python") or {}).get("version")
     return {name: str(version) for name, version in found.items() if version and name != "deeplightning"}
 
 
-def _ask(python: str, names: list[str]) -> dict[str, str]:
+def _installed(python: str, names: list[str]) -> dict[str, str]:
     try:
-        command = [python, "-I", "-c", _ASK, json.dumps(names)]
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        command = [python, "-I", "-c", _VERSIONS_SCRIPT, json.dumps(names)]
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False)
         return {str(name): str(version) for name, version in json.loads(asked.stdout).items()}
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise SetupError(
@@ -72,7 +72,7 @@ def _ask(python: str, names: list[str]) -> dict[str, str]:
         ) from error
 
 
-def _apart(found: Mapping[str, str], wanted: Mapping[str, str], names: list[str]) -> bool:
+def _differ(found: Mapping[str, str], wanted: Mapping[str, str], names: list[str]) -> bool:
     return any(found.get(name) != wanted.get(name) for name in names)
 
 

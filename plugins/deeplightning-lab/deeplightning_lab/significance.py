@@ -1,8 +1,8 @@
-"""Is B better than A, or was it luck? Two groups of runs are compared, and the evidence is judged in two sentences.
+"""Compare two groups of runs, and state in two sentences whether their difference is significant.
 
-The seeds of a group are a sample of all seeds: they tell what another training would give. The test samples are a
-sample of all data: they tell what another test set would give to these very runs. Both are reported; runs decide as
-soon as both sides have two.
+The seeds of a group are a sample of all seeds: they show what another training would give. The test samples are a
+sample of all data: they show what another test set would give for the same runs. Both are reported; the runs decide
+once both sides have two.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from deeplightning.reproduce.groups import Answers, Group
 from deeplightning.reproduce.interval import Interval, number
 from deeplightning_lab import evidence
 
-USUAL = ("test_acc", "best val_acc", "val_acc", "test_loss", "best val_loss", "val_loss", "train_loss")
-"""The metrics that are judged where nothing says which, in this order."""
+COMMON_METRICS = ("test_acc", "best val_acc", "val_acc", "test_loss", "best val_loss", "val_loss", "train_loss")
+"""Metrics to compare if nothing names one, in this order."""
 
 State = Literal["higher", "lower", "same", "open", "unknown"]
 
 
 @dataclass
 class Row:
-    """What is known of one metric.
+    """Comparison of one metric.
 
     Attributes:
         metric: its name.
-        mode: whether less or more is better; None: that is not known.
-        a, b: the means; one of each seed.
-        runs_a, runs_b: the runs, those of one seed once.
+        mode: whether less or more is better; None: unknown.
+        a, b: the means, in which each seed counts once.
+        runs_a, runs_b: the numbers of runs, in which each seed counts once.
         a_low, a_high, b_low, b_high: 95 % t intervals of the means; NaN where there is one run.
-        difference: B less A, over the pairs where runs are paired.
+        difference: B minus A, over the pairs if the runs are paired.
         low, high: its 95 % bootstrap interval; NaN where it is unknown.
         pairs: pairs of runs with the same seed; 0: the runs are not paired.
         g: Hedges' g; None: unknown, or there is no spread.
         state: `higher` or `lower`: B is, and the interval excludes 0; `same`: the interval lies within `by`; `open`:
             the runs do not decide; `unknown`: there are too few, or they have no spread.
-        more: further seeds for each side, until a test has a power of 0.8; None: not needed, or too many.
+        more: further seeds for each side that a power of 0.8 needs; None: none, or too many.
     """
 
     metric: str
@@ -66,18 +66,19 @@ class Row:
 
 @dataclass
 class Samples:
-    """What the answers to the same test set show.
+    """Comparison of the answers to the same test set.
 
     Attributes:
-        score: what is counted of each sample.
+        score: the score of each sample.
         mode: whether less or more of it is better.
-        samples: how many there are.
+        samples: the number of samples.
         a, b: the means over samples and runs.
-        difference: B less A.
-        low, high: its 95 % interval by bootstrap over the samples; NaN where each pair has a test set of its own.
-        only_a, only_b, p: McNemar's exact test, of one run on each side; None: of several.
-        significant: of several runs, the pairs with the same seed in which McNemar's p is below 0.05; None: of one.
-        pairs: how many pairs there are.
+        difference: B minus A.
+        low, high: its 95 % interval by bootstrap over the samples; NaN if each pair has a test set of its own.
+        only_a, only_b, p: McNemar's exact test, for one run on each side; None for several.
+        significant: for several runs, the number of pairs with the same seed and a p of McNemar's test below 0.05;
+            None for one.
+        pairs: the number of pairs.
     """
 
     score: str
@@ -101,16 +102,16 @@ class Samples:
 
 @dataclass
 class Comparison:
-    """Two groups compared.
+    """Comparison of two groups of runs.
 
     Attributes:
         a, b: the groups, in words.
         judged: the metric that the sentences are about.
         by: the least difference that matters; None: any.
-        rows: for each metric that both have.
-        samples: None: not both have answers to the same test set.
-        sentences: the judgement.
-        notes: what a reader must know.
+        rows: one for each metric that both have.
+        samples: None unless both have answers to the same test set.
+        sentences: the conclusion.
+        notes: caveats.
     """
 
     a: str
@@ -123,7 +124,7 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types for JSON; what is unknown is None."""
+        """Return plain types for JSON; unknown values are None."""
 
         def plain(value: Any) -> Any:
             if isinstance(value, dict):
@@ -136,17 +137,17 @@ class Comparison:
 
 
 def compare(a: Group, b: Group, metric: str | None = None, by: float | None = None) -> Comparison:
-    """Compares two groups in every metric that both have, and judges one.
+    """Compare two groups in every metric that both have, and draw a conclusion from one.
 
     Args:
-        a: the runs to compare with.
-        b: the runs that are judged.
-        metric: the one to judge; None: that which the runs monitor, of the test if there is one, else a usual one.
+        a: the baseline runs.
+        b: the runs to compare with it.
+        metric: the metric for the conclusion; None: the monitored one, of the test if there is one, else a common one.
         by: the least difference that matters, above 0; None: any.
 
     Raises:
         CheckpointError: they share no metric.
-        ValueError: not both have this metric.
+        ValueError: one group lacks this metric.
     """
     shared = [name for name in a.metrics if a.values(name) and b.values(name)]
     if not shared:
@@ -154,7 +155,7 @@ def compare(a: Group, b: Group, metric: str | None = None, by: float | None = No
     if metric is not None and metric not in shared:
         known = ", ".join(shared)
         raise ValueError(f"--metric {metric}: both sides have {known}.{nearest(metric, shared)}")
-    judged = metric or _judged(a, b, shared)
+    judged = metric or _metric_to_judge(a, b, shared)
     rows = [_row(a, b, name, by) for name in shared]
     row = next(row for row in rows if row.metric == judged)
     samples, why = _samples(a, b)
@@ -173,19 +174,19 @@ def _listed(group: Group) -> str:
     return ", ".join(group.metrics[:5]) or "nothing"
 
 
-def _judged(a: Group, b: Group, shared: list[str]) -> str:
-    """The metric to judge: the test's version of the monitored one, its best value, or a usual one."""
+def _metric_to_judge(a: Group, b: Group, shared: list[str]) -> str:
+    """Return the metric for the conclusion: the test version of the monitored one, its best value, or a common one."""
     for group in (a, b):
         monitor = group.members[0].run.config.get("train.checkpoint.monitor")
         if isinstance(monitor, str):
             for name in (f"test_{own_name(monitor)}", f"best {monitor}", monitor):
                 if name in shared:
                     return name
-    return next((name for name in USUAL if name in shared), shared[0])
+    return next((name for name in COMMON_METRICS if name in shared), shared[0])
 
 
 def _mode(metric: str, *groups: Group) -> Mode | None:
-    """Which way is better: as the config monitors it, else as the name shows."""
+    """Return whether less or more is better, by the monitor in the config, else by the name."""
     own = own_name(metric.removeprefix("best "))
     for group in groups:
         config = group.members[0].run.config
@@ -230,7 +231,7 @@ def _row(a: Group, b: Group, metric: str, by: float | None) -> Row:
 
 
 def _is_rounding(interval: Interval, one: np.ndarray, two: np.ndarray) -> bool:
-    """Whether the spread is that of the last bits."""
+    """Return whether the spread is only that of rounding errors."""
     return interval.high - interval.low <= 1e-12 * max(np.abs(one).max(), np.abs(two).max())
 
 
@@ -243,7 +244,7 @@ def _state(interval: Interval, by: float | None) -> State:
 
 
 def _missing(a: Group, b: Group, metric: str) -> list[str]:
-    """The runs whose value is no number: a run that diverged is a result too."""
+    """Return notes on runs whose value is not a number: a run that diverged is a result too."""
     notes = []
     for side, group in (("A", a), ("B", b)):
         lacking = sum(not math.isfinite(member.metrics.get(metric, math.nan)) for member in group.members)
@@ -344,7 +345,7 @@ def _further(row: Row, by: float | None) -> str:
 
 
 def _without_runs(row: Row, samples: Samples | None) -> list[str]:
-    """What can be said where the seeds say nothing: one run on a side, or runs without any spread."""
+    """Return sentences for runs without a spread, or one run on a side."""
     size = abs(row.difference) or None
     gap = f"{row.metric} is {number(row.a, size)} in A and {number(row.b, size)} in B"
     if row.pairs or min(row.runs_a, row.runs_b) >= 2:
@@ -363,7 +364,7 @@ def _without_runs(row: Row, samples: Samples | None) -> list[str]:
 
 
 def _of_samples(samples: Samples) -> str:
-    """What the test samples show."""
+    """Describe the test samples in sentences."""
     if not math.isfinite(samples.low):
         pairs = f"{samples.significant} of {count(samples.pairs, 'pair')} of runs, each with a test set of its own"
         return f"By test sample, McNemar's p is below 0.05 in {pairs} of {samples.samples:,} test samples"
@@ -382,5 +383,5 @@ def _of_samples(samples: Samples) -> str:
 
 
 def of_samples(samples: Samples) -> str:
-    """The sentence about the test samples."""
+    """Return the sentence about the test samples."""
     return f"{_of_samples(samples)}."

@@ -1,7 +1,7 @@
-"""The runs of a bisection: a mixture of two runs trains in a process of its own, once, under one parent run.
+"""Train the mixed runs of a bisection, each once and in a child process, under one parent run.
 
-A trial's file says how its run ended, by the digest of config, code, environment and overrides. One that was killed
-resumes from its latest checkpoint; one that has ended is never run again while its run folder is there.
+The file of a trial records how its run ended, under the digest of config, code, environment and overrides. A killed run
+resumes from its latest checkpoint; a run that has ended is not repeated while its run folder exists.
 """
 
 from __future__ import annotations
@@ -39,39 +39,39 @@ from deeplightning_lab.bisect_run import Parts
 FINISHED, FAILED, UNDERWAY, MACHINE = "finished", "failed", "under way", "machine"
 """States of a trial. MACHINE: it failed for a reason that may lie in the machine, such as a full disk."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-WAIT = 60.0
-"""Seconds for a run to save and end whose bisection was killed."""
+SAVE_SECONDS = 60.0
+"""Time for the run of a killed bisection to save a checkpoint and end."""
 _FOLDER = re.compile(r"^Artifact storage path: (.+)$", re.MULTILINE)
-_SAID_ELSEWHERE = ("code: what will be run", "warning: other versions than then")
-_MAX_NAME = 200
+_REPORTED_ELSEWHERE = ("code: what will be run", "warning: other versions than then")
+_MAX_NAME_CHARACTERS = 200
 
 
 class Process(Protocol):
-    """A run's process; `subprocess.Popen` is one."""
+    """Process of a run; `subprocess.Popen` is one."""
 
     def send_signal(self, number: int, /) -> None:
-        """Sends it a signal."""
+        """Send the process a signal."""
 
     def wait(self) -> int:
-        """Waits for its end; its exit code, negative: the signal that ended it."""
+        """Wait for the end; return the exit code, or the negative number of the signal that ended the process."""
 
 
 class Enough(Exception):
-    """As many runs were started as are allowed."""
+    """Raised when `max_runs` runs were started."""
 
 
 def start_process(plan: Plan, python: str, log: Path) -> Process:
-    """Trains in a process of its own, which saves a checkpoint and ends when this process ends, even by SIGKILL.
+    """Start a training process, which saves a checkpoint and ends when this process ends, even by SIGKILL.
 
     Args:
         plan: what is run, and where.
         python: the interpreter.
-        log: the file that takes what it writes.
+        log: the file for its output.
     """
     run = [python, "-m", "deeplightning", "train", str(plan.config), *plan.overrides]
     command = [sys.executable, "-P", die_with_parent.__file__, *run]
     with log.open("wb") as out:
-        # Its session is its own, so that Ctrl-C reaches this process alone, which passes it on once.
+        # In a session of its own it does not get Ctrl-C from the terminal; this process forwards it once.
         return subprocess.Popen(
             command,
             cwd=plan.directory,
@@ -84,24 +84,24 @@ def start_process(plan: Plan, python: str, log: Path) -> Process:
 
 
 def measured(run: PastRun) -> dict[str, float]:
-    """The metrics of a run: the last value of each series, and the results of its stages."""
+    """Return the metrics of a run: the last value of each series, and the results of its stages."""
     results = {n: v for n, v in run.results.items() if isinstance(v, int | float) and n != "best step"}
     return last_values(run.series or {}) | results
 
 
 @dataclass
 class Trial:
-    """One run of a mixture.
+    """One mixed run.
 
     Attributes:
-        file: what is known of it, as JSON.
+        file: the JSON file with its record.
     """
 
     file: Path
 
     @property
     def known(self) -> dict[str, Any]:
-        """Number, name, state, seconds, folder and id of its run, its metrics, and why it failed."""
+        """Number, name, state, seconds, folder and id of its run, its metrics, and the reason of a failure."""
         try:
             found = json.loads(self.file.read_text())
         except (OSError, ValueError):
@@ -109,7 +109,7 @@ class Trial:
         return found if isinstance(found, dict) else {}
 
     def note(self, **values: object) -> None:
-        """Adds to what is known."""
+        """Add values to the record."""
         write_whole(self.file, json.dumps(self.known | values, indent=2))
 
     @property
@@ -120,32 +120,32 @@ class Trial:
         return known.get("state") == FAILED
 
     def value(self, metric: str) -> float | None:
-        """A metric of its run; None: the run has failed, or has no such finite metric."""
+        """Return a metric of the run, or None if the run failed or has no such finite metric."""
         value = (self.known.get("values") or {}).get(metric)
         return value if self.known.get("state") == FINISHED and value is not None and math.isfinite(value) else None
 
     def reason(self, metric: str) -> str:
-        """Why there is no value."""
+        """Return why there is no value."""
         return str(self.known.get("failure") or f"it has no finite {metric}")
 
 
 @dataclass
 class Trials:
-    """Runs mixtures one after another.
+    """Train mixed runs one after another.
 
     Attributes:
-        cfg: the first run's config, which has the logger of all.
-        parent: the run above them, open.
-        sign: by which the runs of this bisection are known in the store.
+        cfg: the first run's config, whose logger all use.
+        parent: the parent run, open.
+        sign: the tag of this bisection's runs in the store.
         home: the folder for the trials' files.
         store: where all are tracked.
         overrides: `key=value` that all get.
-        salt: what else decides over their metrics and is the same for all now.
-        max_runs: runs that are started at most; None: no bound.
-        say: is given what a person should know.
+        salt: everything else that affects their metrics, the same for all.
+        max_runs: most runs to start; None: no limit.
+        say: prints messages.
         made: the trials in their order, each with its differences and its seed.
         begun: the number of runs that this command has started.
-        signal: the last that asked for the end; None: none.
+        signal: the last SIGINT or SIGTERM, or None.
     """
 
     cfg: Config
@@ -161,19 +161,19 @@ class Trials:
     begun: int = 0
     signal: int | None = None
     _process: Process | None = None
-    _said: set[str] = field(default_factory=set)
+    _reported: set[str] = field(default_factory=set)
 
     def run(self, parts: Parts, name: str, seed: int | None = None) -> Trial:
-        """Runs a mixture, unless it has been run before.
+        """Train a mixed run, unless it has been trained before.
 
         Args:
-            name: what is in it, for people.
-            seed: of the run; None: the mixture's own.
+            name: a description for people.
+            seed: of the run; None: that of its config.
 
         Raises:
             Enough: no further run may be started.
-            SetupError: the machine may be the reason of its failure.
-            Stopped: a signal asked for the end.
+            SetupError: it failed for a reason that may lie in the machine.
+            Stopped: a signal ended it.
         """
         overrides = [*self.overrides, *([f"seed={seed}"] if seed is not None else [])]
         digest = hashlib.sha256("\0".join([parts.digest(), self.salt, *overrides]).encode()).hexdigest()[:16]
@@ -201,12 +201,12 @@ class Trials:
         begun = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="deeplightning-bisect-", ignore_cleanup_errors=True) as folder:
             top = Path(folder)
-            mixture = RunFolder(top / "mixture")
-            parts.write(mixture)
+            mixed = RunFolder(top / "mixture")
+            parts.write(mixed)
             (top / "run").mkdir()
-            plan = prepare(PastRun(mixture, self.store, None, trust=True), top / "run", overrides, True, self._say_once)
+            plan = prepare(PastRun(mixed, self.store, None, trust=True), top / "run", overrides, True, self._say_once)
             if self.parent.is_tracked:
-                plan.overrides.append(f"logger.params.run_name={quoted(f'{number} {name}'[:_MAX_NAME])}")
+                plan.overrides.append(f"logger.params.run_name={quoted(f'{number} {name}'[:_MAX_NAME_CHARACTERS])}")
             plan.overrides += more
             plan.variables.update(self.parent.environment(number, self.sign))
             for variable in (REPRODUCES, DECIDED, "MLFLOW_RUN_ID"):
@@ -214,7 +214,7 @@ class Trials:
             self.parent.let_go()
             self._process = start_process(plan, parts.python, log)
             try:
-                if self.signal is not None:  # it came while there was no process to pass it to
+                if self.signal is not None:  # it came before the process was started
                     self._process.send_signal(signal.SIGINT)
                 code = self._process.wait()
             finally:
@@ -222,7 +222,9 @@ class Trials:
             output = log.read_text(errors="replace")
             found = _FOLDER.findall(output)
             ran = RunFolder(found[-1]) if found else None
-            if ran is not None and top.resolve() in ran.path.resolve().parents:  # a logger that writes where it runs
+            if (
+                ran is not None and top.resolve() in ran.path.resolve().parents
+            ):  # the logger writes to the working directory
                 kept = self.home / "runs" / f"{number}-{ran.path.name}"
                 shutil.rmtree(kept, ignore_errors=True)
                 kept.parent.mkdir(parents=True, exist_ok=True)
@@ -239,10 +241,10 @@ class Trials:
         return max(numbers, default=-1) + 1
 
     def _failed(self, trial: Trial, code: int, output: str, log: Path) -> None:
-        """Notes why a run has failed.
+        """Record why a run failed.
 
         Raises:
-            SetupError: for a reason that may lie in the machine; the second time it counts as the mixture's.
+            SetupError: the reason may lie in the machine; a second failure is recorded as the run's own.
             Stopped: it was interrupted.
         """
         if self.signal is not None:
@@ -262,33 +264,35 @@ class Trials:
         trial.note(state=FAILED, failure=reason, log=str(log))
 
     def _to_continue(self, known: dict[str, Any]) -> list[str]:
-        """The override with which a run that was under way resumes; one that left no checkpoint is removed."""
+        """Return the override with which an unfinished run resumes; delete a run that left no checkpoint."""
         if known.get("state") != UNDERWAY or self.parent.store is None or self.parent.run_id is None:
             return []
         run_id = self.parent.known(self.sign).get(known["number"])
         roots = self.parent.store.artifact_root
         place = next(roots.glob(f"*/{run_id}/artifacts"), None) if run_id and roots else None
         if place is not None:
-            folder, until = RunFolder(place), time.monotonic() + WAIT
-            while (hold := folder.hold()) is None and time.monotonic() < until:
+            folder, until = RunFolder(place), time.monotonic() + SAVE_SECONDS
+            while (lock := folder.lock()) is None and time.monotonic() < until:
                 time.sleep(0.1)
-            if hold is not None:
-                hold.release()
-            if hold is not None and folder.checkpoints():
+            if lock is not None:
+                lock.release()
+            if lock is not None and folder.checkpoints():
                 return [f"train.resume_ckpt={quoted(place)}"]
         if run_id is not None:
             self.parent.delete(run_id, place)
         return []
 
     def _say_once(self, text: str) -> None:
-        if text not in self._said and not text.startswith(_SAID_ELSEWHERE):
-            self._said.add(text)
+        if text not in self._reported and not text.startswith(_REPORTED_ELSEWHERE):
+            self._reported.add(text)
             self.say(text)
 
     @contextlib.contextmanager
     def passing_signals_on(self) -> Iterator[None]:
-        """SIGINT and SIGTERM reach the run as SIGINT: after one it saves a checkpoint and ends, after a second it ends
-        at once."""
+        """Forward SIGINT and SIGTERM to the run as SIGINT.
+
+        After one signal the run saves a checkpoint and ends, after a second it ends at once.
+        """
 
         def pass_on(number: int, frame: FrameType | None) -> None:
             self.signal = number

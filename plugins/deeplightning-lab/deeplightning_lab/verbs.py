@@ -1,4 +1,4 @@
-"""The verbs `deeplightning bisect` and `deeplightning compare`. Heavy imports stand inside them."""
+"""Define the verbs `deeplightning bisect` and `deeplightning compare`. Heavy imports are inside the functions."""
 
 import json
 from typing import Any
@@ -74,10 +74,10 @@ def compare(first: str, second: str, metric: str | None, by: float | None, forma
     compared by sample, classes by McNemar's test. Nothing is run.
     """
     from deeplightning_lab.compared import as_text, side
-    from deeplightning_lab.significance import compare as judge
+    from deeplightning_lab.significance import compare as compare_groups
 
     try:
-        found = judge(side(first), side(second), metric, by)
+        found = compare_groups(side(first), side(second), metric, by)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     say(json.dumps(found.to_dict(), indent=2) if format == "json" else as_text(found))

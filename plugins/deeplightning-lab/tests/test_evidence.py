@@ -61,7 +61,7 @@ def test_samples_are_drawn_alike_however_they_are_drawn():
     each has the width that theory gives."""
     rng = np.random.default_rng(0)
     right = rng.choice([-1.0, 0.0, 1.0], 500, p=[0.03, 0.9, 0.07])
-    for values in (right, rng.normal(0.02, 1, 200), rng.normal(0.02, 1, evidence.MOST_DRAWN + 1)):
+    for values in (right, rng.normal(0.02, 1, 200), rng.normal(0.02, 1, evidence.MAX_RESAMPLED + 1)):
         found = evidence.sample_interval(values)
         width = 2 * 1.96 * values.std() / math.sqrt(len(values))
         assert found.center == pytest.approx(values.mean())

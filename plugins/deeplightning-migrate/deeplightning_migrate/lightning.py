@@ -22,6 +22,7 @@ from deeplightning.config.tree import Entry, dump, line, plain
 from deeplightning.faults import ConfigError, Fault, upwards
 from deeplightning.static import definition
 from deeplightning.static.signature import Undecided, factory_of
+from deeplightning_migrate import foreign_words
 from deeplightning_migrate.cli_script import CliScript
 from deeplightning_migrate.composed import MAX_FILES, SUBCOMMANDS, over, read
 
@@ -306,7 +307,7 @@ class Conversion:
             elif name == "fast_dev_run" and entry.value is True:
                 self.put("train.fast", True, entry)
             else:
-                found = str(other_tools.ours(key) or "")
+                found = str(foreign_words.ours(key) or "")
                 why = (
                     f": {found.removeprefix('none: ')}" if found.startswith("none: ") and "remove" not in found else ""
                 )
@@ -318,7 +319,7 @@ class Conversion:
             self.config.get("train", {}).pop("gradient_clip", None)
 
     def _argument(self, name: str, value: Any, entry: Entry) -> None:
-        key = str(other_tools.key_of(str(other_tools.ours(f"trainer.{name}"))))
+        key = str(other_tools.key_of(str(foreign_words.ours(f"trainer.{name}"))))
         meant = other_tools.value(key, value) if isinstance(value, str) and name == "profiler" else None
         if name == "deterministic" and value == "warn":
             self.refuse(f"trainer.{name}", entry, "`warn` has no counterpart; write true, which ends the run instead")

@@ -2,7 +2,7 @@
 `lightning` converts those of LightningCLI and Hydra completely.
 
 The file is read to nested mappings (`reading`), its words are looked up in the one table of words
-(`config.other_tools`), and `check` names what is still missing. Each line that needs a person has a comment.
+(`foreign_words`), and `check` names what is still missing. Each line that needs a person has a comment.
 """
 
 import re
@@ -16,6 +16,7 @@ from deeplightning.cli.shipped import write_new
 from deeplightning.config import other_tools
 from deeplightning.config.schema import VERSION
 from deeplightning.config.tree import dump, line, scalar
+from deeplightning_migrate import foreign_words
 from deeplightning_migrate.reading import Call, read_python, read_yaml
 
 LOSSES = ("loss", "loss_fn", "loss_creator", "criterion")
@@ -99,7 +100,7 @@ class Conversion:
             engine |= {"processes": self.devices, "backend": engine.get("backend") or "ddp"}
 
     def _leaf(self, key: str, value: Any) -> None:
-        found = other_tools.ours(key)
+        found = foreign_words.ours(key)
         if found is None:
             self.left.append(f"{key}: {_shown(value)} has no known key here")
         elif found.startswith("none:"):
@@ -138,7 +139,9 @@ class Conversion:
             for name, value in call.arguments.items():
                 self.walk(name, value)
             return
-        found = "data.module" if key in ("data", "datamodule") else other_tools.key_of(other_tools.ours(key) or "none:")
+        found = (
+            "data.module" if key in ("data", "datamodule") else other_tools.key_of(foreign_words.ours(key) or "none:")
+        )
         if found is None:
             self.left.append(f"{key}: {call.name} has no known key here")
             return

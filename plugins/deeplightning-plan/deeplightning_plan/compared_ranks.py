@@ -1,5 +1,7 @@
-"""Fork CPU processes, two of them joined by gloo, that do the same, and compare what each builds, logs and exchanges as
-they go, so that nobody waits for a rank that does not come."""
+"""Fork one or two CPU processes that run the same code, and compare what they build, log and exchange as they run.
+
+The comparison ends them at the first difference, so nothing waits for a rank that does not come.
+"""
 
 from __future__ import annotations
 
@@ -28,44 +30,42 @@ from deeplightning_plan.fake_gpu import line_now
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
-LIMIT = 120.0
-"""Seconds without news from either process, after which they are given up."""
+SILENCE_SECONDS = 120.0
+"""Time without events from any process after which they are killed."""
 
 UNTRIED = (
     "processes on the CPU could not be tried, since this process has computed gradients before; "
     "`deeplightning check --dry-run` tries them"
 )
-_NO_FORK = "autograd's threading in combination with fork"
-"""Torch's words (2.15) in a fork of a process whose autograd has threads."""
+_FORK_ERROR = "autograd's threading in combination with fork"
+"""Error message of torch (2.15) in a fork of a process whose autograd has threads."""
 
-_PAIRED = ("send", "recv_", "recv_any_source_")  # between two ranks, which do different things by design
+_PAIRED = ("send", "recv_", "recv_any_source_")  # point-to-point: the two ranks differ by design
 
 
 class Event(NamedTuple):
-    """What a process does."""
+    """Event in a process."""
 
-    kind: (
-        str  # `parameters`, `log`, `collective`, `message` to or from one rank, `end`, or `error`, which is an end too
-    )
+    kind: str  # `parameters`, `log`, `collective`, `message` to or from one rank, `end`, or `error`, which also ends it
     what: str = ""  # the name, the collective, the error, or the parameters, one a line
     place: str = ""  # ` (file:line)` of the user's own code, if it comes from there
     key: str = "model.module"  # of the config, that an error is about
-    is_certain: bool = True  # whether an error is the user's; else it may be one of trying out
+    is_certain: bool = True  # whether an error is the user's; else the dry run may have caused it
 
 
 Act = Callable[[int, "Reporter"], Event]
-"""What a process does: it is given its rank and what sends its events, and returns the one with which it ends."""
+"""Function that a process runs: it gets the rank and a reporter of events, and returns the final event."""
 
 
 class Ranks:
-    """Fork processes before this one has started threads; they wait until they are compared.
+    """Fork processes before this one has started threads; they wait until `difference` starts them.
 
     Args:
-        act: what each does.
+        act: the function that each process runs.
         number: 1 or 2.
 
     Attributes:
-        key: of the config, that `difference` is about.
+        key: the config key that `difference` is about.
     """
 
     def __init__(self, act: Act, number: int = 2):
@@ -80,9 +80,9 @@ class Ranks:
         for rank in range(self.number):
             mine, its = forks.Pipe()
             self.connections.append(mine)
-            others = tuple(self.connections)  # else they would not see this process end
+            others = tuple(self.connections)  # an inherited copy would hide the end of this process
             arguments = (rank, self.number, its, others, self.act, Path(self.folder.name))
-            process = forks.Process(target=_be, args=arguments)
+            process = forks.Process(target=_run_rank, args=arguments)
             process.start()
             its.close()
             self.processes.append(process)
@@ -96,17 +96,17 @@ class Ranks:
         self.folder.cleanup()
 
     def difference(self) -> tuple[str | None, bool]:
-        """Start them, and find where they part, or why one alone fails.
+        """Start the processes; return the first difference between them, or why a single one fails.
 
         Returns:
-            What differs or fails, in words; None: nothing. And whether that is certain.
+            A description, or None if nothing differs or fails; and whether it is certain.
         """
         events: list[list[Event]] = [[] for _ in self.processes]
         for connection in self.connections:
             connection.send("begin")
         while True:
             open_ = [c for c, done in zip(self.connections, events, strict=True) if not _has_ended(done)]
-            ready = wait(open_, LIMIT)
+            ready = wait(open_, SILENCE_SECONDS)
             if not ready:
                 return self._stuck(events), False
             for rank, connection in enumerate(self.connections):
@@ -119,7 +119,7 @@ class Ranks:
                 fault = compare(*events)
             else:
                 fault = (events[0][-1].what if events[0][-1].kind == "error" else "") if _has_ended(events[0]) else None
-            if fault is not None and _NO_FORK in fault:
+            if fault is not None and _FORK_ERROR in fault:
                 return UNTRIED, False
             if fault is not None:
                 failed = [done[-1] for done in events if done and done[-1].kind == "error"]
@@ -128,12 +128,12 @@ class Ranks:
                 return fault or None, (self.number > 1 and differs) or any(event.is_certain for event in failed)
 
     def _stuck(self, events: list[list[Event]]) -> str:
-        """Describe where each process is that gives no news any more."""
+        """Describe where each process is when none sends events any more."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid or 0, signal.SIGUSR1)
         for process in self.processes:
-            process.join(0.5)  # the time to write
+            process.join(0.5)  # time to write the stack
         where = []
         for rank, done in enumerate(events):
             file = Path(self.folder.name) / f"stack_{rank}"
@@ -141,7 +141,7 @@ class Ranks:
             line = next((f" (now at {short(name)}:{line})" for name, line in lines if is_theirs(name)), "")
             where.append(f"rank {rank} {'has ended, and last' if _has_ended(done) else 'last'} {_last(done)}{line}")
         number = {1: "a process", 2: "two processes"}[self.number]
-        return f"{number} on the CPU did not end; for {LIMIT:.0f} s there was no news: {' and '.join(where)}"
+        return f"{number} on the CPU did not end; for {SILENCE_SECONDS:.0f} s there was no news: {' and '.join(where)}"
 
 
 def compare(one: list[Event], other: list[Event]) -> str | None:
@@ -151,19 +151,17 @@ def compare(one: list[Event], other: list[Event]) -> str | None:
         return built
     entered = [[n for n, event in enumerate(events) if event.kind == "collective"] for events in both]
     pairs = [(one[a], other[b]) for a, b in zip(*entered, strict=False)]
-    parting = next((n for n, (a, b) in enumerate(pairs) if a.what != b.what), None)
-    if parting is None:
+    first = next((n for n, (a, b) in enumerate(pairs) if a.what != b.what), None)
+    if first is None:
         least = min(len(entered[0]), len(entered[1]))
         ended = [_has_ended(events) and len(its) == least for events, its in zip(both, entered, strict=True)]
         if not all(ended) and not any(e and len(its) > least for e, its in zip(ended, reversed(entered), strict=True)):
             return None
-        parting = least
-    # The user's own code on one rank may have met a library on the other in a collective of the same name.
-    alone = (n for n, (a, b) in enumerate(pairs[:parting]) if bool(a.place) != bool(b.place))
-    parting = next(alone, parting)
-    positions = [
-        its[parting] if parting < len(its) else len(events) - 1 for events, its in zip(both, entered, strict=True)
-    ]
+        first = least
+    # User code on one rank may have entered the same collective as a library on the other.
+    alone = (n for n, (a, b) in enumerate(pairs[:first]) if bool(a.place) != bool(b.place))
+    first = next(alone, first)
+    positions = [its[first] if first < len(its) else len(events) - 1 for events, its in zip(both, entered, strict=True)]
     at = [events[position] for events, position in zip(both, positions, strict=True)]
     logged = [
         {event.what: event.place for event in events[:position] if event.kind == "log"}
@@ -200,7 +198,7 @@ def compare(one: list[Event], other: list[Event]) -> str | None:
 
 
 def _other_parameters(one: list[Event], other: list[Event]) -> str | None:
-    """Return where the networks of two processes differ; None: nowhere, or it is not known yet."""
+    """Return where the networks of two processes differ, or None if they do not or it is unknown yet."""
     built = [next((event for event in events if event.kind == "parameters"), None) for events in (one, other)]
     if built[0] is None or built[1] is None or built[0].what == built[1].what:
         return None
@@ -226,10 +224,12 @@ def _last(events: list[Event]) -> str:
     return f"entered {entered[-1].what}{entered[-1].place}" if entered else "entered no collective"
 
 
-# ---- inside one of the two
+# ---- in the child process
 
 
-def _be(rank: int, number: int, connection: Connection, others: Sequence[Connection], act: Act, folder: Path) -> None:
+def _run_rank(
+    rank: int, number: int, connection: Connection, others: Sequence[Connection], act: Act, folder: Path
+) -> None:
     ended = Event("end")
     try:
         for other in others:
@@ -241,7 +241,7 @@ def _be(rank: int, number: int, connection: Connection, others: Sequence[Connect
         stack = (folder / f"stack_{rank}").open("w")
         faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
         os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(number), "CUDA_VISIBLE_DEVICES": ""}
-        torch.set_num_threads(1)  # a forked process does not have the threads that OpenMP believes in
+        torch.set_num_threads(1)  # a forked process does not have the threads of OpenMP
 
         report = Reporter(connection)
         if number == 1:
@@ -249,9 +249,9 @@ def _be(rank: int, number: int, connection: Connection, others: Sequence[Connect
             return
         loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
         os.environ |= {"GLOO_SOCKET_IFNAME": loopback[0]} if loopback else {}
-        meeting = f"file://{folder / 'meeting'}"
-        longer = timedelta(seconds=LIMIT + 30)  # whoever compares them sees first that they wait
-        distributed.init_process_group("gloo", meeting, longer, rank=rank, world_size=number)
+        rendezvous = f"file://{folder / 'rendezvous'}"
+        timeout = timedelta(seconds=SILENCE_SECONDS + 30)  # longer than the parent process waits
+        distributed.init_process_group("gloo", rendezvous, timeout, rank=rank, world_size=number)
         with _Collectives(report):
             ended = act(rank, report)
     except BaseException as error:
@@ -263,10 +263,10 @@ def _be(rank: int, number: int, connection: Connection, others: Sequence[Connect
 
 
 class Reporter:
-    """Send what a process does, with the place in the user's own code where it does it.
+    """Send the events of a process, with the line of user code that caused each.
 
     Attributes:
-        look: is given the arguments of each collective and its name, before it is entered; it may refuse them.
+        look: called with the arguments of each collective and its name before it is entered; it may raise.
     """
 
     def __init__(self, connection: Connection):
@@ -279,7 +279,7 @@ class Reporter:
 
 
 class _Collectives(dispatch_mode()):  # type: ignore[misc]
-    """Report each collective before it is entered, those of DistributedDataParallel too."""
+    """Report each collective before it is entered, also those of DistributedDataParallel."""
 
     def __init__(self, report: Reporter):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Memory, bandwidth and links of GPUs that a plan may be made for, by name."""
+"""List memory, bandwidth and links of the GPUs that a plan can be made for, by name."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import NamedTuple
 
 GB, GIB, MIB = 10**9, 2**30, 2**20
 
-WORKSPACE = 32 * MIB
-"""What torch gives cuBLAS on GPUs since Hopper."""
+WORKSPACE_BYTES = 32 * MIB
+"""Workspace that torch gives cuBLAS on GPUs since Hopper."""
 
 
 class Card(NamedTuple):
-    """A kind of GPU."""
+    """Properties of a kind of GPU."""
 
-    name: str  # as `torch.cuda.get_device_name` has it, or what stands for it
+    name: str  # from `torch.cuda.get_device_name`, or a generic one
     memory: int  # bytes
-    bandwidth: float | None = None  # of its memory, bytes per second; None: not known
+    bandwidth: float | None = None  # of its memory, bytes per second; None: unknown
     link: float | None = None  # to other GPUs of its machine, bytes per second in one direction; None: not known
     workspace: int = 8_519_680  # bytes of torch's cuBLAS (2.15): docs.nvidia.com/cuda/cublas/#cublassetworkspace
 
 
 CARDS = {
-    r"B200": Card("B200", 180 * GB, 8.0e12, 900e9, WORKSPACE),
-    r"H200": Card("H200", 141 * GB, 4.8e12, 450e9, WORKSPACE),
-    r"H100 ?PCIe": Card("H100 PCIe", 80 * GB, 2.0e12, 64e9, WORKSPACE),
-    r"H100": Card("H100 80GB HBM3", 80 * GB, 3.35e12, 450e9, WORKSPACE),
+    r"B200": Card("B200", 180 * GB, 8.0e12, 900e9, WORKSPACE_BYTES),
+    r"H200": Card("H200", 141 * GB, 4.8e12, 450e9, WORKSPACE_BYTES),
+    r"H100 ?PCIe": Card("H100 PCIe", 80 * GB, 2.0e12, 64e9, WORKSPACE_BYTES),
+    r"H100": Card("H100 80GB HBM3", 80 * GB, 3.35e12, 450e9, WORKSPACE_BYTES),
     r"A100.*40 ?GB": Card("A100 40GB", 40 * GB, 1.555e12, 300e9),
     r"A100": Card("A100", 80 * GB, 2.039e12, 300e9),
     r"L40S": Card("L40S", 48 * GB, 0.864e12, 32e9),
@@ -34,10 +34,10 @@ CARDS = {
     r"V100": Card("V100", 32 * GB, 0.9e12, 150e9),
     r"T4": Card("T4", 16 * GB, 0.32e12, 16e9),
 }
-"""By a pattern in the name. From NVIDIA's data sheets; a link is half of what they give for both directions."""
+"""Cards by a pattern in the name. From NVIDIA's data sheets; a link is half of their figure for both directions."""
 
-NETWORK = 25e9
-"""Bytes per second between machines where a plan is made for several: InfiniBand NDR 200, one link for each GPU."""
+NETWORK_BYTES_PER_SECOND = 25e9
+"""Bandwidth between machines in a plan for several: InfiniBand NDR 200, one link for each GPU."""
 
 
 def card_of(name: str) -> Card | None:
@@ -48,5 +48,5 @@ def card_of(name: str) -> Card | None:
 
 
 def known() -> str:
-    """The names in the table."""
+    """Return the names in the table."""
     return ", ".join(dict.fromkeys(card.name for card in CARDS.values()))

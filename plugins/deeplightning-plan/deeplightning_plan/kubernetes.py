@@ -17,14 +17,14 @@ from deeplightning.address import is_address
 from deeplightning.config.schema import Config
 from deeplightning.config.tree import dump
 from deeplightning.faults import ConfigError, Fault
-from deeplightning.process.rendezvous import PATIENCE
+from deeplightning.process.rendezvous import WAIT_VARIABLE
 
-WORK = "/work"  # the working directory of the container: the image has the user's own code there
-TRIES = 3  # restarts of each pod
+WORKING_DIRECTORY = "/work"  # of the container: the image has the user's own code there
+MAX_RESTARTS = 3  # of each pod
 _CONFIG = "/etc/deeplightning/config.yaml"
 _PORT = 29500
-_WAIT = 900  # seconds: pods of a job are scheduled minutes apart
-_END = 120  # seconds to write `last.ckpt` after SIGTERM
+_RENDEZVOUS_SECONDS = 900  # pods of a job are scheduled minutes apart
+_GRACE_SECONDS = 120  # to write `last.ckpt` after SIGTERM
 _VARIABLE = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)")
 _STORE = "MLFLOW_TRACKING_URI"
 
@@ -32,16 +32,16 @@ _STORE = "MLFLOW_TRACKING_URI"
 def job_file(cfg: Config, image: str, name: str, gpus: int | None = None) -> str:
     """Return the objects of a run as YAML: ConfigMap, for several machines Service, and Job.
 
-    The ConfigMap has the config as it is now; later edits of its files change nothing. It holds no value that came from
+    The ConfigMap has the present config; later edits of its files have no effect. It contains no value that came from
     the environment: the container reads it from the Secret `NAME-environment`.
 
     Args:
-        image: has Deep Lightning, and the user's own code in `WORK`.
-        name: of the objects; what Kubernetes does not allow in one is replaced.
+        image: has Deep Lightning, and the user's own code in `WORKING_DIRECTORY`.
+        name: of the objects; characters that Kubernetes does not allow are replaced.
         gpus: of each machine; None: as many as the config names.
 
     Raises:
-        ConfigError: the config has a launcher, or does not tell how many GPUs a machine has.
+        ConfigError: the config has a launcher, or does not say how many GPUs a machine has.
     """
     name = _label(name)
     number = _gpus(cfg, gpus)
@@ -60,7 +60,7 @@ def job_file(cfg: Config, image: str, name: str, gpus: int | None = None) -> str
     lines = [
         "# kubectl apply --filename FILE",
         f"# Machines: {nodes}; on each {number} GPUs" if number else f"# Machines: {nodes}; no GPU",
-        f"# The image has Deep Lightning, and your own code in {WORK}.",
+        f"# The image has Deep Lightning, and your own code in {WORKING_DIRECTORY}.",
     ]
     if secrets:
         pairs = " ".join(f'--from-literal={variable}="${variable}"' for variable in secrets)
@@ -86,7 +86,7 @@ def _job(cfg: Config, image: str, name: str, gpus: int, secrets: list[str]) -> d
             {"name": "NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": index}}},
             {"name": "MASTER_ADDR", "value": f"{name}-0.{name}"},
             {"name": "MASTER_PORT", "value": str(_PORT)},
-            {"name": PATIENCE, "value": str(_WAIT)},
+            {"name": WAIT_VARIABLE, "value": str(_RENDEZVOUS_SECONDS)},
         ]
     threads = engine.threads if isinstance(engine.threads, int) else 1
     cores = (gpus or engine.processes) * (threads + cfg.data.num_workers)
@@ -96,7 +96,7 @@ def _job(cfg: Config, image: str, name: str, gpus: int, secrets: list[str]) -> d
     container = {
         "name": "train",
         "image": image,
-        "workingDir": WORK,
+        "workingDir": WORKING_DIRECTORY,
         "command": ["deeplightning", "train", _CONFIG],
         "env": environment,
         "resources": resources,
@@ -105,22 +105,22 @@ def _job(cfg: Config, image: str, name: str, gpus: int, secrets: list[str]) -> d
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
-        "terminationGracePeriodSeconds": _END,
+        "terminationGracePeriodSeconds": _GRACE_SECONDS,
         "containers": [container],
         "volumes": volumes,
     }
     if nodes > 1:
         pod["subdomain"] = name
     rules = [
-        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},  # a drained node is no failure
-        # The config or a checkpoint is wrong: another try ends alike.
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},  # a drained node is not a failure
+        # The config or a checkpoint is wrong: another try would fail too.
         {"action": "FailJob", "onExitCodes": {"containerName": "train", "operator": "In", "values": [2, 4]}},
     ]
     spec: dict[str, Any] = {
         "completions": nodes,
         "parallelism": nodes,
         "completionMode": "Indexed",
-        "backoffLimit": TRIES * nodes,
+        "backoffLimit": MAX_RESTARTS * nodes,
         "podFailurePolicy": {"rules": rules},
         "template": {"spec": pod},
     }
@@ -128,7 +128,7 @@ def _job(cfg: Config, image: str, name: str, gpus: int, secrets: list[str]) -> d
 
 
 def _volumes(cfg: Config, name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the volumes of a pod, and where its container has them."""
+    """Return the volumes of a pod, and their mounts in its container."""
     volumes: list[dict[str, Any]] = [
         {"name": "config", "configMap": {"name": name}},
         {"name": "shm", "emptyDir": {"medium": "Memory"}},  # processes and loader workers share memory there
@@ -141,13 +141,13 @@ def _volumes(cfg: Config, name: str) -> tuple[list[dict[str, Any]], list[dict[st
         if place is None or is_address(place):
             continue
         volumes.append({"name": volume, "persistentVolumeClaim": {"claimName": volume}})
-        mount = {"name": volume, "mountPath": posixpath.normpath(posixpath.join(WORK, place))}
+        mount = {"name": volume, "mountPath": posixpath.normpath(posixpath.join(WORKING_DIRECTORY, place))}
         mounts.append(mount | ({"readOnly": True} if volume == "data" else {}))
     return volumes, mounts
 
 
 def _store(cfg: Config) -> str | None:
-    """Return where runs are tracked; None: the environment has it, which may hold a password."""
+    """Return the address of the tracking store, or None if the environment has it, which may hold a password."""
     store = cfg.logger.params.get("tracking_uri")
     return str(store) if store is not None else None if os.environ.get(_STORE) else "mlruns"
 
@@ -165,6 +165,6 @@ def _gpus(cfg: Config, given: int | None) -> int:
 
 
 def _label(name: str) -> str:
-    """Return a name as Kubernetes allows it: RFC 1123, short enough for what Jobs append."""
+    """Convert a name to a Kubernetes name: RFC 1123, short enough for the suffixes that Jobs append."""
     found = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:50].strip("-")
     return found if found[:1].isalpha() else f"run-{found}".strip("-")

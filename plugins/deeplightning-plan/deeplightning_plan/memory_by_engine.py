@@ -1,8 +1,10 @@
-"""What one process holds of a network under each engine: parameters, gradients, the optimizer's state, and buffers by
-which processes exchange them. The shapes are counted; how an engine shares them out is its documentation's.
+"""Compute the memory that one process holds for a network under each engine.
 
-Sources: `torch.distributed.fsdp.fully_shard` shards each parameter's rows as `torch.chunk` does; ZeRO's stages share
-what https://arxiv.org/abs/1910.02054 says, with the paddings of DeepSpeed 0.19.
+It counts parameters, gradients, optimizer state and communication buffers, from the shapes and the documented sharding
+of each engine.
+
+Sources: `torch.distributed.fsdp.fully_shard` shards each parameter's rows as `torch.chunk` does; ZeRO's stages shard as
+described in https://arxiv.org/abs/1910.02054, with the paddings of DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -27,19 +29,19 @@ from deeplightning_plan.memory_tracker import MemoryTracker, state_of
 class ProcessMemory:
     """Bytes in the first process, which holds the most."""
 
-    parameters: int  # in the precision that the network computes in, or is kept in
+    parameters: int  # in the precision that the network computes in, or is stored in
     gradients: int  # when the optimizer steps
-    state: int  # the optimizer's, with the copy of the weights in 32 bits that DeepSpeed's has
-    communication: dict[str, int]  # phase of a step → buffers for what is sent and gathered
+    state: int  # of the optimizer, with DeepSpeed's copy of the weights in 32 bits
+    communication: dict[str, int]  # phase of a step → send and gather buffers
     stepping: int  # the optimizer's temporary tensors
-    keeps_gradients: bool = True  # whether gradients are still there in the next forward pass
+    keeps_gradients: bool = True  # whether gradients still exist in the next forward pass
 
 
 @dataclass(frozen=True)
 class Engine:
-    """How a run is spread."""
+    """Distribution of a run over processes."""
 
-    backend: str | None  # a word of `engine.backend`; None: no engine
+    backend: str | None  # a value of `engine.backend`; None: no engine
     world: int  # processes
     params: dict[str, Any]  # `engine.params`
     on_gpu: bool
@@ -47,10 +49,10 @@ class Engine:
 
 
 def process_memory(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -> ProcessMemory:
-    """What the first process holds.
+    """Return the memory of the first process.
 
     Args:
-        task: of fake or real parameters.
+        task: has fake or real parameters.
         optimizers: with their state after a step.
     """
     backend = engine.backend or ""
@@ -84,17 +86,17 @@ def _fsdp(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -> Process
     keeps = engine.params.get("reshard_after_forward") is False
     # A unit and the next one, or their sum; in the backward pass a unit's gradient and the copy that is scattered too.
     gathered = max(2 * most, sum(units) if keeps else 0)
-    # Over gloo three more copies of the network stay, measured on two processes: benchmarks/planned.md.
+    # Over gloo three more copies of the network remain, measured on two processes: benchmarks/planned.md.
     stays = 0 if engine.on_gpu else 3 * sum(units)
     reduced = 2 * most if engine.on_gpu else 0
     communication = {"forward": stays + gathered, "backward": stays + gathered + reduced, "optimizer": stays}
     offloads = bool(engine.params.get("cpu_offload")) and engine.on_gpu
-    held = (0, 0, 0) if offloads else (shares(task.parameters()), shares(learning), state)
-    return ProcessMemory(*held, communication, 0 if offloads else stepping)
+    own = (0, 0, 0) if offloads else (shares(task.parameters()), shares(learning), state)
+    return ProcessMemory(*own, communication, 0 if offloads else stepping)
 
 
 def _zero(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -> ProcessMemory:
-    """Stages 1 and 2: each group of parameters is one flat tensor, of which each process steps its part."""
+    """Return the memory under stages 1 and 2: a parameter group is one flat tensor, and each process steps its part."""
     stage = int((engine.backend or "").removeprefix("deepspeed_stage_")[:1])
     number = 2 if engine.is_half else 4
     flat = [sum(p.numel() for p in group) for group in _groups(optimizers)]
@@ -103,11 +105,11 @@ def _zero(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -> Process
     state, stepping = _flat_step(optimizers, [[part] for part in parts])
     learning, every = sum(flat), sum(p.numel() for p in task.parameters())
     padded = every - learning + engine.world * sum(parts)
-    bucket = {**sizes(every, learning, stage), **_zero_words(engine)}.get("reduce_bucket_size", 0)
+    bucket = {**sizes(every, learning, stage), **_zero_settings(engine)}.get("reduce_bucket_size", 0)
     buckets = int(min(bucket, learning) * number)
     own = 4 * sum(parts)
     gradients = number * (learning if stage == 1 else sum(parts))
-    # A bucket stays and a second one is filled; of stage 2 a third one, as it sums while the pass goes on.
+    # One bucket is sent while a second one is filled; stage 2 has a third, as it reduces during the backward pass.
     several = 0 if engine.world == 1 else buckets
     communication = {"forward": several, "backward": several + stage * buckets, "optimizer": several}
     if "offload" in (engine.backend or ""):
@@ -116,9 +118,9 @@ def _zero(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -> Process
 
 
 def _zero3(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -> ProcessMemory:
-    """Stage 3: each parameter is cut, flattened, into equal parts."""
+    """Return the memory under stage 3: each parameter is flattened and cut into equal parts."""
     number, world = 2 if engine.is_half else 4, engine.world
-    words = _zero_words(engine)
+    words = _zero_settings(engine)
     every, learning = list(task.parameters()), _learning(optimizers)
     total, trained = sum(p.numel() for p in every), sum(p.numel() for p in learning)
     found = {**sizes(total, trained, 3), **words}
@@ -139,7 +141,7 @@ def _zero3(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -> Proces
 
 
 def _subgroups(parts: list[int], found: dict[str, int]) -> list[int]:
-    """Numbers in each flat tensor that stage 3 steps by itself, one after the other."""
+    """Return the numbers of elements in each flat tensor that stage 3 steps by itself, one after the other."""
     limit = found.get("sub_group_size", 1_000_000_000)
     groups, size = list[int](), 0
     for part in parts:
@@ -150,8 +152,8 @@ def _subgroups(parts: list[int], found: dict[str, int]) -> list[int]:
     return [*groups, size] if size else groups
 
 
-def _zero_words(engine: Engine) -> dict[str, Any]:
-    """The sizes that a user gives."""
+def _zero_settings(engine: Engine) -> dict[str, Any]:
+    """Return the sizes that the user sets."""
     config = engine.params.get("config") or {}
     return {**engine.params, **(config.get("zero_optimization") or {})}
 
@@ -170,7 +172,7 @@ def _learning(optimizers: Sequence[Any]) -> list[Tensor]:
 
 
 def _step(optimizers: Sequence[Any], shapes: dict[int, list[int]]) -> tuple[int, int]:
-    """State and temporary bytes of optimizers that step over parameters of these shapes, by the parameters' ids."""
+    """Return the bytes of state and of temporary tensors of optimizers for parameters of these shapes, by their ids."""
     found = [
         _step_of(o, tuple(tuple((tuple(shapes[id(p)]), p.dtype) for p in g["params"]) for g in o.param_groups))
         for o in optimizers
@@ -179,7 +181,7 @@ def _step(optimizers: Sequence[Any], shapes: dict[int, list[int]]) -> tuple[int,
 
 
 def _flat_step(optimizers: Sequence[Any], groups: list[list[int]]) -> tuple[int, int]:
-    """The same over flat tensors in 32 bits of these sizes, for each group of parameters in turn."""
+    """Return the same bytes for flat tensors in 32 bits of these sizes, for each parameter group in turn."""
     left, found = iter(groups), list[tuple[int, int]]()
     for optimizer in optimizers:
         shapes = [[([size], torch.float32) for size in next(left, [])] for _ in optimizer.param_groups]
@@ -193,7 +195,7 @@ def _step_of(optimizer: Any, shapes: tuple[Any, ...]) -> tuple[int, int]:
 
 
 def _stepped(optimizer: Any, shapes: list[list[tuple[list[int], torch.dtype]]]) -> tuple[int, int]:
-    """One step of an optimizer like another, over fake parameters of these shapes."""
+    """Return the same bytes for one step of a copy of an optimizer over fake parameters of these shapes."""
     from deeplightning_plan.counted_step import Answers
 
     tracker = MemoryTracker()
@@ -205,7 +207,9 @@ def _stepped(optimizer: Any, shapes: list[list[tuple[list[int], torch.dtype]]]) 
             for parameter in made:
                 parameter.grad = torch.empty_like(parameter)
             groups.append({**group, "params": made})
-        takes = inspect.signature(type(optimizer)).parameters  # torch's AdamW notes more than it takes
+        takes = inspect.signature(
+            type(optimizer)
+        ).parameters  # the defaults of torch's AdamW are more than its arguments
         mine = type(optimizer)(groups, **{n: v for n, v in optimizer.defaults.items() if n in takes})
         tracker.add("parameters", [p for group in groups for p in group["params"]])
         tracker.add("gradients", [p.grad for group in groups for p in group["params"]])

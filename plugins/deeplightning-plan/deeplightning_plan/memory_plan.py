@@ -18,7 +18,7 @@ from deeplightning.config.schema import Config
 from deeplightning.dry_run.attempt import Attempt
 from deeplightning.engine.plan import batch_size
 from deeplightning_plan.counted_step import Count, counted
-from deeplightning_plan.gpu_cards import NETWORK, WORKSPACE, Card
+from deeplightning_plan.gpu_cards import NETWORK_BYTES_PER_SECOND, WORKSPACE_BYTES, Card
 from deeplightning_plan.memory_by_engine import Engine, ProcessMemory, process_memory
 from deeplightning_plan.memory_tracker import KINDS
 
@@ -95,7 +95,7 @@ class Setting:
     def workspaces(self) -> int:
         """Bytes that matrix products keep for themselves: a workspace of cuBLAS for the thread of the forward pass and
         one for that of the backward pass."""
-        return 2 * (self.card.workspace if self.card else WORKSPACE) if self.on_gpu else 0
+        return 2 * (self.card.workspace if self.card else WORKSPACE_BYTES) if self.on_gpu else 0
 
 
 def forecast(attempt: Attempt, cfg: Config, setting: Setting) -> Plan:
@@ -225,7 +225,7 @@ def _seconds(row: Row, count: Count, cfg: Config, setting: Setting) -> tuple[flo
         return None
     low, high = SHARES[row.engine]
     by_bytes = count.moved / setting.card.bandwidth
-    link = NETWORK if setting.world > setting.local else setting.card.link or NETWORK
+    link = NETWORK_BYTES_PER_SECOND if setting.world > setting.local else setting.card.link or NETWORK_BYTES_PER_SECOND
     size = sum(p.numel() * p.element_size() for p in count.task.parameters())
     sent = SENT.get(row.engine, 0.0) * size * (row.world - 1) / row.world / link
     factor = cfg.train.accumulator_factor

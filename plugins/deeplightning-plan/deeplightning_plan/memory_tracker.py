@@ -1,7 +1,7 @@
-"""The bytes that tensors hold during a training step, counted tensor by tensor, real or fake, and by kind.
+"""Count the bytes that tensors hold during a training step, tensor by tensor, real or fake, and by kind.
 
-`torch.distributed._tools.mem_tracker.MemTracker` (torch 2.15) counts the same bytes; it refuses a network that a step
-calls twice, as a GAN's, and metrics that are called, so that the count is here, and tests compare it with MemTracker's.
+`torch.distributed._tools.mem_tracker.MemTracker` (torch 2.15) counts the same bytes, and tests compare the two. It
+cannot be used here, because it refuses metrics that are called, and a network that a step calls twice, as a GAN does.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from torch.utils.flop_counter import flop_registry
 from deeplightning.private.torch import changes_in_place, dispatch_mode, family_of, storage_id, tensors_in
 
 KINDS = ("parameters", "gradients", "state", "activations", "communication", "temporary")
-"""What bytes are held for. `activations`: what the forward pass makes and keeps, the batch, the network's buffers."""
+"""Uses of memory. `activations`: what the forward pass allocates and keeps, the batch, the network's buffers."""
 
 _OF_PHASE = {"between": "activations", "forward": "activations"}
 
 
 class MemoryTracker(dispatch_mode()):  # type: ignore[misc]
-    """Count tensors while it is on.
+    """Count tensors while the mode is on.
 
     Attributes:
-        phase: `between`, `forward`, `backward` or `optimizer`, set from outside.
-        total: bytes held now.
-        kinds: kind → bytes of it held now.
-        peaks: phase → `kinds` at the moment of that phase at which the most was held.
+        phase: `between`, `forward`, `backward` or `optimizer`, set by the user of the tracker.
+        total: bytes allocated now.
+        kinds: kind → bytes allocated now.
+        peaks: phase → `kinds` at the peak of that phase.
         flops: operations of matrix products, convolutions and attentions since `reset`, by torch's formulas. (Its
-            `FlopCounterMode` keeps what recomputed modules hold, torch 2.15.)
+            `FlopCounterMode` keeps the tensors of recomputed modules alive, torch 2.15.)
         moved: bytes that operators read and wrote since `reset`, views not counted.
-        launches: how many operators of forward and backward passes have done so: on a GPU each launches a kernel.
+        launches: number of such operators in forward and backward passes: on a GPU each launches a kernel.
     """
 
     def __init__(self) -> None:
@@ -53,10 +53,10 @@ class MemoryTracker(dispatch_mode()):  # type: ignore[misc]
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             made = self._resize(storage, size)
             self._note(storage)
-            self._look()
+            self._update_peaks()
             return made
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]  # fsdp's; no operator
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]  # FSDP calls it; it is no operator
         super().__enter__()
         return self
 
@@ -80,14 +80,14 @@ class MemoryTracker(dispatch_mode()):  # type: ignore[misc]
         if is_new or changes_in_place(func):
             self.launches += self.phase in ("forward", "backward")
             self.moved += sum(t.nbytes for t in tensors_in((args, kwargs, made)) if not t.is_sparse)
-        self._look()
+        self._update_peaks()
         return made
 
     def add(self, kind: str, tensors: Iterable[object]) -> int:
-        """Count tensors that were made before, or that have turned out to be of another kind.
+        """Count tensors that were allocated before, or whose kind has become known.
 
         Returns:
-            The bytes of them, each memory counted once.
+            Their bytes; shared memory counts once.
         """
         known, size = set[int](), 0
         for tensor in tensors:
@@ -98,11 +98,11 @@ class MemoryTracker(dispatch_mode()):  # type: ignore[misc]
                 known.add(key)
                 self._note(storage, kind)
                 size += storage.nbytes()
-        self._look()
+        self._update_peaks()
         return size
 
     def _note(self, storage: torch.UntypedStorage, kind: str | None = None) -> bool:
-        """Count a storage as of a kind, and return whether it is new."""
+        """Count a storage under a kind, and return whether it is new."""
         key, size = storage_id(storage), storage.nbytes()
         before = self._sizes.get(key)
         if before is None and not size:
@@ -120,7 +120,7 @@ class MemoryTracker(dispatch_mode()):  # type: ignore[misc]
         self.total += size
         return before is None
 
-    def _look(self) -> None:
+    def _update_peaks(self) -> None:
         if self.total > self._most.get(self.phase, 0):
             self._most[self.phase] = self.total
             self.peaks[self.phase] = self.kinds.copy()
@@ -132,28 +132,30 @@ class MemoryTracker(dispatch_mode()):  # type: ignore[misc]
 
 
 def gradients_of(module: nn.Module) -> list[Tensor]:
-    """Return the gradients that parameters hold now."""
+    """Return the gradients of parameters that have one."""
     return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
 
 
 def state_of(optimizer: Any) -> list[Tensor]:
-    """Return the tensors that an optimizer keeps; of DeepSpeed's, those of the one that it is around."""
+    """Return the tensors in the state of an optimizer, or of the one that DeepSpeed's optimizer wraps."""
     inner = getattr(optimizer, "optimizer", optimizer)
     return [value for kept in inner.state.values() for value in kept.values() if isinstance(value, Tensor)]
 
 
 class Phases(pl.Callback):
-    """Tell a tracker which phase of a training step is under way, of what kind tensors are, and ends the training after
-    some optimizer steps, the last of which has the peaks.
+    """Tell a tracker the phase of a training step and the kinds of tensors, and end the training after some optimizer
+    steps.
+
+    The last step has the peaks.
 
     Args:
-        tracker: the count.
-        steps: 1, or 2 where the optimizer's state and the gradients of a step before are to be there.
-        most: batches after which a task that has not stepped its optimizer is taken to step no more.
+        tracker: the tracker.
+        steps: 1, or 2 to count a step that starts with optimizer state and gradients of an earlier step.
+        most: batches after which a task that has not stepped its optimizer is assumed not to.
 
     Attributes:
         optimizers: of the training.
-        batches: of one optimizer step; 0: it has not been taken.
+        batches: of one optimizer step; 0: no step has been taken.
     """
 
     def __init__(self, tracker: MemoryTracker, steps: int = 2, most: int = 64):
@@ -173,7 +175,7 @@ class Phases(pl.Callback):
         self.tracker.add("gradients", [parameter.grad])
 
     def on_train_batch_start(self, trainer: Any, *_: object) -> None:
-        trainer.log_every_n_steps = 0  # nothing is due: what is logged are values
+        trainer.log_every_n_steps = 0  # logging would read values
         self.tracker.phase = "forward"
 
     def on_before_backward(self, *_: object) -> None:

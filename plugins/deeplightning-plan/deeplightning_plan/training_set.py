@@ -1,6 +1,6 @@
-"""Describe a training set: the batches of its data module go in, counts, means and spreads come out as YAML.
+"""Describe a training set: compute counts, means and deviations from the batches of its data module, as YAML.
 
-Each number is exact: pixels and labels are counted as whole numbers, floats added up in 64 bits. No network is built.
+Each number is exact: pixels and labels are counted as integers, floats are summed in 64 bits. No network is built.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from deeplightning.run.assemble import init_module
 from deeplightning.run.class_weights import LABELS, class_weights, counted, positive_weights
 
 MAX_COLUMNS = 64
-"""Of inputs with more numbers each, one mean and one deviation are printed, over all of them."""
+"""For inputs with more numbers each, one mean and one deviation over all of them are printed."""
 
 
 def statistics(cfg: Config) -> str:
@@ -29,8 +29,8 @@ def statistics(cfg: Config) -> str:
     are those of all numbers (divided by N). Training pictures are taken as they are before `augment`.
 
     Raises:
-        DataError: the data are not there or damaged.
-        ConfigError: the data module gives no training batches that are mappings of tensors.
+        DataError: the data are missing or damaged.
+        ConfigError: the training batches of the data module are not mappings of tensors.
     """
     options = {name: value for name, value in cfg.data.loader.items() if name != "drop_last"}
     cfg.data = replace(cfg.data, sampler=None, loader=options)  # each sample once
@@ -68,7 +68,7 @@ def _kind(name: str, values: np.ndarray) -> object:
 
 
 class _Pixels:
-    """Count how often each channel has each of its 256 values."""
+    """Count how often each channel has each of the 256 values."""
 
     def __init__(self, channels: int):
         self.counts = np.zeros((channels, 256), dtype=np.int64)
@@ -90,7 +90,7 @@ class _Pixels:
 
 
 class _Labels:
-    """Count how often there is each class."""
+    """Count how often each class occurs."""
 
     def __init__(self) -> None:
         self.counts = np.zeros(0, dtype=np.int64)
@@ -144,7 +144,7 @@ class _Numbers:
 
 
 class _SeveralLabels(_Numbers):
-    """Count how many samples have each label; with a value other than 0 and 1 they are numbers."""
+    """Count how many samples have each label; columns with a value other than 0 and 1 are numbers."""
 
     def __init__(self) -> None:
         super().__init__()

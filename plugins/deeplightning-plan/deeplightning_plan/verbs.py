@@ -1,4 +1,4 @@
-"""The verbs `plan`, `lr`, `batch` and `stats`. Heavy imports stand inside them, so that `--help` answers at once."""
+"""Define the verbs `plan`, `lr`, `batch` and `stats`. Heavy imports are inside them, so that `--help` is fast."""
 
 import shlex
 from pathlib import Path
@@ -184,7 +184,7 @@ def _job(config: Path, cfg: "Config", gpus: "Gpus | None", nodes: int | None, im
     """Return the text of `plan --format k8s`."""
     from deeplightning_plan.kubernetes import job_file
 
-    for key, asked in (cfg.asked or {}).items():  # what was settled for this machine does not hold for others
+    for key, asked in (cfg.asked or {}).items():  # values resolved for this machine do not apply to others
         section, _, name = key.partition(".")
         setattr(getattr(cfg, section), name, asked)
     cfg.engine.num_nodes = nodes or cfg.engine.num_nodes

@@ -173,7 +173,7 @@ def wait_for_ever(rank, report):
 
 def test_ranks_that_wait_for_ever_are_given_up_with_the_place_of_each(monkeypatch, tmp_path):
     """A time-out ends them; the message has the last collective and the line of each."""
-    monkeypatch.setattr(ranks, "LIMIT", 3.0)
+    monkeypatch.setattr(ranks, "SILENCE_SECONDS", 3.0)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "waits_for_ever.py").write_text(WAITS)
     act = importlib.import_module("waits_for_ever").wait_for_ever

@@ -1,4 +1,4 @@
-"""Start a process of a run on a worker, and pass on its output.
+"""Start a process of a run on a worker, and forward its output.
 
 Ray makes an actor of the class. It imports no torch: nothing is trained in its process.
 """
@@ -29,7 +29,7 @@ from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.code import Code
 from deeplightning.version import __version__
 
-DRAIN_SECONDS = 1.0  # for the output of a process to arrive after its end: its own children may hold the pipe open
+DRAIN_SECONDS = 1.0  # for output to arrive after the end of a process, whose own children may keep the pipe open
 
 WORKER = ("-P", "-m", "deeplightning_ray.worker")
 """Arguments of Python for a process; with -P its working directory does not come first on `sys.path`."""
@@ -40,15 +40,15 @@ _PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", 
 
 @dataclass(frozen=True)
 class Report:
-    """Report the state of a worker's process.
+    """State of a worker's process.
 
     Attributes:
         parts: its output since the last call, each with 1 (stdout) or 2 (stderr).
-        code: its exit code, below 0 the signal that killed it; None while it runs.
+        code: its exit code, or the negative number of the signal that killed it; None while it runs.
         run: the run's folder, or None before it exists.
-        newest: the latest complete checkpoint there, when it has ended.
-        cause: why the processes of this machine have ended, when it has; None: they have ended well.
-        reported: whether one of them has printed it.
+        newest: the latest complete checkpoint in that folder, once the process has ended.
+        cause: why the processes of this machine failed, once this one has ended; None: they did not.
+        reported: whether one of them has printed the cause.
     """
 
     parts: list[tuple[int, bytes]] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Report:
 
 
 class Agent:
-    """Start one process, once."""
+    """Start one process, once, and report on it."""
 
     def __init__(self) -> None:
         self._output: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
@@ -72,13 +72,13 @@ class Agent:
         self._rank = 0
 
     def about(self, folders: Mapping[str, int]) -> dict[str, Any]:
-        """Return what the launch has to know of this worker.
+        """Return properties of this worker that the launch needs.
 
         Args:
             folders: of the launching machine, with their inode numbers.
 
         Returns:
-            `host`, `version`, `python`; a `port` that is free; `shared`: which of the folders are there, the same.
+            `host`, `version`, `python`; a free `port`; `shared`: which of the folders are the same here.
         """
         with socket.socket() as made:
             made.bind(("", 0))
@@ -92,31 +92,31 @@ class Agent:
         return {"host": socket.gethostname(), "version": __version__, "python": python, "port": port, "shared": shared}
 
     def unpack(self, code: Code, shared: Sequence[str], git: Mapping[str, str | None] | None = None) -> str:
-        """Write the sealed code of a launch to this machine; return the folder of the seal.
+        """Write the frozen code of a launch to this machine; return its folder.
 
         Args:
-            shared: folders of the launching machine that are here too; see `about`.
+            shared: folders of the launching machine that this one shares; see `about`.
             git: see `deeplightning.launch.sealed.seal`.
         """
         self._unpacked = tempfile.TemporaryDirectory(prefix=PREFIX)
         folder = Path(self._unpacked.name) / "seal"
         return str(seal(folder, code=code, linked=shared, git=git))
 
-    def begin(self, order: bytes, environment: Mapping[str, str], folder: str, meeting: str) -> str | None:
+    def begin(self, job: bytes, environment: Mapping[str, str], folder: str, folder_name: str) -> str | None:
         """Start the process.
 
         Args:
-            order: a packed `WorkerJob`, for its standard input.
-            environment: variables for it, beside those of this machine.
-            folder: its working directory, made if it is not there.
-            meeting: the name of the folder that the processes of a machine share, see `process.shared_folder`.
+            job: a packed `WorkerJob`, for its standard input.
+            environment: further variables for it.
+            folder: its working directory, created if it is missing.
+            folder_name: the name of the folder that the processes of a machine share, see `process.shared_folder`.
 
         Returns:
-            Why it could not be started; None if it was.
+            The reason why it could not be started, or None.
         """
         kept = {n: v for n, v in os.environ.items() if not n.startswith(_OF_OTHERS) and n not in _PLACES}
         self._folder, self._rank = (
-            Path(tempfile.gettempdir()) / f"{shared_folder.PREFIX}{meeting}",
+            Path(tempfile.gettempdir()) / f"{shared_folder.PREFIX}{folder_name}",
             int(environment["RANK"]),
         )
         kept |= {**environment, supervisor.AGENT: str(os.getpid()), supervisor.FOLDER: str(self._folder)}
@@ -133,7 +133,7 @@ class Agent:
             reader = threading.Thread(target=self._read, args=(number, stream), daemon=True)
             reader.start()
             self._readers.append(reader)
-        self._write(order)
+        self._write(job)
         return None
 
     def _read(self, number: int, stream: IO[bytes]) -> None:
@@ -143,12 +143,12 @@ class Agent:
     def _write(self, content: bytes) -> None:
         assert self._child is not None
         assert self._child.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended, and how is seen soon
+        with contextlib.suppress(BrokenPipeError):  # it has ended; its report follows
             self._child.stdin.write(content)
             self._child.stdin.flush()
 
     def report(self, seconds: float) -> Report:
-        """Wait for output or the end of the process, at most so many seconds."""
+        """Wait for output or the end of the process, at most `seconds`."""
         assert self._child is not None
         until, parts = time.monotonic() + seconds, list[tuple[int, bytes]]()
         while True:
@@ -171,9 +171,9 @@ class Agent:
     def _final_report(self, parts: list[tuple[int, bytes]], code: int) -> Report:
         assert self._child is not None
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._child.pid, signal.SIGKILL)  # what it has started and left behind
+            os.killpg(self._child.pid, signal.SIGKILL)  # its remaining children
         if code and failure.first_of(self._folder) is None:
-            failure.claim_in(self._folder, failure.end_of(self._rank, code))
+            failure.record_cause(self._folder, failure.end_of(self._rank, code))
         run = self._run()
         kept = RunFolder(run).checkpoints() if run else []
         newest = next((str(path) for path in kept if zipfile.is_zipfile(path)), None)
@@ -193,5 +193,5 @@ class Agent:
             self._child.send_signal(signal.Signals(number))
 
     def make_room(self) -> None:
-        """Notify the process that more workers could take part; see `deeplightning_ray.ray_elastic`."""
+        """Notify the process that more workers can join; see `deeplightning_ray.ray_elastic`."""
         self._write(b"room")

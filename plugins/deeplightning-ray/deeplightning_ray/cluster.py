@@ -1,4 +1,4 @@
-"""Connect to a Ray cluster: the one that is named, the one that runs here, or one of this process's own."""
+"""Connect to a Ray cluster: the named one, the one on this machine, or one that this process starts."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from typing import Any
 from deeplightning.faults import Fault, SetupError
 
 CURRENT = Path("/tmp/ray/ray_current_cluster")
-"""Where `ray start` notes its cluster, for whoever asks on the same machine."""
+"""File in which `ray start` writes the address of its cluster, for processes of the same machine."""
 
 log = logging.getLogger(__name__)
 
 MAX_STARTS = 3  # tries to start a cluster: Ray gives a machine 30 s, which is little for a busy one
-INIT_SECONDS = 30.0  # that a cluster which answers has at least to accept a driver
+INIT_SECONDS = 30.0  # least time for a cluster that answers to accept a driver
 _ADDRESS = "engine.launcher.params.address"
 
 
 @dataclass(frozen=True)
 class Connection:
-    """Describe the cluster that this process is a driver of.
+    """Connection of this process, as a driver, to a cluster.
 
     Attributes:
-        address: of it, in words.
-        is_own: it was started here, and ends with this process.
+        address: description of its address.
+        is_own: whether it was started here, and ends with this process.
     """
 
     address: str
@@ -47,8 +47,8 @@ def connect(address: str | None = None, timeout_s: float = 10, **own: object) ->
     """Make this process a driver of a cluster while the context lasts, unless it is a driver already.
 
     Args:
-        address: as of `Ray`.
-        timeout_s: in which it has to answer.
+        address: as for `Ray`.
+        timeout_s: time for the cluster to answer.
         own: keyword arguments of `ray.init`, for a cluster that is started here.
 
     Raises:
@@ -83,7 +83,7 @@ def connect(address: str | None = None, timeout_s: float = 10, **own: object) ->
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables that are not set, while the context lasts."""
+    """Set variables that are not set while the context lasts."""
     new = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ |= new
     try:
@@ -105,7 +105,7 @@ def _quiet() -> dict[str, str]:
 
 
 def _find(address: str | None) -> str | None:
-    """Return HOST:PORT, with ray:// before it where that was given; None stands for a local cluster."""
+    """Return HOST:PORT, with the ray:// of the given address, or None for a local cluster."""
     if address == "local":
         return None
     if address not in (None, "auto"):
@@ -124,13 +124,13 @@ def _find(address: str | None) -> str | None:
 
 
 def _noted() -> str:
-    """Read the address in `CURRENT`, a file where everybody may write.
+    """Read the address in `CURRENT`, a file in a folder where everybody may write.
 
     Raises:
         OSError: it is missing, or a user other than this one and root could have written it.
         ValueError: it is no text.
     """
-    # Without O_NONBLOCK a pipe of that name would be waited for.
+    # Without O_NONBLOCK a named pipe would block.
     with os.fdopen(os.open(CURRENT, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
         status = os.fstat(file.fileno())
         if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022:
@@ -160,8 +160,8 @@ def _answers(address: str, timeout_s: float) -> None:
 def _init(options: dict[str, Any], address: str | None, timeout_s: float) -> None:
     """Call `ray.init` without its output.
 
-    A connection is made in a thread, since the call does not return where something else than Ray listens. The
-    processes of a local cluster end with the thread that started them.
+    It runs in a thread, since the call does not return if something other than Ray listens. The processes of a local
+    cluster end with the thread that started them, so that one is started in this thread.
     """
     import ray
 

@@ -1,4 +1,4 @@
-"""The launcher `Ray`: its arguments, and what it would start."""
+"""Define the launcher `Ray`: its arguments, and its plan."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ from deeplightning_ray.supervise import Supervisor
 
 
 class Ray:
-    """Train on a Ray cluster, https://docs.ray.io: `engine.processes` workers with CPUs, or one for each GPU that
-    `engine.gpus` asks for.
+    """Train on a Ray cluster, https://docs.ray.io.
 
-    When a worker is lost, all stop; up to `engine.max_restarts` times as many as there is room for start again, and go
-    on in the same run, from its latest complete checkpoint. While there are fewer than asked for, the samples of an
-    optimizer step stay the same by accumulation, where the numbers divide.
+    There are `engine.processes` workers with CPUs, or one for each GPU that `engine.gpus` requests.
+
+    When a worker is lost, all stop. Up to `engine.max_restarts` times, as many as there is room for start again and
+    resume the same run from its latest complete checkpoint. While there are fewer than requested, accumulation keeps
+    the samples of an optimizer step, where the numbers divide.
 
     Args:
-        address: `HOST:PORT` of a cluster, `ray://HOST:PORT` of its client server, `auto`: that of RAY_ADDRESS or of
-            `ray start` on this machine; null: the same, and where there is none, one of this launch's own, on this
-            machine, as `local` always means.
-        min_workers: with fewer it does not run; null: as many as the config asks for.
-        max_workers: with more it does not run; null: as many as the config asks for.
-        cpus_per_worker: CPUs that Ray keeps free for a worker.
+        address: `HOST:PORT` of a cluster; `ray://HOST:PORT` of its client server; `auto`: the cluster of RAY_ADDRESS or
+            of `ray start` on this machine; `local`: a new cluster on this machine for this launch; null: as `auto`, or
+            as `local` if there is no cluster.
+        min_workers: fewest workers to run with; null: as many as the config requests.
+        max_workers: most workers to run with; null: as many as the config requests.
+        cpus_per_worker: CPUs that Ray reserves for a worker.
         storage_path: where checkpoints are kept for workers that share no folder: an absolute path that all reach, or
             an address such as s3://BUCKET/FOLDER; null: they share the working directory.
         working_dir: working directory of the workers; `{node}` in it becomes the machine's name in the cluster; null:
-            this command's.
-        backoff: how to wait for room: `base_s` seconds, the next time `factor` times as long, after `max_tries` tries
-            no more; null: 1 s, doubled, ten tries.
-        resize_cooldown_s: seconds that a smaller number of workers trains at least, before it grows again at the start
-            of an epoch.
-        connect_timeout_s: seconds in which an address has to answer.
+            that of this command.
+        backoff: how to wait for room: `base_s` seconds, each further time `factor` times as long, at most `max_tries`
+            times; null: 1 s, doubled, ten tries.
+        resize_cooldown_s: seconds that fewer workers train at least before their number grows again, at the start of an
+            epoch.
+        connect_timeout_s: seconds for an address to answer.
         init: further keyword arguments of `ray.init`, for a local cluster.
 
     Raises:
@@ -78,12 +79,12 @@ class Ray:
         self.connect_timeout_s, self.init = connect_timeout_s, dict(init or {})
 
     def bounds(self, wanted: int) -> tuple[int, int]:
-        """Return the least and the most workers for the number that a config asks for."""
+        """Return the fewest and the most workers for the number that a config requests."""
         highest = self.max_workers or max(wanted, self.min_workers or 1)
         return self.min_workers or min(wanted, highest), highest
 
     def plan(self, job: Job) -> list[Start]:
-        """Return what `run` would start."""
+        """Return the processes that `run` would start."""
         engine = job.cfg.engine
         lowest, highest = self.bounds(world_size(engine))
         each = f"{self.cpus_per_worker:g} CPUs" + (" and a GPU" if asks_for_gpus(job.cfg) else "")
@@ -101,10 +102,10 @@ class Ray:
         """Train on the cluster.
 
         Returns:
-            The exit code: 5 where a worker was lost and no restart is left, else that of the workers.
+            The exit code: 5 if a worker was lost and no restart is left, else that of the workers.
 
         Raises:
-            ConfigError: what is asked for contradicts itself.
+            ConfigError: the settings contradict each other.
             SetupError: there is no Ray, no such cluster, or no room in it.
         """
         _, highest = self.bounds(world_size(job.cfg.engine))
@@ -114,7 +115,7 @@ class Ray:
 
     @staticmethod
     def hooks_here() -> ProcessHooks | None:
-        """Return what a worker's process does for its launch; None: this is none."""
+        """Return the hooks of a worker's process, or None if this process is not a worker."""
         if POOL not in os.environ:
             return None
         from deeplightning_ray.ray_elastic import WorkerHooks

@@ -37,19 +37,19 @@ def storage_of(cfg: Config) -> Storage | None:
 def fetch(cfg: Config) -> None:
     """Copy the run to resume from the storage to this machine: the run of this launch, or the latest for `auto`."""
     here = identity()
-    goes_on = here is not None and here.goes_on
-    if (goes_on or cfg.train.resume_ckpt == "auto") and (storage := storage_of(cfg)) is not None:
-        storage.fetch(None if goes_on else "newest")
+    may_resume = here is not None and here.may_resume
+    if (may_resume or cfg.train.resume_ckpt == "auto") and (storage := storage_of(cfg)) is not None:
+        storage.fetch(None if may_resume else "newest")
 
 
 def store_all(cfg: Config, folder: Path) -> None:
-    """Copy all files of a run that has ended well into the storage, on rank 0."""
+    """Copy all files of a finished run into the storage, on rank 0."""
     if own_rank() == 0 and (storage := storage_of(cfg)) is not None:
         storage.put(folder, everything=True)
 
 
-class MakesRoom(Interrupted):
-    """Raised to end this worker: the run continues with more workers."""
+class GroupGrows(Interrupted):
+    """Raised to end this worker so that the run continues with more workers."""
 
     def __init__(self, epoch: int):
         super().__init__("SIGTERM", 143, at_once=True)
@@ -57,15 +57,15 @@ class MakesRoom(Interrupted):
 
 
 class ElasticWorkers(LightningCheckpoint):
-    """Copy each new checkpoint into the storage, on rank 0, and end all ranks at an epoch boundary to make room.
+    """Copy each new checkpoint into the storage, on rank 0, and end all ranks at an epoch boundary when more can start.
 
-    Lightning calls callbacks of this base last: behind `Checkpoints`, if this one comes later.
+    Lightning calls callbacks of this base class last, and so after `Checkpoints` if this one comes later.
     """
 
     def __init__(self, cfg: Config, record: Record, checkpoints: Checkpoints):
         self.record, self.checkpoints = record, checkpoints
         self.storage = storage_of(cfg)
-        self._makes_room = False
+        self._group_grows = False
 
     def _store(self, trainer: pl.Trainer) -> None:
         if self.storage is not None and trainer.is_global_zero and self.record.opened:
@@ -82,14 +82,14 @@ class ElasticWorkers(LightningCheckpoint):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         asked = trainer.is_global_zero and bool(select.select([_STDIN], [], [], 0)[0])
-        self._makes_room = bool(trainer.strategy.broadcast(asked)) if trainer.world_size > 1 else asked
-        if self._makes_room:
+        self._group_grows = bool(trainer.strategy.broadcast(asked)) if trainer.world_size > 1 else asked
+        if self._group_grows:
             self.checkpoints.save_now(trainer)
         self._store(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._makes_room:
-            raise MakesRoom(trainer.current_epoch + 1)
+        if self._group_grows:
+            raise GroupGrows(trainer.current_epoch + 1)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._store(trainer)

@@ -1,4 +1,4 @@
-"""Adapt a config to a number of workers that differs from the one it asks for."""
+"""Adapt a config to a number of workers that differs from the requested one."""
 
 from dataclasses import replace
 
@@ -10,11 +10,11 @@ from deeplightning.faults import Notice
 def sized(cfg: Config, wanted: int, local: int, nodes: int) -> Config:
     """Return a config for a number of workers on a number of machines.
 
-    If they are not as many as it asks for, an optimizer step sees the same samples by accumulation, where the numbers
-    divide; a notice has the change.
+    If the number differs from the requested one, accumulation keeps the samples of an optimizer step, where the numbers
+    divide; a notice describes the change.
 
     Args:
-        wanted: the number of workers that the config asks for.
+        wanted: the number of workers that the config requests.
         local: workers on each machine.
     """
     engine = replace(cfg.engine, num_nodes=nodes)

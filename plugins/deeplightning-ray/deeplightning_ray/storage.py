@@ -1,8 +1,8 @@
-"""Keep the checkpoints of a run for workers that share no folder, in a directory or a bucket.
+"""Keep the checkpoints of a run in a directory or a bucket, for workers that share no folder.
 
-A launch has a folder there, with what is needed to resume: config, environment, checkpoints, and `run.json`, which says
-where the run's folder was. Files are written whole or not at all, each beside its place first where that is a
-directory; a bucket's objects appear when they are whole.
+Each launch has a folder there with all that resuming needs: config, environment, checkpoints, and `run.json`, which
+contains the path of the run's folder. Files appear complete or not at all: in a directory each is renamed after it is
+written, and objects of a bucket appear when they are complete.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 POOL = "DEEPLIGHTNING_POOL"
-"""Tells a worker the name of its `launch`, and of its `storage`, an address or null, as JSON."""
+"""Variable with JSON for a worker: the name of its `launch`, and its `storage`, an address or null."""
 
-MAKES_ROOM = 75
-"""Exit code of a worker that has ended so that more can start: EX_TEMPFAIL of sysexits.h, try again."""
+RESIZE_EXIT_CODE = 75
+"""Exit code of a worker that ended so that the group can grow: EX_TEMPFAIL of sysexits.h, try again."""
 
 CARD = "run.json"
 
 
 def opened(uri: str) -> tuple[Any, str]:
-    """Open an address by pyarrow; return the file system and the path in it.
+    """Open an address with pyarrow; return the file system and the path in it.
 
     Raises:
-        SetupError: it is of no known kind, or cannot be reached.
+        SetupError: its scheme is unknown, or it cannot be reached.
     """
     from pyarrow import ArrowException, fs
 
@@ -50,10 +50,10 @@ class Storage:
 
     Args:
         uri: an absolute path, or an address such as s3://BUCKET/FOLDER.
-        launch: what tells it from others.
+        launch: unique name of the launch.
         experiment: the name of the run's experiment.
-        root: the folder in which the tracker keeps the folders of its runs, absolute; the working directory where it
-            keeps them elsewhere.
+        root: the folder in which the tracker keeps the folders of its runs, absolute; the working directory if it keeps
+            them elsewhere.
 
     Raises:
         SetupError: (in every method) it cannot be read or written.
@@ -61,14 +61,14 @@ class Storage:
 
     def __init__(self, uri: str, launch: str, experiment: str, root: Path):
         self.uri, self.launch, self.experiment, self.root = uri, launch, experiment, root
-        self._put: dict[str, tuple[int, int]] | None = None  # what is there: size, time of change in nanoseconds
+        self._put: dict[str, tuple[int, int]] | None = None  # stored files: size, time of change in nanoseconds
 
     def put(self, folder: Path, everything: bool = False) -> None:
         """Copy the changed files of a run into the storage, checkpoints last.
 
         Args:
             folder: the run's, absolute.
-            everything: all its files; else those that are needed to resume.
+            everything: copy all its files, not only those that resuming needs.
         """
         kept = RunFolder(folder)
         paths = [kept.config, kept.environment, kept.best_score, *sorted(folder.glob("*.pieces/*"))]
@@ -80,7 +80,7 @@ class Storage:
         for path in dict.fromkeys([*paths, *reversed(kept.checkpoints())]):
             try:
                 stat = path.stat()
-            except OSError:  # not there, or not any more
+            except OSError:  # missing or removed
                 continue
             now = (stat.st_size, stat.st_mtime_ns)
             if path.is_file() and not path.name.startswith(".") and self._put.get(_inside(path, folder)) != now:
@@ -101,7 +101,7 @@ class Storage:
                 system.delete_file(f"{base}/{self.launch}/{name}")
 
     def _there(self) -> dict[str, tuple[int, int]]:
-        """Return the files that the storage has of this launch, each with its size and time of change."""
+        """Return the stored files of this launch, each with its size and time of change."""
         system, base = opened(self.uri)
         found = self._card_of(system, f"{base}/{self.launch}")
         return {name: (size, changed) for name, (size, changed) in found[1]["files"].items()} if found else {}
@@ -132,16 +132,16 @@ class Storage:
             raise SetupError(Fault(message, "engine.launcher.params.storage_path")) from error
 
     def fetch(self, which: str | None = None) -> Path | None:
-        """Copy a run's folder to where the tracker looks for it, but for files that are there already.
+        """Copy a run's folder to where the tracker looks for it, without files that already exist there.
 
         Args:
-            which: None: of this launch; `newest`: of whichever launch of the experiment has put something last.
+            which: None: the run of this launch; `newest`: of the launch of the experiment that wrote last.
 
         Returns:
-            The folder; None: the storage has no such run.
+            The folder, or None if the storage has no such run.
 
         Raises:
-            CheckpointError: what the storage has is no run of ours.
+            CheckpointError: the storage contains no run of Deep Lightning.
         """
         from pyarrow import ArrowException
 

@@ -1,11 +1,11 @@
-"""Train a run on a Ray cluster, on as many workers as there is room for, and restart them where one is lost.
+"""Train a run on a Ray cluster, on as many workers as there is room for, and restart them if one is lost.
 
 Ray finds room for the workers, starts an agent on each (`deeplightning_ray.agent`), and reports when one is gone. An
-agent starts one process of the run, the same as on one machine: its rank is in its environment, and its signals, its
-exit code and its main thread are its own.
+agent starts one process of the run, as on one machine: its rank is in its environment, and its signals, its exit code
+and its main thread are its own.
 
 Ray Train 2.60 does not replace this file. In a prototype, each of its workers started such a process and waited for it
-(two busy CPU cores, November 2026, ours in brackets). Ctrl-C, SIGTERM and a change of size kill the processes by
+(two busy CPU cores, November 2026; ours in brackets). Ctrl-C, SIGTERM and a change of size kill the processes by
 SIGKILL, so no checkpoint is saved; the command exits with 1 (130, 143). `max_failures` also restarts a config error. An
 error has one exception per rank, without order. An elastic run has no limit on its wait for room. The next processes
 start 7 s after a lost process (2 s), and 64 s after a lost node (2 s). Two processes that do nothing take 15 s and 13
@@ -40,21 +40,21 @@ from deeplightning.process.terminal import say, say_path
 from deeplightning.tracking.environment import git_answers
 from deeplightning_ray.cluster import Connection
 from deeplightning_ray.resize import sized
-from deeplightning_ray.storage import MAKES_ROOM, POOL
+from deeplightning_ray.storage import POOL, RESIZE_EXIT_CODE
 from deeplightning_ray.worker_stdin import WorkerJob
 from deeplightning_ray.workers import POLL_SECONDS, START_SECONDS, NoRoom, Worker, Workers
 
 if TYPE_CHECKING:
     from deeplightning_ray.launcher import Ray
 
-GRACE_SECONDS = ranks.LATE + 2 * ranks.SOON  # that the others have to end by themselves when one has failed
+GRACE_SECONDS = ranks.SHUTDOWN_SECONDS + 2 * ranks.EXIT_SECONDS  # for the others to exit when one has failed
 
 _CARRIED = (
     *("DEEPLIGHTNING_CACHE", "DEEPLIGHTNING_DEBUG", "DEEPLIGHTNING_TRACKING_WAIT", "DEEPLIGHTNING_TRIAL"),
     *("MLFLOW_", "HF_", "TORCH_", "NCCL_", "GLOO_", "OMP_", "GOMP_", "CUBLAS_", "PYTHONHASHSEED"),
     *("AWS_", "GOOGLE_APPLICATION_"),
 )
-"""Beginnings of the names of variables that the workers get."""
+"""Prefixes of the variables that are passed to the workers."""
 
 
 class Supervisor:
@@ -78,9 +78,9 @@ class Supervisor:
         bundle = {"CPU": settings.cpus_per_worker, **({"GPU": 1.0} if self.gpus else {})}
         self.workers = Workers(cluster, bundle, *settings.bounds(self.wanted), git_answers(self.redact))
         self.name, self.starts, self.restarts = f"ray-{secrets.token_hex(6)}", 0, 0
-        self.folder: str | None = None  # the run's, where rank 0 was
+        self.folder: str | None = None  # the run's, on the machine of rank 0
         self.newest: str | None = None
-        self.node: str | None = None  # where rank 0 was
+        self.node: str | None = None  # the machine of rank 0
         self.signals: list[int] = []  # that a person has sent
 
     def log(self, text: str) -> None:
@@ -97,7 +97,7 @@ class Supervisor:
                 if self.signals:
                     raise _Interrupted
                 code, cause, reported = self._train()
-                if code == MAKES_ROOM:
+                if code == RESIZE_EXIT_CODE:
                     self.workers.release()
                     continue
                 if code == 0 or self.signals or cause is None:
@@ -175,7 +175,7 @@ class Supervisor:
         """Train with these workers; return the exit code, the cause, and whether a worker has printed the cause."""
         self._start_processes()
         began = looked = time.monotonic()
-        has_room = False  # rank 0 knows that there is room for more workers
+        has_room = False  # rank 0 was notified that more workers can start
         until: float | None = None
         sent = 0
         workers = self.workers.all
@@ -188,7 +188,7 @@ class Supervisor:
                 worker = workers[number]
                 try:
                     worker.report = found = self.ray.get(ref)
-                except self.ray.exceptions.RayError:  # of whatever kind: it does not answer
+                except self.ray.exceptions.RayError:  # any of them: the worker does not answer
                     ended[number] = failure.Cause(
                         number, "a worker was lost: its machine or its CPU is gone", 5, lost=True
                     )
@@ -205,7 +205,7 @@ class Supervisor:
                 sent += 1
                 if sent > 1:
                     until = time.monotonic() + GRACE_SECONDS
-            failed = any(cause and workers[number].report.code != MAKES_ROOM for number, cause in ended.items())
+            failed = any(cause and workers[number].report.code != RESIZE_EXIT_CODE for number, cause in ended.items())
             if failed and until is None and not self.signals:
                 until = time.monotonic() + GRACE_SECONDS
             if until is not None and time.monotonic() > until:
@@ -224,16 +224,20 @@ class Supervisor:
         reports = {number: self.workers.all[number].report for number in ended}
         codes = {number: report.code for number, report in reports.items()}
         reported = any(report.reported for report in reports.values())
-        left = set(codes.values())  # who comes late to the end of the others ends as if by a signal
-        if len(ended) == len(self.workers) and {MAKES_ROOM} <= left <= {MAKES_ROOM, 143} and not self.signals:
-            return MAKES_ROOM, None, False
+        left = set(codes.values())  # a worker that notices the end of the others late ends as if by a signal
+        if (
+            len(ended) == len(self.workers)
+            and {RESIZE_EXIT_CODE} <= left <= {RESIZE_EXIT_CODE, 143}
+            and not self.signals
+        ):
+            return RESIZE_EXIT_CODE, None, False
         causes = {number: cause for number, cause in ended.items() if cause is not None}
-        # Where rank 0 has ended well, the run is done, and whoever was lost after that had nothing more to give.
+        # If rank 0 has ended well, the run is complete, and a later loss of a worker does not matter.
         if not causes and len(ended) == len(self.workers):
             return 0, None, False
         if codes.get(0) == 0 and all(cause.lost for cause in causes.values()):
             return 0, None, False
-        # A fault of the run comes before losses, which may follow from it; who was killed before who missed it.
+        # An error of the run ranks before losses, which it may have caused; a killed worker before those that lost it.
         ordered = sorted(causes.values(), key=lambda c: (c.lost, (codes.get(c.rank) or 0) > 0))
         hangs = failure.Cause(0, "a worker was lost: it does not answer", 5, lost=True)
         cause = ordered[0] if ordered else hangs
@@ -243,10 +247,10 @@ class Supervisor:
         world, counts = len(self.workers), dict[str, int]()
         for worker in self.workers.all:
             counts[worker.node] = counts.get(worker.node, 0) + 1
-        # Machines with unlike numbers of workers: each worker counts as a machine.
+        # Machines with different numbers of workers: each worker counts as a machine.
         local = next(iter(counts.values())) if len(set(counts.values())) == 1 else 1
         cfg = sized(self.cfg, self.wanted, local, world // local)
-        if self.starts:  # workers show notices at the first start alone
+        if self.starts:  # workers show notices only at the first start
             for notice in (cfg.notices or [])[len(self.cfg.notices or []) :]:
                 self.log(f"warning: {notice.text}")
         first, self.node = self.workers.all[0].about, self.workers.all[0].node
@@ -274,13 +278,13 @@ class Supervisor:
         try:
             failed = [reason for reason in self.ray.get(began, timeout=START_SECONDS) if reason]
         except self.ray.exceptions.RayError:
-            return  # it is gone: the first report shows it
+            return  # the worker is gone; its first report shows that
         if failed:
             message = f"a worker cannot start in its working directory: {failed[0]}"
             raise SetupError(Fault(message, "engine.launcher.params.working_dir"))
 
     def _refuse_sharded_files(self, cfg: Config) -> None:
-        """Refuse a run that needs a shared folder where the workers do not share this command's."""
+        """Refuse a run that needs a shared folder if the workers do not share that of this command."""
         sharded = cfg.engine.backend is not None and cfg.engine.backend != "ddp"
         if self.settings.storage_path is not None and sharded:
             message = (

@@ -17,14 +17,14 @@ def worker() -> None:
     cfg = receive()
     session().redact = cfg.redact_message
     from deeplightning.run.stages import launch
-    from deeplightning_ray.ray_elastic import MakesRoom, fetch, store_all
-    from deeplightning_ray.storage import MAKES_ROOM
+    from deeplightning_ray.ray_elastic import GroupGrows, fetch, store_all
+    from deeplightning_ray.storage import RESIZE_EXIT_CODE
 
     fetch(cfg)
     try:
         folder = launch(cfg)
-    except MakesRoom:
-        sys.exit(MAKES_ROOM)
+    except GroupGrows:
+        sys.exit(RESIZE_EXIT_CODE)
     store_all(cfg, folder.path)
 
 

@@ -1,7 +1,7 @@
-"""Send a settled config from the launcher to a process on a worker, through a pipe to its standard input.
+"""Send a resolved config from the launcher to a process on a worker, through a pipe to its standard input.
 
-A later edit of the config file changes nothing, and values from the environment are never written to a disk. The pipe
-comes from the agent that has started the process, so that unpickling it is safe. The process ends with the agent.
+A later edit of the config file has no effect, and values from the environment are never written to a disk. The pipe
+comes from the agent that started the process, so that it is safe to unpickle it. The process ends with the agent.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl(2)
 
 @dataclass(frozen=True)
 class WorkerJob:
-    """Describe what a process trains.
+    """Job of one process.
 
     Attributes:
-        cfg: settled, with the sizes of the launch.
+        cfg: resolved, with the sizes of the launch.
         roots: folders to import from, absolute.
-        arguments: of the command that a user gave, which the run notes as its own.
+        arguments: of the user's command, which the run records as its own.
     """
 
     cfg: Config
@@ -48,13 +48,13 @@ class WorkerJob:
 
 
 def receive() -> Config:
-    """Read the config of this process from its standard input, and settle it for this machine.
+    """Read the config of this process from its standard input, and resolve it for this machine.
 
     Raises:
-        SetupError: nothing sends one, or this machine lacks what the config needs.
+        SetupError: none is sent, or this machine lacks what the config needs.
     """
     _end_with_agent()
-    # Ray blocks Ctrl-C in its processes, and theirs inherit that.
+    # Ray blocks Ctrl-C in its processes, and their children inherit that.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     job: WorkerJob = pickle.loads(_read(int.from_bytes(_read(8), "big")))
     sys.argv[:] = [str(Path(own_code.__file__).with_name("__main__.py")), *job.arguments]  # the run records them
@@ -81,7 +81,7 @@ def _read(size: int) -> bytes:
 
 
 def _end_with_agent() -> None:
-    """Have the kernel kill this process when the agent is gone."""
+    """Let the kernel kill this process when the agent ends."""
     agent = int(os.environ.get(AGENT, 0))
     if not agent:
         return

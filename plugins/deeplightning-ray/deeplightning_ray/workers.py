@@ -17,24 +17,24 @@ from deeplightning.version import __version__
 from deeplightning_ray.agent import Agent, Report
 from deeplightning_ray.cluster import Connection
 
-POLL_SECONDS = 1.0  # that one question to a worker may take
-SETTLE_SECONDS = 5.0  # in which Ray finds the resources that it has announced
-START_SECONDS = 60.0  # in which an agent, and later its process, has to be there
+POLL_SECONDS = 1.0  # for one query of a worker
+SETTLE_SECONDS = 5.0  # for Ray to find the resources that it has announced
+START_SECONDS = 60.0  # for an agent, and later its process, to start
 
 NO_MODULE = "ModuleNotFoundError"
-"""What Ray 2.60 says of an actor that cannot be unpickled; its exception has no type for that."""
+"""Text in Ray 2.60's error for an actor that cannot be unpickled; its exception has no type for that."""
 
 
 @dataclass
 class Worker:
-    """Keep what is known of a worker of the cluster.
+    """Worker of the cluster.
 
     Attributes:
         agent: the actor on it.
         node: its machine's id in the cluster.
         gpus: ids of its GPUs.
         about: see `Agent.about`.
-        report: the last report on its process.
+        report: the latest report on its process.
     """
 
     agent: Any
@@ -45,7 +45,7 @@ class Worker:
     _rests: dict[int, bytes] = field(init=False, default_factory=dict)
 
     def output(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the output of the last report in whole lines, each part with 1 (stdout) or 2 (stderr).
+        """Yield the output in the latest report in complete lines, each part with 1 (stdout) or 2 (stderr).
 
         The beginning of a line waits for its end, or for the end of the process.
         """
@@ -60,7 +60,7 @@ class Worker:
 
 
 class NoRoom(Exception):
-    """Raised where the cluster has no room; the text says how much it has."""
+    """Raised if the cluster has no room; the message says how much it has."""
 
 
 class Workers:
@@ -69,9 +69,9 @@ class Workers:
     Args:
         cluster: to which this process is connected.
         bundle: what Ray reserves for each worker, by the name of the resource.
-        lowest: with fewer there is no room.
-        highest: the most.
-        git: for the seal of each, see `deeplightning.launch.sealed.seal`.
+        lowest: fewest workers.
+        highest: most workers.
+        git: for the frozen code of each, see `deeplightning.launch.sealed.seal`.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Workers:
 
         Raises:
             NoRoom: there are too few.
-            SetupError: one has no Deep Lightning, or another version.
+            SetupError: one lacks Deep Lightning, or has another version.
         """
         self._reserve()
         self._start_agents()
@@ -120,7 +120,7 @@ class Workers:
         """Send each worker the code of this launch, as it was when this object was made.
 
         Returns:
-            For each worker the folders that it imports from, in this machine's names, and the folder of its seal.
+            For each worker the folders that it imports from, by their paths here, and the folder of its frozen code.
         """
         if self._sent is None:
             self._sent = self.ray.put(self.code)
@@ -169,7 +169,7 @@ class Workers:
         """Reserve room for all workers at once.
 
         Raises:
-            NoRoom: there is not even room for the fewest.
+            NoRoom: there is no room for the fewest.
         """
         from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -181,7 +181,7 @@ class Workers:
                 self._group = group
                 return
             remove_placement_group(group)
-            free = self._fitting(self.ray.available_resources())  # what others use is not free
+            free = self._fitting(self.ray.available_resources())  # others use the rest
             number, waited = (number - 1 if waited else min(number - 1, max(free, self.lowest))), True
         each = f"{self.bundle['CPU']:g} CPUs" + (" and a GPU" if "GPU" in self.bundle else "")
         asks = f"{self.lowest} worker{'s' * (self.lowest > 1)} with {each}" + " each" * (self.lowest > 1)
@@ -215,10 +215,10 @@ class Workers:
 
 
 class _Actor(Agent):
-    """Add to an agent what Ray knows of its worker."""
+    """Agent that also reports what Ray knows of its worker."""
 
     def about(self, folders: Mapping[str, int]) -> dict[str, Any]:
-        """Return the same as `Agent.about`, with `node`, `ip` and `gpus`."""
+        """Return the result of `Agent.about`, with `node`, `ip` and `gpus`."""
         import ray
 
         context = ray.get_runtime_context()
@@ -227,7 +227,7 @@ class _Actor(Agent):
 
 
 def _roots() -> list[str]:
-    """Return the folders that this process imports from, beside what is installed, absolute."""
+    """Return the absolute folders that this process imports from, without those of installed packages."""
     found: list[str] = []
     for entry in [*roots(), *sys.path]:
         path = original(os.path.abspath(entry))  # noqa: PTH100

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -25,7 +26,6 @@ from conftest import digest, weights
 from deeplightning.callbacks.record import Resumption
 from deeplightning.checks.examine import load_config
 from deeplightning.checks.trust import is_own
-from deeplightning.config import other_tools
 from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.launch import hooks_here
 from deeplightning.own_code import SEAL
@@ -673,10 +673,10 @@ def test_a_worker_adds_its_callback_and_copies_files(monkeypatch, tmp_path):
 
 
 def test_the_parameters_of_the_launcher_have_the_names_of_older_systems():
-    """What `check` answers to `num_cpus_per_worker` is a parameter."""
-    key = "engine.launcher.params."
-    row = other_tools.key_of(other_tools.ROWS["num_cpus_per_worker"])
-    assert row.removeprefix(key) in inspect.signature(Ray).parameters
+    """What the manual has for `num_cpus_per_worker` is a parameter."""
+    page = Path(__file__).parents[3] / "docs" / "reference" / "words-of-older-systems.md"
+    (name,) = re.findall(r"\| `num_cpus_per_worker` \| `engine\.launcher\.params\.(\w+)` \|", page.read_text())
+    assert name in inspect.signature(Ray).parameters
 
 
 ON_RAY = """\

@@ -1,4 +1,4 @@
-"""The data module of pictures in tar shards: batches read the bytes of samples, shard after shard.
+"""Load pictures from tar shards: batches read the bytes of samples, shard after shard.
 
 N samples, R processes.
 """
@@ -20,9 +20,8 @@ from torch import nn
 
 from deeplightning.address import is_address, shown
 from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.data.datasets import OnDemand, report_messages
-from deeplightning.data.image_folder import STATISTICS
-from deeplightning.data.images import ImageData, height_width
+from deeplightning.data.datasets import report_messages
+from deeplightning.data.images import ImageData, picture_spec
 from deeplightning.data.loading import is_whole
 from deeplightning.data.samplers import BatchIndices, go_on, is_made_for, replicas
 from deeplightning.image_spec import MAX_PIXELS, ImageError, ImageSpec
@@ -40,8 +39,8 @@ class ShardSamples:
 
     Attributes:
         source: the shards.
-        shards: of each sample the number of its shard, int32 (N,).
-        offsets, sizes: of each picture in its file, int64 (N,).
+        shards: the number of each sample's shard, int32 (N,).
+        offsets, sizes: the position of each picture in its shard, int64 (N,).
         labels: int64 (N,).
     """
 
@@ -99,16 +98,17 @@ class ShardSamples:
 
 
 class ShardBatches(BatchIndices):
-    """Training batches whose samples lie near each other: in each epoch the shards are in another order, each process
-    has a part of it in which all samples follow each other, and every `window` of these are shuffled.
+    """Draw training batches whose samples lie near each other.
 
-    The order follows from (seed, epoch, R) alone, whatever the number of loader workers. The parts differ by one sample
-    at most, so a shard at a border is read by two processes. Each sample occurs once.
+    In each epoch the shards are in another order, each process has a part of it in which all samples follow each other,
+    and every `window` of these are shuffled. The order follows from (seed, epoch, R) alone, whatever the number of
+    loader workers. The parts differ by one sample at most, so a shard at a border is read by two processes. Each sample
+    occurs once.
 
     Args:
         dataset: of `ShardSamples`.
         window: samples that are shuffled among each other.
-        batch_size, num_replicas, rank, seed, drop_last: as of `BatchIndices`.
+        batch_size, num_replicas, rank, seed, drop_last: as for `BatchIndices`.
     """
 
     def __init__(self, dataset: Any, batch_size: int, window: int, **options: Any):
@@ -175,14 +175,7 @@ class Shards(ImageData):
         augment: Sequence[nn.Module] = (),
         limit: int | None = None,
     ):
-        usual = STATISTICS.get(mode, ((), ()))
-        spec = ImageSpec(
-            *height_width(image_size),
-            mode=mode,
-            resize=resize,
-            mean=usual[0] if mean is None else tuple(mean),
-            std=usual[1] if std is None else tuple(std),
-        )
+        spec = picture_spec(image_size, mode, resize, mean, std)
         super().__init__(cfg, spec, augment=augment, in_memory=False, limit=limit, max_pixels=max_pixels, cache=False)
         if cfg.data.root is None:
             raise DataConfigError("data.root is null, but Shards needs the folder or the address of the shards.")
@@ -308,9 +301,6 @@ class Shards(ImageData):
             log.warning("Skipped %d samples, which cannot be used: %s%s", len(skipped), ", ".join(skipped[:20]), more)
 
     # ---- batches
-
-    def _prepare(self, samples: Any) -> OnDemand:
-        return OnDemand(samples, self.image_spec, self.max_pixels)
 
     def _train_sampler(self) -> BatchIndices:
         if self._has_own_order:

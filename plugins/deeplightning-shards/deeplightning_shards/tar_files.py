@@ -1,13 +1,14 @@
-"""Index tar files of samples in WebDataset's format, on a disk or at an address: one pass over the headers finds where
-each sample lies, and the result is cached.
+"""Index tar files of samples in WebDataset's format, on a disk or at an address.
+
+One pass over the headers finds the position of each sample, and the result is cached.
 
 A sample is the members of one KEY that follow each other: `KEY.jpg` (or another picture) and its label, `KEY.cls` (a
-number or a word) or `KEY.json`. Python's `tarfile` reads the headers, and nothing else of an archive is interpreted:
-nothing is extracted, and shards with members that only pickle could read are refused. The package `webdataset` would
-bring its own loops over processes, workers and epochs, whose position a resumed run could not restore.
+number or a word) or `KEY.json`. Python's `tarfile` reads the headers; nothing is extracted, and shards with members
+that only pickle could read are refused. The package `webdataset` would bring its own loops over processes, workers and
+epochs, whose position a resumed run could not restore.
 
-Shards at an address are copied, when their first sample is needed, into a folder that holds `DEEPLIGHTNING_CACHE_LIMIT`
-GiB at most; the longest unused are removed. N samples.
+Shards at an address are copied when their first sample is needed, into a folder with at most
+`DEEPLIGHTNING_CACHE_LIMIT` GiB; the least recently used are removed. N samples.
 """
 
 import contextlib
@@ -33,13 +34,13 @@ from deeplightning.data.remote_files import files_at
 from deeplightning.image_spec import EXTENSIONS, ImageError, ImageSpec
 
 PICKLES = ("pyd", "pkl", "pickle", "pth", "pt")
-"""Endings of members that only pickle, which can run code, could read."""
+"""Extensions of members that only pickle, which can run code, could read."""
 
-MOST_SHARDS = 1_000_000
-"""The largest number of names that a pattern may expand to."""
+MAX_SHARDS = 1_000_000
+"""Most names that a pattern may expand to."""
 
-_LARGEST_LABEL = 2**20  # bytes of a .cls or .json
-_OPEN = 64  # shards that a process holds open
+_MAX_LABEL_BYTES = 2**20  # of a .cls or .json
+_MAX_OPEN_SHARDS = 64  # in a process
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
@@ -50,7 +51,7 @@ def expand(pattern: str) -> list[str]:
     """Return the names that a brace pattern expands to: `{000..012}` is each number in turn, `{a,b}` each word.
 
     Raises:
-        ValueError: there are more than `MOST_SHARDS`, or a range is descending.
+        ValueError: there are more than `MAX_SHARDS`, or a range is descending.
     """
     parts = _BRACES.split(pattern)
     choices: list[Sequence[str]] = []
@@ -62,14 +63,14 @@ def expand(pattern: str) -> list[str]:
             first, last = int(found[1]), int(found[2])
             if last < first:
                 raise ValueError(f"{{{part}}} runs backwards")
-            if last - first >= MOST_SHARDS:
-                raise ValueError(f"{{{part}}} is more than {MOST_SHARDS:,} names")
+            if last - first >= MAX_SHARDS:
+                raise ValueError(f"{{{part}}} is more than {MAX_SHARDS:,} names")
             choices.append([str(number).zfill(len(found[1])) for number in range(first, last + 1)])
         else:
             choices.append(part.split(","))
         count *= len(choices[-1])
-    if count > MOST_SHARDS:
-        raise ValueError(f"it expands to more than {MOST_SHARDS:,} names")
+    if count > MAX_SHARDS:
+        raise ValueError(f"it expands to more than {MAX_SHARDS:,} names")
     return ["".join(words) for words in product(*choices)]
 
 
@@ -79,8 +80,8 @@ class Shard:
 
     Attributes:
         name: below `data.root`.
-        path: on the disk; of an address where its copy goes.
-        version: what changes with its content.
+        path: on the disk; for a shard at an address, the path of its copy.
+        version: a string that changes with its content.
         size: bytes.
         remote: its path in the object store; None for a local file.
     """
@@ -94,13 +95,13 @@ class Shard:
 
 @dataclass(frozen=True)
 class Index:
-    """Where the samples of one shard lie.
+    """Positions of the samples of one shard.
 
     Attributes:
         offsets, sizes: of the pictures in the file, int64 (n,).
         words: the labels that occur.
-        codes: of each sample the position of its label, int64 (n,).
-        skipped: what was left out, in words.
+        codes: the position of each sample's label in `words`, int64 (n,).
+        skipped: descriptions of samples that were left out.
     """
 
     offsets: np.ndarray
@@ -111,7 +112,7 @@ class Index:
 
 
 class Source:
-    """The shards of all sets; a copy in a loader worker opens them again.
+    """Open and read the shards of all sets; a copy in a loader worker opens them again.
 
     Args:
         root: `data.root`.
@@ -120,7 +121,7 @@ class Source:
 
     def __init__(self, root: str, shards: Sequence[Shard]):
         self.root, self.shards = root, list(shards)
-        self._files: dict[int, int] = {}  # of the shards that are open, the longest unused first
+        self._files: dict[int, int] = {}  # open shards, the least recently used first
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_files": {}}
@@ -130,14 +131,15 @@ class Source:
             os.close(file)
 
     def read(self, shard: int, offset: int, size: int) -> bytes:
-        """
+        """Read bytes of a shard.
+
         Raises:
             OSError: the shard is gone, or shorter than it was.
             DataError: it cannot be copied.
         """
         file = self._files.pop(shard, -1)
         if file < 0:
-            while len(self._files) >= _OPEN:
+            while len(self._files) >= _MAX_OPEN_SHARDS:
                 os.close(self._files.pop(next(iter(self._files))))
             file = self.open(self.shards[shard])
         self._files[shard] = file
@@ -147,7 +149,7 @@ class Source:
         return data
 
     def open(self, shard: Shard) -> int:
-        """A file descriptor of a shard, to be closed by the caller.
+        """Return a file descriptor of a shard; the caller closes it.
 
         Raises:
             OSError: it cannot be opened.
@@ -161,7 +163,7 @@ class Source:
         raise FileNotFoundError(f"{shard.path} is gone")
 
     def local(self, shard: Shard) -> Path:
-        """The file, which of an address is copied where it is not there."""
+        """Return the path of a shard on the disk; copy it first if it is at an address and has no copy."""
         if shard.remote is None:
             return shard.path
         if shard.path.is_file():
@@ -194,7 +196,7 @@ class Source:
 
 
 def _make_room(folder: Path, shard: Shard) -> None:
-    """Removes the longest unused copies, so that a shard fits; with the lock held."""
+    """Remove the least recently used copies until a shard fits. The caller holds the lock."""
     for left in folder.glob(".partial-*"):  # of a process that was killed
         left.unlink(missing_ok=True)
     limit = limit_in_bytes()
@@ -204,7 +206,7 @@ def _make_room(folder: Path, shard: Shard) -> None:
     taken = sum(size for _, size, _ in files)
     while files and taken + shard.size > limit:
         _, size, path = files.pop(0)
-        path.unlink(missing_ok=True)  # those that have opened it can still read it
+        path.unlink(missing_ok=True)  # processes that have opened it can still read it
         taken -= size
 
 
@@ -214,12 +216,12 @@ def index_of(source: Source, shard: Shard, label: str, check: ImageSpec | None, 
     Args:
         source: opens it.
         label: the key of the label in `KEY.json`.
-        check: None: what is wrong ends it; else samples without a label, or whose picture this cannot decode, are left
-            out.
+        check: None: an invalid sample is an error; else samples without a label, or whose picture this spec cannot
+            decode, are left out.
         max_pixels: of a picture.
 
     Raises:
-        DataError: the shard cannot be read as tar, has members that only pickle reads, or a sample is not whole.
+        DataError: the shard cannot be read as tar, has members that only pickle reads, or a sample is incomplete.
     """
     name, offsets, sizes, codes = shard.name, list[int](), list[int](), list[int]()
     known, skipped = dict[str, int](), list[str]()
@@ -247,7 +249,7 @@ def index_of(source: Source, shard: Shard, label: str, check: ImageSpec | None, 
 
 
 def _samples(archive: tarfile.TarFile, file: int, name: str) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
-    """Yield the key and the members, by their endings, of each sample."""
+    """Yield the key of each sample and its members by extension."""
     key, members = None, dict[str, tarfile.TarInfo]()
     for member in archive:
         folder, _, base = member.name.rpartition("/")
@@ -268,7 +270,7 @@ def _samples(archive: tarfile.TarFile, file: int, name: str) -> Iterator[tuple[s
         if ending in members:
             raise DataError(f"{name}, member {member.name}: it comes twice in its sample.")
         members[ending] = member
-    if any(os.pread(file, 512, archive.offset)):  # tarfile takes a damaged header for the end
+    if any(os.pread(file, 512, archive.offset)):  # tarfile treats a damaged header as the end
         raise DataError(f"{name} is damaged at byte {archive.offset}: there is no header of a member.")
     if key is not None:
         yield key, members
@@ -289,7 +291,7 @@ def _sample(
     found = members.get("cls") or members.get("json")
     if found is None:
         raise ValueError(f"the label is missing: .cls or .json; it has {there}")
-    if found.size > _LARGEST_LABEL:
+    if found.size > _MAX_LABEL_BYTES:
         raise ValueError(f"{found.name} has {found.size:,} bytes, too many for a label")
     stream = archive.extractfile(found)
     assert stream is not None, "it is a regular file"
@@ -317,7 +319,7 @@ def indices_of(source: Source, label: str, check: ImageSpec | None, max_pixels: 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     spec = (check.height, check.width, check.mode, check.resize) if check else None
     found, read = [], 0
-    with FileLock(folder / "lock"):  # of several processes one reads the headers
+    with FileLock(folder / "lock"):  # only one process reads the headers
         for shard in source.shards:
             rule = (code, shard.name, shard.version, label, spec, max_pixels)
             path = folder / f"{hashlib.sha256(repr(rule).encode()).hexdigest()[:32]}.json"
@@ -358,7 +360,7 @@ def _cache() -> Path:
 
 
 def _kept(path: Path) -> Index | None:
-    """Return a cached index; None where no usable one exists."""
+    """Return a cached index, or None if there is no usable one."""
     try:
         with path.open("rb") as file:
             refuse_foreign(file.fileno(), path)

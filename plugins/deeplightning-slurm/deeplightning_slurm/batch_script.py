@@ -5,29 +5,30 @@ from __future__ import annotations
 import re
 import shlex
 
-AGAIN = "DEEPLIGHTNING_REQUEUE"
-"""Names a file. If a task has written it, the batch script requeues the job: a task in a container cannot ask Slurm. It
-holds what the task has done since this start, a number of batches or `preempted`; empty means unknown."""
+REQUEUE_FILE = "DEEPLIGHTNING_REQUEUE"
+"""Variable with the path of a file. If a task has written it, the batch script requeues the job: a task in a container
+cannot call Slurm. The file holds the number of batches since this start, or `preempted`; empty means unknown."""
 
 FOLDER, NUMBER = "deeplightning_folder", "deeplightning_job"
-"""Variables of the script: the folder of this job, or of this task of an array, and the number by which Slurm knows it.
+"""Variables of the script: the folder of this job, or of this task of an array, and its number in Slurm.
 `SLURM_JOB_ID` of an array's last task is the number of the whole array."""
 
 VARIABLES = "variables.sh"
-"""A file in the folder of an array's task: lines of shell that set the environment of its trial."""
+"""File in the folder of an array's task: lines of shell that set the environment of its trial."""
 
 IDLE_STARTS = 3
-"""Starts in a row without a trained batch after which a job does not go back into the queue by itself."""
+"""Consecutive starts without a trained batch after which a job is not requeued."""
 
 
 def seconds_of(time: str | int | None) -> int | None:
-    """Convert a time of sbatch, such as `90` (minutes), `1:30:00` or `2-12`; None: no limit, or not understood."""
+    """Convert a time of sbatch, such as `90` (minutes), `1:30:00` or `2-12`; return None for no limit or an unknown
+    form."""
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(time))
     if found is None:
         return None
     days, *parts = found.groups()
     given = [int(part) for part in parts if part is not None]
-    # hours first behind days, or where there are three; else minutes first
+    # hours come first after days, or if there are three numbers; else minutes come first
     hours, minutes, seconds = [*given, 0, 0][:3] if days or len(given) == 3 else [0, *given, 0][:3]
     return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + seconds or None
 
@@ -45,11 +46,11 @@ def after_tasks(restarts: int, max_requeues: int | None) -> list[str]:
     )
     lines = [
         "code=$?",
-        "# asked for by a task, or killed by SIGUSR1 or SIGUSR2 before it could ask",
-        f'if [ -e "${AGAIN}" ] || [ $code = 138 ] || [ $code = 140 ]; then',
+        "# requested by a task, or killed by SIGUSR1 or SIGUSR2 before it could do so",
+        f'if [ -e "${REQUEUE_FILE}" ] || [ $code = 138 ] || [ $code = 140 ]; then',
         "  batches=0",
-        f'  [ -e "${AGAIN}" ] && batches=$(cat "${AGAIN}")',
-        f'  rm -f "${AGAIN}"',
+        f'  [ -e "${REQUEUE_FILE}" ] && batches=$(cat "${REQUEUE_FILE}")',
+        f'  rm -f "${REQUEUE_FILE}"',
         f"  idle=$(($(cat {idle} 2>/dev/null || echo 0) + 1))",
         '  [ "$batches" = 0 ] || idle=0',
         f"  echo $idle >{idle}",

@@ -19,7 +19,7 @@ def check_slurm() -> None:
     """Check that Slurm answers.
 
     Raises:
-        SetupError: there are no commands of Slurm, or it does not answer.
+        SetupError: Slurm's commands are missing, or it does not answer.
     """
     if missing := [name for name in ("sbatch", "scontrol") if shutil.which(name) is None]:
         message = (
@@ -33,10 +33,10 @@ def check_slurm() -> None:
 
 
 def ask(*command: str, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """Return the exit code of a command of Slurm, 124 where it does not answer, and its words.
+    """Run a command of Slurm; return its exit code, 124 after a timeout, and its output in one line.
 
     Args:
-        environment: of the command; None: this process's.
+        environment: of the command; None: that of this process.
     """
     try:
         done = subprocess.run(
@@ -61,7 +61,7 @@ def submit(script: str, folder: Path) -> str:
     The job starts with the environment of this process, without the variables of a job that this process is in.
 
     Raises:
-        SetupError: in Slurm's own words, or the script cannot be written.
+        SetupError: Slurm refuses the job, or the script cannot be written.
     """
     file = folder / "job.sh"
     try:
@@ -74,13 +74,13 @@ def submit(script: str, folder: Path) -> str:
         environment = {name: value for name, value in environment.items() if not of_a_job.match(name)}
     code, words = ask("sbatch", str(file), environment=environment)
     if (found := re.search(r"job (\d+)", words)) is None or code != 0:
-        told = "; ".join(part.strip() for part in words.split("sbatch: error:") if part.strip())
-        raise SetupError(Fault(f"Slurm refuses the job: {told or f'exit code {code}'}", "engine.launcher"))
+        reason = "; ".join(part.strip() for part in words.split("sbatch: error:") if part.strip())
+        raise SetupError(Fault(f"Slurm refuses the job: {reason or f'exit code {code}'}", "engine.launcher"))
     return found[1]
 
 
 def state_of(number: str) -> dict[str, str] | None:
-    """Return what Slurm knows of a job, such as JobState, Reason, ExitCode, Restarts, NodeList; None: nothing.
+    """Return Slurm's record of a job, such as JobState, Reason, ExitCode, Restarts, NodeList, or None if it has none.
 
     Raises:
         TimeoutError: Slurm does not answer.
@@ -96,6 +96,6 @@ def state_of(number: str) -> dict[str, str] | None:
 
 
 def largest_array() -> int:
-    """Return how many tasks an array may have; 0: this Slurm has none, or does not say."""
+    """Return the most tasks that an array may have, or 0 if this Slurm has no arrays or does not say."""
     found = re.search(r"\bMaxArraySize\s*=\s*(\d+)", ask("scontrol", "show", "config")[1])
     return int(found[1]) if found and int(found[1]) > 1 else 0

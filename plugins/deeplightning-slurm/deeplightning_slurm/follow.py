@@ -15,10 +15,10 @@ from deeplightning.process import failure
 from deeplightning.process.terminal import say
 from deeplightning_slurm.commands import state_of
 
-SILENCE_SECONDS = 600.0  # without any answer a job is no longer followed
-POLL_SECONDS = 0.25  # between two looks at what a job has written
-CANCEL_SECONDS = 60.0  # that an interrupted job has for its end
-MAX_PAUSE_SECONDS = 15.0  # between two questions about its state
+SILENCE_SECONDS = 600.0  # without an answer of Slurm, after which a job is no longer followed
+POLL_SECONDS = 0.25  # between two reads of a job's output
+CANCEL_SECONDS = 60.0  # for an interrupted job to end
+MAX_PAUSE_SECONDS = 15.0  # between two queries of its state
 
 WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 UNENDED = WAITING | {
@@ -47,7 +47,7 @@ class Follower:
 
         Raises:
             RunError: it did not end by itself.
-            SetupError: Slurm knows nothing of it, or has not answered for long.
+            SetupError: Slurm has no record of it, or has not answered for long.
         """
         _say(f"job {self.number} is submitted; its config, script and logs are in {self.folder}")
         while True:

@@ -24,7 +24,7 @@ from deeplightning.process.identity import LAUNCH
 from deeplightning.process.terminal import say
 from deeplightning.runfolder import make_private, permissions_of
 from deeplightning.tracking.environment import git_answers
-from deeplightning_slurm.batch_script import AGAIN, FOLDER, NUMBER, VARIABLES, after_tasks, seconds_of
+from deeplightning_slurm.batch_script import FOLDER, NUMBER, REQUEUE_FILE, VARIABLES, after_tasks, seconds_of
 from deeplightning_slurm.commands import check_slurm, submit
 from deeplightning_slurm.follow import Follower, log_of
 from deeplightning_slurm.requeue import JobHooks, job_here
@@ -32,7 +32,7 @@ from deeplightning_slurm.trial_array import TrialArray, task_here
 
 WARNING_SECONDS = 120  # before the end of its time a job saves a checkpoint and goes back into the queue
 
-_SEAL = ".sealed"  # the folder of a job's code as it was submitted, see `deeplightning.tune.sealed.FOLDER`
+_CODE_FOLDER = ".sealed"  # holds a job's frozen code, see `deeplightning.sweep.sealed.FOLDER`
 
 
 class Slurm:
@@ -43,24 +43,23 @@ class Slurm:
 
     Args:
         partition, account, qos, constraint: as for sbatch.
-        time: minutes, or in Slurm's words (`2-12:00:00`) how long the job may run; None: what the partition allows.
-            Before that ends it saves a checkpoint, goes back into the queue, and continues in the same run.
+        time: how long the job may run, in minutes or in Slurm's notation (`2-12:00:00`); None: the partition's limit.
+            Shortly before, it saves a checkpoint, goes back into the queue, and continues in the same run.
         mem: of each node, as for sbatch: `16G`.
         cpus_per_task: cores for each process and its loader's workers; None: Slurm's default, mostly one.
-        gpus_per_node: None: as many as tasks, where `engine.gpus` asks for some.
-        tasks_per_node: needed where `engine.gpus` is auto.
+        gpus_per_node: None: one for each task if `engine.gpus` is set.
+        tasks_per_node: required if `engine.gpus` is auto.
         sbatch: further options of sbatch without their dashes; true for those without a value.
-        srun: further words for srun.
+        srun: further arguments of srun.
         setup: lines of shell that the job runs before its tasks: modules, a virtual environment, variables.
         python: how a task starts Python, as a line of shell; None: as this command was. In a container:
             `apptainer exec image.sif python`.
         master_addr, master_port: where rank 0 listens; None: the job's first node, at a port derived from its number.
-        warning: seconds before the end of `time` in which a checkpoint is to be saved.
-        max_requeues: how often at most the job goes back into the queue before the end of its `time`; None: as often as
-            it needs. It ends where it has trained no batch in three starts in a row: `time` is too short.
+        warning: seconds before the end of `time` in which a checkpoint is saved.
+        max_requeues: how often at most the job goes back into the queue; None: no limit. It ends if it has trained no
+            batch in three starts in a row: `time` is too short.
         name: of the job.
-        folder: for config and code as they were submitted, the batch script and what the tasks write; one below it
-            for each job.
+        folder: contains a folder for each job, with frozen config and code, the batch script and the tasks' output.
     """
 
     def __init__(
@@ -135,7 +134,7 @@ class Slurm:
             make_private(folder, folder.parent)
             with permissions_of(folder):
                 (folder / "config.yaml").write_text(_frozen(job))
-            seal(folder / _SEAL, git=git_answers(job.cfg.redact))
+            seal(folder / _CODE_FOLDER, git=git_answers(job.cfg.redact))
         except OSError as error:
             message = f"{folder}: the job's folder cannot be written: {error.strerror}"
             raise SetupError(Fault(message, "engine.launcher.params.folder")) from error
@@ -157,7 +156,7 @@ class Slurm:
             say(f"its state: squeue -j {number}; end it: scancel {number}", err=True)
             return getattr(error, "exit_code", 130)
 
-    # ---- what is submitted
+    # ---- the submitted script
 
     def trial_jobs(self, job: Job, trials: int, note: Path) -> TrialArray:
         """Return the array of a search, whose trials have the sizes of a job; see `TrialArray`."""
@@ -170,7 +169,7 @@ class Slurm:
         return None if number is None else JobHooks(number)
 
     def new_folder(self) -> Path:
-        """Return a folder that no launch has, named after the time."""
+        """Return a new folder, named after the time."""
         base = self.folder.expanduser().absolute() / clock.strftime("%Y-%m-%d_%H-%M-%S")
         number, folder = 1, base
         while folder.exists():
@@ -179,7 +178,7 @@ class Slurm:
         return folder
 
     def _tasks(self, job: Job) -> int:
-        """Return the tasks of each node."""
+        """Return the number of tasks of each node."""
         if self.tasks_per_node is not None:
             return self.tasks_per_node
         if job.cfg.engine.gpus == "auto":
@@ -191,7 +190,7 @@ class Slurm:
         return shlex.split(self.python) if self.python else [sys.executable]
 
     def script(self, job: Job, folder: Path, array: int | None = None) -> str:
-        """Return the batch script, as submitit makes it.
+        """Return the batch script that submitit generates.
 
         Args:
             folder: of the job, or of all tasks of the array.
@@ -218,7 +217,7 @@ class Slurm:
 
             @classmethod
             def affinity(cls) -> int:
-                return 2  # a script can be planned where there is no Slurm
+                return 2  # a script can also be planned without Slurm
 
             @property
             def script(self) -> str:
@@ -230,7 +229,7 @@ class Slurm:
         more: dict[str, object] = {"signal": f"USR1@{self.warning}", "requeue": True}
         more |= {option.replace("_", "-"): value for option, value in self.sbatch.items()}
         more |= {"hold": True} if array is not None else {}
-        cpus = [f"--cpus-per-task={self.cpus_per_task}"] if self.cpus_per_task else []  # srun forgets sbatch's
+        cpus = [f"--cpus-per-task={self.cpus_per_task}"] if self.cpus_per_task else []  # srun does not inherit sbatch's
         executor.update_parameters(
             job_name=self.name,
             partition=self.partition,
@@ -254,28 +253,30 @@ class Slurm:
         return executor.script
 
     def _variables(self, folder: Path, is_array: bool) -> list[str]:
-        """Return lines of shell with what the frozen config does not tell the tasks."""
-        lines = ["trap : TERM  # the tasks get it too; what is behind them must be reached"]
+        """Return lines of shell with settings that the frozen config does not contain."""
+        lines = ["trap : TERM  # the tasks get it too; the lines after them must run"]
         if is_array:
             lines += [f"{NUMBER}=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID"]
             lines += [f"{FOLDER}={_quoted(folder)}/$SLURM_ARRAY_TASK_ID", f'. "${FOLDER}/{VARIABLES}"']
         else:
             lines += [f"{NUMBER}=$SLURM_JOB_ID", f"{FOLDER}={_quoted(folder)}"]
-        lines += [f'export {LAUNCH}="slurm-$SLURM_JOB_ID"', f'export {AGAIN}="${FOLDER}/again"']
+        lines += [f'export {LAUNCH}="slurm-$SLURM_JOB_ID"', f'export {REQUEUE_FILE}="${FOLDER}/again"']
         if self.master_addr is not None:
             lines.append(f"export MASTER_ADDR={_quoted(self.master_addr)}")
         if self.master_port is not None:
             lines.append(f"export MASTER_PORT={self.master_port}")
-        lines.append(f"export {ROOTS}={_quoted(json.dumps(original_roots()))}")  # the copy of the config lies elsewhere
-        lines.append(f'export {SEALED}="${FOLDER}/{_SEAL}"')
+        lines.append(
+            f"export {ROOTS}={_quoted(json.dumps(original_roots()))}"
+        )  # the config's copy is in another folder
+        lines.append(f'export {SEALED}="${FOLDER}/{_CODE_FOLDER}"')
         return lines
 
 
 def _frozen(job: Job) -> str:
-    """Return the config for tasks that may start hours later, without values that came from the environment."""
+    """Return the config for tasks that may start hours later, without values from the environment."""
     settings = job.cfg.public()
     if isinstance(job.cfg.engine.gpus, list):
-        settings["engine"]["gpus"] = len(job.cfg.engine.gpus)  # a job counts those that it was given from 0
+        settings["engine"]["gpus"] = len(job.cfg.engine.gpus)  # a job numbers its GPUs from 0
     return dump(settings)
 
 

@@ -11,12 +11,12 @@ from signal import SIGTERM, SIGUSR1, SIGUSR2
 from deeplightning.launch import ProcessHooks
 from deeplightning.process.identity import slurm_step
 from deeplightning.process.terminal import say
-from deeplightning_slurm.batch_script import AGAIN
+from deeplightning_slurm.batch_script import REQUEUE_FILE
 from deeplightning_slurm.commands import ask, state_of
 
 
 class JobHooks(ProcessHooks):
-    """Requeue the job of this process when a signal ends the run before its time.
+    """Requeue the job of this process when a signal ends the run early.
 
     SIGUSR1 and SIGUSR2 announce the end of the job's time. SIGTERM requeues the job only if Slurm takes its machines
     away for another.
@@ -49,7 +49,7 @@ def job_here(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def is_preempted(number: str) -> bool:
-    """Return whether Slurm takes the machines of a job away for another; False also where it does not answer."""
+    """Return whether Slurm takes the machines of a job away for another; False also if Slurm does not answer."""
     try:
         return (state_of(number) or {}).get("PreemptTime", "None") != "None"
     except TimeoutError:
@@ -57,13 +57,13 @@ def is_preempted(number: str) -> bool:
 
 
 def _requeue(number: str, done: str) -> None:
-    """Requeue a job, or have its batch script do so.
+    """Requeue a job, or let its batch script do so.
 
     Args:
-        done: what this start has done, for the batch script; see `AGAIN`.
+        done: batches since this start, or `preempted`, for the batch script; see `REQUEUE_FILE`.
     """
     say(f"job {number} returns to the queue and resumes when Slurm restarts it", err=True)
-    if file := os.environ.get(AGAIN):
+    if file := os.environ.get(REQUEUE_FILE):
         Path(file).write_text(done)
         return
     code, words = ask("scontrol", "requeue", number)

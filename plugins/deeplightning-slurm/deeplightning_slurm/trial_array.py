@@ -1,7 +1,7 @@
-"""Run a search as one array of jobs: a task for each trial, submitted at once and released one by one.
+"""Run a search as one array of jobs: a task for each trial, submitted together and released one by one.
 
-Slurm holds each task until the search has chosen its trial, so that no machine waits for it. A search that is killed
-leaves no job that starts without it. The queue shows one line, and `scancel` of one number ends the search.
+Slurm holds each task until the search has chosen its trial, so that no machine waits for it. After a search is killed,
+no further task starts. The queue shows one line, and `scancel` of one number ends the search.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deeplightning_slurm.batch_script import VARIABLES
 from deeplightning_slurm.commands import ask, check_slurm, largest_array, submit
 
 TASK = "DEEPLIGHTNING_SLURM_TASK"
-"""Tells the process of a trial which task of the array is its own."""
+"""Tells the process of a trial which task of the array it releases."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ArrayTask:
 
     Attributes:
         folder: for its config, code and logs.
-        number: by which Slurm knows it, `ARRAY_TASK`.
+        number: its number in Slurm, `ARRAY_TASK`.
     """
 
     folder: Path
@@ -40,7 +40,7 @@ class ArrayTask:
         """Let the task start.
 
         Raises:
-            SetupError: in Slurm's own words.
+            SetupError: Slurm refuses.
         """
         code, words = ask("scontrol", "release", self.number)
         if code != 0:
@@ -64,8 +64,8 @@ class TrialArray:
     """Submit the arrays of a search, and give each trial a task.
 
     Args:
-        folder: is made, with a folder for each task.
-        trials: how many are to come.
+        folder: created with a folder for each task.
+        trials: the number of trials to run.
         note: a file that keeps the numbers of the arrays, so that the next command can end them after a kill.
         script: returns the batch script of an array, from its folder and its number of tasks.
     """
@@ -134,14 +134,14 @@ class TrialArray:
         return True
 
     def _cancel_former(self) -> None:
-        """End the arrays of a killed search. Trials that train save a checkpoint first. Slurm refuses a number that
-        belongs to another user by now."""
+        """Cancel the arrays of a killed search. Trials that train save a checkpoint first. Slurm refuses a number that
+        now belongs to another user."""
         with contextlib.suppress(OSError):
             if numbers := [word for word in self.note.read_text().split() if word.isdecimal()]:
                 ask("scancel", *numbers)
 
     def close(self) -> None:
-        """End the tasks that no trial has taken, and trials that have not ended."""
+        """Cancel the tasks that no trial has taken, and trials that have not ended."""
         if numbers := list(filter(None, self._numbers)):
             ask("scancel", *numbers)
             self.note.unlink(missing_ok=True)

@@ -31,7 +31,7 @@ from deeplightning.tracking.code import read_code
 pytest.importorskip("deeplightning_slurm")
 
 from deeplightning_slurm import Slurm, requeue
-from deeplightning_slurm.batch_script import AGAIN, FOLDER, NUMBER, after_tasks, seconds_of
+from deeplightning_slurm.batch_script import FOLDER, NUMBER, REQUEUE_FILE, after_tasks, seconds_of
 from deeplightning_slurm.follow import Follower, log_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -744,7 +744,7 @@ def hooks(monkeypatch, tmp_path):
     that are registered for the exit are in `hooks.at_exit`."""
     for name, value in STEP.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv(AGAIN, str(tmp_path / "again"))
+    monkeypatch.setenv(REQUEUE_FILE, str(tmp_path / "again"))
     at_exit = []
     monkeypatch.setattr(requeue.atexit, "register", lambda *words: at_exit.append(words))
     found = hooks_here()

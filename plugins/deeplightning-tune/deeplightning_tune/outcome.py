@@ -1,4 +1,4 @@
-"""The table of a search's trials, for a terminal and as CSV, and two pictures of them."""
+"""Format the trials of a search as a table for a terminal and as CSV, and draw two pictures of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from deeplightning_tune.study import Study, short
 
 log = logging.getLogger("deeplightning")
 
-WORDS = {
+STATE_NAMES = {
     TrialState.COMPLETE: "finished",
     TrialState.PRUNED: "pruned",
     TrialState.FAIL: "failed",
@@ -37,7 +37,7 @@ def rows(study: Study) -> list[list[str]]:
         shown = "-" if value is None else f"{value:.6g}"
         epochs = str(max(trial.intermediate_values, default=0))
         values = [words if len(words := short(point[d.key])) <= 40 else f"{words[:39]}…" for d in study.space]
-        table.append([place, str(trial.number), WORDS[trial.state], shown, epochs, *values])
+        table.append([place, str(trial.number), STATE_NAMES[trial.state], shown, epochs, *values])
     return table
 
 
@@ -53,12 +53,14 @@ def as_csv(study: Study) -> str:
             max(trial.intermediate_values, default=0),
             *(line(point[d.key]) for d in study.space),
         ]
-        writer.writerow([trial.number, WORDS[trial.state], *values, noted.get("failure", ""), noted.get("run") or ""])
+        writer.writerow(
+            [trial.number, STATE_NAMES[trial.state], *values, noted.get("failure", ""), noted.get("run") or ""]
+        )
     return out.getvalue()
 
 
 def draw(study: Study, folder: Path) -> None:
-    """Draw each finished trial as a line through its values, and how much each key matters, where trials tell.
+    """Draw each finished trial as a line through its values, and the importance of each key if the trials show it.
 
     The importances are those of Hutter, Hoos, Leyton-Brown: An Efficient Approach for Assessing Hyperparameter
     Importance. ICML 2014.
@@ -95,8 +97,10 @@ def draw(study: Study, folder: Path) -> None:
 
 
 def _labelled(study: Study, done: Sequence[FrozenTrial]) -> optuna.Study:
-    """Return a study of the finished trials whose keys are short, since Optuna cuts labels, and whose texts are no
-    mathematics for matplotlib."""
+    """Return a study of the finished trials with short keys, since Optuna cuts labels, and with escaped texts.
+
+    matplotlib would take dollar signs for mathematics.
+    """
     labels = {d.key: ".".join([part for part in d.key.split(".") if part != "params"][-2:]) for d in study.space}
     if len({*labels.values()}) < len(labels):
         labels = {key: key for key in labels}

@@ -1,4 +1,4 @@
-"""Whether a search can resume: with the config and the code with which it began."""
+"""Check whether a search can resume with the config and the code that it began with."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from deeplightning.config.tree import line
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.launch.sealed import edited, is_intact, sealed_roots
 from deeplightning.own_code import add_import_roots, original_roots, short, use_seal
+from deeplightning.sweep.sealed import FOLDER, SearchCode, digest_of, freeze
 from deeplightning.tracking.parent import Parent
-from deeplightning.tune.sealed import FOLDER, SearchCode, digest_of, freeze
 from deeplightning_tune.section import search_of
 
-FREE = ("tune.num_trials", "tune.parallel", "tune.sampler", "tune.pruner", "tune.name", "seed", "serve")
-"""Sections and keys in which a resumed search may differ from how it began."""
+CHANGEABLE_KEYS = ("tune.num_trials", "tune.parallel", "tune.sampler", "tune.pruner", "tune.name", "seed", "serve")
+"""Sections and keys in which a resumed search may differ from its start."""
 MAX_NAMED = 5
-"""Edited files and changed settings that are named."""
+"""Most edited files and changed settings that a message names."""
 
 _NONE = object()
 
 
 def code_of_search(path: Path, overrides: Sequence[str]) -> SearchCode:
-    """Let this process import own code from the frozen copy of a search, which is made where the search is new.
+    """Let this process import user code from the frozen copy of a search, which is created for a new search.
 
     Raises:
-        ConfigError: the search has no copy that can be used here, and its code has changed; or there is other code.
+        ConfigError: the search has no usable copy and its code has changed, or other code hides the copy.
         SetupError: the copy cannot be written.
     """
     report = examine(path, list(overrides))
@@ -53,7 +53,8 @@ def code_of_search(path: Path, overrides: Sequence[str]) -> SearchCode:
 
 
 def _notes(parent: Parent) -> Mapping[str, Any]:
-    """Return what the search file holds; {} if it is missing, or if its run was deleted and the search starts over."""
+    """Return the notes of the search file, or {} if it is missing, or if its run was deleted and the search starts
+    over."""
     database = parent.home / "study.db"
     if not database.exists():
         return {}
@@ -70,7 +71,7 @@ def _notes(parent: Parent) -> Mapping[str, Any]:
 
 
 def _add_roots(folder: Path, name: str) -> None:
-    """Let names come from all folders of a frozen copy, also where the command is given elsewhere.
+    """Add all folders of a frozen copy to the import path, whatever the working directory.
 
     Raises:
         ConfigError: a folder of this command, which would come first, has other code of the same name.
@@ -88,7 +89,7 @@ def _add_roots(folder: Path, name: str) -> None:
 
 
 def _edits(folder: Path, imported: Iterable[str], name: str) -> list[str]:
-    """Return a note about the files that a search imported and that were edited since."""
+    """Return a note on the files that a search imported and that were edited since."""
     changed = [f"{short(file)} {what}" for file, what in edited(folder).items() if file in imported]
     if not changed:
         return []
@@ -100,7 +101,7 @@ def _edits(folder: Path, imported: Iterable[str], name: str) -> list[str]:
 
 
 def _changed_code(before: Mapping[str, str], name: str) -> list[Fault]:
-    """Return a fault for each file of own code that has changed since a search began whose frozen copy is gone.
+    """Return a fault for each file of user code that has changed since a search began whose frozen copy is gone.
 
     Args:
         before: digests by path.
@@ -131,7 +132,7 @@ def changed_settings(before: Mapping[str, object], now: Mapping[str, object], na
     changed = [
         key
         for key in sorted(began | found)
-        if not f"{key}.".startswith(tuple(f"{free}." for free in FREE))
+        if not f"{key}.".startswith(tuple(f"{free}." for free in CHANGEABLE_KEYS))
         and began.get(key, _NONE) != found.get(key, _NONE)
         and (key in began or key.startswith("tune.space."))
     ]

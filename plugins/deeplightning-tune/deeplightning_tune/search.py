@@ -1,6 +1,6 @@
-"""The loop of a search: draw trials, run them, stop hopeless ones, and write the result.
+"""Run the loop of a search: draw trials, train them, stop bad ones early, and write the result.
 
-All that a search needs to resume is in its study's file and its frozen code; the same command resumes it.
+The same command resumes a search from its study's file and its frozen code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-import deeplightning.run.stages  # noqa: F401  (with all that it imports, now: the files may change later)
+import deeplightning.run.stages  # noqa: F401  (with all its imports, now: the files may change later)
 from deeplightning.callbacks import TRIAL
 from deeplightning.checks.examine import load_config
 from deeplightning.config.schema import Config
@@ -30,12 +30,12 @@ from deeplightning.launch.set_environment import apply_environment
 from deeplightning.process.decisions import DECIDED
 from deeplightning.process.identity import identity
 from deeplightning.process.terminal import say, say_path
-from deeplightning.runfolder import Hold, RunFolder, make_private, permissions_of, write_whole
+from deeplightning.runfolder import FolderLock, RunFolder, make_private, permissions_of, write_whole
+from deeplightning.sweep.grid import warn_of_no_effect
+from deeplightning.sweep.multirun import newest_checkpoint
+from deeplightning.sweep.sealed import FOLDER, SearchCode, own_code
+from deeplightning.sweep.worker import Forked, Line, Train, own_address, reason_of
 from deeplightning.tracking.parent import Parent, Stopped
-from deeplightning.tune.multirun import newest_checkpoint
-from deeplightning.tune.sealed import FOLDER, SearchCode, own_code
-from deeplightning.tune.sweep import warn_of_no_effect
-from deeplightning.tune.worker import Forked, Line, Train, own_address, reason_of
 from deeplightning_tune.resume import changed_settings, code_of_search
 from deeplightning_tune.section import search_of
 from deeplightning_tune.space import space_of
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("deeplightning")
 
-GRACE_SECONDS = 10.0  # that the process of a former trial may take to end
+GRACE_SECONDS = 10.0  # for the process of an earlier trial to end
 _STOPS = {3: SetupError, 4: CheckpointError}  # exit codes of a trial after which others would fail too
 
 
@@ -59,9 +59,9 @@ def search(path: Path, overrides: Sequence[str], train: Train) -> Path:
         The folder of the result: `best.yaml`, `trials.csv`, pictures.
 
     Raises:
-        ConfigError: the config is wrong, has no search, or is not that of the search that is resumed; or that search's
-            frozen code is gone and the code has changed.
-        SetupError: another process is at this search, or a trial could not be run here.
+        ConfigError: the config is wrong, has no search, or is not that of the search to resume; or that search's frozen
+            code is gone and the code has changed.
+        SetupError: another process runs this search, or a trial could not be run here.
         RunError: no trial finished.
         Stopped: a signal asked for the end.
     """
@@ -83,7 +83,7 @@ def search(path: Path, overrides: Sequence[str], train: Train) -> Path:
 
 
 class _Search:
-    """One search in this process, new or resumed."""
+    """Search in this process, new or resumed."""
 
     def __init__(self, cfg: Config, path: Path, overrides: Sequence[str], train: Train, code: SearchCode):
         from deeplightning.callbacks.console import one_line_warnings, to_terminal
@@ -103,11 +103,11 @@ class _Search:
         self.workers = Forked(train, self.line)
         self.study: Any = None
         self.sign = ""
-        self._hold: Hold | None = None
+        self._lock: FolderLock | None = None
         self._pruned: dict[int, str] = {}
         self._absent: dict[int, list[str]] = {}
         self._began: dict[int, float] = {}
-        self._to_import: list[str] | None = None  # what the first trial has imported; None: none has causes
+        self._to_import: list[str] | None = None  # modules that the first trial has imported; None: unknown
         self._stopping: UserError | None = None
 
     def __enter__(self) -> _Search:
@@ -115,8 +115,8 @@ class _Search:
 
     def __exit__(self, *_: object) -> None:
         self.line.close()
-        if self._hold is not None:
-            self._hold.release()
+        if self._lock is not None:
+            self._lock.release()
 
     def run(self) -> Path:
         """Run the search and return the folder of its result."""
@@ -153,7 +153,7 @@ class _Search:
 
     @contextlib.contextmanager
     def _database_errors(self) -> Iterator[None]:
-        """Report errors of the search's file as such."""
+        """Report errors of the search's file as SetupError."""
         try:
             yield
         except Exception as error:
@@ -169,20 +169,20 @@ class _Search:
     # ---- the start
 
     def _open(self) -> None:
-        """Open the search, new or known.
+        """Open the search, new or resumed.
 
         Raises:
-            SetupError: another process is at it, or its files cannot be written.
+            SetupError: another process runs it, or its files cannot be written.
             ConfigError: it began with another config.
         """
         from deeplightning_tune import outcome, study  # noqa: F401  (all imports now: the files may change later)
 
         try:
             make_private(self.home / "trials", self.home.parents[2])  # STORE/searches/EXPERIMENT/NAME
-            self._hold = RunFolder(self.home).hold()
+            self._lock = RunFolder(self.home).lock()
         except OSError as error:
             raise SetupError(f"{self.home}: the search's folder cannot be written: {error.strerror}") from error
-        if self._hold is None:
+        if self._lock is None:
             raise SetupError(f"another process is at the search {self.name}, in {self.home}; wait for it, or end it")
         self._drop_if_deleted()
         is_new = not self.database.exists()
@@ -218,7 +218,7 @@ class _Search:
             write_whole(self.parent.folder / "search.yaml", notes["config"])
 
     def _take_code(self, noted: str | None) -> None:
-        """Note which frozen code the search has.
+        """Record the frozen code of the search.
 
         Raises:
             SetupError: another process began the search meanwhile, with code that it froze itself.
@@ -249,7 +249,7 @@ class _Search:
         )
 
     def _drop_if_deleted(self) -> None:
-        """Let a search start over whose run was deleted in the tracker."""
+        """Start the search over if its run was deleted in the tracker."""
         if not self.database.exists():
             return
         former = self._study()
@@ -263,7 +263,7 @@ class _Search:
             )
 
     def _frozen(self) -> str:
-        """Return the config as written, files and overrides in one, references unresolved: all trials start from it."""
+        """Return the config from which all trials start: files and overrides merged, references unresolved."""
         tree = as_written(read(self.path, list(self.overrides)).root)
         tree["seed"] = self.cfg.seed
         tree["tune"] = {**tree["tune"], "name": self.name}
@@ -289,7 +289,7 @@ class _Search:
 
     def _loop(self) -> None:
         waiting = [trial.number for trial in self.study.unfinished()]
-        # A run whose trial was killed before it could note its id is known to the tracker alone.
+        # Only the tracker knows the run of a trial that was killed before it could record the run's id.
         is_unknown = self.parent.is_tracked and any(self._run_of(number)[0] is None for number in waiting)
         children = self.parent.known(self.sign) if is_unknown else {}
         while True:
@@ -319,7 +319,7 @@ class _Search:
         return noted.get("run"), Path(noted["folder"]) if noted.get("folder") else None
 
     def _start(self, number: int, children: Mapping[int | None, str]) -> None:
-        """Start a trial, or resume one that was under way."""
+        """Start a trial, or resume an unfinished one."""
         point = self.study.point(self.study.trials()[number])
         more = self._resuming(number, children)
         file = self.home / "trials" / f"trial-{number}.yaml"
@@ -341,8 +341,10 @@ class _Search:
         self.workers.start(number, [str(file), *more], file.with_suffix(".log"), environment)
 
     def _resuming(self, number: int, children: Mapping[int | None, str]) -> list[str]:
-        """Return the overrides with which a trial that was under way resumes in its run; remove the run of one that has
-        no checkpoint and starts over."""
+        """Return the overrides with which an unfinished trial resumes in its run.
+
+        The run of a trial that has no checkpoint, and starts over, is removed.
+        """
         run_id, place = self._run_of(number)
         run_id = run_id or children.get(number)
         if place is None and run_id is not None and self.parent.store is not None:
@@ -350,10 +352,10 @@ class _Search:
             place = next(roots.glob(f"*/{run_id}/artifacts"), None) if roots else None
         if place is not None and place.is_dir():
             folder, until = RunFolder(place), time.monotonic() + GRACE_SECONDS
-            while (hold := folder.hold()) is None and time.monotonic() < until:
+            while (lock := folder.lock()) is None and time.monotonic() < until:
                 time.sleep(0.1)
-            if hold is not None:
-                hold.release()
+            if lock is not None:
+                lock.release()
             if (checkpoint := newest_checkpoint(folder)) is not None:
                 return [f"train.resume_ckpt={line(str(checkpoint))}"]
         if run_id is not None:
@@ -365,13 +367,13 @@ class _Search:
     def _trial_config(self, point: Mapping[str, object], more: Sequence[str], is_trial: bool) -> str:
         """Return the search's config with the values of a point, for `deeplightning train`."""
         values = [d.override(point[d.key]) for d in self.space]
-        # A bundle takes longer than many a trial; `deeplightning export` makes one of the run that is chosen.
+        # An export can take longer than a trial; `deeplightning export` makes the bundle of the chosen run.
         own = ["train.export=false", "train.seeds=null", *more] if is_trial else []
         # A reference to the environment in a choice is written as it was.
         return self.cfg.redact(dump(as_written(read(self.config, ["~tune", *values, *own]).root)))
 
     def _answer(self, message: dict[str, Any]) -> dict[str, object]:
-        """Answer the message of a trial: where its run is, its metric, or that there is no such metric."""
+        """Answer a message of a trial: the folder of its run, its metric, or that there is no such metric."""
         number = int(message["trial"])
         if "folder" in message:
             self.study.attribute(number, run=message.get("run"), folder=message["folder"])
@@ -382,8 +384,8 @@ class _Search:
             if self.study.report(number, step, value):
                 self._pruned[number] = f"after epoch {step}: {self.tune.metric} {value:.6g}"
                 return {"prune": True}
-            # What is imported here is paid for once. Not with GPUs: a library that takes hold of CUDA when it is
-            # imported would make that unusable in every process forked later. A launcher's processes import anew.
+            # Imports here are shared by all forked trials. Not with GPUs: a library that initializes CUDA on import
+            # would make it unusable in every process forked later. A launcher's processes import by themselves.
             is_wanted = self._to_import is None and self.cfg.engine.gpus is None and self.cfg.engine.launcher is None
             return {"tell": "modules"} if is_wanted else {}
         elif "modules" in message:
@@ -391,7 +393,7 @@ class _Search:
         return {}
 
     def _ended(self, number: int, code: int) -> None:
-        """Note the end of a trial whose process has ended."""
+        """Record the end of a trial whose process has ended."""
         reason = reason_of(self.home / "trials" / f"trial-{number}.log", code)
         seconds = time.monotonic() - self._began.pop(number)
         name = f"trial {number}"
@@ -424,7 +426,7 @@ class _Search:
             self._fail(number, reason)
 
     def _remove_if_empty(self, number: int) -> None:
-        """Remove the run of a trial that was killed before it had a checkpoint or a metric."""
+        """Remove the run of a trial that was killed before its first checkpoint or metric."""
         run_id, place = self._run_of(number)
         if run_id is None or self.study.trials()[number].intermediate_values:
             return
@@ -461,7 +463,7 @@ class _Search:
         self.parent.close("FINISHED")
 
     def _write(self, pictures: bool) -> None:
-        from deeplightning.tune.table import text
+        from deeplightning.sweep.table import text
         from deeplightning_tune import outcome
         from deeplightning_tune.study import plain_text
 
@@ -492,8 +494,11 @@ class _Search:
         return f"{head}{self.tune.metric} {best.value:.6g}.\n{self._trial_config(point, (), is_trial=False)}"
 
     def _points(self) -> list[Any]:
-        """Return the best value so far, under the metric's own name, and that of each finished trial, over the trials'
-        numbers: lists of runs show the last point of a metric."""
+        """Return the best value so far, under the metric's own name, and the value of each finished trial, by trial
+        number.
+
+        Lists of runs show the last point of a metric.
+        """
         from deeplightning.tracking.tracker import Point
 
         points, best, metric = [], None, self.tune.metric
@@ -510,10 +515,10 @@ class _Search:
         return points
 
     def _give_up(self, error: BaseException) -> None:
-        """Stop the trials and end the parent run of a search that fails or is interrupted."""
+        """Stop the trials and close the parent run after an error or an interruption."""
         stopped = isinstance(error, Stopped | KeyboardInterrupt)
         self.workers.interrupt(signal.SIGKILL)
-        with contextlib.suppress(Exception):  # the store may be what went wrong
+        with contextlib.suppress(Exception):  # the store may have caused the error
             if not isinstance(error, RunError):
                 self._write(pictures=False)
             self.parent.close("KILLED" if stopped else "FAILED", self.cfg.redact(str(error)))

@@ -1,4 +1,4 @@
-"""The section `tune` of a config: its keys, and the check of its space. Optuna is not imported here."""
+"""Define the section `tune` of a config: its keys, and the check of its space. Optuna is not imported here."""
 
 # ruff: noqa: RUF009 (`key` makes a dataclass field, which the rule cannot see)
 from collections.abc import Callable, Iterator
@@ -50,7 +50,7 @@ class Tune(PluginSection):
         return self.sampler is not None and self.sampler.type == GRID and "search_space" not in self.sampler.params
 
     def check(self, report: Report, examine: Callable[[list[str]], Report]) -> None:
-        """Check the space: by itself first, then the ends of each range and each choice with the whole config."""
+        """Check the space by itself, then the ends of each range and each choice with the whole config."""
         config = report.config
         assert config is not None, "the section is in it"
         known = {fault.key for fault in report.faults}

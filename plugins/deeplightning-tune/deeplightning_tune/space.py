@@ -1,7 +1,7 @@
-"""The space of a search: the values that each key may have, checked before the first trial.
+"""Define and check the space of a search: the values that each key may have.
 
-A value of the space is right where the whole config is right with it: both ends of each range, and each choice, go
-through the check of a config. Nothing heavy is imported, Optuna neither.
+A value is valid if the whole config is valid with it: both ends of each range, and each choice, go through the check of
+a config before the first trial. Nothing heavy is imported, Optuna neither.
 """
 
 import math
@@ -16,7 +16,7 @@ from deeplightning.faults import Fault, nearest
 KINDS = ("uniform", "log_uniform", "int", "log_int", "choice")
 STEPPED = ("uniform", "int")
 
-# Words of other tools, and ours.
+# Names in other tools → our names.
 _RENAMED = {
     "loguniform": "log_uniform",
     "quniform": "uniform with a step",
@@ -36,11 +36,11 @@ _FIXED = {
 }
 MAX_GRID = 1_000_000
 MAX_TRIED = 1000
-"""Dimensions of a space, and choices of one: each is checked with the whole config, which takes a moment."""
+"""Most dimensions of a space, and most choices of one: each is checked with the whole config, which takes a moment."""
 
 
 class Misfit(ValueError):
-    """A distribution is wrong; the message says how."""
+    """Raised for an invalid distribution; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Dimension:
         return self.kind in ("int", "log_int")
 
     def number_of_values(self) -> int | None:
-        """Return the number of different values; None: they cannot be counted."""
+        """Return the number of different values, or None if it is infinite."""
         if self.kind == "choice":
             return len(self.choices)
         step = self.step or (1 if self.is_whole else None)
@@ -104,7 +104,7 @@ class Dimension:
 
 
 def size(space: Sequence[Dimension]) -> int | None:
-    """Return the number of different points of a space; None: they cannot be counted."""
+    """Return the number of different points of a space, or None if it is infinite."""
     product = 1
     for dimension in space:
         count = dimension.number_of_values()
@@ -115,7 +115,7 @@ def size(space: Sequence[Dimension]) -> int | None:
 
 
 def dimensions(space: Mapping[str, object]) -> Iterator[tuple[str, Dimension | Misfit]]:
-    """Yield each key of a space with its dimension, or with what is wrong with it. Keys may be nested or dotted."""
+    """Yield each key of a space with its dimension, or with the error in it. Keys may be nested or dotted."""
     for name, given in space.items():
         if isinstance(given, Mapping) and given and all(isinstance(item, Mapping) for item in given.values()):
             for inner, found in dimensions(given):
@@ -136,7 +136,7 @@ def space_of(space: Mapping[str, object]) -> list[Dimension]:
 
 
 def faults(space: Mapping[str, object], needs_grid: bool) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with a space by itself: (key of the space, message).
+    """Yield the errors of a space by itself: (key of the space, message).
 
     Args:
         needs_grid: every dimension must have values that can be counted.
@@ -218,7 +218,7 @@ def _range(key: str, kind: str, given: object, step: float | None) -> Dimension:
 def _is_number(value: object, whole: bool) -> bool:
     if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
         return False
-    return math.isfinite(value) and abs(value) < 2**53  # beyond which floats are no whole numbers any more
+    return math.isfinite(value) and abs(value) < 2**53  # beyond it floats are not exact integers
 
 
 def misfits(space: Sequence[Dimension], examine: Callable[[list[str]], Report], tried: Report) -> Iterator[Fault]:

@@ -1,7 +1,7 @@
-"""The trials of a search, in an SQLite file of Optuna's.
+"""Keep the trials of a search in an SQLite file of Optuna's.
 
-A trial is written with all of its values when it is drawn. What is drawn follows from the seed, the trial's number and
-the trials before, and not from how often the search was interrupted.
+A trial is written with all of its values when it is drawn. The draw depends on the seed, the trial's number and the
+earlier trials, and not on interruptions of the search.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from deeplightning_tune.section import Tune
 from deeplightning_tune.space import Dimension, size
 
 NAME = "search"
-MAX_REDRAWS = 100  # of a point that was tried already
-MAX_POINTS = 100_000  # of a space whose points are listed to find those that are left
+MAX_REDRAWS = 100  # of a point that was already tried
+MAX_POINTS = 100_000  # in a space whose points are listed to find the untried ones
 
 Point = dict[str, Any]
-"""A value for each key of the space."""
+"""Value for each key of the space."""
 
 
 def begin(database: Path, mode: str, notes: dict[str, Any]) -> None:
-    """Make the file of a new search; it is complete as soon as it is there."""
+    """Create the file of a new search, complete or not at all."""
     beside = database.with_name(f".{database.name}.{os.getpid()}")
     beside.unlink(missing_ok=True)
     storage = _storage(beside)
@@ -49,7 +49,7 @@ def begin(database: Path, mode: str, notes: dict[str, Any]) -> None:
 
 
 def notes_of(database: Path) -> dict[str, Any]:
-    """Return what `begin` and `Study.note` have written into a file."""
+    """Return the notes that `begin` and `Study.note` have written to a file."""
     storage = _storage(database)
     try:
         notes: dict[str, Any] = optuna.load_study(study_name=NAME, storage=storage).user_attrs
@@ -71,7 +71,7 @@ def _storage(database: Path) -> Any:
 def is_of_storage(error: Exception) -> bool:
     """Return whether an error comes from the file of a study, which is damaged or whose disk is full.
 
-    Optuna does not report damaged texts in it itself: what is raised while it reads them is of any class.
+    Optuna does not report damaged texts itself: reading them raises exceptions of any class.
     """
     if isinstance(error, optuna.exceptions.StorageInternalError | SQLAlchemyError):
         return True
@@ -80,32 +80,32 @@ def is_of_storage(error: Exception) -> bool:
 
 
 class Study:
-    """The trials of a search.
+    """Trials of a search.
 
     Args:
         database: its file, made by `begin`.
         tune: the config's section.
         space: the dimensions of `tune.space`.
-        seed: of all draws.
+        seed: seed of all draws.
     """
 
     def __init__(self, database: Path, tune: Tune, space: Sequence[Dimension], seed: int):
         self.tune, self.space, self.seed = tune, space, seed
         self._storage = _storage(database)
-        # `draw` has a sampler of its own: Optuna's grid sampler would stop a loop that is not there.
+        # `draw` makes its own sampler: Optuna's grid sampler would stop Optuna's loop, which does not run here.
         self.study = optuna.load_study(
             study_name=NAME, storage=self._storage, sampler=optuna.samplers.RandomSampler(seed=0)
         )
         self._id = self._storage.get_study_id_from_name(NAME)
         self.study.pruner = build(tune.pruner) if tune.pruner is not None else optuna.pruners.NopPruner()
         self._distributions = {d.key: _distribution(d) for d in space}
-        self._sampler_for(0)  # so that what it refuses is reported at once
+        self._sampler_for(0)  # reports wrong arguments at once
 
     # ---- what is known
 
     @property
     def notes(self) -> dict[str, Any]:
-        """Return what is known of the search as a whole."""
+        """Notes on the search as a whole."""
         return self.study.user_attrs
 
     def note(self, name: str, value: object) -> None:
@@ -121,7 +121,7 @@ class Study:
         return [trial for trial in self.trials() if trial.state == TrialState.RUNNING]
 
     def total(self) -> int:
-        """Return the number of trials in the end: not more than there are points to try."""
+        """Return the final number of trials, at most the number of points."""
         points = size(self.space)
         if self.tune.sampler is not None and "search_space" in self.tune.sampler.params:
             points = None
@@ -159,11 +159,11 @@ class Study:
     # ---- what happens
 
     def draw(self) -> FrozenTrial:
-        """Add a trial, at a point that none of the others has, as far as there is one."""
+        """Add a trial, at an untried point if there is one."""
         known = self.trials()
         tried = [self.point(trial) for trial in known]
         number = len(known)
-        # Drawn in memory: each trial in the file is one that runs.
+        # Drawn in memory, so that the file holds only trials that run.
         memory = optuna.storages.InMemoryStorage()
         apart = optuna.create_study(storage=memory, study_name=NAME, direction=self.study.direction)
         here, there = (self._storage, self._id), (memory, memory.get_study_id_from_name(NAME))
@@ -192,14 +192,14 @@ class Study:
 
     @staticmethod
     def _copy_attributes(here: tuple[Any, int], there: tuple[Any, int]) -> None:
-        """Copy what a sampler notes about the study as a whole, such as its position in a sequence."""
+        """Copy a sampler's notes on the whole study, such as its position in a sequence."""
         known = there[0].get_study_system_attrs(there[1])
         for name, value in here[0].get_study_system_attrs(here[1]).items():
             if known.get(name) != value:
                 there[0].set_study_system_attr(there[1], name, value)
 
     def _any_other(self, trial: FrozenTrial, tried: list[Point], number: int) -> FrozenTrial:
-        """Return a trial at a point that is left, where the sampler keeps drawing those that were tried."""
+        """Return a trial at an untried point, for a sampler that keeps drawing tried ones."""
         count = size(self.space)
         if count is None or count > MAX_POINTS:
             return trial
@@ -214,7 +214,7 @@ class Study:
         return trial
 
     def report(self, number: int, step: int, value: float) -> bool:
-        """Note the metric of a trial after `step` epochs, and return whether the pruner stops the trial."""
+        """Record the metric of a trial after `step` epochs, and return whether the pruner stops the trial."""
         trial = self._trial(number)
         if step not in trial.intermediate_values:
             self._storage.set_trial_intermediate_value(self._trial_id(number), step, value)
@@ -222,7 +222,7 @@ class Study:
         return bool(self.study.pruner.prune(self.study, trial))
 
     def attribute(self, number: int, **values: object) -> None:
-        """Note values about a trial."""
+        """Record values of a trial."""
         for name, value in values.items():
             self._storage.set_trial_user_attr(self._trial_id(number), name, value)
 
@@ -233,7 +233,7 @@ class Study:
             is_best_kept: whether the run keeps the best weights by this metric, else the last.
 
         Returns:
-            The trial's value for the weights that its run keeps; None if that is no number.
+            The trial's value for the weights that its run keeps; None if that is not a number.
         """
         values = self._trial(number).intermediate_values
         finite = [value for value in values.values() if math.isfinite(value)]
@@ -255,7 +255,7 @@ class Study:
         self.study.tell(number, state=TrialState.FAIL)
 
     def let_go(self) -> None:
-        """Close the file until it is used again: a forked process must not share the connection."""
+        """Close the file until its next use: a forked process must not share the connection."""
         self._storage.remove_session()
         self._storage.engine.dispose()
 
@@ -271,14 +271,14 @@ class Study:
         return all(d.same(one[d.key], other[d.key]) for d in self.space)
 
     def _sampler_for(self, number: int, attempt: int = 0) -> object:
-        """Return the sampler that draws the trial of a number."""
+        """Return the sampler that draws the trial with this number."""
         target = self.tune.sampler
         name, params = (target.type, dict(target.params)) if target else ("optuna.samplers.TPESampler", {})
         if self.tune.makes_grid:
             grid = {d.key: [_written(d, value) for value in d.values()] for d in self.space}
             params["search_space"] = grid
-        # A new sampler with the same seed would draw after each kill what it has drawn before, so the seed depends on
-        # the trial. The order of a grid and the scrambling of a sequence must be those of the other trials.
+        # After a kill a new sampler with the same seed would draw the same points again, so the seed depends on the
+        # trial. The order of a grid and the scrambling of a sequence must be the same for all trials.
         seed = params.get("seed", self.seed)
         steady = name.endswith((".GridSampler", ".QMCSampler"))
         drawn = seed if steady or number == attempt == 0 else _mixed(seed, number, attempt)
@@ -304,7 +304,7 @@ def _distribution(dimension: Dimension) -> BaseDistribution:
 
 
 def _written(dimension: Dimension, value: object) -> Any:
-    """Return a value as Optuna keeps it: choices as text, since it has no lists and takes 1 for true."""
+    """Convert a value to Optuna's form: choices as text, since Optuna has no lists and takes 1 for true."""
     return line(value) if dimension.kind == "choice" else value
 
 
@@ -315,10 +315,10 @@ def _meant(dimension: Dimension, written: Any) -> object:
 
 
 def plain_text(point: Point) -> str:
-    """Return a point in one line."""
+    """Format a point in one line."""
     return "  ".join(f"{key}={short(value)}" for key, value in point.items())
 
 
 def short(value: object) -> str:
-    """Return a value for a table."""
+    """Format a value for a table."""
     return f"{value:.4g}" if isinstance(value, float) else line(value)

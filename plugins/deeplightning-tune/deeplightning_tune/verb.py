@@ -1,4 +1,4 @@
-"""The verb `deeplightning tune`. Heavy imports stand inside it, so that `--help` answers at once."""
+"""Define the verb `deeplightning tune`. Heavy imports are inside the function, so that `--help` is fast."""
 
 from pathlib import Path
 

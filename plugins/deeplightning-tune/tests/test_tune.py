@@ -639,7 +639,7 @@ def test_one_process_is_at_a_search(tmp_path, config, store):
     """A second start of the same search is refused with exit code 3."""
     home = store / "searches" / "Default" / "held"
     home.mkdir(parents=True)
-    hold = RunFolder(home).hold()
+    hold = RunFolder(home).lock()
     with pytest.raises(SetupError, match="another process is at the search held"):
         search(config, ["tune.name=held"], lambda words: 0)
     hold.release()

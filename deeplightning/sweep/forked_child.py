@@ -25,7 +25,7 @@ from deeplightning.faults import CheckpointError, ConfigError, RunError, SetupEr
 from deeplightning.private.python import forget_exit_functions
 from deeplightning.process.failure import exit_code_of, reason_of
 from deeplightning.process.terminal import say
-from deeplightning.tune.worker import end_with
+from deeplightning.sweep.worker import end_with
 from deeplightning.words import lacks_memory
 
 POLL_SECONDS = 0.02

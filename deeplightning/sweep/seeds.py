@@ -30,13 +30,13 @@ from deeplightning.process.terminal import say
 from deeplightning.reproduce.groups import Group, Member
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder, write_whole
+from deeplightning.sweep import multirun
+from deeplightning.sweep.multirun import FINISHED, UNDERWAY, Grid
+from deeplightning.sweep.sealed import code_of_grid, own_code
+from deeplightning.sweep.worker import Train
 from deeplightning.tracking.metric_names import clean
 from deeplightning.tracking.parent import Parent, Stopped
 from deeplightning.tracking.tracker import Point
-from deeplightning.tune import multirun
-from deeplightning.tune.multirun import FINISHED, UNDERWAY, Grid
-from deeplightning.tune.sealed import code_of_grid, own_code
-from deeplightning.tune.worker import Train
 
 if TYPE_CHECKING:
     from deeplightning.config.schema import Config
@@ -138,7 +138,7 @@ class Seeds(Grid):
         more, known = super()._to_continue(point), point.known
         if not more and known.get("state") == UNDERWAY and known.get("run"):
             folder = Path(known["folder"]) if known.get("folder") else None
-            hold = RunFolder(folder).hold() if folder is not None and folder.is_dir() else None
+            hold = RunFolder(folder).lock() if folder is not None and folder.is_dir() else None
             if hold is not None:  # else its process runs elsewhere
                 hold.release()
                 self.parent.delete(known["run"], folder)
@@ -154,7 +154,7 @@ class Seeds(Grid):
     def _summarize(self) -> None:
         """Prints and writes mean, standard deviation and interval of each metric; the parent run gets them as well."""
         from deeplightning.reproduce.interval import mean_interval, number
-        from deeplightning.tune.table import text
+        from deeplightning.sweep.table import text
 
         group = self._group()
         found = {name: values for name in group.metrics if (values := [*group.values(name).values()])}

@@ -1,4 +1,4 @@
-"""Overrides with several values, `lr=0.1,0.01` and `seed=range(3)`, become the points of a grid: lists of overrides."""
+"""Expand overrides with several values, `lr=0.1,0.01` and `seed=range(3)`, into a grid: one list per run."""
 
 from __future__ import annotations
 

@@ -35,10 +35,10 @@ from deeplightning.process.terminal import say, say_path
 from deeplightning.reproduce.groups import RUNS_FILE
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder, make_private, permissions_of, write_whole
+from deeplightning.sweep.grid import points, warn_of_no_effect
+from deeplightning.sweep.sealed import SearchCode, code_of_grid, own_code
+from deeplightning.sweep.worker import Forked, Line, Train, own_address, reason_of
 from deeplightning.tracking.parent import Parent, Stopped
-from deeplightning.tune.sealed import SearchCode, code_of_grid, own_code
-from deeplightning.tune.sweep import points, warn_of_no_effect
-from deeplightning.tune.worker import Forked, Line, Train, own_address, reason_of
 
 if TYPE_CHECKING:
     from deeplightning.config.schema import Config
@@ -179,7 +179,7 @@ class Grid:
         with contextlib.closing(self.line), permissions_of(store if store.exists() else self.home):
             try:
                 make_private(self.home / "points", store)  # STORE/multiruns/EXPERIMENT/NAME
-                hold = RunFolder(self.home).hold()
+                hold = RunFolder(self.home).lock()
             except OSError as error:
                 raise SetupError(
                     f"{self.home}: the folder of these runs cannot be written: {error.strerror}"
@@ -321,7 +321,7 @@ class Grid:
         return table
 
     def _write(self) -> None:
-        from deeplightning.tune.table import text
+        from deeplightning.sweep.table import text
 
         table, out = self._table(), io.StringIO()
         csv.writer(out, lineterminator="\n").writerows(table)

@@ -87,7 +87,7 @@ def freeze(parent: Parent, path: Path, overrides: Sequence[str]) -> SearchCode:
     Raises:
         SetupError: the copy cannot be written.
     """
-    from deeplightning.tune.forked_child import in_child
+    from deeplightning.sweep.forked_child import in_child
 
     folder, store = parent.home / FOLDER / secrets.token_hex(8), parent.home.parents[2]
 

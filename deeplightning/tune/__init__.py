@@ -1,5 +1,0 @@
-"""Several runs of one command that differ in settings (`multirun`) or seeds (`seeds`), and the table of their results.
-
-`worker` runs each in a forked process, `sealed` freezes the code that all of them use, `sweep` reads lists of values.
-The plug-in for searches uses the same.
-"""
