@@ -251,10 +251,10 @@ _NOT_SERVED = {_NAMES.bundle_torchscript.name, _NAMES.bundle_pt2.name}  # for ot
 _DTYPES: dict[str, type] = {"image": np.uint8, "text": np.int64, "table": np.float32, "array": np.float32}
 _SPECS = {"image": "image", "text": "text", "table": "row", "array": "row"}
 _TEXT_FILES = ("vocabulary.txt", "tokenizer.json")
-_CARD_KEYS = {"format", "task", "input", "labels", "files", "run", "golden", "digest"}
+_KEYS = {"format", "task", "input", "labels", "files", "run", "golden", "digest"}
 _RUN_KEYS = {"id", "name", "folder_name", "checkpoint", "weights", "picture_size", "created", "versions"}
 _FILE = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
-_EXPORT_AGAIN = "write it again with `deeplightning export RUN`"
+_RETRY = "write it again with `deeplightning export RUN`"
 
 
 def _expect(holds: bool, fault: str, folder: Path) -> None:
@@ -286,25 +286,17 @@ def _read_card(folder: Path) -> Card:
             text = stream.read(MAX_CARD_BYTES + 1)
         _expect(len(text) <= MAX_CARD_BYTES, f"has a {file.name} of more than {MAX_CARD_BYTES:,} bytes", folder)
         card: dict[str, object] = json.loads(text)
-        _expect(isinstance(card, dict), f"has no JSON object in {file.name}; {_EXPORT_AGAIN}", folder)
+        _expect(isinstance(card, dict), f"has no JSON object in {file.name}; {_RETRY}", folder)
         found = card.get("format")
         _expect(
-            found == BUNDLE_FORMAT,
-            f"has format {found!r:.40}; this server reads {BUNDLE_FORMAT}: {_EXPORT_AGAIN}",
-            folder,
+            found == BUNDLE_FORMAT, f"has format {found!r:.40}; this server reads {BUNDLE_FORMAT}: {_RETRY}", folder
         )
         expected = card_digest(card)
     except (ValueError, RecursionError) as error:
-        raise BundleError(f"{file} is not JSON ({error}); {_EXPORT_AGAIN}.") from error
-    _expect(
-        card.get("digest") == expected, f"is damaged: {file.name} was changed since its export; {_EXPORT_AGAIN}", folder
-    )
+        raise BundleError(f"{file} is not JSON ({error}); {_RETRY}.") from error
+    _expect(card.get("digest") == expected, f"is damaged: {file.name} was changed since its export; {_RETRY}", folder)
     keys = set(card) - {"int8", "output"}
-    _expect(
-        keys == _CARD_KEYS,
-        f"has other keys in {file.name} than it may ({', '.join(sorted(keys ^ _CARD_KEYS))})",
-        folder,
-    )
+    _expect(keys == _KEYS, f"has other keys in {file.name} than it may ({', '.join(sorted(keys ^ _KEYS))})", folder)
     figures = card.get("int8", {})
     _expect(
         isinstance(figures, dict) and all(isinstance(value, int | float) for value in figures.values()),
@@ -566,7 +558,7 @@ def _replay(bundle: Bundle, golden: dict[str, Any]) -> None:
     if bundle.device.on_gpu:
         allowed = max(allowed, GPU_TOLERANCE)
     allowed *= max(1.0, float(np.abs(given).max()))
-    remedy = "serve it with serve.precision=fp32" if bundle.precision == "fp16" else _EXPORT_AGAIN
+    remedy = "serve it with serve.precision=fp32" if bundle.precision == "fp16" else _RETRY
     _expect(
         bool(differences[worst] <= allowed),
         f"answers golden sample {worst} otherwise than when it was exported: {KINDS[bundle.task].output} differ by "
@@ -591,7 +583,7 @@ def _answers(bundle: Bundle) -> np.ndarray:
     except Exception as error:  # onnxruntime's exceptions have no common class of their own
         raise BundleError(
             f"The model of the bundle {bundle.folder} does not answer its golden samples: {first_line(error)}; "
-            f"{_EXPORT_AGAIN}."
+            f"{_RETRY}."
         ) from error
 
 
@@ -604,13 +596,12 @@ def _check_golden_digest(folder: Path, card: Card) -> None:
             "the bundle was made before its labels, task and input were covered by the golden answers' digest; whether "
             "they were changed since is not known",
             bundle=str(folder),
-            remedy=_EXPORT_AGAIN,
+            remedy=_RETRY,
         )
         return
     _expect(
         found == golden_digest(card),
-        "has other labels, another task, input, origin or model than its golden answers were given with; "
-        f"{_EXPORT_AGAIN}",
+        f"has other labels, another task, input, origin or model than its golden answers were given with; {_RETRY}",
         folder,
     )
 

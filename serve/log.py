@@ -34,12 +34,8 @@ class Log:
         self._stamp = ""
 
     def add(self, fields: str, refused: bool = False) -> None:
-        """Buffer a line until the next flush.
-
-        Args:
-            fields: the inside of a JSON object.
-            refused: whether the request was refused; at most `MAX_REFUSED_LINES` such lines per second are kept.
-        """
+        """Buffer a line until the next flush; `fields` is the inside of a JSON object. Of `refused` requests, at most
+        `MAX_REFUSED_LINES` lines per second are kept."""
         now = self._now()
         if refused:
             self._refused += 1

@@ -17,8 +17,8 @@ from serve.batching import Model
 from serve.device import CPU, LANES, Device
 from serve.metrics import MAX_PROCESSES
 
-OVERHEAD_SECONDS = 0.0002
-"""Cost of a request besides the forward pass, under the GIL (small pictures, one core, November 2026)."""
+FIXED_SECONDS = 0.0002
+"""Fixed cost of a request besides the forward pass, under the GIL (small pictures, one core, November 2026)."""
 
 TIMED_PASSES = 3
 
@@ -62,9 +62,7 @@ def choose(model: Model, cores: int | None = None) -> Layout:
     """Return the layout for a model on this machine's CPU, or on `cores` cores."""
     cores = cores or usable_cores()
     seconds = _forward_seconds(model)
-    processes = max(
-        1, min(cores, MAX_WORKERS, math.ceil(cores * OVERHEAD_SECONDS / (OVERHEAD_SECONDS + seconds) - 0.25))
-    )
+    processes = max(1, min(cores, MAX_WORKERS, math.ceil(cores * FIXED_SECONDS / (FIXED_SECONDS + seconds) - 0.25)))
     return Layout(processes, math.ceil(cores / processes), 1e3 * seconds)
 
 

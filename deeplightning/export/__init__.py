@@ -1,1 +1,1 @@
-"""A trained task becomes a bundle: the model in fp32, int8 and fp16, each proved equal to the task."""
+"""Export a trained task as a bundle: the model in fp32, int8 and fp16, each verified against the task."""

@@ -1,4 +1,4 @@
-"""What the models that join a bundle later share: its card, its golden samples as a network takes them, one more file.
+"""Add a model to a bundle: read the card and the golden samples, and rewrite the bundle with one more file.
 
 Letters: N samples, C channels, H height, W width.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from deeplightning.export.bundle import digest_of, sealed, swapped_in
+from deeplightning.export.bundle import card_text, digest_of, replacement_for
 from deeplightning.faults import CheckpointError
 from deeplightning.image_spec import ImageSpec
 from deeplightning.kinds import KINDS, row_spec
@@ -22,18 +22,18 @@ from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, card_digest,
 from deeplightning.text_spec import TextSpec
 
 HAVE_WEIGHTS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
-REFUSED = "serve it with serve.precision=fp32"
+SERVE_FP32 = "serve it with serve.precision=fp32"
 
 
 def card_of(folder: RunFolder) -> Card:
-    """The content of `bundle.json`, after a check that it describes the files in the bundle."""
+    """Return the content of `bundle.json`, after checking its digests."""
     again = "write it again with `deeplightning export RUN`"
     try:
         card = json.loads(folder.bundle_card.read_bytes())
         whole = card["format"] == BUNDLE_FORMAT and card["digest"] == card_digest(card)
         whole = whole and card["files"][folder.bundle_model.name] == digest_of(folder.bundle_model)
-        proof = card["golden"].get("digest")  # a bundle of before has none
-        whole = whole and proof in (None, golden_digest(card))
+        stored = card["golden"].get("digest")  # older bundles have none
+        whole = whole and stored in (None, golden_digest(card))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"The bundle {folder.bundle} cannot be read ({error}); {again}.") from error
     if not whole:
@@ -42,16 +42,16 @@ def card_of(folder: RunFolder) -> Card:
 
 
 def add_model(folder: RunFolder, card: Card, model: Path, name: str) -> None:
-    """The bundle with one more model, in the place of the bundle."""
-    with swapped_in(folder.bundle) as new:
+    """Replace the bundle by a copy that also contains `model` under `name`."""
+    with replacement_for(folder.bundle) as new:
         for file in card["files"].keys() - {name}:
-            _same(folder.bundle / file, new / file)
+            _link_or_copy(folder.bundle / file, new / file)
         shutil.copyfile(model, new / name)
-        (new / folder.bundle_card.name).write_text(sealed(card), encoding="utf-8")
+        (new / folder.bundle_card.name).write_text(card_text(card), encoding="utf-8")
 
 
 def golden_inputs(folder: RunFolder, card: Card) -> dict[str, np.ndarray]:
-    """The golden samples as the model takes them, by the name of its input."""
+    """Return the golden samples as the model takes them, by the name of its input."""
     kind = KINDS[card["task"]]
     if kind.takes == "image":
         return {"images": golden_samples(card)}
@@ -66,27 +66,28 @@ def golden_inputs(folder: RunFolder, card: Card) -> dict[str, np.ndarray]:
 
 
 def golden_samples(card: Card) -> np.ndarray:
-    """uint8 (N, C, H, W)."""
+    """Return the golden samples of a model of pictures, uint8 (N, C, H, W)."""
     spec = ImageSpec.from_dict(card["input"])
     decoded = [spec.decode(base64.b64decode(png)) for png in card["golden"]["pictures"]]
     return np.stack(decoded).transpose(0, 3, 1, 2).copy()
 
 
 def weighted_layers(model: Path, nodes: Sequence[onnx.NodeProto], precision: str) -> tuple[int, int]:
-    """The first and the last layer with weights. Nodes before them scale pixels, those after compute probabilities.
+    """Return the indices of the first and the last layer with weights. Earlier nodes scale pixels, later ones compute
+    probabilities.
 
     Raises:
         CheckpointError: no layer has weights.
     """
     found = [number for number, node in enumerate(nodes) if node.op_type in HAVE_WEIGHTS]
     if not found:
-        raise CheckpointError(f"{model} has no layer that {precision} would make quicker; {REFUSED}.")
+        raise CheckpointError(f"{model} has no layer that {precision} would make quicker; {SERVE_FP32}.")
     return found[0], found[-1]
 
 
-def _same(file: Path, there: Path) -> None:
-    """The same file in another folder: by a link where the file system has such, since weights are large."""
+def _link_or_copy(file: Path, target: Path) -> None:
+    """Put a file into another folder, as a hard link if the file system supports it, since weights are large."""
     try:
-        os.link(file, there)
+        os.link(file, target)
     except OSError:
-        shutil.copy2(file, there)
+        shutil.copy2(file, target)

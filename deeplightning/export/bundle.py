@@ -1,8 +1,9 @@
-"""A trained task becomes a bundle proved equal to it: `model.onnx`, `weights.safetensors`, `bundle.json` in a folder.
+"""Export a trained task as a bundle, a folder with `model.onnx`, `weights.safetensors` and `bundle.json`, and verify it
+against the task.
 
-Whoever serves a bundle needs no code of ours and none of the user's: the graph takes uint8 pixels, the tokens of texts,
-or prepared numbers of rows and arrays, and gives probabilities, numbers or pictures; `bundle.json` has the rest (see
-`export`). Letters: N samples, C channels, H height, W width, L tokens of the longest text, K classes or targets.
+Serving a bundle needs no code of ours or the user's: the graph takes uint8 pixels, the tokens of texts, or prepared
+numbers of rows and arrays, and gives probabilities, numbers or pictures; `bundle.json` has the rest (see `export`).
+Letters: N samples, C channels, H height, W width, L tokens of the longest text, K classes or targets.
 """
 
 import base64
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # or importing it starts a thread that reports to its makers (1.29 and newer)
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # otherwise the import starts a telemetry thread (since 1.29)
 
 import numpy as np
 import onnxruntime
@@ -40,83 +41,86 @@ from deeplightning.text_spec import TextError, TextSpec
 from deeplightning.words import first_line
 
 TOLERANCE = 1e-4
-"""How far an answer of ONNX Runtime may be from the task's, as a share of the largest answer, or of 1 where that is
-more: float32 sums in another order, and no more."""
+"""Maximum difference between an answer of ONNX Runtime and the task's, relative to the largest answer, or to 1 if that
+is larger. It allows for float32 sums in another order."""
 
 MAX_GOLDEN = 16
 MAX_GOLDEN_BYTES = 2_000_000
-"""How many samples a bundle carries at most, and the size of their PNGs and answers together (the first is kept
-whatever its size). A server reads them at each start."""
+"""Maximum number of golden samples, and maximum size of their PNGs and answers together; the first sample is always
+kept. A server reads them at each start."""
 
-LARGE = 2**28
-"""Bytes of weights from which on they are in a file beside the graph: one file would be made in memory, of three copies
-of them. From 2 GB on no file of ONNX can have them inside."""
+LARGE_WEIGHTS_BYTES = 2**28
+"""Size above which the weights are stored in a file beside the graph: writing a single file takes three copies of them
+in memory, and an ONNX file cannot contain more than 2 GB."""
 
-BATCHES = (1, 3, 16)
-"""Batch sizes that an exported graph must take, besides the one it was traced with."""
+BATCH_SIZES = (1, 3, 16)
+"""Batch sizes that an exported graph is tested with, besides the one it was traced with."""
 
-MORE_PADDING = 5
-"""Tokens of padding by which texts are made longer than the longest, and must be answered as they are."""
+EXTRA_TOKENS = 5
+"""Padding added beyond the longest text in a test that padding changes no answer."""
 
 
 class NotExpressible(CheckpointError):
-    """The network computes what no ONNX graph can say; torch can answer with it all the same."""
+    """Raised if ONNX cannot express the network; torch can still run it."""
 
 
 class FormatError(CheckpointError):
-    """A format of torch cannot express the network; the bundle is complete without it."""
+    """Raised if a format of torch cannot express the network; the bundle is complete without it."""
 
 
 class Exportable(Protocol):
-    """What a task offers to be exported."""
+    """Interface of a task that can be exported."""
 
     @property
     def kind(self) -> str:
-        """A name of `deeplightning.kinds.KINDS`."""
+        """A name in `deeplightning.kinds.KINDS`."""
         ...
 
     image_spec: ImageSpec
-    """Only where pictures go in."""
+    """Required if the inputs are pictures."""
     text_spec: TextSpec
-    """Only where texts go in; asked when the inference model has been made."""
+    """Required if the inputs are texts; read after `inference_model`."""
     row_spec: TableSpec | ArraySpec
-    """Only where rows of a table or arrays go in."""
+    """Required if the inputs are rows of a table or arrays."""
     class_names: list[str]
-    """Only where the answers are no pictures: a name for each of their numbers."""
+    """A name for each number of an answer; required unless the answers are pictures."""
 
     def inference_model(self) -> nn.Module:
-        """From uint8 (N, C, H, W), tokens int64 (N, L), or prepared rows or arrays float32 (N, …), to probabilities or
-        numbers, float32 (N, K); for `image_segmentation` to probabilities float32 (N, K, H, W); or for
-        `image_reconstruction` to pictures of the same size, float32 (N, C, H, W) from 0 to 1; on the CPU, in eval mode.
-        A task may also have `answer_details() -> dict`, of JSON types, which the card keeps under `output`."""
+        """Return the model to export, on the CPU and in eval mode.
+
+        It maps uint8 (N, C, H, W), tokens int64 (N, L), or prepared rows or arrays float32 (N, …) to probabilities or
+        numbers, float32 (N, K); for `image_segmentation` to probabilities float32 (N, K, H, W); for
+        `image_reconstruction` to pictures of the same size, float32 (N, C, H, W) from 0 to 1. A task may also have
+        `answer_details() -> dict`, of JSON types, which the card stores under `output`.
+        """
         ...
 
 
 def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[str, object]) -> Path:
-    """Write `folder.bundle`, or leave what was there as it was.
+    """Write `folder.bundle`; on failure, leave a previous bundle as it was.
 
-    `bundle.json` holds `format` (2), `task`, `input` (the spec's `to_dict()`), `labels` (one per class or target, in
-    order; none for pictures), `output` (where the task has `answer_details`), `files` (name to SHA-256), `run`,
-    `golden`, and `digest`, the digest of all this (`deeplightning.runfolder.card_digest`). `golden` has samples: under
+    `bundle.json` contains `format` (2), `task`, `input` (the spec's `to_dict()`), `labels` (one per class or target, in
+    order; empty for pictures), `output` (if the task has `answer_details`), `files` (name to SHA-256), `run`, `golden`,
+    and `digest`, that of all the rest (`deeplightning.runfolder.card_digest`). `golden` contains samples: under
     `pictures`, each a PNG (base64) that decodes to exactly the model's input; under `texts`; under `rows`, each an
-    object; or under `arrays`, each a .npy file (base64). Under `fp32` it has what ONNX Runtime answered to them:
-    float32 (N, K) or (N, C, H, W), little-endian, base64; of a segmentation each s-th pixel (`Kind.compared`). What
-    the tokenizer of texts knows is a further file, which `input` names.
+    object; or under `arrays`, each a .npy file (base64). `golden.fp32` contains ONNX Runtime's answers to them: float32
+    (N, K) or (N, C, H, W), little-endian, base64; of a segmentation each s-th pixel (`Kind.compared`). The vocabulary
+    or tokenizer of texts is another file, which `input` names.
 
     Args:
-        task: a trained task. Its inference model is only read.
+        task: a trained task. Its inference model is not changed.
         folder: the run's folder, which exists.
         samples: real images as the data module prepares them, uint8 (N, C, H, W); texts, an array of str (N,); rows of
             a table, each a JSON object, an array of str (N,); or arrays before they are prepared, (N, …). N ≥ 1. All
             are compared, the first 16 kept.
-        run: where the model comes from, of JSON types: `id`, `name`, `folder_name`, `picture_size` (the usual width x
-            height of training pictures before they were prepared), `created`, `versions`.
+        run: origin of the model, of JSON types: `id`, `name`, `folder_name`, `picture_size` (the usual width x height
+            of training pictures before they were prepared), `created`, `versions`.
 
     Returns:
         the bundle's folder.
 
     Raises:
-        CheckpointError: the network cannot be exported, or ONNX Runtime answers otherwise than it does.
+        CheckpointError: the network cannot be exported, or ONNX Runtime's answers differ from its own.
         SetupError: the folder cannot be written.
     """
     if task.kind not in KINDS:
@@ -144,17 +148,17 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
             f"The network's pictures run from {expected.min():.3g} to {expected.max():.3g}, not from 0 to 1; "
             "end inference_model() with a sigmoid or a clamp."
         )
-    example = np.resize(samples, (2, *samples.shape[1:]))  # torch.export takes a batch of 1 as a constant
+    example = np.resize(samples, (2, *samples.shape[1:]))  # torch.export treats a batch size of 1 as a constant
     graph = _trace(model, example, "images", {0: torch.export.Dim("batch", min=1)}, kind.output)
 
-    def prove(file: Path) -> dict[str, object]:
-        return _golden(samples, kind.compared(_proved(file, samples, expected)))
+    def verify(file: Path) -> dict[str, object]:
+        return _golden(samples, kind.compared(_verified_answers(file, samples, expected)))
 
-    return _write(folder, model, graph, _described(task, spec.to_dict()), run, prove)
+    return _write(folder, model, graph, _described(task, spec.to_dict()), run, verify)
 
 
 def _export_rows(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[str, object]) -> Path:
-    """`export`, of a task that takes rows of a table, or arrays."""
+    """Export a task that takes rows of a table, or arrays (see `export`)."""
     model, kind, spec = task.inference_model(), KINDS[task.kind], task.row_spec
     if not len(samples):
         raise CheckpointError("Export compares the network with its ONNX form on samples, and there are none.")
@@ -168,30 +172,30 @@ def _export_rows(task: Exportable, folder: RunFolder, samples: np.ndarray, run: 
     example = np.resize(rows, (2, *rows.shape[1:]))
     graph = _trace(model, example, kind.input, {0: torch.export.Dim("batch", min=1)}, kind.output)
 
-    def prove(file: Path) -> dict[str, object]:
-        answers = _proved(file, rows, expected)
-        kept = _kept([one if kind.takes == "table" else _npy(one) for one in given], answers)
+    def verify(file: Path) -> dict[str, object]:
+        answers = _verified_answers(file, rows, expected)
+        kept = _limit_samples([one if kind.takes == "table" else _npy(one) for one in given], answers)
         return {"rows" if kind.takes == "table" else "arrays": kept, "fp32": packed(answers[: len(kept)])}
 
-    return _write(folder, model, graph, _described(task, spec.to_dict()), run, prove)
+    return _write(folder, model, graph, _described(task, spec.to_dict()), run, verify)
 
 
 def _npy(values: np.ndarray) -> str:
-    """An array as a card has it: a .npy file as base64."""
+    """Return an array as a .npy file in base64."""
     file = io.BytesIO()
     np.save(file, np.ascontiguousarray(values), allow_pickle=False)
     return base64.b64encode(file.getvalue()).decode()
 
 
 def _described(task: Exportable, input: dict[str, object]) -> dict[str, Any]:
-    """What a card says of task, input, labels and answers."""
+    """Return the card's `task`, `input`, `labels` and `output`."""
     labels = [str(name) for name in task.class_names] if KINDS[task.kind].has_labels else []
     details: dict[str, object] = getattr(task, "answer_details", dict)()
     return {"task": task.kind, "input": input, "labels": labels} | ({"output": details} if details else {})
 
 
 def _export_texts(task: Exportable, folder: RunFolder, texts: list[str], run: dict[str, Any]) -> Path:
-    """`export`, of a task that takes texts."""
+    """Export a task that takes texts (see `export`)."""
     model = task.inference_model()
     spec = task.text_spec
     if not texts:
@@ -203,25 +207,26 @@ def _export_texts(task: Exportable, folder: RunFolder, texts: list[str], run: di
     expected = _torch_answers(model, [row[None] for row in rows])  # (N, K), each text alone, so without padding
     kind = KINDS[task.kind]
     _check(expected, kind, [str(name) for name in task.class_names], ())
-    # No dimension may be 1, which would be a constant.
+    # No dimension may be 1: torch.export would treat it as a constant.
     example = spec.stack([rows[0], rows[-1], [spec.padding] * 2])[:2]
     dynamic = {0: torch.export.Dim("batch", min=1), 1: torch.export.Dim("length", min=1, max=spec.limit)}
     graph = _trace(model, example, kind.input, dynamic, kind.output)
 
-    def prove(file: Path) -> dict[str, Any]:
-        answers = _proved_texts(file, spec, rows, expected)[:MAX_GOLDEN]
+    def verify(file: Path) -> dict[str, Any]:
+        answers = _verified_text_answers(file, spec, rows, expected)[:MAX_GOLDEN]
         return {"texts": texts[: len(answers)], "fp32": packed(answers)}
 
-    return _write(folder, model, graph, _described(task, spec.to_dict()), run, prove, {spec.file: spec.content})
+    return _write(folder, model, graph, _described(task, spec.to_dict()), run, verify, {spec.file: spec.content})
 
 
 def _check(expected: np.ndarray, kind: Kind, labels: list[str], shape: tuple[int, ...]) -> None:
-    """
+    """Check the network's answers.
+
     Args:
-        shape: of a prepared input.
+        shape: shape of a prepared input.
 
     Raises:
-        CheckpointError: answers are not finite, or not one for each label.
+        CheckpointError: answers are not finite, or do not match the labels.
     """
     if kind.has_labels and expected.shape[1:] != kind.answer(len(labels), shape):
         found = " x ".join(map(str, expected.shape[1:]))
@@ -240,44 +245,45 @@ def _write(
     folder: RunFolder,
     model: nn.Module,
     graph: torch.onnx.ONNXProgram,
-    said: dict[str, object],
+    description: dict[str, object],
     run: dict[str, object],
-    prove: Callable[[Path], dict[str, object]],
+    verify: Callable[[Path], dict[str, object]],
     more: Mapping[str, str] | None = None,
 ) -> Path:
-    """The bundle, of a graph that is proved before it is there.
+    """Write the bundle, verify its graph, and put it in place.
 
     Args:
-        said: what its card says of task, input and labels.
-        run: where the model comes from.
-        prove: gives the golden samples for the card, or raises.
-        more: texts of further files, by name.
+        description: the card's `task`, `input`, `labels` and `output`.
+        run: origin of the model.
+        verify: compares the graph with the network; returns the golden samples for the card, or raises.
+        more: contents of further text files, by name.
     """
     try:
-        with swapped_in(folder.bundle) as new:
-            is_large = sum(weight.nbytes for weight in model.state_dict().values()) > LARGE
+        with replacement_for(folder.bundle) as new:
+            is_large = sum(weight.nbytes for weight in model.state_dict().values()) > LARGE_WEIGHTS_BYTES
             graph.save(new / folder.bundle_model.name, external_data=is_large or None)
             save_model(model, str(new / folder.bundle_weights.name))
-            (new / folder.bundle_weights.name).chmod((new / folder.bundle_model.name).stat().st_mode)  # it was private
+            # safetensors writes it readable by its owner only
+            (new / folder.bundle_weights.name).chmod((new / folder.bundle_model.name).stat().st_mode)
             for name, text in (more or {}).items():
                 (new / name).write_bytes(text.encode())
-            golden = prove(new / folder.bundle_model.name)
+            golden = verify(new / folder.bundle_model.name)
             files = {file.name: digest_of(file) for file in sorted(new.iterdir())}
-            card = {"format": BUNDLE_FORMAT, **said, "files": files, "run": run, "golden": golden}
-            (new / folder.bundle_card.name).write_text(sealed(cast("Card", card)), encoding="utf-8")
+            card = {"format": BUNDLE_FORMAT, **description, "files": files, "run": run, "golden": golden}
+            (new / folder.bundle_card.name).write_text(card_text(cast("Card", card)), encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise SetupError(f"The bundle {folder.bundle} cannot be written: {error}.") from error
     return folder.bundle
 
 
-def sealed(card: Card) -> str:
-    """The text of a card, with its digests renewed: that of the golden answers, then that of all."""
+def card_text(card: Card) -> str:
+    """Return the text of `bundle.json` with new digests: of the golden answers, then of the whole card."""
     card = {**card, "golden": {**card["golden"], "digest": golden_digest(card)}}
     return json.dumps({**card, "digest": card_digest(card)}, indent=1, ensure_ascii=False)
 
 
 def _torch_answers(model: nn.Module, batches: Sequence[np.ndarray]) -> np.ndarray:
-    """float32 (N, K) or (N, C, H, W)"""
+    """Return the model's answers, float32 (N, K) or (N, C, H, W)."""
     with torch.inference_mode():
         answers = [model(torch.from_numpy(part.copy())) for part in batches]
     return torch.cat(answers).numpy()
@@ -290,29 +296,29 @@ def _batches(samples: np.ndarray, size: int) -> list[np.ndarray]:
 def _trace(
     model: nn.Module, example: np.ndarray, name: str, free: dict[int, Any], output: str
 ) -> torch.onnx.ONNXProgram:
-    """The model as an ONNX graph whose input is called `name` and has the dimensions `free` of any size.
+    """Return the model as an ONNX graph with the input `name`, whose dimensions `free` may have any size.
 
-    `torch.export` comes first and by itself: it refuses a forward pass that depends on its values or on the batch size,
-    where the TorchScript exporter silently records one path. The price in CPU-seconds (torch 2.15, one thread, 2026):
-    2.3 at first use and 0.5 after for a small CNN, against 0.06; 2.5 for resnet18, against 0.4.
+    `torch.export` runs first, as a separate step: it refuses a forward pass that depends on its values or on the batch
+    size, while the TorchScript exporter silently records one path. It costs more CPU seconds (torch 2.15, one thread,
+    2026): 2.3 at first use and 0.5 later for a small CNN instead of 0.06; 2.5 for resnet18 instead of 0.4.
     """
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # torch prints the half-made graph there when it gives up
+        with contextlib.redirect_stderr(io.StringIO()):  # torch prints the partial graph if it fails
             traced = torch.export.export(model, (torch.from_numpy(example),), dynamic_shapes=(free,))
             graph = torch.onnx.export(
                 traced, input_names=[name], output_names=[output], dynamic_shapes=(free,), verbose=False
             )
-    except Exception as error:  # whatever torch stumbles over, it is the network that cannot be exported
+    except Exception as error:  # whatever torch raises, the network cannot be exported
         layer = _layer(model, error)
         place = f" (in layer {layer})" if layer else ""
         raise NotExpressible(f"The network cannot be exported to ONNX{place}: {reason(error)}") from error
     assert graph is not None, "torch.onnx.export gives a program, unless it gets a file"
-    ClearMetadataAndDocStringPass()(graph.model)  # torch notes source lines with this machine's paths
+    ClearMetadataAndDocStringPass()(graph.model)  # torch records source lines with this machine's paths
     return graph
 
 
 def _layer(model: nn.Module, error: BaseException) -> str | None:
-    """The dotted name of the innermost layer whose forward pass was running when `error` was raised."""
+    """Return the dotted name of the innermost layer whose forward pass raised `error`, or None."""
     names = {layer: name for name, layer in model.named_modules()}
     running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return next(
@@ -321,7 +327,7 @@ def _layer(model: nn.Module, error: BaseException) -> str | None:
 
 
 def reason(error: BaseException) -> str:
-    """The first line of what lies at the bottom of `error`."""
+    """Return the first line of the root cause of `error`."""
     while error.__cause__ is not None:
         error = error.__cause__
     if says(error, Sentence.BATCH_SIZE_IS_FIXED):
@@ -329,17 +335,17 @@ def reason(error: BaseException) -> str:
     return first_line(error)
 
 
-def _proved(file: Path, samples: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """What ONNX Runtime answers to `samples`, float32: `expected` within TOLERANCE, at every batch size.
+def _verified_answers(file: Path, samples: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Return ONNX Runtime's answers to `samples`, float32, after comparing them with `expected` at several batch sizes.
 
     Raises:
-        CheckpointError: it answers something else, or does not take the graph.
+        CheckpointError: they differ by more than `TOLERANCE`, or ONNX Runtime rejects the graph.
     """
     worst = 0.0
     try:
         session = session_of(file)
         answers = np.concatenate([answers_of(session, part) for part in _batches(samples, 16)])
-        for size in BATCHES:
+        for size in BATCH_SIZES:
             batch = np.resize(samples, (size, *samples.shape[1:]))
             wanted = np.resize(expected, (size, *expected.shape[1:]))
             worst = np.maximum(worst, np.abs(answers_of(session, batch) - wanted).max())
@@ -355,23 +361,23 @@ def _proved(file: Path, samples: np.ndarray, expected: np.ndarray) -> np.ndarray
     return answers
 
 
-def _proved_texts(file: Path, spec: TextSpec, rows: list[np.ndarray], expected: np.ndarray) -> np.ndarray:
-    """What ONNX Runtime answers to texts, float32 (N, K): `expected` within TOLERANCE, in batches of every size, each
-    with the padding that its longest text makes, and with more.
+def _verified_text_answers(file: Path, spec: TextSpec, rows: list[np.ndarray], expected: np.ndarray) -> np.ndarray:
+    """Return ONNX Runtime's answers to texts, float32 (N, K), after comparing them with `expected` at several batch
+    sizes, padded to the longest text of the batch and further.
 
     Raises:
-        CheckpointError: it answers something else, or does not take the graph.
+        CheckpointError: they differ by more than `TOLERANCE`, or ONNX Runtime rejects the graph.
     """
     number = len(rows)
     sets = [np.arange(start, min(start + 16, number)) for start in range(0, number, 16)]
-    sets += [np.arange(size) % number for size in BATCHES]
-    longest = min(max(map(len, rows)) + MORE_PADDING, spec.limit or len(max(rows, key=len)) + MORE_PADDING)
+    sets += [np.arange(size) % number for size in BATCH_SIZES]
+    longest = min(max(map(len, rows)) + EXTRA_TOKENS, spec.limit or len(max(rows, key=len)) + EXTRA_TOKENS)
     filled = [np.pad(row, (0, longest - len(row)), constant_values=spec.padding) for row in rows]
     answers, worst = np.empty_like(expected), 0.0
     try:
         session = session_of(file)
         for texts in (rows, filled):
-            for chosen in reversed(sets):  # those that count come last
+            for chosen in reversed(sets):  # the answers to return come last
                 given = session.run(None, {"tokens": spec.stack([texts[n] for n in chosen])})[0]
                 worst = float(np.maximum(worst, np.abs(given - expected[chosen]).max()))
                 if texts is rows:
@@ -387,34 +393,34 @@ def _proved_texts(file: Path, spec: TextSpec, rows: list[np.ndarray], expected: 
 
 
 def session_of(file: Path) -> onnxruntime.InferenceSession:
-    """ONNX Runtime with a bundle's model: one thread, silent."""
+    """Return a session of ONNX Runtime with a bundle's model: one thread, no log."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
-    options.log_severity_level = 4  # what goes wrong is raised as well
-    if file.with_name(f"{file.name}.data").exists():  # it is mapped: no second copy of large weights
+    options.log_severity_level = 4  # errors are raised as well
+    if file.with_name(f"{file.name}.data").exists():  # memory-mapped: avoid a second copy of large weights
         options.add_session_config_entry("session.disable_prepacking", "1")
     return onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
 
 
 def answers_of(session: onnxruntime.InferenceSession, batch: np.ndarray) -> np.ndarray:
-    """What a bundle's model answers to a batch of prepared samples, (N, …)."""
+    """Return a model's answers to a batch of prepared samples, (N, …)."""
     return session.run(None, {session.get_inputs()[0].name: batch})[0]
 
 
 def _golden(samples: np.ndarray, answers: np.ndarray) -> dict[str, object]:
-    kept = _kept(map(_png, samples), answers)
+    kept = _limit_samples(map(_png, samples), answers)
     return {"pictures": kept, "fp32": packed(answers[: len(kept)])}
 
 
 def _png(pixels: np.ndarray) -> str:
-    """A picture, uint8 (C, H, W), as a card has it: a PNG as base64."""
+    """Return a picture, uint8 (C, H, W), as a PNG in base64."""
     png = io.BytesIO()
     Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)).save(png, "PNG")
     return base64.b64encode(png.getvalue()).decode()
 
 
-def _kept(samples: Iterable[object], answers: np.ndarray) -> list[object]:
-    """The first samples, of JSON types, as many as a card may have with their answers."""
+def _limit_samples(samples: Iterable[object], answers: np.ndarray) -> list[object]:
+    """Return the first samples, of JSON types, as many as fit into a card with their answers."""
     kept: list[object] = []
     size = 0
     for sample, answer in zip(samples, answers[:MAX_GOLDEN], strict=False):
@@ -426,19 +432,19 @@ def _kept(samples: Iterable[object], answers: np.ndarray) -> list[object]:
 
 
 def packed(answers: np.ndarray) -> str:
-    """Answers as a card has them."""
+    """Return answers as little-endian float32 in base64."""
     return base64.b64encode(answers.astype("<f4").tobytes()).decode()
 
 
 def digest_of(file: Path) -> str:
-    """SHA-256, as a card has it."""
+    """Return the SHA-256 of a file in hexadecimal."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
-def swapped_in(target: Path) -> Iterator[Path]:
-    """A new folder beside `target` that takes its place when the block ends well, and is gone when it does not."""
+def replacement_for(target: Path) -> Iterator[Path]:
+    """Yield a new folder beside `target` that replaces it when the block succeeds, and is removed otherwise."""
     new = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     old = new.with_name(f"{new.name}.old")
     try:
@@ -459,7 +465,7 @@ def swapped_in(target: Path) -> Iterator[Path]:
 
 
 def _sync(path: Path) -> None:
-    """Have the disk hold what was written to `path`, a file or a folder."""
+    """Flush `path`, a file or a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

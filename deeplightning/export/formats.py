@@ -1,8 +1,9 @@
-"""A bundle gets the network in torch's own formats as well, for programs that have torch and do not want ONNX.
+"""Add the network to a bundle in torch's own formats, for programs that use torch instead of ONNX.
 
-`model.pt2` is written by `torch.export.save` and read by `torch.export.load`; `model.torchscript.pt` is made by
-`torch.jit.trace` and read by `torch.jit.load`, in C++ too. Both take what the ONNX graph takes, in batches of any size,
-and texts of any length. No server opens them: reading such a file of a stranger is not safe. Letters: N samples.
+`model.pt2` is written by `torch.export.save` and read by `torch.export.load`; `model.torchscript.pt` is written by
+`torch.jit.trace` and read by `torch.jit.load`, also in C++. Both take the inputs of the ONNX graph, in batches of any
+size, and texts of any length. The server does not open them: such a file from an untrusted source is not safe to read.
+Letters: N samples.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from deeplightning.export.added import add_model, card_of, golden_inputs
-from deeplightning.export.bundle import BATCHES, MORE_PADDING, TOLERANCE, Exportable, FormatError, digest_of, reason
+from deeplightning.export.bundle import BATCH_SIZES, EXTRA_TOKENS, TOLERANCE, Exportable, FormatError, digest_of, reason
 from deeplightning.faults import SetupError
 from deeplightning.kinds import KINDS
 from deeplightning.runfolder import RunFolder
@@ -28,18 +29,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 Free = dict[int, Any]
-"""Dimensions of any size, by their place: each a `torch.export.Dim`."""
+"""Dimensions of any size: index to `torch.export.Dim`."""
 
 
 def add_format(task: Exportable, folder: RunFolder, name: str) -> Path:
-    """Adds the network in one of `FORMATS` to the bundle of its task, or leaves the bundle as it was.
+    """Add the network to the bundle of its task in one of `FORMATS`; on failure, leave the bundle as it was.
 
-    `bundle.json` is sealed anew; it gains the file's digest. The file is read again and answers the golden samples, in
-    batches of several sizes, as the network does, within `TOLERANCE`.
+    The file is loaded again, and its answers to the golden samples are compared with the network's, in batches of
+    several sizes, within `TOLERANCE`. `bundle.json` gets the file's digest.
 
     Args:
-        task: that the bundle was made from.
-        folder: of the run; it has a bundle.
+        task: the task that was exported to the bundle.
+        folder: a run folder with a bundle.
         name: a key of `FORMATS`.
 
     Returns:
@@ -58,7 +59,7 @@ def add_format(task: Exportable, folder: RunFolder, name: str) -> Path:
     if KINDS[card["task"]].takes == "text":
         spec = task.text_spec
         free[1] = torch.export.Dim("length", min=1, max=spec.limit)
-        length = min(samples.shape[1] + MORE_PADDING, spec.limit or samples.shape[1] + MORE_PADDING)
+        length = min(samples.shape[1] + EXTRA_TOKENS, spec.limit or samples.shape[1] + EXTRA_TOKENS)
         longer = np.pad(samples, ((0, 0), (0, length - samples.shape[1])), constant_values=spec.padding)
     example = torch.from_numpy(np.resize(longer, (2, *longer.shape[1:])))
     try:
@@ -69,7 +70,7 @@ def add_format(task: Exportable, folder: RunFolder, name: str) -> Path:
                     write(model, example, free, file)
                     again = read(file)
                     worst = max(
-                        _difference(model, again, batch) for inputs in (samples, longer) for batch in _sets(inputs)
+                        _difference(model, again, batch) for inputs in (samples, longer) for batch in _batches(inputs)
                     )
             except OSError:
                 raise
@@ -94,13 +95,13 @@ def add_format(task: Exportable, folder: RunFolder, name: str) -> Path:
     return folder.bundle / file_name
 
 
-def _sets(samples: np.ndarray) -> list[np.ndarray]:
-    """Batches of all sizes that a network is tried with."""
-    return [samples, *(np.resize(samples, (size, *samples.shape[1:])) for size in BATCHES)]
+def _batches(samples: np.ndarray) -> list[np.ndarray]:
+    """Return batches of the sizes that a network is tested with."""
+    return [samples, *(np.resize(samples, (size, *samples.shape[1:])) for size in BATCH_SIZES)]
 
 
 def _difference(model: nn.Module, other: Any, batch: np.ndarray) -> float:
-    """The largest, of two models' answers to a batch; infinite where their shapes differ."""
+    """Return the maximum difference of two models' answers to a batch, or infinity if their shapes differ."""
     with torch.inference_mode():
         expected, given = (one(torch.from_numpy(batch.copy())) for one in (model, other))
     return float((expected - given).abs().max()) if expected.shape == given.shape else float("inf")
@@ -108,8 +109,8 @@ def _difference(model: nn.Module, other: Any, batch: np.ndarray) -> float:
 
 @contextlib.contextmanager
 def _quiet() -> "Iterator[None]":
-    """Torch calls TorchScript deprecated, and warns of each value that a trace takes as a constant; the proof finds
-    those that matter."""
+    """Suppress torch's warnings that TorchScript is deprecated and that a trace treats values as constants. The
+    comparison of answers finds the constants that matter."""
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         yield
@@ -123,7 +124,7 @@ def _write_pt2(model: nn.Module, example: torch.Tensor, free: Free, file: Path) 
 
 
 def _write_torchscript(model: nn.Module, example: torch.Tensor, free: Free, file: Path) -> None:
-    """Without `debug_pkl`, which has the paths of source files on this machine; torch reads it where it is there."""
+    """Write TorchScript without `debug_pkl`, which contains source paths of this machine; torch does not need it."""
     content = io.BytesIO()
     torch.jit.save(torch.jit.trace(model, example), content)
     with zipfile.ZipFile(content) as whole, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as kept:
@@ -138,4 +139,4 @@ FORMATS: dict[str, tuple[str, Write, Callable[[Path], Any]]] = {
     "torchscript": (_NAMES.bundle_torchscript.name, _write_torchscript, torch.jit.load),
     "pt2": (_NAMES.bundle_pt2.name, _write_pt2, lambda file: torch.export.load(file).module()),
 }
-"""What can be added to a bundle: the file's name, what writes it, and what reads it, by name."""
+"""Formats that can be added to a bundle, by name: file name, writer and reader."""

@@ -1,16 +1,16 @@
-"""A bundle gets a second model, which computes in int8: several times quicker, and taken only where it stays as right.
+"""Add an int8 model to a bundle: several times faster, and accepted only if its scores stay within limits.
 
-Quantization by ONNX Runtime (https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html): weights
-int8 per channel, activations uint8. It is static, with ranges of the activations found on the validation set, and what
-stands before the first layer with weights or follows the last, such as the scaling of pixels and the softmax, stays
-float. Of texts it is dynamic, the usual way of transformers: only products with weights are int8, and each batch has
-ranges of its own, so that an answer depends a little on the texts that it is computed with.
+ONNX Runtime quantizes (https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html): weights int8 per
+channel, activations uint8. Quantization is static, with activation ranges calibrated on the validation set; nodes
+before the first and after the last layer with weights, such as the scaling of pixels and the softmax, stay float. For
+texts it is dynamic, as usual for transformers: only products with weights are int8, and each batch has its own ranges,
+so an answer depends slightly on the other texts in its batch.
 
-Weights take 7 of their 8 bits: processors without VNNI add two products in 16 bits, where 8 would overflow unnoticed,
-and a bundle is judged here and served anywhere. That costs nothing in speed; int8 activations instead of uint8 would
-cost nearly all that is gained. CPU-ms per picture of a resnet18 at 64 x 64, one thread, batch 1, 8 and 16, by a Xeon
-with VNNI (ONNX Runtime 1.31, November 2026): float32 5.4, 3.2, 3.0; this 1.1, 0.8, 0.7; with int8 activations 4.6, 2.9,
-2.5. A network of a few small layers gains nothing. Letters: N samples, K classes, labels or targets.
+Weights use 7 of their 8 bits: processors without VNNI add two products in 16 bits, where 8 bits would overflow
+silently, and a bundle may be served on any machine. That costs no speed; int8 activations instead of uint8 would cost
+nearly the whole gain. CPU-ms per picture of a resnet18 at 64 x 64, one thread, batch 1, 8 and 16, on a Xeon with VNNI
+(ONNX Runtime 1.31, November 2026): float32 5.4, 3.2, 3.0; this 1.1, 0.8, 0.7; with int8 activations 4.6, 2.9, 2.5. A
+network of a few small layers gains nothing. Letters: N samples, K classes, labels or targets.
 """
 
 import contextlib
@@ -21,9 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ["ORT_DISABLE_TELEMETRY"] = (
-    "1"  # as in `deeplightning.export.bundle`, which the sorted imports leave for later
-)
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # as in `deeplightning.export.bundle`, which is imported after onnxruntime
 
 import numpy as np
 import onnx
@@ -37,48 +35,48 @@ from onnxruntime.quantization import (
 )
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
-from deeplightning.export.added import HAVE_WEIGHTS, REFUSED, add_model, card_of, golden_inputs, weighted_layers
+from deeplightning.export.added import HAVE_WEIGHTS, SERVE_FP32, add_model, card_of, golden_inputs, weighted_layers
 from deeplightning.export.bundle import answers_of, digest_of, packed, session_of
 from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.kinds import KINDS, Kind
 from deeplightning.runfolder import Card, RunFolder
 
-CALIBRATION = 256
-"""How many samples, drawn evenly from the validation set, the ranges of activations are found on."""
+CALIBRATION_SAMPLES = 256
+"""Number of validation samples, drawn uniformly, that calibrate the activation ranges."""
 
-MAX_FALL = 0.2
-"""By how many points of a hundred the accuracy, or a score of several labels, may fall."""
+MAX_FALL_POINTS = 0.2
+"""Maximum fall of the accuracy, or of a score of several labels, in percentage points."""
 
-MAX_RISE = 1.0
-"""By how many percent the root mean square error of a target may rise."""
+MAX_RISE_PERCENT = 1.0
+"""Maximum rise of the root mean square error of a target, in percent."""
 
-BATCH = 16
+BATCH_SIZE = 16
 
 NOUNS = {"image": "images", "text": "texts", "table": "rows", "array": "arrays"}
 
 SCORES = {"accuracy": "accuracy", "f1": "F1 score", "map": "mean average precision", "error": "root mean square error"}
-"""The figures by which a model is judged, in words."""
+"""Names of the scores in messages."""
 
 Labelled = Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]]
-"""Returns the validation set again at each call, in batches: prepared samples, uint8 (N, C, H, W), int64 (N, L) or
+"""Iterate over the validation set in batches, anew at each call: prepared samples, uint8 (N, C, H, W), int64 (N, L) or
 float32 (N, …), and the truth: class numbers (N,), labels (N, K) of 0 and 1, or targets (N, K)."""
 
 
 def quantize(folder: RunFolder, validation: Labelled) -> dict[str, Any]:
-    """Adds `model.int8.onnx` to `folder.bundle`, or leaves the bundle as it was.
+    """Add `model.int8.onnx` to `folder.bundle`; on failure, leave the bundle as it was.
 
-    `bundle.json` is sealed anew. It gains the file's digest, the answers of this model to the golden samples
-    (`golden.int8`), and under `int8` the figures, each also with `_fp32`, by its model in ONNX Runtime: of classes
-    `accuracy`; of several labels `f1` and `map`, all in percent; of numbers `error`, the root mean square error of the
-    target whose error rises most. `images`, `texts`, `rows` or `arrays` says how many samples that was, and
-    `calibration_images` and so on how many the ranges are from.
+    `bundle.json` gets the file's digest, the answers of this model to the golden samples (`golden.int8`), and, under
+    `int8`, the scores of both models in ONNX Runtime, those of fp32 with the suffix `_fp32`: for classes `accuracy`;
+    for several labels `f1` and `map`, all in percent; for numbers `error`, the root mean square error of the target
+    whose error rises most. `images`, `texts`, `rows` or `arrays` is the number of samples, and `calibration_images` and
+    so on the number of samples for calibration.
 
     Returns:
-        the figures.
+        the content of `int8`.
 
     Raises:
         CheckpointError: the bundle is damaged, answers with pictures or masks, has nothing to quantize, or a score
-            would fall by more than `MAX_FALL`, an error rise by more than `MAX_RISE`.
+            falls by more than `MAX_FALL_POINTS`, or an error rises by more than `MAX_RISE_PERCENT`.
         SetupError: the folder cannot be written.
     """
     card = card_of(folder)
@@ -86,19 +84,19 @@ def quantize(folder: RunFolder, validation: Labelled) -> dict[str, Any]:
     if kind.gives not in _TERMS:
         raise CheckpointError(
             f"The bundle {folder.bundle} is for {card['task']}; whether int8 stays as right is judged by classes, "
-            f"labels or numbers, and it answers with {kind.output} of each pixel; {REFUSED}."
+            f"labels or numbers, and it answers with {kind.output} of each pixel; {SERVE_FP32}."
         )
     noun = NOUNS[kind.takes]
-    sample = None if kind.takes == "text" else _EvenSample(CALIBRATION)
+    sample = None if kind.takes == "text" else _EvenSample(CALIBRATION_SAMPLES)
     before, number = _scores(card, kind, session_of(folder.bundle_model), validation, sample)
     if not number:
-        raise CheckpointError(f"There are no validation {noun} to judge {folder.bundle} in int8 by; {REFUSED}.")
+        raise CheckpointError(f"There are no validation {noun} to judge {folder.bundle} in int8 by; {SERVE_FP32}.")
     try:
         with tempfile.TemporaryDirectory() as place:
             model = _int8_model(folder.bundle_model, None if sample is None else sample.images, Path(place), kind.input)
             session = session_of(model)
             after, _ = _scores(card, kind, session, validation)
-            figures = _judged(folder, card, before, after, f"{number} validation {noun}")
+            figures = _compare_scores(folder, card, before, after, f"{number} validation {noun}")
             figures[noun] = number
             if sample is not None:
                 figures[f"calibration_{noun}"] = len(sample.images)
@@ -110,13 +108,13 @@ def quantize(folder: RunFolder, validation: Labelled) -> dict[str, Any]:
     return figures
 
 
-def _judged(
+def _compare_scores(
     folder: RunFolder, card: Card, before: dict[str, np.ndarray], after: dict[str, np.ndarray], on: str
 ) -> dict[str, Any]:
-    """The figures of both models.
+    """Return the scores of both models.
 
     Raises:
-        CheckpointError: one is worse than is allowed.
+        CheckpointError: a score is worse than allowed.
     """
     figures: dict[str, Any] = {}
     for name, scores in before.items():
@@ -126,22 +124,22 @@ def _judged(
             worse = (theirs / ours - 1) * 100 if is_error else ours - theirs
         worst = int(np.where(ours == theirs, 0, np.nan_to_num(worse, nan=np.inf)).argmax())
         old, new, unit = float(ours[worst]), float(theirs[worst]), "" if is_error else " %"
-        most = old * (1 + MAX_RISE / 100) if is_error else old - MAX_FALL
+        most = old * (1 + MAX_RISE_PERCENT / 100) if is_error else old - MAX_FALL_POINTS
         if not (new <= most if is_error else new >= most - 1e-9):
             of = f" of {card['labels'][worst]}" if is_error and len(ours) > 1 else ""
             shown = [f"{value:.4g}" if is_error else f"{value:.2f}" for value in (old, new)]
-            allowed = f"{MAX_RISE:g} % is" if is_error else f"{MAX_FALL:g} points are"
+            allowed = f"{MAX_RISE_PERCENT:g} % is" if is_error else f"{MAX_FALL_POINTS:g} points are"
             raise CheckpointError(
                 f"The bundle {folder.bundle} is not served in int8: its {SCORES[name]}{of} on {on} would "
                 f"{'rise' if is_error else 'fall'} from {shown[0]}{unit} to {shown[1]}{unit}, and at most {allowed} "
-                f"allowed; {REFUSED}."
+                f"allowed; {SERVE_FP32}."
             )
         figures |= {name: new, f"{name}_fp32": old}
     return figures
 
 
 class _EvenSample:
-    """Keeps `size` of a stream of samples, each with the same chance (Vitter 1985, algorithm R), the same each time."""
+    """Samples `size` items of a stream uniformly, with a fixed seed (Vitter 1985, algorithm R)."""
 
     def __init__(self, size: int):
         self.size, self.seen = size, 0
@@ -164,7 +162,7 @@ def _scores(
     validation: Labelled,
     sample: _EvenSample | None = None,
 ) -> tuple[dict[str, np.ndarray], int]:
-    """How right a model is, by name, and on how many samples; `sample` sees them all."""
+    """Return the scores of a model by name, and the number of samples; also pass all samples to `sample`."""
     terms, summary = _TERMS[kind.gives], _SUMMARIES[kind.gives]
     found, number = [], 0
     for inputs, truth in validation():
@@ -180,12 +178,12 @@ _TERMS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "regression": lambda answers, truth: (answers.astype(np.float64) - truth.reshape(answers.shape)) ** 2,
     "multilabel": lambda answers, truth: np.stack([answers, truth.astype(answers.dtype)], 1),
 }
-"""What is kept of a batch of answers and of what is true: (N,), (N, K) or (N, 2, K)."""
+"""Terms of a batch's answers and truth from which the scores are computed: (N,), (N, K) or (N, 2, K)."""
 
 
 def _label_scores(kept: np.ndarray, output: dict[str, Any]) -> dict[str, Any]:
-    """As `deeplightning.task.multilabel` has them, in percent: the mean of the labels' F1 scores at their thresholds,
-    and of the average precisions of those that occur.
+    """Return scores as in `deeplightning.task.multilabel`, in percent: the mean of the labels' F1 scores at their
+    thresholds, and of the average precisions of the labels that occur.
 
     Args:
         kept: probabilities and labels, (N, 2, K).
@@ -200,7 +198,7 @@ def _label_scores(kept: np.ndarray, output: dict[str, Any]) -> dict[str, Any]:
 
 
 def _average_precision(probabilities: np.ndarray, truth: np.ndarray) -> float:
-    """The sum over the thresholds of precision x gain of recall; equal probabilities are one threshold."""
+    """Return the sum over thresholds of precision x gain of recall; equal probabilities form one threshold."""
     order = np.argsort(-probabilities, kind="stable")
     last = np.append(np.diff(probabilities[order]) != 0, True)
     hits, seen = truth[order].cumsum()[last], np.arange(1, len(order) + 1)[last]
@@ -215,25 +213,25 @@ _SUMMARIES: dict[str, Callable[[np.ndarray, dict[str, Any]], dict[str, Any]]] = 
 
 
 def _int8_model(model: Path, samples: list[np.ndarray] | None, place: Path, name: str) -> Path:
-    """The model quantized, as a file in `place`.
+    """Quantize the model, and return the file in `place`.
 
     Args:
-        samples: by which the ranges of activations are found; None: each batch has its own.
-        name: of the model's input.
+        samples: samples for the calibration; None: dynamic ranges.
+        name: name of the model's input.
 
     Raises:
-        CheckpointError: there is nothing in it to quantize, or ONNX Runtime cannot.
+        CheckpointError: the model has nothing to quantize, or ONNX Runtime fails.
     """
     prepared, quantized = place / "prepared.onnx", place / "model.int8.onnx"
     try:
         with _quiet():
-            # It folds what can be folded, and names the shapes; without symbols there is no need of sympy.
+            # It folds constants and infers shapes; symbolic shapes would need sympy.
             quant_pre_process(model, prepared, skip_symbolic_shape=True)
             loaded = onnx.load(prepared)
             nodes = loaded.graph.node
             first, last = weighted_layers(model, nodes, "int8")
             if samples is None:
-                # A Gemm becomes a MatMul with its weight transposed, which the named shapes would contradict.
+                # A Gemm becomes a MatMul with a transposed weight, which would contradict the inferred shapes.
                 loaded.graph.ClearField("value_info")
                 onnx.save(loaded, prepared)
                 quantize_dynamic(
@@ -255,23 +253,25 @@ def _int8_model(model: Path, samples: list[np.ndarray] | None, place: Path, name
                     activation_type=QuantType.QUInt8,
                     weight_type=QuantType.QInt8,
                     nodes_to_exclude=[node.name for node in [*nodes[:first], *nodes[last + 1 :]]],
-                    # What these give stays float until the next layer, or to the end: logits of 8 bits are coarse.
+                    # Their outputs stay float until the next layer or the end: logits of 8 bits are too coarse.
                     extra_options={"OpTypesToExcludeOutputQuantization": ["Gemm", "MatMul"]},
                 )
             if not any(one.data_type == onnx.TensorProto.INT8 for one in onnx.load(quantized).graph.initializer):
-                raise CheckpointError(f"{model} has no layer that int8 would make quicker; {REFUSED}.")
+                raise CheckpointError(f"{model} has no layer that int8 would make quicker; {SERVE_FP32}.")
     except CheckpointError:
         raise
-    except Exception as error:  # neither onnx nor onnxruntime says which it may raise
-        raise CheckpointError(f"ONNX Runtime cannot quantize {model} ({error}); {REFUSED}.") from error
+    except Exception as error:  # neither onnx nor onnxruntime documents its exceptions
+        raise CheckpointError(f"ONNX Runtime cannot quantize {model} ({error}); {SERVE_FP32}.") from error
     return quantized
 
 
 class _Reader(CalibrationDataReader):
-    """Samples for the calibration, in batches."""
+    """Reads samples for the calibration, in batches."""
 
     def __init__(self, samples: list[np.ndarray], name: str):
-        self._batches = iter([{name: np.stack(samples[at : at + BATCH])} for at in range(0, len(samples), BATCH)])
+        self._batches = iter(
+            [{name: np.stack(samples[at : at + BATCH_SIZE])} for at in range(0, len(samples), BATCH_SIZE)]
+        )
 
     def get_next(self) -> dict[str, np.ndarray] | None:
         return next(self._batches, None)
@@ -279,7 +279,7 @@ class _Reader(CalibrationDataReader):
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Quantization logs to the root logger, which would begin to print if it had no handler."""
+    """Silence quantization, which logs to the root logger; without a handler, that would print."""
     silent, root = logging.NullHandler(), logging.getLogger()
     root.addHandler(silent)
     try:

@@ -1,1 +1,1 @@
-"""One file per network, each a plain nn.Module with plain keyword arguments."""
+"""Networks, one file each: plain nn.Modules with plain keyword arguments."""

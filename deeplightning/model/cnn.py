@@ -1,4 +1,4 @@
-"""A small convolutional network for small pictures: what MNIST needs and no more.
+"""A small convolutional network for small pictures, such as MNIST.
 
 B batch, C channels, H height, W width, K classes.
 """
@@ -17,10 +17,10 @@ class SimpleCNN(nn.Module):
     Args:
         num_classes: K, at least 1.
         num_channels: C, at least 1.
-        image_size: pixels, one number for a square or [H, W]; at least 4, since each block halves it.
+        image_size: in pixels, one number for a square or [H, W]; at least 4, since each block halves it.
 
     Raises:
-        ValueError: if an argument is impossible.
+        ValueError: an argument is invalid.
     """
 
     def __init__(self, num_classes: int, num_channels: int, image_size: int | Sequence[int] = 28):
@@ -46,15 +46,13 @@ class SimpleCNN(nn.Module):
         self.classifier = nn.Linear(32 * (sides[0] // 4) * (sides[1] // 4), num_classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """
+        """Return logits, float (B, K).
+
         Args:
             images: float (B, C, H, W).
 
-        Returns:
-            Logits, float (B, K).
-
         Raises:
-            ValueError: if the images are not of the size the network was made for.
+            ValueError: the images do not have the network's `image_size`.
         """
         if images.shape[2:] != self.image_size:
             raise ValueError(

@@ -1,5 +1,5 @@
-"""Any encoder of Hugging Face's that classifies texts, from a folder on this machine: nothing is downloaded, and no
-code that the folder brings is run. Needs the extra `text`: pip install 'deeplightning[text]'.
+"""Any Hugging Face encoder that classifies texts, from a local folder: nothing is downloaded, and no code in the folder
+is run. Needs the extra `text`: pip install 'deeplightning[text]'.
 
 B batch, L tokens, K classes.
 """
@@ -19,32 +19,32 @@ if TYPE_CHECKING:
 
 
 class FolderError(ValueError):
-    """The folder of a model is missing, or is none. Ends the run with exit code 3."""
+    """Raised if a model's folder is missing or invalid. Ends the run with exit code 3."""
 
     exit_code = 3
 
 
 class Encoder(nn.Module):
-    """A transformer of `transformers` with a head that tells classes apart: BERT, RoBERTa, DistilBERT and their kin.
+    """A transformer from `transformers` with a classification head, such as BERT, RoBERTa or DistilBERT.
 
-    The folder holds `config.json`, and unless it is trained from scratch the weights as `*.safetensors`; other files of
-    weights could run code and are not read. A head that the weights lack begins at random. The tokens come from the
-    `tokenizer.json` of the same folder: `data.module.params.tokenizer`.
+    The folder contains `config.json` and, unless the model is trained from scratch, the weights as `*.safetensors`;
+    other weight files could run code and are not read. A head without weights is initialized randomly. The tokens come
+    from `tokenizer.json` in the same folder: `data.module.params.tokenizer`.
 
     Args:
-        folder: of the model; relative to the working directory.
+        folder: folder of the model, relative to the working directory.
         num_classes: K, at least 1.
-        pretrained: whether it begins with the folder's weights; else at random.
-        params: values of its `config.json` to be changed, such as `hidden_dropout_prob`.
+        pretrained: load the folder's weights instead of random initialization.
+        params: values that replace those in `config.json`, such as `hidden_dropout_prob`.
 
     Attributes:
-        max_length: the most tokens that it takes; None: any number.
-        vocabulary_size: how many tokens there may be.
-        padding: the token that is not seen.
+        max_length: maximum number of tokens; None: no maximum.
+        vocabulary_size: number of different tokens.
+        padding: token that attention ignores.
 
     Raises:
-        ValueError: an argument is impossible.
-        FolderError: there is no such folder, or no model of texts in it. It is a ValueError.
+        ValueError: an argument is invalid.
+        FolderError: the folder is missing or has no text model. It is a ValueError.
         ImportError: `transformers` is not installed.
     """
 
@@ -54,7 +54,7 @@ class Encoder(nn.Module):
             raise ValueError(f"num_classes must be a whole number of at least 1, not {num_classes!r}")
         path = Path(folder).expanduser().absolute()
         _check_folder(path, pretrained)
-        os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"  # read when they are imported
+        os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"  # read at import
         try:
             from transformers import AutoConfig, AutoModelForSequenceClassification
             from transformers.utils import logging
@@ -62,7 +62,7 @@ class Encoder(nn.Module):
             raise ImportError(f"{error.name}, of the extra `text`: pip install 'deeplightning[text]'") from error
         known: dict[str, object] = {"local_files_only": True, "trust_remote_code": False}
         verbosity = logging.get_verbosity()
-        logging.set_verbosity_error()  # it would list the head's weights, which it makes as we ask
+        logging.set_verbosity_error()  # otherwise it lists the weights of the new head
         try:
             config = AutoConfig.from_pretrained(path, num_labels=num_classes, **(params or {}), **known)
             if pretrained:
@@ -79,12 +79,12 @@ class Encoder(nn.Module):
         self.model.float()
         self.vocabulary_size: int = config.vocab_size
         self.padding: int = config.pad_token_id if config.pad_token_id is not None else 0
-        self.max_length = _most(config)
+        self.max_length = _max_tokens(config)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens int64 (B, L) to logits, float (B, K)."""
+        """Return logits, float (B, K), for tokens, int64 (B, L)."""
         first = torch.arange(tokens.shape[1], device=tokens.device) == 0
-        # The first token is seen whatever it is: of nothing there is no mean.
+        # The first token always counts, since an empty text has no mean.
         seen = (tokens != self.padding) | first  # (B, L)
         return self.model(input_ids=tokens, attention_mask=seen.long()).logits
 
@@ -109,8 +109,9 @@ def _check_folder(path: Path, pretrained: bool) -> None:
         )
 
 
-def _most(config: "PretrainedConfig") -> int | None:
-    """Of tokens in a text. RoBERTa and its kin number positions from behind the padding's number on."""
+def _max_tokens(config: "PretrainedConfig") -> int | None:
+    """Return the maximum number of tokens, or None. RoBERTa and similar models start positions after the padding
+    index."""
     most = getattr(config, "max_position_embeddings", None)
     if most is None or most < 1:
         return None

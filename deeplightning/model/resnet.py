@@ -1,8 +1,8 @@
-"""Residual networks by name: torchvision's nine, for pictures of any number of channels, large or small.
+"""Residual networks: torchvision's nine, for pictures of any size and number of channels.
 
 He et al. 2015 (https://arxiv.org/abs/1512.03385), ResNeXt: Xie et al. 2016 (https://arxiv.org/abs/1611.05431), Wide
-ResNet: Zagoruyko and Komodakis 2016 (https://arxiv.org/abs/1605.07146). Tensors have torchvision's names, so a file of
-its pretrained weights is taken by `model.init_from`.
+ResNet: Zagoruyko and Komodakis 2016 (https://arxiv.org/abs/1605.07146). Tensors have torchvision's names, so
+`model.init_from` accepts its pretrained weights.
 
 B batch, C channels, H height, W width, K classes.
 """
@@ -12,13 +12,13 @@ from torchvision.models import resnet
 
 
 class _Residual(resnet.ResNet):
-    """torchvision's network for pictures of any number of channels, large or small.
+    """torchvision's network for pictures of any size and number of channels.
 
     Args:
-        block: torchvision's class of its blocks.
-        depths: the number of blocks of each of its four stages.
-        num_classes, num_channels, small_images: as of `ResNet18`.
-        groups, width: of the convolutions in a block: `groups` and `width_per_group` of torchvision.
+        block: torchvision's class of the blocks.
+        depths: number of blocks in each of the four stages.
+        num_classes, num_channels, small_images: as in `ResNet18`.
+        groups, width: torchvision's `groups` and `width_per_group`.
     """
 
     def __init__(
@@ -40,22 +40,22 @@ class _Residual(resnet.ResNet):
         if small_images or num_channels != 3:
             size, stride = (3, 1) if small_images else (7, 2)
             self.conv1 = nn.Conv2d(num_channels, 64, size, stride, size // 2, bias=False)
-            nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")  # torchvision's
+            nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")  # as in torchvision
         if small_images:
             self.maxpool = nn.Identity()
 
 
 class ResNet18(_Residual):
-    """11.7 million parameters for 1,000 classes: from float (B, C, H, W) to logits (B, K), for pictures of any size.
+    """ResNet-18, 11.7 million parameters for 1,000 classes: float (B, C, H, W) to logits (B, K), pictures of any size.
 
     Args:
         num_classes: K, at least 1.
-        num_channels: C, at least 1. Other than 3, the first convolution has random weights of that shape.
-        small_images: whether pictures have less than some 64 pixels a side: the first convolution is 3x3 with stride 1
-            instead of 7x7 with stride 2, and nothing is pooled behind it; sixteen times the work per picture.
+        num_channels: C, at least 1. If it is not 3, the first convolution cannot use pretrained weights.
+        small_images: for pictures below about 64 pixels a side: the first convolution is 3x3 with stride 1 instead of
+            7x7 with stride 2, without pooling after it; sixteen times the work per picture.
 
     Raises:
-        ValueError: an argument is impossible.
+        ValueError: an argument is invalid.
     """
 
     def __init__(self, num_classes: int, num_channels: int = 3, small_images: bool = False):
@@ -63,56 +63,56 @@ class ResNet18(_Residual):
 
 
 class ResNet34(_Residual):
-    """21.8 million parameters for 1,000 classes; else as `ResNet18`."""
+    """ResNet-34, 21.8 million parameters for 1,000 classes; otherwise like `ResNet18`."""
 
     def __init__(self, num_classes: int, num_channels: int = 3, small_images: bool = False):
         super().__init__(resnet.BasicBlock, [3, 4, 6, 3], num_classes, num_channels, small_images)
 
 
 class ResNet50(_Residual):
-    """25.6 million parameters for 1,000 classes; else as `ResNet18`."""
+    """ResNet-50, 25.6 million parameters for 1,000 classes; otherwise like `ResNet18`."""
 
     def __init__(self, num_classes: int, num_channels: int = 3, small_images: bool = False):
         super().__init__(resnet.Bottleneck, [3, 4, 6, 3], num_classes, num_channels, small_images)
 
 
 class ResNet101(_Residual):
-    """44.5 million parameters for 1,000 classes; else as `ResNet18`."""
+    """ResNet-101, 44.5 million parameters for 1,000 classes; otherwise like `ResNet18`."""
 
     def __init__(self, num_classes: int, num_channels: int = 3, small_images: bool = False):
         super().__init__(resnet.Bottleneck, [3, 4, 23, 3], num_classes, num_channels, small_images)
 
 
 class ResNet152(_Residual):
-    """60.2 million parameters for 1,000 classes; else as `ResNet18`."""
+    """ResNet-152, 60.2 million parameters for 1,000 classes; otherwise like `ResNet18`."""
 
     def __init__(self, num_classes: int, num_channels: int = 3, small_images: bool = False):
         super().__init__(resnet.Bottleneck, [3, 8, 36, 3], num_classes, num_channels, small_images)
 
 
 class ResNeXt50(_Residual):
-    """ResNeXt-50 32x4d, 25.0 million parameters for 1,000 classes; else as `ResNet18`."""
+    """ResNeXt-50 32x4d, 25.0 million parameters for 1,000 classes; otherwise like `ResNet18`."""
 
     def __init__(self, num_classes: int, num_channels: int = 3, small_images: bool = False):
         super().__init__(resnet.Bottleneck, [3, 4, 6, 3], num_classes, num_channels, small_images, 32, 4)
 
 
 class ResNeXt101(_Residual):
-    """ResNeXt-101 32x8d, 88.8 million parameters for 1,000 classes; else as `ResNet18`."""
+    """ResNeXt-101 32x8d, 88.8 million parameters for 1,000 classes; otherwise like `ResNet18`."""
 
     def __init__(self, num_classes: int, num_channels: int = 3, small_images: bool = False):
         super().__init__(resnet.Bottleneck, [3, 4, 23, 3], num_classes, num_channels, small_images, 32, 8)
 
 
 class WideResNet50(_Residual):
-    """Wide ResNet-50-2, 68.9 million parameters for 1,000 classes; else as `ResNet18`."""
+    """Wide ResNet-50-2, 68.9 million parameters for 1,000 classes; otherwise like `ResNet18`."""
 
     def __init__(self, num_classes: int, num_channels: int = 3, small_images: bool = False):
         super().__init__(resnet.Bottleneck, [3, 4, 6, 3], num_classes, num_channels, small_images, width=128)
 
 
 class WideResNet101(_Residual):
-    """Wide ResNet-101-2, 126.9 million parameters for 1,000 classes; else as `ResNet18`."""
+    """Wide ResNet-101-2, 126.9 million parameters for 1,000 classes; otherwise like `ResNet18`."""
 
     def __init__(self, num_classes: int, num_channels: int = 3, small_images: bool = False):
         super().__init__(resnet.Bottleneck, [3, 4, 23, 3], num_classes, num_channels, small_images, width=128)

@@ -1,4 +1,4 @@
-"""A network for signals: convolutions along the steps, then the mean over all of them.
+"""A network for signals: convolutions over time, then the mean over all steps.
 
 B batch, C channels, T steps, O outputs.
 """
@@ -15,7 +15,7 @@ class SignalNet(nn.Module):
         width: channels of the first block; the second has twice as many.
 
     Raises:
-        ValueError: a size is impossible.
+        ValueError: a size is invalid.
     """
 
     def __init__(self, num_channels: int, num_outputs: int, width: int = 32):
@@ -28,7 +28,7 @@ class SignalNet(nn.Module):
         self.last = nn.Linear(width, num_outputs)
 
     def forward(self, signals: Tensor) -> Tensor:
-        """Signals float32 (B, C, T) to outputs (B, O)."""
+        """Return outputs (B, O) for signals, float32 (B, C, T)."""
         return self.last(self.layers(signals).mean(2))
 
 

@@ -1,4 +1,4 @@
-"""A network for rows of a table: embedded categories and numbers go through layers that are connected fully.
+"""A network for rows of a table: embedded categories and numbers, then fully connected layers.
 
 B batch, F columns of the table, O outputs.
 """
@@ -13,16 +13,16 @@ class TableNet(nn.Module):
     """A multilayer perceptron with residual blocks, after Gorishniy et al. 2021, https://arxiv.org/abs/2106.11959.
 
     Args:
-        num_numbers: columns of numbers, which come first in a row.
-        cardinalities: how many numbers each category column may have; they follow.
+        num_numbers: number of numeric columns, which come first in a row.
+        cardinalities: number of values of each category column; these follow.
         num_outputs: O.
-        width: of the hidden layers.
-        depth: residual blocks.
-        embedding: numbers into which a category is embedded, at most; one with few words gets fewer.
-        dropout: share of hidden units that are left out in training.
+        width: width of the hidden layers.
+        depth: number of residual blocks.
+        embedding: maximum size of a category's embedding; columns with few values get a smaller one.
+        dropout: probability of dropout of hidden units.
 
     Raises:
-        ValueError: there are no columns, or a size is impossible.
+        ValueError: there are no columns, or a size is invalid.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class TableNet(nn.Module):
         self.last = nn.Sequential(nn.LayerNorm(width), nn.ReLU(), nn.Linear(width, num_outputs))
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Rows float32 (B, F) to outputs (B, O).
+        """Return outputs (B, O) for rows, float32 (B, F).
 
         Raises:
-            ValueError: they have another number of columns.
+            ValueError: the rows have another number of columns.
         """
         expected = self.num_numbers + len(self.embeddings)
         if rows.shape[1] != expected:

@@ -1,4 +1,4 @@
-"""A small transformer that reads a text and says its class: what short texts need, without any download.
+"""A small transformer that classifies short texts, without any download.
 
 B batch, L tokens, W width, H heads, K classes.
 """
@@ -12,24 +12,24 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class TextTransformer(nn.Module):
-    """The encoder of Vaswani et al. 2017 (https://arxiv.org/abs/1706.03762) with the norm before each part (Xiong et
-    al. 2020, https://arxiv.org/abs/2002.04745): embeddings, sines and cosines of the position, layers of attention and
-    feed-forward, and one linear layer over what is pooled. Padding is not seen: more of it changes no answer.
+    """The encoder of Vaswani et al. 2017 (https://arxiv.org/abs/1706.03762) with pre-norm (Xiong et al. 2020,
+    https://arxiv.org/abs/2002.04745): embeddings, sinusoidal positions, layers of attention and feed-forward, and one
+    linear layer on the pooled states. Padding is masked, so more of it changes no answer.
 
     Args:
         num_classes: K, at least 1.
-        vocabulary_size: how many tokens there may be; more than the data have do no harm.
-        width: W, numbers for each token; a multiple of 2 and of num_heads.
+        vocabulary_size: number of different tokens; may be larger than the data's.
+        width: W, a multiple of 2 and of num_heads.
         num_layers: at least 1.
         num_heads: H, at least 1.
-        hidden: width inside the feed-forward parts; None: 4 W.
-        dropout: share of numbers that are left out in training, from 0 to below 1.
-        pooling: "mean": the mean over a text's tokens is classified; "end": its last token.
-        max_length: the most tokens that a text may have; attention takes memory by its square.
-        padding: the token that is not seen.
+        hidden: width of the hidden feed-forward layers; None: 4 W.
+        dropout: probability of dropout, from 0 to below 1.
+        pooling: classify the mean over a text's tokens ("mean") or its last token ("end").
+        max_length: maximum number of tokens of a text; the memory of attention grows with its square.
+        padding: token that is masked.
 
     Raises:
-        ValueError: an argument is impossible.
+        ValueError: an argument is invalid.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class TextTransformer(nn.Module):
         self.width, self.pooling = width, pooling
         self.num_heads, self.hidden = num_heads, hidden
         self.embedding = nn.Embedding(vocabulary_size, width, padding_idx=padding)
-        with torch.no_grad():  # so that they have the size of the positions when they are scaled, as in the paper
+        with torch.no_grad():  # so that scaled embeddings have the magnitude of the positions, as in the paper
             self.embedding.weight.mul_(width**-0.5)
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(_Layer(width, num_heads, hidden, dropout) for _ in range(num_layers))
@@ -78,10 +78,10 @@ class TextTransformer(nn.Module):
         self.classifier = nn.Linear(width, num_classes)
 
     def tensor_plan(self, processes: int) -> dict[str, str]:
-        """How its layers are split over so many processes: `engine.params.tensor_parallel`.
+        """Return how its layers are split over `processes` processes, for `engine.params.tensor_parallel`.
 
         Raises:
-            ValueError: they cannot share the heads, or the numbers inside the feed-forward parts, evenly.
+            ValueError: the number of processes does not divide `num_heads` or `hidden`.
         """
         for name, number in (("num_heads", self.num_heads), ("hidden", self.hidden)):
             if number % processes:
@@ -94,12 +94,10 @@ class TextTransformer(nn.Module):
         }
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """
+        """Return logits, float (B, K).
+
         Args:
             tokens: int64 (B, L).
-
-        Returns:
-            Logits, float (B, K).
 
         Raises:
             ValueError: there are more tokens than `max_length`.
@@ -107,10 +105,10 @@ class TextTransformer(nn.Module):
         if tokens.shape[1] > self.max_length:
             raise ValueError(f"a text has {tokens.shape[1]} tokens, and max_length is {self.max_length}")
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        # The first token is seen whatever it is: of nothing there is no mean.
+        # The first token always counts, since an empty text has no mean.
         seen = (tokens != self.padding) | (positions == 0)  # (B, L)
         embedded = self.embedding(tokens) * math.sqrt(self.width)
-        states = self.dropout(embedded + self._places(positions).to(embedded.dtype))  # (B, L, W)
+        states = self.dropout(embedded + self._position_encoding(positions).to(embedded.dtype))  # (B, L, W)
         for layer in self.layers:
             states = layer(states, seen[:, None, None, :])
         states = self.norm(states)
@@ -122,15 +120,15 @@ class TextTransformer(nn.Module):
             pooled = (states * (positions == last).to(states.dtype)[:, :, None]).sum(1)
         return self.classifier(self.dropout(pooled))
 
-    def _places(self, positions: Tensor) -> Tensor:
-        """Sines and cosines of the positions, float (L, W): section 3.5 of Vaswani et al., the sines first."""
+    def _position_encoding(self, positions: Tensor) -> Tensor:
+        """Return sinusoidal position encodings, float (L, W), the sines first (section 3.5 of Vaswani et al.)."""
         halves = torch.arange(self.width // 2, device=positions.device)
         angles = positions[:, None] * torch.exp(halves * (-2 * math.log(10_000) / self.width))  # (L, W / 2)
         return torch.cat([angles.sin(), angles.cos()], 1)
 
 
 class _Layer(nn.Module):
-    """Attention between the tokens of a text, then a feed-forward part for each token; both are added to what came."""
+    """Self-attention, then a feed-forward layer, each with a residual connection."""
 
     def __init__(self, width: int, num_heads: int, hidden: int, dropout: float):
         super().__init__()
@@ -145,10 +143,10 @@ class _Layer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, states: Tensor, seen: Tensor) -> Tensor:
-        """States float (B, L, W), seen bool (B, 1, 1, L)."""
+        """Return new states, float (B, L, W), for states of this shape and the mask `seen`, bool (B, 1, 1, L)."""
         batch, length, _ = states.shape
         projected = self.queries_keys_values(self.attention_norm(states))
-        # (3, B, H, L, W / H); where processes split the layer, each has its share of the heads
+        # (3, B, H, L, W / H); with tensor parallelism, each process has its share of the heads
         queries, keys, values = projected.view(batch, length, 3, -1, self.head_width).permute(2, 0, 3, 1, 4).unbind(0)
         left_out = self.share_left_out if self.training else 0.0
         heads = scaled_dot_product_attention(queries, keys, values, attn_mask=seen, dropout_p=left_out)

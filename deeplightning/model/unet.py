@@ -1,5 +1,4 @@
-"""The U-Net: a class for each pixel, from what is near it and what the whole picture shows (Ronneberger et al. 2015,
-https://arxiv.org/abs/1505.04597).
+"""The U-Net, a network for semantic segmentation (Ronneberger et al. 2015, https://arxiv.org/abs/1505.04597).
 
 B batch, C channels, H height, W width, K classes.
 """
@@ -12,21 +11,21 @@ from torch import nn
 
 
 class UNet(nn.Module):
-    """A way down of `depth` halvings and a way up that is joined, at each size, by what the way down had there.
+    """A contracting path of `depth` halvings and an expanding path, with skip connections at each size.
 
-    Unlike the paper's, its convolutions pad, so that the answer has the picture's size, and batch norm follows each.
-    With its default width and depth it has 0.48 million parameters; the paper's is `width: 64, depth: 4`.
+    Unlike the paper's, its convolutions are padded, so the output has the picture's size, and batch norm follows each.
+    With the default width and depth it has 0.48 million parameters; the paper's is `width: 64, depth: 4`.
 
     Args:
         num_classes: K, at least 1.
         num_channels: C, at least 1.
         width: channels at full size; they double with each halving.
-        depth: halvings, at least 1. Pictures have a height and a width that 2**depth divides.
-        image_size: pixels, one number for a square or [H, W], to have them checked when the network is built. None:
-            they are checked when a picture comes.
+        depth: number of halvings, at least 1. 2**depth must divide a picture's height and width.
+        image_size: in pixels, one number for a square or [H, W], to check the size when the network is built. None:
+            check it in `forward`.
 
     Raises:
-        ValueError: if an argument is impossible.
+        ValueError: an argument is invalid.
     """
 
     def __init__(
@@ -53,27 +52,25 @@ class UNet(nn.Module):
                 raise ValueError(f"image_size must be null, one whole number or [height, width], not {image_size!r}")
             self._check_size(*sides)
         widths = [width * 2**level for level in range(depth + 1)]
-        self.start = _twice(num_channels, width)
+        self.start = _double_convolution(num_channels, width)
         self.down = nn.ModuleList(
-            nn.Sequential(nn.MaxPool2d(2), _twice(above, below)) for above, below in pairwise(widths)
+            nn.Sequential(nn.MaxPool2d(2), _double_convolution(above, below)) for above, below in pairwise(widths)
         )
-        upwards = widths[-2::-1]  # from the smallest size but one to the picture's
+        upwards = widths[-2::-1]  # from the second smallest size to the picture's
         self.enlarge = nn.ModuleList(
             nn.ConvTranspose2d(2 * channels, channels, kernel_size=2, stride=2) for channels in upwards
         )
-        self.up = nn.ModuleList(_twice(2 * channels, channels) for channels in upwards)
+        self.up = nn.ModuleList(_double_convolution(2 * channels, channels) for channels in upwards)
         self.head = nn.Conv2d(width, num_classes, kernel_size=1)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """
+        """Return the logits of each pixel, float (B, K, H, W).
+
         Args:
             images: float (B, C, H, W).
 
-        Returns:
-            Logits of each pixel, float (B, K, H, W).
-
         Raises:
-            ValueError: if H or W is no multiple of 2**depth.
+            ValueError: H or W is no multiple of 2**depth.
         """
         self._check_size(images.shape[2], images.shape[3])
         found = [self.start(images)]  # (B, width, H, W)
@@ -94,8 +91,8 @@ class UNet(nn.Module):
             )
 
 
-def _twice(given: int, made: int) -> nn.Sequential:
-    """Two convolutions of 3x3, each with batch norm and ReLU: (B, given, H, W) → (B, made, H, W)."""
+def _double_convolution(given: int, made: int) -> nn.Sequential:
+    """Return two 3x3 convolutions, each with batch norm and ReLU: (B, given, H, W) → (B, made, H, W)."""
     layers: list[nn.Module] = []
     for channels in (given, made):
         layers += [

@@ -1,4 +1,4 @@
-"""The Vision Transformer: a picture is cut into patches, which are words to a transformer (Dosovitskiy et al. 2021,
+"""The Vision Transformer, which treats the patches of a picture as tokens (Dosovitskiy et al. 2021,
 https://arxiv.org/abs/2010.11929).
 
 B batch, C channels, H height, W width of the picture; N patches; D width; K classes.
@@ -11,28 +11,29 @@ from torch import nn
 
 
 class ViT(nn.Module):
-    """Patches, a class token and learned positions through `depth` pre-norm blocks; the class token tells the class.
+    """A transformer of `depth` pre-norm blocks over patches and a class token with learned positions; the class token
+    is classified.
 
-    With its default width, depth and heads it has 2.7 million parameters, the paper's ViT-B/16 is `image_size: 224,
-    patch_size: 16, width: 768, depth: 12, heads: 12`. The names of its tensors are its own, not torchvision's.
+    With the default width, depth and heads it has 2.7 million parameters; the paper's ViT-B/16 is `image_size: 224,
+    patch_size: 16, width: 768, depth: 12, heads: 12`. Its tensors have other names than torchvision's.
 
     Args:
         num_classes: K, at least 1.
         num_channels: C, at least 1.
-        image_size: pixels, one number for a square or [H, W].
-        patch_size: pixels, one number for a square or [height, width], which divide the picture's.
-        num_patches: N, for whoever wants to be sure: refused where the sizes give another number. None: as they give.
-        width: D, of each token, at least 1; divisible by `heads`.
-        depth: blocks, at least 1.
-        heads: of each attention, at least 1.
-        mlp_width: of the layer inside each block's perceptron; None: four times `width`.
-        dropout: probability, behind the positions and inside each block; 0 is none.
+        image_size: in pixels, one number for a square or [H, W].
+        patch_size: in pixels, one number for a square or [height, width]; must divide the picture's size.
+        num_patches: N, as a check: must equal the number that the sizes give. None: no check.
+        width: D, at least 1; divisible by `heads`.
+        depth: number of blocks, at least 1.
+        heads: number of attention heads, at least 1.
+        mlp_width: width of the hidden layer in each block's MLP; None: four times `width`.
+        dropout: probability, after the positions and inside each block; 0: no dropout.
 
     Attributes:
         num_patches: N.
 
     Raises:
-        ValueError: if an argument is impossible, alone or beside another.
+        ValueError: an argument is invalid, alone or in combination with another.
     """
 
     def __init__(
@@ -95,10 +96,10 @@ class ViT(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def tensor_plan(self, processes: int) -> dict[str, str]:
-        """How its layers are split over so many processes: `engine.params.tensor_parallel`.
+        """Return how its layers are split over `processes` processes, for `engine.params.tensor_parallel`.
 
         Raises:
-            ValueError: they cannot share the heads, or the layer inside the perceptrons, evenly.
+            ValueError: the number of processes does not divide the heads or `mlp_width`.
         """
         for what, number in (("heads", self.heads), ("numbers of mlp_width", self.mlp_width)):
             if number % processes:
@@ -111,15 +112,13 @@ class ViT(nn.Module):
         }
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """
+        """Return logits, float (B, K).
+
         Args:
             images: float (B, C, H, W).
 
-        Returns:
-            Logits, float (B, K).
-
         Raises:
-            ValueError: if the images are not of the size the network was made for.
+            ValueError: the images do not have the network's `image_size`.
         """
         if images.shape[2:] != self.image_size:
             raise ValueError(
@@ -133,12 +132,12 @@ class ViT(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron, each on normed tokens and added to what it was given.
+    """Attention, then an MLP, each with layer norm before it and a residual connection.
 
     Args:
         width: D.
-        heads: divides `width`.
-        mlp_width: of the perceptron's inner layer.
+        heads: number of heads; divides `width`.
+        mlp_width: width of the MLP's hidden layer.
         dropout: probability.
     """
 
@@ -153,17 +152,17 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """float (B, T, D) → the same shape."""
+        """Map tokens, float (B, T, D), to the same shape."""
         tokens = tokens + self.dropout(self.attention(self.norm1(tokens)))
         return tokens + self.dropout(self.mlp(self.norm2(tokens)))
 
 
 class Attention(nn.Module):
-    """Each token asks all tokens, in several heads (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762).
+    """Multi-head self-attention (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762).
 
     Args:
         width: D.
-        heads: divides `width`.
+        heads: number of heads; divides `width`.
     """
 
     def __init__(self, width: int, heads: int):
@@ -173,8 +172,8 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """float (B, T, D) → the same shape."""
-        # (B, T, 3, heads, D / heads); where processes split the layer, each has its share of the heads
+        """Map tokens, float (B, T, D), to the same shape."""
+        # (B, T, 3, heads, D / heads); with tensor parallelism, each process has its share of the heads
         asked = self.asked(tokens).unflatten(2, (3, -1, self.head_width))
         queries, keys, values = asked.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, heads, T, D / heads)
         found = nn.functional.scaled_dot_product_attention(queries, keys, values)
@@ -193,6 +192,6 @@ def _sides(name: str, size: int | Sequence[int]) -> tuple[int, int]:
 
 
 def _divisors(number: int) -> str:
-    """`1, 2, 4, 7, 14 and 28` of 28."""
+    """Return the divisors of a number as text: `1, 2, 4, 7, 14 and 28` for 28."""
     found = [str(divisor) for divisor in range(1, number + 1) if number % divisor == 0]
     return f"{', '.join(found[:-1])} and {found[-1]}" if len(found) > 1 else found[0]

@@ -1,7 +1,7 @@
-"""The private names of other libraries, one module per library: nothing else in the project uses one.
+"""Access to private names of other libraries, one module per library. Nothing else in the project uses private names.
 
-Each function says what the name is for, since no public one does it, and what happens where a release has moved it.
-`INHERITED` lists the private names that a class of ours overrides, sets or calls on itself, by the library's class.
-`test_private.py` asserts every name with its behaviour, and names the one that has moved; `pyproject.toml` keeps
-each library below its next minor release until those tests have passed with it (`tools/raise_bounds.sh`).
+Each docstring says what the name is for, since no public one does it, and what happens if a release moves it.
+`INHERITED` lists the private names that a subclass of ours overrides, sets or calls, by the library's class.
+`test_private.py` asserts the behaviour of every name, and reports a name that moved. `pyproject.toml` keeps each
+library below its next minor release until these tests pass with it (`tools/raise_bounds.sh`).
 """

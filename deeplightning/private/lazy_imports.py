@@ -1,9 +1,9 @@
-"""What torch and Lightning import and most runs do not use is left until something asks for it.
+"""Import lazily what torch and Lightning import but most runs do not use.
 
-Importing Lightning takes torchmetrics whole, with SciPy, matplotlib and torchvision behind it, `torch._dynamo`, the
-compiler's front, and Triton: of these a run in eager mode calls nothing. Stand-ins take their places. At the first
-question that they cannot answer the real module is loaded, and from then on all is as if it had been from the
-beginning. Where a library is not as we know it (torch 2.15, torchmetrics 1.9, Lightning 2.6), it is imported as ever.
+Importing Lightning imports all of torchmetrics, with SciPy, matplotlib and torchvision, `torch._dynamo`, the front end
+of the compiler, and Triton; a run in eager mode uses none of these. Stand-ins replace them in `sys.modules`. On the
+first access that a stand-in does not cover, the real module is loaded and takes its place. If a library differs from
+the known version (torch 2.15, torchmetrics 1.9, Lightning 2.6), it is imported as usual.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _LIGHTNING = ("pytorch_lightning", "lightning_fabric")
 
 
 def import_lazily() -> None:
-    """Has the stand-ins take their places when Lightning is imported; once it has been, this does nothing."""
+    """Install the stand-ins when Lightning is imported. Does nothing if it has been imported already."""
     if _before_lightning not in sys.meta_path and not any(name in sys.modules for name in _LIGHTNING):
         sys.meta_path.insert(0, _before_lightning)
 
@@ -34,11 +34,11 @@ class _BeforeLightning(MetaPathFinder):
             return
         sys.meta_path.remove(self)
         if "torchmetrics" not in sys.modules:
-            _torchmetrics_later()
+            _load_torchmetrics_partly()
         if _DYNAMO not in sys.modules:
-            _dynamo_later()
+            _install_dynamo_stand_in()
         if _TRITON not in sys.modules and _FLOP_COUNTER not in sys.modules:
-            _triton_later()
+            _load_flop_counter_without_triton()
 
 
 _before_lightning = _BeforeLightning()
@@ -48,8 +48,8 @@ _before_lightning = _BeforeLightning()
 
 
 class _Package(ModuleType):
-    """A package with its submodules, whose own `__init__` runs when it is asked for a name that it has not yet, or for
-    all of its names."""
+    """A package whose `__init__` runs at the first access to a missing name, or to all names; its submodules can be
+    imported before that."""
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__") and name != "__all__":
@@ -70,15 +70,15 @@ def _run_init(package: ModuleType) -> None:
     spec.loader.exec_module(package)
 
 
-def _torchmetrics_later() -> None:
-    """Imports of torchmetrics what Lightning and our tasks use of it."""
+def _load_torchmetrics_partly() -> None:
+    """Import only the parts of torchmetrics that Lightning and our tasks use."""
     try:
-        package = _empty("torchmetrics")
-        package.__dict__["_logger"] = logging.getLogger("torchmetrics")  # asked for by its submodules
-        utilities = _empty("torchmetrics.utilities")
+        package = _unexecuted_package("torchmetrics")
+        package.__dict__["_logger"] = logging.getLogger("torchmetrics")  # its submodules use it
+        utilities = _unexecuted_package("torchmetrics.utilities")
         from torchmetrics.utilities.imports import _MATPLOTLIB_AVAILABLE
 
-        imports = sys.modules["torchmetrics.utilities.imports"]  # to ask the package for it would run its `__init__`
+        imports = sys.modules["torchmetrics.utilities.imports"]  # the package's attribute would run its `__init__`
         vars(imports)["_MATPLOTLIB_AVAILABLE"] = False
         from torchmetrics.__about__ import __version__
         from torchmetrics.collections import MetricCollection
@@ -95,8 +95,8 @@ def _torchmetrics_later() -> None:
             del sys.modules[name]
 
 
-def _empty(name: str) -> ModuleType:
-    """A package in `sys.modules` of which nothing has been executed."""
+def _unexecuted_package(name: str) -> ModuleType:
+    """Put a package into `sys.modules` without executing it."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.loader is None:
         raise ImportError(name)
@@ -111,7 +111,7 @@ def _empty(name: str) -> ModuleType:
 
 
 def _load_plots(plot: ModuleType) -> None:
-    """What torchmetrics calls before it draws: executes its module once more, with matplotlib."""
+    """Execute torchmetrics' plot module again, with matplotlib. torchmetrics calls this before it plots."""
     _run_init(plot)
     plot._error_on_missing_matplotlib()
 
@@ -119,8 +119,8 @@ def _load_plots(plot: ModuleType) -> None:
 # ---- torch._dynamo
 
 
-_ASKING = ("torch.", "pytorch_lightning.", "lightning_fabric.")
-"""Modules that ask `torch._dynamo` in eager mode for the class of a compiled network."""
+_EAGER_CALLERS = ("torch.", "pytorch_lightning.", "lightning_fabric.")
+"""Modules that read the class of compiled networks from `torch._dynamo` in eager mode."""
 
 
 class _IsCompiled(type):
@@ -130,11 +130,11 @@ class _IsCompiled(type):
 
 
 class _OptimizedModule(metaclass=_IsCompiled):
-    """What `torch.compile` makes of a network, before anything has been compiled."""
+    """Stands in for the class of compiled networks until something is compiled."""
 
 
-class _Part:
-    """Answers what is asked of a submodule of `torch._dynamo`, and loads that for everything else."""
+class _SubmoduleStandIn:
+    """Stands in for a submodule of `torch._dynamo`: has the given attributes, and loads the module for any other."""
 
     def __init__(self, name: str, **answers: object):
         self._name = name
@@ -145,12 +145,12 @@ class _Part:
 
 
 class _Dynamo(ModuleType):
-    """Answers what optimizers, Lightning and a group of processes ask `torch._dynamo` in eager mode, and loads it for
-    everything else."""
+    """Stands in for `torch._dynamo`: has the attributes that optimizers, Lightning and process groups use in eager
+    mode, and loads the module for any other."""
 
-    # `init_process_group` clears a cache, which is empty; `DistributedDataParallel` asks for its default.
-    trace_rules = _Part("trace_rules", clear_lru_cache=lambda: None)
-    utils = _Part("utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
+    # `init_process_group` clears a cache, which is empty; `DistributedDataParallel` reads the default mode.
+    trace_rules = _SubmoduleStandIn("trace_rules", clear_lru_cache=lambda: None)
+    utils = _SubmoduleStandIn("utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__") and name != "__all__":
@@ -158,7 +158,7 @@ class _Dynamo(ModuleType):
         frame = sys._getframe(1)
         while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("importlib."):
             frame = frame.f_back
-        if name == "OptimizedModule" and frame.f_globals.get("__name__", "").startswith(_ASKING):
+        if name == "OptimizedModule" and frame.f_globals.get("__name__", "").startswith(_EAGER_CALLERS):
             return _OptimizedModule
         return getattr(_load_dynamo(), name)
 
@@ -167,19 +167,17 @@ class _Dynamo(ModuleType):
 
     @staticmethod
     def graph_break(*args: object, **kwargs: object) -> None:
-        """Nothing is being traced."""
+        """Do nothing: nothing is being traced."""
 
     @staticmethod
     def disable(fn: object = None, recursive: bool = True, **options: Any) -> object:
-        """`fn` as it is, until there is a compiler that must be kept from it."""
+        """Return a function that calls `fn` directly until `torch._dynamo` is loaded, and then with it disabled."""
         if fn is not None and not isinstance(fn, FunctionType):
             return _load_dynamo().disable(fn, recursive, **options)  # type: ignore[attr-defined]
-        return (
-            functools.partial(_kept_from, recursive=recursive, **options) if fn is None else _kept_from(fn, recursive)
-        )
+        return functools.partial(_disabled, recursive=recursive, **options) if fn is None else _disabled(fn, recursive)
 
 
-def _kept_from(fn: Callable[..., object], recursive: bool = True, **options: object) -> Callable[..., object]:
+def _disabled(fn: Callable[..., object], recursive: bool = True, **options: object) -> Callable[..., object]:
     disabled: Callable[..., object] | None = None
 
     @functools.wraps(fn)
@@ -196,7 +194,7 @@ def _kept_from(fn: Callable[..., object], recursive: bool = True, **options: obj
 
 
 class _Submodules(MetaPathFinder, Loader):
-    """Loads `torch._dynamo` itself before one of its submodules is imported."""
+    """Loads the real `torch._dynamo` before one of its submodules is imported."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if not name.startswith(f"{_DYNAMO}."):
@@ -208,13 +206,13 @@ class _Submodules(MetaPathFinder, Loader):
         return sys.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        """It has been, as part of the package."""
+        """Do nothing: the import of the package has executed the module."""
 
 
 _submodules = _Submodules()
 
 
-def _dynamo_later() -> None:
+def _install_dynamo_stand_in() -> None:
     import torch
 
     stand_in = _Dynamo(_DYNAMO, "Stands in until something is compiled: see deeplightning.private.lazy_imports.")
@@ -247,12 +245,12 @@ class _IsKernel(type):
 
 
 class _JITFunction(metaclass=_IsKernel):
-    """What Triton makes of a kernel, before it has been asked to."""
+    """Stands in for Triton's class of kernels until Triton is imported."""
 
 
-def _triton_later() -> None:
-    """Imports torch's counter of operations, which comes with Lightning, without Triton: 70 MiB (3.9) for the one class
-    by which it knows a kernel."""
+def _load_flop_counter_without_triton() -> None:
+    """Import torch's FLOP counter, which Lightning imports, without Triton: 70 MiB (3.9) for the one class by which the
+    counter recognizes a kernel."""
     if importlib.util.find_spec(_TRITON) is None:
         return
     names = [_TRITON, f"{_TRITON}.runtime", f"{_TRITON}.runtime.jit"]

@@ -1,7 +1,7 @@
-"""Sentences that distinguish exceptions of other libraries where their type does not.
+"""Messages that distinguish exceptions of other libraries whose type does not.
 
-Each is compared in `says` alone. Where a library changes one, its exception counts as unexpected: it ends with exit
-code 1 and its traceback. `tests/runs/test_messages.py` has each library say it.
+Only `says` compares them. If a library changes a message, its exception counts as unexpected: exit code 1 and a
+traceback. `tests/runs/test_messages.py` makes each library raise it.
 """
 
 import re
@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class Sentence(Enum):
-    """What an exception says, as a regular expression, with the library and its version."""
+    """Parts of messages, as regular expressions, with the library and its version."""
 
     ADDRESS_IN_USE = "EADDRINUSE"  # torch 2.15, torch.distributed.TCPStore
     BATCH_SIZE_IS_FIXED = "specialized it to be a constant"  # torch 2.15, torch.export
@@ -27,6 +27,6 @@ class Sentence(Enum):
 
 
 def says(error: BaseException, *sentences: Sentence) -> re.Match[str] | None:
-    """The words of an exception that are one of these sentences; None: there are none."""
+    """Return the first match of one of the sentences in the message of an exception, or None."""
     found = (re.search(sentence.value, str(error)) for sentence in sentences)
     return next((match for match in found if match), None)

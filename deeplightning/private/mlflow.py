@@ -10,31 +10,31 @@ if TYPE_CHECKING:
 
 
 def register_store(scheme: str, build: Callable[..., object]) -> None:
-    """Has MLflow open the stores of a scheme, in this process, by a function of ours. The public way is an entry point
-    of an installed package for a scheme of its own, and other tools could then not open the same store. Where the name
-    has moved, a run fails when it opens its store."""
+    """Make MLflow in this process open the stores of a scheme with `build`. The public way, an entry point for a new
+    scheme, would keep other tools from opening the same store. If the name moves, a run fails when it opens its
+    store."""
     from mlflow.tracking._tracking_service import utils
 
     utils._tracking_store_registry.register(scheme, build)
 
 
 def autologs() -> bool:
-    """Return whether MLflow logs what Lightning trains by itself (`mlflow.autolog`). Where the name has moved, its
-    values go to a run of their own, without an error."""
+    """Return whether `mlflow.autolog` logs Lightning's training. If the name moves, its values go to a separate run,
+    without an error."""
     autologging = sys.modules.get("mlflow.utils.autologging_utils")
     is_disabled = getattr(autologging, "autologging_is_disabled", None)
     return is_disabled is not None and "mlflow.pytorch" in sys.modules and not is_disabled("pytorch")
 
 
 def latest_schema() -> str:
-    """The revision that this MLflow gives a database; publicly, only its command line knows."""
+    """Return the schema revision of this MLflow's databases; only its command line offers that publicly."""
     from mlflow.store.db import utils
 
     return str(utils._get_latest_schema_revision())
 
 
 def upgrade_database(uri: str) -> None:
-    """Migrates a database to that revision, as `mlflow db upgrade` does."""
+    """Migrate a database to the latest schema revision, as `mlflow db upgrade` does."""
     from mlflow.store.db import utils
 
     utils._upgrade_db(utils.create_sqlalchemy_engine(uri))
@@ -47,17 +47,17 @@ PAGE = {
     "telemetry_note": "mlflow.telemetry.info.alert.dismissed_v1",
     "runs_table": 'MLflowLocalStorage-1.1-ExperimentPage-["{experiment}"]-ReactComponentState',
 }
-"""The keys under which MLflow's page keeps its settings in the browser (`localStorage`): GenAI or model training,
-whether the assistant has shown itself, telemetry and the note on it, and the table of an experiment's runs. MLflow has
-no public way to set any of them; the experiment's tag `mlflow.experimentKind` no longer decides (3.17). Where a key has
-moved, the page opens as MLflow ships it; the address that `monitor` prints names the view as well."""
+"""Keys under which MLflow's page stores its settings in the browser (`localStorage`): GenAI or model training, whether
+the assistant has been shown, telemetry and the note on it, and the table of an experiment's runs. MLflow has no public
+way to set any of them; the experiment's tag `mlflow.experimentKind` no longer has an effect (3.17). If a key moves, the
+page opens with MLflow's defaults; the address that `monitor` prints names the view as well."""
 
 
 def page_settings(columns: Mapping[str, Sequence[str]]) -> dict[str, object]:
-    """What MLflow's page is to find under these keys at its first visit.
+    """Return the initial settings of MLflow's page, by the keys of `PAGE`.
 
     Args:
-        columns: of the table of runs, by the experiment's id, such as "metrics.`val_acc`".
+        columns: columns of the table of runs, such as "metrics.`val_acc`", by the experiment's id.
     """
     first: dict[str, object] = {
         PAGE["workflow"]: "machine_learning",
@@ -70,15 +70,15 @@ def page_settings(columns: Mapping[str, Sequence[str]]) -> dict[str, object]:
 
 
 def server_application() -> "FastAPI":
-    """The application that `mlflow server` serves by default, to which one of its plugins (the entry points
-    `mlflow.app`) may add. Where it has moved, `monitor` shows MLflow's page as it is."""
+    """Return the application that `mlflow server` serves by default, which plugins (entry points `mlflow.app`) may
+    extend. If it moves, `monitor` shows MLflow's page unchanged."""
     from mlflow.server.fastapi_app import app
 
     return app
 
 
 def index_page() -> Path:
-    """The HTML file that the whole of MLflow's page starts from."""
+    """Return the HTML file of MLflow's single-page application."""
     import mlflow.server
 
     return Path(mlflow.server.__file__).parent / mlflow.server.REL_STATIC_DIR / "index.html"

@@ -1,8 +1,7 @@
-"""Names of OmegaConf 2.4 that its documentation leaves out: its grammar of `${…}`, and what its functions ask a config.
+"""Undocumented names of OmegaConf 2.4: the parser of `${…}`, and the visitor that evaluates its trees.
 
-A text becomes a tree by `grammar_parser.parse`, and a tree a value by `grammar_visitor`, from what the caller looks up:
-`OmegaConf.resolve` neither bounds what references make together nor tells what they read. Where one of these names is
-gone, every config with a `${` fails here. Importing this costs 0.1 CPU s.
+`OmegaConf.resolve` is not enough: it neither limits the size of what references expand to nor reports which keys they
+read. If one of these names moves, every config with a `${` fails here. Importing this module takes 0.1 CPU s.
 """
 
 from collections.abc import Callable
@@ -14,17 +13,17 @@ from omegaconf.grammar_visitor import GrammarVisitor, OmegaConfGrammarParser
 
 
 class Malformed(ValueError):
-    """The braces hold no reference."""
+    """Raised if a `${` opens no valid reference."""
 
 
 def parse(text: str, argument: bool = False) -> object:
-    """The tree of a value of a config; `\\${` means a plain `${`.
+    """Parse a value of a config; `\\${` means a plain `${`.
 
     Args:
-        argument: read it as an argument of a resolver: a word, a number, a quoted text, a list, a mapping, a reference.
+        argument: parse it as an argument of a resolver: a word, number, quoted text, list, mapping or reference.
 
     Raises:
-        Malformed: where a `${` opens no reference.
+        Malformed: a `${` opens no reference.
     """
     try:
         return tree_of(text, "singleElement", "VALUE_MODE") if argument else tree_of(text)
@@ -33,12 +32,12 @@ def parse(text: str, argument: bool = False) -> object:
 
 
 class Evaluation:
-    """What trees stand for.
+    """Evaluates trees.
 
     Args:
-        find: gives the value at a key, from the number of dots before it (0: it counts from the top) and its parts.
-        make: turns that into a value.
-        call: gives what a resolver returns, from its name, its arguments, and functions that give these as written.
+        find: returns the node at a key, from the number of leading dots (0: an absolute key) and its parts.
+        make: turns a node into a value.
+        call: returns the result of a resolver, from its name, its arguments, and functions that return their source.
     """
 
     def __init__(
@@ -50,11 +49,11 @@ class Evaluation:
         self._visitor = _Visitor(find, make, call)
 
     def value(self, tree: object) -> Any:
-        """The value of a whole text.
+        """Return the value of a tree.
 
         Raises:
-            Malformed: a reference inside a key or a name gives neither a text nor a whole number, or a number has too
-                many digits.
+            Malformed: a reference inside a key or a name is neither a text nor a whole number, or a number has too many
+                digits.
         """
         try:
             return self._visitor.visit(tree)
@@ -62,7 +61,7 @@ class Evaluation:
             raise Malformed from None
 
     def target(self, tree: Any) -> Any:
-        """What `find` gives for a text that is one `${a.b}` and no more, without making it; None: it is another."""
+        """Return the node that `find` gives for a text that is a single `${a.b}`, or None for any other text."""
         text = tree.getChild(0)
         inner = text.getChild(0).getChild(0) if text.getChildCount() == 1 else None
         if not isinstance(inner, OmegaConfGrammarParser.InterpolationNodeContext):
@@ -83,17 +82,17 @@ class _Visitor(GrammarVisitor):
         self.make = make
 
     def visitInterpolation(self, ctx: Any) -> object:
-        """Each reference inside a text, a key, a name or an argument."""
+        """Evaluate a reference inside a text, a key, a name or an argument."""
         inner, found = ctx.getChild(0), super().visitInterpolation(ctx)
         return self.make(found) if isinstance(inner, OmegaConfGrammarParser.InterpolationNodeContext) else found
 
     def visitElement(self, ctx: Any) -> object:
-        """An argument, or an item of a list or mapping; `???` is a text."""
+        """Evaluate an argument, or an item of a list or mapping; `???` is plain text."""
         return self.visit(ctx.getChild(0))
 
     def visitSequence(self, ctx: Any) -> Any:
-        """Arguments, and functions that give their texts. Nothing between two commas is an empty text: OmegaConf gives
-        the same, and warns of each with the whole sequence, which takes the square of its length."""
+        """Yield arguments and functions that return their source. Nothing between two commas is an empty text, as in
+        OmegaConf, which also warns of each with the whole sequence, in quadratic time."""
         is_open = True
         for child in ctx.getChildren():
             if isinstance(child, OmegaConfGrammarParser.ElementContext):

@@ -1,4 +1,4 @@
-"""Private names of the standard library (3.11 to 3.14): the end of a forked process, the start of a spawned one."""
+"""Private names of the standard library (3.11 to 3.14): the exit of a forked process, the start of a spawned one."""
 
 import atexit
 import multiprocessing
@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 
 def forget_exit_functions() -> None:
-    """Unregisters what the parent of a forked process wants done at its own exit."""
+    """Unregister the exit functions that a forked process inherited from its parent."""
     atexit._clear()
 
 
 def run_exit_functions() -> None:
-    """Does what was registered since, before `os._exit`, which does not."""
+    """Run the registered exit functions before `os._exit`, which skips them."""
     atexit._run_exitfuncs()
 
 
 def import_in_spawned(function: Callable[..., object]) -> None:
-    """Have each process that `multiprocessing` spawns from this one import the module of a function before it unpickles
-    what it works on. Where the name has moved, a run fails at its start."""
+    """Make each process that `multiprocessing` spawns from this one import the module of `function` before it unpickles
+    its arguments. If the name moves, a run fails at start."""
     multiprocessing.current_process()._config["deeplightning"] = function  # type: ignore[attr-defined]

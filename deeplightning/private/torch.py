@@ -1,4 +1,4 @@
-"""Private names of torch 2.15 and torchmetrics 1.9; `deeplightning.private.lazy_imports` has those of their imports."""
+"""Private names of torch 2.15 and torchmetrics 1.9; `deeplightning.private.lazy_imports` has those for lazy imports."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 INHERITED = {
-    # The agent of torchrun restarts a lost worker. Where a name has moved, `launcher: …Elastic` fails at its start.
+    # The agent of torchrun restarts a lost worker. If a name moves, `launcher: …Elastic` fails at start.
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent": (
         "_monitor_workers",
         "_pcontext",
@@ -21,24 +21,24 @@ INHERITED = {
         "_start_workers",
         "_worker_group",
     ),
-    # `to`, `half` and their kin go through it. Where it has moved, metrics of a run in bf16 count in bf16.
+    # `to`, `half` and similar methods call it. If it moves, metrics of a run in bf16 accumulate in bf16.
     "torch.nn.ModuleDict": ("_apply",),
 }
 
 
 def storage_id(tensor: "Tensor | torch.UntypedStorage") -> int:
-    """What `torch.save` tells storages apart by; the address of an empty one is 0."""
+    """Return the id by which `torch.save` distinguishes storages; the address of an empty one is 0."""
     storage = tensor.untyped_storage() if hasattr(tensor, "untyped_storage") else tensor
     return storage._cdata
 
 
 def local_part(tensor: "Tensor") -> "Tensor":
-    """What this process holds of a tensor that several share (a DTensor), without a node for autograd."""
+    """Return this process's shard of a DTensor, without an autograd node; any other tensor as it is."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def around_backward(context: "Callable[[], AbstractContextManager[object]]") -> None:
-    """Has each computation of gradients run inside a context: torch calls the engine with modes of functions off."""
+    """Run each backward pass inside a context: torch calls the autograd engine with function modes disabled."""
     from torch import autograd
 
     run = autograd._engine_run_backward
@@ -51,19 +51,19 @@ def around_backward(context: "Callable[[], AbstractContextManager[object]]") -> 
 
 
 def apply(module: "nn.Module", function: "Callable[[Tensor], Tensor]") -> None:
-    """Replaces each parameter and buffer by what a function makes of it: `to_empty` and `to` each serve one case."""
+    """Replace each parameter and buffer by a function of it; `to_empty` and `to` each cover only one case."""
     module._apply(function)
 
 
 def dispatch_mode() -> object:
-    """The class whose instances see each operator before it runs; torch's own counters of collectives use it too."""
+    """Return the class whose instances intercept each operator; torch's own counters of collectives use it too."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     return TorchDispatchMode
 
 
 def tensors_in(value: object) -> "list[Tensor]":
-    """The tensors in a tree of lists, tuples and dicts, as an operator is given and gives them."""
+    """Return the tensors in a tree of lists, tuples and dicts, such as the arguments or results of an operator."""
     from torch import Tensor
     from torch.utils._pytree import tree_leaves
 
@@ -72,10 +72,11 @@ def tensors_in(value: object) -> "list[Tensor]":
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Tensors that are made herein have a shape, a type and a device, and no values and no memory. Where it has moved,
-    `plan --memory` fails.
+    """Create tensors in this context with a shape, a dtype and a device but without values or memory. If the name
+    moves, `plan --memory` fails.
 
-    A copy of one is a new one; torch 2.15 would copy a storage that is not there, and end the process at its exit.
+    `deepcopy` of such a tensor creates a new one; torch 2.15 would copy its missing storage and crash the process at
+    exit.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -98,8 +99,8 @@ def fake_tensors() -> Iterator[None]:
 
 
 def needs_values(error: BaseException | None) -> bool:
-    """Whether an error comes from code that asked a tensor without values for one. Where the names have moved, a plan
-    of a network that branches on values fails instead of being partial."""
+    """Return whether an error comes from code that needed the values of a fake tensor. If the names move, a plan of a
+    network that branches on values fails instead of being partial."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
     while error is not None:
@@ -110,7 +111,7 @@ def needs_values(error: BaseException | None) -> bool:
 
 
 def attention_operators() -> tuple[Any, Any]:
-    """Flash attention and the memory-efficient one. Where a name has moved, `plan --memory` for a GPU fails."""
+    """Return flash attention and memory-efficient attention. If a name moves, `plan --memory` for a GPU fails."""
     import torch
 
     aten = torch.ops.aten
@@ -118,22 +119,22 @@ def attention_operators() -> tuple[Any, Any]:
 
 
 def asks_for_a_number(operator: Any) -> bool:
-    """Whether an operator is that of `Tensor.item`."""
+    """Return whether an operator is that of `Tensor.item`."""
     import torch
 
     return operator is torch.ops.aten._local_scalar_dense.default
 
 
 def changes_in_place(operator: Any) -> bool:
-    """Whether an operator writes into one of its arguments."""
+    """Return whether an operator writes to one of its arguments."""
     return bool(operator._schema.is_mutable)
 
 
 def family_of(operator: Any) -> Any:
-    """The operator without its overload, by which torch's `flop_registry` has its formula."""
+    """Return the operator without its overload, the key of its formula in torch's `flop_registry`."""
     return operator._overloadpacket
 
 
 def end_library(library: "torch.library.Library") -> None:
-    """Takes back what a `torch.library.Library` has registered. Where it has moved, `plan --memory` for a GPU fails."""
+    """Unregister the operators of a `torch.library.Library`. If the name moves, `plan --memory` for a GPU fails."""
     library._destroy()

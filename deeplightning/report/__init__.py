@@ -1,1 +1,1 @@
-"""The report of a run, or of several side by side: one HTML file without a network, made of what run folders hold."""
+"""Write an HTML report of a run, or of several side by side, from their run folders. It needs no network."""

@@ -1,5 +1,5 @@
-"""What a run folder tells, as plain values. The folder may be a stranger's: nothing is unpickled or imported, no link
-leads out of it, and whatever has another shape than a run writes is left out.
+"""Read a run folder into plain values. The folder may be untrusted: nothing is unpickled or imported, links out of it
+are not followed, and values of an unexpected form are skipped.
 """
 
 import base64
@@ -19,23 +19,22 @@ from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.series import Series, from_file
 from deeplightning.words import first_line
 
-LARGEST = 64 * 2**20
-"""Bytes of a file of the run that is read; a larger one is left out."""
+MAX_FILE_BYTES = 64 * 2**20
+"""Maximum size of a file of the run; larger ones are skipped."""
 
 STAGES = {"test": "test", "validate": "validation"}
-"""The stages that leave results, with the word for their set; the first that a run has is the one whose pictures are
-drawn."""
+"""Stages with results, and the names of their data sets. Pictures are drawn for the first one that a run has."""
 
 PNG, SVG = b"\x89PNG\r\n\x1a\n", b"<svg"
 
 
 @dataclass
 class Mistake:
-    """A badly answered sample.
+    """A sample with a wrong or bad answer.
 
     Attributes:
-        words: what the report prints about the answer, by name, such as `true` and `predicted`.
-        name: the file of the sample; may be empty.
+        words: details of the answer by name, such as `true` and `predicted`.
+        name: file of the sample; may be empty.
         text: the sample itself, if it is a text; may be empty.
         image: a PNG of the sample; may be empty.
     """
@@ -48,21 +47,21 @@ class Mistake:
 
 @dataclass
 class Facts:
-    """What is known of a run.
+    """Facts about a run; values that are not known are empty.
 
     Attributes:
-        folder: of the run.
-        run_id: "": its folder does not tell.
-        name: of the run in its store; "": not known.
-        status: FINISHED, FAILED, KILLED or RUNNING, as its store has it; "": not known.
-        config: dotted keys with their values, secrets concealed.
-        places: dotted key → where it was set; a key that is not there has its default.
-        environment: of the machine.
-        results: metrics of the evaluations.
-        best: metric, value and step of the best checkpoint; {}: none is monitored.
-        series: of the metrics; {}: they are not known.
-        classes: their names, as a stage noted them.
-        mistakes: by stage.
+        folder: run folder.
+        run_id: id in the store.
+        name: name in the store.
+        status: FINISHED, FAILED, KILLED or RUNNING, from the store.
+        config: values by dotted key, redacted.
+        places: source of each value by dotted key; a missing key has its default.
+        environment: machine, code and packages.
+        results: metrics of the evaluations, by stage.
+        best: metric, value and step of the best checkpoint, if a metric is monitored.
+        series: points of each metric.
+        classes: names of the classes.
+        mistakes: worst answers, by stage.
     """
 
     folder: RunFolder
@@ -80,7 +79,7 @@ class Facts:
 
     @property
     def title(self) -> str:
-        """What it is, in a few words: the name that its store has, else network and data."""
+        """Name of the run in its store, else network and data."""
         if self.name:
             return self.name
         network, data = (str(self.config.get(f"{key}.type") or "") for key in ("model.network", "data.module"))
@@ -89,12 +88,12 @@ class Facts:
 
     @property
     def label(self) -> str:
-        """The title, told from that of other runs."""
+        """Title that is unique among runs."""
         return f"{self.title} {self.run_id[:6] or self.folder.path.name}"
 
     @property
     def stage(self) -> str | None:
-        """The stage whose answers are there; None: none are."""
+        """The first stage with a file of answers, or None."""
         return next((stage for stage in STAGES if self.folder.stage_predictions(stage).is_file()), None)
 
     @property
@@ -104,10 +103,10 @@ class Facts:
 
 
 def facts(folder: RunFolder, series: Series | None = None) -> Facts:
-    """What a run folder tells.
+    """Read the facts about a run from its folder.
 
     Args:
-        series: as its store has them; None: those of the folder.
+        series: metrics from its store; None: read them from the folder.
 
     Raises:
         CheckpointError: this is no run folder.
@@ -145,7 +144,7 @@ def facts(folder: RunFolder, series: Series | None = None) -> Facts:
 
 
 def without_secrets(text: str) -> str:
-    """Text without what looks like a secret."""
+    """Redact everything in a text that looks like a secret."""
     return conceal(text, ".txt")[0]
 
 
@@ -162,21 +161,21 @@ def _without_secrets(key: str, value: Any) -> Any:
 
 
 def shown(value: object) -> str:
-    """A value of the config as YAML on a line."""
+    """Return a value of the config as YAML on one line."""
     return line(value)
 
 
-def is_inside(folder: RunFolder, path: Path, largest: int = LARGEST) -> bool:
-    """Whether a file is there, is not too large, and is no link out of the folder."""
+def is_inside(folder: RunFolder, path: Path, max_bytes: int = MAX_FILE_BYTES) -> bool:
+    """Return whether a file exists, is not too large, and is no link out of the folder."""
     try:
         real = path.resolve(strict=True)
-        return real.is_file() and real.is_relative_to(folder.path.resolve()) and real.stat().st_size <= largest
+        return real.is_file() and real.is_relative_to(folder.path.resolve()) and real.stat().st_size <= max_bytes
     except OSError:
         return False
 
 
 def _mapping(folder: RunFolder, path: Path) -> dict[str, Any]:
-    """A JSON file of the run; {} where it is missing or something else."""
+    """Read a JSON object from a file of the run; {} if that fails."""
     if not is_inside(folder, path):
         return {}
     try:
@@ -218,15 +217,15 @@ def _mistake(given: Mapping[str, Any]) -> Mistake:
 
 
 def files(folder: RunFolder, is_picture: Callable[[bytes], bool]) -> list[Path]:
-    """Lists the pictures in the run folder, sorted by name. Subfolders are not searched."""
+    """Return the pictures in the run folder, sorted by name. Subfolders are not searched."""
     found = []
     for path in sorted(folder.path.glob("*")):
-        if path.suffix in (".png", ".svg") and is_inside(folder, path, MOST_OF_A_PICTURE):
+        if path.suffix in (".png", ".svg") and is_inside(folder, path, MAX_PICTURE_BYTES):
             with path.open("rb") as file:
                 if is_picture(file.read(len(PNG))):
                     found.append(path)
     return found
 
 
-MOST_OF_A_PICTURE = 4 * 2**20
-"""Bytes of a picture that a report takes."""
+MAX_PICTURE_BYTES = 4 * 2**20
+"""Maximum size of a picture in a report."""

@@ -1,5 +1,5 @@
-"""The HTML of a report: one file, no script, no network. Everything from a run is escaped and without secrets; pictures
-are data in `<img>`, where a picture cannot run anything either, and a policy in the page forbids all else.
+"""Build the HTML of a report: one file without scripts or network access. All text from a run is escaped and redacted;
+pictures are data URLs in `<img>`, where an SVG cannot run scripts; a Content-Security-Policy forbids everything else.
 """
 
 import base64
@@ -18,10 +18,10 @@ from deeplightning.words import printable
 
 GENERATOR = f"Deep Lightning {__version__}"
 MARK = '<meta name="generator" content="Deep Lightning'
-"""The tag that identifies a file as a report."""
+"""Tag that identifies a file as a report."""
 
-WIDE = 620
-"""CSS pixels from which on a picture keeps its size and is scrolled on a narrow page."""
+WIDE_PIXELS = 620
+"""Width in CSS pixels above which a picture keeps its size and is scrolled on a narrow page."""
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
@@ -29,7 +29,7 @@ _SVG_WIDTH = re.compile(rb'<svg[^>]*?\swidth="([\d.]+)pt"')
 
 
 def _style() -> str:
-    """The style of the page: colours for light and dark, then what `page.css` says."""
+    """Return the style sheet: colours for light and dark mode, then `page.css`."""
 
     def values(colours: dict[str, str], more: str) -> str:
         names = {"ink": INK, "muted": MUTED, "line": GRID, "paper": PAPER}
@@ -43,12 +43,12 @@ def _style() -> str:
 
 
 def text(value: object) -> str:
-    """Text from a run, without secrets, for HTML."""
+    """Redact and escape text from a run for HTML."""
     return escape(printable(without_secrets(str(value)), "\t\n\r"))
 
 
 def document(title: str, subtitle: str, sections: Iterable[str]) -> str:
-    """The whole page; `title` and `subtitle` are text of a run, `sections` are HTML."""
+    """Return the complete page; `title` and `subtitle` are text from a run, `sections` are HTML."""
     body = "\n".join(section for section in sections if section)
     return f"""\
 <!doctype html>
@@ -77,19 +77,19 @@ def document(title: str, subtitle: str, sections: Iterable[str]) -> str:
 
 
 def section(title: str, *parts: str) -> str:
-    """A section with a heading, of HTML; "" where it has nothing."""
+    """Return a section with a heading around HTML, or "" if it is empty."""
     content = "\n".join(part for part in parts if part)
     return f"<section>\n<h2>{escape(title)}</h2>\n{content}\n</section>" if content else ""
 
 
 def row(parts: Iterable[str]) -> str:
-    """Cards side by side."""
+    """Return cards side by side, or "" if there are none."""
     content = "\n".join(part for part in parts if part)
     return f'<div class="row">\n{content}\n</div>' if content else ""
 
 
 def details(summary: str, content: str, is_open: bool = False) -> str:
-    """A card that opens."""
+    """Return a card that unfolds, or "" if it is empty."""
     return (
         f'<details class="card"{" open" if is_open else ""}><summary>{escape(summary)}</summary>\n{content}\n</details>'
         if content
@@ -98,12 +98,12 @@ def details(summary: str, content: str, is_open: bool = False) -> str:
 
 
 def tiles(values: Sequence[tuple[str, str]]) -> str:
-    """Numbers that matter, large; each with its name and text of a run."""
+    """Return the headline figures; `values` are pairs of name and value."""
     return row(f'<div class="card tile">{text(name)}<b>{text(value)}</b></div>' for name, value in values)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: Sequence[int] = ()) -> str:
-    """A table of text of a run; `numbers` are the columns that stand at the right. A cell may be a pair of text and
+    """Return a table of text from a run. Columns in `numbers` are right-aligned. A cell may be a pair of text and CSS
     class."""
     given = list(rows)
     if not given:
@@ -114,7 +114,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: Sequen
         classes = " ".join([*(["n"] if column in numbers else []), *([marked] if marked else [])])
         scope = ' scope="col"' if tag == "th" else ""
         shown_ = text(value)
-        if column not in numbers:  # keys and paths break where their parts end
+        if column not in numbers:  # keys and paths may break between their parts
             shown_ = re.sub(r"(?<=\w)([._/])(?=\w)", r"\1<wbr>", shown_)
         return f"<{tag}{scope}{_class(classes)}>{shown_}</{tag}>"
 
@@ -129,7 +129,7 @@ def _class(names: str) -> str:
 
 
 def picture(name: str, content: bytes, alt: str = "", caption: str = "") -> str:
-    """A PNG or SVG as a card; "" where it is neither."""
+    """Return a PNG or SVG as a card, or "" for other content."""
     is_png = content.startswith(PNG)
     if is_png:
         width = struct.unpack(">I", content[16:20])[0] if len(content) > 24 else 0
@@ -137,11 +137,11 @@ def picture(name: str, content: bytes, alt: str = "", caption: str = "") -> str:
         width = round(float(found[1]) * 4 / 3)
     else:
         return ""
-    kind = "wide" if not is_png and width > WIDE else "small" if is_png and width < 300 else ""
+    kind = "wide" if not is_png and width > WIDE_PIXELS else "small" if is_png and width < 300 else ""
     size = f' width="{width}"' if not is_png else f' width="{max(width, 96)}"' if kind == "small" else ""
     data, mime = base64.b64encode(content).decode(), "png" if is_png else "svg+xml"
-    said = text(alt or name.replace("_", " "))
-    image = f'<img{_class(kind)}{size} alt="{said}" src="data:image/{mime};base64,{data}">'
+    described = text(alt or name.replace("_", " "))
+    image = f'<img{_class(kind)}{size} alt="{described}" src="data:image/{mime};base64,{data}">'
     if kind == "wide":
         image = f'<div class="scroll" tabindex="0">{image}</div>'
     below = f"<figcaption>{text(caption)}</figcaption>" if caption else ""
@@ -149,7 +149,7 @@ def picture(name: str, content: bytes, alt: str = "", caption: str = "") -> str:
 
 
 def mistakes(found: Sequence[Mistake]) -> str:
-    """The worst answers: pictures side by side, texts and others as a table."""
+    """Return the worst answers: pictures side by side, other samples as a table."""
     if not found:
         return ""
     if any(one.image for one in found):
@@ -167,11 +167,11 @@ def mistakes(found: Sequence[Mistake]) -> str:
 
 
 def _mistake(one: Mistake) -> str:
-    said = ", ".join(f"{name} <b>{text(value)}</b>" for name, value in _escaped(one.words).items())
+    described = ", ".join(f"{name} <b>{text(value)}</b>" for name, value in _escaped(one.words).items())
     name = one.name or f"sample {one.words.get('index', '')}"
     image = base64.b64encode(one.image).decode()
     shown_ = f'<img alt="{text(name)}" src="data:image/png;base64,{image}">' if one.image else ""
-    return f"<figure>{shown_}<figcaption>{said}<br>{text(name)}</figcaption></figure>"
+    return f"<figure>{shown_}<figcaption>{described}<br>{text(name)}</figcaption></figure>"
 
 
 def _escaped(words: dict[str, str]) -> dict[str, str]:
@@ -179,7 +179,7 @@ def _escaped(words: dict[str, str]) -> dict[str, str]:
 
 
 def config(run: Facts) -> str:
-    """The config, with the place that set each value; what has its default is listed after that."""
+    """Return the config with the source of each value; keys with default values come last."""
     if not run.config:
         return ""
     if not run.places:
@@ -206,7 +206,7 @@ def _value(value: object) -> str:
 
 
 def environment(found: dict[str, Any]) -> str:
-    """Machine, code and packages."""
+    """Return a table of machine, code and packages."""
     git, python = found.get("git"), found.get("python")
     rows: list[tuple[str, object]] = [("started", found.get("started")), ("command", found.get("command"))]
     rows += [("directory", found.get("directory")), ("host", found.get("host")), ("system", found.get("os"))]
@@ -229,7 +229,7 @@ def environment(found: dict[str, Any]) -> str:
 
 
 def reproduce(run: Facts) -> str:
-    """The commands that make the run again, test it and serve it."""
+    """Return the commands that reproduce, test and serve the run."""
     path = shlex.quote(str(run.folder.path))
     commands = [
         ("run it again and compare weights and results", f"deeplightning reproduce {path}"),

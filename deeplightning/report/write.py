@@ -1,4 +1,4 @@
-"""The report of one run, and of several side by side, as HTML; with the pictures that are drawn of a run's numbers."""
+"""Write the HTML report of a run, or of several side by side, and draw a run's figures."""
 
 import math
 import re
@@ -9,23 +9,23 @@ from deeplightning.faults import SetupError
 from deeplightning.figures import curves
 from deeplightning.figures.style import Drawing, drawn, save, to_svg
 from deeplightning.report import page
+from deeplightning.report.evaluation import Evaluation, evaluate
 from deeplightning.report.facts import PNG, STAGES, SVG, Facts, facts, files
-from deeplightning.report.judged import Judged, judged
 from deeplightning.runfolder import RunFolder, permissions_of, write_whole
 from deeplightning.words import stage_of
 
-MOST_PICTURES = 40
-MOST_BYTES = 24 * 2**20
-"""Of pictures in a report; of more, the rest is named."""
+MAX_PICTURES = 40
+MAX_PICTURES_BYTES = 24 * 2**20
+"""Maximum number and total size of the pictures in a report; further ones are only listed."""
 
 
 def report(run: Facts, into: Path | None = None) -> str:
-    """The report of a run.
+    """Return the report of a run.
 
     Args:
-        into: a folder that gets the pictures of its numbers as SVG and PNG; None: nothing is written.
+        into: folder to which the figures are written as SVG and PNG; None: write nothing.
     """
-    found = judged(run)
+    found = evaluate(run)
     drawings = found.drawings if found is not None else {}
     charts = [curves.curve(chart, run.best_step) for chart in curves.charts(run.series)]
     if into is not None and (every := curves.curves(run.series, run.best_step)) is not None:
@@ -39,7 +39,7 @@ def report(run: Facts, into: Path | None = None) -> str:
         page.section(f"Answers to the {of}", page.row(page.picture(n, *_svg(d, into, n)) for n, d in drawings.items())),
         page.section("Metrics", _metrics(run, found)),
         page.section("Most confident mistakes" if is_sure else "Worst answers", page.mistakes(mistakes)),
-        page.section("Pictures of the run", *_kept(run, {*drawings, run.folder.curves.name})),
+        page.section("Pictures of the run", *_other_pictures(run, {*drawings, run.folder.curves.name})),
         page.section("Config", page.config(run)),
         page.section("Environment", page.details("machine, code and packages", page.environment(run.environment))),
         page.section("How to reproduce", page.reproduce(run)),
@@ -51,7 +51,7 @@ def report(run: Facts, into: Path | None = None) -> str:
 
 
 def _svg(drawing: Drawing, into: Path | None = None, name: str = "") -> tuple[bytes, str]:
-    """A drawing as SVG with what it shows; also saved into a folder under a name."""
+    """Return a drawing as SVG, and its description; also save it in the folder `into` if given."""
     if into is not None:
         return save(drawing, into / name).encode(), drawing.alt
     return to_svg(drawn(drawing), drawing.alt).encode(), drawing.alt
@@ -68,7 +68,7 @@ def _headline(run: Facts) -> list[tuple[str, str]]:
     return values[:8]
 
 
-def _metrics(run: Facts, found: Judged | None) -> str:
+def _metrics(run: Facts, found: Evaluation | None) -> str:
     rows = [
         (name, STAGES[stage], f"{value:.6g}") for stage in STAGES for name, value in run.results.get(stage, {}).items()
     ]
@@ -87,8 +87,8 @@ def _metrics(run: Facts, found: Judged | None) -> str:
 _OF_EPOCH = re.compile(r"(.+)_\d+")
 
 
-def _kept(run: Facts, drawn_names: set[str]) -> list[str]:
-    """The other pictures in the folder; of one that each epoch has, the last."""
+def _other_pictures(run: Facts, drawn_names: set[str]) -> list[str]:
+    """Return cards of the other pictures in the run folder; of a series with one per epoch, only the last."""
     by_name: dict[str, Path] = {}
     for path in files(run.folder, lambda head: head.startswith((PNG, SVG))):
         if path.stem not in drawn_names and (path.suffix == ".svg" or path.stem not in by_name):
@@ -104,7 +104,7 @@ def _kept(run: Facts, drawn_names: set[str]) -> list[str]:
     for name, (path, number) in latest.items():
         content = path.read_bytes()
         size += len(content)
-        if len(cards) >= MOST_PICTURES or size > MOST_BYTES:
+        if len(cards) >= MAX_PICTURES or size > MAX_PICTURES_BYTES:
             left.append(path.name)
             continue
         caption = f"{path.stem}, the last of {number}" if number > 1 else path.stem
@@ -118,11 +118,11 @@ def _kept(run: Facts, drawn_names: set[str]) -> list[str]:
 
 # ---- several runs
 
-_LESS = re.compile(r"(.*_)?(loss|mse|rmse|mae|error|fid|perplexity)(_.*)?")
+_LOWER_IS_BETTER = re.compile(r"(.*_)?(loss|mse|rmse|mae|error|fid|perplexity)(_.*)?")
 
 
 def comparison(runs: Sequence[Facts]) -> str:
-    """Several runs side by side: metrics, curves, and what differs in config and environment."""
+    """Return a report of several runs side by side: metrics, curves, and differences in config and environment."""
     names = [run.label for run in runs]
     sections = [
         page.section("Metrics", f'<div class="card">{_compared_metrics(runs, names)}</div>'),
@@ -147,7 +147,7 @@ def _compared_metrics(runs: Sequence[Facts], names: Sequence[str]) -> str:
         cells: list[object] = [names[index]]
         for name in metrics:
             values = [o[name] for o in found if name in o and math.isfinite(o[name])]
-            best = (min if _LESS.fullmatch(name.rpartition(" ")[2]) else max)(values, default=None)
+            best = (min if _LOWER_IS_BETTER.fullmatch(name.rpartition(" ")[2]) else max)(values, default=None)
             value = own.get(name)
             word = "" if value is None else f"{value:.5g}"
             cells.append((word, "best") if value is not None and value == best and len(values) > 1 else word)
@@ -194,17 +194,17 @@ def _differing(head: str, found: Sequence[dict[str, object]], names: Sequence[st
     return f'<div class="card">{page.table((head, *names), rows)}</div>'
 
 
-# ---- into a file
+# ---- files
 
 
 def write_run(folder: RunFolder, run: Facts | None = None) -> Path:
-    """Draws the numbers of a run into its folder, as SVG and PNG, and writes its report there.
+    """Write the figures of a run as SVG and PNG, and its report, to the run folder.
 
     Args:
-        run: what is known of it; None: what its folder tells.
+        run: facts about the run; None: read them from the folder.
 
     Returns:
-        The report.
+        The path of the report.
 
     Raises:
         CheckpointError: this is no run folder.
@@ -220,13 +220,13 @@ def write_run(folder: RunFolder, run: Facts | None = None) -> Path:
 
 
 def write_report(path: Path, content: str, folder: RunFolder | None = None) -> None:
-    """Writes a report, whole or not at all; over an earlier one, and over no other file.
+    """Write a report atomically. It may replace an earlier report but no other file.
 
     Args:
-        folder: the run folder that contains the report, whose permissions it gets. None: another folder.
+        folder: the run folder that contains the report and determines its permissions, if any.
 
     Raises:
-        SetupError: the file is something else, or cannot be written.
+        SetupError: the file exists and is no report, or cannot be written.
     """
     try:
         if path.exists() and page.MARK not in path.read_text(encoding="utf-8", errors="replace")[:2000]:

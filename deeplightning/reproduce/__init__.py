@@ -1,5 +1,5 @@
-"""A finished run is made again (`again`, `compare`); two are compared (`differences`), or mixed (`bisect`).
+"""Reproduce a finished run (`again`) and compare the results (`result_diff`), or show the differences of two runs.
 
-What a run leaves stands in its folder, hence in its tracker: config, code, digest of the data, versions, metrics and
-weights (`past`). Nothing is ever unpickled.
+A run folder, and therefore its tracker, contains config, code, a digest of the data, versions, metrics and weights
+(`past`). Nothing is unpickled.
 """

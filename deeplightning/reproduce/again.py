@@ -1,7 +1,7 @@
-"""A run that is over is made again from what it left, and compared.
+"""Reproduce a finished run from its recorded config, code and data, and compare the results.
 
-`reproduce` puts config and code into a clean folder and trains there, in a process of its own. Until it has said which
-code that is, nothing of a run is executed.
+`reproduce` puts config and code into a clean folder and trains there in a separate process. It executes nothing of a
+run before it has listed the code to be run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from deeplightning.faults import CheckpointError, RunError, SetupError
 from deeplightning.own_code import ROOTS
 from deeplightning.process.identity import identity
 from deeplightning.process.terminal import say_path
-from deeplightning.reproduce.differences import PATHS
+from deeplightning.reproduce.differences import PATH_KEYS
 from deeplightning.reproduce.past import PastRun, flat, past_run
 from deeplightning.reproduce.result_diff import compare, reasons
 from deeplightning.runfolder import RunFolder
@@ -38,26 +38,26 @@ from deeplightning.tracking.git import archive, extract, run_git
 from deeplightning.tracking.program import rebuild
 from deeplightning.tracking.store import is_local, locate
 
-MAX_NAMED = 10
-"""Files that a note names, of those that it counts."""
+MAX_LISTED = 10
+"""Maximum number of files that a message lists."""
 
 _KEPT_VARIABLES = {
     *("DEEPLIGHTNING_CACHE", "DEEPLIGHTNING_CACHE_LIMIT", "DEEPLIGHTNING_TRACKING_WAIT", "DEEPLIGHTNING_DEBUG"),
 }
-_OF_A_MACHINE = ("CUDA_VISIBLE_DEVICES",)  # a scheduler sets it
+_MACHINE_VARIABLES = ("CUDA_VISIBLE_DEVICES",)  # a scheduler sets it
 
 Say = Callable[[str], None]
 
 
 @dataclass
 class Plan:
-    """What is about to be run.
+    """The training to be started.
 
     Attributes:
-        config: the file.
-        overrides: where data and tracker are on this machine.
-        directory: the working directory.
-        variables: the whole environment.
+        config: config file.
+        overrides: overrides for data and tracker on this machine.
+        directory: working directory.
+        variables: complete environment.
     """
 
     config: Path
@@ -75,25 +75,25 @@ def reproduce(
     say: Say,
     start: Callable[[Plan], tuple[int, Path | None]] | None = None,
 ) -> RunFolder:
-    """Makes a run again, as a new run of its experiment, and compares metrics, results and weights. The last line on
-    stdout is the new run's folder.
+    """Reproduce a run as a new run of its experiment, and compare metrics, results and weights. The last line on stdout
+    is the new run's folder.
 
     Args:
         run: RUN.
-        overrides: `key=value`, such as where the data are now.
-        any_data: also where data files have changed since.
-        trust: also where this user did not make the run on this machine.
-        say: is given what a person should know before it happens.
-        start: runs a plan; returns its exit code and the run's folder. None: a process of its own.
+        overrides: `key=value`, such as the current location of the data.
+        any_data: accept data files that have changed since.
+        trust: accept a run that this user did not make on this machine.
+        say: receives messages for the user.
+        start: runs a plan; returns its exit code and the run's folder. None: start a separate process.
 
     Returns:
         The new run's folder.
 
     Raises:
-        CheckpointError: there is no such run, no config or complete code in it, or it is foreign and not trusted.
-        SetupError: the data are not what they were; or this process is one of several.
-        RunError: the new run came out differently; names the first difference.
-        SystemExit: the new run did not come to its end; with its exit code.
+        CheckpointError: there is no such run, its config or code is incomplete, or it is untrusted.
+        SetupError: the data have changed, or this process is one of several.
+        RunError: the results differ; the message names the first difference.
+        SystemExit: the new run failed; with its exit code.
     """
     refuse_ranks("reproduce")
     original = to_execute(run, trust)
@@ -123,10 +123,10 @@ def reproduce(
 
 
 def refuse_ranks(verb: str) -> None:
-    """Refuses to be one of several processes.
+    """Refuse to run as one of several processes.
 
     Raises:
-        SetupError: a launcher has started several.
+        SetupError: a launcher has started several processes.
     """
     if (found := identity()) is not None and found.world > 1:
         raise SetupError(
@@ -136,20 +136,20 @@ def refuse_ranks(verb: str) -> None:
 
 
 def to_execute(run: str, trust: bool) -> PastRun:
-    """RUN, whose code may be executed.
+    """Return RUN, after checking that its code may be executed.
 
     Raises:
-        CheckpointError: there is no such run, or it is foreign and not trusted.
+        CheckpointError: there is no such run, or it is untrusted.
     """
     original = past_run(run, trust=trust)
-    original.source  # noqa: B018  (is there one?)
+    original.source  # noqa: B018  (raises if the config is missing)
     if not trust and not is_own_code(original.folder):
         raise CheckpointError(_would_execute(original))
     return original
 
 
 def _would_execute(original: PastRun) -> str:
-    """What a person should know before trusting a run: all that would be executed."""
+    """Return the message that lists everything that trusting a run would execute."""
     code = original.code
     if code is None:
         what = "it kept no code, so the code of the folder and the commit that it names would be executed"
@@ -163,10 +163,10 @@ def _would_execute(original: PastRun) -> str:
 
 
 def prepare(original: PastRun, top: Path, overrides: Sequence[str], any_data: bool, say: Say) -> Plan:
-    """Puts config and code of a run into a folder, and says what differs here from what was there.
+    """Put config and code of a run into a folder, and report what differs on this machine.
 
     Raises:
-        SetupError: the data are not what they were.
+        SetupError: the data have changed.
     """
     source = read(original.source, list(overrides))
     config = dict(flat(plain(source.root)))
@@ -223,7 +223,7 @@ def _say_versions(original: PastRun, say: Say) -> None:
 
 
 def _lay_out(original: PastRun, top: Path, secrets: Mapping[str, str], say: Say) -> tuple[Path, list[Path]]:
-    """The working directory and the other import roots."""
+    """Unpack the code; return the working directory and the other import roots."""
     code = original.code
     if code is None:
         (top / "code").mkdir()
@@ -240,20 +240,20 @@ def _lay_out(original: PastRun, top: Path, secrets: Mapping[str, str], say: Say)
     directory.mkdir(exist_ok=True)
     if code.files:
         names = sorted(code.names())
-        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-        say(f"code: what will be run from {original.folder.code}: {', '.join(names[:MAX_NAMED])}{more}")
+        more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+        say(f"code: what will be run from {original.folder.code}: {', '.join(names[:MAX_LISTED])}{more}")
     for where in code.concealed:
         say(f"warning: at {where} a secret was left out of the kept code; *** replaces it")
-    for path, why in list(code.left_out.items())[:MAX_NAMED]:
+    for path, why in list(code.left_out.items())[:MAX_LISTED]:
         say(f"warning: not kept with the code: {path} ({why})")
     return directory, roots
 
 
 def _from_git(original: PastRun, into: Path, say: Say) -> Path | None:
-    """The code of a run that kept none: its commit, with its diff, from the repository that it ran in or that this is.
+    """Extract the recorded commit and diff of a run without recorded code, from its repository or from the current one.
 
     Returns:
-        The working directory; None: the commit is not available.
+        The working directory, or None if the commit is not available.
     """
     commit = (original.environment.get("git") or {}).get("commit")
     for folder in (original.directory, Path.cwd()) if commit else ():
@@ -270,7 +270,7 @@ def _from_git(original: PastRun, into: Path, say: Say) -> Path | None:
             text, _, untracked = diff.read_text(errors="replace").partition("# Untracked files")
             listed = untracked.count("\n#   ")
             apply = ("apply", "--whitespace=nowarn", str(diff))
-            around = str(into.parent)  # a plain folder, even inside a repository
+            around = str(into.parent)  # keeps git from finding a repository above it
             if text.strip() and run_git(into, *apply, GIT_CEILING_DIRECTORIES=around) is None:
                 say(f"warning: {diff} cannot be applied to it: what had not been committed is not in it")
             if listed:
@@ -281,12 +281,12 @@ def _from_git(original: PastRun, into: Path, say: Say) -> Path | None:
 
 
 def _settings(original: PastRun, config: Mapping[str, object], overrides: Sequence[str], top: Path) -> list[str]:
-    """Overrides with which a config means here what it meant there."""
+    """Return overrides that give the config its original meaning on this machine."""
     found = []
     given = {re.split(r"[=~]", text.lstrip("~+"), maxsplit=1)[0] for text in overrides}
     root = config.get("data.root")
     if isinstance(root, str) and not is_address(root) and not Path(root).expanduser().is_absolute():
-        found += [] if "data.root" in given else [f"data.root={quoted(meant(original, root))}"]
+        found += [] if "data.root" in given else [f"data.root={quoted(resolve_data_root(original, root))}"]
     if str(config.get("logger.type", "deeplightning.tracking.MLflowLogger")).lower().endswith("mlflowlogger"):
         if "logger.params.tracking_uri" not in given:
             found.append(f"logger.params.tracking_uri={quoted(address_of(original, config))}")
@@ -294,7 +294,7 @@ def _settings(original: PastRun, config: Mapping[str, object], overrides: Sequen
             found.append("~logger.params.run_id")
     begun = config.get("train.resume_ckpt")
     if isinstance(begun, str) and "train.resume_ckpt" not in given:
-        # Under a name that no checkpoint of a run has, so that a run of its own begins from it.
+        # Link it under a name that no checkpoint of a run has, so that it starts a new run instead of resuming one.
         path = Path(begun)
         (top / "start.ckpt").symlink_to(path)
         if (pieces := path.with_suffix(".pieces")).exists():
@@ -307,8 +307,9 @@ def _settings(original: PastRun, config: Mapping[str, object], overrides: Sequen
     return found
 
 
-def meant(original: PastRun, path: str) -> Path:
-    """A relative path of a config: below the directory in which it ran, if it is there, else below this one."""
+def resolve_data_root(original: PastRun, path: str) -> Path:
+    """Resolve `data.root` of a config: its recorded absolute path if that exists, else the path in the run's working
+    directory, else in the current one."""
     data = original.data
     if data is not None and data["root"] and Path(data["root"]).exists():
         return Path(data["root"])
@@ -317,8 +318,8 @@ def meant(original: PastRun, path: str) -> Path:
 
 
 def address_of(original: PastRun, config: Mapping[str, Any]) -> str:
-    """The store of the new run: that of the original; where it is not known, the config's, if it is the same from
-    everywhere, else the one that is in use here."""
+    """Return the address of the new run's store: that of the original; if unknown, the config's if it is absolute, else
+    the current default."""
     recorded = config.get("logger.params.tracking_uri")
     store = original.store
     if store is None:
@@ -332,10 +333,10 @@ def address_of(original: PastRun, config: Mapping[str, Any]) -> str:
 
 
 def _copy_of(address: str, before: Mapping[str, Any]) -> str:
-    """The local copy of the data at an address.
+    """Return the folder with the local copy of remote data.
 
     Raises:
-        SetupError: it does not answer, or they are not there any more.
+        SetupError: the address does not respond, or the data no longer exist.
     """
     folder_of: Callable[..., Path] = find("deeplightning.data.remote_files.folder_of")
     names = [name for name in before["files"] if not Path(name).is_absolute()]
@@ -348,14 +349,14 @@ def _copy_of(address: str, before: Mapping[str, Any]) -> str:
 
 
 def check_data(original: PastRun, root: str | None, any_data: bool, say: Say) -> None:
-    """Compares the data as they are now with those of a run.
+    """Compare the current data with those of a run.
 
     Args:
-        root: where `data.root` is now.
-        any_data: say what has changed, and accept it.
+        root: current `data.root`.
+        any_data: report changes instead of raising.
 
     Raises:
-        SetupError: they have changed.
+        SetupError: the data have changed.
     """
     before = original.data
     if before is None:
@@ -367,8 +368,8 @@ def check_data(original: PastRun, root: str | None, any_data: bool, say: Say) ->
         say(f"warning: data: {before['incomplete']}")
     if not changed:
         return
-    more = [f"and {len(changed) - MAX_NAMED} more"] if len(changed) > MAX_NAMED else []
-    note = f"the data are not those of {original}: {'; '.join([*changed[:MAX_NAMED], *more])}"
+    more = [f"and {len(changed) - MAX_LISTED} more"] if len(changed) > MAX_LISTED else []
+    note = f"the data are not those of {original}: {'; '.join([*changed[:MAX_LISTED], *more])}"
     if not any_data:
         raise SetupError(
             f"{note}. They were looked for in {root or before['root']}; data.root=FOLDER names another place, and "
@@ -378,9 +379,9 @@ def check_data(original: PastRun, root: str | None, any_data: bool, say: Say) ->
 
 
 def _link(original: PastRun, config: Mapping[str, object], directory: Path) -> None:
-    """Files that params name by a relative path are found from the new working directory too."""
+    """Link files with relative paths in params into the new working directory."""
     for key, value in config.items():
-        if ".params." not in key or not isinstance(value, str) or not 0 < len(value) < 256 or key in PATHS:
+        if ".params." not in key or not isinstance(value, str) or not 0 < len(value) < 256 or key in PATH_KEYS:
             continue
         parts = Path(value).parts
         if not parts or Path(value).is_absolute() or ".." in parts or "~" in value or "://" in value:
@@ -392,7 +393,8 @@ def _link(original: PastRun, config: Mapping[str, object], directory: Path) -> N
 
 
 def _variables(original: PastRun, roots: Iterable[Path], program: Path | None) -> dict[str, str]:
-    """The environment: ours, without what is of this launch, and with what decides over numbers as it was then."""
+    """Return the environment of this process, without variables of its own launch, and with those that influence
+    results as recorded."""
     found = {
         name: value
         for name, value in os.environ.items()
@@ -411,7 +413,7 @@ def _variables(original: PastRun, roots: Iterable[Path], program: Path | None) -
     if isinstance(then, dict):
         for name in VARIABLES:
             value = then.get(name)
-            if name not in _OF_A_MACHINE:
+            if name not in _MACHINE_VARIABLES:
                 found.pop(name, None)
                 if isinstance(value, str) and re.fullmatch(r"[\w:,.=+-]{0,64}", value):
                     found[name] = value
@@ -422,15 +424,15 @@ def _variables(original: PastRun, roots: Iterable[Path], program: Path | None) -
 
 
 def _holds_packages(folder: str) -> bool:
-    """Whether packages are installed into a folder, by `pip install --target` for example."""
+    """Return whether a folder contains installed packages, for example from `pip install --target`."""
     return "site-packages" in folder or "dist-packages" in folder or any(Path(folder).glob("*.dist-info"))
 
 
 def _start(plan: Plan) -> tuple[int, Path | None]:
-    """Trains in a process of its own, and hands its words on."""
+    """Train in a separate process, and forward its output and SIGTERM."""
     command = [sys.executable, "-m", "deeplightning", "train", str(plan.config), *plan.overrides]
     process = subprocess.Popen(command, cwd=plan.directory, env=plan.variables, stdout=subprocess.PIPE)
-    former = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT,)}  # a terminal tells both
+    former = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT,)}  # both get it
     former[signal.SIGTERM] = signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
     last, folder = b"Artifact storage path: ", None
     try:
@@ -438,7 +440,7 @@ def _start(plan: Plan) -> tuple[int, Path | None]:
         for line in process.stdout:
             if line.startswith(last):
                 folder = Path(os.fsdecode(line.removeprefix(last).rstrip(b"\n")))
-                continue  # it may be moved, and is reported in the end
+                continue  # the folder may still be moved; it is printed at the end
             sys.stdout.buffer.write(line)
             sys.stdout.buffer.flush()
         code = process.wait()
@@ -452,7 +454,7 @@ def _start(plan: Plan) -> tuple[int, Path | None]:
 
 
 def _as_tracked(run: PastRun, plan: Plan) -> PastRun:
-    """A run with its store: of one whose files are on a server the folder does not tell it, but its checkpoint does."""
+    """Return a run with its store. If its files are on a server, only its checkpoint has the run id."""
     address = _value(plan.overrides, "logger.params.tracking_uri")
     if run.store is not None or address is None or is_local(address) or not run.folder.last.exists():
         return run
@@ -462,7 +464,7 @@ def _as_tracked(run: PastRun, plan: Plan) -> PastRun:
 
 
 def _value(settings: Sequence[str], key: str) -> str | None:
-    """What settings give a key, the last one."""
+    """Return the last value of a key in the settings, or None."""
     found = [text.partition("=")[2] for text in settings if text.partition("=")[0] == key]
     return found[-1].strip("'").replace("''", "'") if found else None
 

@@ -1,4 +1,4 @@
-"""Two runs compared: config, code, data, environment, hardware and metrics, and nothing else."""
+"""Compare two runs: config, code, data, environment, hardware and metrics."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from deeplightning.tracking.series import is_repeatable, last_values, parted
 from deeplightning.tracking.store import is_local
 from deeplightning.words import printable
 
-PATHS = ("data.root", "logger.params.tracking_uri")
-"""Keys whose relative paths are meant from where a run was started."""
+PATH_KEYS = ("data.root", "logger.params.tracking_uri")
+"""Keys whose relative paths start at the working directory of the run."""
 
 GROUPS = ("config", "code", "data", "environment", "hardware", "metrics")
 
 
 def differences(first: PastRun, second: PastRun, patch: bool = False) -> dict[str, list[tuple[str, object, object]]]:
-    """Where two runs differ, by group (`GROUPS`): name, value in the first, value in the second. Plain types; None:
-    there is none. What cannot be the same twice, such as times, ids and folders, is no difference.
+    """Return the differences of two runs by group (`GROUPS`): name, value in the first, value in the second, of plain
+    types; None for a missing value. Values that always differ, such as times, ids and folders, are ignored.
 
     Args:
-        patch: give the files of code that differ as a unified diff: under their name, the diff and None.
+        patch: for code files that differ, return the file name, a unified diff and None.
     """
     return {
         "config": [
-            *between(_placed(first), _placed(second), first.config, second.config),
+            *between(_with_absolute_paths(first), _with_absolute_paths(second), first.config, second.config),
             *between(*({f"asked.{key}": value for key, value in run.asked.items()} for run in (first, second))),
         ],
         "code": list(_code_between(first, second, patch)),
@@ -44,7 +44,7 @@ def differences(first: PastRun, second: PastRun, patch: bool = False) -> dict[st
 
 
 def as_text(found: Mapping[str, list[tuple[str, object, object]]]) -> str:
-    """Differences for people, grouped; "" where there are none."""
+    """Format differences for people, by group; "" if there are none."""
     lines = []
     for group, items in found.items():
         lines += [group] * bool(items)
@@ -62,22 +62,22 @@ def between(
     shown_one: Mapping[str, object] | None = None,
     shown_two: Mapping[str, object] | None = None,
 ) -> Iterator[tuple[str, object, Any]]:
-    """Each name whose values differ, with both, None where there is none.
+    """Yield each name whose values differ, with both values; None for a missing value.
 
     Args:
-        shown_one: the values to give instead of those of `one` that are compared; likewise `shown_two`.
+        shown_one: values to yield instead of those in `one`, which are only compared; likewise `shown_two`.
     """
     for name in sorted({*one, *two}):
         if (name in one) != (name in two) or one[name] != two[name]:
             yield name, (shown_one or one).get(name), (shown_two or two).get(name)
 
 
-def _placed(run: PastRun) -> dict[str, object]:
-    """The config, its relative paths as they were meant."""
+def _with_absolute_paths(run: PastRun) -> dict[str, object]:
+    """Return the config with absolute paths."""
     config, directory = {"logger.params.tracking_uri": "mlruns"} | run.config, run.environment.get("directory") or "/"
-    if config.get("logger.params") == {}:  # it has the address now
+    if config.get("logger.params") == {}:  # the default address has replaced it
         del config["logger.params"]
-    for key in PATHS:
+    for key in PATH_KEYS:
         value = config.get(key)
         if isinstance(value, str) and is_local(value) and "${" not in value:
             config[key] = os.path.normpath(Path(directory) / Path(value.removeprefix("file://")).expanduser())
@@ -88,7 +88,7 @@ def _code_between(first: PastRun, second: PastRun, patch: bool) -> Iterator[tupl
     one, two = first.code, second.code
     if one is None or two is None:
         a, b = ((run.environment.get("git") or {}) for run in (first, second))
-        yield from between(_some(a, "commit", "dirty"), _some(b, "commit", "dirty"))
+        yield from between(_chosen(a, "commit", "dirty"), _chosen(b, "commit", "dirty"))
         if one is not two:
             yield "code.zip", _files(one), _files(two)
         return
@@ -114,7 +114,7 @@ def _files(code: Code | None) -> str | None:
 
 
 def size_of(text: bytes | None) -> str | None:
-    """The content of a file in few words; None: there is no file."""
+    """Return number of lines and digest of a file's content, or None if there is no file."""
     return None if text is None else f"{len(text.splitlines())} lines, {hashlib.sha256(text).hexdigest()[:8]}"
 
 
@@ -176,10 +176,10 @@ def _metrics_between(first: PastRun, second: PastRun) -> Iterator[tuple[str, obj
     yield from between(a, b)
 
 
-def _some(values: Mapping[str, object], *names: str) -> dict[str, object]:
+def _chosen(values: Mapping[str, object], *names: str) -> dict[str, object]:
     return {f"git {name}": values[name] for name in names if values.get(name) is not None}
 
 
 def shown(value: object) -> str:
-    """A value as a note has it."""
+    """Format a value for a message."""
     return "none" if value is None else str(value)

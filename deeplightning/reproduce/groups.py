@@ -1,4 +1,4 @@
-"""The runs of one setting, as `deeplightning compare` takes them: their metrics, and their answers to the test set."""
+"""Group the runs of one setting for `deeplightning compare`: their metrics, and their answers to the test set."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.series import Series, from_file, is_repeatable, last_values
 from deeplightning.words import stage_of
 
-RUNS = "runs.csv"
-"""The table that `train --seeds` and `train --multirun` leave in their folder: a row for each run."""
+RUNS_FILE = "runs.csv"
+"""Table with a row for each run that `train --seeds` and `train --multirun` write to their folder."""
 
-LARGEST = 512 * 2**20
-"""Bytes of a file of answers that is read."""
+MAX_ANSWERS_BYTES = 512 * 2**20
+"""Maximum size of a file of answers."""
 
-FREE = ("seed", "data.fold", "logger.", "train.resume_ckpt", "serve.")
-"""Keys in which the runs of one setting may differ."""
+FREE_KEYS = ("seed", "data.fold", "logger.", "train.resume_ckpt", "serve.")
+"""Keys that may differ between the runs of one setting."""
 
 _NO_RESULT = re.compile(r"(lr|grad_norm|epoch|seed)($|[-_/].*)|.*_step|best step")
 
 Key = tuple[object, object]
-"""Seed and fold of a run: runs of two settings with the same are a pair."""
+"""Seed and fold of a run; runs of two settings with the same key form a pair."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What a run answered to each sample of its test set.
+    """Scores of a run on each sample of its test set.
 
     Attributes:
-        score: the name of what is counted: accuracy, exact match, squared error or IoU.
-        mode: whether less or more of it is better.
-        digest: of the positions and the true answers: that of another test set differs.
+        score: name of the score: accuracy, exact match, squared error or IoU.
+        mode: whether a lower or a higher score is better.
+        digest: digest of the positions and the true answers; it identifies the test set.
         values: (N,), float64.
     """
 
@@ -66,9 +66,9 @@ class Member:
 
     @cached_property
     def metrics(self) -> dict[str, float]:
-        """The last value of each metric, and the best of the monitored one; no learning rates, times or loads."""
+        """Last value of each metric, and the best of the monitored one, without learning rates, times and loads."""
         found = last_values(self._series) | self.run.results
-        found = {name: value for name, value in found.items() if f"{name}_epoch" not in found}  # that is of a batch
+        found = {name: value for name, value in found.items() if f"{name}_epoch" not in found}  # of a single batch
         return {
             name: float(value)
             for name, value in found.items()
@@ -77,7 +77,7 @@ class Member:
 
     @property
     def _series(self) -> Series:
-        """The file of the run's folder comes first: a server far away has the same points."""
+        """Metric series, preferably from the run folder: a remote server has the same points."""
         try:
             return from_file(self.run.folder.series)
         except ValueError:
@@ -93,9 +93,9 @@ class Group:
     """The runs of one setting.
 
     Attributes:
-        name: as the user wrote it, or as the tracker has it.
-        members: in the order of their seeds.
-        notes: what a reader of a comparison must know, each a sentence.
+        name: name from the user or the tracker.
+        members: runs in the order of their seeds.
+        notes: caveats for a reader of a comparison, each a sentence.
     """
 
     name: str
@@ -104,14 +104,14 @@ class Group:
 
     @cached_property
     def metrics(self) -> list[str]:
-        """The names of all metrics, those of the test first."""
+        """Names of all metrics, those of the test set first."""
         names = dict.fromkeys(name for member in self.members for name in member.metrics)
         order = ("test", "val", "best", "train", "")
         place = {name: order.index("best" if name.startswith("best ") else stage_of(name)[0]) for name in names}
         return sorted(names, key=lambda name: (place[name], "loss" in name, name))
 
     def values(self, metric: str) -> dict[Key, float]:
-        """The finite values of a metric, by seed and fold; runs with the same count once, by their mean."""
+        """Return the finite values of a metric by seed and fold; runs with the same key are averaged."""
         found: dict[Key, list[float]] = {}
         for member in self.members:
             value = member.metrics.get(metric, math.nan)
@@ -121,7 +121,7 @@ class Group:
 
     @property
     def seeds(self) -> str:
-        """The seeds in words: `seeds 42 to 46`."""
+        """Seeds as text, such as `seeds 42 to 46`."""
         keys = [member.key[0] for member in self.members]
         seeds = sorted({key for key in keys if isinstance(key, int)})
         if not seeds:
@@ -137,10 +137,10 @@ class Group:
 
 
 def group_of(name: str, runs: Sequence[PastRun], notes: Sequence[str] = ()) -> Group:
-    """The group of some runs; each counts once.
+    """Return a group of runs, without duplicates.
 
     Raises:
-        CheckpointError: none of them has a metric.
+        CheckpointError: none of them has metrics.
     """
     unique = {run.folder.path: run for run in runs}
     members = [Member(run) for run in unique.values()]
@@ -157,11 +157,11 @@ def group_of(name: str, runs: Sequence[PastRun], notes: Sequence[str] = ()) -> G
 
 
 def _notes(members: Sequence[Member]) -> list[str]:
-    """What makes runs no sample of one setting."""
+    """Return reasons why runs are not independent samples of one setting."""
     notes, first = [], members[0].run.config
     keys = {key for member in members for key in first.keys() ^ member.run.config.keys()}
     keys |= {key for member in members for key, value in member.run.config.items() if first.get(key) != value}
-    if differing := sorted(key for key in keys if not key.startswith(FREE)):
+    if differing := sorted(key for key in keys if not key.startswith(FREE_KEYS)):
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         notes.append(f"its runs differ in more than the seed: {', '.join(differing[:3])}{more}")
     distinct = {member.key for member in members}
@@ -174,14 +174,14 @@ def _notes(members: Sequence[Member]) -> list[str]:
 
 
 def runs_in(folder: Path) -> tuple[list[PastRun], list[str]] | None:
-    """The finished runs of a folder of `train --seeds` or `--multirun`, and what is left out; None: it is another.
+    """Return the finished runs in a folder of `train --seeds` or `--multirun`, and notes; None for any other folder.
 
     Raises:
-        CheckpointError: the files of a run are gone.
-        SetupError: the store cannot be asked.
+        CheckpointError: the files of a run are missing.
+        SetupError: the store cannot be queried.
     """
-    table = folder / RUNS
-    if not is_inside(RunFolder(folder), table, LARGEST):
+    table = folder / RUNS_FILE
+    if not is_inside(RunFolder(folder), table, MAX_ANSWERS_BYTES):
         return None
     with table.open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if {"state", "folder"} <= row.keys()]
@@ -195,21 +195,21 @@ def runs_in(folder: Path) -> tuple[list[PastRun], list[str]] | None:
 
 
 def read_answers(folder: RunFolder) -> Answers | None:
-    """The answers to the test set that a run has left; None: there are none, or they cannot be judged one by one."""
+    """Return the scores of a run's answers to its test set, or None if there are none for single samples."""
     path = folder.stage_predictions("test")
-    if not is_inside(folder, path, LARGEST):
+    if not is_inside(folder, path, MAX_ANSWERS_BYTES):
         return None
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = csv.reader(file)
             names = next(rows, [])
             columns = dict(zip(names, zip(*rows, strict=True), strict=True))
-        return _judged(columns)
+        return _scored(columns)
     except (OSError, ValueError, KeyError, csv.Error, MemoryError):
         return None
 
 
-def _judged(columns: dict[str, tuple[str, ...]]) -> Answers | None:
+def _scored(columns: dict[str, tuple[str, ...]]) -> Answers | None:
     targets = [name for name in columns if name.startswith("target")]
     score: str
     mode: Mode = "max"

@@ -1,4 +1,4 @@
-"""The mean of a metric over runs with its 95 % interval, and numbers with the decimals that they deserve."""
+"""Compute the mean of a metric over runs with its 95 % confidence interval; format numbers with meaningful decimals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Values = Sequence[float] | np.ndarray
 
 
 class Interval(NamedTuple):
-    """A mean or a difference of means, and its 95 % interval; the ends are NaN where there is none."""
+    """A mean or a difference of means, and its 95 % confidence interval; the ends are NaN if it is unknown."""
 
     center: float
     low: float
@@ -26,10 +26,10 @@ class Interval(NamedTuple):
 
 
 def mean_interval(values: Values) -> Interval:
-    """Return the mean of runs with its t interval.
+    """Return the mean over runs with its t interval.
 
     Args:
-        values: (n,), one of each seed; of one the interval is unknown.
+        values: (n,), one of each seed; the interval of a single value is unknown.
     """
     found = np.asarray(values, float)
     center = float(found.mean())
@@ -47,7 +47,7 @@ def t_quantile(freedom: float) -> float:
 
 
 def number(value: float, like: float | None = None) -> str:
-    """Return a number with the decimals that a difference of this size needs: three significant digits of `like`."""
+    """Format a number with as many decimals as three significant digits of `like` have (default: of itself)."""
     size = abs(value if like is None else like)
     if not math.isfinite(value):
         return "-"

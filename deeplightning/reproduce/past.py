@@ -1,4 +1,4 @@
-"""A run as it lies there: what its folder and its tracker know of it."""
+"""Read a past run from its folder and its tracker."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _ID = re.compile(r"[0-9a-f]{32}")
 
 @dataclass
 class PastRun:
-    """A run as it lies there.
+    """A past run.
 
     Attributes:
-        folder: with its files.
-        store: where it is tracked; None: that is not known, as with a copied folder.
-        run_id: in that store.
-        trust, allow: as of `deeplightning.checks.trust.run_config`.
+        folder: run folder.
+        store: store that tracks it; None if unknown, as for a copied folder.
+        run_id: id in that store.
+        trust, allow: as in `deeplightning.checks.trust.run_config`.
     """
 
     folder: RunFolder
@@ -48,21 +48,21 @@ class PastRun:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The keys of the config with their values as they were written."""
+        """Values of the config by dotted key, as they were written."""
         return dict(flat(plain(read(self.source).root)))
 
     @cached_property
     def source(self) -> RunConfig:
-        """The text of the config.
+        """The config file and its text.
 
         Raises:
-            CheckpointError: the config is missing, or the run is foreign and its config is not plain.
+            CheckpointError: the config is missing, or the run is untrusted and its config is not plain.
         """
         return run_config(self.folder, self.allow, trust=self.trust)
 
     @cached_property
     def asked(self) -> dict[str, Any]:
-        """The keys that were asked to be otherwise than the config has them, with what was asked."""
+        """Requested values that differ from those in the config, by dotted key."""
         try:
             file = self.folder.asked
             asked = dict(flat(plain(parse(text_of(file), file.name, [])))) if file.is_file() else {}
@@ -85,7 +85,7 @@ class PastRun:
 
     @cached_property
     def series(self) -> Series | None:
-        """From the store, else from the file that the run has left; None: neither is there."""
+        """Metric series from the store, else from the run folder; None if neither has them."""
         if self.store is not None and self.run_id is not None:
             found = read_series(self.store, self.run_id)
             if found is not None:
@@ -97,12 +97,12 @@ class PastRun:
 
     @property
     def status(self) -> str | None:
-        """FINISHED, FAILED, KILLED or RUNNING, as the store has it."""
+        """FINISHED, FAILED, KILLED or RUNNING, from the store."""
         return self._tracked.status if self._tracked is not None else None
 
     @property
     def name(self) -> str | None:
-        """The name that the store has."""
+        """Name in the store."""
         return self._tracked.tags.get("mlflow.runName") if self._tracked is not None else None
 
     @cached_property
@@ -116,7 +116,7 @@ class PastRun:
 
     @cached_property
     def results(self) -> dict[str, Any]:
-        """What came out: the best value and the metrics of each evaluation that was made."""
+        """The best value, and the metrics of the evaluations."""
         found: dict[str, object] = {}
         best = _json(self.folder.best_score)
         if {"metric", "value", "step"} <= best.keys():
@@ -127,21 +127,21 @@ class PastRun:
 
     @property
     def directory(self) -> Path | None:
-        """The working directory that it ran in, if it is still there."""
+        """Working directory of the run, if it still exists."""
         folder_name = self.environment.get("directory")
         return Path(folder_name) if folder_name and Path(folder_name).is_dir() else None
 
 
 def past_run(run: str, remote: bool = True, trust: bool = False, allow: Sequence[str] = ()) -> PastRun:
-    """Find RUN, as a person writes it, and the store that it is tracked in.
+    """Find RUN, as given on the command line, and the store that tracks it.
 
     Args:
-        remote: of a run folder, ask stores on other machines too.
-        trust, allow: as of `deeplightning.checks.trust.run_config`.
+        remote: for a run folder, query remote stores too.
+        trust, allow: as in `deeplightning.checks.trust.run_config`.
 
     Raises:
-        CheckpointError: there is no such run; or it is foreign, and its config is not plain or a link leads out of it.
-        SetupError: the store cannot be asked.
+        CheckpointError: there is no such run; or it is untrusted, and its config is not plain or it has a link outside.
+        SetupError: the store cannot be queried.
     """
     folder = RunFolder(resolve_run(run, None))
     if folder.config.is_file() and not trust:
@@ -170,11 +170,11 @@ def _with_store(run: str, folder: RunFolder, remote: bool) -> PastRun:
 
 
 def _stores_around(folder: RunFolder) -> Iterator[Store]:
-    """The stores on this machine that the run in a folder may be tracked in."""
+    """Yield the stores that may track the run in a folder: local ones, and a remote one that is configured here."""
     artifact_root = folder.path.parents[2]
     if (artifact_root / "mlflow.db").is_file() or any(artifact_root.glob("*/meta.yaml")):
         yield locate(artifact_root)
-    # The address in somebody else's config could be anywhere.
+    # The address in an untrusted config could point anywhere.
     recorded = _tracking_uri(folder)
     for uri in (recorded, os.environ.get("MLFLOW_TRACKING_URI"), "mlruns"):
         if uri and "${" not in str(uri):
@@ -184,16 +184,16 @@ def _stores_around(folder: RunFolder) -> Iterator[Store]:
 
 
 def _tracking_uri(folder: RunFolder) -> Any:
-    """Return the store that an own run names; None: it names none, or the run is foreign."""
+    """Return the store in the config of a trusted run, or None if there is none or the run is untrusted."""
     try:
         config = run_config(folder)
         return dict(flat(plain(read(config).root))).get("logger.params.tracking_uri") if config.is_trusted else None
-    except Exception:  # no config, or a damaged one: that is reported where it is needed
+    except Exception:  # a missing or damaged config is reported when it is needed
         return None
 
 
 def _json(path: Path) -> dict[str, object]:
-    """A file of the run; {} where there is none that can be read."""
+    """Read a JSON object from a file of the run; {} if that fails."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):

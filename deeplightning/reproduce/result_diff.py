@@ -1,4 +1,4 @@
-"""What came out of a run that was made again, beside what had come out of it first."""
+"""Compare the results of a reproduced run with those of the original."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from deeplightning.reproduce.differences import PATHS, between, differences, shown
+from deeplightning.reproduce.differences import PATH_KEYS, between, differences, shown
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.series import is_repeatable, parted
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def compare(original: PastRun, again: PastRun, say: Callable[[str], None]) -> list[str]:
-    """What came out differently, the first difference first; [] if all is the same."""
+    """Return the differences in metrics, results and weights, in this order; [] if there are none."""
     whole = original.status in (None, "FINISHED")
     if not whole:
         say(f"the run ended as {original.status}: what it logged until then is compared")
@@ -40,7 +40,7 @@ def compare(original: PastRun, again: PastRun, say: Callable[[str], None]) -> li
 
 
 def _weights_apart(one: RunFolder, two: RunFolder, say: Callable[[str], None]) -> list[str]:
-    """The first tensor of the last checkpoints that differs."""
+    """Return the first difference between the last checkpoints, if any."""
     if not one.last.exists():
         say(f"there are no weights to compare: no {one.last.name} in {one.path}")
         return []
@@ -76,7 +76,7 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 def reasons(original: PastRun, again: PastRun) -> str:
-    """Why two runs of the same config may differ."""
+    """Return likely reasons why two runs of the same config differ."""
     found = differences(original, again)
     words = [
         f"{group}: " + ", ".join(f"{n} {shown(a)} → {shown(b)}" for n, a, b in found[group][:5])
@@ -86,7 +86,7 @@ def reasons(original: PastRun, again: PastRun) -> str:
     changed = [
         f"{n} {shown(a)} → {shown(b)}"
         for n, a, b in found["config"]
-        if n not in (*PATHS, "train.resume_ckpt") and not n.startswith("asked.")
+        if n not in (*PATH_KEYS, "train.resume_ckpt") and not n.startswith("asked.")
     ]
     words += [f"config: {', '.join(changed[:5])}"] if changed else []
     if words:

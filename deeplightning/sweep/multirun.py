@@ -32,7 +32,7 @@ from deeplightning.launch.set_environment import apply_environment
 from deeplightning.process.decisions import DECIDED
 from deeplightning.process.identity import identity
 from deeplightning.process.terminal import say, say_path
-from deeplightning.reproduce.groups import RUNS
+from deeplightning.reproduce.groups import RUNS_FILE
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder, make_private, permissions_of, write_whole
 from deeplightning.sweep.grid import points, warn_of_no_effect
@@ -325,8 +325,8 @@ class Grid:
 
         table, out = self._table(), io.StringIO()
         csv.writer(out, lineterminator="\n").writerows(table)
-        write_whole(self.folder / RUNS, self.cfg.redact(out.getvalue()))
-        say(self.cfg.redact(text([row[:-2] for row in table], RUNS)))
+        write_whole(self.folder / RUNS_FILE, self.cfg.redact(out.getvalue()))
+        say(self.cfg.redact(text([row[:-2] for row in table], RUNS_FILE)))
         self._summarize()
         finished = {n: p for n, p in enumerate(self.points) if p.known.get("state") == FINISHED}
         warn_of_no_effect({n: (dict(w.split("=", 1) for w in p.words), p.known["folder"]) for n, p in finished.items()})

@@ -136,7 +136,7 @@ def test_a_bundle_is_complete(small):
 
 def test_large_weights_are_beside_the_graph(folder, monkeypatch):
     """They are not copied in memory for one file; the card has the digest of theirs, and a damaged one is refused."""
-    monkeypatch.setattr(bundle, "LARGE", 0)
+    monkeypatch.setattr(bundle, "LARGE_WEIGHTS_BYTES", 0)
     samples = pixels(20)
     export(task_of(small_network()), folder, samples, RUN)
     data = folder.bundle / "model.onnx.data"
@@ -152,7 +152,7 @@ def test_large_weights_are_beside_the_graph(folder, monkeypatch):
 
 def test_large_weights_are_proved_from_their_file(folder, monkeypatch):
     """ONNX Runtime maps the file: while the bundle is proved, there is no second copy of the weights in memory."""
-    monkeypatch.setattr(bundle, "LARGE", 0)
+    monkeypatch.setattr(bundle, "LARGE_WEIGHTS_BYTES", 0)
     network = nn.Sequential(nn.Flatten(), nn.Linear(90, 2048), nn.ReLU(), nn.Linear(2048, 8192), nn.Linear(8192, 3))
     export(task_of(network), folder, pixels(20), RUN)
     before = memory_of_its_own()

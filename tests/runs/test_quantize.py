@@ -215,7 +215,7 @@ def test_the_fall_is_counted_exactly(tmp_path, wrong, taken):
     with torch.inference_mode():
         ours = brightest_channel(outlier=300.0)(torch.from_numpy(images)).argmax(1).numpy()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "MAX_FALL", 100.0)
+        patch.setattr(module, "MAX_FALL_POINTS", 100.0)
         quantize(folder, lambda: [(images[:256], ours[:256])])  # so that its answers are known
     theirs = Bundle.open(folder.bundle, "int8").predict(images).argmax(1)
     same, other = np.flatnonzero(ours == theirs), np.flatnonzero(ours != theirs)

@@ -62,8 +62,8 @@ QUANTIZED = [kind for kind in KINDS if KINDS[kind].gives not in ("segmentation",
 def test_each_kind_gains_a_model_whose_figures_are_right(tmp_path, kind, monkeypatch):
     """The figures in float32 are those of scikit-learn, or of numpy, by torch's answers. What is written is opened,
     which replays the golden samples, answers near float32, and has weights of int8."""
-    monkeypatch.setattr(module, "MAX_FALL", 5.0)  # untrained networks of a few numbers are coarse
-    monkeypatch.setattr(module, "MAX_RISE", 20.0)
+    monkeypatch.setattr(module, "MAX_FALL_POINTS", 5.0)  # untrained networks of a few numbers are coarse
+    monkeypatch.setattr(module, "MAX_RISE_PERCENT", 20.0)
     task, folder = exported(tmp_path, kind)
     inputs, truth, answers = judged(task, kind)
     figures = quantize(folder, batches(inputs, truth))
@@ -168,7 +168,7 @@ def test_a_run_of_a_table_is_quantized_on_its_own_rows(tmp_path, command, store,
     assert outcome.code == 0, outcome
     folder = RunFolder(outcome.folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "MAX_RISE", 50.0)  # a network of 16 numbers
+        patch.setattr(module, "MAX_RISE_PERCENT", 50.0)  # a network of 16 numbers
         told = quantize_run(folder)
     figures = json.loads(folder.bundle_card.read_text())["int8"]
     assert told.startswith(f"int8: root mean square error {figures['error']:.4g}, in float32")

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import LONGEST, environment
+from commands import LIMIT_SECONDS, environment
 
 from deeplightning.process import shared_folder as folders
 from deeplightning.process.failure import Cause, first_of, is_lost, record_cause
@@ -421,7 +421,7 @@ def ended(group, seconds=20):
 def test_a_launched_process_that_is_killed(launched, tracked):
     """The error has signal and rank; exit code 5, and the run is FAILED."""
     run = launched(at(1, "kill"))
-    out, err = run.communicate(timeout=LONGEST)
+    out, err = run.communicate(timeout=LIMIT_SECONDS)
     assert run.returncode == 5, err
     assert "error [rank 1]: a worker was lost: the process was killed by SIGKILL" in err
     assert len(re.findall("^error", err, re.M)) == 1
@@ -435,7 +435,7 @@ def test_a_launched_process_that_is_killed(launched, tracked):
 def test_the_launcher_that_is_killed_takes_the_others_along(launched):
     """The processes notice that it is gone, whatever they are doing."""
     run = launched(at(0, "kill"))
-    run.communicate(timeout=LONGEST)
+    run.communicate(timeout=LIMIT_SECONDS)
     assert run.returncode == -signal.SIGKILL
 
 
@@ -443,7 +443,7 @@ def test_the_launcher_that_is_killed_takes_the_others_along(launched):
 def test_a_launched_process_that_stands_still(launched, tracked):
     """A stopped process cannot report its position; it is killed at the time limit."""
     run = launched("engine.params.timeout=20", at(1, "stop"))
-    out, err = run.communicate(timeout=LONGEST)
+    out, err = run.communicate(timeout=LIMIT_SECONDS)
     assert run.returncode == 5, err
     assert "error [rank 0]: timed out after 20 s" in err
     assert "rank 1 does not answer" in err

@@ -17,7 +17,7 @@ from test_page import CHROMIUM, Browser, Page
 from test_serve import silent, through
 from werkzeug.test import Client
 
-from deeplightning.export.bundle import digest_of, export, sealed
+from deeplightning.export.bundle import card_text, digest_of, export
 from deeplightning.faults import CheckpointError
 from deeplightning.model.transformer import TextTransformer
 from deeplightning.runfolder import RunFolder
@@ -144,7 +144,7 @@ def test_what_cannot_be_proved_is_no_bundle(tmp_path, options, words):
 
 
 def changed(card, **values):
-    return sealed({**card, **values})
+    return card_text({**card, **values})
 
 
 @pytest.mark.parametrize(

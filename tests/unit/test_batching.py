@@ -1,4 +1,4 @@
-"""Batches form by themselves, nobody waits longer than allowed, and a picture's fault is its own."""
+"""Waiting requests share batches, none waits longer than allowed, and a bad picture does not affect others."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ from serve.worker_count import choose
 
 
 class Model:
-    """Answers each picture with its first pixel; a forward pass ends when it may. An upload is the pixel's value."""
+    """Answers each picture with its first pixel, the value of the upload; the test decides when a forward pass ends."""
 
     task, labels, run, precision = "image_classification", ["a"], {}, "fp32"
     image_spec = ImageSpec(1, 1, "L")
@@ -46,7 +46,7 @@ class Model:
 
 
 class Asked:
-    """A job, and its end."""
+    """A job, and an event for its end."""
 
     def __init__(self, batcher, *pictures, size=10):
         self.ended = threading.Event()
@@ -74,7 +74,7 @@ def model():
 
 
 def occupied(model, batcher):
-    """Batcher with a request in the only one, held there."""
+    """Return a request that blocks the only lane of the batcher."""
     model.may_end.clear()
     first = Asked(batcher, b"1")
     assert model.begun.wait(10)
@@ -82,7 +82,7 @@ def occupied(model, batcher):
 
 
 def ready(batcher, number):
-    """Waits until so many pictures wait for a lane."""
+    """Wait until this number of pictures waits for a lane."""
     end = time.monotonic() + 10
     while len(batcher._ready) < number:
         assert time.monotonic() < end
@@ -90,7 +90,7 @@ def ready(batcher, number):
 
 
 def test_a_lone_request_is_run_alone(model):
-    """It waits for nobody, and all its pictures go together."""
+    """A single request does not wait, and its pictures share a forward pass."""
     batcher = Batcher(model, Limits())
     assert Asked(batcher, b"7").rows() == [[7]]
     assert Asked(batcher, b"3", b"1", b"2").rows() == [[3], [1], [2]]
@@ -99,7 +99,7 @@ def test_a_lone_request_is_run_alone(model):
 
 
 def test_what_waits_goes_together_up_to_the_largest_batch(model):
-    """Requests that come while the lane is taken share forward passes; a request may be split over two."""
+    """Requests that arrive while the lane is busy share forward passes; a request may be split over two."""
     batcher = Batcher(model, Limits(max_batch=4))
     first = occupied(model, batcher)
     others = [Asked(batcher, b"2"), Asked(batcher, b"3", b"4"), Asked(batcher, b"5", b"6")]
@@ -124,7 +124,7 @@ def test_two_lanes_run_at_a_time(model):
 
 
 def test_a_fault_is_its_own_pictures(model):
-    """Others of the same batch get their answers; a picture that is none ends its request only."""
+    """A fault does not affect others in the batch; an undecodable picture ends only its own request."""
     batcher = Batcher(model, Limits())
     first = occupied(model, batcher)
     unlucky, lucky, none = Asked(batcher, b"13"), Asked(batcher, b"2"), Asked(batcher, b"3", b"bad")
@@ -137,14 +137,14 @@ def test_a_fault_is_its_own_pictures(model):
 
 
 def test_answers_that_are_not_finite_are_faults():
-    """A model gone wrong says so; NaN is no JSON."""
+    """An answer with NaN, which is no JSON, is a fault of the model."""
     model = Model()
     model.predict = lambda images: np.full((len(images), 1), np.nan, np.float32)
     assert "not finite" in str(Asked(Batcher(model, Limits()), b"1").error())
 
 
 def test_a_full_queue_refuses(model):
-    """429 with the time to come back; what was accepted is answered."""
+    """A full queue refuses with 429 and Retry-After; accepted requests are still answered."""
     batcher = Batcher(model, Limits(max_queue=3))
     accepted = [occupied(model, batcher), Asked(batcher, b"2"), Asked(batcher, b"3")]
     with pytest.raises(Refusal, match="3 requests wait") as refused:
@@ -157,7 +157,7 @@ def test_a_full_queue_refuses(model):
 
 
 def test_a_wait_that_would_be_too_long_refuses(model):
-    """Who could not be answered in time is told at once."""
+    """A request that could not be answered in time is refused at once."""
     batcher = Batcher(model, Limits(max_wait=0.05))
     batcher._pace = 0.2  # seconds for each that waits, as after slow forward passes
     first = occupied(model, batcher)
@@ -168,7 +168,7 @@ def test_a_wait_that_would_be_too_long_refuses(model):
 
 
 def test_what_waited_too_long_is_never_run(model):
-    """504, whether it waited before it was decoded or after."""
+    """A request that waited too long gets 504, whether before or after decoding."""
     batcher = Batcher(model, Limits(max_wait=0.1))
     first = occupied(model, batcher)
     late = Asked(batcher, b"2", b"3")
@@ -186,7 +186,7 @@ def test_what_waited_too_long_is_never_run(model):
 
 
 def test_a_small_picture_for_a_small_network_changes_no_thread(model):
-    """It is run where it comes from; what is larger, or several, is handed on."""
+    """A small picture runs in the thread that submits it; larger ones, or several, in another thread."""
     batcher = Batcher(model, Limits(), forward_seconds=TINY_SECONDS / 2)
     assert Asked(batcher, b"7").rows() == [[7]]
     assert Asked(batcher, b"8", size=TINY_BYTES + 1).rows() == [[8]]
@@ -210,7 +210,7 @@ def test_the_layout_follows_the_forward_pass(monkeypatch, seconds, cores, layout
 
 
 def test_a_request_waits_no_longer_than_allowed_for_its_turn_to_decode(model):
-    """Large pictures are decoded one at a time per lane; whoever's turn does not come gets 504 in time."""
+    """Large pictures are decoded one at a time per lane; a request that waits too long for its turn gets 504."""
     decoding, may_end = threading.Event(), threading.Event()
 
     def prepare(data, max_pixels, max_side):

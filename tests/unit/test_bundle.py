@@ -1,4 +1,5 @@
-"""A bundle opens only as it was written: damage or an edit is one sentence and exit code 4; nothing else is read."""
+"""A bundle opens only if it is unchanged: a damaged or edited one is refused in one sentence with exit code 4, and no
+other file is read."""
 
 import base64
 import json
@@ -36,7 +37,7 @@ def text(data):
 
 
 def test_a_bundle_answers(run_folder):
-    """It says what it is for, and answers pictures with what its network computes."""
+    """A bundle has task and labels, and answers pictures as its network does."""
     bundle = Bundle.open(run_folder.bundle)
     assert (bundle.folder, bundle.task, bundle.precision) == (run_folder.bundle, "image_classification", "fp32")
     assert (bundle.image_spec, bundle.labels, bundle.run) == (ImageSpec(8, 8), ["red", "green", "blue"], RUN)
@@ -51,22 +52,22 @@ def test_a_bundle_answers(run_folder):
 
 
 def test_a_bundle_says_which_run_it_comes_from(run_folder, tmp_path):
-    """By all that an export writes: also the run's name, of what its weights are averages, the usual size of training
-    pictures. Some golden samples are kept as clients send them."""
-    from deeplightning.export.bundle import sealed  # here, since it imports torch
+    """A bundle has everything that an export writes about the run, also its name, the kind of averaged weights and the
+    usual size of training pictures. Some golden samples are available as clients send them."""
+    from deeplightning.export.bundle import card_text  # here, since it imports torch
 
     copy = RunFolder(tmp_path)
     shutil.copytree(run_folder.bundle, copy.bundle)
     card = json.loads(copy.bundle_card.read_text())
     more = {"name": "quiet-harbour-417", "weights": "averaged by EMA (decay=0.9)", "picture_size": "640 x 480"}
-    copy.bundle_card.write_text(sealed({**card, "run": card["run"] | more}))
+    copy.bundle_card.write_text(card_text({**card, "run": card["run"] | more}))
     bundle = Bundle.open(tmp_path)
     assert bundle.run == RUN | more
     assert bundle.examples == card["golden"]["pictures"]
 
 
 def test_a_bundle_answers_with_pictures(negative_folder):
-    """Where the task is to give pictures, they come as numbers from 0 to 1, and there are no labels."""
+    """A task that answers with pictures gives numbers from 0 to 1, and has no labels."""
     bundle = Bundle.open(negative_folder.bundle)
     assert (bundle.task, bundle.labels) == ("image_reconstruction", [])
     answers = bundle.predict(SAMPLES[:3])
@@ -75,14 +76,14 @@ def test_a_bundle_answers_with_pictures(negative_folder):
 
 
 def test_a_run_folder_stands_for_its_bundle(run_folder, tmp_path):
-    """Both paths open it, and a run without one is told how to get it."""
+    """Both the run folder and the bundle open; the error for a run without a bundle says how to make one."""
     assert Bundle.open(run_folder.path).folder == Bundle.open(run_folder.bundle).folder
     with pytest.raises(BundleError, match="There is no bundle in"):
         Bundle.open(tmp_path)
 
 
 def test_a_bundle_may_be_copied_and_linked_to(run_folder, tmp_path):
-    """Its place does not matter, nor whether a link leads there."""
+    """A bundle opens at any path and through a link."""
     shutil.copytree(run_folder.bundle, tmp_path / "elsewhere")
     (tmp_path / "link").symlink_to("elsewhere")
     np.testing.assert_array_equal(Bundle.open(tmp_path / "link").samples, SAMPLES)
@@ -91,13 +92,13 @@ def test_a_bundle_may_be_copied_and_linked_to(run_folder, tmp_path):
 # What does not.
 
 
-def edited(change, sealed=True):
-    """The card after `change`; sealed again, as whoever knows how would do it, or not."""
+def edited(change, has_digest=True):
+    """Return a function that edits the card by `change`, with a correct digest or without."""
 
     def damage(folder):
         card = json.loads((folder / "bundle.json").read_text())
         change(card)
-        with_digest = {**card, "digest": card_digest(card)} if sealed else card
+        with_digest = {**card, "digest": card_digest(card)} if has_digest else card
         (folder / "bundle.json").write_text(json.dumps(with_digest))
 
     return damage
@@ -134,7 +135,7 @@ def last_sample(png):
 
 
 def linked(name):
-    """A file with the right contents, but elsewhere."""
+    """Return a function that replaces a file by a link to the same content outside the folder."""
 
     def damage(folder):
         (folder / name).replace(folder.parent / name)
@@ -149,7 +150,7 @@ def piped(folder):
 
 
 def model_of(build):
-    """A bundle whose model is another, with the right digests."""
+    """Return a function that replaces the bundle's model and updates the digests."""
 
     def damage(folder):
         import onnx.helper as helper
@@ -166,7 +167,7 @@ def model_of(build):
 
 
 def reading_outside(location):
-    """A graph that takes a weight from a file elsewhere, as a hostile one would to read it out."""
+    """Return a builder of a graph that reads a weight from an outside file, as a hostile one would to leak it."""
 
     def build(helper, inputs, outputs):
         weight = helper.make_tensor("weight", 1, [1], np.ones(1, np.float32).tobytes(), raw=True)
@@ -214,20 +215,20 @@ DAMAGES = {
     "format of before": (rewritten(format=1), "has format 1; this server reads 2: write it again with `deeplightning"),
     "format": (rewritten(format={"a": ["b" * 99]}), "this server reads 2"),
     "edited labels": (
-        edited(lambda card: card["labels"].reverse(), sealed=False),
+        edited(lambda card: card["labels"].reverse(), has_digest=False),
         "is damaged: bundle.json was changed since its export; write it again with `deeplightning export RUN`",
     ),
-    "edited label": (edited(lambda card: card["labels"].__setitem__(0, "pink"), sealed=False), "was changed"),
-    "edited digest": (edited(lambda card: card["files"].update({"model.onnx": "0"}), sealed=False), "was changed"),
-    "edited class": (edited(lambda card: card.update({"class": "os.system"}), sealed=False), "was changed"),
-    "edited run": (edited(lambda card: card["run"].update(id="abd"), sealed=False), "was changed"),
+    "edited label": (edited(lambda card: card["labels"].__setitem__(0, "pink"), has_digest=False), "was changed"),
+    "edited digest": (edited(lambda card: card["files"].update({"model.onnx": "0"}), has_digest=False), "was changed"),
+    "edited class": (edited(lambda card: card.update({"class": "os.system"}), has_digest=False), "was changed"),
+    "edited run": (edited(lambda card: card["run"].update(id="abd"), has_digest=False), "was changed"),
     "other digest": (
         edited(lambda card: card["files"].update({"model.onnx": "0"})),
         "is not the file that was exported",
     ),
     "class": (rewritten(**{"class": "os.system"}), "has other keys in bundle.json than it may (class)"),
     "missing key": (edited(lambda card: card.pop("labels")), "has other keys in bundle.json than it may (labels)"),
-    "no digest": (edited(lambda card: card.pop("digest"), sealed=False), "was changed"),
+    "no digest": (edited(lambda card: card.pop("digest"), has_digest=False), "was changed"),
     "nan": (written(b'{"format": 2, "run": NaN}'), "is not JSON"),
     "infinity": (written(b'{"format": 2, "run": 1e999}'), "is not JSON"),
     "task": (rewritten(task="poetry"), "for the task 'poetry'; known: image_classification, image_reconstruction"),
@@ -265,7 +266,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize(("damage", "words"), DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_bundle_is_refused_in_one_sentence(run_folder, tmp_path, capfd, monkeypatch, damage, words):
-    """Exit code 4, what is wrong and where, before the first request."""
+    """A damaged bundle is refused with exit code 4 and a sentence that says what is wrong and where."""
     folder = tmp_path / "bundle"
     shutil.copytree(run_folder.bundle, folder)
     (tmp_path / "secret").write_bytes(np.ones(1, np.float32).tobytes())
@@ -282,7 +283,7 @@ def test_a_damaged_bundle_is_refused_in_one_sentence(run_folder, tmp_path, capfd
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "..", ".", "", "a/../b", "a\0b"])
 def test_a_bundle_may_only_list_its_own_files(run_folder, tmp_path, name):
-    """No digest is computed of a file elsewhere."""
+    """A bundle that lists an outside file is refused before that file's digest is computed."""
     folder = tmp_path / "bundle"
     shutil.copytree(run_folder.bundle, folder)
     edited(lambda card: card["files"].update({name: "0"}))(folder)
@@ -291,7 +292,7 @@ def test_a_bundle_may_only_list_its_own_files(run_folder, tmp_path, name):
 
 
 def test_pictures_of_another_size_are_refused(negative_folder, tmp_path):
-    """A model that answers with something else than pictures of its input's size does not start."""
+    """A reconstruction model whose answers have another size than its input is refused."""
     folder = tmp_path / "bundle"
     shutil.copytree(negative_folder.bundle, folder)
 
@@ -308,7 +309,7 @@ def test_pictures_of_another_size_are_refused(negative_folder, tmp_path):
 
 
 def test_labels_of_pictures_are_refused(negative_folder, tmp_path):
-    """Classes belong to probabilities."""
+    """A bundle that answers with pictures and has labels is refused."""
     folder = tmp_path / "bundle"
     shutil.copytree(negative_folder.bundle, folder)
     rewritten(labels=["red"])(folder)

@@ -1,4 +1,4 @@
-"""HTTP/1.1 as clients write it and as they should not: order, keeping open, sizes, and what is kept in memory."""
+"""HTTP/1.1 from well-behaved and hostile clients: order, keep-alive, size limits, and memory use."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ from serve.service import Service
 
 
 class Transport:
-    """Keeps what is written."""
+    """Records what is written."""
 
     def __init__(self):
         self.written = b""
@@ -58,7 +58,7 @@ class Transport:
         self.reading = True
 
     def answers(self):
-        """Status, headers and body of each response."""
+        """Return status, headers and body of each response."""
         found, left = [], self.written
         while left:
             head, _, left = left.partition(b"\r\n\r\n")
@@ -80,7 +80,7 @@ def dispatcher(tmp_path_factory):
 
 @pytest.fixture
 def talk(dispatcher):
-    """Sends parts on one connection; gives the transport when as many answers are there, or it has ended."""
+    """Return a function that sends parts on one connection, and returns the transport after `answers` or at the end."""
 
     def talk(*parts, answers=1, **options):
         async def told():
@@ -116,7 +116,7 @@ def labels(transport):
 
 
 def test_a_request_may_come_in_any_pieces(talk):
-    """Byte by byte it is the same request; the connection stays open."""
+    """A request that arrives byte by byte gets the same answer, and the connection stays open."""
     whole = post(picture("green"))
     pieces = talk(*[whole[place : place + 1] for place in range(len(whole))])
     assert (labels(pieces), labels(talk(whole))) == (["green"], ["green"])
@@ -124,7 +124,7 @@ def test_a_request_may_come_in_any_pieces(talk):
 
 
 def test_requests_of_one_connection_are_answered_in_their_order(talk):
-    """Also when all come at once, and a slow answer is before a quick one."""
+    """Pipelined requests are answered in order, even if a slow answer precedes a fast one."""
     colours = ["red", "green", "blue", "green"]
     together = b"".join(post(picture(colour, size=(2000, 1000) if colour == "red" else (8, 8))) for colour in colours)
     assert labels(talk(together + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", answers=5)) == [*colours, None]
@@ -136,13 +136,13 @@ def test_requests_of_one_connection_are_answered_in_their_order(talk):
     ids=["garbage", "too large"],
 )
 def test_what_cannot_be_answered_takes_no_answer_along(talk, after):
-    """The requests before it are answered, slow ones as well; then the connection ends."""
+    """Earlier requests are answered, even slow ones, before the connection closes."""
     transport = talk(post(picture("red", size=(2000, 1000))) + post(picture("blue")) + after, answers=9)
     assert (labels(transport), transport.ended) == (["red", "blue"], "answered")
 
 
 def test_too_many_at_once_end_the_connection(talk):
-    """As many as are allowed are answered, the last one with the word that it is the last."""
+    """The allowed number of requests is answered, the last one with `connection: close`."""
     answers = limits_of.MAX_PIPELINED + 1
     transport = talk(
         b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 2000, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 10, answers=2000
@@ -166,7 +166,7 @@ def test_too_many_at_once_end_the_connection(talk):
     ],
 )
 def test_only_chunks_are_read(talk, lines, version, status):
-    """RFC 9112, section 6.1: another coding is 501; one that does not say where the body ends is 400."""
+    """An unknown transfer coding gets 501, one without an end of the body 400 (RFC 9112, section 6.1)."""
     head = "".join(f"Transfer-Encoding: {line}\r\n" for line in lines)
     ((found, headers, _),) = talk(
         f"POST /predict HTTP/{version}\r\nHost: x\r\n{head}\r\n5\r\nhello\r\n0\r\n\r\n".encode()
@@ -175,7 +175,7 @@ def test_only_chunks_are_read(talk, lines, version, status):
 
 
 def test_flask_reads_a_body_in_chunks(talk):
-    """A form that only Flask's parser reads, here one with an empty line too many in front, is answered either way."""
+    """A chunked form that only werkzeug's parser reads, here with an extra empty line in front, is answered."""
     disposition = b'Content-Disposition: form-data; name="image"; filename="a.png"'
     form = b"\r\n\r\n--x\r\n" + disposition + b"\r\n\r\n" + picture("green") + b"\r\n--x--\r\n"
     head = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=x\r\n"
@@ -185,7 +185,7 @@ def test_flask_reads_a_body_in_chunks(talk):
 
 
 def test_a_target_may_name_scheme_and_host(talk):
-    """RFC 9112, section 3.2.2: a server reads what is meant for a proxy."""
+    """The server accepts targets in absolute form (RFC 9112, section 3.2.2)."""
     for target in ("http://x/predict", "HTTP://x:5000/predict?top_k=1"):
         assert labels(talk(post(picture("green"), path=target))) == ["green"]
     assert [status for status, _, _ in talk(b"GET http://x HTTP/1.1\r\nHost: y\r\n\r\n").answers()] == [200]
@@ -193,7 +193,7 @@ def test_a_target_may_name_scheme_and_host(talk):
 
 
 def test_a_length_of_very_many_digits_is_refused(talk, capfd):
-    """Python converts at most 4,300; the parser skips zeros in front."""
+    """A long Content-Length is refused: Python converts at most 4,300 digits, and the parser skips leading zeros."""
     for length in ("0" * 5000 + "5", "9" * 5000):
         ((status, _, body),) = talk(
             f"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\nhello".encode()
@@ -203,7 +203,7 @@ def test_a_length_of_very_many_digits_is_refused(talk, capfd):
 
 
 def test_refused_requests_have_a_bounded_number_of_short_lines(capfd):
-    """One line each up to 100 in a second; of the rest their number is reported."""
+    """At most 100 refused requests per second get a log line; of the rest only the number is logged."""
     log = Log(1)
     for _ in range(1000):
         log.add('"status": 404', refused=True)
@@ -239,7 +239,7 @@ def test_refused_requests_have_a_bounded_number_of_short_lines(capfd):
     ],
 )
 def test_only_names_of_its_own_are_answered(listening, allowed, host, status):
-    """A page elsewhere cannot ask under a name of its own that leads to this machine."""
+    """A request under a foreign name that resolves to this machine (DNS rebinding) is refused."""
     hosts = Hosts(listening, allowed)
     for _ in range(2):
         if status == 200:
@@ -252,7 +252,7 @@ def test_only_names_of_its_own_are_answered(listening, allowed, host, status):
 
 
 def test_the_host_of_the_target_counts_and_not_the_header(talk, dispatcher, monkeypatch):
-    """Also where the header names this machine; nothing is told to who asks by another name."""
+    """A foreign host in the target is refused, even if the Host header names this machine."""
     monkeypatch.setattr(dispatcher.service, "admission", Admission(hosts=Hosts("127.0.0.1")))
     for head in (
         b"GET http://evil.example/info HTTP/1.1\r\nHost: localhost",
@@ -277,7 +277,7 @@ def test_the_host_of_the_target_counts_and_not_the_header(talk, dispatcher, monk
     ids=["1.1", "close", "1.0", "1.0 kept", "1.0 h2c", "h2c", "websocket"],
 )
 def test_a_connection_closes_when_it_should(talk, request_, ended):
-    """As the client asks; an upgrade is not made, and is answered as the HTTP/1.1 that it is."""
+    """A connection closes if the client asks for it; an offered upgrade is ignored, and HTTP/1.1 continues."""
     transport = talk(request_)
     ((status, headers, body),) = transport.answers()
     assert (status, json.loads(body), transport.ended) == (200, {"status": "ok"}, ended)
@@ -305,7 +305,7 @@ def test_a_connection_closes_when_it_should(talk, request_, ended):
     ],
 )
 def test_what_is_not_known_is_told_from_what_is_malformed(talk, line, status):
-    """RFC 9110, sections 9.1 and 15.6.6: 501 for a method, 505 for a version; then the connection closes."""
+    """An unknown method gets 501, an unknown version 505; then the connection closes (RFC 9110, 9.1 and 15.6.6)."""
     transport = talk(f"{line}\r\nHost: x\r\n\r\n".encode())
     ((found, headers, _),) = transport.answers()
     assert (found, headers["connection"], transport.ended) == (status, "close", "closed")
@@ -320,18 +320,18 @@ def test_what_is_not_known_is_told_from_what_is_malformed(talk, line, status):
     ],
 )
 def test_a_request_line_may_come_in_any_pieces(talk, pieces, status):
-    """It gets the status of the whole line."""
+    """A request line that arrives in pieces gets the same status as a complete one."""
     assert [found for found, _, _ in talk(*pieces).answers()] == [status]
 
 
 def test_garbage_behind_an_answer_is_not_an_unknown_method(talk):
-    """The first line of what has come is that of the request before, which is answered at once."""
+    """Garbage after a complete request gets 400: the first line of the read belongs to the earlier request."""
     transport = talk(b"GET /health HTTP/1.1\r\n\r\n" + b"\0\r\n\r\n", answers=2)
     assert [status for status, _, _ in transport.answers()] == [400, 400]
 
 
 def test_a_request_of_http_1_1_names_its_host(talk):
-    """RFC 9112, section 3.2: else 400, also where the target has a host; HTTP/1.0 has no Host."""
+    """HTTP/1.1 without Host gets 400, even if the target has a host; HTTP/1.0 needs none (RFC 9112, section 3.2)."""
     for target in ("/health", "http://x/health"):
         transport = talk(
             f"GET {target} HTTP/1.1\r\n\r\n".encode() + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", answers=2
@@ -342,7 +342,7 @@ def test_a_request_of_http_1_1_names_its_host(talk):
 
 
 def test_another_method_than_a_route_has_is_405(talk):
-    """With those that it has (RFC 9110, section 15.5.6)."""
+    """A wrong method gets 405 with the allowed methods (RFC 9110, section 15.5.6)."""
     for method in ("GET", "PUT", "TRACE", "CONNECT", "PROPFIND"):
         ((status, headers, _),) = talk(f"{method} /predict HTTP/1.1\r\nHost: x\r\n\r\n".encode()).answers()
         assert (status, sorted(headers["Allow"].split(", "))) == (405, ["OPTIONS", "POST"])
@@ -350,14 +350,14 @@ def test_another_method_than_a_route_has_is_405(talk):
 
 @pytest.mark.parametrize(("coding", "status"), [("gzip", 415), ("identity, br", 415), ("Identity", 200), ("", 200)])
 def test_a_body_in_a_coding_is_refused_before_it_is_read(talk, coding, status):
-    """RFC 9110, section 12.5.3: `Accept-Encoding` says that the coding is meant, and not the type."""
+    """`Accept-Encoding` in the refusal says that the problem is the coding, not the type (RFC 9110, section 12.5.3)."""
     ((found, headers, body),) = talk(post(picture("green"), f"Content-Encoding: {coding}")).answers()
     assert (found, headers.get("Accept-Encoding")) == (status, "identity" if status == 415 else None)
     assert status == 200 or f"Content-Encoding {coding} " in json.loads(body)["ERROR"]
 
 
 def test_a_kept_connection_of_http_1_0_is_answered_again(talk):
-    """In the order of the requests, until one does not ask for it."""
+    """HTTP/1.0 requests with keep-alive are answered in order, until one does not ask for keep-alive."""
     kept = b"GET /health HTTP/1.0\r\nConnection: keep-alive\r\n\r\n"
     transport = talk(kept + kept + b"GET /health HTTP/1.0\r\n\r\n", answers=3)
     assert [headers["connection"] for _, headers, _ in transport.answers()] == ["keep-alive", "keep-alive", "close"]
@@ -365,7 +365,7 @@ def test_a_kept_connection_of_http_1_0_is_answered_again(talk):
 
 
 def test_a_body_may_come_with_an_upgrade(talk):
-    """Java's client offers HTTP/2 with each first request; its body is read, and the connection goes on."""
+    """The body of a request that offers HTTP/2, as Java's client sends, is read, and the connection stays open."""
     offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAA")
     whole = post(picture("green"), *offer)
     assert labels(talk(whole + post(picture("red")), answers=2)) == ["green", "red"]
@@ -373,14 +373,14 @@ def test_a_body_may_come_with_an_upgrade(talk):
 
 
 def test_at_the_end_every_answer_closes(talk):
-    """When the process is about to end."""
+    """During shutdown, every answer closes its connection."""
     transport = talk(post(picture("blue")), ending=True)
     assert (labels(transport), transport.ended) == (["blue"], "closed")
     assert transport.answers()[0][1]["connection"] == "close"
 
 
 def test_head_has_the_head_of_get(talk):
-    """The same length, and no body."""
+    """HEAD gets the same Content-Length as GET, and no body."""
     got = talk(b"GET /info HTTP/1.1\r\nHost: x\r\n\r\n").answers()[0]
     head = talk(b"HEAD /info HTTP/1.1\r\nHost: x\r\n\r\n").written
     assert head.endswith(b"\r\n\r\n")
@@ -388,7 +388,7 @@ def test_head_has_the_head_of_get(talk):
 
 
 def test_who_waits_for_leave_gets_it_or_the_refusal(talk):
-    """`Expect: 100-continue`, as curl sends it for large files: the body is asked for only if it is wanted."""
+    """`Expect: 100-continue`, which curl sends for large files, gets 100 only if the request is admitted."""
     data = picture("red")
     wanted = talk(post(data, "Expect: 100-continue")).written
     assert wanted.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n")
@@ -399,7 +399,7 @@ def test_who_waits_for_leave_gets_it_or_the_refusal(talk):
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["announced", "in chunks"])
 def test_what_is_too_large_is_not_kept(talk, dispatcher, chunked):
-    """It is refused as soon as that is known, dropped to its end, and the connection goes on with the next request."""
+    """Too large a body is refused as soon as possible and dropped; the connection continues with the next request."""
     kept = []
     part = b"\0" * 100_000
     if chunked:
@@ -416,7 +416,7 @@ def test_what_is_too_large_is_not_kept(talk, dispatcher, chunked):
 
 
 def test_what_comes_of_a_refused_body_has_an_end(talk, monkeypatch):
-    """A client that goes on for too long is cut off."""
+    """A client that keeps sending a refused body for too long is disconnected."""
     monkeypatch.setattr(limits_of, "REST_BYTES", 500_000)
     transport = talk(
         b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 9000000\r\n\r\n", *[b"\0" * 100_000] * 10, answers=9
@@ -426,7 +426,7 @@ def test_what_comes_of_a_refused_body_has_an_end(talk, monkeypatch):
 
 
 def test_unfinished_bodies_have_room_together(talk, monkeypatch):
-    """Beyond it a request is told to come back."""
+    """Above the limit for all incomplete bodies, a request gets 429."""
     monkeypatch.setattr(dispatch_of, "MAX_BUFFERED_BYTES", 150_000)
     transport = talk(b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 300000\r\n\r\n", *[b"\0" * 100_000] * 3)
     ((status, headers, _),) = transport.answers()
@@ -434,7 +434,7 @@ def test_unfinished_bodies_have_room_together(talk, monkeypatch):
 
 
 def test_a_client_that_does_not_read_is_not_answered_further(talk):
-    """Until it does."""
+    """A client that does not read gets no further answers until it reads."""
     first = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
     stuck = talk(lambda connection, _: connection.pause_writing(), first, answers=0)
     assert (stuck.written, stuck.reading) == (b"", False)
@@ -444,7 +444,7 @@ def test_a_client_that_does_not_read_is_not_answered_further(talk):
 
 
 def test_one_connection_too_many_is_told(talk):
-    """503, and it is closed."""
+    """A connection above the limit gets 503 and is closed."""
     transport = talk(most=0)
     assert [status for status, _, _ in transport.answers()] == [503]
     assert transport.ended == "closed"
@@ -462,7 +462,7 @@ def test_one_connection_too_many_is_told(talk):
     ids=["nothing", "head", "body", "idle", "rest"],
 )
 def test_a_slow_client_is_cut_off(dispatcher, parts, seconds, status):
-    """After its seconds and not before, with 408 where there is something to answer."""
+    """A slow client is disconnected after its time limit and not earlier, with 408 if there is a request."""
 
     async def told():
         loop = asyncio.get_running_loop()

@@ -1,5 +1,5 @@
-"""The words of `serve.device` lead to GPUs, or to the CPU with the reason, or to exit code 3 with the remedy. No GPU is
-needed: the driver is a fake one, in NVIDIA's own calls."""
+"""`serve.device` resolves to GPUs, to the CPU with a reason, or to exit code 3 with a remedy. No GPU is needed: a fake
+driver implements NVIDIA's calls."""
 
 import ctypes
 import json
@@ -38,7 +38,7 @@ def chosen(word, *gpus, driver="13.1", runtime=WORKS):
 
 
 def test_a_machine_without_a_driver_is_not_told_to_install_packages_for_gpus():
-    """`auto` gives the plain reason; `cuda`, which asks for a GPU, names the remedy."""
+    """Without a driver, `auto` gives the plain reason; `cuda`, which requires a GPU, gives the remedy."""
     for_cpus = Runtime("onnxruntime", lambda: "it is built for the CPU; install another", str)
     choice = choose_devices("auto", for_cpus, may_have_gpu=lambda: False)
     assert (choice.devices, choice.reason) == ((CPU,), "this machine has no NVIDIA driver")
@@ -55,13 +55,13 @@ def refused(word, *gpus, **options):
 
 @pytest.mark.parametrize("text", ["auto", "cpu", "cuda", "cuda:0", "cuda:15"])
 def test_devices_are_named_as_torch_names_them(text):
-    """auto, cpu, cuda, cuda:N."""
+    """auto, cpu, cuda and cuda:N are valid."""
     assert is_device_word(text)
 
 
 @pytest.mark.parametrize("text", ["", "gpu", "cuda:", "cuda:-1", "cuda:a", "CUDA", "cuda:0,1", " cpu", "cuda:0 "])
 def test_other_words_name_no_device(text):
-    """They are refused before anything is loaded."""
+    """Other values are invalid."""
     assert not is_device_word(text)
 
 
@@ -69,7 +69,7 @@ def test_other_words_name_no_device(text):
 
 
 def test_each_word_means_its_devices():
-    """cuda is every GPU, cuda:1 the second; auto is what can be used; cpu asks nobody."""
+    """cuda means every GPU, cuda:1 the second, auto every usable one; cpu does not look for GPUs."""
     gpus = (Device(0, "H100", 80_000_000_000), Device(1, "H100", 80_000_000_000))
     assert chosen("cuda", ONE, ONE).devices == chosen("auto", ONE, ONE).devices == gpus
     assert chosen("cuda:1", ONE, ONE).devices == (gpus[1],)
@@ -91,7 +91,7 @@ def test_each_word_means_its_devices():
     ],
 )
 def test_auto_falls_back_to_the_cpu_and_cuda_does_not(gpus, runtime, words):
-    """The same reason is logged by the one and refused by the other."""
+    """auto logs the reason; cuda is refused with the same reason."""
     choice = chosen("auto", *gpus, runtime=runtime)
     assert choice.devices == (CPU,)
     assert words in choice.reason
@@ -99,7 +99,7 @@ def test_auto_falls_back_to_the_cpu_and_cuda_does_not(gpus, runtime, words):
 
 
 def test_a_number_that_is_not_there_is_refused_with_those_that_are(monkeypatch):
-    """With CUDA_VISIBLE_DEVICES, which hides and renumbers them."""
+    """The refusal lists the GPUs and CUDA_VISIBLE_DEVICES, which hides and renumbers them."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     words = refused("cuda:3", ONE)
     assert words == (
@@ -108,7 +108,7 @@ def test_a_number_that_is_not_there_is_refused_with_those_that_are(monkeypatch):
 
 
 def test_a_gpu_that_is_taken_is_named_with_one_that_is_not():
-    """`cuda` is every GPU, so one that cannot be used ends the start; a free one is proposed."""
+    """`cuda` means every GPU, so an unusable one prevents the start; the message suggests a free one."""
     assert refused("cuda", TAKEN, ONE).endswith("; use serve.device=cuda:1.")
     assert refused("cuda:0", TAKEN, ONE).endswith("; end what uses it (`nvidia-smi` lists the processes).")
     assert chosen("cuda:1", TAKEN, ONE).devices[0].index == 1
@@ -116,7 +116,7 @@ def test_a_gpu_that_is_taken_is_named_with_one_that_is_not():
 
 @pytest.mark.parametrize(("driver", "works"), [("12.8", False), ("13.0", True), ("14.0", True)])
 def test_a_driver_that_is_too_old_is_named(driver, works):
-    """A driver runs what is built for its own major version of CUDA, and for older ones."""
+    """A driver supports its own major version of CUDA and older ones; an older driver is reported."""
     choice = chosen("auto", ONE, driver=driver)
     assert choice.devices[0].on_gpu == works
     if not works:
@@ -131,7 +131,7 @@ def test_a_driver_that_is_too_old_is_named(driver, works):
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """Makes packages of these names installed, beside those that are."""
+    """Return a function that simulates the installation of further packages."""
 
     def install(*names):
         for name in names:
@@ -144,7 +144,7 @@ def installed(tmp_path, monkeypatch):
 
 
 def test_both_packages_at_once_are_refused_with_the_remedy(installed, monkeypatch):
-    """They share one import package, so which one is imported is chance; `auto` takes the CPU with the same words."""
+    """Both packages provide the same modules, so they conflict; `auto` uses the CPU and gives the same remedy."""
     installed("onnxruntime-gpu")
     words = refused("cuda", ONE, runtime=ONNX_RUNTIME)
     assert "onnxruntime and onnxruntime-gpu are both installed" in words
@@ -157,7 +157,7 @@ def test_both_packages_at_once_are_refused_with_the_remedy(installed, monkeypatc
 
 
 def test_a_cpu_build_is_told_the_extra():
-    """The command removes the one package and installs the other."""
+    """For a CPU build, the command removes one package and installs the other."""
     assert re.search(
         r"built for the CPU; the extra `gpu` .*uninstall .*onnxruntime && .*install .*'onnxruntime-gpu\[cuda,cudnn\]'$",
         str(onnxruntime_lacks()),
@@ -165,7 +165,7 @@ def test_a_cpu_build_is_told_the_extra():
 
 
 def test_the_extra_is_what_the_remedy_installs():
-    """pyproject.toml has the package, with a floor."""
+    """The extra in pyproject.toml has the package with a lower bound."""
     import tomllib
 
     from serve.device import PACKAGE
@@ -178,7 +178,7 @@ def test_the_extra_is_what_the_remedy_installs():
 
 
 class FakeDriver:
-    """Two GPUs, by the functions of libcuda; the second is in exclusive mode and taken."""
+    """libcuda with two GPUs; the second is in exclusive mode and in use."""
 
     def __init__(self, init=0):
         self.init, self.current = init, None
@@ -230,7 +230,7 @@ class FakeDriver:
 
 
 def test_the_driver_is_asked_for_what_the_server_needs():
-    """Version, names, free memory, and why a GPU cannot be used; page-locked memory of the right size."""
+    """It gives version, names, free memory, and why a GPU is unusable; the size of page-locked memory is right."""
     driver = cuda.Driver(FakeDriver())
     assert cuda.find_gpus(driver) == {
         "driver": "13.1",
@@ -252,7 +252,7 @@ def test_the_driver_is_asked_for_what_the_server_needs():
 
 
 def test_the_probe_is_a_process_of_its_own(monkeypatch, tmp_path):
-    """It answers in JSON, also where there is no driver; one that dies or hangs is a reason, not an exception."""
+    """The probe prints JSON, also without a driver; if it dies or hangs, that is a reason, not an exception."""
     found = cuda.probe()
     assert set(found) in ({"fault"}, {"driver", "gpus"})
     done = subprocess.run([sys.executable, cuda.__file__], capture_output=True, text=True, check=True)
@@ -265,7 +265,7 @@ def test_the_probe_is_a_process_of_its_own(monkeypatch, tmp_path):
 
 
 def test_a_gpu_has_its_providers_in_order():
-    """CUDA before the CPU, TensorRT before both; the arena is bounded by what was free, and fp32 is not TF32."""
+    """TensorRT comes first, then CUDA, then the CPU; the free memory limits the arena, and fp32 is not TF32."""
     assert providers(CPU) == ["CPUExecutionProvider"]
     (name, options), last = providers(Device(1, "H100", 10_000_000_000))
     assert (name, last) == ("CUDAExecutionProvider", "CPUExecutionProvider")
@@ -295,7 +295,7 @@ def test_a_gpu_has_its_providers_in_order():
 
 @pytest.mark.skipif(onnxruntime_lacks() is None, reason="onnxruntime-gpu is installed, and may find a GPU")
 def test_auto_says_in_one_line_that_the_cpu_answers(run_folder, tmp_path):
-    """It answers; the line has the reason, and /info the device."""
+    """The server answers; one log line has the reason, and /info the device."""
     server = Server(run_folder.path, tmp_path / "errors", "--device", "auto", "--precision", "fp16")
     try:
         assert server.ask("POST", "/predict", picture("red"))[1]["label"] == "red"
@@ -311,7 +311,7 @@ def test_auto_says_in_one_line_that_the_cpu_answers(run_folder, tmp_path):
 @pytest.mark.skipif(onnxruntime_lacks() is None, reason="onnxruntime-gpu is installed, and may find a GPU")
 @pytest.mark.parametrize("word", ["cuda", "cuda:0"])
 def test_cuda_without_a_gpu_ends_with_the_remedy(run_folder, word):
-    """Exit code 3, one sentence, nothing on stdout."""
+    """cuda without a GPU ends with exit code 3, one sentence and nothing on stdout."""
     command = [sys.executable, "-m", "serve", str(run_folder.path), "--port", "0", "--device", word]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (3, "")
@@ -328,7 +328,7 @@ def test_cuda_without_a_gpu_ends_with_the_remedy(run_folder, word):
     ],
 )
 def test_options_that_contradict_each_other_are_refused(run_folder, arguments, words):
-    """Exit code 2, before the bundle is opened."""
+    """Contradictory options end with exit code 2 before the bundle is opened."""
     command = [sys.executable, "-m", "serve", str(run_folder.path), "--port", "0", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")

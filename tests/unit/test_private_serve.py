@@ -1,5 +1,5 @@
-"""Canaries: what `serve.private` uses of ONNX Runtime is there and does what it is used for. The thread that
-`ORT_DISABLE_TELEMETRY` prevents is looked for in `test_server.py`, and a real lack of memory in `test_session.py`."""
+"""Canaries for the undocumented features of ONNX Runtime in `serve.private`. `test_server.py` checks the thread that
+`ORT_DISABLE_TELEMETRY` prevents, and `test_session.py` a real out-of-memory error."""
 
 import ast
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_sessions_do_not_fall_back_to_the_cpu(tmp_path, monkeypatch, capsys):
 
 
 def test_libraries_and_texts_are_those_of_the_installed_version():
-    """The library of the providers has its name, and the binary has the texts of its own errors and the variable."""
+    """The provider library has the expected name, and the binary contains the error messages and the variable."""
     shared, one = provider_libraries("cuda")
     assert shared.is_file()
     assert one.parent == shared.parent

@@ -1,4 +1,4 @@
-"""A report holds what a run folder tells and nothing else: no script, no network, no secret, no file from elsewhere."""
+"""A report contains the facts of a run folder and nothing else: no script, network access, secret or outside file."""
 
 import base64
 import csv
@@ -15,8 +15,8 @@ from PIL import Image
 
 from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.report import page
+from deeplightning.report.evaluation import evaluate
 from deeplightning.report.facts import facts
-from deeplightning.report.judged import judged
 from deeplightning.report.write import comparison, report, write_report, write_run
 from deeplightning.runfolder import RunFolder
 
@@ -26,7 +26,7 @@ TOKEN = "ghp_" + "a1B2c3D4e5F6g7H8i9J0" * 2
 
 
 class Page(HTMLParser):
-    """The tags and attributes of a page, and its text."""
+    """Collects the tags, attributes and text of a page."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -41,7 +41,7 @@ class Page(HTMLParser):
         self.text += data
 
     def check(self) -> None:
-        """Nothing in it runs, and nothing is loaded."""
+        """Check that a page runs no script and loads nothing."""
         assert {tag for tag, _ in self.tags}.isdisjoint(
             {"script", "iframe", "object", "embed", "link", "base", "form", "a"}
         )
@@ -61,7 +61,7 @@ def png(size: int = 8) -> bytes:
 
 
 def run_folder(path: Path, names: tuple[str, ...] = ("cat", "dog", "owl"), **more: str) -> RunFolder:
-    """A run folder as a classification leaves it, with some samples of each class and one mistake in three."""
+    """Return a run folder of a classification, with a few samples of each class and one mistake in three."""
     folder = RunFolder(path)
     folder.path.mkdir(parents=True)
     config = more.get("config", "seed: 1\nmodel:\n  network: {type: own.Net}\ndata: {module: {type: own.Data}}\n")
@@ -95,7 +95,7 @@ def run_folder(path: Path, names: tuple[str, ...] = ("cat", "dog", "owl"), **mor
 
 
 def test_a_report_has_what_the_folder_tells(tmp_path):
-    """Numbers, pictures, mistakes with file names, config with its places, environment, and the commands."""
+    """A report has metrics, pictures, mistakes with file names, config with sources, environment and commands."""
     folder = run_folder(tmp_path / "a run")
     path = write_run(folder)
     shown = Page(path.read_text())
@@ -108,13 +108,13 @@ def test_a_report_has_what_the_folder_tells(tmp_path):
     drawn = {"curves", "test_confusion_matrix", "test_classes", "test_reliability"}
     assert {p.stem for p in folder.path.glob("*.svg")} == drawn
     assert {p.stem for p in folder.path.glob("*.png")} == drawn | {"own_picture"}
-    found = judged(facts(folder))
+    found = evaluate(facts(folder))
     assert [(name, samples) for name, *_, samples in found.per_class] == [("cat", 4), ("dog", 4), ("owl", 4)]
     assert found.confused == [("owl", "cat", 4)]
 
 
 def test_names_from_a_run_stay_text(tmp_path):
-    """Classes, file names, hosts, keys and values of a config, and metrics that are markup are shown as they are."""
+    """Markup in classes, file names, hosts, metrics, and keys and values of a config is shown as text."""
     config = f"seed: 1\nmodel: {{network: {{type: {json.dumps(SCRIPT)}}}}}\n{json.dumps(QUOTE)}: {json.dumps(SCRIPT)}\n"
     folder = run_folder(tmp_path / "x", (SCRIPT, QUOTE, "c"), config=config, host=SCRIPT, file=QUOTE + ".png")
     folder.results("test").write_text(json.dumps({SCRIPT: 1.0}))
@@ -176,7 +176,7 @@ DAMAGED = [
 
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_damaged_files_are_left_out(damage, tmp_path):
-    """The report is made of the others."""
+    """The report leaves out damaged files."""
     folder = run_folder(tmp_path / "x")
     folder.series.unlink()
     for name, content in damage.items():
@@ -187,7 +187,7 @@ def test_damaged_files_are_left_out(damage, tmp_path):
 
 
 def test_no_secret_is_shown(tmp_path):
-    """Not in values whose key says so, not what looks like a token, wherever it stands."""
+    """A report contains no value whose key names a secret, and nothing that looks like a token."""
     config = f"seed: 1\nown: {{db_password: hunter2hunter2, note: {TOKEN}}}\n"
     folder = run_folder(tmp_path / "x", config=config, host=f"https://me:{TOKEN}@host", file=TOKEN)
     folder.stage_predictions("test").unlink()
@@ -198,28 +198,28 @@ def test_no_secret_is_shown(tmp_path):
 
 
 def test_numbers_and_labels_are_drawn_too(tmp_path):
-    """Of a regression truth against prediction, with R² and the root mean square error; of several labels precision
-    and recall; of two classes ROC."""
+    """A regression gets truth against prediction, with R² and the root mean square error; several labels get precision
+    and recall; two classes get a ROC curve."""
     folder = run_folder(tmp_path / "x", ("no", "yes"))
-    assert set(judged(facts(folder)).drawings) >= {"test_roc", "test_reliability"}
+    assert set(evaluate(facts(folder)).drawings) >= {"test_roc", "test_reliability"}
     random = np.random.default_rng(0)
     truth = random.normal(size=50)
     rows = [f"{n},{t + 0.1},{t}" for n, t in enumerate(truth)]
     folder.stage_predictions("test").write_text("\n".join(["index,prediction,target", *rows]))
-    (drawing,) = judged(facts(folder)).drawings.values()
+    (drawing,) = evaluate(facts(folder)).drawings.values()
     expected = 1 - 50 * 0.01 / np.sum((truth - truth.mean()) ** 2)
     assert f"RMSE 0.1, R² {expected:.4g}" in drawing.alt
     rows = ["0,a|b,a,0.9,0.8", "1,,b,0.1,0.9", "2,b,b,0.2,0.1"]
     head = "index,predicted_labels,labels,probability_a,probability_b"
     folder.stage_predictions("test").write_text("\n".join([head, *rows]))
-    assert judged(facts(folder)).per_class == [
+    assert evaluate(facts(folder)).per_class == [
         ("a", 1.0, 1.0, 1.0, 1),
         ("b", 0.5, 0.5, 0.5, 2),
     ]
 
 
 def test_several_runs_are_compared(tmp_path):
-    """The best value of each metric is marked, and of config and environment stands what differs."""
+    """A comparison marks the best value of each metric, and shows differences in config and environment."""
     one, two = (run_folder(tmp_path / name, host=f"host {name}") for name in "ab")
     two.config.write_text(two.config.read_text().replace("seed: 1", "seed: 2"))
     two.results("test").write_text(json.dumps({"test_acc": 0.9, "test_loss": 0.7}))
@@ -240,7 +240,7 @@ def test_several_runs_are_compared(tmp_path):
 
 
 def test_a_file_that_is_no_report_is_kept(tmp_path):
-    """It is refused with the option that names another; a report is renewed."""
+    """A file that is no report is not overwritten, and the message names --out; a report is replaced."""
     target = tmp_path / "report.html"
     target.write_text("my own notes")
     with pytest.raises(SetupError, match="is no report of ours; name another file with --out"):
@@ -253,6 +253,6 @@ def test_a_file_that_is_no_report_is_kept(tmp_path):
 
 
 def test_a_folder_without_a_config_is_no_run(tmp_path):
-    """The folder and what it lacks are named."""
+    """The message names the folder and the missing file."""
     with pytest.raises(CheckpointError, match=r"this is no run folder, there is no cfg\.yaml"):
         facts(RunFolder(tmp_path))

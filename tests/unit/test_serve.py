@@ -1,5 +1,5 @@
-"""A bundle answers HTTP: right for every kind of picture, in words for every bad request, by the short way to the model
-as well as through Flask."""
+"""The HTTP API of a bundle, on the fast path and through Flask: every kind of picture gets the right answer, every bad
+request a helpful message."""
 
 import asyncio
 import base64
@@ -49,7 +49,7 @@ def app(service):
 
 @pytest.fixture(scope="module", params=["flask", "fast"])
 def client(service, app, request):
-    """Werkzeug's test client, before Flask or before the way in that stands in front of it."""
+    """Return werkzeug's test client for Flask, or for the fast path in front of it."""
     return app.test_client() if request.param == "flask" else Client(through(Dispatcher(service, log=silent())))
 
 
@@ -58,7 +58,7 @@ def silent():
 
 
 def through(dispatcher):
-    """The way in as an application of WSGI, in an event loop of its own for each request."""
+    """Wrap a dispatcher as a WSGI application that runs each request in its own event loop."""
 
     def application(environ, start_response):
         headers = {
@@ -95,7 +95,7 @@ def through(dispatcher):
 
 
 def png_header(width, height):
-    """A PNG that promises more pixels than anyone has memory for."""
+    """Return the header of a PNG with more pixels than fit into memory."""
 
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -114,7 +114,7 @@ def form(*pictures, field="image"):
 
 
 def url_safe(data):
-    """A picture in URL-safe base64, with both letters that only this has, and padding."""
+    """Return a picture in URL-safe base64 that contains padding and both characters specific to this alphabet."""
     text = base64.urlsafe_b64encode(data + b"\0" * (-len(data) % 3) + b"\xfb\xff\xbf\xff").decode()
     assert ("-" in text, "_" in text, text[-1]) == (True, True, "=")
     return text
@@ -136,7 +136,7 @@ ONE_IMAGE = {
 
 @pytest.mark.parametrize("request_of", ONE_IMAGE.values(), ids=ONE_IMAGE)
 def test_one_image_gets_one_answer(client, request_of):
-    """Each form of request gets the same: two string keys, the label, and the classes by probability."""
+    """Each form of request gets the same answer: two string keys, the label, and the classes by probability."""
     response = client.post("/predict", **request_of(picture("green")))
     assert response.status_code == 200
     answer, expected = response.json, probabilities("green")
@@ -155,7 +155,7 @@ def test_one_image_gets_one_answer(client, request_of):
     ids=["form", "JSON"],
 )
 def test_several_images_are_answered_in_order(client, request_of):
-    """One answer per image, each like the answer to it alone."""
+    """Each of several images gets the same answer as on its own."""
     pictures = [picture("blue"), picture("red", "JPEG"), picture("green")]
     response = client.post("/predict", **request_of(*pictures))
     alone = [client.post("/predict", data=data).json for data in pictures]
@@ -164,7 +164,7 @@ def test_several_images_are_answered_in_order(client, request_of):
 
 
 def test_probabilities_are_told_to_the_last_digit(client, run_folder):
-    """The text of a probability is that float32 and no other."""
+    """The text of a probability identifies its float32 exactly."""
     data = picture("blue")
     bundle = Bundle.open(run_folder.path)
     row = bundle.predict(bundle.prepare(data, 100)[None])[0]
@@ -175,12 +175,12 @@ def test_probabilities_are_told_to_the_last_digit(client, run_folder):
 
 @pytest.mark.parametrize(("top_k", "number"), [("1", 1), ("2", 2), ("3", 3), ("1000", 3)])
 def test_top_k_bounds_the_list(client, top_k, number):
-    """As many classes as asked for, at most all."""
+    """The answer lists as many classes as requested, at most all."""
     assert len(client.post(f"/predict?top_k={top_k}", data=picture()).json["predictions"]) == number
 
 
 def turned():
-    """Green, but for its EXIF orientation: the left half is blue as stored, the upper half as seen."""
+    """Return a green picture whose left part is blue as stored, but the upper part by its EXIF orientation."""
     image = Image.new("RGB", (16, 16), COLOURS["green"])
     image.paste(COLOURS["blue"], (0, 0, 5, 16))
     exif = Image.Exif()
@@ -198,7 +198,7 @@ def animated():
 
 
 def see_through():
-    """Green, nearly opaque."""
+    """Return a green, nearly opaque picture."""
     file = io.BytesIO()
     Image.new("RGBA", (8, 8), (*COLOURS["green"], 250)).save(file, "PNG")
     return file.getvalue()
@@ -221,7 +221,7 @@ GOOD_IMAGES = {
 
 @pytest.mark.parametrize("data", GOOD_IMAGES.values(), ids=GOOD_IMAGES)
 def test_every_kind_of_picture_is_read(client, data):
-    """What people have on their disks is answered, and rightly."""
+    """Each common kind of picture file gets the right answer."""
     response = client.post("/predict", data=data)
     assert (response.status_code, response.json["label"]) == (200, "green")
 
@@ -238,7 +238,7 @@ def test_sixteen_bits_of_grey_are_not_white(client):
 
 
 def parted(filename=b'; filename="a.png"', data=None, end=b"--x--\r\n", kind="multipart/form-data; boundary=x"):
-    """A form of one part, not necessarily right."""
+    """Return a form with one part, which may be malformed."""
     head = b'--x\r\nContent-Disposition: form-data; name="image"' + filename
     return {"data": head + b"\r\n\r\n" + (data or picture()) + b"\r\n" + end, "content_type": kind}
 
@@ -344,7 +344,7 @@ BAD_REQUESTS = {
 
 @pytest.mark.parametrize(("request_", "status", "words"), BAD_REQUESTS.values(), ids=BAD_REQUESTS)
 def test_a_bad_request_is_told_what_to_do(client, request_, status, words):
-    """4xx with one key, ERROR, and the words that help."""
+    """A bad request gets 4xx with the single key ERROR and a helpful message."""
     response = client.post("/predict", **request_)
     assert (response.status_code, list(response.json)) == (status, ["ERROR"])
     assert words in response.json["ERROR"]
@@ -353,14 +353,14 @@ def test_a_bad_request_is_told_what_to_do(client, request_, status, words):
 
 @pytest.mark.parametrize("body", [b'{"array": [true, 1]}', b'{"arrays": [[0, 1], [false, false]]}'])
 def test_true_and_false_are_no_numbers_of_an_array(body):
-    """Although numpy takes them for 1 and 0."""
+    """true and false in an array are refused, although numpy would read them as 1 and 0."""
     with pytest.raises(Refusal, match="true or false, which are no numbers"):
         arrays_from_json(body, (2,), Limits())
 
 
 @pytest.mark.parametrize("top_k", ["0", "-1", "x", "1.5", "", "9" * 5000, "٣"])
 def test_top_k_is_a_whole_number(client, top_k):
-    """What is no count is refused, not guessed."""
+    """A top_k that is no count is refused."""
     response = client.post("/predict", query_string={"top_k": top_k}, data=picture())
     assert (response.status_code, "whole number" in response.json["ERROR"]) == (400, True)
 
@@ -376,14 +376,14 @@ def test_top_k_is_a_whole_number(client, top_k):
     ],
 )
 def test_wrong_addresses_and_methods_are_json_too(client, method, path, status, words):
-    """No page of HTML for a program to stumble over."""
+    """Wrong addresses and methods get JSON instead of an HTML page."""
     response = client.open(path, method=method)
     assert (response.status_code, list(response.json)) == (status, ["ERROR"])
     assert words in response.json["ERROR"]
 
 
 def test_a_fault_of_the_server_tells_nothing_of_its_inside(run_folder, capfd):
-    """500 in general words; the reason goes to the log, in JSON. A fault of one picture is not the others'."""
+    """A fault gets 500 with a general message; the reason goes to the log, in JSON. Other pictures are not affected."""
 
     class Broken(Bundle):
         def predict(self, images):
@@ -405,7 +405,7 @@ def test_a_fault_of_the_server_tells_nothing_of_its_inside(run_folder, capfd):
 
 
 def test_health_and_ready(client, service):
-    """Both answer 200 with a word; ready does so only while it is."""
+    """Both answer 200 with a status; /ready only while the server is ready."""
     service.ready = False
     assert (client.get("/ready").status_code, list(client.get("/ready").json)) == (503, ["ERROR"])
     assert client.get("/health").status_code == 200
@@ -415,7 +415,7 @@ def test_health_and_ready(client, service):
 
 
 def test_info_tells_the_model(client, run_folder):
-    """Task, labels, input, precision, run, limits."""
+    """/info describes task, labels, input, precision, run and limits."""
     assert client.get("/info").json == {
         "task": "image_classification",
         "labels": ["red", "green", "blue"],
@@ -447,8 +447,8 @@ def test_info_tells_the_model(client, run_folder):
     ids=["anybody", "key", "this machine", "a proxy on this machine", "a network"],
 )
 def test_samples_are_not_for_everybody(run_folder, admission, offered):
-    """Golden samples are data of the run: they are offered on this machine, or to those who have the key. Each is
-    answered by /predict."""
+    """Golden samples are data of the run: only local clients, or clients with the key, get them. /predict answers each
+    one."""
     client = application(Service(Bundle.open(run_folder.bundle), admission=admission)).test_client()
     samples = client.get("/samples").json["samples"]
     assert (len(samples), client.get("/info").json["samples"]) == (offered, offered)
@@ -457,7 +457,7 @@ def test_samples_are_not_for_everybody(run_folder, admission, offered):
 
 
 def test_an_answer_shows_what_the_network_gets(client):
-    """show=input adds the prepared picture to each prediction, and to nothing else; another word is refused."""
+    """show=input adds the prepared picture to each prediction and changes nothing else; any other value is refused."""
     wide = picture("blue", size=(40, 20))
     plain, shown = (client.post(f"/predict{query}", data=wide).json for query in ("", "?show=input"))
     png = Image.open(io.BytesIO(base64.b64decode(shown.pop("input"))))
@@ -471,7 +471,7 @@ def test_an_answer_shows_what_the_network_gets(client):
 
 
 def test_answers_may_not_be_guessed_at_or_framed(client):
-    """The cheap headers are on every answer, and no other site is invited."""
+    """Every answer has the protective headers, and none allows cross-origin requests."""
     for response in (client.get("/health"), client.get("/nothing"), client.get("/"), client.post("/predict")):
         assert response.headers["X-Content-Type-Options"] == "nosniff"
         assert "frame-ancestors 'none'" in response.headers["Content-Security-Policy"]
@@ -488,7 +488,7 @@ def negatives(tmp_path_factory):
 
 @pytest.mark.parametrize("way", ["flask", "fast"])
 def test_a_reconstruction_answers_with_pictures(negatives, way):
-    """A PNG where the client accepts one, else base64 in JSON; several in order."""
+    """The client gets a PNG if it accepts one, else base64 in JSON; several pictures in order."""
     client = (
         application(negatives).test_client() if way == "flask" else Client(through(Dispatcher(negatives, log=silent())))
     )
@@ -507,7 +507,7 @@ def test_a_reconstruction_answers_with_pictures(negatives, way):
 
 @pytest.fixture(scope="module")
 def guarded(run_folder):
-    """The way in with a key, and what stands behind it."""
+    """Return a client of a server with an API key."""
     service = Service(Bundle.open(run_folder.bundle), admission=Admission("s3cret"))
     return Client(through(Dispatcher(service, log=silent())))
 
@@ -528,7 +528,7 @@ def guarded(run_folder):
     [("POST", "/predict"), *(("GET", f"/{name}") for name in ("info", "samples", "metrics", "openapi.json"))],
 )
 def test_without_the_key_there_is_no_answer(guarded, method, path, headers):
-    """401 with the way to send it; nothing has been read."""
+    """Without the key, the answer is 401 and says how to send it; the body is not read."""
     response = guarded.open(path, method=method, headers=headers, data=picture())
     assert (response.status_code, list(response.json)) == (401, ["ERROR"])
     assert response.headers["WWW-Authenticate"] == "Bearer"
@@ -537,19 +537,19 @@ def test_without_the_key_there_is_no_answer(guarded, method, path, headers):
 
 @pytest.mark.parametrize("headers", [{"X-API-Key": "s3cret"}, {"Authorization": "bearer  s3cret"}], ids=str)
 def test_with_the_key_there_is_one(guarded, headers):
-    """Both headers are taken."""
+    """The key is accepted in either header."""
     assert guarded.post("/predict", data=picture("blue"), headers=headers).json["label"] == "blue"
     assert guarded.get("/info", headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/ready"])
 def test_the_page_and_the_probes_need_no_key(guarded, path):
-    """The page asks for the key itself; a load balancer has none."""
+    """The page, which asks for the key, and the probes of load balancers need no key."""
     assert guarded.get(path).status_code == 200
 
 
 def test_a_request_has_an_id(service):
-    """The client's, if it is harmless; else one of ours, different each time. Refused ones have it too."""
+    """A request id is the client's if it is safe to log, else a new one, also for refused requests."""
     client = Client(through(Dispatcher(service, log=silent())))
     name = client.post("/predict", data=picture(), headers={"X-Request-ID": "a-1_b.c"}).headers["X-Request-ID"]
     assert name == "a-1_b.c"
@@ -562,8 +562,8 @@ def test_a_request_has_an_id(service):
 
 @pytest.mark.parametrize("server", ["fast", "flask"])
 def test_requests_are_counted_and_logged(run_folder, tmp_path, monkeypatch, server):
-    """By status; and for a prediction where its time went, whichever server answers it. A line of JSON each, whatever
-    the path holds."""
+    """Each request is counted by status, a prediction also by where its time went, on both servers. The log gets one
+    line of JSON for each, whatever its path contains."""
     service = Service(Bundle.open(run_folder.bundle), fast=server == "fast")
     file = tmp_path / "log"
     dispatcher = Dispatcher(service, log=Log(os.open(file, os.O_WRONLY | os.O_CREAT)))
@@ -627,7 +627,7 @@ def test_requests_are_counted_and_logged(run_folder, tmp_path, monkeypatch, serv
     "boundary", ["x", "----WebKitFormBoundary7MA4YWxkTrZu0gW", '"a b"'], ids=["x", "WebKit", "quoted"]
 )
 def test_forms_are_read_as_clients_write_them(client, written, boundary):
-    """However the parts are written, whichever parser reads them."""
+    """Both parsers read the parts as clients write them."""
     name = boundary.strip('"')
     body = written.format(b=name).encode() + picture("green") + f"\r\n--{name}--\r\n".encode()
     response = client.post("/predict", data=body, content_type=f"multipart/form-data; boundary={boundary}")
@@ -638,13 +638,13 @@ def test_forms_are_read_as_clients_write_them(client, written, boundary):
     "kind", ["Multipart/Form-Data; Boundary=x", 'MULTIPART/FORM-DATA; charset=utf-8; boundary="x"']
 )
 def test_the_type_of_a_form_is_read_in_any_case(client, kind):
-    """RFC 9110, section 8.3.1: whichever parser reads it."""
+    """Both parsers ignore the case of the content type (RFC 9110, section 8.3.1)."""
     response = client.post("/predict", **parted(data=picture("green"), kind=kind))
     assert (response.status_code, response.json.get("label")) == (200, "green")
 
 
 def test_an_event_is_one_write(monkeypatch):
-    """Processes share standard error: a line whose end is written alone would be joined with that of another."""
+    """An event is one write: a separate newline could follow the line of another process on standard error."""
     written = []
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=written.append, flush=lambda: None))
     log_event("full", number=3)

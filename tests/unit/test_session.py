@@ -1,5 +1,5 @@
-"""Batches on a GPU: through buffers that are made once, halved where memory runs out, and no larger than memory and
-time allow. On a machine without a GPU ONNX Runtime binds the same buffers for its CPU provider."""
+"""Batches on a GPU go through preallocated buffers, are halved when memory runs out, and respect the limits of memory
+and time. On a machine without a GPU, ONNX Runtime binds the same buffers for its CPU provider."""
 
 import json
 import threading
@@ -42,7 +42,7 @@ def images(number, seed=0):
 
 
 def test_answers_through_buffers_are_those_without(bundle):
-    """Batches of every size up to the largest, and beyond; a result is not overwritten by the next."""
+    """Batches of any size get the same answers as without buffers, and the next batch does not overwrite them."""
     bound = Bound(bundle.session, 16 * 192, 16 * 12)
     sizes = [1, 16, 5, 17, 40]
     given = [bound.predict(images(number, number)) for number in sizes]
@@ -52,7 +52,7 @@ def test_answers_through_buffers_are_those_without(bundle):
 
 
 def test_buffers_are_made_once_and_handed_on(bundle):
-    """One pair for each lane, whatever the number of batches; each batch is copied to the beginning of one."""
+    """Each lane has one pair of buffers for any number of batches; each batch starts at the beginning of a buffer."""
     made = []
 
     def allocate(size):
@@ -88,7 +88,7 @@ def test_batching_do_not_share_a_buffer(bundle):
 
 
 def test_without_a_driver_buffers_are_ordinary_memory(bundle, capfd):
-    """Page-locked memory is quicker and not needed: an event tells it."""
+    """Without a driver, buffers are pageable memory, which is slower, and an event says so."""
     try:
         from serve.cuda import Driver
 
@@ -107,7 +107,7 @@ def test_without_a_driver_buffers_are_ordinary_memory(bundle, capfd):
 
 
 def test_onnxruntime_names_a_lack_of_memory_as_we_know_it(tmp_path):
-    """A canary: it has no class for it, so its words are compared (`serve.session`). 128 TB are more than there is."""
+    """ONNX Runtime has no class for out of memory, so `serve.private` compares its messages. No machine has 128 TB."""
     shape = helper.make_tensor_value_info("shape", 7, ["n"])
     filled = helper.make_tensor_value_info("filled", 1, None)
     graph = helper.make_graph([helper.make_node("ConstantOfShape", ["shape"], ["filled"])], "g", [shape], [filled])
@@ -126,7 +126,7 @@ def test_onnxruntime_names_a_lack_of_memory_as_we_know_it(tmp_path):
 
 
 class Small:
-    """A session of a bundle that has memory for so many pictures at a time, and fails as ONNX Runtime does."""
+    """A session with memory for a limited number of pictures, which fails as ONNX Runtime does."""
 
     def __init__(self, session, most):
         self.session, self.most, self.sizes = session, most, []
@@ -157,7 +157,7 @@ class Small:
 
 
 def small(bundle, most):
-    """A model whose forward pass goes through buffers, with memory for `most` pictures at a time."""
+    """Return a model with buffers, and its session with memory for `most` pictures at a time."""
     session = Small(bundle.session, most)
     bound = Bound(session, 16 * 192, 16 * 12, lanes=1)
     model = Model()
@@ -174,7 +174,7 @@ def small(bundle, most):
 
 
 def test_a_batch_that_does_not_fit_is_halved_and_no_request_fails(bundle, capfd):
-    """Each half is run, and halved again; later batches are no larger than what fitted; one event for each bound."""
+    """Batches are halved until they fit; later ones are no larger; each new limit is one event."""
     model, session = small(bundle, 3)
     batcher = Batcher(model, Limits(max_batch=16))
     first = occupied(model, batcher)
@@ -198,7 +198,7 @@ def test_a_batch_that_does_not_fit_is_halved_and_no_request_fails(bundle, capfd)
 
 
 def test_a_single_request_without_memory_is_told_to_come_again(bundle, capfd):
-    """503, not 500: another program may give the memory back."""
+    """The answer is 503 instead of 500, since another program may release memory."""
     model, session = small(bundle, 0)
     error = Asked(Batcher(model, Limits()), b"1").error()
     assert (error.status, error.headers) == (503, {"Retry-After": "1"})
@@ -210,7 +210,7 @@ def test_a_single_request_without_memory_is_told_to_come_again(bundle, capfd):
 
 
 def test_the_largest_batch_is_what_memory_allows(bundle):
-    """Found by doubling, each size twice; a limit that is no power of two is tried as well."""
+    """The largest batch is found by doubling, each size run twice; a limit that is no power of two is tried too."""
     model, session = small(bundle, 100)
     assert largest_batch(model, 24, seconds=60) == 24
     assert session.sizes == [1, 1, 2, 2, 4, 4, 8, 8, 16, 16, 24, 24]
@@ -223,7 +223,7 @@ def test_the_largest_batch_is_what_memory_allows(bundle):
 
 
 def test_the_largest_batch_takes_no_longer_than_allowed(bundle, monkeypatch):
-    """Who comes during a forward pass waits for its end. At least one picture goes, whatever it takes."""
+    """New requests wait for a forward pass to end, so its time is limited; the size is at least 1."""
     clock = 0.0
 
     class Slow:
@@ -239,7 +239,7 @@ def test_the_largest_batch_takes_no_longer_than_allowed(bundle, monkeypatch):
 
 
 def test_each_gpu_has_a_process(bundle):
-    """With two lanes: one computes while the next batch is put together; the first line names the GPUs."""
+    """Each GPU gets a process with two lanes, one of which computes while the next batch is assembled."""
     layout = on_gpus((Device(0, "H100"), Device(1, "H100")))
     assert (layout.processes, layout.lanes) == (2, 2)
     assert [str(layout.device(process)) for process in (0, 1)] == ["cuda:0", "cuda:1"]
@@ -263,7 +263,7 @@ def test_as_many_threads_decode_as_there_are_cores(bundle):
 
 
 class OnGpu:
-    """Answers of a bundle that are a little off, as those of another processor are."""
+    """Answers with a small deviation, like those of another processor."""
 
     def __init__(self, off):
         self.off = off
@@ -278,7 +278,7 @@ class OnGpu:
 
 @pytest.fixture
 def opened_off(bundle, monkeypatch):
-    """Opens the bundle as if on a GPU, with answers that are so much off."""
+    """Return a function that opens the bundle as if on a GPU whose answers deviate by `off`."""
     gpu = Device(0, "H100", 8_000_000_000)
 
     def opened(off):
@@ -290,7 +290,7 @@ def opened_off(bundle, monkeypatch):
 
 
 def test_golden_samples_are_compared_on_the_device_that_answers(opened_off, capfd):
-    """A GPU adds in another order: 0.001 is allowed there, 0.0001 on the CPU."""
+    """A GPU adds in another order, so a deviation of 0.001 is allowed there, 0.0001 on the CPU."""
     assert (TOLERANCES["fp32"], GPU_TOLERANCE) == (1e-4, 1e-3)
     opened = opened_off(5e-4)
     assert str(opened.device) == "cuda:0"
@@ -302,7 +302,7 @@ def test_golden_samples_are_compared_on_the_device_that_answers(opened_off, capf
 
 
 def test_a_gpu_without_memory_for_the_model_says_how_much_was_free(opened_off, monkeypatch):
-    """Golden samples go one by one where they do not fit together; where none does, exit code 3."""
+    """Golden samples run one by one if they do not fit together; if even one does not fit, the exit code is 3."""
     sizes = []
 
     def predict(self, batch):
@@ -320,7 +320,7 @@ def test_a_gpu_without_memory_for_the_model_says_how_much_was_free(opened_off, m
 
 
 def test_a_provider_that_is_left_out_in_silence_is_noticed(bundle):
-    """ONNX Runtime takes the CPU where CUDA's libraries do not load; that is refused, with what is missing."""
+    """ONNX Runtime silently falls back to the CPU if CUDA's libraries do not load; that is refused with the reason."""
     if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
         pytest.skip("onnxruntime-gpu is installed, and its provider may load")
     with warnings.catch_warnings():

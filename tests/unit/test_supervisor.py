@@ -1,4 +1,4 @@
-"""What the supervisor does to its sockets when the server ends."""
+"""The supervisor's sockets during shutdown."""
 
 import socket
 import sys
@@ -10,7 +10,7 @@ from serve.supervisor import _drop_new_connections
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux filters the packets of a listening socket")
 def test_before_a_port_closes_no_connection_opens_that_nobody_would_accept():
-    """One that is open stays; a client that comes later gets no answer, and tries again when the port is closed."""
+    """Open connections stay; a later client gets no answer, and retries when the port is closed."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
         with socket.create_connection(address) as early:

@@ -71,10 +71,10 @@ def write(folder: RunFolder, name: str, to: Path) -> list[str]:
             )
     text = folder.bundle_card.read_text(encoding="utf-8")
     if left_out:
-        from deeplightning.export.bundle import sealed
+        from deeplightning.export.bundle import card_text
 
         card["files"] = {file: digest for file, digest in card["files"].items() if file not in left_out}
-        text = sealed(card)
+        text = card_text(card)
     try:
         before = _earlier(to)
         contents = {"bundle/bundle.json": text, "cfg.yaml": public_config(folder)}

@@ -19,7 +19,7 @@ from test_escapes import FORGED, is_clean
 from test_trust import BEYOND_PLAIN, BY_ALL, IMPORTED, _by_kind
 
 import deeplightning as dl
-from deeplightning.export.bundle import sealed
+from deeplightning.export.bundle import card_text
 from deeplightning.runfolder import RunFolder
 from serve.bundle import Bundle
 
@@ -121,7 +121,7 @@ def test_files_that_the_card_does_not_describe_are_not_published(kind, run, comm
     if kind == "path":
         card = json.loads((copy / "bundle" / "bundle.json").read_text())
         card["files"]["../../precious.json"] = hashlib.sha256(b"precious").hexdigest()
-        (copy / "bundle" / "bundle.json").write_text(sealed(card))
+        (copy / "bundle" / "bundle.json").write_text(card_text(card))
     else:
         weights.unlink()
         weights.symlink_to(precious) if kind == "link" else weights.write_text("precious")
@@ -146,7 +146,7 @@ def test_a_card_holds_no_characters_that_steer_a_terminal(run, command, place, t
     }.items():
         path.write_text(json.dumps(json.loads(path.read_text()) | more))
     card = json.loads(folder.bundle_card.read_text())
-    folder.bundle_card.write_text(sealed(card | {"labels": [FORGED, *card["labels"][1:]]}))
+    folder.bundle_card.write_text(card_text(card | {"labels": [FORGED, *card["labels"][1:]]}))
     outcome = command("push", folder.path, "hf://me/model", "--to", tmp_path / "card", cwd=place)
     assert outcome.code == 0, outcome
     text = (tmp_path / "card" / "README.md").read_text()

@@ -19,7 +19,7 @@ from typing import Any
 from deeplightning.address import is_address
 from deeplightning.config.source import read
 from deeplightning.config.tree import as_written, dump, line
-from deeplightning.reproduce.again import meant
+from deeplightning.reproduce.again import resolve_data_root
 from deeplightning.reproduce.differences import between, differences, shown, size_of
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder
@@ -109,7 +109,7 @@ def parts_of(run: PastRun, python: str) -> Parts:
     root = data.get("root") if isinstance(data, dict) else None
     if isinstance(root, str) and "${" not in root and not is_address(root):
         path = Path(root).expanduser()
-        data["root"] = str(path if path.is_absolute() else meant(run, root).absolute())
+        data["root"] = str(path if path.is_absolute() else resolve_data_root(run, root).absolute())
     diff = run.folder.git_diff
     kept = diff.read_bytes() if run.code is None and diff.is_file() else None
     return Parts(tree, run.code, dict(run.environment), kept, python)

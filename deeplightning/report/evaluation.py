@@ -1,4 +1,4 @@
-"""The answers to a set become pictures and tables: what a stage wrote into its CSV file, read back. N samples."""
+"""Evaluate a stage's CSV file of answers: per-class metrics, confusions and drawings."""
 
 import csv
 from dataclasses import dataclass, field
@@ -10,21 +10,21 @@ from deeplightning.figures import class_plots, curves, measures
 from deeplightning.figures.style import Drawing
 from deeplightning.report.facts import STAGES, Facts, is_inside
 
-LARGEST = 512 * 2**20
-"""Bytes of a file of answers that is read."""
+MAX_ANSWERS_BYTES = 512 * 2**20
+"""Maximum size of a file of answers."""
 
-MOST_CLASSES = 100_000
+MAX_CLASSES = 100_000
 
 
 @dataclass
-class Judged:
-    """What the answers to a set come to.
+class Evaluation:
+    """Results on a data set.
 
     Attributes:
-        of: the word for the set.
-        drawings: by the name of the picture's file.
-        per_class: name, precision, recall, F1 and samples of each class; []: the answers are no classes.
-        confused: true class, predicted class and how often, the most frequent first.
+        of: name of the data set.
+        drawings: drawings by file name.
+        per_class: name, precision, recall, F1 and number of samples of each class; empty if the answers are no classes.
+        confused: true class, predicted class and count, the most frequent first.
     """
 
     of: str
@@ -33,23 +33,23 @@ class Judged:
     confused: list[tuple[str, str, int]] = field(default_factory=list)
 
 
-def judged(run: Facts) -> Judged | None:
-    """The answers of the run to its test set, else to its validation set; None: there are none that can be read."""
+def evaluate(run: Facts) -> Evaluation | None:
+    """Evaluate the run's answers to its test set, else to its validation set. Return None if none are readable."""
     stage = run.stage
-    if stage is None or not is_inside(run.folder, path := run.folder.stage_predictions(stage), LARGEST):
+    if stage is None or not is_inside(run.folder, path := run.folder.stage_predictions(stage), MAX_ANSWERS_BYTES):
         return None
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = csv.reader(file)
             names = next(rows, [])
             columns = dict(zip(names, zip(*rows, strict=True), strict=True))
-        return _judged(run, stage, columns)
+        return _evaluate_columns(run, stage, columns)
     except (OSError, ValueError, KeyError, csv.Error, OverflowError, MemoryError):
         return None
 
 
-def _judged(run: Facts, stage: str, columns: dict[str, Any]) -> Judged | None:
-    found = Judged(STAGES[stage])
+def _evaluate_columns(run: Facts, stage: str, columns: dict[str, Any]) -> Evaluation | None:
+    found = Evaluation(STAGES[stage])
     prefix = run.folder.results(stage).name.partition("_")[0]
     if {"label", "predicted_class", "predicted_label"} <= columns.keys():
         _of_classes(run, columns, prefix, found)
@@ -68,14 +68,14 @@ def _judged(run: Facts, stage: str, columns: dict[str, Any]) -> Judged | None:
     return found
 
 
-def _of_classes(run: Facts, columns: dict[str, Any], prefix: str, found: Judged) -> None:
+def _of_classes(run: Facts, columns: dict[str, Any], prefix: str, found: Evaluation) -> None:
     labels, predicted = (np.array(columns[name], np.int64) for name in ("label", "predicted_class"))
     number = max(int(labels.max()), int(predicted.max())) + 1
-    if min(labels.min(), predicted.min()) < 0 or number > MOST_CLASSES:
+    if min(labels.min(), predicted.min()) < 0 or number > MAX_CLASSES:
         raise ValueError("no classes")
     names = {int(p): name for p, name in zip(predicted, columns["predicted_label"], strict=True)}
-    names |= dict(enumerate(run.classes[:MOST_CLASSES]))
-    number = max(number, len(run.classes[:MOST_CLASSES]))
+    names |= dict(enumerate(run.classes[:MAX_CLASSES]))
+    number = max(number, len(run.classes[:MAX_CLASSES]))
     classes_ = [names.get(n, str(n)) for n in range(number)]
     each = measures.per_class(labels, predicted, number)
     found.per_class = [
@@ -98,7 +98,7 @@ def _of_classes(run: Facts, columns: dict[str, Any], prefix: str, found: Judged)
             found.drawings[f"{prefix}_roc"] = class_plots.two_classes(two, classes_[1], found.of)
 
 
-def _of_labels(columns: dict[str, Any], prefix: str, found: Judged) -> None:
+def _of_labels(columns: dict[str, Any], prefix: str, found: Evaluation) -> None:
     names = [name.removeprefix("probability_") for name in columns if name.startswith("probability_")]
     true, answered = (
         np.array([[name in row for name in names] for row in (set(text.split("|")) for text in columns[column])])
