@@ -1,4 +1,4 @@
-"""A task becomes a bundle: complete, equal to the task for every batch size, or not written at all."""
+"""An exported bundle is complete and equal to the task at every batch size, or it is not written."""
 
 import base64
 import hashlib
@@ -25,7 +25,7 @@ RUN = {"id": "abc", "folder_name": "run-1", "created": "2026-11-20T16:00:00+00:0
 
 
 class Inference(nn.Module):
-    """What a task's inference model is: scaling, a network, softmax."""
+    """A task's inference model: scaling, a network, softmax."""
 
     def __init__(self, network):
         super().__init__()
@@ -63,7 +63,7 @@ class MeanOfRows(nn.Module):
 
 
 class Tied(nn.Module):
-    """Two layers with one weight, as language models have them."""
+    """Two layers that share a weight, as in language models."""
 
     def __init__(self):
         super().__init__()
@@ -110,14 +110,14 @@ def folder(tmp_path):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A small task and the folder of its bundle, for those who only look."""
+    """A small task and the folder of its bundle, for tests that only read."""
     task, folder = task_of(small_network()), RunFolder(tmp_path_factory.mktemp("run"))
     assert export(task, folder, pixels(20), RUN) == folder.bundle
     return task, folder
 
 
 def test_a_bundle_is_complete(small):
-    """Three files, the card's digests are theirs, and the card says what the task is."""
+    """A bundle has three files with the digests on the card, and the card describes the task."""
     _, folder = small
     assert sorted(file.name for file in folder.bundle.iterdir()) == [
         "bundle.json",
@@ -135,7 +135,7 @@ def test_a_bundle_is_complete(small):
 
 
 def test_large_weights_are_beside_the_graph(folder, monkeypatch):
-    """They are not copied in memory for one file; the card has the digest of theirs, and a damaged one is refused."""
+    """Large weights are in a file beside the graph, without a copy; the card has its digest, and damage is refused."""
     monkeypatch.setattr(bundle, "LARGE_WEIGHTS_BYTES", 0)
     samples = pixels(20)
     export(task_of(small_network()), folder, samples, RUN)
@@ -151,7 +151,7 @@ def test_large_weights_are_beside_the_graph(folder, monkeypatch):
 
 
 def test_large_weights_are_proved_from_their_file(folder, monkeypatch):
-    """ONNX Runtime maps the file: while the bundle is proved, there is no second copy of the weights in memory."""
+    """ONNX Runtime maps the file, so there is no second copy of the weights in memory during verification."""
     monkeypatch.setattr(bundle, "LARGE_WEIGHTS_BYTES", 0)
     network = nn.Sequential(nn.Flatten(), nn.Linear(90, 2048), nn.ReLU(), nn.Linear(2048, 8192), nn.Linear(8192, 3))
     export(task_of(network), folder, pixels(20), RUN)
@@ -163,14 +163,14 @@ def test_large_weights_are_proved_from_their_file(folder, monkeypatch):
 
 
 def memory_of_its_own() -> float:
-    """MiB that this process has in memory without those of mapped files."""
+    """Return the resident memory of this process without mapped files, in MiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_golden_samples_are_the_samples(folder, mode):
-    """The first 16 samples decode to exactly the model's input, and carry the model's probabilities."""
+    """The first 16 samples decode to exactly the model's input, and have the model's probabilities."""
     channels = {"RGB": 3, "L": 1}[mode]
     network = nn.Sequential(nn.Flatten(), nn.Linear(channels * 30, 3))
     task, samples = task_of(network, mode), pixels(20, channels)  # more than the 16 that are kept
@@ -186,7 +186,7 @@ def test_golden_samples_are_the_samples(folder, mode):
 
 
 def test_samples_that_are_large_are_few(folder):
-    """A card stays small: samples and answers of 2 MB together are kept, and one whatever its size."""
+    """A card stays small: it has samples and answers of up to 2 MB together, or a single larger sample."""
     spec, channels = ImageSpec(400, 500), 3  # 0.6 MB as noise in a PNG, 2.4 MB as answers
     model = Negative().eval()
     task = SimpleNamespace(kind="image_reconstruction", image_spec=spec, inference_model=lambda: model)
@@ -202,7 +202,7 @@ def test_samples_that_are_large_are_few(folder):
 
 
 def test_the_digest_is_of_all_the_card_says(small):
-    """SHA-256 of canonical JSON of everything else in bundle.json, computed by hand."""
+    """The digest is the SHA-256 of canonical JSON of everything else in bundle.json, computed independently here."""
     _, folder = small
     card = json.loads(folder.bundle_card.read_text())
     digest = card.pop("digest")
@@ -217,7 +217,7 @@ def reconstruction(model, mode="RGB"):
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_a_task_that_gives_pictures_is_exported(folder, mode):
-    """Its graph gives pictures of the input's size at every batch size; the card has no labels, and the answers."""
+    """The graph gives pictures of the input's size at every batch size; the card has answers but no labels."""
     channels = {"RGB": 3, "L": 1}[mode]
     samples = pixels(5, channels)
     export(reconstruction(Negative(), mode), folder, samples, RUN)
@@ -243,7 +243,7 @@ def test_a_task_that_gives_pictures_is_exported(folder, mode):
     ids=["flat", "smaller", "range", "otherwise"],
 )
 def test_pictures_of_another_kind_are_refused(folder, model, words):
-    """What is no picture of the input's size from 0 to 1, or another one in ONNX Runtime, is not written."""
+    """Answers with another size, outside 0 to 1, or different in ONNX Runtime are refused."""
     with pytest.raises(CheckpointError, match=words):
         export(reconstruction(model), folder, pixels(2), RUN)
     assert not folder.bundle.exists()
@@ -251,7 +251,7 @@ def test_pictures_of_another_kind_are_refused(folder, model, words):
 
 @pytest.mark.parametrize("size", [1, 3, 16, 64])
 def test_any_batch_size_is_taken(small, size):
-    """ONNX Runtime answers like torch, whatever the number of images."""
+    """ONNX Runtime answers like torch for any number of images."""
     task, folder = small
     session = onnxruntime.InferenceSession(folder.bundle_model)
     images = pixels(size)
@@ -262,7 +262,7 @@ def test_any_batch_size_is_taken(small, size):
 
 
 def test_plain_weights_are_the_models(small):
-    """weights.safetensors holds every parameter and buffer by its name."""
+    """weights.safetensors contains every parameter and buffer by its name."""
     task, folder = small
     weights, expected = load_file(folder.bundle_weights), task.inference_model().state_dict()
     assert weights.keys() == expected.keys()
@@ -270,20 +270,20 @@ def test_plain_weights_are_the_models(small):
 
 
 def test_tied_weights_are_stored_once(folder):
-    """A weight that two layers share does not hinder an export."""
+    """A weight that two layers share can be exported, and is stored once."""
     network = nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), Tied())
     export(task_of(network, "L"), folder, pixels(2, 1), RUN)
     assert list(load_file(folder.bundle_weights)) == ["network.2.first.weight"]
 
 
 def test_nothing_of_this_machine_is_in_a_bundle(small):
-    """The exporter's notes on source lines, with their paths, are removed."""
+    """The exporter's source references with local paths are removed."""
     _, folder = small
     assert b".py" not in folder.bundle_model.read_bytes()
 
 
 def test_files_of_a_bundle_are_as_readable_as_their_run(tmp_path):
-    """Who may read the run's folder may read model and weights: the safetensors library would keep them private."""
+    """Model and weights have the permissions of the run's folder; the safetensors library would make them private."""
     copy = RunFolder(tmp_path / "run")
     for mode in (0o750, 0o700):
         copy.path.mkdir(exist_ok=True)
@@ -293,7 +293,7 @@ def test_files_of_a_bundle_are_as_readable_as_their_run(tmp_path):
 
 
 def test_an_export_replaces_the_last_one(folder):
-    """The second bundle takes the first one's place, and nothing else is left."""
+    """The second bundle replaces the first, and no other file is left."""
     export(task_of(small_network()), folder, pixels(2), RUN)
     first = folder.bundle_model.read_bytes()
     export(task_of(small_network(nn.Conv2d(4, 4, 1))), folder, pixels(1), RUN)
@@ -316,7 +316,7 @@ def test_an_export_replaces_the_last_one(folder):
     ids=["values", "batch", "otherwise", "nan", "classes"],
 )
 def test_a_network_that_cannot_be_exported_leaves_the_old_bundle(small, folder, capfd, network, words):
-    """One note with the reason and exit code 4, no chatter, and the bundle of before, byte for byte."""
+    """A network that cannot be exported gives one message and exit code 4; the old bundle is unchanged."""
     shutil.copytree(small[1].bundle, folder.bundle)
     before = {file.name: file.read_bytes() for file in folder.bundle.iterdir()}
     capfd.readouterr()
@@ -336,14 +336,14 @@ def test_a_network_that_cannot_be_exported_leaves_the_old_bundle(small, folder, 
     ids=["none", "float", "grey", "channels last"],
 )
 def test_samples_of_another_kind_are_refused(folder, samples):
-    """Without real samples of the model's input there is no proof, hence no bundle."""
+    """Samples that do not fit the model's input cannot verify it, so there is no bundle."""
     with pytest.raises(CheckpointError, match=r"uint8 \(N, 3, 6, 5\)"):
         export(task_of(small_network()), folder, samples, RUN)
     assert not folder.bundle.exists()
 
 
 def test_another_task_is_refused(folder):
-    """A bundle says what it is for; a task that no server knows is not written."""
+    """A task of an unknown kind is refused."""
     task = task_of(small_network())
     task.kind = "poetry"
     with pytest.raises(CheckpointError, match="poetry"):
@@ -351,7 +351,7 @@ def test_another_task_is_refused(folder):
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
-    """The folder's fault is the machine's: exit code 3."""
+    """An unwritable folder is an environment error: exit code 3."""
     (tmp_path / "file").touch()
     with pytest.raises(SetupError, match="file/bundle cannot be written"):
         export(task_of(small_network()), RunFolder(tmp_path / "file"), pixels(2), RUN)

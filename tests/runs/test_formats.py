@@ -1,4 +1,4 @@
-"""A bundle has the network in torch's formats where `train.export` or `--format` names them, proved equal to it."""
+"""`train.export` or `--format` adds the network to a bundle in torch's formats, verified against the task."""
 
 import hashlib
 import json
@@ -35,8 +35,8 @@ def loaded(folder, name):
     "kind", [kind if kind == "table_regression" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
 def test_each_kind_is_there_in_each_format(kind, tmp_path):
-    """The file answers as the network in batches of any size; the card has its digest, and the server opens the bundle
-    as before."""
+    """The file answers as the network does in batches of any size; the card has its digest, and the server still opens
+    the bundle."""
     task, folder = exported(tmp_path / "run", kind)
     before = contents(folder)
     for name in FORMATS:
@@ -69,7 +69,7 @@ def both(tmp_path_factory):
 
 
 def test_nothing_of_this_machine_is_in_them(both):
-    """No path of a source file."""
+    """The files contain no path of a source file."""
     import zipfile
 
     for file in (both[1].bundle_torchscript, both[1].bundle_pt2):
@@ -81,7 +81,7 @@ def test_nothing_of_this_machine_is_in_them(both):
 
 
 def test_a_server_does_without_them(both, tmp_path):
-    """It neither opens nor needs them."""
+    """A server neither opens nor needs these files."""
     folder = RunFolder(tmp_path)
     folder.bundle.mkdir()
     for name, content in contents(both[1]).items():
@@ -113,7 +113,7 @@ class RefusesTraces(nn.Module):
     ],
 )
 def test_a_network_that_a_format_cannot_express_leaves_the_bundle(network, words, tmp_path):
-    """One note with the format and the next step; exit code 4."""
+    """One message has the format and the next step; the exit code is 4, and the bundle stays."""
     task, folder = exported(tmp_path, "table_regression", network)
     before = contents(folder)
     with pytest.raises(FormatError, match=words) as error:
@@ -126,7 +126,7 @@ def test_a_network_that_a_format_cannot_express_leaves_the_bundle(network, words
 
 
 def test_a_full_disk_is_named(tmp_path, monkeypatch):
-    """Exit code 3, and the bundle stays as it was."""
+    """A full disk ends with exit code 3, and the bundle stays as it was."""
     task, folder = exported(tmp_path, "table_regression")
     before = contents(folder)
 
@@ -140,7 +140,7 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
 
 
 def test_a_run_has_the_formats_of_its_config(train, command, place):
-    """`train.export: [onnx, pt2]` when training ends; `export --format` adds another one for once."""
+    """`train.export: [onnx, pt2]` writes both at the end of training; `export --format` adds another format later."""
     run = train("train.num_epochs=1", "data.module.params.limit=100", "train.export=[onnx,pt2]")
     folder = RunFolder(run.folder)
     assert folder.bundle_pt2.is_file()

@@ -1,4 +1,4 @@
-"""A bundle gains a model in fp16 where its answers stay those of fp32; an older server does not see the difference."""
+"""A bundle gets an fp16 model if its answers agree with fp32; older servers ignore it."""
 
 import collections
 import hashlib
@@ -38,7 +38,7 @@ def resealed(folder, change):
 
 
 def test_the_bundle_gains_a_file_and_its_digest(halved):
-    """Nothing else changes, so that a server of before reads the bundle: it checks the file, and serves fp32."""
+    """Nothing else changes, so an older server reads the bundle: it checks the file, and serves fp32."""
     folder, before, difference = halved
     after = contents(folder)
     card, former = json.loads(after["bundle.json"]), json.loads(before["bundle.json"])
@@ -50,7 +50,7 @@ def test_the_bundle_gains_a_file_and_its_digest(halved):
 
 
 def test_weights_take_16_bits_and_the_ends_stay_float(halved):
-    """Pixels are scaled, and probabilities made, in 32 bits; input and output are those of fp32."""
+    """Scaling of pixels and softmax keep 32 bits; input and output are those of fp32."""
     graph = onnx.load(halved[0].bundle_fp16).graph
     kinds = collections.Counter(one.data_type for one in graph.initializer if len(one.dims) > 1)
     assert kinds == {TensorProto.FLOAT16: 3}
@@ -61,7 +61,7 @@ def test_weights_take_16_bits_and_the_ends_stay_float(halved):
 
 
 def test_both_models_answer(halved):
-    """fp16 nearly as fp32; it is compared with the answers of fp32 at each start."""
+    """fp16 answers nearly as fp32, and is compared with the answers of fp32 at each start."""
     images = pictures(100, seed=2)[0]
     ours, theirs = Bundle.open(halved[0].path), Bundle.open(halved[0].path, "fp16")
     assert (ours.precision, theirs.precision) == ("fp32", "fp16")
@@ -72,7 +72,7 @@ def test_both_models_answer(halved):
 
 
 def test_texts_are_halved_too(tmp_path):
-    """Attention, its mask and layer norms: the answers stay, to texts of every length."""
+    """A text model with attention, masks and layer norms keeps its answers to texts of every length."""
     folder = texts.exported(tmp_path)
     assert halve(folder) < 0.005
     ours, theirs = Bundle.open(folder.path), Bundle.open(folder.path, "fp16")
@@ -81,7 +81,7 @@ def test_texts_are_halved_too(tmp_path):
 
 @pytest.mark.parametrize("kind", ["table_classification", "array_classification"])
 def test_rows_and_arrays_are_halved_too(kind, tmp_path):
-    """The answers stay those of fp32, and the server opens the model."""
+    """Answers to rows and arrays agree with fp32, and the server opens the model."""
     folder = kinds.exported(tmp_path / "run", kind)[1]
     assert 0 < halve(folder) < 0.005
     ours, theirs = Bundle.open(folder.path), Bundle.open(folder.path, "fp16")
@@ -89,7 +89,7 @@ def test_rows_and_arrays_are_halved_too(kind, tmp_path):
 
 
 class Vast(nn.Module):
-    """Weights that fp16 makes 0, and others that it cannot hold."""
+    """Weights that underflow in fp16, and others that overflow."""
 
     def __init__(self):
         super().__init__()
@@ -102,7 +102,7 @@ class Vast(nn.Module):
 
 
 def test_a_network_that_fp16_makes_worse_is_refused(tmp_path):
-    """What was found, what is allowed, and the next step; the bundle stays as it was."""
+    """The message has the difference, the limit and the next step; the bundle stays as it was."""
     folder = exported(tmp_path, Vast().eval())
     before = contents(folder)
     with pytest.raises(
@@ -114,7 +114,7 @@ def test_a_network_that_fp16_makes_worse_is_refused(tmp_path):
 
 
 def test_what_cannot_be_halved_says_so(tmp_path):
-    """A network without weights."""
+    """A network without weights cannot be converted, and the message says so."""
 
     class Mean(nn.Module):
         def forward(self, images):
@@ -125,7 +125,7 @@ def test_what_cannot_be_halved_says_so(tmp_path):
 
 
 def test_the_same_again_replaces_the_model(halved):
-    """Nothing is drawn by chance."""
+    """The conversion is deterministic, and replaces the model."""
     before = contents(halved[0])
     assert halve(halved[0]) == halved[2]
     assert contents(halved[0]) == before
@@ -133,14 +133,14 @@ def test_the_same_again_replaces_the_model(halved):
 
 @pytest.mark.slow
 def test_a_server_without_the_model_says_how_to_get_it(tmp_path):
-    """Exit code 4, and both ways out."""
+    """A server without the model ends with exit code 4, and names both alternatives."""
     folder = exported(tmp_path, brightest_channel())
     with pytest.raises(BundleError, match=r"has no model\.fp16\.onnx: .*--precision fp32"):
         Bundle.open(folder.path, "fp16")
 
 
 def test_answers_that_differ_too_much_are_refused_at_the_start(tmp_path):
-    """The server measures the agreement where it answers; fp32 is the way out."""
+    """The server compares the answers on its own device, and recommends fp32 if they differ."""
     folder = exported(tmp_path, brightest_channel())
     halve(folder)
 
@@ -159,7 +159,7 @@ def graph_of(nodes, weights=()):
 
 
 def test_an_operator_without_fp16_stays_in_float(tmp_path):
-    """Between two layers with weights: casts go around it, once for each tensor, however many read it."""
+    """An operator without fp16 between two layers stays in float, with one cast per tensor."""
     weight = helper.make_tensor("w", TensorProto.FLOAT, [4, 4], np.eye(4, dtype=np.float32).tobytes(), raw=True)
     axis = helper.make_tensor("axis", TensorProto.INT64, [], [1])
     nodes = [
@@ -186,7 +186,7 @@ def test_an_operator_without_fp16_stays_in_float(tmp_path):
 
 
 def test_a_run_is_halved(train):
-    """`serve.precision: fp16` does this for a run; the line has the figure and the place."""
+    """`serve.precision: fp16` converts the model of a run; the output has the figure and the path."""
     folder = RunFolder(train("train.num_epochs=1", "data.module.params.limit=100").folder)
     export_run(folder)
     said = halve_run(folder)

@@ -1,4 +1,4 @@
-"""Each sentence by which an exception of another library is told: the library still says it."""
+"""Each message by which we identify an exception of another library is still in use."""
 
 import os
 import socket
@@ -25,7 +25,7 @@ def a_trainer(tmp_path, **more):
 
 class OldHook(BoringModel):
     def training_epoch_end(self, outputs):
-        """A hook that Lightning 2.0 has removed."""
+        """Define a hook that Lightning 2.0 has removed."""
 
 
 class Fixed(nn.Module):
@@ -57,7 +57,7 @@ def hook_is_removed(tmp_path):
 
 
 def no_cuda(tmp_path):
-    """In a process of its own, to which a GPU of this machine is hidden."""
+    """Run in a separate process that cannot see a GPU."""
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     words = [sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')"]
     done = subprocess.run(words, env=hidden, capture_output=True, text=True, timeout=60)
@@ -121,19 +121,19 @@ PROVOKED = {
 @pytest.mark.filterwarnings("ignore")  # of Lightning, on loaders without workers
 @pytest.mark.parametrize(("sentence", "provoke"), PROVOKED.items(), ids=lambda value: getattr(value, "name", ""))
 def test_a_library_says_its_sentence(sentence, provoke, tmp_path):
-    """The exception that it raises where this happens has the words, and those of no other sentence."""
+    """The exception of the library matches its own sentence and no other."""
     with pytest.raises(Exception) as raised:  # noqa: PT011 (its type is the library's matter)
         provoke(tmp_path)
     assert [other for other in Sentence if says(raised.value, other)] == [sentence]
 
 
 def test_each_sentence_is_provoked():
-    """None is left out."""
+    """Each `Sentence` has a test."""
     assert {*PROVOKED} == {*Sentence}
 
 
 def test_a_locked_database_is_known_by_its_error_code(tmp_path):
-    """SQLite's code says so, whatever the words are; another error is none."""
+    """SQLite's error code identifies a locked database, whatever the message; other errors do not match."""
     first = sqlite3.connect(tmp_path / "a.db", isolation_level=None)
     first.execute("BEGIN EXCLUSIVE")
     with pytest.raises(sqlite3.OperationalError) as raised:

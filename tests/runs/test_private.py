@@ -1,6 +1,6 @@
-"""The private names of other libraries: each is there, with its signature and its behaviour.
+"""Canaries for the private names of other libraries: each exists with the expected signature and behaviour.
 
-A test that fails here names the one that a release has moved; `deeplightning/private/` says what depends on it.
+A failing test names the one that a release has moved; `deeplightning/private/` says what depends on it.
 """
 
 import ast
@@ -52,7 +52,7 @@ def _is_private(name: str) -> bool:
 
 
 def _own_names(tree: ast.AST) -> set[str]:
-    """What a file defines itself: names of functions and classes, and attributes that it sets."""
+    """Return the names that a file defines: functions, classes, and attributes that it sets."""
     found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -64,7 +64,7 @@ def _own_names(tree: ast.AST) -> set[str]:
 
 
 def _foreign(tree: ast.AST) -> list[str]:
-    """The private names of other libraries in a file, but those that a class inherits."""
+    """Return the private names of other libraries in a file, except those that a class inherits."""
     found, own = [], _own_names(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(("deeplightning", "serve")):
@@ -85,7 +85,7 @@ def _foreign(tree: ast.AST) -> list[str]:
 
 
 def test_private_names_have_one_place():
-    """No file outside `deeplightning/private/` uses a private name of a library, but in a class that inherits it."""
+    """No file outside `deeplightning/private/` uses a private name of a library, except in a class that inherits it."""
     outside = [file for file in FILES if PRIVATE not in file.parents]
     found = {str(file.relative_to(ROOT)): _foreign(ast.parse(file.read_text())) for file in outside}
     assert {file: names for file, names in found.items() if names} == {}
@@ -107,7 +107,7 @@ def _source(cls: type) -> str:
 
 
 def _has(cls: type, name: str) -> bool:
-    """Whether a class has an attribute, or sets it on its instances."""
+    """Return whether a class has an attribute, or sets it on its instances."""
     return hasattr(cls, name) or f"self.{name} " in _source(cls)
 
 
@@ -116,13 +116,13 @@ INHERITED = {path: names for module in _modules() for path, names in getattr(mod
 
 @pytest.mark.parametrize("path", INHERITED)
 def test_what_a_class_of_ours_inherits_is_there(path):
-    """Each private name that it overrides, sets or calls."""
+    """Each private name that a class of ours overrides, sets or calls exists in its base class."""
     cls = _load(path)
     assert [name for name in INHERITED[path] if not _has(cls, name)] == []
 
 
 def _inherited(file: Path) -> set[tuple[str, str]]:
-    """(class of a library, private name) for what the classes in a file use of the classes that they derive from."""
+    """Return pairs of library class and private name that the classes in a file use from their base classes."""
     tree, found = ast.parse(file.read_text()), set()
     imported = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
@@ -156,7 +156,7 @@ def _inherited(file: Path) -> set[tuple[str, str]]:
 
 
 def test_the_list_of_what_is_inherited_is_complete():
-    """As the sources use it: a name that is missing, or no longer used, is named."""
+    """`INHERITED` lists exactly the names that the sources use."""
     used = set().union(*map(_inherited, FILES))
     resolved = {(_load(path).__qualname__, name) for path, name in used}
     listed = {(_load(path).__qualname__, name) for path, names in INHERITED.items() for name in names}
@@ -184,7 +184,7 @@ class Line(pl.LightningModule):
 
 
 class Points(pl.Callback):
-    """Notes what is due to be logged when a step ends."""
+    """Records the values that are due to be logged when a step ends."""
 
     def __init__(self):
         self.due = []
@@ -200,7 +200,7 @@ def _loader() -> DataLoader:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A trainer after three steps, and what its callback has noted."""
+    """Return a trainer after three steps, and the records of its callback."""
     points = Points()
     options = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     logger = pl.loggers.CSVLogger(tmp_path_factory.mktemp("logs"))
@@ -212,7 +212,7 @@ def trained(tmp_path_factory):
 
 
 def test_the_training_loader_is_made_again(trained):
-    """`_combined_loader` of the fit loop, which `setup_data` fills where it is None."""
+    """`setup_data` fills `_combined_loader` of the fit loop if it is None."""
     loop = trained[0].fit_loop
     before = loop._combined_loader
     assert before is not None
@@ -222,7 +222,7 @@ def test_the_training_loader_is_made_again(trained):
 
 
 def test_an_epoch_begins_again():
-    """The loader is asked for a new iterator, whose first batch is read next."""
+    """The loader creates a new iterator, whose first batch is read next."""
 
     class Again(pl.Callback):
         def on_train_epoch_start(self, trainer, module):
@@ -242,7 +242,7 @@ def test_an_epoch_begins_again():
 
 
 def test_the_end_of_a_stream_is_found_by_reading_ahead():
-    """`_data_fetcher` of the fit loop, with its `length`, `done`, `iterator`, `batches` and `reset`."""
+    """The fit loop has `_data_fetcher` with `length`, `done`, `iterator`, `batches` and `reset`."""
     seen = []
 
     class Look(pl.Callback):
@@ -260,7 +260,7 @@ def test_the_end_of_a_stream_is_found_by_reading_ahead():
 
 
 def test_a_validation_is_restarted(trained):
-    """`_restart_stage` of the validation's loop."""
+    """`_restart_stage` makes the validation loop restart."""
     loop = trained[0].fit_loop.epoch_loop.val_loop
     assert not loop.restarted_mid_evaluation
     lightning.restart_validation(trained[0])
@@ -270,7 +270,7 @@ def test_a_validation_is_restarted(trained):
 
 
 def test_steps_and_values_that_are_about_to_be_logged_are_known(trained):
-    """`_batches_that_stepped`, and `_logger_connector` with `metrics` and `should_update_logs`."""
+    """The loop has `_batches_that_stepped`, the trainer `_logger_connector` with `metrics` and `should_update_logs`."""
     trainer, points = trained
     assert points.due == [(0, False, {"loss"}), (1, True, {"loss"}), (2, False, {"loss"})]
     assert lightning.logged_steps(trainer) == trainer.global_step == 3
@@ -280,7 +280,7 @@ def test_steps_and_values_that_are_about_to_be_logged_are_known(trained):
 
 
 def test_what_lightning_adds_up_over_an_epoch_is_known_and_can_be_continued(trained):
-    """Means by batch size and largest values: what is added continues as if it had been logged before."""
+    """Means by batch size and maxima continue after a merge as if all values had been logged in one run."""
     trainer = trained[0]
     results = trainer.fit_loop.epoch_loop._results
     results.clear()
@@ -301,7 +301,7 @@ def test_what_lightning_adds_up_over_an_epoch_is_known_and_can_be_continued(trai
 
 
 def test_hyperparameters_that_are_logged_are_replaced():
-    """What a module has saved stays."""
+    """The logged hyperparameters change; those that the module saved stay."""
 
     class Saves(pl.LightningModule):
         def __init__(self, width):
@@ -315,7 +315,7 @@ def test_hyperparameters_that_are_logged_are_replaced():
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_lightning_leaves_signals_alone(keeps):
-    """`register_signal_handlers` of `_signal_connector`, which else takes SIGTERM over while a stage runs."""
+    """`register_signal_handlers` of `_signal_connector` would take over SIGTERM while a stage runs."""
     seen = []
 
     class Look(pl.Callback):
@@ -335,7 +335,7 @@ def test_lightning_leaves_signals_alone(keeps):
 
 
 def test_the_launcher_of_a_strategy_can_be_replaced():
-    """`_launcher` is what `launcher` gives; `_SubprocessScriptLauncher` keeps its arguments and its processes."""
+    """`launcher` returns `_launcher`; `_SubprocessScriptLauncher` has the expected arguments and attributes."""
     strategy = pl.strategies.DDPStrategy()
     lightning.set_launcher(strategy, "ours")
     assert strategy.launcher == "ours"
@@ -345,7 +345,7 @@ def test_the_launcher_of_a_strategy_can_be_replaced():
 
 
 def test_threads_are_shared(monkeypatch):
-    """`_set_num_threads_if_needed` leaves a number that is given, and shares the cores where there is none."""
+    """`_set_num_threads_if_needed` keeps a given number of threads, and otherwise divides the cores."""
     before = torch.get_num_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     lightning.share_threads(10_000)
@@ -359,7 +359,7 @@ def test_threads_are_shared(monkeypatch):
 
 
 def test_lightnings_logger_continues_a_run(tmp_path):
-    """`_run_id` is what its run is opened by, and `_initialized` whether it has been."""
+    """The logger opens the run `_run_id`, and `_initialized` tells whether it has done so."""
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     first, second = (pl.loggers.MLFlowLogger(tracking_uri=uri, artifact_location=str(tmp_path)) for _ in range(2))
     assert not lightning.has_run(first)
@@ -374,7 +374,7 @@ def test_lightnings_logger_continues_a_run(tmp_path):
 
 
 def test_storages_are_told_apart():
-    """`_cdata` of a storage: the same of views, another of copies."""
+    """Views of a tensor share `_cdata` of the storage; copies do not."""
     tensor = torch.ones(4)
     assert torchs.storage_id(tensor) == torchs.storage_id(tensor[1:]) == torchs.storage_id(tensor.view(2, 2))
     assert torchs.storage_id(tensor) != torchs.storage_id(tensor.clone())
@@ -382,14 +382,14 @@ def test_storages_are_told_apart():
 
 
 def test_tensors_of_a_module_are_replaced():
-    """`_apply` of a module reaches parameters and buffers, and what is below it."""
+    """`_apply` of a module reaches parameters and buffers, also of its submodules."""
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     torchs.apply(module, torch.zeros_like)
     assert all(not tensor.any() for tensor in (*module.parameters(), *module.buffers()))
 
 
 def test_gradients_are_computed_inside_a_context(monkeypatch):
-    """`_engine_run_backward` is what `backward` and `torch.autograd.grad` call."""
+    """`backward` and `torch.autograd.grad` call `_engine_run_backward`."""
     monkeypatch.setattr(torch.autograd, "_engine_run_backward", torch.autograd._engine_run_backward)
     entered = []
 
@@ -408,7 +408,7 @@ def test_gradients_are_computed_inside_a_context(monkeypatch):
 
 
 def test_the_part_of_a_shared_tensor_is_known():
-    """`_local_tensor` of a DTensor; any other tensor is its own part."""
+    """`_local_tensor` is the shard of a DTensor; any other tensor is returned as it is."""
     from torch.distributed.tensor import DTensor
 
     whole = torch.ones(2)
@@ -417,7 +417,7 @@ def test_the_part_of_a_shared_tensor_is_known():
 
 
 def test_operators_are_seen_before_they_run():
-    """`TorchDispatchMode`."""
+    """`TorchDispatchMode` intercepts operators."""
     seen = []
 
     class Mode(torchs.dispatch_mode()):
@@ -431,7 +431,7 @@ def test_operators_are_seen_before_they_run():
 
 
 def test_tensors_without_memory_are_copied_and_ask_for_no_values():
-    """`FakeTensorMode`, its errors, and `tree_leaves`."""
+    """`FakeTensorMode`, its errors and `tree_leaves` behave as expected."""
     with torchs.fake_tensors():
         module = nn.Linear(2, 2)
         (weight, bias), copied = torchs.tensors_in({"all": [*copy.deepcopy(module).parameters(), 1]}), module.weight
@@ -445,7 +445,7 @@ def test_tensors_without_memory_are_copied_and_ask_for_no_values():
 
 
 def test_a_kernel_that_was_registered_is_taken_back():
-    """`torch.library.Library._destroy`."""
+    """`torch.library.Library._destroy` unregisters a kernel."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("layer_norm", lambda *_: torch.zeros(()), "AutocastCPU")
     torchs.end_library(library)
@@ -454,7 +454,7 @@ def test_a_kernel_that_was_registered_is_taken_back():
 
 
 def test_metrics_keep_their_precision():
-    """`_apply` of `nn.ModuleDict` is what `to` goes through."""
+    """`to` calls `_apply` of `nn.ModuleDict`."""
     from deeplightning.task.metrics import Accuracy, InOwnPrecision, SampleMean
 
     metrics = InOwnPrecision({"acc": Accuracy(), "loss": SampleMean()})
@@ -468,7 +468,7 @@ def test_metrics_keep_their_precision():
 
 
 def test_stores_of_a_scheme_are_opened_by_a_function_of_ours(tmp_path):
-    """`_tracking_store_registry` of MLflow, in a process of its own."""
+    """`_tracking_store_registry` of MLflow opens stores with our function, tested in a separate process."""
     program = (
         "from deeplightning.private.mlflow import register_store\n"
         "def build(store_uri=None, artifact_uri=None):\n    raise SystemExit(f'ours: {store_uri}')\n"
@@ -484,8 +484,8 @@ def test_stores_of_a_scheme_are_opened_by_a_function_of_ours(tmp_path):
 
 
 def test_torchmetrics_loads_what_draws_when_it_is_asked():
-    """`_MATPLOTLIB_AVAILABLE` decides what its module for plots defines, and a plot calls
-    `_error_on_missing_matplotlib` first: without the one start-up is slower, without the other a plot fails."""
+    """`_MATPLOTLIB_AVAILABLE` determines what the plot module defines, and a plot first calls
+    `_error_on_missing_matplotlib`. Without the former, start-up is slower; without the latter, a plot fails."""
     from torchmetrics.utilities import imports, plot
 
     assert imports._MATPLOTLIB_AVAILABLE
@@ -498,7 +498,7 @@ def test_torchmetrics_loads_what_draws_when_it_is_asked():
     reason="the page of an older MLflow has other keys; it opens as MLflow ships it, and the address names the view",
 )
 def test_mlflows_page_keeps_its_settings_under_these_keys():
-    """As its scripts build them: name and version, or a prefix, the component, the experiments and a suffix."""
+    """MLflow's scripts build the keys from name and version, or from prefix, component, experiments and suffix."""
     scripts = "".join(p.read_text(encoding="utf-8") for p in mlflow.index_page().parent.rglob("*.js"))
     for name in ("workflow", "assistant", "telemetry", "telemetry_note"):
         key, _, version = mlflow.PAGE[name].rpartition("_v")
@@ -511,7 +511,7 @@ def test_mlflows_page_keeps_its_settings_under_these_keys():
 
 @pytest.mark.slow
 def test_mlflows_server_takes_another_page_at_its_start():
-    """`create_app` puts it before MLflow's own, in an interpreter of its own, for it changes MLflow's application."""
+    """`create_app` puts our page first; the test uses a new process, since it changes MLflow's application."""
     program = (
         "from deeplightning.tracking.pages import create_app\n"
         "from starlette.testclient import TestClient\n"
@@ -523,7 +523,7 @@ def test_mlflows_server_takes_another_page_at_its_start():
 
 
 def test_a_database_gets_the_latest_schema(tmp_path):
-    """`_get_latest_schema_revision`, `_upgrade_db` and `create_sqlalchemy_engine` of MLflow."""
+    """`_get_latest_schema_revision`, `_upgrade_db` and `create_sqlalchemy_engine` of MLflow migrate a database."""
     from mlflow import MlflowClient
 
     uri = f"sqlite:///{tmp_path}/mlflow.db"
@@ -534,7 +534,7 @@ def test_a_database_gets_the_latest_schema(tmp_path):
 
 
 def test_deepspeed_knows_what_is_left_out():
-    """`deepspeed_shm_comm` among its operators, and `_hp_mapping` of a parameter, which its own linkage sets."""
+    """DeepSpeed has the operator `deepspeed_shm_comm`, and sets `_hp_mapping` of a parameter."""
     pytest.importorskip("deepspeed")
     from deepspeed.ops import __compatible_ops__ as operators
     from deepspeed.utils import mixed_precision_linkage
@@ -550,7 +550,7 @@ def test_deepspeed_knows_what_is_left_out():
 
 
 def test_exit_functions_are_the_childs_own():
-    """`_clear` and `_run_exitfuncs` of `atexit`."""
+    """`_clear` and `_run_exitfuncs` of `atexit` unregister and run exit functions."""
     program = (
         "import atexit, os\n"
         "from deeplightning.private.python import forget_exit_functions, run_exit_functions\n"
@@ -563,7 +563,7 @@ def test_exit_functions_are_the_childs_own():
 
 
 def test_a_spawned_process_imports_a_module_first(tmp_path):
-    """`_config` of `multiprocessing`'s processes is unpickled before what a process works on."""
+    """`_config` of `multiprocessing`'s processes is unpickled before a process's arguments."""
     (tmp_path / "early.py").write_text("import sys\n\nsys.modules['work'] = sys\n\n\ndef function(): ...\n")
     (tmp_path / "main.py").write_text(
         "import multiprocessing, sys, types\n"
@@ -584,7 +584,7 @@ def test_a_spawned_process_imports_a_module_first(tmp_path):
 
 @pytest.mark.slow
 def test_mlflow_tells_whether_autolog_is_on():
-    """`autologging_is_disabled` of its utilities."""
+    """`autologging_is_disabled` of MLflow tells whether autolog is on."""
     program = (
         "import mlflow, mlflow.pytorch, pytorch_lightning\n"
         "from deeplightning.private.mlflow import autologs\n"
@@ -597,7 +597,7 @@ def test_mlflow_tells_whether_autolog_is_on():
 
 
 def test_a_text_becomes_a_tree_by_name_of_rule_and_mode():
-    """`grammar_parser.parse` takes text, rule and mode; a tree of a value has a text, and the text its parts."""
+    """`grammar_parser.parse` takes text, rule and mode; the tree of a value contains a text, and the text its parts."""
     assert [*inspect.signature(omegaconf.tree_of).parameters] == ["value", "parser_rule", "lexer_mode"]
     tree = omegaconf.parse("${a}")
     inner = tree.getChild(0).getChild(0).getChild(0)
@@ -608,8 +608,8 @@ def test_a_text_becomes_a_tree_by_name_of_rule_and_mode():
 
 
 def test_a_tree_is_visited_with_what_the_caller_looks_up():
-    """`GrammarVisitor` hands keys as dots and parts and calls as name, values and texts to its two functions, and asks
-    `visitInterpolation` for each reference inside another."""
+    """`GrammarVisitor` passes keys (dots and parts) and calls (name, values and sources) to two callbacks, and calls
+    `visitInterpolation` for each nested reference."""
     finds, calls = [], []
     found = omegaconf.Evaluation(
         lambda dots, parts: finds.append((dots, parts)) or "b",

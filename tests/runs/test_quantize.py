@@ -1,4 +1,4 @@
-"""A bundle gains an int8 model that is as right as its first, or stays as it was to the byte; the figures are told."""
+"""A bundle gets an int8 model whose scores stay within limits, or stays unchanged; the figures are reported."""
 
 import base64
 import functools
@@ -49,8 +49,8 @@ def convolution(weight, bias=(0.0, 0.0, 0.0)):
 
 
 def brightest_channel(*, outlier=0.0):
-    """Tells which of three channels is the brightest. An `outlier` shares its range with what matters, and int8 has 256
-    steps for both."""
+    """Return a network that finds the brightest of three channels. An `outlier` shares its range with the relevant
+    values, and int8 has 256 steps for both."""
     mixes = [[1.0, 0.1, 0.0], [0.0, 1.0, 0.1], [0.1, 0.0, 1.0]]
     first = convolution(mixes)
     second = nn.Conv2d(3, 4, 1)
@@ -62,7 +62,7 @@ def brightest_channel(*, outlier=0.0):
 
 
 def pictures(number, seed=0):
-    """uint8 (N, 3, 6, 5) with a channel that is a little brighter than the others, and which it is."""
+    """Return pictures, uint8 (N, 3, 6, 5), in which one channel is slightly brighter, and its index."""
     random = np.random.default_rng(seed)
     classes = np.arange(number) % 3
     images = random.integers(60, 160, (number, 3, 6, 5))
@@ -72,13 +72,13 @@ def pictures(number, seed=0):
 
 @functools.cache
 def bundle(outlier):
-    """The files of a bundle of `brightest_channel`; an export takes a second, a copy none."""
+    """The files of a bundle of `brightest_channel`; an export takes a second, so tests copy it."""
     with tempfile.TemporaryDirectory() as name:
         return contents(exported(Path(name), brightest_channel(outlier=outlier)))
 
 
 def classifier(path, outlier=0.0):
-    """A run with such a bundle."""
+    """A run with a copy of that bundle."""
     folder = RunFolder(path)
     folder.bundle.mkdir(parents=True)
     for name, content in bundle(outlier).items():
@@ -107,14 +107,14 @@ def contents(folder):
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory):
-    """A run with both models, what was in the bundle before, and the figures."""
+    """A run with both models, the content of the bundle before, and the figures."""
     folder = classifier(tmp_path_factory.mktemp("run"))
     before = contents(folder)
     return SimpleNamespace(folder=folder, before=before, figures=quantize(folder, validation()))
 
 
 def test_the_bundle_gains_a_model_and_says_how_right_it_is(quantized):
-    """The other files stay; the card is sealed anew, with the file's digest and the figures."""
+    """Other files stay the same; the card gets the file's digest, the figures, and a new digest."""
     after = contents(quantized.folder)
     card, former = json.loads(after["bundle.json"]), json.loads(quantized.before["bundle.json"])
     assert after.keys() == quantized.before.keys() | {"model.int8.onnx"}
@@ -134,7 +134,7 @@ def test_the_bundle_gains_a_model_and_says_how_right_it_is(quantized):
 
 
 def test_the_figures_are_of_the_whole_validation_set(quantized):
-    """Percent of all the images, computed with torch; calibration takes some of them."""
+    """The figures are percentages of all images, computed with torch here; calibration uses some of them."""
     images, classes = pictures(NUMBER, seed=1)
     with torch.inference_mode():
         expected = (brightest_channel()(torch.from_numpy(images)).argmax(1).numpy() == classes).mean() * 100
@@ -144,7 +144,7 @@ def test_the_figures_are_of_the_whole_validation_set(quantized):
 
 
 def test_both_models_are_served(quantized):
-    """int8 answers nearly as float32, which stays what is served unless it is asked for."""
+    """int8 answers nearly as float32, which is served by default."""
     images = pictures(200, seed=2)[0]
     ours, theirs = Bundle.open(quantized.folder.path), Bundle.open(quantized.folder.path, "int8")
     assert (ours.precision, theirs.precision) == ("fp32", "int8")
@@ -156,7 +156,7 @@ def test_both_models_are_served(quantized):
 
 
 def test_weights_take_seven_bits_and_the_ends_stay_float(quantized):
-    """int8 from -64 to 64 for each output channel; pixels are scaled, and probabilities made, in float."""
+    """Weights are int8 from -64 to 64 per output channel; scaling of pixels and softmax stay float."""
     graph = onnx.load(quantized.folder.bundle_int8).graph
     weights = [numpy_helper.to_array(one) for one in graph.initializer if one.data_type == onnx.TensorProto.INT8]
     weights = [one for one in weights if one.ndim > 1]
@@ -168,7 +168,7 @@ def test_weights_take_seven_bits_and_the_ends_stay_float(quantized):
 
 
 def test_the_same_again_gives_the_same_bytes(quantized, tmp_path):
-    """Nothing in it is drawn by chance; a second time replaces the first."""
+    """Quantization is deterministic; a second one replaces the first."""
     folder = classifier(tmp_path)
     quantize(folder, validation(120))
     assert quantize(folder, validation()) == quantized.figures
@@ -177,7 +177,7 @@ def test_the_same_again_gives_the_same_bytes(quantized, tmp_path):
 
 
 def test_no_chatter_and_no_handlers_of_logs(tmp_path, capfd):
-    """ONNX Runtime's tools log to the root logger and would set it up."""
+    """Quantization prints nothing and leaves the root logger as it was, although ONNX Runtime's tools log to it."""
     folder = classifier(tmp_path)
     capfd.readouterr()
     handlers = list(logging.getLogger().handlers)
@@ -198,7 +198,7 @@ def assert_refused(folder, validation, words):
 
 
 def test_a_model_that_int8_makes_worse_is_refused(tmp_path):
-    """Both figures, what is allowed, and the next step; the bundle stays as it was."""
+    """The message has both figures, the limit and the next step; the bundle stays as it was."""
     folder = classifier(tmp_path, 3000.0)
     note = assert_refused(
         folder, validation(), "would fall from 100.00 % to [0-9.]+ %, and at most 0.2 points are allowed"
@@ -209,7 +209,7 @@ def test_a_model_that_int8_makes_worse_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("wrong", "taken"), [(0, True), (1, True), (2, False)])
 def test_the_fall_is_counted_exactly(tmp_path, wrong, taken):
-    """Two tenths of a point of 500 images are one: a second one that only int8 gets wrong is too many."""
+    """0.2 points of 500 images are one image: a second one that only int8 gets wrong is too many."""
     folder = classifier(tmp_path, 300.0)
     images = pictures(20_000, seed=3)[0]
     with torch.inference_mode():
@@ -232,7 +232,7 @@ def test_the_fall_is_counted_exactly(tmp_path, wrong, taken):
 
 
 def test_what_cannot_be_quantized_says_so(tmp_path):
-    """A network without weights, a task without classes, no images to judge by: exit code 4, and what to do."""
+    """No weights, a task without classes, and no validation samples end with exit code 4 and the next step."""
 
     class MeanColour(nn.Module):
         def forward(self, images):
@@ -252,7 +252,7 @@ def test_what_cannot_be_quantized_says_so(tmp_path):
 
 @pytest.mark.parametrize("damage", ["format", "labels", "model", "JSON", "missing"])
 def test_a_damaged_bundle_is_not_made_whole(tmp_path, damage):
-    """What was edited, or is of a former format, is not sealed anew."""
+    """An edited bundle, or one of an older format, gets no new digest."""
     folder = classifier(tmp_path)
     card = json.loads(folder.bundle_card.read_text())
     if damage == "format":
@@ -269,7 +269,7 @@ def test_a_damaged_bundle_is_not_made_whole(tmp_path, damage):
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path, monkeypatch):
-    """A full disk is the machine's fault: exit code 3, and the bundle stays."""
+    """A full disk is an environment error: exit code 3, and the bundle stays."""
     folder = classifier(tmp_path)
     before = contents(folder)
 
@@ -284,7 +284,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path, monkeypatch):
 
 
 def test_file_systems_without_links_get_copies(tmp_path, monkeypatch):
-    """Where a file cannot have two names, it is copied."""
+    """Files are copied if the file system has no hard links."""
     folder = classifier(tmp_path)
     before = contents(folder)
 
@@ -298,7 +298,7 @@ def test_file_systems_without_links_get_copies(tmp_path, monkeypatch):
 
 
 def test_calibration_images_come_from_all_over_the_set():
-    """Each image of a stream is kept with the same chance, also where it is sorted by class."""
+    """Each image of a stream is sampled with the same probability, even if the stream is sorted by class."""
     sample = module._EvenSample(200)
     for start in range(0, 10_000, 100):
         sample.add(np.arange(start, start + 100).reshape(100, 1, 1, 1))
@@ -312,7 +312,7 @@ def test_calibration_images_come_from_all_over_the_set():
 
 
 def test_a_bundle_without_int8_says_how_to_get_it(tmp_path):
-    """Asked for a precision that is not there, the server names both ways out."""
+    """If the requested precision is missing, the server names both alternatives."""
     folder = classifier(tmp_path)
     with pytest.raises(BundleError, match=r"has no model\.int8\.onnx: .*--precision fp32") as caught:
         Bundle.open(folder.path, "int8")
@@ -333,7 +333,7 @@ def test_a_bundle_without_int8_says_how_to_get_it(tmp_path):
     ids=["no answers", "figures", "no figures", "other answers"],
 )
 def test_int8_is_checked_like_float32(tmp_path, quantized, change, words):
-    """Its figures and golden answers."""
+    """The figures and golden answers of int8 are checked at start."""
     copy = RunFolder(tmp_path)
     copy.bundle.mkdir()
     for name, data in contents(quantized.folder).items():
@@ -346,7 +346,7 @@ def test_int8_is_checked_like_float32(tmp_path, quantized, change, words):
 
 
 def test_a_changed_int8_model_is_noticed_where_it_is_used(tmp_path, quantized):
-    """One bit is enough; float32 does without the file."""
+    """A single changed bit is detected; float32 does not need the file."""
     copy = RunFolder(tmp_path)
     copy.bundle.mkdir()
     for name, data in contents(quantized.folder).items():
@@ -364,14 +364,14 @@ def test_a_changed_int8_model_is_noticed_where_it_is_used(tmp_path, quantized):
 
 @pytest.fixture(scope="module")
 def run(train):
-    """Digits, told apart well enough for a single answer not to decide."""
+    """A run on digits, accurate enough that a single answer is not decisive."""
     folder = RunFolder(train("train.num_epochs=6", "data.module.params.limit=400", "stages=[train,validate]").folder)
     export_run(folder)
     return folder
 
 
 def test_a_run_is_quantized_on_its_own_validation_images(run):
-    """They come from the run's data module, each once; what is said has both figures."""
+    """Each validation image of the run's data module is used once; the output has both figures."""
     said = quantize_run(run)
     figures = json.loads(run.bundle_card.read_text())["int8"]
     number = len(run.stage_predictions("validate").read_text().splitlines()) - 1
@@ -383,7 +383,7 @@ def test_a_run_is_quantized_on_its_own_validation_images(run):
 
 
 def test_rows_that_fill_up_a_batch_do_not_count(run, monkeypatch):
-    """Index -1 marks them."""
+    """Rows with index -1, which only fill up a batch, do not count."""
     batch = {"image": torch.zeros(3, 1, 8, 8, dtype=torch.uint8), "label": torch.arange(3)}
     data = pl.LightningDataModule()
     data.val_dataloader = lambda: [[{**batch, "index": torch.tensor([0, 1, -1])}, batch]]  # another module has no index
@@ -393,14 +393,14 @@ def test_rows_that_fill_up_a_batch_do_not_count(run, monkeypatch):
 
 
 def test_a_run_without_validation_images_is_refused(run, monkeypatch):
-    """Nothing else says whether int8 is as right."""
+    """A run without validation images is refused, since nothing else can verify int8."""
     monkeypatch.setattr("deeplightning.run.make_bundle.init_module", lambda *_: pl.LightningDataModule())
     with pytest.raises(CheckpointError, match="the data module gives none; serve it with serve"):
         quantize_run(run)
 
 
 def test_a_batch_without_classes_is_refused(run, monkeypatch):
-    """An accuracy needs them."""
+    """A batch without classes is refused, since the accuracy needs them."""
     data = pl.LightningDataModule()
     data.val_dataloader = lambda: [[{"image": torch.zeros(3, 1, 8, 8, dtype=torch.uint8)}]]
     monkeypatch.setattr("deeplightning.run.make_bundle.init_module", lambda *_: data)

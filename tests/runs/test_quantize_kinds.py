@@ -1,5 +1,5 @@
-"""int8 of texts, tables, arrays, numbers and several labels: taken where it is as right, refused with figures or reason
-where it is not."""
+"""int8 for texts, tables, arrays, numbers and several labels: accepted if the scores stay within limits, else refused
+with the figures or the reason."""
 
 import json
 
@@ -22,7 +22,7 @@ NUMBER = 400
 
 
 def inputs_of(kind):
-    """Prepared inputs of a kind, of a validation set."""
+    """Return prepared inputs of a kind, as a validation set."""
     random, takes = np.random.default_rng(3), KINDS[kind].takes
     if takes == "image":
         return random.integers(0, 256, (NUMBER, 3, 6, 5), dtype=np.uint8)
@@ -37,7 +37,7 @@ def inputs_of(kind):
 
 
 def judged(task, kind):
-    """Inputs, what is true of them, and what torch answers: those that are clear of a boundary."""
+    """Return inputs that are clear of a decision boundary, their truth, and torch's answers."""
     inputs, gives = inputs_of(kind), KINDS[kind].gives
     with torch.inference_mode():
         answers = task.inference_model()(torch.from_numpy(inputs)).numpy()
@@ -60,8 +60,8 @@ QUANTIZED = [kind for kind in KINDS if KINDS[kind].gives not in ("segmentation",
 
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_each_kind_gains_a_model_whose_figures_are_right(tmp_path, kind, monkeypatch):
-    """The figures in float32 are those of scikit-learn, or of numpy, by torch's answers. What is written is opened,
-    which replays the golden samples, answers near float32, and has weights of int8."""
+    """The float32 figures equal those of scikit-learn or numpy for torch's answers. The bundle opens, which replays the
+    golden samples, answers nearly as float32, and has int8 weights."""
     monkeypatch.setattr(module, "MAX_FALL_POINTS", 5.0)  # untrained networks of a few numbers are coarse
     monkeypatch.setattr(module, "MAX_RISE_PERCENT", 20.0)
     task, folder = exported(tmp_path, kind)
@@ -98,7 +98,7 @@ def test_masks_and_pictures_are_refused_with_the_reason(tmp_path, kind):
 
 
 class Fine(nn.Module):
-    """Numbers of which int8 loses what counts: a large one shares their range."""
+    """Numbers that int8 rounds away, since a large one shares their range."""
 
     def __init__(self):
         super().__init__()
@@ -118,7 +118,7 @@ class Fine(nn.Module):
     ],
 )
 def test_what_becomes_worse_is_refused(tmp_path, kind, words):
-    """Both figures and what is allowed; the bundle stays."""
+    """The message has both figures and the limit; the bundle stays as it was."""
     model = Fine() if kind == "table_regression" else nn.Sequential(Fine(), nn.Sigmoid())
     task, folder = exported(tmp_path, kind, model)
     inputs, _, answers = judged(task, kind)
@@ -131,7 +131,7 @@ def test_what_becomes_worse_is_refused(tmp_path, kind, words):
 
 
 def test_average_precision_is_that_of_scikit_learn():
-    """With equal probabilities, which are one threshold."""
+    """The average precision equals scikit-learn's, also for equal probabilities, which form one threshold."""
     random = np.random.default_rng(5)
     for _ in range(20):
         probabilities, truth = random.integers(0, 6, 50) / 6, random.random(50) < 0.3
@@ -157,7 +157,7 @@ logger: {params: {tracking_uri: STORE, system_metrics: false}}
 
 
 def test_a_run_of_a_table_is_quantized_on_its_own_rows(tmp_path, command, store, place):
-    """Rows and targets come from the run's data module; what is said has both figures."""
+    """Rows and targets come from the run's data module; the output has both figures."""
     random = np.random.default_rng(6)
     lines = [f"{a:.3f},{b:.3f},{3 * a - b:.3f},{a + b:.3f}" for a, b in random.normal(size=(300, 2))]
     (tmp_path / "a.csv").write_text("a,b,x,y\n" + "\n".join(lines))

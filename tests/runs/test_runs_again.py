@@ -244,7 +244,7 @@ def test_pictures_are_answered_as_they_are_read(gone, album, tmp_path, monkeypat
     terminal.isatty = lambda: True
     monkeypatch.setattr(ImageSpec, "decode", counted)
     monkeypatch.setattr(predict, "_table", noted)
-    monkeypatch.setattr(local, "BATCH", 8)
+    monkeypatch.setattr(local, "BATCH_SIZE", 8)
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     assert predict.predict_files(RunFolder(gone.folder), [album], tmp_path / "a.csv") == 75
