@@ -196,7 +196,7 @@ def _pairs(node: yaml.Node, path: Path_) -> Iterator[Pair]:
 
 
 def _end(node: yaml.Node) -> int:
-    """Return the position of the last character of a value; the node's own end mark includes the blanks after a block."""
+    """Return the position of the last character of a value; its own end mark includes blanks after a block."""
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
         return _end(last[1] if isinstance(last, tuple) else last)
