@@ -69,7 +69,7 @@ def full_name(role: str, name: str) -> str | None:
         name = name.title()
     if not found and not name.islower() and (plugin := plugin_of(name)):  # a verb is no target
         raise Missing(not_installed(plugin))
-    if not found and misspelt and other_tools.class_of(role, name) is None:
+    if not found and misspelt and (other_tools.class_of(role, name) is None or name != name.lower()):
         raise ValueError(misspelt)
     return next(iter(found.values()), None)
 
