@@ -26,7 +26,7 @@ class Own(LightningEnvironment):
     """The processes of a machine, started by the first of them."""
 
     def teardown(self) -> None:
-        """Do nothing: Lightning's version deletes WORLD_SIZE, from which later stages read their rank."""
+        """Keep WORLD_SIZE, which Lightning's version deletes and later stages read."""
 
 
 class Cluster(ClusterEnvironment):
@@ -56,13 +56,13 @@ class Cluster(ClusterEnvironment):
         return self.place.world
 
     def set_world_size(self, size: int) -> None:
-        """Do nothing: the size is fixed."""
+        """Ignore the size, which is fixed."""
 
     def global_rank(self) -> int:
         return self.place.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing: the rank is fixed."""
+        """Ignore the rank, which is fixed."""
 
     def local_rank(self) -> int:
         return self.place.local_rank

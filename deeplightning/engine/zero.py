@@ -159,7 +159,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
             distributed.broadcast(buffer, 0)
 
     def init_deepspeed(self) -> None:
-        """Initialise as Lightning does, without its warning about tasks with their own gradient clipping."""
+        """Start DeepSpeed without Lightning's warning about tasks with their own gradient clipping."""
         assert self.model is not None
         if self.lightning_module.trainer.training:
             self._initialize_deepspeed_train(self.model)
@@ -183,7 +183,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Do nothing: stages 0 and 1 sum gradients at the step, stages 2 and 3 in each batch."""
+        """Block nothing: stages 0 and 1 sum gradients at the step, stages 2 and 3 in each batch."""
         yield
 
     def scale_gradients(self, scale: float) -> None:
@@ -302,7 +302,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
 
     @torch.no_grad()
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Also set the copies that the network computes with, which may have another precision."""
+        """Load weights, also into the copies that the network computes with, in its precision."""
         super().load_model_state_dict(checkpoint, strict)
         weights, zero = checkpoint["state_dict"], self._zero
         for name, parameter in self.lightning_module.named_parameters():
@@ -316,7 +316,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
 
 
 def _release(task: nn.Module) -> None:
-    """Partition parameters of an earlier stage again, so each process keeps only its part.
+    """Split parameters of an earlier stage again, so each process keeps only its part.
 
     DeepSpeed 0.19 keeps parameters below `stage3_param_persistence_threshold` complete on every process. Lightning's
     teardown moves these copies to the CPU, and DeepSpeed would treat them as available in the next stage.

@@ -274,7 +274,7 @@ class _OneMachine(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: the state is never read."""
+        """Ignore the state, which is never read."""
 
     def num_nodes_waiting(self) -> int:
         return 0

@@ -133,7 +133,7 @@ def edited(folder: Path) -> dict[str, str]:
 
 @contextmanager
 def sealed_meanwhile(configs: Iterable[Path] = (), git: Mapping[str, str | None] | None = None) -> Iterator[Path]:
-    """Seal this process's launch in a temporary folder for the processes that it starts in the block.
+    """Freeze this process's launch in a temporary seal for the processes that it starts in the block.
 
     Raises:
         SetupError: the folder cannot be written.

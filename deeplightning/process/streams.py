@@ -56,7 +56,7 @@ def prepare() -> None:
 
 
 def prepare_streams() -> None:
-    """Do the part of `prepare` that concerns standard streams."""
+    """Open and guard standard streams, as the first part of `prepare`."""
     global _process
     _process = os.getpid()
     for descriptor in range(3):
