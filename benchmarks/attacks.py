@@ -1,10 +1,10 @@
-"""How long good clients wait for a right answer while others attack the prediction server.
+"""Measure how long good clients wait for a right answer while others attack the prediction server.
 
     .venv/bin/python benchmarks/attacks.py --seconds 10
 
-Starts `deeplightning serve` on a free port of this machine. Some good clients ask all the time and check every answer,
-first alone, then beside each of ten attacks, which run in a process of their own. Prints a table; ends with 0 when no
-good client met a fault and the p99 of each row is within the bound, with 1 when not.
+It starts `deeplightning serve` on a free port of this machine. Some good clients send requests all the time and check
+every answer, first alone, then beside each of ten attacks from another process. It prints a table, and exits with 0 if
+no good client met an error and the p99 of each row is within the bound, else with 1.
 """
 
 import argparse
@@ -33,7 +33,7 @@ Attack = Callable[[int, list[bytes], Path], Coroutine[Any, Any, None]]
 
 
 async def drip(port: int, head: bytes, rest: bytes) -> None:
-    """The rest byte by byte, each after a tenth of a second."""
+    """Send the rest byte by byte, each after a tenth of a second."""
     connection = Connection(port)
     try:
         await connection.open()
@@ -46,7 +46,7 @@ async def drip(port: int, head: bytes, rest: bytes) -> None:
 
 
 async def send(port: int, data: bytes) -> None:
-    """All of it, then one answer is awaited."""
+    """Send all data, then wait for one answer."""
     connection = Connection(port)
     try:
         await connection.open()
@@ -78,7 +78,7 @@ async def huge_lengths(port: int, requests: list[bytes], run: Path) -> None:
 
 
 def vast_picture() -> bytes:
-    """A PNG of a little more pixels than are decoded, in a few kB."""
+    """Return a PNG of a few kB with slightly more pixels than the server decodes."""
     file = io.BytesIO()
     Image.new("L", (6000, 4001)).save(file, "PNG")
     return file.getvalue()
@@ -112,7 +112,7 @@ async def connections(port: int, requests: list[bytes], run: Path) -> None:
 
 
 async def bad_bundles(port: int, requests: list[bytes], run: Path) -> None:
-    """Every other one of the changes is the good model again; one client is enough."""
+    """Replace the bundle by a bad one, and every other time by the good one; one client is enough."""
     model = next(run.rglob("model.onnx"))
     good = model.read_bytes()
     try:
@@ -148,7 +148,7 @@ ATTACKS: dict[str, tuple[Attack, int]] = {
 
 
 def attack(name: str, port: int, requests: list[bytes], run: Path, over: Any, count: Any) -> None:
-    """In a process of its own, until `over`."""
+    """Run an attack in a child process until `over` is set."""
     way, number = ATTACKS[name]
 
     async def client() -> None:
@@ -170,7 +170,7 @@ def attack(name: str, port: int, requests: list[bytes], run: Path, over: Any, co
 
 
 async def asked(port: int, requests: list[bytes], seconds: float) -> Load:
-    """What good clients met in so many seconds."""
+    """Load the server with good clients for so many seconds; return their results."""
     load = Load(port, requests, [{picture: "the model"} for picture in range(len(requests))])
     clients = [asyncio.create_task(load.good(number)) for number in range(GOOD_CLIENTS)]
     await asyncio.sleep(seconds)
@@ -180,7 +180,7 @@ async def asked(port: int, requests: list[bytes], seconds: float) -> Load:
 
 
 def row(name: str, load: Load, attacks: int) -> bool:
-    """Prints what was met; says whether it is within the bounds."""
+    """Print a row of results; return whether it is within the bounds."""
     milliseconds = [1e3 * one for one in load.seconds]
     p50, p99 = (statistics.quantiles(milliseconds, n=100)[at] for at in (49, 98))
     print(f"| {name} | {attacks or ''} | {load.answered} | {p50:.0f} | {p99:.0f} | {len(load.faults)} |", flush=True)

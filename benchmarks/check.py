@@ -1,10 +1,10 @@
-"""`deeplightning check` measured: what it catches of faults planted in the shipped configs, and what it costs.
+"""Measure which faults in the shipped configs `deeplightning check` finds, and what it costs.
 
     .venv/bin/python benchmarks/check.py
 
-prints four Markdown tables: 300 seeded mutations (`mutations.py` says what is planted and where it must be told,
-`scoring.py` how an answer is judged), faults of meaning (`semantic.py`), four faults as LightningCLI and Hydra tell
-them, and CPU seconds of fresh processes. Ends with 1 when one of the promises at the end is not kept, and says which.
+prints four Markdown tables: 300 seeded mutations (`mutations.py` defines them and where they must be reported,
+`scoring.py` scores the answers), semantic faults (`semantic.py`), four faults as LightningCLI and Hydra report them,
+and CPU seconds of new processes. It exits with 1 if a promise at the end is not kept, and says which.
 """
 
 import argparse
@@ -33,7 +33,7 @@ RIGHT_WORDS = 0.9
 HELP, BASE, LARGEST = 0.15, 0.35, 0.5
 SEMANTIC = 15
 
-MOST = 40  # misses that are printed
+MAX_PRINTED = 40  # misses
 
 Scored = tuple[Mutation, Answer, Score]
 
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def machine() -> str:
-    """Versions that the figures depend on."""
+    """Return the versions that the figures depend on."""
     names = ["pytorch-lightning", "torch", "griffelib"]
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     return f"Python {platform.python_version()}, {versions}"
@@ -74,7 +74,7 @@ def table(head: list[str], rows: list[list[Any]]) -> str:
 
 
 def mutations(options: argparse.Namespace, broken: list[str], raw: dict[str, Any]) -> None:
-    """What `check` says of planted faults, and of the configs as they ship."""
+    """Print what `check` reports for planted faults, and for the unchanged configs."""
 
     maker = Maker(ROOT)
     with sandbox(ROOT) as place:
@@ -90,9 +90,9 @@ def mutations(options: argparse.Namespace, broken: list[str], raw: dict[str, Any
     print(f"\nFalse alarms: {', '.join(alarms) or 'none'}, of {len(maker.configs)} shipped configs as they are.")
     missed = [one for one in scored if not one[2].right_line or one[2].right_word is False]
     print(f"\nNot told, told elsewhere, or with another word first: {len(missed) or 'none'}.\n")
-    print("\n".join(f"- {told(*one)}" for one in missed[:MOST]))
-    if len(missed) > MOST:
-        print(f"- … and {len(missed) - MOST} more; `--json` writes them all")
+    print("\n".join(f"- {told(*one)}" for one in missed[:MAX_PRINTED]))
+    if len(missed) > MAX_PRINTED:
+        print(f"- … and {len(missed) - MAX_PRINTED} more; `--json` writes them all")
     if alarms:
         broken.append(f"no false alarm: {', '.join(alarms)}")
     for seed, some in of_seed.items():
@@ -143,7 +143,7 @@ def _shares(some: list[Scored]) -> list[str]:
 
 
 def told(mutation: Mutation, answer: Answer, _: Score) -> str:
-    """A miss, for people: what was planted where, and what was said."""
+    """Describe a miss: what was planted where, and what was reported."""
     said = "; ".join(f"{t.place}: {_cut(t.message)}" for t in answer.told[:3])
     said = said or ("…" + " ".join(answer.output.split())[-160:] if answer.code else "nothing")
     where = " or ".join(mutation.lines)
@@ -166,7 +166,7 @@ def _peers() -> tuple[str | None, str]:
 
 
 def faults(options: argparse.Namespace, broken: list[str], raw: dict[str, Any]) -> None:
-    """The same faults, told by each."""
+    """Print how each program reports the same faults."""
     python, lacking = _peers()
     found = side_by_side.compare_faults(python)
     print("\n## The same faults, told by each\n")
@@ -183,7 +183,7 @@ def _words(word: side_by_side.Word) -> str:
 
 
 def semantic(options: argparse.Namespace, broken: list[str], raw: dict[str, Any]) -> None:
-    """What `check --dry-run` says of values that do not fit together."""
+    """Print what `check --dry-run` reports for values that do not fit together."""
     found = {planted: semantic_faults.told(planted, ROOT) for planted in semantic_faults.PLANTED}
     print(f"\n## {len(found)} faults of meaning, `check --dry-run` in fresh processes\n")
     rows = [
@@ -200,7 +200,7 @@ def semantic(options: argparse.Namespace, broken: list[str], raw: dict[str, Any]
 
 
 def seconds(options: argparse.Namespace, broken: list[str], raw: dict[str, Any]) -> None:
-    """What fresh processes cost."""
+    """Print the CPU seconds of new processes."""
     python, lacking = _peers()
     configs = [config.name for config in read_configs(ROOT)]
     base = "configs/base.yaml"

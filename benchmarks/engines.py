@@ -1,12 +1,12 @@
-"""The same training under each engine, measured: what is learned, what it takes, and what each process holds.
+"""Compare the same training under each engine: losses, time, and memory of each process.
 
     .venv/bin/python benchmarks/engines.py
 
-trains a network of 282,378 parameters on scikit-learn's digits for two epochs by the command of a user, in fresh
+trains a network of 282,378 parameters on scikit-learn's digits for two epochs with the user's command, in new
 processes, each engine in turn, and prints a Markdown table. There are two CPU processes with 32 samples each; `null` is
-one with 64. Ends with 1 when a `train_loss` is more than 0.001 from ddp's.
+one with 64. It exits with 1 if a `train_loss` is more than 0.001 from ddp's.
 
-The network and the callback in here are what the config names: the commands run in this folder.
+The config names the network and the callback in this file: the commands run in this folder.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 HERE = Path(__file__).resolve().parent
 
-# By default stage 3 leaves whole what is small, and gathered what is soon used again: here, all that there is.
+# By default stage 3 does not shard small parameters, and keeps parameters gathered that are used again soon: here, all.
 KEPT = "stage3_param_persistence_threshold: 0, stage3_max_live_parameters: 0, stage3_max_reuse_distance: 0"
 ALL_SHARED = f"{{config: {{zero_optimization: {{{KEPT}}}}}}}"
 ENGINES = {
@@ -43,7 +43,7 @@ ENGINES = {
     "deepspeed_stage_3_offload": ALL_SHARED,
 }
 PROCESSES = {engine: 1 if engine == "null" else 2 for engine in ENGINES}
-APART = 1e-3  # how far a loss may be from ddp's
+MAX_DIFFERENCE = 1e-3  # of a loss from ddp's
 
 CONFIG = """\
 seed: 7
@@ -60,7 +60,7 @@ logger: {params: {tracking_uri: 'FOLDER/mlruns', system_metrics: false}, log_eve
 
 
 class Wide(nn.Module):
-    """Images (N, 1, 8, 8) to logits (N, 10); 282,378 parameters in layers of 256."""
+    """Network from images (N, 1, 8, 8) to logits (N, 10); 282,378 parameters in layers of 256."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Wide(nn.Module):
 
 
 class Notes(pl.Callback):
-    """Writes into `folder/held-RANK.json` what each process holds after training, and how long that took."""
+    """Write the memory of each process after training, and the training time, to `folder/memory-RANK.json`."""
 
     def __init__(self, folder: str):
         self.folder = Path(folder)
@@ -81,13 +81,16 @@ class Notes(pl.Callback):
         self._begun = time.perf_counter()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        noted = {"seconds": time.perf_counter() - self._begun, **held(pl_module.network, trainer.optimizers[0])}
-        (self.folder / f"held-{trainer.global_rank}.json").write_text(json.dumps(noted))
+        noted = {"seconds": time.perf_counter() - self._begun, **bytes_here(pl_module.network, trainer.optimizers[0])}
+        (self.folder / f"memory-{trainer.global_rank}.json").write_text(json.dumps(noted))
 
 
-def held(network: nn.Module, optimizer: Any) -> dict[str, int]:
-    """Bytes in this process: the network's parameters, the optimizer's state, and weights that the optimizer has of its
-    own (DeepSpeed's are a copy of its share in 32 bits)."""
+def bytes_here(network: nn.Module, optimizer: Any) -> dict[str, int]:
+    """Return the bytes in this process: the network's parameters, the optimizer's state, and the optimizer's own
+    weights.
+
+    DeepSpeed's optimizers have a copy of their share of the weights in 32 bits.
+    """
     optimizer = getattr(optimizer, "optimizer", optimizer)  # DeepSpeed's is around the one that steps
     parameters = list(network.parameters())
     here = [parameter.data for parameter in parameters] + [p.ds_tensor for p in parameters if hasattr(p, "ds_tensor")]
@@ -104,7 +107,7 @@ def _bytes(tensors: list[Tensor]) -> int:
 
 @dataclass(frozen=True)
 class Run:
-    """One training.
+    """Result of one training.
 
     Attributes:
         losses: `train_loss` by step.
@@ -123,7 +126,7 @@ class Run:
 
 
 def config(engine: str, folder: Path) -> str:
-    """The text of the config; what a run leaves goes to the folder."""
+    """Return the text of the config; the run's output goes to the folder."""
     processes = PROCESSES[engine]
     words = {"BATCH": 64 // processes, "ENGINE": engine, "PROCESSES": processes, "PARAMS": ENGINES[engine]}
     text = CONFIG
@@ -133,7 +136,7 @@ def config(engine: str, folder: Path) -> str:
 
 
 def run(engine: str, folder: Path) -> Run:
-    """Trains under an engine, by the command of a user.
+    """Train under an engine with the user's command.
 
     Raises:
         RuntimeError: the command fails.
@@ -149,13 +152,13 @@ def run(engine: str, folder: Path) -> Run:
     place = next(line for line in ended.output.splitlines() if line.startswith("Artifact storage path: "))
     client, number = MlflowClient(f"sqlite:///{folder / 'mlruns' / 'mlflow.db'}"), Path(place).parent.name
     losses = {point.step: point.value for point in client.get_metric_history(number, "train_loss")}
-    noted = [json.loads((folder / f"held-{rank}.json").read_text()) for rank in range(PROCESSES[engine])]
+    noted = [json.loads((folder / f"memory-{rank}.json").read_text()) for rank in range(PROCESSES[engine])]
     seconds = noted[0]["seconds"]
     return Run(losses, client.get_run(number).data.metrics["val_loss"], wall, ended.seconds, seconds, noted)
 
 
 def apart(one: dict[int, float], other: dict[int, float]) -> float:
-    """The largest difference of two series of losses; infinite where they have not the same steps, or a loss is no
+    """Return the largest difference of two series of losses; infinite for different steps, or a loss that is not a
     number."""
     if one.keys() != other.keys() or not one:
         return float("inf")
@@ -168,7 +171,7 @@ HEAD += ["parameters, KiB", "state, KiB", "own weights, KiB"]
 
 
 def row(engine: str, runs: list[Run], ddp: Run) -> list[str]:
-    """A line of the table: medians of seconds, and KiB in each process."""
+    """Return a line of the table: medians of seconds, and KiB in each process."""
     middle = [f"{statistics.median(getattr(one, name) for one in runs):.1f}" for name in ("wall", "cpu", "seconds")]
     names = ("parameters", "state", "copies")
     holds = [" + ".join(f"{of_rank[name] / 1024:,.0f}" for of_rank in runs[0].held) for name in names]
@@ -192,9 +195,9 @@ def main() -> None:
     ddp = runs["ddp"][0]
     lines = [HEAD, ["---", *["---:"] * (len(HEAD) - 1)], *(row(engine, some, ddp) for engine, some in runs.items())]
     print("\n".join(f"| {' | '.join(line)} |" for line in lines))
-    wrong = [name for name, some in runs.items() if any(apart(one.losses, ddp.losses) > APART for one in some)]
+    wrong = [name for name, some in runs.items() if any(apart(one.losses, ddp.losses) > MAX_DIFFERENCE for one in some)]
     if wrong:
-        sys.exit(f"more than {APART} from ddp's losses: {', '.join(wrong)}")
+        sys.exit(f"more than {MAX_DIFFERENCE} from ddp's losses: {', '.join(wrong)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a machine with GPUs shows: the tests that need one, a table of engines and precisions, memory and speed.
+"""Measure a machine with GPUs: the tests that need one, a table of engines and precisions, memory and speed.
 
     bash test.sh --gpu [arguments of pytest]        in at most 8 minutes, to see whether all is well
     .venv/bin/python benchmarks/gpu.py --write      all of it, into benchmarks/gpu.md
@@ -52,8 +52,11 @@ PRECISIONS = ["32", "bf16", "16"]
 
 
 def test_command(arguments: Sequence[str], parallel: int) -> list[str]:
-    """Runs the tests that are about GPUs, of the files that have such; others may need packages that are not here.
-    Those that pretend a device are for machines without one: DeepSpeed would take the real one."""
+    """Return the command of the tests that need a GPU, in the files that have some; other files may need missing
+    packages.
+
+    Tests with a pretended device are for machines without a GPU: DeepSpeed would use the real one.
+    """
     import torch
 
     marked = "gpu" if torch.cuda.is_available() else "gpu or device"
@@ -64,7 +67,7 @@ def test_command(arguments: Sequence[str], parallel: int) -> list[str]:
 
 
 def run_tests(arguments: Sequence[str], parallel: int = 1, limit: float | None = None, **variables: str) -> int | None:
-    """pytest's exit code; None when it was stopped at the limit, in seconds. Its output comes as it is written."""
+    """Run pytest and pass on its output; return its exit code, or None if it was stopped at the limit, in seconds."""
     command = test_command(arguments, parallel)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | variables
     # A warning of a plugin that the machine happens to have would be an error: pytest-benchmark warns beside xdist.
@@ -86,7 +89,7 @@ def run_tests(arguments: Sequence[str], parallel: int = 1, limit: float | None =
 
 
 def tests(bench: Bench, arguments: Sequence[str]) -> None:
-    """The tests in parallel, and the table that they make."""
+    """Run the tests in parallel, and add the table that they make."""
     cells = bench.place / "cells.jsonl"
     limit = min(TESTS, bench.left) if bench.left < float("inf") else None
     parallel = max(1, min(12, (os.cpu_count() or 1) * 3 // 4))  # a run spends most of its time on imports
@@ -109,7 +112,7 @@ def tests(bench: Bench, arguments: Sequence[str]) -> None:
 
 
 def cell_table(cells: Sequence[dict[str, Any]]) -> str:
-    """Markdown: a row for each engine and precision, also where it was not run."""
+    """Return a Markdown table with a row for each engine and precision, also for those that were not run."""
     by_key = {(cell["engine"], cell["precision"], cell["devices"]): cell for cell in cells}
     devices = sorted({cell["devices"] for cell in cells}) or ["1 GPU"]
     rows = []
@@ -136,7 +139,7 @@ def _words(cell: dict[str, Any]) -> list[str]:
 
 
 def machine() -> str:
-    """Versions and devices that the figures depend on."""
+    """Return the versions and devices that the figures depend on."""
     names = ["torch", "torchvision", "pytorch-lightning", "deepspeed", "mlflow", "mlflow-skinny"]
     versions = []
     for name in names:
@@ -150,7 +153,7 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The state of the clone, as git has it."""
+    """Return the state of the clone, as git describes it."""
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -161,7 +164,7 @@ def commit() -> str:
 
 
 def page(text: str, bench: Bench) -> str:
-    """The page with its measured part replaced.
+    """Replace the measured part of the page.
 
     Raises:
         ValueError: its two marks are not there, in this order.
@@ -184,7 +187,7 @@ def bound_table(bench: Bench) -> str:
 
 
 def missing() -> list[str]:
-    """Names of packages without which nothing can be run."""
+    """Return the names of missing packages without which nothing can run."""
     return [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 
@@ -228,7 +231,7 @@ def main() -> None:
 
 
 def measure(given: argparse.Namespace, parts: Sequence[str], arguments: Sequence[str]) -> int:
-    """Runs the parts; the exit code."""
+    """Run the parts; return the exit code."""
     end = time.monotonic() + SUITE if given.suite else float("inf")
     with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor(1) as aside:
         bench = Bench(TINY if given.tiny else FULL, given.device, Path(place), end, given.rounds)

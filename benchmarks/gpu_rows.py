@@ -1,4 +1,4 @@
-"""Memory of each engine on a ViT, and speed beside a plain script and a raw loop, for benchmarks/gpu.py.
+"""Measure the memory of each engine on a ViT, and speed beside a plain script and a raw loop, for benchmarks/gpu.py.
 
 Programs run one at a time, but for the starts of the ViT's runs; a ratio is of figures of the same round.
 """
@@ -21,7 +21,7 @@ from typing import Any
 from side_by_side import OURS, PEERS, Bound, table
 from timed import make_pictures, run
 
-LONGEST = 150.0  # seconds of one program
+LIMIT_SECONDS = 150.0  # of one program
 
 ENGINES = ["null", "ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
 PLAIN, RAW, SELF = "plain script, DataLoader", "raw loop, data on the GPU", "deeplightning"
@@ -72,7 +72,7 @@ logger: {params: {tracking_uri: 'STORE', system_metrics: false}, pictures: null}
 
 @dataclass(frozen=True)
 class Size:
-    """How large a measurement is.
+    """Size of a measurement.
 
     Attributes:
         pictures: made up, 32 x 32, of which a tenth validates.
@@ -104,12 +104,12 @@ TINY = Size(
 
 
 class NoTime(Exception):
-    """There is no time left for a program."""
+    """Raised if no time is left for a program."""
 
 
 @dataclass
 class Bench:
-    """What the parts share.
+    """Settings and results that the parts share.
 
     Attributes:
         size: of what is measured.
@@ -137,7 +137,7 @@ class Bench:
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Seconds that are left."""
         return self.end - time.monotonic()
 
     @property
@@ -145,7 +145,7 @@ class Bench:
         return self.device == "cuda"
 
     def folder(self, name: str = "run") -> Path:
-        """A new one; it is not made."""
+        """Return the path of a new folder, which is not created."""
         return self.place / f"{name}-{next(self.numbers)}"
 
     def say(self, part: str, title: str, note: str, text: str) -> None:
@@ -153,7 +153,7 @@ class Bench:
         print(f"\n{self.said[part]}", flush=True)
 
     def config(self, text: str, **values: Any) -> Path:
-        """A file with a config, its capital words replaced."""
+        """Write a config whose placeholders in capitals are replaced."""
         path = self.folder("config").with_suffix(".yaml")
         values |= {"GPUS": 1 if self.on_gpu else "null", "PRECISION": "bf16" if self.on_gpu else 32}
         words = {"STORE": str(self.place / "mlruns"), **values}
@@ -161,7 +161,7 @@ class Bench:
         return path
 
     def run(self, command: Sequence[str]) -> Any:
-        """A program's `timed.Took`.
+        """Run a program; return its `timed.Took`.
 
         Raises:
             NoTime: there is too little left.
@@ -171,7 +171,7 @@ class Bench:
             raise NoTime
         cache = {"TORCHINDUCTOR_CACHE_DIR": str(self.place / "inductor"), "TIMED_STEPS": "", "HF_HUB_OFFLINE": "1"}
         try:
-            return run(command, self.folder(), min(LONGEST, self.left), **cache)
+            return run(command, self.folder(), min(LIMIT_SECONDS, self.left), **cache)
         except RuntimeError:
             if self.left <= 0:  # it was stopped
                 raise NoTime from None
@@ -186,7 +186,7 @@ def _yaml(value: Any) -> str:
 
 
 def memory(bench: Bench) -> None:
-    """What each engine takes for a large network, and how fast it is; the runs start together and train in turn."""
+    """Measure memory and speed of each engine for a large network; the runs start together and train in turn."""
     size, engines = bench.size, ENGINES if bench.on_gpu else ["null", "ddp"]
     if importlib.util.find_spec("deepspeed") is None:
         engines = [engine for engine in engines if not engine.startswith("deepspeed")]
@@ -225,7 +225,7 @@ def memory(bench: Bench) -> None:
 
 
 def _at_once(bench: Bench) -> int:
-    """How many runs of the large network may start together: each holds its weights while another trains."""
+    """Return how many runs of the large network may start together: each keeps its weights while another trains."""
     if not bench.on_gpu:
         return 1
     import torch
@@ -238,7 +238,7 @@ def _at_once(bench: Bench) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """A program of the table of speed.
+    """Program in the table of speed.
 
     Attributes:
         program: PLAIN, RAW or SELF.
@@ -255,7 +255,7 @@ class Row:
 
 
 def rows_of(size: Size) -> list[Row]:
-    """What is measured, the most telling first."""
+    """Return the rows to measure, the most informative first."""
     small, *larger = size.batches
     rows = [Row(program, small) for program in (PLAIN, RAW, SELF)]
     rows += [Row(program, batch) for batch in larger for program in (RAW, SELF)]
@@ -265,7 +265,7 @@ def rows_of(size: Size) -> list[Row]:
 
 
 def command_of(bench: Bench, row: Row, data: Path, epochs: int) -> list[str]:
-    """The program of a row, for so many epochs."""
+    """Return the command of a row's program for so many epochs."""
     size = bench.size
     if row.program == SELF:
         words = {"FOLDER": str(data), "BATCH": row.batch, "NETWORK": size.network, "PARAMS": size.params}
@@ -286,7 +286,7 @@ def pictures(bench: Bench, size: int, name: str) -> Path:
 
 
 def compile_graphs(bench: Bench) -> None:
-    """Fills the cache of compiled graphs by runs that are not measured, while the tests run."""
+    """Fill the cache of compiled graphs by runs that are not measured, while the tests run."""
     few = pictures(bench, 12 * bench.size.batches[0], "few")
     for row in rows_of(bench.size):
         if row.compile == GRAPHS:
@@ -295,7 +295,7 @@ def compile_graphs(bench: Bench) -> None:
 
 
 def speed(bench: Bench) -> None:
-    """Pictures per second of the last of two epochs, and the seconds of the complete job, of each program in turn."""
+    """Measure pictures per second of the last of two epochs, and seconds of the whole job, of each program in turn."""
     data = pictures(bench, bench.size.pictures, "pictures")
     if bench.warm is not None:
         bench.warm.result()
@@ -325,7 +325,7 @@ def speed(bench: Bench) -> None:
 
 
 def timing(took: Any) -> dict[str, float]:
-    """Of a program: pictures per second of its last epoch, seconds to its first step, and of the job.
+    """Return pictures per second of a program's last epoch, seconds to its first step, and seconds of the job.
 
     Raises:
         ValueError: it has printed none.
@@ -346,7 +346,7 @@ def speed_line(row: Row, some: Sequence[dict[str, float]] | None, otherwise: str
 
 
 def bounds_of(found: dict[Row, list[dict[str, float]]], size: Size) -> list[Bound]:
-    """The promises; a figure is None where one of its rows was not measured."""
+    """Return the promises; a figure is None if one of its rows was not measured."""
     small, large = size.batches[0], size.batches[-1]
 
     def against(one: Row, other: Row, of: str = "rate") -> float | None:

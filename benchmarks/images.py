@@ -1,4 +1,4 @@
-"""A folder of JPEGs, epoch after epoch and run after run: our data module beside torchvision's ImageFolder.
+"""Load a folder of JPEGs for several epochs and runs: our data module beside torchvision's ImageFolder.
 
     .venv/bin/python benchmarks/images.py
 
@@ -44,7 +44,7 @@ WAYS = {
 
 
 def draw(folder: Path, count: int) -> None:
-    """Photos: pieces of scikit-learn's two at several scales, mirrored and lit in several ways."""
+    """Return photos: pieces of scikit-learn's two at several scales, mirrored and with different brightness."""
     from sklearn.datasets import load_sample_images
 
     photos = [Image.fromarray(pixels) for pixels in load_sample_images().images]
@@ -65,7 +65,7 @@ def draw(folder: Path, count: int) -> None:
 
 
 def used() -> float:
-    """CPU seconds of this process and of those it waited for."""
+    """Return the CPU seconds of this process and of those it waited for."""
     total = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in total)
 
@@ -94,7 +94,7 @@ def theirs(root: str, workers: int) -> Iterable:
 
 
 def epoch(loaders: Iterable) -> int:
-    """Takes every batch; how many images there were."""
+    """Load every batch; return the number of images."""
     images = 0
     for loader in loaders:
         for batch in loader:
@@ -105,7 +105,7 @@ def epoch(loaders: Iterable) -> int:
 
 
 def measure(way: str, root: str) -> dict[str, float]:
-    """CPU seconds of the start with the first epoch, and of the second."""
+    """Return the CPU seconds of the start with the first epoch, and of the second."""
     import torch
     import torchvision
 
@@ -161,7 +161,7 @@ def main() -> None:
 
 
 def report(taken: dict[str, list[dict[str, float]]]) -> list[str]:
-    """Prints the table; the promises that are not kept."""
+    """Print the table; return the promises that are not kept."""
     import torch
     import torchvision
 

@@ -1,4 +1,5 @@
-"""How often `deeplightning compare` is right: coverage of its intervals, and its words about two pairs of settings.
+"""Measure how often `deeplightning compare` is right: coverage of its intervals, and its verdicts on two pairs of
+settings.
 
     .venv/bin/python benchmarks/luck.py                # the simulation: 15 CPU seconds
     .venv/bin/python benchmarks/luck.py --digits 16    # and the digits, with so many seeds: 3 CPU minutes
@@ -45,34 +46,34 @@ class Case:
 
 
 def _paired(rng: np.random.Generator, seed: int) -> Interval:
-    """Five seeds; the seed moves both settings alike, as a division of the data does."""
+    """Draw five seeds; the seed shifts both settings alike, as a split of the data does."""
     of_seed = rng.normal(0.95, 0.02, 5)
     one, two = of_seed + rng.normal(0, 0.01, 5), of_seed + rng.normal(0.01, 0.012, 5)
     return evidence.paired_interval(two - one, RESAMPLES, seed)
 
 
 def _skewed_pairs(rng: np.random.Generator, seed: int) -> Interval:
-    """Five pairs of accuracies near 1, which have a long tail on one side."""
+    """Draw five pairs of accuracies near 1, which have a long tail on one side."""
     return evidence.paired_interval(rng.beta(60, 2, 5) - rng.beta(40, 2, 5), RESAMPLES, seed)
 
 
 def _unpaired(rng: np.random.Generator, seed: int) -> Interval:
-    """Five seeds and ten others, with another spread."""
+    """Draw five seeds and ten others, with another spread."""
     return evidence.unpaired_interval(rng.normal(0.9, 0.01, 5), rng.normal(0.92, 0.03, 10), RESAMPLES, seed)
 
 
 def _skewed(rng: np.random.Generator, seed: int) -> Interval:
-    """Five seeds and five others, accuracies near 1."""
+    """Draw five seeds and five others, accuracies near 1."""
     return evidence.unpaired_interval(rng.beta(40, 2, 5), rng.beta(60, 2, 5), RESAMPLES, seed)
 
 
 def _samples(rng: np.random.Generator, seed: int) -> Interval:
-    """360 test samples that two networks answer: 5 % only B answers correctly, 3 % only A."""
+    """Draw 360 test samples that two networks answer: 5 % only B answers correctly, 3 % only A."""
     return evidence.sample_interval(rng.choice([-1.0, 0.0, 1.0], 360, p=[0.03, 0.92, 0.05]), RESAMPLES, seed)
 
 
 def _errors(rng: np.random.Generator, seed: int) -> Interval:
-    """200 test samples with squared errors, as of a regression."""
+    """Draw 200 test samples with squared errors, as of a regression."""
     return evidence.sample_interval(rng.gamma(2, 0.5, 200) - rng.gamma(2, 0.4, 200), RESAMPLES, seed)
 
 
@@ -87,7 +88,7 @@ CASES = [
 
 
 def coverage(case: Case, draws: int = DRAWS, seed: int = 0) -> float:
-    """The share of experiments whose interval contains the truth."""
+    """Return the share of experiments whose interval contains the truth."""
     rng = np.random.default_rng([seed, CASES.index(case)])
     intervals = (case.draw(rng, number) for number in range(draws))
     return sum(found.low <= case.truth <= found.high for found in intervals) / draws
@@ -112,7 +113,7 @@ FIVE = 5
 
 
 def groups(folder: Path, seeds: int) -> dict[str, Path]:
-    """Trains each setting with so many seeds; the folders of the groups."""
+    """Train each setting with so many seeds; return the folders of the groups."""
     (folder / "digits.yaml").write_text(CONFIG)
     found = {}
     for name, words in SETTINGS.items():
@@ -123,7 +124,8 @@ def groups(folder: Path, seeds: int) -> dict[str, Path]:
 
 
 def judged(a: Path, b: Path) -> tuple[float, list[tuple[str, str]]]:
-    """The difference in `test_acc` over all seeds; of each five seeds in a row the state and the words."""
+    """Return the difference in `test_acc` over all seeds, and for each five consecutive seeds the state and the
+    sentences."""
     from deeplightning_lab.significance import compare
 
     from deeplightning.reproduce.groups import group_of, runs_in

@@ -1,4 +1,4 @@
-"""Shipped configs with one planted fault each: YAML files and a seed become mutations whose place is known.
+"""Plant one fault each in shipped configs: YAML files and a seed become mutations whose place is known.
 
 A mutation is made in the text, at a known line, so that comments and layout stay, and so that the place where it must
 be told is known without Deep Lightning's own reader: keys and values are found with PyYAML. Nothing here looks at what
@@ -110,11 +110,11 @@ class File:
         return f"{self.name}:{self.pairs[path].line}"
 
     def plain(self, path: Path_) -> Any:
-        """The value at a path as Python sees it, numbers as YAML 1.2 reads them."""
+        """Return the value at a path as Python sees it, numbers as YAML 1.2 reads them."""
         return _plain(self.pairs[path].value)
 
     def with_value(self, path: Path_, new: str) -> str:
-        """The text with another value at a path, in one line."""
+        """Return the text with another value at a path, in one line."""
         pair = self.pairs[path]
         start, end = pair.value.start_mark.index, _end(pair.value)
         if pair.key is not None and "\n" in self.text[pair.key.end_mark.index : start]:
@@ -125,13 +125,13 @@ class File:
         return self.text[:start] + new + self.text[end:]
 
     def with_key(self, path: Path_, new: str) -> str:
-        """The text with a key renamed."""
+        """Return the text with a key renamed."""
         key = self.pairs[path].key
         assert key is not None
         return self.text[: key.start_mark.index] + new + self.text[key.end_mark.index :]
 
     def without(self, path: Path_) -> str:
-        """The text without a key and its value."""
+        """Return the text without a key and its value."""
         pair = self.pairs[path]
         assert pair.key is not None
         start, end = pair.key.start_mark.index, _end(pair.value)
@@ -149,7 +149,7 @@ class File:
         return self.text[:start] + self.text[end:]
 
     def with_pair_after(self, path: Path_, new: str) -> str:
-        """The text with `key: value` behind the pair at a path, in the same mapping."""
+        """Return the text with `key: value` after the pair at a path, in the same mapping."""
         pair = self.pairs[path]
         assert pair.key is not None
         assert isinstance(pair.inside, yaml.MappingNode)
@@ -161,13 +161,13 @@ class File:
         return f"{before}{' ' * pair.key.start_mark.column}{new}\n{self.text[end:]}"
 
     def source_of(self, path: Path_) -> str:
-        """`key: value` as it is written, with the lines below the key where the value has any."""
+        """Return `key: value` as it is written, with the lines below the key if the value has any."""
         pair = self.pairs[path]
         assert pair.key is not None
         return self.text[pair.key.start_mark.index : _end(pair.value)]
 
     def with_setting(self, path: Path_, new: str) -> str:
-        """The text with a value at a path, whether there is one or not; sections that lack are made."""
+        """Return the text with a value at a path, whether it exists or not; missing sections are created."""
         if path in self.pairs:
             return self.with_value(path, new)
         depth = max(n for n in range(len(path)) if n == 0 or path[:n] in self.pairs)
@@ -196,7 +196,7 @@ def _pairs(node: yaml.Node, path: Path_) -> Iterator[Pair]:
 
 
 def _end(node: yaml.Node) -> int:
-    """Where the last character of a value stands; the node's own mark counts what follows a block, too."""
+    """Return the position of the last character of a value; its own end mark includes blanks after a block."""
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
         return _end(last[1] if isinstance(last, tuple) else last)
@@ -233,12 +233,12 @@ class Config:
     files: list[File] = field(default_factory=list)
 
     def hidden(self, file: File, path: Path_) -> bool:
-        """Whether a file above sets the same value, so that this one's has no effect."""
+        """Return whether a file above sets the same value, so that this one's has no effect."""
         above = self.files[: self.files.index(file)]
         return any(not isinstance(f.pairs[path].value, yaml.MappingNode) for f in above if path in f.pairs)
 
     def section_line(self, path: Path_) -> str:
-        """Where the last file that writes a section does so; of the root, its first key."""
+        """Return the line where the last file that writes a section does so; of the root, its first key."""
         for file in self.files:
             if not path:
                 return f"{file.name}:{file.first_line}"
@@ -251,8 +251,8 @@ class Config:
 
 
 def read_configs(root: Path) -> list[Config]:
-    """Every config that ships, below the repository `root`, but those of option groups: a key of an option has another
-    path in the config than in its file."""
+    """Return every shipped config below the repository `root`, without those of option groups: a key of an option has
+    another path in the config than in its file."""
     paths = sorted([*root.glob("configs/*.yaml"), *root.glob("examples/own_code/*.yaml")])
     configs = []
     for path in paths:
@@ -276,7 +276,7 @@ _PLACES = {letter: (row, column) for row, letters in enumerate(_ROWS) for column
 
 
 def neighbours(letter: str) -> list[str]:
-    """The keys around a letter, or beside a digit, in its case."""
+    """Return the keys around a letter, or beside a digit, in its case."""
     if letter.lower() not in _PLACES:
         return []
     row, column = _PLACES[letter.lower()]
@@ -292,8 +292,9 @@ def neighbours(letter: str) -> list[str]:
 
 
 def typo(word: str, rng: random.Random, legal: set[str]) -> str | None:
-    """The word with one slip of the fingers: a character dropped, doubled, swapped with the next, or its neighbour on
-    the keyboard. Never a legal word, nor anything that is no name; None where a word allows no such slip."""
+    """Return the word with one typing error: a character dropped, doubled, swapped with the next, or replaced by its
+    neighbour on the keyboard. The result is never a legal word, nor an invalid name; None if a word allows no such
+    error."""
     for _ in range(100):
         spot = rng.randrange(len(word))
         slip = rng.choice(["drop", "double", "swap", "neighbour"])
@@ -492,7 +493,7 @@ def _is_type(file: File, path: Path_) -> bool:
 
 
 def _legal(configs: list[Config]) -> set[str]:
-    """Words that a typo must not become: those of the shipped configs, of the tables above, and of the schema."""
+    """Return words that a typo must not become: those of shipped configs, of the tables above, and of the schema."""
     from deeplightning.checks import reference
     from deeplightning.config import schema
 
@@ -514,7 +515,7 @@ class Maker:
         self.legal = _legal(self.configs)
 
     def make(self, seed: int, counts: dict[str, int] | None = None) -> list[Mutation]:
-        """So many mutations of each kind (KINDS), no two the same."""
+        """Return so many mutations of each kind (KINDS), no two the same."""
         rng = random.Random(seed)
         made: dict[tuple[str, str, str], Mutation] = {}
         for kind, count in (counts or KINDS).items():
@@ -574,7 +575,7 @@ class Maker:
 
     @staticmethod
     def _allowed(file: File, path: Path_) -> str | None:
-        """What the value at a path must be, if that is certain."""
+        """Return what the value at a path must be, if that is certain."""
         pair, name = file.pairs[path], str(path[-1])
         if _is_param(path) or name == "match":
             return _PARAMS[name]
@@ -676,7 +677,7 @@ class Maker:
 
 
 def _typo_of_word(word: str, rng: random.Random, legal: set[str]) -> str | None:
-    """A typo in the letters of a word that need not be a name (`16-mixed`)."""
+    """Return a typo in the letters of a word that need not be a name (`16-mixed`)."""
     letters = re.findall("[A-Za-z_]{2,}", word)
     if not letters:
         return None

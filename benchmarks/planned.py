@@ -1,5 +1,5 @@
-"""Two networks trained under six engines on CPU processes: the bytes that each process holds, beside those that
-`deeplightning plan --memory` says.
+"""Compare the memory that `deeplightning plan --memory` predicts with that of two networks under six engines on CPU
+processes.
 
     .venv/bin/python benchmarks/planned.py
 
@@ -29,7 +29,7 @@ NETWORKS = {
     "{num_classes: 10, num_channels: 1, image_size: 8, patch_size: 2, width: 96, depth: 4, heads: 3}}",
 }
 NAMES = ("parameters", "gradients", "state", "peak")
-APART = 0.15
+MAX_DIFFERENCE = 0.15
 
 CONFIG = """\
 seed: 7
@@ -96,7 +96,7 @@ class Counts(Phases):
 
 
 def config(network: str, engine: str, precision: str, folder: Path, callbacks: str) -> Path:
-    """Writes the config of a training into a folder."""
+    """Write the config of a training into a folder."""
     words = {"NETWORK": NETWORKS[network], "ENGINE": engine, "PROCESSES": 1 if engine == "null" else 2}
     words |= {"PRECISION": precision, "CALLBACKS": callbacks, "FOLDER": folder}
     text = CONFIG
@@ -108,7 +108,7 @@ def config(network: str, engine: str, precision: str, folder: Path, callbacks: s
 
 
 def measured(network: str, engine: str, precision: str, folder: Path) -> dict[str, Any]:
-    """What the first process holds in a training.
+    """Return the memory of the first process in a training.
 
     Raises:
         RuntimeError: the command fails.
@@ -122,7 +122,7 @@ def measured(network: str, engine: str, precision: str, folder: Path) -> dict[st
 
 
 def planned(network: str, engine: str, precision: str, folder: Path) -> Any:
-    """The plan's row for the same training, without callbacks."""
+    """Return the plan's row for the same training, without callbacks."""
     from deeplightning_plan.memory_table import plan_memory
 
     from deeplightning.checks.examine import load_config
@@ -158,7 +158,7 @@ def main() -> None:
             sizes = [f"{found[name] / 1024:,.1f}" for name in NAMES[:3]]
             sizes += [f"{row.peak / 1024:,.0f}", f"{found['peak'] / 1024:,.0f}", f"{apart:+.1%}"]
             print(f"| {network} | `{engine}` | {' | '.join(sizes)} |", flush=True)
-            if not exact or abs(apart) > APART:
+            if not exact or abs(apart) > MAX_DIFFERENCE:
                 wrong.append(f"{network} under {engine}")
     if wrong:
         sys.exit(f"not as planned: {', '.join(wrong)}")

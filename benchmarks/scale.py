@@ -1,4 +1,4 @@
-"""What grows with the size of the work, and how: samples, runs, points, classes, trials, weights, clients, and more.
+"""Measure how cost grows with the size of the work: samples, runs, points, classes, trials, weights, clients, and more.
 
     .venv/bin/python benchmarks/scale.py
 
@@ -96,7 +96,7 @@ def _short(value: float) -> str:
 
 
 def measure(row: Row, base: Path, full: bool, say: Callable[[str], None]) -> list[Measured]:
-    """All figures of a row at each of its sizes."""
+    """Measure all figures of a row at each of its sizes."""
     sizes = row.full if full else row.sizes
     found: dict[str, Measured] = {}
     place = Place(base / row.name)

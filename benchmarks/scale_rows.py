@@ -1,4 +1,4 @@
-"""The rows of benchmarks/scale.py: what is made at a size, and what is measured of it, in fresh processes.
+"""Define the rows of benchmarks/scale.py: what each creates at a size, and what it measures, in new processes.
 
 `python benchmarks/scale_rows.py NAME ARGUMENT …` runs one of the functions `child_NAME` and prints its figures as JSON:
 CPU seconds of calls alone, without the imports before them.
@@ -25,7 +25,7 @@ from servers import Server, form, free_port, make_run, pictures, post, started
 from side_by_side import Ended
 from timed import PEERS, ROOT
 
-LONGEST = 1800  # seconds of one command
+LIMIT_SECONDS = 1800  # of one command
 FOLDER = "Artifact storage path: "
 
 CONFIG = """\
@@ -92,14 +92,14 @@ class Row:
 
 
 def run(*command: str | Path, cwd: Path, **variables: str) -> Ended:
-    """A command in a fresh process.
+    """Run a command in a new process.
 
     Raises:
         RuntimeError: it does not end with 0.
     """
     path = os.pathsep.join([str(PEERS), str(ROOT)])
     more = {"PYTHONPATH": path, "MLFLOW_DISABLE_TELEMETRY": "true", **variables}
-    ended = side_by_side.run([str(word) for word in command], cwd, LONGEST, **more)
+    ended = side_by_side.run([str(word) for word in command], cwd, LIMIT_SECONDS, **more)
     if ended.code:
         lines = ended.output.splitlines()
         errors = [line for line in lines if line.startswith("error")] or lines[-1:]
@@ -108,23 +108,23 @@ def run(*command: str | Path, cwd: Path, **variables: str) -> Ended:
 
 
 def folder_of(ended: Ended) -> Path:
-    """The folder of the run that a command has made."""
+    """Return the folder of the run that a command has created."""
     return Path(ended.output.rpartition(FOLDER)[2].strip())
 
 
 def ours(*words: str | Path, cwd: Path, **variables: str) -> Ended:
-    """`deeplightning WORD …`."""
+    """Run `deeplightning WORD …`."""
     return run(sys.executable, "-m", "deeplightning", *words, cwd=cwd, **variables)
 
 
 def child(name: str, *arguments: object, cwd: Path) -> dict[str, float]:
-    """The figures of `child_NAME` in a fresh process."""
+    """Return the figures of `child_NAME` from a new process."""
     ended = run(sys.executable, Path(__file__).resolve(), name, *map(str, arguments), cwd=cwd)
     return json.loads(ended.output.splitlines()[-1])
 
 
 def cpu_of(call: Callable[[], object], times: int = 1) -> float:
-    """CPU seconds of a call in this process, the mean of so many."""
+    """Return the mean CPU seconds of a call in this process."""
     begun = time.process_time()
     for _ in range(times):
         call()
@@ -132,7 +132,7 @@ def cpu_of(call: Callable[[], object], times: int = 1) -> float:
 
 
 def write_arrays(folder: Path, samples: int, classes: int) -> None:
-    """`a.npz`: inputs (samples, 16) at random, and as many of each class."""
+    """Write `a.npz`: random inputs (samples, 16), and as many samples of each class."""
     random = np.random.default_rng(0)
     labels = np.arange(samples) % classes
     inputs = random.normal(size=(samples, 16)).astype(np.float32) + labels[:, None] % 7
@@ -166,7 +166,7 @@ IN_FOLDERS = "{type: deeplightning.data.image_folder.ImageFolder, params: {image
 
 
 def samples(size: int, place: Place) -> dict[str, float]:
-    """From the command to the first step, with pictures of 8x8 pixels in memory, in folders, in the cache."""
+    """Measure the time to the first step, with pictures of 8x8 pixels in memory, in folders, in the cache."""
     from PIL import Image
 
     folder = place.folder / str(size)
@@ -209,7 +209,7 @@ def child_listing(folder: str) -> dict[str, float]:
 
 
 def runs(size: int, place: Place) -> dict[str, float]:
-    """One more run in a store of so many, the list of runs, and the first page of the monitor."""
+    """Measure one more run in a store of so many, the list of runs, and the first page of the monitor."""
     store = place.folder / "mlruns"
     child("runs_fill", store, size - place.kept.get("runs", 0), cwd=place.folder)
     place.kept["runs"] = size
@@ -255,7 +255,7 @@ def child_runs_one(store: str) -> dict[str, float]:
 
 
 def points(size: int, place: Place) -> dict[str, float]:
-    """A run of so many points: tracked, resumed, compared, reported."""
+    """Measure a run of so many points: tracked, resumed, compared, reported."""
     folder = place.folder / str(size)
     folder.mkdir()
     write_arrays(folder, 300, 3)
@@ -292,7 +292,7 @@ def child_points_write(store: str, run_id: str, number: str) -> dict[str, float]
 
 
 def values(size: int, place: Place) -> dict[str, float]:
-    """A config with so many values below a target."""
+    """Measure a config with so many values below a target."""
     given = ", ".join(f"key_{number}: {number / 7}" for number in range(size))
     config = write_config(place.folder, f"{{type: own.of_values, params: {{values: {{{given}}}}}}}")
     write_arrays(place.folder, 300, 3)
@@ -304,7 +304,7 @@ def values(size: int, place: Place) -> dict[str, float]:
 
 
 def files(size: int, place: Place) -> dict[str, float]:
-    """A config of so many files, each of which extends the next."""
+    """Measure a config of so many files, each of which extends the next."""
     write_arrays(place.folder, 300, 3)
     write_config(place.folder, LINEAR.replace("CLASSES", "3"), "f0.yaml")
     for number in range(1, size):
@@ -321,7 +321,7 @@ def files(size: int, place: Place) -> dict[str, float]:
 
 
 def classes(size: int, place: Place) -> dict[str, float]:
-    """20,000 samples of so many classes: trained and tested with all pictures, exported, answered."""
+    """Measure 20,000 samples of so many classes: trained and tested with all pictures, exported, answered."""
     folder = place.folder / str(size)
     folder.mkdir()
     write_arrays(folder, 20_000, size)
@@ -347,7 +347,7 @@ def classes(size: int, place: Place) -> dict[str, float]:
 
 @contextmanager
 def _served(folder: Path, place: Place, asked: bytes) -> Iterator[Server]:
-    """A server that answers a request by now.
+    """Start a server that answers requests; yield it.
 
     Raises:
         RuntimeError: it does not in two minutes.
@@ -378,7 +378,7 @@ def _per_answer(server: Server, asked: bytes, times: int) -> float:
 
 
 def trials(size: int, place: Place) -> dict[str, float]:
-    """The search's own part of a trial when so many have ended: drawn, reported, judged; and the table of all."""
+    """Measure a search's own part of a trial after so many: draw, report, prune; and the table of all."""
     return child("trials", size, cwd=place.folder)
 
 
@@ -411,7 +411,7 @@ def child_trials(size: str) -> dict[str, float]:
 
 
 def processes(size: int, place: Place) -> dict[str, float]:
-    """So many processes of ddp on this machine: all that they take together."""
+    """Measure the total of so many processes of ddp on this machine."""
     write_arrays(place.folder, 1280, 3)
     config = write_config(place.folder, LINEAR.replace("CLASSES", "3"))
     engine = ["engine.backend=ddp", f"engine.processes={size}"] if size > 1 else []
@@ -423,7 +423,8 @@ def processes(size: int, place: Place) -> dict[str, float]:
 
 
 def weights(size: int, place: Place) -> dict[str, float]:
-    """A network of so many parameters: two steps of SGD and a checkpoint, two more of a resumed run, the bundle."""
+    """Measure a network of so many parameters: two steps of SGD and a checkpoint, two more of a resumed run, the
+    bundle."""
     folder = place.folder / str(size)
     folder.mkdir()
     write_arrays(folder, 80, 3)
@@ -447,7 +448,7 @@ def weights(size: int, place: Place) -> dict[str, float]:
 
 
 def clients(size: int, place: Place) -> dict[str, float]:
-    """So many connections that ask one picture after another, ours and wrk on the same cores."""
+    """Measure so many connections that ask one picture after another; ours and wrk use the same cores."""
     server, folder = _small_server(place)
     script = folder / "ask.lua"
     kind, body = form(pictures("small")[0])
@@ -469,7 +470,7 @@ def clients(size: int, place: Place) -> dict[str, float]:
 
 
 def idle(size: int, place: Place) -> dict[str, float]:
-    """So many open connections that say nothing: what the server holds, and an answer beside them."""
+    """Measure so many silent connections: the server's memory, and an answer beside them."""
     server, _ = _small_server(place)
     asked = post("/predict", *form(pictures("small")[0]))
     low, high = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -486,7 +487,7 @@ def idle(size: int, place: Place) -> dict[str, float]:
 
 
 def _small_server(place: Place) -> tuple[Server, Path]:
-    """The server of the small network that all sizes share, until its stack is closed; and a folder."""
+    """Return the server of the small network that all sizes share, until its stack is closed; and a folder."""
     if "run" not in place.kept:
         place.kept["run"] = make_run("small", place.folder)
     if "stack" not in place.kept:

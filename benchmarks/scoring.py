@@ -1,4 +1,4 @@
-"""A mutation goes through `deeplightning check`, and what that says is compared with what it ought to say.
+"""Score what `deeplightning check` reports for a mutation against what it should report.
 
 `check` runs as people start it, arguments in, text and exit code out, in a process forked from this one: nothing is
 kept from one mutation to the next, and only the start of Python is saved. The files lie in a copy of the folders that
@@ -19,7 +19,7 @@ from pathlib import Path
 from mutations import Mutation
 
 FOLDERS = ("configs", "examples/own_code")
-LONGEST = 60  # seconds of one check, unless it hangs
+LIMIT_SECONDS = 60  # of one check, after which it counts as hanging
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Score:
 
 
 def score(mutation: Mutation, answer: Answer) -> Score:
-    """Compares what was said with what ought to be."""
+    """Compare an answer with the expected one."""
     caught = answer.code == 2
     here = [told for told in answer.told if told.place in mutation.lines]
     right_line = caught and bool(here)
@@ -72,7 +72,7 @@ def score(mutation: Mutation, answer: Answer) -> Score:
 
 @contextmanager
 def sandbox(root: Path) -> Iterator[Path]:
-    """A folder with copies of the shipped configs, which mutations overwrite one by one."""
+    """Create a folder with copies of the shipped configs, which mutations overwrite one by one."""
     with tempfile.TemporaryDirectory() as folder:
         for name in FOLDERS:
             shutil.copytree(root / name, Path(folder, name), ignore=shutil.ignore_patterns("__pycache__"))
@@ -80,7 +80,7 @@ def sandbox(root: Path) -> Iterator[Path]:
 
 
 def check_mutation(mutation: Mutation, place: Path) -> Answer:
-    """What `check` says of a mutation; the file in the sandbox is as before afterwards."""
+    """Check a mutation; restore the file in the sandbox afterwards."""
     file = place / mutation.file
     before = file.read_text()
     file.write_text(mutation.text)
@@ -91,7 +91,7 @@ def check_mutation(mutation: Mutation, place: Path) -> Answer:
 
 
 def check(config: str, place: Path) -> Answer:
-    """What `check` says of a config in the sandbox."""
+    """Check a config in the sandbox."""
     out, err = place / "out", place / "err"
     child = os.fork()
     if child == 0:
@@ -101,10 +101,10 @@ def check(config: str, place: Path) -> Answer:
 
 
 def _run(arguments: list[str], place: Path, out: Path, err: Path) -> None:
-    """The command in this process, which ends here."""
+    """Run the command in this process, which ends here."""
     code: object = 1
     try:
-        signal.alarm(LONGEST)  # noqa: TID251  (it has no handler: the child ends)
+        signal.alarm(LIMIT_SECONDS)  # noqa: TID251  (it has no handler: the child ends)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(os.open(out, flags), 1)
@@ -125,7 +125,7 @@ def _run(arguments: list[str], place: Path, out: Path, err: Path) -> None:
 
 
 def read(code: int, out: str, err: str) -> Answer:
-    """The faults in what `check --format json` printed."""
+    """Parse the faults in the output of `check --format json`."""
     try:
         said = json.loads(out)
     except ValueError:

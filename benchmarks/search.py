@@ -1,4 +1,4 @@
-"""What a trial of a search costs beside the same training in a fresh process, in CPU seconds.
+"""Measure the CPU seconds of a trial of a search beside the same training in a new process.
 
     .venv/bin/python benchmarks/search.py
 
@@ -27,7 +27,7 @@ SEARCH = (
 
 
 def cpu_of(folder: Path, *words: str) -> float:
-    """CPU seconds of a command and of all processes that it started."""
+    """Return the CPU seconds of a command and of all processes that it started."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-m", "deeplightning", words[0], str(CONFIG), *SMALL, *words[1:]]
     store = f"logger.params.tracking_uri={folder}/runs"

@@ -1,4 +1,4 @@
-"""Faults that are no matter of spelling, planted in shipped configs: each value is legal, and they do not fit together.
+"""Plant faults of meaning in shipped configs: each value is valid by itself, but they do not fit together.
 
 Each is a config, overrides, and the keys one of which must be told.
 """
@@ -114,7 +114,7 @@ PLANTED = [
 
 
 def told(planted: Planted, cwd: Path) -> Told:
-    """What `check --dry-run` says of a planted fault, in a fresh process."""
+    """Run `check --dry-run` on a planted fault in a new process; return its report."""
     command = [*side_by_side.OURS, "check", planted.config, *planted.overrides, "--dry-run", "--format", "json"]
     ended = side_by_side.run(command, cwd)
     try:

@@ -1,4 +1,4 @@
-"""The prediction server beside LitServe, `mlflow models serve` and Flask's own server, in one run.
+"""Compare the prediction server with LitServe, `mlflow models serve` and Flask's own server, in one run.
 
     .venv/bin/python benchmarks/serve.py --peers litserve,mlflow,flask
 
@@ -88,7 +88,7 @@ class Kind:
 
 
 def kinds(python: str | None, device: str = "cpu") -> dict[str, Kind]:
-    """By name; `python` is of the peers' environment."""
+    """Return the servers by name; `python` is that of the peers' environment."""
     accelerator = "cpu" if device == "cpu" else "auto"
     on = device.partition(":")[0]
 
@@ -157,7 +157,7 @@ class Turn:
 
 
 def take_turn(kind: Kind, run: Path, name: str, options: argparse.Namespace, neighbours: bool, place: Path) -> Turn:
-    """Starts a server, asks it about each picture, then loads it; `place` is an empty folder.
+    """Start a server, ask it about each picture, then load it; `place` is an empty folder.
 
     Raises:
         RuntimeError: it does not answer, or wrongly.
@@ -204,7 +204,8 @@ def clients_of(name: str, options: argparse.Namespace) -> list[int]:
 
 
 def servers_of(name: str, options: argparse.Namespace) -> list[str]:
-    """Those that a model is measured with: the further ones without ours in other precisions; MLflow takes pictures."""
+    """Return the servers that a model is measured with: the further models without our other precisions; MLflow takes
+    pictures."""
     if name in MODELS:
         return options.servers
     left_out = {INT8, FP16} | ({"mlflow"} if name in ("texts", "tables") else set())
@@ -212,7 +213,8 @@ def servers_of(name: str, options: argparse.Namespace) -> list[str]:
 
 
 def put_load(server: Server, kind: Kind, place: Path, clients: int, seconds: int, address: str) -> tuple[Load, float]:
-    """Clients that ask again as soon as they have their answer; also the server's MiB after two thirds of the time."""
+    """Run clients that ask again as soon as they have their answer; return also the server's MiB after two thirds of
+    the time."""
     env = {**os.environ, "LOAD_FOLDER": str(place), "LOAD_PATTERN": kind.pattern[1]}
     command = ["wrk", f"-t{clients}", f"-c{clients}", f"-d{seconds}s", "--timeout", "60s", "-s", str(HERE / "load.lua")]
     batches, begun = batches_of(server), server.cpu()
@@ -234,7 +236,7 @@ def put_load(server: Server, kind: Kind, place: Path, clients: int, seconds: int
 
 
 def batches_of(server: Server) -> tuple[float, float]:
-    """Pictures and batches so far, by the histogram that /metrics has of them; zeros where there is none."""
+    """Return pictures and batches so far, by the histogram in /metrics; zeros if there is none."""
     status, text = server.ask(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
     sums = [
         sum(float(value) for value in re.findall(rf"^\w*batch\w*_{end}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE))
@@ -244,8 +246,10 @@ def batches_of(server: Server) -> tuple[float, float]:
 
 
 def cost_in_process(run: Path, name: str, batch: int, seconds: float = 1.0) -> float:
-    """CPU ms of one picture without a server: decoded by the bundle's ImageSpec, answered by ONNX Runtime so many at a
-    time, on one thread."""
+    """Return the CPU ms of one picture without a server, on one thread.
+
+    The bundle's ImageSpec decodes it, and ONNX Runtime answers so many at a time.
+    """
     import numpy as np
     import onnxruntime
 
@@ -290,7 +294,7 @@ class Found:
 
 
 def make_runs(options: argparse.Namespace, python: str | None, place: Path, found: dict[str, Found]) -> dict[str, Path]:
-    """What the servers serve, by model."""
+    """Create the runs that the servers serve, by model."""
     runs = {name: make_run(name, place) for name in options.models}
     for name, run in runs.items():
         if "mlflow" in servers_of(name, options) and python:
@@ -313,7 +317,7 @@ def make_runs(options: argparse.Namespace, python: str | None, place: Path, foun
 
 
 def measure(options: argparse.Namespace, python: str | None, place: Path, found: dict[str, Found]) -> None:
-    """Each server in turn, each round in the other order."""
+    """Measure everything; the result is partial if it was interrupted."""
     known, runs = kinds(python, options.device), make_runs(options, python, place, found)
     for number in range(options.rounds):
         for name, run in runs.items():
@@ -345,7 +349,7 @@ HEAD = ["server", "start, CPU s", "PSS, MiB", "CPU ms per answer", "answers/s", 
 
 
 def rows(found: Found, servers: list[str], clients: list[int]) -> Iterator[list[str]]:
-    """A line for each server; several numbers in a cell are for the numbers of clients."""
+    """Return a line for each server; several numbers in a cell are for the numbers of clients."""
     for server in servers:
         if server not in found.turns:
             yield [server, *["not measured"] * (len(HEAD) - 1)]
@@ -374,7 +378,7 @@ BEST_PEER_AT_MOST = 0.5  # CPU per answer of what is in `FURTHER`
 
 
 def bounds(name: str, found: Found, servers: list[str], clients: list[int]) -> Iterator[Bound]:
-    """Those of one model that the servers and numbers of clients allow."""
+    """Return the bounds of one model that apply to the measured servers and numbers of clients."""
 
     def of(server: str, key: str, number: int) -> float | None:
         return found.middle(server, lambda turn: getattr(turn.loads[number], key))
@@ -432,13 +436,13 @@ def bounds(name: str, found: Found, servers: list[str], clients: list[int]) -> I
 
 
 def rounds_of(found: dict[str, Found]) -> str:
-    """Of all that was measured; fewer than were asked for where the measurement was interrupted."""
+    """Measure each server in turn; each round reverses the order."""
     counts = {len(turns) for of_model in found.values() for turns in of_model.turns.values()} or {0}
     return " to ".join(map(str, sorted({min(counts), max(counts)})))
 
 
 def machine(python: str | None) -> str:
-    """Versions that the figures depend on."""
+    """Return the versions that the figures depend on."""
     ours = ", ".join(
         f"{name} {importlib.metadata.version(name)}" for name in ("onnxruntime", "httptools", "uvloop", "pillow")
     )
@@ -450,7 +454,7 @@ def machine(python: str | None) -> str:
 
 
 def wrong_answers(turn: Turn) -> int:
-    """Answers that were not right, or did not come."""
+    """Return answers that were wrong or missing."""
     return sum(load.failed for load in turn.loads.values())
 
 

@@ -1,4 +1,4 @@
-"""Servers of pictures under measurement: what they are asked, how they are started, and what their processes take.
+"""Start servers for a measurement, send them requests, and measure their processes.
 
 Models with ten samples each; sample i is of class i, by a last layer that is fitted to random features. Ours is a run
 folder with a bundle of the project's own export, the peers load the same weights. A server is known by its command line
@@ -48,7 +48,7 @@ sys.path.append(str(HERE / "peers"))  # serve_parts imports torch: where a run i
 
 
 def model_of(name: str) -> str:
-    """The model that is asked."""
+    """Return the model that is asked."""
     return name.partition("-")[0]
 
 
@@ -89,7 +89,7 @@ def pictures(name: str) -> list[bytes]:
 
 @functools.cache
 def contents(name: str) -> list[dict[str, Any]]:
-    """Ten texts of 12 to 40 words, or rows of 20 numbers, as JSON has them."""
+    """Return ten texts of 12 to 40 words, or rows of 20 numbers, in the form of JSON."""
     rng = np.random.default_rng(18)
     if name == "tables":
         numbers = rng.normal(size=(PICTURES, 20)).round(3).tolist()
@@ -99,7 +99,7 @@ def contents(name: str) -> list[dict[str, Any]]:
 
 
 def form(picture: bytes, field: str = "image") -> tuple[str, bytes]:
-    """A picture as a browser uploads it: content type and body."""
+    """Return a picture as a browser uploads it: content type and body."""
     boundary = "----------a7f3c0d25b9e4186"
     kind, suffix = ("image/png", "png") if picture.startswith(b"\x89PNG") else ("image/jpeg", "jpg")
     head = f'Content-Disposition: form-data; name="{field}"; filename="picture.{suffix}"\r\nContent-Type: {kind}'
@@ -108,20 +108,20 @@ def form(picture: bytes, field: str = "image") -> tuple[str, bytes]:
 
 
 def column(picture: bytes) -> tuple[str, bytes]:
-    """A picture as a row of a data frame, which `mlflow models serve` takes: content type and body."""
+    """Return a picture as a row of a data frame, which `mlflow models serve` takes: content type and body."""
     text = base64.b64encode(picture).decode()
     return "application/json", f'{{"dataframe_split": {{"columns": ["image"], "data": [["{text}"]]}}}}'.encode()
 
 
 def post(path: str, content_type: str, body: bytes, closes: bool = False) -> bytes:
-    """A request, byte for byte; `closes`: the only one on its connection."""
+    """Return the bytes of a request; `closes`: the only one on its connection."""
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}"
     head += "\r\nConnection: close" if closes else ""
     return f"{head}\r\n\r\n".encode() + body
 
 
 def requests_of(name: str, path: str, body: Callable[[bytes], tuple[str, bytes]]) -> list[bytes]:
-    """A request for each sample, which a server takes at a path, a picture in this form."""
+    """Return a request for each sample, in the form that a server takes at a path."""
     if name in ("texts", "tables"):
         sent = [("application/json", json.dumps(content).encode()) for content in contents(name)]
     else:
@@ -133,11 +133,12 @@ def requests_of(name: str, path: str, body: Callable[[bytes], tuple[str, bytes]]
 
 
 def make_run(name: str, place: Path, turned: bool = False) -> Path:
-    """A run folder with a bundle, and the weights for the peers beside it as `NAME.pt`. Turned: sample i is of class
-    9 - i instead.
+    """Create a run folder with a bundle, and the weights for the peers beside it as `NAME.pt`.
+
+    Turned: sample i is of class 9 - i instead.
 
     Raises:
-        RuntimeError: a sample is not told with a clear margin.
+        RuntimeError: a sample is not recognized with a clear margin.
     """
     import serve_parts
     import torch
@@ -199,7 +200,7 @@ def _parts(name: str) -> tuple[dict[str, Any], Any, np.ndarray, Callable[[Any], 
 
 
 def make_int8_run(run: Path, name: str) -> Path:
-    """A copy of a run folder whose bundle has an int8 model too, judged on 50 noisy copies of each picture."""
+    """Copy a run folder, and add an int8 model to its bundle that is checked on 50 noisy copies of each picture."""
     from deeplightning.export.int8 import quantize
 
     folder = RunFolder(run.with_name(f"{run.name}-int8"))
@@ -218,21 +219,21 @@ def make_int8_run(run: Path, name: str) -> Path:
 
 
 def make_fp16_model(run: Path) -> None:
-    """Adds to a run's bundle a model in fp16."""
+    """Add a model in fp16 to a run's bundle."""
     from deeplightning.export.fp16 import halve
 
     halve(RunFolder(run))
 
 
 def _fit(model: Any, inputs: Any, turned: bool) -> None:
-    """Gives a network's last layer weights by which input i has the logit of its class, and 0 for the others."""
+    """Set the weights of a network's last layer so that input i has the logit of its class, and 0 for the others."""
     import torch
 
     *_, last = (layer for layer in model.modules() if isinstance(layer, torch.nn.Linear))
     features: list[torch.Tensor] = []
     hook = last.register_forward_pre_hook(lambda _, given: features.append(given[0]))
     with torch.no_grad():
-        for _ in range(40):  # so that batch normalisation knows these inputs
+        for _ in range(40):  # so that batch normalisation adapts to these inputs
             model.train()(inputs)
         model.eval()(inputs)
         hook.remove()
@@ -266,7 +267,7 @@ class Tree:
             return []
 
     def cpu(self) -> float:
-        """CPU seconds, user and system, with those of processes that have ended and were waited for."""
+        """Return CPU seconds, user and system, with those of processes that have ended and were waited for."""
         total = 0.0
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
@@ -275,7 +276,7 @@ class Tree:
         return total
 
     def memory(self) -> float:
-        """Proportional set size in MiB: pages that several share are counted once."""
+        """Return the proportional set size in MiB: shared pages count once."""
         total = 0
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
@@ -283,8 +284,10 @@ class Tree:
         return total / 2**20
 
     def anonymous(self) -> float:
-        """The part of `memory` that is no file's: what a leak adds to. Files, such as libraries, are shared with what
-        else this machine runs, so that their part changes with that."""
+        """Return the part of `memory` that is not mapped from files: a leak adds to it.
+
+        Files, such as libraries, are shared with other programs on this machine, so that their part varies with these.
+        """
         total = 0
         for process in self.processes():
             with contextlib.suppress(OSError):  # it has ended
@@ -312,7 +315,7 @@ class Server(Tree):
         super().__init__(self.child.pid)
 
     def ask(self, request: bytes, seconds: float = 60) -> tuple[int, str]:
-        """Status and text of the answer to a request, sent on a connection of its own.
+        """Send a request on a separate connection; return status and text of the answer.
 
         Raises:
             OSError, http.client.HTTPException: there is none.
@@ -324,7 +327,7 @@ class Server(Tree):
             return response.status, response.read().decode(errors="replace")
 
     def wait(self, request: bytes, pattern: str, wanted: str) -> None:
-        """Until it gives the right answer.
+        """Wait until the server gives the right answer.
 
         Raises:
             RuntimeError: it ends, answers something else, or nothing in `START_SECONDS`.
@@ -348,7 +351,7 @@ class Server(Tree):
         return " ".join(self.log.read_text(errors="replace").split())[-300:]
 
     def stop(self) -> None:
-        """SIGTERM, and SIGKILL to those of its processes that are there 8 seconds later."""
+        """Send SIGTERM, and 8 seconds later SIGKILL to processes that remain."""
         processes = self.processes()
         if self.child.poll() is None:
             self.child.send_signal(signal.SIGTERM)
@@ -360,7 +363,7 @@ class Server(Tree):
 
 @contextlib.contextmanager
 def started(command: list[str], port: int, log: Path, env: dict[str, str] | None = None) -> Iterator[Server]:
-    """A server that is stopped when the block ends."""
+    """Start a server that is stopped when the block ends."""
     server = Server(command, port, log, env)
     try:
         yield server
@@ -389,7 +392,7 @@ http {
 
 @contextlib.contextmanager
 def tls_in_front(port: int, place: Path) -> Iterator[int]:
-    """The port of an nginx that speaks TLS for the server on another one, as deploy/nginx.conf has it.
+    """Start an nginx that speaks TLS for a server on another port, as deploy/nginx.conf does; yield its port.
 
     Raises:
         RuntimeError: nginx or openssl is not installed, or does not start.
@@ -420,7 +423,7 @@ def tls_in_front(port: int, place: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def busy_neighbours(number: int) -> Iterator[None]:
-    """So many processes that compute all the time."""
+    """Run so many processes that compute all the time."""
     children = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(number)]
     try:
         yield

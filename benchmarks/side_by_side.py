@@ -1,4 +1,4 @@
-"""What a user would take instead, in the same run: LightningCLI and Hydra on a config with the facts of base.yaml.
+"""Measure the alternatives of a user in the same run: LightningCLI and Hydra on a config equivalent to base.yaml.
 
 They live in `benchmarks/.venv`, with the torch and Lightning that our environment has. Where it cannot
 be made that is said, and our own side is measured alone.
@@ -19,7 +19,7 @@ from typing import Any
 
 PEERS = Path(__file__).resolve().parent / "peers"
 ROOT = PEERS.parents[1]
-LONGEST = 300  # seconds of one command
+LIMIT_SECONDS = 300  # of one command
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Ended:
     memory: float
 
 
-def run(command: list[str], cwd: Path, limit: float = LONGEST, **variables: str) -> Ended:
-    """A command in a fresh process, with compiled bytecode and one thread.
+def run(command: list[str], cwd: Path, limit: float = LIMIT_SECONDS, **variables: str) -> Ended:
+    """Run a command in a new process, with compiled bytecode and one thread.
 
     Args:
         limit: seconds, after which it is killed.
@@ -62,11 +62,11 @@ def run(command: list[str], cwd: Path, limit: float = LONGEST, **variables: str)
 
 
 class NotMade(Exception):
-    """The environment could not be made; the text says why."""
+    """Raised if the environment could not be created; the text says why."""
 
 
 def environment(of: str = "requirements.txt", folder: str = ".venv", say: bool = True) -> str:
-    """The Python of the peers' environment, which is made where it is not there.
+    """Return the Python of the peers' environment, which is created if it is missing.
 
     Args:
         of: what it holds, a file in `benchmarks/peers`.
@@ -94,7 +94,7 @@ def environment(of: str = "requirements.txt", folder: str = ".venv", say: bool =
 
 
 def _locked(lock: str, requirements: str) -> list[str]:
-    """What the lock says, without hashes, of packages that the requirements do not name."""
+    """Return the lock's lines, without hashes, of packages that the requirements do not name."""
     named = {name.lower() for name in re.findall(r"^([\w-]+)", requirements, re.MULTILINE)}
     lines = [line.removesuffix("\\").strip() for line in lock.splitlines() if re.match(r"\w", line)]
     return [line for line in lines if re.split(r"[=\[ ]", line)[0].lower() not in named]
@@ -105,7 +105,7 @@ def _quietly(command: list[str]) -> None:
     if "PIP_INDEX_URL" in env:  # what pip is told about the index holds for uv too, which does not read it
         env.setdefault("UV_DEFAULT_INDEX", env["PIP_INDEX_URL"])
     try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LONGEST)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotMade(f"{Path(command[0]).name}: {error}") from error
     if done.returncode:
@@ -152,7 +152,7 @@ class Word:
 
 
 def compare_faults(python: str | None) -> dict[str, dict[str, Word]]:
-    """By name of the fault ("all four at once" at the end), by program: what it says."""
+    """Return what each program reports, by name of the fault ("all four at once" at the end) and by program."""
     found: dict[str, dict[str, Word]] = {}
     cases = [({name}, name) for name in FAULTS] + [(set(FAULTS), "all four at once")]
     with tempfile.TemporaryDirectory() as folder:
@@ -176,7 +176,7 @@ def compare_faults(python: str | None) -> dict[str, dict[str, Word]]:
 
 
 def _planted(config: Path, faults: set[str], place: Path) -> Path:
-    """A copy of a config with these faults."""
+    """Return a copy of a config with these faults."""
     text = config.read_text()
     for fault in faults:
         right, wrong, _ = FAULTS[fault]
@@ -188,8 +188,11 @@ def _planted(config: Path, faults: set[str], place: Path) -> Path:
 
 
 def _word(ended: Ended, words: list[str]) -> Word:
-    """A fault counts as told where a command fails and its word stands anywhere in the message, which is generous: it
-    may stand there by chance, in a copy of the config. LightningCLI's list of all options before it does not count."""
+    """Return what a program reported for planted faults.
+
+    A fault counts as reported if the command fails and the fault's word occurs in the message. That is generous: it may
+    occur by chance, in a copy of the config. LightningCLI's list of all options before the message does not count.
+    """
     message = re.sub(r"\Ausage: .*?^(?=error: )", "", ended.output, flags=re.DOTALL | re.MULTILINE).strip()
     told = sum(word in message for word in words) if ended.code else 0
     place = bool(ended.code and re.search(r"\.yaml(:\d+|\", line \d+)", message))
@@ -200,7 +203,8 @@ def _word(ended: Ended, words: list[str]) -> Word:
 
 
 def measure(commands: Mapping[str, list[str]], repetitions: int, cwd: Path) -> dict[str, list[float]]:
-    """CPU seconds of each command, each in a fresh process: a round that is not counted, then so many rounds in turn.
+    """Return the CPU seconds of each command in new processes: one round that is not counted, then so many rounds in
+    turn.
 
     Raises:
         RuntimeError: a command fails.
@@ -217,7 +221,7 @@ def measure(commands: Mapping[str, list[str]], repetitions: int, cwd: Path) -> d
 
 
 def largest_config(configs: list[str], cwd: Path) -> tuple[str, dict[str, float]]:
-    """The config whose check takes the most CPU seconds, and the median of three of each."""
+    """Return the config whose check takes the most CPU seconds, and the median of three of each."""
     checks = {name: [*OURS, "check", str(ROOT / name)] for name in configs}
     medians = {name: statistics.median(taken) for name, taken in measure(checks, 3, cwd).items()}
     return max(medians, key=medians.__getitem__), medians
@@ -248,6 +252,6 @@ class Bound:
 
 
 def table(head: list[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Markdown."""
+    """Return the bounds as Markdown."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)

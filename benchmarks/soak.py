@@ -1,4 +1,4 @@
-"""The prediction server under hardship: bad clients for minutes, overload, SIGTERM and changed bundles under load.
+"""Test the prediction server under hardship: bad clients for minutes, overload, SIGTERM and changed bundles under load.
 
     .venv/bin/python benchmarks/soak.py --minutes 10
     .venv/bin/python benchmarks/soak.py --overload --drain --reload
@@ -63,7 +63,7 @@ class Connection:
         await self.loop.sock_sendall(self.socket, data)
 
     async def answer(self) -> tuple[int, bytes, bool]:
-        """Status, body, and whether the server takes another request on this connection.
+        """Return status, body, and whether the server takes another request on this connection.
 
         Raises:
             EOFError: the connection ends before the answer does.
@@ -83,7 +83,7 @@ class Connection:
         return got
 
     def abort(self) -> None:
-        """Ends it by a reset."""
+        """Reset the connection."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.socket.close()
 
@@ -129,8 +129,10 @@ class Load:
         return self.models.total()
 
     async def good(self, number: int) -> None:
-        """A client that asks again as soon as it has its answer, some times on the same connection. It ends where
-        nobody listens any more."""
+        """Run a client that asks again as soon as it has its answer, several times on the same connection.
+
+        It ends when nothing listens any more.
+        """
         chance = random.Random(number)
         connection: Connection | None = None
         while not self.over.is_set():
@@ -173,7 +175,7 @@ class Load:
             self.faults.append(Fault(sent, uses, f"picture {picture}: {status} {body[:150]!r}"))
 
     async def bad(self, number: int) -> None:
-        """A client that is slow, leaves in the middle of a request, or sends what is none."""
+        """Run a client that is slow, leaves in the middle of a request, or sends something invalid."""
         chance = random.Random(number)
         ways = [self._slow, self._silent, self._leaving, *[self._malformed] * 6]
         while not self.over.is_set():
@@ -189,7 +191,7 @@ class Load:
             await asyncio.sleep(0.01)
 
     async def _slow(self, connection: Connection, chance: random.Random) -> int:
-        """A whole request, a fortieth at a time: some 4 seconds."""
+        """Send a whole request, a fortieth at a time, in about 4 seconds."""
         request = chance.choice(self.requests)
         step = len(request) // 40 + 1
         for start in range(0, len(request), step):
@@ -198,7 +200,7 @@ class Load:
         return (await self._patiently(connection))[0]
 
     async def _silent(self, connection: Connection, chance: random.Random) -> int:
-        """The first part of a request and then nothing, until the server hangs up or half a minute is over."""
+        """Send the first part of a request and then nothing, until the server hangs up or half a minute is over."""
         request = chance.choice(self.requests)
         await connection.send(request[: chance.randrange(1, len(request))])
         return (await self._patiently(connection, seconds=30))[0]
@@ -220,7 +222,7 @@ class Load:
 
 
 def malformed(requests: list[bytes]) -> list[bytes]:
-    """Requests that want a 4xx: pictures that are none or end early, forms and headers that are wrong."""
+    """Return requests that must get a 4xx: invalid or truncated pictures, wrong forms and headers."""
     head, _, body = requests[0].partition(b"\r\n\r\n")
     kind, picture = "image/png", body.partition(b"\r\n\r\n")[2].rpartition(b"\r\n--")[0]
     return [
@@ -244,7 +246,7 @@ def malformed(requests: list[bytes]) -> list[bytes]:
 
 @contextlib.asynccontextmanager
 async def clients(load: Load, number: int, bad: int = 0):
-    """So many clients, until the block ends; those that are bad are not waited for."""
+    """Run so many clients until the block ends; it does not wait for bad ones."""
     good = [asyncio.create_task(load.good(each)) for each in range(number - bad)]
     others = [asyncio.create_task(load.bad(each)) for each in range(bad)]
     try:
@@ -258,7 +260,7 @@ async def clients(load: Load, number: int, bad: int = 0):
 
 
 async def until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether it comes true in that time."""
+    """Return whether a condition becomes true in that time."""
     end = time.monotonic() + seconds
     while not (holds := condition()) and time.monotonic() < end:
         await asyncio.sleep(0.01)
@@ -287,7 +289,7 @@ def requests_of(name: str) -> list[bytes]:
 
 @contextlib.contextmanager
 def own_server(options: argparse.Namespace, place: Path, run: Path, *settings: str):
-    """Ours, started as deploy.sh does it, with settings such as serve.max_queue=16."""
+    """Start our server as deploy.sh does, with settings such as serve.max_queue=16."""
     port = free_port()
     command = [sys.executable, "-m", "deeplightning", "serve", str(run), "--port", str(port), *settings]
     requests = requests_of(options.model)
@@ -298,7 +300,7 @@ def own_server(options: argparse.Namespace, place: Path, run: Path, *settings: s
 
 @contextlib.contextmanager
 def any_server(options: argparse.Namespace, place: Path, run: Path, *settings: str):
-    """Ours, or the one that runs."""
+    """Start our server, or use the running one."""
     if options.server is None:
         with own_server(options, place, run, *settings) as (_, target):
             yield target
@@ -328,7 +330,7 @@ Faults = list[str]
 
 
 async def soak(options: argparse.Namespace, place: Path, run: Path) -> Faults:
-    """Minutes with good and bad clients."""
+    """Run good and bad clients for minutes."""
     bad, seconds = round(BAD_SHARE * options.clients), 60 * options.minutes
     with any_server(options, place, run) as target:
         load = target.load()
@@ -352,7 +354,7 @@ async def soak(options: argparse.Namespace, place: Path, run: Path) -> Faults:
 
 
 async def memory(tree: Tree) -> tuple[float, float]:
-    """PSS in MiB, and what of it is no file's; medians of five looks, a second apart."""
+    """Return PSS in MiB, and the part that is not mapped from files; medians of five samples, a second apart."""
     looks = []
     for _ in range(5):
         looks.append((tree.memory(), tree.anonymous()))
@@ -365,7 +367,7 @@ def told_of(memory: tuple[float, float]) -> str:
 
 
 async def overload(options: argparse.Namespace, place: Path, run: Path) -> Faults:
-    """Several times more than can be answered."""
+    """Send several times more than can be answered."""
     settings = (f"serve.max_queue={options.max_queue}", f"serve.max_wait={options.max_wait}")
     with any_server(options, place, run, *settings) as target:
         load = target.load(refusals=(429, 504))
@@ -387,7 +389,10 @@ async def overload(options: argparse.Namespace, place: Path, run: Path) -> Fault
 
 
 async def drain(options: argparse.Namespace, place: Path, run: Path) -> Faults:
-    """SIGTERM under load. Accepted is what was sent whole before it, on a connection that the kernel had made."""
+    """Send SIGTERM under load.
+
+    A request counts as accepted if it was sent completely before, on a connection that the kernel had established.
+    """
     faults: Faults = []
     for number in range(options.rounds):
         with own_server(options, place, run) as (server, target):
@@ -436,7 +441,7 @@ def refuses(port: int) -> bool:
 
 
 async def reload(options: argparse.Namespace, place: Path, run: Path) -> Faults:
-    """Another bundle takes the place of the first, and SIGHUP tells; then the first comes back, and nobody does."""
+    """Replace the bundle and send SIGHUP; then put the first one back without a signal."""
     other = make_run(options.model, place, turned=True)
     faults: Faults = []
     with own_server(options, place, run) as (server, target):
@@ -476,8 +481,7 @@ class Settled:
 
 
 def swap(run: Path, other: Path) -> None:
-    """Puts a copy of the other's bundle where the run has its own, as an export does; its own becomes the run's `spare`
-    for the way back."""
+    """Replace a run's bundle by a copy of another's, as an export does; the old one becomes the run's `spare`."""
     spare = run / "spare"
     source = spare if other == run else other / "bundle"
     shutil.copytree(source, run / "new")
@@ -489,7 +493,7 @@ def swap(run: Path, other: Path) -> None:
 
 
 def told(load: Load) -> Faults:
-    """Prints what clients met; says what good ones should not have."""
+    """Print the clients' results; return errors that good ones should not have."""
     for kind in dict.fromkeys(kind for kind, _ in load.statuses):
         counts = {status: count for (of, status), count in sorted(load.statuses.items()) if of == kind}
         print(f"{kind}: " + ", ".join(f"{status or 'hung up'} {count} times" for status, count in counts.items()))

@@ -1,4 +1,4 @@
-"""The bytes that a training step holds under each engine with one process, counted on the CPU tensor by tensor.
+"""Count the bytes of a training step under each engine with one process, on the CPU, tensor by tensor.
 
     .venv/bin/python benchmarks/step_memory.py
 
@@ -143,7 +143,7 @@ class Counts(pl.Callback):
 
 
 def held(network: nn.Module, optimizer: Any) -> dict[str, int]:
-    """Bytes in this process after a step, each memory counted once, under the first of these names that has it:
+    """Return the bytes in this process after a step; shared memory counts once, under the first of these names:
     parameters, the optimizer's own copy of weights, its state, gradients, buckets of DeepSpeed."""
     zero, optimizer = optimizer, getattr(optimizer, "optimizer", optimizer)
     parameters = list(network.parameters())
@@ -161,7 +161,7 @@ def held(network: nn.Module, optimizer: Any) -> dict[str, int]:
 
 
 def _new_bytes(tensor: Any, seen: set[int]) -> int:
-    """Of the memory behind a tensor; 0 where it was seen, or there is no tensor."""
+    """Return the bytes of the memory behind a tensor; 0 if it was counted, or there is no tensor."""
     if isinstance(tensor, list):
         return sum(_new_bytes(each, seen) for each in tensor)
     if not isinstance(tensor, Tensor):
@@ -174,7 +174,7 @@ def _new_bytes(tensor: Any, seen: set[int]) -> int:
 
 
 def count(engine: str, precision: str, network: dict[str, int], batch: int) -> dict[str, Any]:
-    """Trains in this process, and gives what the callback found."""
+    """Train in this process, and return the callback's result."""
     live = Live()
     counts = Counts(live)
     size = network["image_size"]
@@ -213,7 +213,7 @@ HEAD += ["peak of forward and backward", "peak of the optimizer"]
 
 
 def row(engine: str, found: dict[str, Any]) -> list[str]:
-    """A line of the table, in MiB."""
+    """Return a line of the table, in MiB."""
     names = ("parameters", "own weights", "state", "gradients", "buckets", "forward", "peak", "peak of the optimizer")
     word, *more = engine.split(", ")
     return [

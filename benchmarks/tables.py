@@ -1,4 +1,4 @@
-"""The projects that `init` writes for six tables beside scikit-learn's linear models and forests.
+"""Compare the projects that `init` writes for six tables with scikit-learn's linear models and forests.
 
     .venv/bin/python benchmarks/tables.py
 
@@ -66,8 +66,8 @@ RIVALS: dict[str, tuple[Any, Any]] = {
     ),
 }
 """Models of classes and of numbers."""
-JUDGED = ("linear", "forest")
-LONGEST = 3600  # seconds of all runs of one table
+COMPARED = ("linear", "forest")
+LIMIT_SECONDS = 3600  # of all runs of one table
 
 
 def write_table(name: str, data: Path) -> bool:
@@ -96,7 +96,7 @@ def ours(project: Path, seeds: int) -> list[float]:
     """Train the config of a project once per seed; return the accuracy or R2 of each run on its test set."""
     command = [sys.executable, "-m", "deeplightning", "train", "train.export=false", "logger.pictures=null"]
     command += [f"seed=range({seeds})", "--multirun"]
-    done = subprocess.run(command, cwd=project, check=True, capture_output=True, text=True, timeout=LONGEST)
+    done = subprocess.run(command, cwd=project, check=True, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     table = Path(done.stdout.splitlines()[-1].removeprefix("Artifact storage path: ")) / "runs.csv"
     with table.open(newline="") as file:
         folders = [Path(row["folder"]) for row in csv.DictReader(file)]
@@ -165,7 +165,7 @@ def main() -> int:
                 other = [found[rival] for found in others]
                 difference, error = compare(own, other)
                 is_close = difference >= -error
-                word = ("within" if is_close else "worse") if rival in JUDGED else ""
+                word = ("within" if is_close else "worse") if rival in COMPARED else ""
                 if word == "worse":
                     worse.append(name)
                 columns = [name, spread(own), rival, spread(other), f"{difference:+.4f}", f"{error:.4f}", word]

@@ -1,4 +1,5 @@
-"""Short texts: examples/sst2 by `deeplightning train`, by plain PyTorch with a DataLoader, by Hugging Face's Trainer.
+"""Train on short texts: examples/sst2 by `deeplightning train`, by plain PyTorch with a DataLoader, by Hugging Face's
+Trainer.
 
     .venv/bin/python benchmarks/texts.py [--data FOLDER] [--rounds 5]
 
@@ -29,7 +30,7 @@ AT_MOST = {RAW: 1.0, TRAINER: 0.8}  # CPU of the whole job
 
 
 def write_reviews(folder: Path) -> None:
-    """The example's made-up reviews, in the format of SST-2's files."""
+    """Write the example's made-up reviews in the format of SST-2's files."""
     spec = importlib.util.spec_from_file_location("reviews", EXAMPLE / "reviews.py")
     assert spec is not None
     assert spec.loader is not None
@@ -41,7 +42,7 @@ def write_reviews(folder: Path) -> None:
 
 
 def commands(python: str, data: Path) -> dict[str, list[str]]:
-    """Of each program."""
+    """Return the command of each program."""
     settings = ["stages=[train]", "train.export=false", f"data.root={json.dumps(str(data))}"]
     settings += ["data.module.params.test=null", "logger.params.tracking_uri=mlruns", "logger.pictures=null"]
     ours = [*OURS, "train", str(EXAMPLE / "sst2.yaml"), *settings]
@@ -56,7 +57,7 @@ def commands(python: str, data: Path) -> dict[str, list[str]]:
 
 
 def accuracy(output: str) -> float:
-    """The last accuracy on the validation set that a program has printed."""
+    """Return the last accuracy on the validation set that a program has printed."""
     return float(re.findall(r"val_acc ([\d.]+)", output)[-1])
 
 

@@ -1,4 +1,4 @@
-"""Trainings in fresh processes, timed alike whatever program they are of; and the pictures that they learn from.
+"""Time trainings of different programs in new processes in the same way, and make the pictures that they train on.
 
 `run` starts a command with `peers/sitecustomize.py` on its path, which times the optimizer steps.
 """
@@ -24,7 +24,7 @@ import numpy as np
 
 PEERS = Path(__file__).resolve().parent / "peers"
 ROOT = PEERS.parents[1]
-LONGEST = 300  # seconds of one command
+LIMIT_SECONDS = 300  # of one command
 PICTURES = 10_000  # of which a tenth validates
 
 
@@ -85,12 +85,13 @@ class Took:
         return max(each.memory for each in self.processes)
 
     def per_step(self, steps: int, clock: bool = False) -> float:
-        """CPU seconds of one step, of all processes together; what lies between epochs is left out, and the first epoch
-        where there are several.
+        """Return the CPU seconds of one step, of all processes together, without the time between epochs.
+
+        The first epoch is left out if there are several.
 
         Args:
             steps: of an epoch.
-            clock: seconds of the first process by the machine's clock, instead.
+            clock: return seconds of the first process by the machine's clock instead.
         """
         return sum(
             _per_step(each.clock if clock else each.cpu, steps) for each in self.processes[: 1 if clock else None]
@@ -103,8 +104,8 @@ def _per_step(times: Sequence[float], steps: int) -> float:
     return sum(epoch[-1] - epoch[0] for epoch in whole) / sum(len(epoch) - 1 for epoch in whole)
 
 
-def run(command: Sequence[str], folder: Path, limit: float = LONGEST, **variables: str) -> Took:
-    """A command in a fresh process, in an empty folder that is made for it, with compiled bytecode and one thread.
+def run(command: Sequence[str], folder: Path, limit: float = LIMIT_SECONDS, **variables: str) -> Took:
+    """Run a command in a new process and a new folder, with compiled bytecode and one thread.
 
     Args:
         limit: seconds, after which it is killed.
@@ -157,7 +158,7 @@ def _steps(noted: dict[str, Any]) -> Steps:
 def in_turn(
     programs: Mapping[str, Callable[[int], Took]], rounds: int, say: Callable[[str], None] = lambda _: None
 ) -> dict[str, list[Took]]:
-    """Each program once a round, by its name; each round begins with another.
+    """Run each program once a round; each round begins with another.
 
     Args:
         programs: called with the number of the round.
@@ -175,7 +176,7 @@ def in_turn(
 
 
 def ratio(some: Sequence[float], others: Sequence[float]) -> float:
-    """The median over rounds of one figure to another's of the same round."""
+    """Return the median over rounds of one figure divided by another of the same round."""
     return statistics.median(one / other for one, other in zip(some, others, strict=True))
 
 
@@ -183,8 +184,10 @@ def ratio(some: Sequence[float], others: Sequence[float]) -> float:
 
 
 def digest(checkpoint: Path) -> str:
-    """SHA-256 of the network's weights in a checkpoint, its first twelve figures; where they lie in memory, and under
-    what the program calls its network, does not matter."""
+    """Return the first twelve digits of the SHA-256 of the network's weights in a checkpoint.
+
+    Memory layout, and the name that the program gives the network, do not matter.
+    """
     import torch
 
     total = hashlib.sha256()
@@ -197,7 +200,7 @@ def digest(checkpoint: Path) -> str:
 
 
 def make_mnist(folder: Path, source: Path | None = None) -> None:
-    """The four IDX files in `MNIST/raw`, 10,000 pictures for training and 100 that nobody looks at for the test.
+    """Write the four IDX files in `MNIST/raw`: 10,000 pictures for training, and 100 for the test, which nothing uses.
 
     Args:
         source: a folder that holds IDX files of MNIST, packed or not: the pictures are those of its training files, or
@@ -220,7 +223,7 @@ def make_mnist(folder: Path, source: Path | None = None) -> None:
 
 
 def _digits() -> tuple[np.ndarray, np.ndarray]:
-    """uint8 (10000, 28, 28) and (10000,), the same each time."""
+    """Return pictures, uint8 (10000, 28, 28), and labels, (10000,), the same each time."""
     from sklearn.datasets import load_digits
 
     digits, rng = load_digits(), np.random.RandomState(6)
@@ -248,7 +251,7 @@ def _idx(path: Path) -> np.ndarray:
 
 
 def make_pictures(folder: Path, count: int, size: int, channels: int, classes: int) -> None:
-    """`pictures.npz`: pixels at random, and as many labels of each class."""
+    """Write `pictures.npz`: random pixels, and as many labels of each class."""
     rng = np.random.RandomState(6)
     shape = (count, size, size) if channels == 1 else (count, size, size, channels)
     folder.mkdir(parents=True)

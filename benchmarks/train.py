@@ -1,4 +1,4 @@
-"""A training beside what a user would write or pick instead: a script in raw PyTorch, Lightning, LightningCLI.
+"""Compare a training with the alternatives of a user: a script in raw PyTorch, Lightning, LightningCLI.
 
     .venv/bin/python benchmarks/train.py
 
@@ -30,7 +30,7 @@ from typing import Any
 
 import side_by_side
 from side_by_side import Bound, table
-from timed import LONGEST, PEERS, Took, digest, in_turn, make_mnist, make_pictures, ratio, run
+from timed import LIMIT_SECONDS, PEERS, Took, digest, in_turn, make_mnist, make_pictures, ratio, run
 
 from deeplightning.engine.devices import cpu_computes_bf16
 
@@ -112,7 +112,7 @@ class Bench:
         return self.options.rounds
 
     def measure(self, part: str, programs: dict[str, Callable[[int], Took]], rounds: int) -> dict[str, list[Took]]:
-        """Each in turn, and what each took; told on stderr as it comes."""
+        """Run each program in turn; report on stderr what each took."""
         ended = {name: lambda number, program=program: finished(program(number)) for name, program in programs.items()}
         taken = in_turn(ended, rounds, lambda text: print(text, file=sys.stderr, flush=True))
         names = ("cpu", "wall", "start", "start_wall", "memory", "weights")
@@ -133,13 +133,13 @@ class Bench:
         return Job(folder, "deeplightning.data.mnist.MNIST", "small", "train_network.Small", -(-9000 // 64))
 
     def _warm(self, program: Callable[[Job], Took]) -> None:
-        """A program's first two steps, which are not counted."""
+        """Run a program's first two steps, which are not counted."""
         if program.__name__ not in self.warmed:
             self.warmed.add(program.__name__)
             program(_with(self.mnist, max_steps=2))
 
     def by_script(self, job: Job, *more: str) -> Took:
-        """By raw PyTorch."""
+        """Train with raw PyTorch."""
         self._warm(self.by_script)
         return run([self.python, str(PEERS / "train_raw.py"), *_words(job), *more], self.folder)
 
@@ -167,7 +167,7 @@ class Bench:
         return run([self.python, str(PEERS / "train_cli.py"), *config, *more], self.folder)
 
     def by_us(self, job: Job, *overrides: str, store: Path | None = None) -> Took:
-        """By `deeplightning train CONFIG override …`, tracked in a store."""
+        """Train with `deeplightning train CONFIG override …`, tracked in a store."""
         self._warm(self.by_us)
         folder = self.folder
         config = folder.with_suffix(".yaml")
@@ -177,7 +177,7 @@ class Bench:
 
 
 def config_of(job: Job, store: Path) -> str:
-    """A config of ours for a training, tracked in a store."""
+    """Return our config for a training, tracked in a store."""
     words = {"SEED": job.seed, "MODULE": job.module, "FOLDER": job.data, "BATCH": job.batch_size}
     words |= {"NETWORK": job.type, "EPOCHS": job.epochs, "STORE": store}
     return re.sub("|".join(words), lambda word: str(words[word[0]]), CONFIG)
@@ -203,7 +203,7 @@ def middle(values: Sequence[float]) -> float:
 
 
 def whole(bench: Bench) -> None:
-    """Three epochs, another seed in each round: what each takes, whether the weights are the same, what is learned."""
+    """Measure three epochs with another seed in each round: cost, equality of weights, accuracy."""
     job = bench.mnist
     programs: dict[str, Callable[[int], Took]] = {
         RAW: lambda n: bench.by_script(_seeded(job, n)),
@@ -245,7 +245,7 @@ def whole(bench: Bench) -> None:
 
 
 def batch256(bench: Bench) -> None:
-    """The whole training with 256 samples at a time, three seeds."""
+    """Measure the whole training with batches of 256 samples and three seeds."""
     job = _with(bench.mnist, batch_size=256, steps=-(-9000 // 256))
     programs = {RAW: lambda n: bench.by_script(_seeded(job, n)), OURS: lambda n: bench.by_us(_seeded(job, n))}
     taken = bench.measure("batch256", programs, min(3, bench.rounds))
@@ -257,7 +257,7 @@ def batch256(bench: Bench) -> None:
 
 
 def start(bench: Bench) -> None:
-    """Until the first optimizer step; and what it costs to make the store."""
+    """Measure the time until the first optimizer step, and the cost of creating the store."""
     job = _with(bench.mnist, max_steps=2)
     programs = {
         RAW: lambda n: bench.by_script(job),
@@ -283,7 +283,7 @@ def start(bench: Bench) -> None:
 
 
 def loop(bench: Bench) -> None:
-    """What a step costs where there is next to nothing to compute."""
+    """Measure the cost of a step with hardly any computation."""
     folder = bench.place / "pixels"
     make_pictures(folder, 2444, 1, 1, 2)
     job = Job(folder, PIXELS, "two", "train_network.Two", 550, batch_size=4, epochs=2)
@@ -309,12 +309,12 @@ def loop(bench: Bench) -> None:
 
 
 def judging(bench: Bench) -> None:
-    """A validation of 100,000 pictures of 28x28 beside a bare loop of forward passes; in one process, in turn."""
+    """Measure a validation of 100,000 pictures of 28x28 beside a bare loop of forward passes, in one process."""
     folder, module = bench.folder, "judge_own.Judged, params: {count: 100000}"
     job = Job(folder, module, "small", "train_network.Small", 1, epochs=bench.rounds + 1)
     folder.with_suffix(".yaml").write_text(config_of(job, bench.place / "mlruns"))
     command = [sys.executable, str(PEERS / "judge_own.py"), str(folder.with_suffix(".yaml"))]
-    turns = json.loads(run(command, folder, limit=3 * LONGEST).output.splitlines()[-1])
+    turns = json.loads(run(command, folder, limit=3 * LIMIT_SECONDS).output.splitlines()[-1])
     bench.raw["judging"] = turns
     share = middle([turn["ours"] / turn["bare"] for turn in turns])
     note = "100,000 pictures, 64 at a time, with loss, accuracy, confusion matrix and the pictures worth a look."
@@ -325,7 +325,7 @@ def judging(bench: Bench) -> None:
 
 
 def runs(bench: Bench) -> None:
-    """Runs opened and closed by our logger, in this process, in a store of ten and in one of a thousand."""
+    """Measure runs opened and closed by our logger, in this process, in a store of ten and in one of a thousand."""
     from deeplightning.tracking import MLflowLogger
 
     sizes = (10, 1000)
@@ -359,7 +359,7 @@ def runs(bench: Bench) -> None:
 
 
 def resnet(bench: Bench) -> None:
-    """A step where there is much to compute."""
+    """Measure a step with much computation."""
     folder = bench.place / "colours"
     make_pictures(folder, 1422, 32, 3, 10)
     job = Job(folder, COLOURS, "resnet18", RESNET18, 20, epochs=1)
@@ -381,7 +381,7 @@ def resnet(bench: Bench) -> None:
 
 
 def ddp(bench: Bench) -> None:
-    """Samples per CPU second of two processes that train together, against one."""
+    """Measure samples per CPU second of two processes that train together, against one."""
     one = _with(bench.mnist, epochs=2)
     two = _with(one, steps=-(-9000 // 128))
     both = ["engine.processes=2", "engine.backend=ddp"]
@@ -400,7 +400,7 @@ def ddp(bench: Bench) -> None:
 
 
 def gpu(bench: Bench) -> None:
-    """Samples per second and time to the first step on pictures like CIFAR-10's, where there is a GPU."""
+    """Measure samples per second and time to the first step on pictures like CIFAR-10's, if there is a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -433,7 +433,7 @@ PARTS = {part.__name__: part for part in (whole, batch256, start, loop, judging,
 
 
 def stored(folder: Path) -> int:
-    """Bytes of a store's database."""
+    """Return the bytes of a store's database."""
     return sum(path.stat().st_size for path in folder.glob("mlflow.db*"))
 
 
@@ -446,7 +446,7 @@ def _seeded(job: Job, number: int) -> Job:
 
 
 def finished(took: Took) -> Took:
-    """With the digest of the weights that a training has left, whose file goes: resnet18's are large."""
+    """Add the digest of the weights of a training, and remove their file: resnet18's are large."""
     ours = re.search(r"^Artifact storage path: (.+)$", took.output, re.MULTILINE)
     found = [Path(ours[1]) / "last.ckpt"] if ours else [*took.folder.glob("*.ckpt"), *took.folder.glob("*/*.ckpt")]
     if not found:  # two steps of a script
@@ -457,12 +457,12 @@ def finished(took: Took) -> Took:
 
 
 def unequal(some: Sequence[Took], others: Sequence[Took]) -> int:
-    """In how many rounds the weights are not the same."""
+    """Return in how many rounds the weights differ."""
     return sum(one.weights != other.weights for one, other in zip(some, others, strict=True))
 
 
 def accuracy(took: Took) -> float:
-    """The last that a training has told."""
+    """Return the last accuracy that a training has reported."""
     return float(re.findall(r"val_acc\D+([\d.]+)", took.output)[-1])
 
 
@@ -471,27 +471,27 @@ def mean_accuracy(some: Sequence[Took]) -> float:
 
 
 def against(taken: dict[str, list[Took]], one: str, other: str, of: str) -> float:
-    """The median ratio of one program's figure to another's."""
+    """Return the median ratio of one program's figure to another's."""
     return ratio([getattr(took, of) for took in taken[one]], [getattr(took, of) for took in taken[other]])
 
 
 def limit(
     bench: Bench, what: str, taken: dict[str, list[Took]], one: str, other: str, most: float, of: str = "cpu"
 ) -> None:
-    """A promise that one program takes at most so much of what another takes."""
+    """Add a promise that one program takes at most so much of what another takes."""
     figure = against(taken, one, other, of) if one in taken and other in taken else None
     bench.bounds.append(Bound(f"{what}: {one}, of {other}", figure, most))
 
 
 def machine() -> str:
-    """Versions that the figures depend on."""
+    """Return the versions that the figures depend on."""
     names = ["torch", "torchvision", "pytorch-lightning", "mlflow"]
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     return f"Python {platform.python_version()}, {os.cpu_count()} cores, one thread; {versions}"
 
 
 def peers() -> tuple[str, bool]:
-    """The Python of the scripts and whether LightningCLI is there; ours where theirs cannot be made."""
+    """Return the Python of the scripts and whether it has LightningCLI; ours if their environment cannot be made."""
     try:
         return side_by_side.environment(), True
     except side_by_side.NotMade as error:

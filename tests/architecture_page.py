@@ -1,6 +1,6 @@
-"""The generated part of docs/explanation/architecture.md, and its picture: which folder imports which, and why.
+"""Generate a part of docs/explanation/architecture.md, and its picture: which folder imports which, and why.
 
-`python tests/architecture_page.py` renews both; the prose around them is written by hand.
+`python tests/architecture_page.py` renews both; the text around them is written by hand.
 """
 
 import ast
@@ -13,11 +13,12 @@ START = "<!-- From here: python tests/architecture_page.py -->"
 END = "<!-- To here. -->"
 BASE_NAME = "base files"
 WIDTH, STEP, BOX = 720, 62, (104, 30)
-"""Of the picture, of a row and of a box, in pixels."""
+"""Width of the picture, height of a row, and size of a box, in pixels."""
 
 
 def imports() -> dict[str, set[str]]:
-    """The folders that each folder imports; single files of the base count as one folder, entry points are left out."""
+    """Return the folders that each folder imports; single files of the base count as one folder, entry points are left
+    out."""
     found: dict[str, set[str]] = {name: set() for name in [*LAYERS, *sorted(PARTS), "serve", BASE_NAME]}
     for file in FILES:
         here = _folder(name_of(file))
@@ -34,7 +35,7 @@ def _folder(name: str) -> str | None:
 
 
 def needed(graph: dict[str, set[str]]) -> list[tuple[str, str]]:
-    """The arrows that no chain of others implies (the transitive reduction of a graph without circles)."""
+    """Return the arrows that no chain of others implies (the transitive reduction of an acyclic graph)."""
 
     def reached(start: str) -> set[str]:
         return {start}.union(*(reached(other) for other in graph[start]))
@@ -48,14 +49,14 @@ def needed(graph: dict[str, set[str]]) -> list[tuple[str, str]]:
 
 
 def idea(folder: str) -> str:
-    """The first sentence or two of a folder, as its `__init__.py` has it."""
+    """Return the first sentence or two of the docstring of a folder's `__init__.py`."""
     file = ROOT / folder / "__init__.py" if folder == "serve" else ROOT / "deeplightning" / folder / "__init__.py"
     text = ast.get_docstring(ast.parse(file.read_text())) or ""
     return " ".join(text.split("\n\n")[0].split())
 
 
 def picture() -> str:
-    """The graph as SVG: a folder stands above all that it imports; colours follow the reader's light or dark mode."""
+    """Draw the graph as SVG: a folder is above all that it imports; colours follow the reader's light or dark mode."""
     arrows = needed(imports())
     heights = {name: _height(name, arrows) for name in imports()}
     rows: dict[int, list[str]] = {}
@@ -89,12 +90,12 @@ def picture() -> str:
 
 
 def _height(name: str, arrows: list[tuple[str, str]]) -> int:
-    """How many rows a folder stands above the last one: just above what it imports."""
+    """Return how many rows a folder is above the last one: one more than the highest that it imports."""
     return max((1 + _height(there, arrows) for here, there in arrows if here == name), default=0)
 
 
 def page() -> str:
-    """The part of the page, from its first to its last comment."""
+    """Return the generated part of the page, from its first to its last comment."""
     lines = [START, "", "![Which folder imports which](../pictures/architecture.svg)", ""]
     lines += ["| Folder | Idea |", "|---|---|"]
     lines += [f"| `deeplightning/{name}` | {idea(name)} |" for name in [*LAYERS, *sorted(PARTS)]]
@@ -103,7 +104,7 @@ def page() -> str:
 
 
 def renewed(text: str) -> str:
-    """The page with its generated part made anew."""
+    """Replace the generated part of the page."""
     return text[: text.index(START)] + page() + text[text.index(END) + len(END) :]
 
 

@@ -1,6 +1,6 @@
-"""Chromium without a window, which its DevTools protocol steers over two pipes.
+"""Control a headless Chromium by its DevTools protocol over two pipes.
 
-What the tests of the pages of the server and `tools/screenshots/page.py` share. The protocol:
+The tests of the server's pages and `tools/screenshots/page.py` share it. The protocol:
 https://chromedevtools.github.io/devtools-protocol/
 """
 
@@ -20,8 +20,8 @@ from PIL import Image
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
-SECONDS = 30
-"""How long the browser may take to say something: far more than it needs."""
+ANSWER_SECONDS = 30
+"""Time for an answer of the browser: far more than it needs."""
 
 FLAGS = [
     "--remote-debugging-pipe",
@@ -75,7 +75,7 @@ READ = """
 
 
 class Browser:
-    """Chromium without a window, in a process of its own."""
+    """Headless Chromium in a child process."""
 
     def __init__(self, folder: Path):
         ours, theirs = os.pipe(), os.pipe()
@@ -94,7 +94,7 @@ class Browser:
         self.events: list[dict[str, Any]] = []
 
     def send(self, method: str, session: str | None = None, **params: Any) -> int:
-        """Asks for something; gives the number that its answer will have."""
+        """Send a command; return the number of its answer."""
         self.number += 1
         message = {"id": self.number, "method": method, "params": params}
         if session:
@@ -103,7 +103,7 @@ class Browser:
         return self.number
 
     def call(self, method: str, session: str | None = None, **params: Any) -> Any:
-        """The result of one method; events that come before it are kept."""
+        """Return the result of a command; events that arrive before it are kept."""
         number = self.send(method, session, **params)
         while (message := self.receive()).get("id") != number:
             pass
@@ -111,9 +111,9 @@ class Browser:
         return message["result"]
 
     def receive(self) -> dict[str, Any]:
-        """The next message; an event is noted as well."""
+        """Return the next message; an event is also recorded."""
         while b"\0" not in self.unread:
-            readable, _, _ = select.select([self.output], [], [], SECONDS)
+            readable, _, _ = select.select([self.output], [], [], ANSWER_SECONDS)
             assert readable, "Chromium says nothing"
             self.unread += os.read(self.output, 1 << 20)
         text, _, self.unread = self.unread.partition(b"\0")
@@ -128,13 +128,13 @@ class Browser:
 
     def close(self) -> None:
         self.send("Browser.close")
-        self.process.wait(timeout=SECONDS)
+        self.process.wait(timeout=ANSWER_SECONDS)
         os.close(self.input)
         os.close(self.output)
 
 
 class Page:
-    """One tab with a profile of its own, that shows `url`, or a page below it."""
+    """Tab with its own profile that shows `url`, or a page below it."""
 
     def __init__(self, browser: Browser, url: str, prefix: str = "", path: str = ""):
         self.browser, self.url = browser, url
@@ -150,7 +150,7 @@ class Page:
         self.call("Page.setLifecycleEventsEnabled", enabled=True)
         loader = self.call("Page.navigate", url=f"{url}{prefix}/{path}")["loaderId"]
         while not any(
-            (event["loaderId"], event["name"]) == (loader, "load") for event in self.told("Page.lifecycleEvent")
+            (event["loaderId"], event["name"]) == (loader, "load") for event in self.events("Page.lifecycleEvent")
         ):  # about:blank is loaded as well
             self.browser.receive()
         self.evaluate(
@@ -161,25 +161,25 @@ class Page:
     def call(self, method: str, **params: Any) -> Any:
         return self.browser.call(method, self.session, **params)
 
-    def told(self, method: str) -> list[dict[str, Any]]:
-        """The events of one kind so far."""
+    def events(self, method: str) -> list[dict[str, Any]]:
+        """Return the events of a kind so far."""
         ours = [event for event in self.browser.events if event.get("sessionId") == self.session]
         return [event["params"] for event in ours if event["method"] == method]
 
     def wait(self, method: str) -> dict[str, Any]:
-        """The newest event of a kind, or the first that comes."""
-        while not (found := self.told(method)):
+        """Return the latest event of a kind, or wait for the first."""
+        while not (found := self.events(method)):
             self.browser.receive()
         return found[-1]
 
     def evaluate(self, expression: str) -> Any:
-        """The value of JavaScript; of a promise once it is there."""
+        """Return the value of a JavaScript expression; wait for the value of a promise."""
         result = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
     def look(self, width: int = 1000, scheme: str = "light", motion: str = "reduce") -> None:
-        """Sets what it is looked at with; a narrow window is a phone's."""
+        """Set the size and the media features of the window; a narrow window is a phone's."""
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=width < 500
         )
@@ -196,7 +196,7 @@ class Page:
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key, windowsVirtualKeyCode=KEYS[key])
 
     def give(self, event: str, *files: tuple[str, str, bytes]) -> None:
-        """Lets go of files over the page, or pastes them."""
+        """Drop files on the page, or paste them."""
         coded = json.dumps([(name, kind, base64.b64encode(data).decode()) for name, kind, data in files])
         kind, key = {"drop": ("DragEvent", "dataTransfer"), "paste": ("ClipboardEvent", "clipboardData")}[event]
         self.evaluate(
@@ -205,7 +205,7 @@ class Page:
         )
 
     def answers(self) -> list[dict[str, Any]]:
-        """What stands in the cards once none is waited for."""
+        """Return the content of the cards once no answer is pending."""
         self.evaluate("idle()")
         self.evaluate("Promise.all([...document.images].map((image) => image.decode().catch(() => {})))")
         found: list[dict[str, Any]] = self.evaluate(READ)
@@ -215,20 +215,20 @@ class Page:
         return str(self.evaluate("document.querySelector('#note').textContent"))
 
     def shot(self, file: Path) -> np.ndarray:
-        """All of the page as seen, uint8 (H, W, 3)."""
+        """Take a screenshot of the whole page, uint8 (H, W, 3)."""
         data = self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"]
         file.write_bytes(base64.b64decode(data))
         with Image.open(file) as image:
             return np.asarray(image.convert("RGB"))
 
     def close(self) -> None:
-        """Closes it, and looks back: no complaint of the browser, and no word to another host."""
+        """Close the tab; assert that the browser had no complaint, and that nothing went to another host."""
         self.browser.call("Target.disposeBrowserContext", browserContextId=self.context)
-        entries = [told["entry"] for told in self.told("Log.entryAdded")]
+        entries = [event["entry"] for event in self.events("Log.entryAdded")]
         assert [entry for entry in entries if entry["source"] != "network"] == []  # those are the refusals
-        assert self.told("Runtime.exceptionThrown") == []
-        assert self.told("Runtime.consoleAPICalled") == []
-        asked = {told["request"]["url"] for told in self.told("Network.requestWillBeSent")}
+        assert self.events("Runtime.exceptionThrown") == []
+        assert self.events("Runtime.consoleAPICalled") == []
+        asked = {event["request"]["url"] for event in self.events("Network.requestWillBeSent")}
         assert all(url.startswith((f"{self.url}/", "blob:", "data:")) for url in asked), asked
 
 

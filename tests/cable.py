@@ -1,4 +1,4 @@
-"""Two machines on one: two network namespaces, joined by a cable that can be cut and mended. It needs root and `ip`."""
+"""Connect two network namespaces of this machine by a cable that can be cut and mended. It needs root and `ip`."""
 
 import contextlib
 import ctypes
@@ -8,17 +8,17 @@ import subprocess
 import tempfile
 
 ADDRESS = "10.77.0.1"
-"""Of the first machine; the second one has the next."""
+"""Address of the first namespace; the second one has the next."""
 
 
 class NoCable(Exception):
-    """It cannot be made here; the message has the reason."""
+    """Raised if no cable can be made here; the message has the reason."""
 
 
 def in_namespace() -> None:
-    """Instead of `deeplightning.cli:main`: the command, in the network namespace that NAMESPACE names.
+    """Run the command in the network namespace that NAMESPACE names, instead of `deeplightning.cli:main`.
 
-    With HIDDEN, a folder, this machine has a disk of its own there.
+    If HIDDEN names a folder, the command sees an empty disk there.
     """
     from deeplightning import cli
 
@@ -32,18 +32,18 @@ def in_namespace() -> None:
             raise OSError(ctypes.get_errno(), "unshare")
         if libc.mount(b"none", folder, b"tmpfs", 0, None):
             raise OSError(ctypes.get_errno(), "mount")
-    tempfile.tempdir = None  # what the process that this one is forked from has found
+    tempfile.tempdir = None  # the parent process has set it
     cli.main()
 
 
 class Cable:
-    """Two network namespaces and what joins them.
+    """Two network namespaces, and the cable between them.
 
     Attributes:
         names: of the namespaces.
 
     Raises:
-        NoCable: this machine or its user cannot make them.
+        NoCable: this machine or its user cannot create them.
     """
 
     def __init__(self) -> None:
@@ -73,15 +73,15 @@ class Cable:
         subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=20)
 
     def cut(self) -> None:
-        """Nothing that one machine sends reaches the other."""
+        """Drop all packets between the namespaces."""
         self._ip("-n", self.names[1], "link", "set", "vb", "down")
 
     def mend(self) -> None:
-        """Ends the cut; connections that have waited continue."""
+        """End the cut; waiting connections continue."""
         self._ip("-n", self.names[1], "link", "set", "vb", "up")
 
     def remove(self) -> None:
-        """Removes the namespaces."""
+        """Remove the namespaces."""
         for name in self._made:
             with contextlib.suppress(subprocess.SubprocessError):
                 self._ip("netns", "del", name)

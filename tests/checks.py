@@ -1,6 +1,6 @@
-"""`deeplightning check` in processes of their own, forked from one that has imported what it needs.
+"""Run `deeplightning check` in child processes, forked from one that has imported what it needs.
 
-Their limits are the system's: a process that passes them is killed.
+The system sets their limits: a process that exceeds them is killed.
 """
 
 import contextlib
@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-SECONDS = 2  # of CPU, with the imports
-MEMORY = 500_000_000  # bytes of address space: more than what is really used
-LONGEST = 30  # seconds on the clock: a case that waits is killed
+CPU_SECONDS = 2  # with the imports
+MEMORY_BYTES = 500_000_000  # of address space: more than what is really used
+LIMIT_SECONDS = 30  # on the clock: a case that waits is killed
 SECRET = "s3cr3t-of-this-test"
 
 BASE = """\
@@ -58,7 +58,7 @@ serve: {port: 5000}
 
 
 class Checker:
-    """`deeplightning check`, again and again."""
+    """Run `deeplightning check` many times."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -72,13 +72,13 @@ class Checker:
         )
 
     def __call__(self, *arguments: str) -> str:
-        """Checks a config, which must be answered; gives the words."""
+        """Check a config, which must be answered; return the output."""
         end = self._ask(arguments)
-        if end["seconds"] > SECONDS:  # a busy neighbour makes it dearer, and nothing makes it cheaper
+        if end["seconds"] > CPU_SECONDS:  # a busy neighbour slows it down, and nothing speeds it up
             end = self._ask(arguments)
         out, err = ((self.folder / name).read_bytes().decode() for name in ("out", "err"))
         assert end["code"] in (0, 2, 3), f"ended with {end['code']}: {err}"
-        assert end["seconds"] <= SECONDS, err[:1000]
+        assert end["seconds"] <= CPU_SECONDS, err[:1000]
         assert "Traceback" not in err
         assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", out + err), "what steers a terminal is written out"
         assert SECRET not in out + err
@@ -98,7 +98,7 @@ class Checker:
 
 
 def _serve() -> None:
-    """Checks what stdin names, each in a process of its own; tells exit code and CPU seconds."""
+    """Check the configs that stdin names, each in a forked process; print exit code and CPU seconds."""
     from deeplightning import cli
 
     for name in ("out", "err"):
@@ -106,9 +106,9 @@ def _serve() -> None:
     Path("some_parts.py").write_text("def anything(*args, **kwargs): ...\n")
     Path("c.yaml").write_text(BASE)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        cli.cli.main(["check", "c.yaml"], standalone_mode=False)  # so that all is imported
+        cli.cli.main(["check", "c.yaml"], standalone_mode=False)  # imports everything
     begin = time.process_time()
-    gc.freeze()  # or a collection in a child copies every page
+    gc.freeze()  # otherwise a collection in a child copies every page
     for line in iter(sys.stdin.buffer.readline, b""):
         child = os.fork()
         if child == 0:
@@ -119,9 +119,9 @@ def _serve() -> None:
 
 
 def _check(cli: Any, arguments: list[str]) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS + 1, SECONDS + 1))
-    signal.alarm(LONGEST)  # noqa: TID251  (it has no handler: the child ends)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS + 1, CPU_SECONDS + 1))
+    signal.alarm(LIMIT_SECONDS)  # noqa: TID251  (it has no handler: the child ends)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, name in enumerate(("out", "err"), 1):
         os.dup2(os.open(name, os.O_WRONLY | os.O_TRUNC), number)

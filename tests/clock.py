@@ -1,16 +1,17 @@
-"""How fast this machine is at this moment, for tests that bound CPU time."""
+"""Measure the present speed of this machine, for tests that bound CPU time."""
 
 import time
 
-COUNTS, COUNT_S = 2_000_000, 20e-9
-"""What is counted, and what one takes on the machine on which the bounds were set."""
+NUM_ITERATIONS, ITERATION_SECONDS = 2_000_000, 20e-9
+"""Iterations of the measured loop, and the time of one on the machine on which the bounds were set."""
 
 
 def slowness() -> float:
-    """How many times longer Python counts now than where the bounds were set; at least 1.
+    """Return how many times slower Python runs now than where the bounds were set; at least 1.
 
-    Where neighbours share cores and caches, the same work takes twice its CPU seconds for a while."""
+    If neighbours share cores and caches, the same work takes twice its CPU seconds for a while.
+    """
     begin = time.process_time()
-    for _ in range(COUNTS):
+    for _ in range(NUM_ITERATIONS):
         pass
-    return max(1.0, (time.process_time() - begin) / (COUNTS * COUNT_S))
+    return max(1.0, (time.process_time() - begin) / (NUM_ITERATIONS * ITERATION_SECONDS))

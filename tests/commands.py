@@ -1,9 +1,9 @@
-"""`deeplightning VERB` in processes of their own, forked from one that has imported what they need.
+"""Run `deeplightning VERB` in child processes, forked from one that has imported what they need.
 
-A fresh process spends four seconds on imports, a forked one some milliseconds. What follows them is the same: arguments
-in `sys.argv`, working directory, environment, signals, output as it is written, `atexit`, and the exit code.
+A new process spends four seconds on imports, a forked one some milliseconds. Everything else is the same: arguments in
+`sys.argv`, working directory, environment, signals, output as it is written, `atexit`, and the exit code.
 
-A job of several ranks is as many forked processes, which find in their environment what a launcher tells them.
+A job of several ranks is as many forked processes, with the environment variables that a launcher would set.
 """
 
 import atexit
@@ -28,9 +28,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-LONGEST = 300  # seconds; alone nothing here takes thirty, but machines are busy and compilers cold
+LIMIT_SECONDS = 300  # nothing here takes thirty on an idle machine, but machines are busy and compilers cold
 MAIN = "deeplightning.cli:main"
-PAUSE = 0.02  # seconds between two looks at what a process has written
+POLL_SECONDS = 0.02  # between two reads of a process's output
 
 _TO_EXPORT = (
     "networkx",
@@ -43,10 +43,10 @@ _numbers = itertools.count()
 
 @dataclass
 class Outcome:
-    """How a command ended.
+    """Exit code and output of a command.
 
     Attributes:
-        ranks: of a job, how each of its processes ended; the first is the one whose outcome this is.
+        ranks: the outcome of each process of a job; this outcome is that of the first.
     """
 
     code: int
@@ -56,7 +56,7 @@ class Outcome:
 
     @property
     def folder(self) -> Path:
-        """The run's folder: the last line on stdout."""
+        """Folder of the run: the last line on stdout."""
         last = self.out.splitlines()[-1]
         assert last.startswith("Artifact storage path: /"), str(self)
         return Path(last.removeprefix("Artifact storage path: "))
@@ -68,10 +68,10 @@ class Outcome:
 
 
 class Running:
-    """A command that has been started; `files` + `.out`, `.err`, `.pid`, `.code` are what it says.
+    """Command that was started; `files` + `.out`, `.err`, `.pid`, `.code` have its output, process and exit code.
 
     Attributes:
-        ranks: of a job, each of its processes; the first stands for all.
+        ranks: the processes of a job; the first represents all.
     """
 
     def __init__(self, files: Path, others: Sequence[Path] = ()):
@@ -79,13 +79,13 @@ class Running:
         self.ranks = [self, *(Running(path) for path in others)]
 
     def _wait(self, happened, what: str):
-        end = time.monotonic() + LONGEST
+        end = time.monotonic() + LIMIT_SECONDS
         while not (found := happened()):
             if time.monotonic() > end:
                 told = "\n".join(f"{rank._read('out')}\n{rank._read('err')}" for rank in self.ranks)
                 self._kill()
                 raise AssertionError(f"timed out after {what}:\n{told}")
-            time.sleep(PAUSE)
+            time.sleep(POLL_SECONDS)
         return found
 
     def _kill(self) -> None:
@@ -98,31 +98,31 @@ class Running:
         return path.read_text() if path.exists() else ""
 
     def says(self, text: str, where: str = "out") -> str:
-        """Waits until a text is in its output; returns all of that."""
+        """Wait until the output contains a text; return the whole output."""
         return self._wait(lambda: (found := self._read(where)) and text in found and found, repr(text))
 
     def signal(self, number: int, rank: int = 0) -> None:
         os.kill(int(self._wait(lambda: self.ranks[rank]._read("pid"), "its start")), number)
 
     def ended(self, seconds: float) -> bool:
-        """Whether all of it has ended, or does within so many seconds."""
+        """Return whether all its processes end within so many seconds."""
         end = time.monotonic() + seconds
         while not (over := all(rank._read("code") for rank in self.ranks)) and time.monotonic() < end:
-            time.sleep(PAUSE)
+            time.sleep(POLL_SECONDS)
         return over
 
     def processes(self) -> list[int]:
-        """The processes that have not ended."""
+        """Return the processes that have not ended."""
         self._wait(lambda: all(rank._read("pid") for rank in self.ranks), "its start")
         return [int(rank._read("pid")) for rank in self.ranks if not rank._read("code")]
 
     def end(self) -> Outcome:
-        """Waits until all of it has ended."""
+        """Wait until all its processes have ended."""
         self._wait(lambda: all(rank._read("code") for rank in self.ranks), "its end")
         ended = [Outcome(int(rank._read("code")), rank._read("out"), rank._read("err")) for rank in self.ranks]
         missing = re.fullmatch(r"error: `(\w+)` is a plug-in: pip install .*\n", ended[0].err)
         if missing and importlib.util.find_spec(f"deeplightning_{missing[1]}") is None:
-            import pytest  # not in the server, which needs no more than a command
+            import pytest  # imported lazily: the server does without it
 
             pytest.skip(f"the plug-in `{missing[1]}` is not installed")
         if len(ended) > 1:
@@ -131,10 +131,10 @@ class Running:
 
 
 class Commands:
-    """Starts commands; `folder` takes what they write on stdout and stderr.
+    """Start commands, whose stdout and stderr go to files in `folder`.
 
     Args:
-        preload: modules that the server imports too, beside those that every run needs.
+        preload: further modules for the server to import.
     """
 
     def __init__(self, folder: Path, preload: Sequence[str] = ()):
@@ -143,12 +143,12 @@ class Commands:
         self._server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment())
 
     def start(self, *arguments: object, cwd: Path, ranks: int = 1, main: str = MAIN, **variables: str) -> Running:
-        """Starts a command; one of several `ranks` with as many processes, where Lightning would start them itself.
+        """Start a command, as several processes for several `ranks`, which Lightning would start itself otherwise.
 
         Args:
-            main: what is called instead of `deeplightning`, MODULE:FUNCTION; a module of the tests too.
+            main: MODULE:FUNCTION to call instead of `deeplightning`; the module may be one of the tests.
         """
-        name = f"{os.getpid()}-{next(_numbers)}.command"  # forks of this process count from the same number on
+        name = f"{os.getpid()}-{next(_numbers)}.command"  # forks of this process continue from the same number
         files = [self.folder / (f"rank{rank}-{name}" if rank else name) for rank in range(ranks)]
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(ranks), "NODE_RANK": "0"}
         for rank, path in enumerate(files):
@@ -173,7 +173,7 @@ class Commands:
 
 
 class Forking(Commands):
-    """Starts commands as forks of this very process, which has imported what they need: see `import_all`."""
+    """Start commands as forks of this process, which has imported what they need: see `import_all`."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -191,20 +191,20 @@ class Forking(Commands):
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """The caller's environment, without what would change a run."""
+    """Return the caller's environment without variables that would change a run."""
     kept = {n: v for n, v in os.environ.items() if not n.startswith(("MLFLOW_", "DEEPLIGHTNING_", "PYTEST_"))}
     return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DEEPLIGHTNING_CACHE": "off"} | variables
 
 
 def free_port() -> str:
-    """A port of loopback that nobody listens at, as a variable of the environment."""
+    """Return a free port of loopback, as an environment variable's value."""
     with socket.socket() as made:
         made.bind(("127.0.0.1", 0))
         return str(made.getsockname()[1])
 
 
 def read_terminal(leader: int) -> bytes:
-    """Reads all that is written to a terminal until its other end is closed, and closes this one."""
+    """Read all that is written to a terminal until its other end is closed, then close this end."""
     shown = b""
     with contextlib.suppress(OSError):  # the terminal's end on Linux
         while part := os.read(leader, 10_000):
@@ -213,17 +213,17 @@ def read_terminal(leader: int) -> bytes:
     return shown
 
 
-def real(*arguments: object, cwd: Path, limit: float = LONGEST, **variables: str) -> Outcome:
-    """The same in a fresh process, as a person starts it.
+def real(*arguments: object, cwd: Path, limit: float = LIMIT_SECONDS, **variables: str) -> Outcome:
+    """Run a command in a new process, as a person starts it.
 
     Args:
-        limit: seconds, after which it and every process that it has started are killed.
+        limit: seconds after which it and every process that it has started are killed.
 
     Raises:
         AssertionError: it has not ended within the limit.
     """
     command = [sys.executable, "-m", "deeplightning", *map(str, arguments)]
-    # Files, since a process that outlives its parent would keep a pipe open, and the reader waiting.
+    # Files, since a process that outlives its parent would keep a pipe open and block the reader.
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         env = environment(**variables)
         child = subprocess.Popen(command, cwd=cwd, env=env, stdout=out, stderr=err, start_new_session=True)
@@ -244,9 +244,9 @@ def real(*arguments: object, cwd: Path, limit: float = LONGEST, **variables: str
 
 
 def import_all(preload: Sequence[str]) -> None:
-    """Imports what every command needs, and the modules named; the collector of garbage leaves all that alone.
+    """Import what every command needs and the given modules, and freeze all objects for the garbage collector.
 
-    Otherwise each collection in a fork writes to every page of what was imported, which doubles the time of a training.
+    Otherwise each collection in a fork writes to every page of the imported modules, which doubles the training time.
     """
     import mlflow.tracking  # noqa: F401
     import sklearn.datasets  # noqa: F401
@@ -257,7 +257,7 @@ def import_all(preload: Sequence[str]) -> None:
 
     own = [module.name for module in pkgutil.walk_packages(deeplightning.__path__, "deeplightning.")]
     for name in (*own, *_TO_EXPORT, "omegaconf.grammar_parser"):
-        with contextlib.suppress(ImportError):  # other versions have other modules, and only time is lost
+        with contextlib.suppress(ImportError):  # other versions have other modules; only time is lost
             __import__(name)
     for name in preload:
         __import__(name)
@@ -269,16 +269,16 @@ def import_all(preload: Sequence[str]) -> None:
 
 def _serve(preload: Sequence[str]) -> None:
     import_all(preload)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children here
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for the children here
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # ends with pytest, which outlives its terminal under nohup
     for line in iter(sys.stdin.buffer.readline, b""):
         if os.fork() == 0:
             _watch(json.loads(line))
-    os._exit(0)  # Triton's bindings print a page about what is not collected in the end
+    os._exit(0)  # Triton's bindings print a page about objects that are left at exit
 
 
 def _watch(order: dict) -> None:
-    """Starts the command, and notes its process and how it ended."""
+    """Start the command; record its process and its exit code."""
     for number in (signal.SIGCHLD, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -305,7 +305,7 @@ def _run(order: dict, files: Path) -> None:
     os.dup2(os.open(files.with_suffix(".err"), flags), 2)
     os.environ.update(order["env"])
     os.chdir(order["cwd"])
-    sys.path[0:1] = []  # as `deeplightning` and `python -m deeplightning` have it
+    sys.path[0:1] = []  # as for `deeplightning` and `python -m deeplightning`
     if order["main"] != MAIN:
         tests = Path(__file__).parent
         sys.path += map(str, [tests, tests / "unit", tests / "runs", *tests.parent.glob("plugins/*/tests")])

@@ -1,7 +1,7 @@
-"""Which test shows what Deep Lightning can do: reads `coverage.txt` and the tests' sources, writes coverage.md.
+"""Generate coverage.md, which lists the tests of each capability, from `coverage.txt` and the tests' sources.
 
-`python tests/coverage_page.py tests/coverage.md` renews the page. It ends with 1, and writes nothing, where a row of
-the table has neither a test nor a reason for having none, or names a test that is not there.
+`python tests/coverage_page.py tests/coverage.md` renews the page. It exits with 1 and writes nothing if a row of the
+table has neither a test nor a reason for having none, or names a test that does not exist.
 """
 
 import ast
@@ -38,10 +38,10 @@ Made by `.venv/bin/python tests/coverage_page.py tests/coverage.md` from `tests/
 
 @dataclass
 class Row:
-    """A line of the table.
+    """Line of the table.
 
     Attributes:
-        lacks: "gpu", "later" or "missing" where the remark says what the tests do not show; else "".
+        lacks: "gpu", "later" or "missing" if the remark names a gap in the tests; else "".
         line: its number in the table.
     """
 
@@ -55,7 +55,7 @@ class Row:
 
     @property
     def state(self) -> str:
-        """One word for the page."""
+        """State of the row in one word, for the page."""
         if self.lacks in ("", "gpu"):
             return "GPU" if self.lacks else "shown"
         return "in part" if self.tests else {"later": "to come", "missing": "missing"}[self.lacks]
@@ -63,14 +63,14 @@ class Row:
 
 @dataclass
 class Table:
-    """All rows, and what is wrong with the text that they come from."""
+    """Rows, and the errors in the text that they come from."""
 
     rows: list[Row] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
 
 def read(text: str) -> Table:
-    """The rows of a table's text: `ids | what | tests | remark`, under lines `== section`."""
+    """Parse the table's text: `ids | what | tests | remark`, under lines `== section`."""
     table, section = Table(), ""
     for number, line in enumerate(text.splitlines(), start=1):
         cells = [cell.strip() for cell in line.split("|")]
@@ -98,7 +98,7 @@ def functions(*folders: Path) -> set[str]:
 
 
 def faults(table: Table, known: set[str]) -> Iterator[str]:
-    """What is wrong with a table: in words, with the line."""
+    """Return the errors of a table, each with its line."""
     yield from table.faults
     for name, count in Counter(name for row in table.rows for name in row.ids).items():
         if count > 1:
@@ -117,7 +117,7 @@ def faults(table: Table, known: set[str]) -> Iterator[str]:
 
 
 def page(table: Table) -> str:
-    """The page as Markdown."""
+    """Return the page as Markdown."""
     states = Counter(row.state for row in table.rows)
     order = ("shown", "GPU", "in part", "to come", "missing")
     counts = ", ".join(f"{states[state]} {state}" for state in order if states[state])
@@ -132,7 +132,7 @@ def page(table: Table) -> str:
 
 
 def main(target: Path) -> None:
-    """Writes the page anew."""
+    """Write the page."""
     table = read(TABLE.read_text())
     wrong = list(faults(table, functions(TESTS, PLUGINS)))
     if wrong:

@@ -1,4 +1,4 @@
-"""The code of the examples, for tests."""
+"""Load or copy the code of the examples, for tests."""
 
 import importlib.util
 import shutil

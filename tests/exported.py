@@ -1,4 +1,4 @@
-"""A small task of each kind that can be exported, and the run folder with its bundle."""
+"""Build a small task of each kind that can be exported, and a run folder with its bundle."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ RUN = {"id": "abc", "folder_name": "a run", "created": "now", "versions": {}}
 
 
 class Pixels(nn.Module):
-    """uint8 (N, 3, 6, 5) to what a kind of pictures gives."""
+    """Network from uint8 (N, 3, 6, 5) to the output of a kind of picture task."""
 
     def __init__(self, layers: nn.Module, last: nn.Module) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Pixels(nn.Module):
 
 
 def task_of(kind: str, model: nn.Module | None = None) -> tuple[Any, np.ndarray]:
-    """A task, and samples as a run keeps them; with another inference model than a small one of the kind."""
+    """Return a task, with a small inference model of the kind or the given one, and samples as a run keeps them."""
     torch.manual_seed(0)
     random, takes, gives = np.random.default_rng(0), KINDS[kind].takes, KINDS[kind].gives
     task: Any = SimpleNamespace(kind=kind, class_names=LABELS)
@@ -72,7 +72,7 @@ def task_of(kind: str, model: nn.Module | None = None) -> tuple[Any, np.ndarray]
 
 
 def exported(path: Path, kind: str, model: nn.Module | None = None) -> tuple[Any, RunFolder]:
-    """A task and its run folder, with a bundle."""
+    """Export a task; return it and its run folder."""
     task, samples = task_of(kind, model)
     path.mkdir(parents=True, exist_ok=True)
     export(task, RunFolder(path), samples, RUN)

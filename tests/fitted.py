@@ -1,4 +1,4 @@
-"""What the fixture `fit` gives: a training that took place in this process, and what was seen of it."""
+"""Describe the result of the fixture `fit`: a training in this process, and observations during it."""
 
 import csv
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ import torch
 
 
 class Seen(pl.Callback):
-    """Looks on while a network learns.
+    """Record what happens while a network trains.
 
     Attributes:
-        gradients: of each optimizer step, as the optimizer gets them: all in one vector.
-        backward: how many backward passes there were.
+        gradients: the optimizer's gradients at each step, in one vector.
+        backward: the number of backward passes.
         rates: the learning rate of each optimizer step.
         saves: (epoch, optimizer steps) of each checkpoint that was written.
         validations: (epoch, optimizer steps) of each validation.
@@ -27,14 +27,14 @@ class Seen(pl.Callback):
         self.saves: list[tuple[int, int]] = []
         self.validations: list[tuple[int, int]] = []
 
-    def _look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _record_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if parameters:  # the stand-in for no optimizer has none
+        if parameters:  # Lightning's mock optimizer has none
             self.gradients.append(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]))
             self.rates.append(optimizer.param_groups[0]["lr"])
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        trainer.optimizers[0].register_step_post_hook(self._look)  # the closure inside it computes them
+        trainer.optimizers[0].register_step_post_hook(self._record_step)  # the closure inside it computes them
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.backward += 1
@@ -48,7 +48,7 @@ class Seen(pl.Callback):
 
 @dataclass
 class Fitted:
-    """A training that took place in this process."""
+    """Training that took place in this process."""
 
     trainer: pl.Trainer
     task: Any
@@ -57,6 +57,6 @@ class Fitted:
     folder: Path
 
     def series(self, name: str) -> list[tuple[int, float]]:
-        """Steps and values of a metric."""
+        """Return steps and values of a metric."""
         with (self.folder / "metrics.csv").open(newline="") as file:
             return [(int(row["step"]), float(row[name])) for row in csv.DictReader(file) if row.get(name)]

@@ -1,7 +1,7 @@
-"""`deeplightning` where the processes that `engine.launch.Local` starts are forked from it, which has imported all.
+"""Run `deeplightning` so that the processes that `engine.launch.Local` starts are forks of it, which has imported all.
 
-A fresh one spends five seconds of CPU on imports. The agent, its processes' environment, sessions, signals and ends are
-real; only `python -m deeplightning` is called in the forked process instead of a new one.
+A new process spends five seconds of CPU on imports. The agent, and the environment, sessions, signals and ends of its
+processes are real; only `python -m deeplightning` is called in the forked process instead of a new one.
 """
 
 import atexit
@@ -15,8 +15,10 @@ from typing import Any
 
 
 class Forked:
-    """What torch's agent uses of `subprocess.Popen`. Where REFUSES names a file, rank 1 is not started once: when
-    rank 0 has written to the store at which they meet."""
+    """Replace `subprocess.Popen` for torch's agent.
+
+    If REFUSES names a file, the first start of rank 1 fails, after rank 0 has written to the rendezvous store.
+    """
 
     def __init__(self, args: tuple[str, ...], env: dict[str, str], **_: Any):
         assert args[1:3] == ("-m", "deeplightning")
@@ -68,7 +70,7 @@ def _become(argv: tuple[str, ...], env: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(env)
     sys.argv = ["deeplightning", *argv]
-    for name, module in list(sys.modules.items()):  # the user's own are imported anew
+    for name, module in list(sys.modules.items()):  # user code is imported again
         if str(getattr(module, "__file__", None)).startswith(f"{Path.cwd()}{os.sep}"):
             del sys.modules[name]
     code: object = 1
@@ -84,7 +86,7 @@ def _become(argv: tuple[str, ...], env: dict[str, str]) -> None:
 
 
 def main() -> None:
-    """Instead of `deeplightning.cli:main`."""
+    """Run the command with forked ranks, instead of `deeplightning.cli:main`."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     from deeplightning import cli

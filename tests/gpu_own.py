@@ -1,6 +1,7 @@
-"""A user's own code for the runs on GPUs: made-up pictures, small networks, and callbacks that note and that kill.
+"""Define a user's own code for the runs on GPUs: synthetic pictures, small networks, and callbacks that record and that
+kill.
 
-`gpu_runs.py` copies this file into the working directory of its runs. It needs no package beside torch and Lightning.
+`gpu_runs.py` copies this file into the working directory of its runs. It needs only torch and Lightning.
 """
 
 import itertools
@@ -20,7 +21,7 @@ from deeplightning.image_spec import ImageSpec
 
 
 class Made(ImageData):
-    """Noise with a bright spot whose place is the class, one of ten; 80 % train, 10 % validate, 10 % test.
+    """Noise with a bright spot whose position is the class, one of ten; 80 % train, 10 % validation, 10 % test.
 
     Args:
         size: of all sets together.
@@ -42,7 +43,7 @@ class Made(ImageData):
 
 
 def network(width, depth=1, norm=False):
-    """Linear layers, which compute the same on a CPU and a GPU to a few millionths."""
+    """Build linear layers, whose results on a CPU and a GPU agree to a few millionths."""
     sizes = [64, *[width] * depth]
     layers = [nn.Flatten()]
     for before, after in itertools.pairwise(sizes):
@@ -51,13 +52,13 @@ def network(width, depth=1, norm=False):
 
 
 def mixed():
-    """Convolution, batch norm with its buffers, dropout, layer norm and linear layers."""
+    """Build convolution, batch norm with its buffers, dropout, layer norm and linear layers."""
     features = [nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2)]
     return nn.Sequential(*features, nn.Linear(512, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 10))
 
 
 class TooLarge(nn.Module):
-    """Allocates more than any GPU has, on the device of its input, when it learns."""
+    """Allocate more than any GPU has, on the device of the input, when training."""
 
     def __init__(self):
         super().__init__()
@@ -71,7 +72,7 @@ class TooLarge(nn.Module):
 
 
 class Notes(pl.Callback):
-    """Writes the device of each process, and the most bytes that it held there, into `folder/RANK.json`."""
+    """Write the device of each process, and its peak memory there, to `folder/RANK.json`."""
 
     def __init__(self, folder):
         self.folder = pathlib.Path(folder)
@@ -83,7 +84,7 @@ class Notes(pl.Callback):
 
 
 class Killed(pl.Callback):
-    """Kills its process after the optimizer step that the environment variable KILL_AT names, if it does."""
+    """Kill the process after the optimizer step that the environment variable KILL_AT names, if any."""
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if trainer.global_step == int(os.environ.get("KILL_AT", -1)):

@@ -1,8 +1,8 @@
-"""Runs of small networks on GPUs, each in fresh processes, and what the table of engines and precisions says of them.
+"""Train small networks on GPUs, each in new processes, and summarize them by engine and precision.
 
-CUDA does not survive a fork, so nothing is shared between runs but the tracking store. The same runs go over CPU
-processes, which is how a machine without a GPU tests this file. Only torch, torchvision, Lightning, numpy and the
-packages of `tools/gpu_wheels.sh` are used.
+CUDA does not survive a fork, so runs share only the tracking store. The same runs also work with CPU processes, which
+is how a machine without a GPU tests this file. Only torch, torchvision, Lightning, numpy and the packages of
+`tools/gpu_wheels.sh` are used.
 """
 
 import importlib.util
@@ -18,8 +18,8 @@ from typing import Any
 from commands import Outcome, real
 from tiny import digest
 
-LONGEST = 75.0  # seconds of one run; the slowest that was measured on an H100 took 35
-KILL_AT = "13"  # an optimizer step in the middle of the second epoch, behind the checkpoint of step 12
+LIMIT_SECONDS = 75.0  # of one run; the slowest that was measured on an H100 took 35
+KILL_AT = "13"  # an optimizer step in the middle of the second epoch, after the checkpoint of step 12
 
 CONFIG = """\
 seed: 7
@@ -46,19 +46,19 @@ PRECISIONS = ["32", "bf16", "16"]
 
 
 def lacks(engine: str | None) -> str | None:
-    """Why an engine cannot be run here, or None."""
+    """Return why an engine cannot be run here, or None."""
     needs_deepspeed = engine is not None and engine.startswith("deepspeed")
     return "deepspeed is not installed" if needs_deepspeed and importlib.util.find_spec("deepspeed") is None else None
 
 
 def precision_of(engine: str | None, precision: str, on_gpu: bool = True) -> str:
-    """The word for `engine.precision`: fsdp has no loss scale, and computes wholly in 16 bits."""
+    """Return the value of `engine.precision`: fsdp has no loss scale, and computes entirely in 16 bits."""
     return "16-true" if (engine, precision, on_gpu) == ("fsdp", "16", True) else precision
 
 
 @dataclass
 class Cell:
-    """What the runs of one engine in one precision have shown.
+    """Result of the runs of one engine in one precision.
 
     Attributes:
         devices: `1 GPU`, `2 CPU processes`.
@@ -67,7 +67,7 @@ class Cell:
         resumed: whether a run that was killed in an epoch, and resumed, ends with the same weights and results.
         exported: whether the run left a bundle, which is compared with the checkpoint before it is kept.
         seconds: of all three runs.
-        reason: what a run that failed said at last.
+        reason: the last line of a run that failed.
     """
 
     engine: str
@@ -86,11 +86,11 @@ class Cell:
 
 
 class Runs:
-    """Runs in a working directory with `gpu_own.py`, tracked in a store of its own.
+    """Start runs in a working directory with `gpu_own.py`, tracked in a separate store.
 
     Args:
         place: an empty folder.
-        run: starts a command, as `commands.real` does.
+        run: starts a command, like `commands.real`.
     """
 
     def __init__(self, place: Path, run: Callable[..., Outcome] = real):
@@ -100,8 +100,10 @@ class Runs:
         shutil.copy(Path(__file__).with_name("gpu_own.py"), place)
         self.config.write_text(CONFIG.replace("STORE", json.dumps(str(self.store))))
 
-    def start(self, *overrides: str, config: Path | None = None, limit: float = LONGEST, **variables: str) -> Outcome:
-        """`deeplightning train CONFIG override …`, however it ends.
+    def start(
+        self, *overrides: str, config: Path | None = None, limit: float = LIMIT_SECONDS, **variables: str
+    ) -> Outcome:
+        """Run `deeplightning train CONFIG override …`, whatever its exit code.
 
         Raises:
             AssertionError: it has not ended in time.
@@ -109,13 +111,13 @@ class Runs:
         return self.run("train", config or self.config, *overrides, cwd=self.place, limit=limit, **variables)
 
     def train(self, *overrides: str, code: int = 0, **options: Any) -> Outcome:
-        """The same, which must end with this exit code."""
+        """Run the same; assert its exit code."""
         outcome = self.start(*overrides, **options)
         assert outcome.code == code, outcome
         return outcome
 
     def cell(self, engine: str, precision: str, gpus: int | None = 1, processes: int = 1) -> Cell:
-        """Trains, tests and exports; the same again, killed inside the second epoch and resumed."""
+        """Train, test and export; then do the same with a kill in the second epoch and a resume."""
         number = gpus or processes
         kind = "GPU" if gpus else "CPU process"
         cell = Cell(engine, precision, f"{number} {kind}{'' if number == 1 else 'es' if kind[0] == 'C' else 's'}")
@@ -125,7 +127,7 @@ class Runs:
         if precision == "16":  # Adam's eps of 1e-8 is 0 in half precision
             settings += ["model.optimizer.params.eps=0.0001"]
         straight, killed = ("logger.params.experiment_name=" + name for name in ("straight", "killed"))
-        options = {"limit": LONGEST if gpus else 4 * LONGEST}  # CPUs may be shared
+        options = {"limit": LIMIT_SECONDS if gpus else 4 * LIMIT_SECONDS}  # CPUs may be shared
         begun = time.monotonic()
         try:
             done = self.start(*settings, straight, **options)
@@ -151,7 +153,7 @@ class Runs:
 
 
 def spread(engine: str | None, gpus: int | list[int] | None, processes: int = 1) -> list[str]:
-    """Overrides for an engine on so many GPUs, on these GPUs, or (None) over CPU processes."""
+    """Return overrides for an engine on a number of GPUs, on these GPUs, or (None) on CPU processes."""
     return [f"engine.backend={engine or 'null'}", f"engine.gpus={json.dumps(gpus)}", f"engine.processes={processes}"]
 
 
@@ -161,7 +163,7 @@ def last_line(text: str) -> str:
 
 
 def note(cell: Cell) -> None:
-    """Appends a line to the file that GPU_CELLS names: what `benchmarks/gpu.py` makes its table of."""
+    """Append a line to the file that GPU_CELLS names, from which `benchmarks/gpu.py` makes its table."""
     if path := os.environ.get("GPU_CELLS"):
         with Path(path).open("a") as file:
             file.write(json.dumps(asdict(cell)) + "\n")

@@ -1,8 +1,8 @@
-"""Hangs: `limited` runs what may hang in a process that is killed, and a test that hangs ends with the stacks of all
-threads.
+"""End hangs: `limited` runs code that may hang in a process that is killed, and a test that hangs ends with all stacks.
 
 A plugin of pytest, which `conftest.py` loads. No timer raises in a process that runs tests: an exception of a signal
-handler can leave a library between taking a lock and releasing it, and a later test then waits for that lock for ever.
+handler can leave a library between taking a lock and releasing it, and a later test would then wait for that lock for
+ever.
 """
 
 import faulthandler
@@ -18,16 +18,16 @@ from typing import IO
 
 import pytest
 
-LIMIT, LIMIT_OF_SLOW = 600.0, 1800.0
-"""Seconds that a test may take for each of its phases (setup, call, teardown); then its process ends."""
-WAIT = 10
-"""Seconds that `limited` waits for each second of CPU time, on a machine that does other work too."""
+LIMIT_SECONDS, SLOW_LIMIT_SECONDS = 600.0, 1800.0
+"""Limits for each phase of a test (setup, call, teardown), after which its process ends."""
+SECONDS_PER_CPU_SECOND = 10
+"""Time that `limited` waits for each second of CPU time, on a machine that does other work too."""
 
 _stderr = pytest.StashKey[int]()
 
 
 def limited(seconds: int, work: Callable[[], object]) -> None:
-    """Calls `work` in a forked process that may use so many seconds of CPU time.
+    """Call `work` in a forked process that may use so many seconds of CPU time.
 
     Raises:
         AssertionError: `work` raised, with its traceback; or the process was killed, with the stacks of its threads.
@@ -35,10 +35,10 @@ def limited(seconds: int, work: Callable[[], object]) -> None:
     with tempfile.TemporaryFile("w+") as report:
         process = multiprocessing.get_context("fork").Process(target=_limited, args=(seconds, work, report))
         process.start()
-        process.join(WAIT * seconds)
+        process.join(SECONDS_PER_CPU_SECOND * seconds)
         if process.exitcode is None:
             os.kill(process.ident or 0, signal.SIGXCPU)  # as the kernel does when the CPU time is used up
-            process.join(WAIT)
+            process.join(SECONDS_PER_CPU_SECOND)
             process.kill()
             process.join()
         report.seek(0)
@@ -60,7 +60,7 @@ def _limited(seconds: int, work: Callable[[], object], report: IO[str]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keeps the standard error of this process: during a test its descriptor is pytest's."""
+    """Keep the standard error of this process: during a test its descriptor is pytest's."""
     config.stash[_stderr] = os.dup(2)
 
 
@@ -85,10 +85,10 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 def pytest_runtest_logfinish() -> None:
-    """A worker of xdist may wait long for the others."""
+    """Cancel the timer: a worker of xdist may wait long for the others."""
     faulthandler.cancel_dump_traceback_later()
 
 
 def _begin(item: pytest.Item) -> None:
-    limit = LIMIT if item.get_closest_marker("slow") is None else LIMIT_OF_SLOW
+    limit = LIMIT_SECONDS if item.get_closest_marker("slow") is None else SLOW_LIMIT_SECONDS
     faulthandler.dump_traceback_later(limit, exit=True, file=item.config.stash[_stderr])

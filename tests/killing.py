@@ -1,5 +1,7 @@
-"""A run that is hard to resume, and own code that kills it at one of its events: before or after a batch, inside the
-writing of a checkpoint, before or after a file is synced, renamed or linked, before or after points go to the tracker.
+"""Provide a run that is hard to resume, and user code that kills it at one of its events.
+
+The events are: before or after a batch, inside the writing of a checkpoint, before or after a file is synced, renamed
+or linked, before or after points go to the tracker.
 """
 
 KILLS = '''\

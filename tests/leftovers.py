@@ -1,8 +1,8 @@
-"""What the tests assume of the process that starts them, and what a test leaves: signals, processes, open files.
+"""Set the default signals for tests, and end what a test leaves: signals, processes, open files.
 
-A plugin of pytest, which `conftest.py` loads. Whatever started pytest, the programs that tests start find the signals
-as a terminal leaves them. A test ends with every process that it started: one that passes and leaves some is an error.
-What a failed test leaves is killed and closed, so that no later test fails for it.
+A plugin of pytest, which `conftest.py` loads. Whatever started pytest, the programs that tests start have the signal
+handling of a terminal. A test must end every process that it started: a test that passes and leaves some is an error.
+What a failed test leaves is killed and closed, so that no later test fails because of it.
 """
 
 import contextlib
@@ -19,26 +19,26 @@ import psutil
 import pytest
 
 SENT = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGCHLD", "SIGALRM", "SIGUSR1", "SIGUSR2")
-"""The signals that tests and programs under test send."""
-GRACE = 20.0
-"""Seconds that the processes of a test that passed have to end."""
+"""Signals that tests and programs under test send."""
+GRACE_SECONDS = 20.0
+"""Time for the processes of a test that passed to end."""
 
 _FAILED = pytest.StashKey[bool]()
-_tests: list[str] = []  # that is running: at most one
+_tests: list[str] = []  # that are running: at most one
 _scopes: list[str] = []  # of the fixtures that are being set up
 _processes: list[subprocess.Popen[Any]] = []  # that the current test has started
 _runs: list[commands.Running] = []
 
 
 def _nothing(*_: object) -> None:
-    """Handles a signal by ignoring it."""
+    """Ignore a signal."""
 
 
 def default_signals() -> None:
-    """Programs started from now on have the default action of each signal in `SENT`.
+    """Give programs started from now on the default action of each signal in `SENT`.
 
-    `nohup`, `&` in a script and some CI runners start their commands with signals ignored. A program inherits that from
-    the one that starts it, but not a handler. This process still ignores the signals.
+    `nohup`, `&` in a script and some CI runners start their commands with signals ignored. A program inherits ignored
+    signals from its parent, but not handlers. This process still ignores the signals.
     """
     for name in SENT:
         number = getattr(signal, name)
@@ -48,13 +48,13 @@ def default_signals() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """In the process that runs tests: a worker of xdist inherits what its parent ignores."""
+    """Set the signals in the process that runs tests: a worker of xdist inherits the ignored ones of its parent."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         default_signals()
 
 
 def _of_a_test() -> bool:
-    """Whether what is started now should end with the current test; fixtures of a wider scope end theirs later."""
+    """Return whether a process started now must end with the current test, unlike one of a fixture of a wider scope."""
     return bool(_tests) and all(scope == "function" for scope in _scopes)
 
 
@@ -101,7 +101,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
-    """After the test's fixtures have been torn down."""
+    """Check for leftovers after the test's fixtures have been torn down."""
     failed = item.stash.get(_FAILED, False)
     try:
         return (yield)
@@ -109,7 +109,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
         failed = True
         raise
     finally:
-        left = _end(0 if failed else GRACE)
+        left = _end(0 if failed else GRACE_SECONDS)
         if failed:
             _forget()
         elif left:
@@ -117,7 +117,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
 
 
 def _end(grace: float) -> list[str]:
-    """Kills the processes of the test that have not ended after `grace` seconds, and gives their names."""
+    """Kill the processes of the test that have not ended after `grace` seconds; return their names."""
     left = []
     for process in _processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -128,7 +128,7 @@ def _end(grace: float) -> list[str]:
             process.wait()
         for file in (process.stdin, process.stdout, process.stderr):
             if file is not None:
-                with contextlib.suppress(OSError):  # what is still to be written has no reader any more
+                with contextlib.suppress(OSError):  # unwritten data has no reader
                     file.close()
     for running in _runs:
         if not running.ended(grace):
@@ -141,7 +141,7 @@ def _end(grace: float) -> list[str]:
 
 
 def _kill(number: int) -> None:
-    """Kills a process and all that it has started."""
+    """Kill a process and all processes that it has started."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(number)
         for each in [*process.children(recursive=True), process]:
@@ -150,7 +150,7 @@ def _kill(number: int) -> None:
 
 
 def _forget() -> None:
-    """Closes the files that a failed test had open: its traceback keeps them until the next one fails."""
+    """Close the files of a failed test: its traceback keeps them open until the next one fails."""
     for name in ("last_exc", "last_type", "last_value", "last_traceback"):
         with contextlib.suppress(AttributeError):
             delattr(sys, name)

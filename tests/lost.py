@@ -1,4 +1,4 @@
-"""`deeplightning` whose stdout is closed, full, or has lost its reader; instead of `deeplightning.cli:main`."""
+"""Run `deeplightning` with a stdout that is closed, full, or without a reader, instead of `deeplightning.cli:main`."""
 
 import os
 import sys
@@ -15,25 +15,25 @@ def _without_reader(*descriptors: int) -> None:
 
 
 def stdout() -> None:
-    """Nobody reads its stdout."""
+    """Run it with a stdout that has no reader."""
     _without_reader(1)
     cli.main()
 
 
 def both() -> None:
-    """Nobody reads what it says at all."""
+    """Run it with a stdout and a stderr that have no reader."""
     _without_reader(1, 2)
     cli.main()
 
 
 def full() -> None:
-    """Its stdout is a file on a full disk."""
+    """Run it with a stdout on a full disk."""
     os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
     cli.main()
 
 
 def closed() -> None:
-    """Started with `>&-`."""
+    """Run it as with `>&-`."""
     os.close(1)
     sys.stdout = sys.__stdout__ = None  # type: ignore[misc, assignment]
     cli.main()

@@ -1,8 +1,8 @@
-"""The pretended device of a dry run under every engine: it shows where tensors are through a run's life without a GPU.
+"""Pretend that a CPU is a GPU under every engine, to check where tensors are during a run.
 
-A tensor that C++ code makes belongs to no device, and mixes with both, until an operation in Python uses it.
+A tensor that C++ code creates belongs to no device, and mixes with both, until an operation in Python uses it.
 
-`main` is `deeplightning` whose strategies compute on the pretended device once the process group is up.
+`main` runs `deeplightning` with strategies that compute on the pretended device once the process group is set up.
 """
 
 import contextlib
@@ -22,18 +22,18 @@ DEVICE = torch.device("xpu", 0)  # a type that neither torch's CUDA build nor th
 
 
 class Places(pl.Callback):
-    """Asserts at each hook of a run that what the task holds is on the device that the process computes on.
+    """Assert at each hook of a run that the task's tensors are on the device that the process computes on.
 
     Args:
-        offloaded: what belongs on the CPU instead: `parameters`, `state` of the optimizer.
+        offloaded: what must be on the CPU instead: `parameters`, `state` of the optimizer.
     """
 
     def __init__(self, offloaded: Sequence[str] = ()):
         self.offloaded = set(offloaded)
 
-    def look(self, trainer: Any, task: pl.LightningModule, *_: Any) -> None:
+    def check_devices(self, trainer: Any, task: pl.LightningModule, *_: Any) -> None:
         found = [("parameters", f"parameter {name}", p) for name, p in task.named_parameters() if p.numel()]
-        if "parameters" in self.offloaded:  # those that are gathered for a while are on the device
+        if "parameters" in self.offloaded:  # temporarily gathered ones are on the device
             found = [row for row in found if isinstance(row[2], DTensor)]
         found += [("buffers", f"buffer {name}", buffer) for name, buffer in task.named_buffers()]
         for name, metric in task.named_modules():
@@ -49,15 +49,15 @@ class Places(pl.Callback):
                 wrong.append(f"{name} on {mark_of(tensor)}")
         assert not wrong, f"{trainer.state.fn}: not on {DEVICE}: {', '.join(wrong[:5])}"
 
-    on_train_start = on_train_batch_start = on_train_batch_end = on_train_epoch_end = look
-    on_validation_start = on_validation_batch_start = on_validation_batch_end = on_validation_end = look
-    on_test_start = on_test_batch_start = on_test_end = look
-    on_predict_start = on_predict_batch_start = look
-    on_save_checkpoint = look
+    on_train_start = on_train_batch_start = on_train_batch_end = on_train_epoch_end = check_devices
+    on_validation_start = on_validation_batch_start = on_validation_batch_end = on_validation_end = check_devices
+    on_test_start = on_test_batch_start = on_test_end = check_devices
+    on_predict_start = on_predict_batch_start = check_devices
+    on_save_checkpoint = check_devices
 
 
 def pretend() -> None:
-    """Has each strategy compute on the pretended device, from the end of its `setup_environment` on."""
+    """Let each strategy compute on the pretended device, from the end of its `setup_environment`."""
     from pytorch_lightning import strategies
 
     from deeplightning.engine.fsdp import Fsdp
@@ -80,7 +80,7 @@ def pretend() -> None:
     run_backward = torch.autograd._engine_run_backward
 
     def backward(*args: Any, **kwargs: Any) -> Any:
-        """Torch calls it with the mode switched off, and hooks in Python move tensors too."""
+        """Run the backward pass in the mode: torch switches it off, and hooks in Python move tensors too."""
         with mode if active else contextlib.nullcontext():
             return run_backward(*args, **kwargs)
 
@@ -88,7 +88,7 @@ def pretend() -> None:
     to_onnx = torch.onnx.export
 
     def export(*args: Any, **kwargs: Any) -> Any:
-        """On the CPU, without the mode: torch 2.11 would trace what the mode asks of each tensor."""
+        """Export on the CPU, without the mode: torch 2.11 would trace the mode's checks of each tensor."""
         if not active:
             return to_onnx(*args, **kwargs)
         mode.__exit__(None, None, None)
@@ -105,7 +105,7 @@ def pretend() -> None:
             return DEVICE if active else real.fget(self)
 
         def environment(self: Any, set_up: Any = set_up) -> None:
-            if settling:  # a strategy calls the one that it derives from
+            if settling:  # a strategy calls its base class
                 set_up(self)
                 return
             settling.append(True)
@@ -119,14 +119,14 @@ def pretend() -> None:
 
         kind.root_device = property(device)
         kind.setup_environment = environment
-    strategies.DDPStrategy.determine_ddp_device_ids = lambda self: None  # else its buckets want CUDA's streams
+    strategies.DDPStrategy.determine_ddp_device_ids = lambda self: None  # otherwise its buckets need CUDA streams
     for name in ("all_gather_into_tensor", "all_reduce", "broadcast", "reduce_scatter_tensor"):
         setattr(torch.distributed, name, _between_devices(getattr(torch.distributed, name), active))
     _pretend_fsdp()
 
 
 def _between_devices(function: Callable[..., Any], active: list[bool]) -> Callable[..., Any]:
-    """A collective of the main group, which takes none of the CPU's tensors, like NCCL."""
+    """Wrap a collective of the main group, which refuses CPU tensors like NCCL."""
 
     @functools.wraps(function)
     def collective(*args: Any, **kwargs: Any) -> Any:
@@ -140,7 +140,7 @@ def _between_devices(function: Callable[..., Any], active: list[bool]) -> Callab
 
 
 def _pretend_fsdp() -> None:
-    """Has fully_shard put parameters on the pretended device, whose streams are the CPU's."""
+    """Let fully_shard put parameters on the pretended device, whose streams are the CPU's."""
     from torch.distributed.fsdp import _fully_shard as package
 
     for name in ("_fully_shard", "_fsdp_collectives", "_fsdp_param_group", "_fsdp_state", "_fsdp_init"):
@@ -154,6 +154,6 @@ def _pretend_fsdp() -> None:
 
 
 def main() -> None:
-    """Instead of `deeplightning.cli:main`."""
+    """Run the command on the pretended device, instead of `deeplightning.cli:main`."""
     pretend()
     single.main()

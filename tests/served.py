@@ -1,4 +1,4 @@
-"""What the tests of the server share: a run whose network tells colours apart, pictures, and the server's process."""
+"""Share between the server's tests: a run whose network recognizes colours, pictures, and the server's process."""
 
 import base64
 import contextlib
@@ -35,22 +35,22 @@ THRESHOLDS = {"red": 0.5, "green": 0.0, "blue": 0.5}
 
 
 def colour_run(path: Path, labels: tuple[str, ...] = tuple(COLOURS)) -> RunFolder:
-    """The run of a network that tells red, green and blue by the mean of each channel."""
+    """Return the run of a network that recognizes red, green and blue by the mean of each channel."""
     return _written(path, _exported("image_classification", tuple(labels)))
 
 
 def negative_run(path: Path) -> RunFolder:
-    """The run of a network that answers a picture with its negative."""
+    """Return the run of a network that answers a picture with its negative."""
     return _written(path, _exported("image_reconstruction", ()))
 
 
 def labelled_run(path: Path) -> RunFolder:
-    """The run of a network that gives a picture labels by the same numbers; `green` fits each picture."""
+    """Return the run of a network that labels a picture by the same numbers; `green` fits each picture."""
     return _written(path, _exported("image_multilabel", tuple(COLOURS)))
 
 
 def masked_run(path: Path) -> RunFolder:
-    """The run of a network that says of each pixel which of its channels is the largest."""
+    """Return the run of a network that answers which channel of each pixel is the largest."""
     return _written(path, _exported("image_segmentation", tuple(COLOURS)))
 
 
@@ -64,8 +64,8 @@ def _written(path: Path, bundle: dict[str, bytes]) -> RunFolder:
 
 @functools.cache
 def _exported(kind: str, labels: tuple[str, ...]) -> dict[str, bytes]:
-    """The files of a bundle: an export takes seconds, and a dozen files of tests begin with the same one."""
-    import torch  # here, since all else does without
+    """Return the files of a bundle, cached: an export takes seconds, and a dozen test files need the same one."""
+    import torch  # lazily, since everything else does without
 
     from deeplightning.export.bundle import export
 
@@ -97,20 +97,20 @@ def _exported(kind: str, labels: tuple[str, ...]) -> dict[str, bytes]:
 def picture(
     colour: str = "red", kind: str = "PNG", size: tuple[int, int] = (8, 8), mode: str = "RGB", **options: Any
 ) -> bytes:
-    """An image file of one colour."""
+    """Return an image file of one colour."""
     file = io.BytesIO()
     Image.new("RGB", size, COLOURS[colour]).convert(mode).save(file, kind, **options)
     return file.getvalue()
 
 
 def probabilities(colour: str) -> np.ndarray:
-    """float64 (3,), by another way than the graph's."""
+    """Compute the expected probabilities, float64 (3,), independently of the graph."""
     scores = np.exp(np.array(COLOURS[colour], dtype=np.float64) / 32)
     return scores / scores.sum()
 
 
 def encoded(data: bytes) -> str:
-    """base64, as text."""
+    """Encode bytes as base64 text."""
     return base64.b64encode(data).decode()
 
 
@@ -118,8 +118,8 @@ class Server:
     """`python -m serve` on a free port of this machine.
 
     Attributes:
-        line: the first that it printed.
-        port, url: where it listens.
+        line: the first line that it printed.
+        port, url: its address.
         errors, log: the files of its stderr and stdout.
     """
 
@@ -127,7 +127,7 @@ class Server:
 
     def __init__(self, folder: Path, errors: Path, *arguments: str, flags: tuple[str, ...] = (), **variables: str):
         self.errors, self.log = errors, errors.with_suffix(".log")
-        # Where nothing else is asked for, on the CPU: `auto` would say on stderr that it has found no GPU.
+        # On the CPU by default: `auto` would report on stderr that it has found no GPU.
         program = [*self.program[:1], *flags, *self.program[1:]]
         command = [*program, str(folder), "--port", "0", "--device", "cpu", *arguments]
         with errors.open("w") as stderr, self.log.open("w") as stdout:
@@ -141,11 +141,11 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def connect(self) -> http.client.HTTPConnection:
-        """A connection that is not open yet."""
+        """Return a connection that is not open yet."""
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
 
     def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
-        """Status and JSON document of one request."""
+        """Send one request; return status and JSON document."""
         connection = self.connect()
         try:
             connection.request(method, path, body, headers or {})
@@ -155,24 +155,24 @@ class Server:
             connection.close()
 
     def requests(self) -> list[dict[str, Any]]:
-        """The lines of its log, without the first."""
+        """Return the lines of its log without the first."""
         return [json.loads(line) for line in self.log.read_text().splitlines()[1:]]
 
     def events(self) -> list[str]:
-        """What it has said on stderr."""
+        """Return its messages on stderr."""
         return [json.loads(line)["event"] for line in self.errors.read_text().splitlines()]
 
     def processes(self) -> list[int]:
-        """The numbers of the parent, its pools and their workers."""
+        """Return the process ids of the parent, its pools and their workers."""
         pools = children(self.process.pid)
         return [self.process.pid, *pools, *(worker for pool in pools for worker in children(pool))]
 
     def workers(self) -> list[int]:
-        """The numbers of those that answer."""
+        """Return the process ids of the workers that answer."""
         return [worker for pool in children(self.process.pid) for worker in children(pool)]
 
     def stop(self, sign: int = signal.SIGTERM) -> int:
-        """Ends it; gives its exit code."""
+        """Stop the server; return its exit code."""
         self.process.send_signal(sign)
         return self.process.wait(timeout=15)
 
@@ -195,7 +195,7 @@ print(mlflow.pyfunc.load_model(sys.argv[1]).predict(rows).to_json(orient="record
 
 
 def logged_answers(folder: RunFolder, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the MLflow model of a bundle answers to rows, in a process that has no torch."""
+    """Return the answers of a bundle's MLflow model to rows, in a process without torch."""
     write_model(folder)
     done = subprocess.run(
         [sys.executable, "-c", LOGGED, folder.model],
@@ -211,7 +211,7 @@ WAITRESS = ("-m", "waitress", "--listen", "127.0.0.1:{port}")
 
 
 class WsgiServer:
-    """A WSGI server in a process of its own.
+    """WSGI server in a child process.
 
     Attributes:
         process, port: of the server.
@@ -241,7 +241,7 @@ class WsgiServer:
     def ask(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
     ) -> tuple[int, Any, bytes]:
-        """Status, headers and body of one request. A server may refuse a body before it has read all of it."""
+        """Send one request; return status, headers and body. A server may refuse a body before it has read it all."""
         connection = self.connect()
         try:
             with contextlib.suppress(BrokenPipeError):
@@ -257,7 +257,7 @@ class WsgiServer:
 
 
 def children(process: int) -> list[int]:
-    """None where it has ended meanwhile."""
+    """Return the child processes of a process; [] if it has ended."""
     try:
         return list(map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split()))
     except (FileNotFoundError, ProcessLookupError):
@@ -265,7 +265,7 @@ def children(process: int) -> list[int]:
 
 
 def gone(process: int) -> bool:
-    """A zombie is gone: it holds nothing, and whoever is process 1 here may be slow to collect it."""
+    """Return whether a process has ended. A zombie counts: process 1 may be slow to collect it."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -273,7 +273,7 @@ def gone(process: int) -> bool:
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 10) -> None:
-    """Until `holds()`, which is to come about within so many seconds."""
+    """Wait until `holds()`, for at most so many seconds."""
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, "waited in vain"

@@ -1,7 +1,7 @@
-"""`deeplightning` where one CPU process keeps the engine that it is asked for, as one GPU does.
+"""Run `deeplightning` so that one CPU process keeps the configured engine, as one GPU does.
 
-Without a GPU a single process needs no backend, and `settle` takes it away: fsdp and ZeRO in one process, an everyday
-case on a machine with one GPU, would be run by no test.
+Without a GPU a single process needs no backend, and `settle` removes it. No test would then run fsdp and ZeRO in one
+process, which is common on a machine with one GPU.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from deeplightning.checks import examine
 
 
 def keep_backend() -> None:
-    """Has configs settle as on a machine with one GPU, as far as the backend goes."""
+    """Let configs keep their backend as on a machine with one GPU."""
     settle = examine.settle
 
     def settled(cfg: Any) -> Any:
@@ -24,6 +24,6 @@ def keep_backend() -> None:
 
 
 def main() -> None:
-    """Instead of `deeplightning.cli:main`."""
+    """Run the command with that backend, instead of `deeplightning.cli:main`."""
     keep_backend()
     cli.main()

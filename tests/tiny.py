@@ -1,6 +1,6 @@
-"""A config that trains in a fraction of a second, a user's own code, and what identifies the weights of a checkpoint.
+"""Provide a config that trains in a fraction of a second, user code for it, and digests of a checkpoint's weights.
 
-The tests share them through `conftest`, and the storm (`tests/storm`) has them without pytest.
+The tests share them through `conftest`, and the storm (`tests/storm`) uses them without pytest.
 """
 
 import hashlib
@@ -417,7 +417,7 @@ def shouted(text):
 
 
 def weights(checkpoint: Path) -> dict[str, Any]:
-    """The tensors of a checkpoint, those in pieces put together."""
+    """Return the tensors of a checkpoint; shards are put together."""
     import torch
 
     from deeplightning.engine.checkpoint_io import read_checkpoint
@@ -427,7 +427,7 @@ def weights(checkpoint: Path) -> dict[str, Any]:
 
 
 def digest(checkpoint: Path) -> str:
-    """SHA-256 of the weights in a checkpoint file."""
+    """Return the SHA-256 of the weights in a checkpoint file."""
     import torch
 
     total = hashlib.sha256()

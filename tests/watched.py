@@ -1,8 +1,8 @@
 """Run `deeplightning VERB` under an audit hook, for `command(…, main="watched:main", WATCHED=FILE)`.
 
-What it opened, started, connected to, imported and read of the environment goes to FILE as JSON. With
-`main="watched:each"` the process runs several verbs one after the other, those of the JSON list WORDS, and FILE has an
-object for each.
+FILE gets as JSON which files it opened, which processes it started, where it connected, what it imported, and which
+variables it read. With `main="watched:each"` the process runs the verbs of the JSON list WORDS one after the other, and
+FILE has an object for each.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ CONNECTS = ("socket.connect", "socket.sendto", "socket.getaddrinfo", "urllib.Req
 
 
 def main() -> None:
-    """Runs the verb in `sys.argv`."""
+    """Run the verb in `sys.argv`."""
     with watching() as seen:
         from deeplightning import cli
 
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def each() -> None:
-    """Runs each verb of WORDS; of each: its exit code, what it printed on stderr, and what it did."""
+    """Run each verb of WORDS; record its exit code, its output on stderr, and its events."""
     from deeplightning import cli
 
     done = []
@@ -58,7 +58,7 @@ def each() -> None:
 
 @contextlib.contextmanager
 def watching() -> Iterator[list[tuple[str, str]]]:
-    """The list of what happens in the block, each (kind, what)."""
+    """Yield the list of events in the block, each (kind, what)."""
     seen: list[tuple[str, str]] = []
     there, watching = set(sys.modules), True
 
@@ -66,7 +66,7 @@ def watching() -> Iterator[list[tuple[str, str]]]:
         if not watching:
             return
         opens = event == "open" and isinstance(arguments[2], int) and arguments[2] & WRITES
-        if (opens and not isinstance(arguments[0], int)) or event in CHANGES:  # a number: it is open already
+        if (opens and not isinstance(arguments[0], int)) or event in CHANGES:  # a number is an open file
             seen.append(("writes", str(arguments[0])))
         elif event == "open" and not isinstance(arguments[0], int):
             seen.append(("reads", os.path.abspath(os.fsdecode(arguments[0]))))  # noqa: PTH100
@@ -74,7 +74,7 @@ def watching() -> Iterator[list[tuple[str, str]]]:
             seen.append(("starts", str(arguments)))
         elif event in CONNECTS:
             seen.append(("connects", str(arguments)))
-        elif event == "import":  # also of what is not there, or was removed again
+        elif event == "import":  # also a module that is missing or was removed
             seen.append(("imports", arguments[0]))
 
     kind = type(os.environ)

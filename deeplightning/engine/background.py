@@ -19,10 +19,8 @@ MIN_BYTES = 8 * 2**20
 
 
 class Writer:
-    """Run jobs in a thread, in order.
-
-    After a job has failed no further job runs, and each call raises its error, until `wait` has raised it.
-    """
+    """Run jobs in a thread, in order. After a job has failed no further job runs, and each call raises its error, until
+    `wait` has raised it."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None

@@ -57,10 +57,8 @@ def _takes(folder: str, on_gpu: bool) -> bool:
 
 
 def cache_folder() -> Path | None:
-    """Return the folder below the user's cache folder for compiled code; None for a user without a home.
-
-    It is specific to the versions of torch and Python and the kind of CPU, since code for one may not run on another.
-    """
+    """Return a folder in the user's cache for compiled code; None for a user without a home. It depends on the versions
+    of torch and Python and the kind of CPU, since code for one may not run on another."""
     try:
         top = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:

@@ -1,7 +1,5 @@
-"""How one process computes: threads, memory, and memory formats.
-
-Results do not change, except that `channels_last` and another number of threads round differently.
-"""
+"""How one process computes: threads, memory and memory formats. Results do not change, except that `channels_last` and
+another number of threads round differently."""
 
 import ctypes
 import os

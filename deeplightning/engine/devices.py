@@ -138,8 +138,7 @@ def _as_torch_counts() -> Machine:
 def has_begun() -> bool:
     """Return whether this process has initialised CUDA, after which CUDA_VISIBLE_DEVICES has no effect.
 
-    The driver is asked, because torch records only its own contexts: `torch.cuda.is_available()` is enough to
-    initialise CUDA.
+    The driver is asked: torch records only its own contexts, and `torch.cuda.is_available()` is enough to begin.
     """
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)

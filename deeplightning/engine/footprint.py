@@ -11,10 +11,8 @@ from deeplightning.private.torch import storage_id
 
 
 def footprint(network: nn.Module, optimizers: Iterable[Any]) -> dict[str, int]:
-    """Return bytes in this process: `parameters` (all or its share) and `state` of the optimizers.
-
-    `state` includes the 32-bit copy of the weights that DeepSpeed's optimizer keeps.
-    """
+    """Return bytes in this process: `parameters` (all or its share) and `state`, with the 32-bit copy of the weights
+    that DeepSpeed's optimizer keeps."""
     parameters = list(network.parameters())
     mine: set[Any] = set(parameters)
     shares: list[Any] = [*parameters, *(p.ds_tensor for p in parameters if hasattr(p, "ds_tensor"))]

@@ -51,9 +51,8 @@ def settle_gpus(engine: Engine, change: Callable[[str, object, str], None]) -> s
 
 
 def show_gpus(engine: Engine) -> None:
-    """Set CUDA_VISIBLE_DEVICES to the ids of a resolved engine, for this process and those that it starts.
-
-    Without ids, restore the value that an earlier config replaced.
+    """Set CUDA_VISIBLE_DEVICES to the ids of a resolved engine, for this process and those that it starts. Without ids,
+    restore the value that an earlier config replaced.
 
     Raises:
         SetupError: CUDA has been initialised with other GPUs.

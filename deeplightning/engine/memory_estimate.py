@@ -25,9 +25,8 @@ class Size(NamedTuple):
     """The quantities that the memory of a run depends on.
 
     Attributes:
-        parameters: elements of the network.
-        learning: elements that the optimizer updates.
-        states: numbers that the optimizer keeps for each of these.
+        parameters, learning: elements of the network, and those that the optimizer updates.
+        states: numbers that the optimizer keeps for each of the latter.
     """
 
     parameters: int
@@ -62,10 +61,8 @@ def need(size: Size, engine: Engine, backend: str | None) -> Need:
 
 
 def states_of(optimizer: Target) -> float:
-    """Return how many numbers an optimizer keeps per trained element, measured by a step with a small parameter.
-
-    0 if it cannot run here, such as one with a CUDA kernel.
-    """
+    """Return how many numbers an optimizer keeps per trained element, measured by a step with a small one; 0 if it
+    cannot run here, such as one with a CUDA kernel."""
     probe = nn.Parameter(torch.zeros(4, 4))
     try:
         made = find(optimizer.type)([probe], **optimizer.params)

@@ -26,8 +26,7 @@ def replicas(trainer: Any) -> tuple[int, int]:
 
 
 class EachOnce(BatchSampler):
-    """Batches of a process such that each sample counts once over all processes, with the same number of batches on
-    each.
+    """Batches of a process that count each sample once over all processes, with equally many batches on each.
 
     A DistributedSampler repeats samples so that all processes have the same number. Here a process with one sample less
     has one or two shorter batches.
@@ -62,12 +61,8 @@ class CountsOnce:
     def process_dataloader(self, dataloader: object) -> object:
         """Make a validation or test loader that is split over the processes repeat no sample."""
         trainer: Any = self.lightning_module.trainer
-        evaluates = trainer.state.fn != "fit" or trainer.train_dataloader is not None
-        if (
-            not evaluates
-            or not isinstance(dataloader, DataLoader)
-            or type(dataloader.batch_sampler) is not BatchSampler
-        ):
+        is_eval = trainer.state.fn != "fit" or trainer.train_dataloader is not None
+        if not is_eval or not isinstance(dataloader, DataLoader) or type(dataloader.batch_sampler) is not BatchSampler:
             return dataloader
         sampler: Any = dataloader.sampler
         if type(sampler) not in (DistributedSampler, DistributedSamplerWrapper) or sampler.drop_last:
@@ -116,11 +111,8 @@ def _leave() -> None:
 
 
 def expect_barriers_of_one_process() -> None:
-    """Ignore torch's warning about barriers on the current device, in a DeepSpeed run of a single process.
-
-    DeepSpeed binds a group to its device unless it has one process, because NCCL failed then (0.19.8, its issue 8248).
-    The current device, which its barriers use, is the right one.
-    """
+    """Ignore torch's warning about barriers on the current device. DeepSpeed does not bind the group of a single
+    process to its device, where NCCL failed (0.19.8, its issue 8248); the current device is the right one."""
     warnings.filterwarnings(
         "ignore", message=r"barrier\(\): using the device under current context", category=UserWarning
     )

@@ -51,8 +51,7 @@ def check_optimizers(trainer: pl.Trainer, checkpoint: Mapping[str, object]) -> N
 
 
 def check_schedules(trainer: pl.Trainer) -> None:
-    """Compare the length of each schedule in steps with that of the training; a resumed schedule keeps its first
-    length.
+    """Compare each schedule's length in steps with the training's; a resumed schedule keeps its first length.
 
     Raises:
         ConfigError: a schedule is shorter.

@@ -50,8 +50,7 @@ class Share:
         return part_of(tensor, self.start, self.stop)
 
     def piece(self, values: Tensor) -> Shard:
-        """Return the shard that this process writes of a tensor that is split like the parameter. Call it on every
-        process.
+        """Return this process's shard of a tensor that is split like the parameter. Call it on every process.
 
         Args:
             values: (n,), of such a tensor.
@@ -107,7 +106,7 @@ class Sharded(CountsOnce, ABC):
         yield
 
     def refuse_scalars(self) -> None:
-        """Raise if a parameter has no dimension, which neither torch nor DeepSpeed can shard.
+        """Raise a ConfigError if a parameter has no dimension, which neither torch nor DeepSpeed shards.
 
         Raises:
             ConfigError: names these parameters.
@@ -138,7 +137,7 @@ class Sharded(CountsOnce, ABC):
                 setattr(module, name, buffer.to(device))
 
     def teardown(self) -> None:
-        """Give values to parameters on the meta device, which Lightning cannot move to the CPU.
+        """Give values to meta parameters: Lightning's error about them would hide why the set-up failed.
 
         Its error would hide why the set-up failed.
         """
@@ -151,9 +150,7 @@ class Sharded(CountsOnce, ABC):
     def lightning_module_state_dict(self) -> dict[str, object]:
         shares, parameters = self.shares(), dict(self.lightning_module.named_parameters(remove_duplicate=False))
         found = self.lightning_module.state_dict()
-        for name in [
-            name for name in found if name in parameters
-        ]:  # in the same order on all processes: shards may be gathered
+        for name in [name for name in found if name in parameters]:  # in one order, as shards may be gathered
             if share := shares.get(parameters[name]):
                 found[name] = share.piece(share.values)
         return found

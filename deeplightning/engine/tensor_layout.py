@@ -96,10 +96,8 @@ class Replicated(Share):
 
 @dataclass
 class Split(Share):
-    """A process's part of a parameter that is not a slice of it.
-
-    To write checkpoints that every engine reads, the parameter is gathered, and each process writes a slice.
-    """
+    """A process's part of a parameter that is not a slice of it. For checkpoints the parameter is gathered, and each
+    process writes a slice, so that every engine reads it."""
 
     layout: Layout
     mesh: DeviceMesh

@@ -1,7 +1,5 @@
 """ZeRO with DeepSpeed: stage 1 shards the optimizer's state, stage 2 the gradients too, stage 3 the parameters as well.
 
-On GPUs, and on CPU processes over gloo.
-
 Sources: https://arxiv.org/abs/1910.02054 and https://www.deepspeed.ai/docs/config-json/
 """
 

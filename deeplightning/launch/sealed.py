@@ -167,10 +167,8 @@ def sealed_roots(folder: Path, without: Collection[str] = ()) -> dict[str, list[
 
 
 def _lay_out(code: Code, into: Path, linked: Sequence[str]) -> dict[str, str]:
-    """Write copies of the roots of some code; return the copy of each root.
-
-    A root inside another lies inside that root's copy, so `..` still leads to the same place.
-    """
+    """Write copies of the roots of some code; return the copy of each root. A root inside another lies inside that
+    root's copy, so `..` still leads to the same place."""
     tops = [root for root in code.roots if not any(_is_below(root, other) for other in code.roots)]
     copies = {}
     for root in code.roots:
@@ -202,10 +200,8 @@ def _is_below(path: str, folder: str) -> bool:
 
 
 def _link(folder: Path, origin: str, into: Path) -> None:
-    """Link entries of an original that its copy lacks.
-
-    Deep Lightning itself is left out, and so is the entry that contains the seal, whose links would form a cycle.
-    """
+    """Link entries of an original that its copy lacks, except Deep Lightning itself and the entry with the seal, whose
+    links would form a cycle."""
     ours = {f"{entry.rstrip(os.sep)}" for entry in own_code.OURS}
     try:
         entries = sorted(os.listdir(origin))  # noqa: PTH208

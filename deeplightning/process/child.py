@@ -23,9 +23,8 @@ _ERRORS = {kind.exit_code: kind for kind in (UserError, ConfigError, SetupError,
 
 
 class Child:
-    """Run a command in its own session, so that Ctrl-C reaches it once, through this process.
-
-    The command ends when this process ends (`deeplightning.process.die_with_parent`).
+    """Run a command in its own session, so that Ctrl-C reaches it once, through this process. The command ends when
+    this process ends (`deeplightning.process.die_with_parent`).
 
     Args:
         environment: variables to add to those of this process.

@@ -17,7 +17,7 @@ def decision(what: str) -> Any:
 
 
 def decided(what: str, decide: Callable[[], object]) -> Any:
-    """Return a plain value that all processes must share: rank 0 calls `decide`, processes that it starts read its
+    """Return a plain value that rank 0 chooses for all processes by calling `decide`; those that it starts read its
     result.
 
     Processes started by something else (torchrun, Slurm) each call `decide`; a run whose processes disagree does not

@@ -62,7 +62,7 @@ class Identity:
 
 
 def identity(environment: Mapping[str, str] | None = None) -> Identity | None:
-    """Return the identity that an environment defines, by default this process's; None if no launcher started the
+    """Return the identity that an environment, by default this process's, defines; None if no launcher started the
     process.
 
     torchrun's variables come first, then RANK, then mpirun's, then Slurm's: processes that torchrun or mpirun start
@@ -97,11 +97,10 @@ def identity(environment: Mapping[str, str] | None = None) -> Identity | None:
 
 
 def own_rank() -> int:
-    """Return this process's rank: from its identity, else RANK, SLURM_PROCID, LOCAL_RANK or NODE_RANK, else 0. Never
+    """Return this process's rank from its identity, else RANK, SLURM_PROCID, LOCAL_RANK or NODE_RANK, else 0. Never
     raise.
 
-    On machines that a person numbered with NODE_RANK, the first process of each machine but the first has a rank above
-    0.
+    With NODE_RANK, the first process of each machine but the first has a rank above 0.
     """
     with contextlib.suppress(SetupError):
         if (found := identity()) is not None:
@@ -197,7 +196,7 @@ def _of_rank_variables(variables: _Variables) -> Identity:
     local_rank = variables.number("LOCAL_RANK", *_LOCAL_RANK, default=local_rank)
     node = slurm.node if slurm is not None else _node(rank, local_rank, world, local_world)
     node, nodes = variables.number("NODE_RANK", "GROUP_RANK", default=node), max(1, -(-world // max(1, local_world)))
-    return Identity("RANK", rank, world, local_rank, local_world, node, nodes, address, port, *_launch_of(variables))
+    return Identity("RANK", rank, world, local_rank, local_world, node, nodes, address, port, *_launch(variables))
 
 
 def _is_here(address: str | None) -> bool:
@@ -224,7 +223,7 @@ def _of_lightning(variables: _Variables) -> Identity:
     return Identity(
         "LOCAL_RANK",
         *(node * local_world + local_rank, world, local_rank, local_world, node, max(1, world // max(1, local_world))),
-        *(variables.text("MASTER_ADDR"), variables.text("MASTER_PORT"), *_launch_of(variables)),
+        *(variables.text("MASTER_ADDR"), variables.text("MASTER_PORT"), *_launch(variables)),
     )
 
 
@@ -256,7 +255,7 @@ def _of_slurm(variables: _Variables) -> Identity:
     local_world = tasks[node] if node < len(tasks) else max(1, world // max(1, nodes))
     names = hosts(variables.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") or "")
     address = variables.text("MASTER_ADDR") or next(iter(names), "127.0.0.1")
-    launch, may_resume = _launch_of(variables)
+    launch, may_resume = _launch(variables)
     assert launch is not None, "there is a step"
     return Identity(
         "Slurm",
@@ -298,20 +297,11 @@ def _of_mpi(variables: _Variables, names: tuple[str, ...]) -> Identity:
     port = port or port_of(job or str(os.getppid()))
     node = _node(rank, local_rank, world, local_world)
     return Identity(
-        "MPI",
-        rank,
-        world,
-        local_rank,
-        local_world,
-        node,
-        nodes,
-        address or "127.0.0.1",
-        port,
-        *_launch_of(variables),
+        "MPI", rank, world, local_rank, local_world, node, nodes, address or "127.0.0.1", port, *_launch(variables)
     )
 
 
-def _launch_of(variables: _Variables) -> tuple[str | None, bool]:
+def _launch(variables: _Variables) -> tuple[str | None, bool]:
     """Return the name of the launch and whether it was restarted."""
     restarts = variables.number(ATTEMPT, default=0)
     step = slurm_step(variables.environment)

@@ -58,11 +58,10 @@ def wait_seconds() -> float:
 
 @dataclass(frozen=True)
 class Member:
-    """A participant of the rendezvous: each process, or one process per machine if machines are started by hand.
+    """A participant of the rendezvous: a process, or a machine if machines are started by hand.
 
     Attributes:
-        number: of this member.
-        of: the number of members.
+        number: among the members, from 0 to `of` - 1.
         word: what its number is called: node or rank.
         variable: the environment variable that sets it.
     """
@@ -115,13 +114,8 @@ def join(
         else:
             member = Member(rank, processes * nodes, "rank", "RANK")
         sizes = {"engine.num_nodes": str(nodes), "engine.processes": str(processes)}
-        _gather(
-            _of_rendezvous(store, next(_numbers)),
-            member,
-            sizes | dict(alike),
-            environment.node_rank(),
-            address,
-        )
+        own = _of_rendezvous(store, next(_numbers))
+        _gather(own, member, sizes | dict(alike), environment.node_rank(), address)
     elif nodes > 1 and not is_child:
         _go_by(interface(address), loopback=environment.node_rank() != 0)
     if launches:
@@ -379,9 +373,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _go_by(own: tuple[str, str] | None, loopback: bool) -> None:
-    """Make gloo use a network interface, unless the user chose one.
-
-    By default gloo takes the one that the machine's name resolves to, which is often wrong between machines.
-    """
+    """Make gloo use a network interface, unless the user chose one: between machines its default, the one that the
+    machine's name resolves to, is often wrong."""
     if own is not None and (loopback or not _is_loopback(own[1])):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", own[0])

@@ -30,10 +30,8 @@ _can_say = _said = False
 
 
 class Interrupted(BaseException):
-    """Raised when a signal asks the run to end; `at_once`, after a second one, nothing more is saved.
-
-    A BaseException like KeyboardInterrupt: it may be raised anywhere, and `except Exception` must not swallow it.
-    """
+    """Raised when a signal asks the run to end; `at_once`, after a second one, nothing more is saved. A BaseException
+    like KeyboardInterrupt, so that `except Exception` cannot swallow it."""
 
     def __init__(self, signal_name: str, exit_code: int, at_once: bool = False):
         super().__init__(f"interrupted by {signal_name}")
@@ -115,11 +113,8 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 def is_deferred(number: int, frame: FrameType | None) -> bool:
-    """Return whether a handler should return instead of raising, because the signal arrived inside `logging`.
-
-    The signal is sent again soon, for a second at most. An exception inside `logging` can leave a lock taken, on which
-    other threads then wait forever.
-    """
+    """Return whether a handler should return, not raise, because the signal arrived inside `logging`, where an
+    exception can leave a lock taken forever. The signal is sent again soon, for a second at most."""
     global _deferrals
     while frame is not None and frame.f_globals.get("__name__") != "logging":
         frame = frame.f_back

@@ -29,10 +29,8 @@ def say(text: object, err: bool = False, nl: bool = True) -> None:
 
 
 def say_path(path: Path, label: str = "") -> None:
-    """Print a path that another program may read.
-
-    Into a file or pipe it is not escaped, as with `ls`, unless it contains control characters.
-    """
+    """Print a path that another program may read: into a file or pipe it is not escaped, as with `ls`, unless it has
+    control characters."""
     text = str(path)
     is_safe = not sys.stdout.isatty() and re.search(r"[\x00-\x1f\x7f-\x9f]", text) is None
     print(label + (text if is_safe else printable(text)), flush=True)  # noqa: T201
@@ -59,10 +57,8 @@ def width() -> int:
 
 
 def wrapped(text: str, indent: int) -> str:
-    """Wrap a line between words for the terminal, with further lines indented.
-
-    A line with a word too long for that, such as a path, stays whole: a terminal breaks it so that it can be copied.
-    """
+    """Wrap a line between words for the terminal, further lines indented. A line with a word too long for that, such as
+    a path, stays whole, so that it can be copied."""
     columns = width() - 1
     if any(len(word) > columns - indent for word in text.split(" ")):
         return text

@@ -1,1 +1,1 @@
-"""A run from its first step to its last, and what a finished run gives back."""
+"""A run from its first stage to its last, and the use of a finished run."""

@@ -1,4 +1,4 @@
-"""A checked config becomes a data module, a task and a trainer.
+"""Creation of the data module, the task and the trainer from a checked config.
 
 cfg = load_config("configs/base.yaml")
 data, task = init_module(cfg, "data"), init_module(cfg, "model")
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 def init_module(cfg: Config, section: str, read: bool = True) -> Any:
-    """Return the data module (`data`) or the task (`model`) of a config; None for data that the task loads itself. What
-    a constructor draws follows from the seed.
+    """Return the data module (`data`) or the task (`model`) of a config; None for data that the task loads itself.
 
-    With the data module, each `auto` in the params of a network becomes a number, in `cfg` itself.
+    The seed determines what a constructor draws. Creating the data module also replaces each `auto` in the params of a
+    network, in `cfg` itself.
 
     Args:
-        read: read the data where such a number is not known before.
+        read: read the data if such a number is not known before.
     """
     from lightning_fabric import seed_everything
 
@@ -39,7 +39,7 @@ def init_module(cfg: Config, section: str, read: bool = True) -> Any:
 
     assert cfg.seed is not None, "load_config draws one"
     apply_environment(cfg)
-    garbage.resume()  # the imports are done: what is made from here on is the user's
+    garbage.resume()  # the imports are done: from here on objects are the user's
     if draws_as_lightning(cfg):
         seed_everything(cfg.seed, verbose=False)
     else:
@@ -64,7 +64,7 @@ def init_module(cfg: Config, section: str, read: bool = True) -> Any:
 
 
 def init_trainer(cfg: Config) -> pl.Trainer:
-    """A Lightning Trainer for a config. Opens no run and writes nothing: that begins with `fit`."""
+    """Return a Lightning Trainer for a config. It opens no run and writes nothing until `fit`."""
     from deeplightning.callbacks import all_of
     from deeplightning.callbacks.console import to_terminal
     from deeplightning.engine import compute
@@ -88,7 +88,7 @@ def init_trainer(cfg: Config) -> pl.Trainer:
         max_steps=-1 if train.max_steps is None else train.max_steps,
         check_val_every_n_epoch=max(1, int(often)),
         val_check_interval=float(often) if often < 1 else 1.0,
-        accumulate_grad_batches=1 if train.accumulator_epoch else train.accumulator_factor,  # a callback sets it
+        accumulate_grad_batches=1 if train.accumulator_epoch else train.accumulator_factor,  # a callback sets it later
         **clip_arguments(cfg),
         limit_train_batches=limits.train if limits else 1.0,
         limit_val_batches=limits.val if limits else 1.0,
@@ -96,8 +96,8 @@ def init_trainer(cfg: Config) -> pl.Trainer:
         limit_predict_batches=limits.test if limits else 1.0,
         callbacks=all_of(cfg),
         plugins=[SafeCheckpointIO(), cluster()],
-        logger=False,  # the record hands them over when the run opens
-        log_every_n_steps=1,  # deeplightning.callbacks.steps.LogSteps says which steps are due
+        logger=False,  # `Record` adds them when the run opens
+        log_every_n_steps=1,  # deeplightning.callbacks.steps.LogSteps selects the steps
         num_sanity_val_steps=0,
         enable_progress_bar=False,
         enable_model_summary=False,

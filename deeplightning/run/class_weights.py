@@ -1,4 +1,4 @@
-"""How often a training set has each class, or label of several, and what weights make them count alike.
+"""Counts of classes or labels in a training set, and weights that balance them.
 
 N samples, K classes or labels.
 """
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     import pytorch_lightning as pl
 
 COLUMNS = ("label", "mask")
-"""The entries of a batch that have classes: of samples, int64 (B,), or of pixels, int64 (B, H, W)."""
+"""Entries of a batch with classes: of samples, int64 (B,), or of pixels, int64 (B, H, W)."""
 
 LABELS = ("label", "target")
-"""The entries of a batch that may have several labels of each sample: float (B, K) of 0 and 1."""
+"""Entries of a batch with several labels per sample: float (B, K) of 0 and 1."""
 
-_BATCH = 256
+_BATCH_SIZE = 256
 
 
 def counted(labels: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Adds labels to counts.
+    """Add labels to counts.
 
     Args:
-        labels: whole numbers, any shape; negative ones, which losses leave out, do not count.
+        labels: whole numbers, any shape; negative ones, which losses ignore, do not count.
         counts: int64 (K,), so far.
 
     Returns:
@@ -36,17 +36,17 @@ def counted(labels: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def class_counts(data: "pl.LightningDataModule", num_classes: int = 0) -> np.ndarray | None:
-    """How many samples, or pixels, of each class the training set has.
+    """Return the number of samples, or pixels, of each class in the training set.
 
-    A set with `labels` is not read. Of another data module's own set each sample is read once, whatever `data.sampler`
-    is; of one without `dataset` the batches of its `train_dataloader`.
+    A set with `labels` is not read. Otherwise each sample of the set is read once, whatever `data.sampler` is; of a
+    data module without `dataset`, the batches of its `train_dataloader` are read.
 
     Args:
         data: a data module that is set up.
-        num_classes: K; 0: the largest label and one more.
+        num_classes: K; 0 for the largest label plus one.
 
     Returns:
-        int64 (K,), without labels that are none of the classes; None: the set has no labels that are whole numbers.
+        int64 (K,), without labels outside of the classes; None if the set has no integer labels.
     """
     counts, is_found = np.zeros(num_classes, np.int64), False
     for labels in _labels(data, COLUMNS):
@@ -59,7 +59,7 @@ def class_counts(data: "pl.LightningDataModule", num_classes: int = 0) -> np.nda
 
 
 def class_weights(counts: np.ndarray) -> list[float]:
-    """n / (k * count) of each class, for n samples and k classes that occur, to 8 digits; 0 of a class without samples.
+    """Return n / (k * count) of each class to 8 digits, for n samples and k classes that occur; 0 for an empty class.
 
     Args:
         counts: int64 (K,).
@@ -69,7 +69,7 @@ def class_weights(counts: np.ndarray) -> list[float]:
 
 
 def label_counts(data: Any) -> tuple[np.ndarray, int] | None:
-    """How many samples of the training set have each label, where it may have several.
+    """Return the number of training samples with each label, where a sample may have several.
 
     The set is read as `class_counts` reads it.
 
@@ -77,7 +77,7 @@ def label_counts(data: Any) -> tuple[np.ndarray, int] | None:
         data: a data module that is set up.
 
     Returns:
-        int64 (K,) and N; None: the set has no labels (B, K) of 0 and 1. A single target (B,) of floats is a label too.
+        int64 (K,) and N; None if the set has no labels (B, K) of 0 and 1. A single target (B,) of floats is one label.
     """
     positives, samples = np.zeros(0, np.int64), 0
     for labels in _labels(data, LABELS):
@@ -91,19 +91,18 @@ def label_counts(data: Any) -> tuple[np.ndarray, int] | None:
 
 
 def positive_weights(positives: np.ndarray, samples: int) -> list[float]:
-    """Negatives / positives of each label, to 8 digits, as `BCEWithLogitsLoss` takes them: with this `pos_weight` the
-    samples that have a label weigh as much as those that do not; 0 of a label without positives.
+    """Return negatives / positives of each label to 8 digits, 0 for a label without positives: with this `pos_weight`
+    of `BCEWithLogitsLoss`, samples with a label have the same total weight as those without.
 
     Args:
-        positives: int64 (K,), how many samples have each label.
+        positives: int64 (K,), the number of samples with each label.
         samples: N.
     """
     return [float(f"{(samples - count) / count:.8g}") if count else 0.0 for count in positives.tolist()]
 
 
 def _labels(data: Any, columns: tuple[str, ...]) -> Iterator[np.ndarray]:
-    """The labels of the training set, in parts: a column of the set, or else the first of `columns` that its batches
-    have."""
+    """Yield the labels of the training set in parts: its `labels`, or the first of `columns` that its batches have."""
     dataset: Any = data.dataset("train") if callable(getattr(data, "dataset", None)) else None
     from lightning_fabric.utilities.data import sized_len  # commands import this module before the stand-ins are there
 
@@ -114,7 +113,7 @@ def _labels(data: Any, columns: tuple[str, ...]) -> Iterator[np.ndarray]:
     if size and hasattr(column, "__len__") and len(column) == size:
         yield np.asarray(column)
         return
-    batches = (dataset[list(range(n, min(size, n + _BATCH)))] for n in range(0, size, _BATCH))
+    batches = (dataset[list(range(n, min(size, n + _BATCH_SIZE)))] for n in range(0, size, _BATCH_SIZE))
     for batch in batches if size else data.train_dataloader():
         batch = by_name(batch, ("input", columns[0])) or {}
         name = next((name for name in columns if name in batch), None)

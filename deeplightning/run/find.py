@@ -1,4 +1,4 @@
-"""Finds runs and checkpoints: those of an experiment, and the file that a config or a command line names."""
+"""Finding runs and checkpoints: those of an experiment, and the file that a config or a command line names."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from deeplightning.tracking.build import experiment_of, experiments_of
 from deeplightning.tracking.store import Store, locate
 
 
-def find_checkpoint(name: str | None, cfg: Config, to_go_on: bool = False) -> Path | None:
-    """The checkpoint file that a config names: a path, RUN, or `last`, `best` of the experiment's newest run.
+def find_checkpoint(name: str | None, cfg: Config, to_resume: bool = False) -> Path | None:
+    """Return the checkpoint file for a name: a path, a RUN, or `last` or `best` of the experiment's latest run.
 
-    Of a RUN it is the best, or the last where training is `to_go_on`.
+    For a RUN it is the best checkpoint, or the last one if training is to resume.
 
     Raises:
         CheckpointError: there is none.
@@ -38,28 +38,28 @@ def find_checkpoint(name: str | None, cfg: Config, to_go_on: bool = False) -> Pa
             raise CheckpointError(f"{path}: there is no such checkpoint")
         return path
     folder = RunFolder(resolve_run(name, cfg.logger.params.get("tracking_uri")))
-    return folder.last if to_go_on and folder.last.exists() else checkpoint_of(folder)
+    return folder.last if to_resume and folder.last.exists() else checkpoint_of(folder)
 
 
 def runs_of(cfg: Config, wanted: Callable[[Path], bool] = lambda folder: True) -> list[RunFolder]:
-    """Return the runs of the config's experiment and store that have a config, the one that began last first.
+    """Return the runs of the config's experiment and store that have a config, the latest first.
 
     Runs that were deleted in MLflow are left out.
 
     Args:
-        wanted: looks at a run's folder, before its experiment is asked for.
+        wanted: filters by the run's folder, before the run's experiment is looked up.
 
     Raises:
-        SetupError: the store cannot be asked.
+        SetupError: the store cannot be read.
     """
     store = store_of(cfg)
     root = store.artifact_root
-    # Runs that a server keeps have their folders where the launch was.
+    # With a tracking server, run folders are below the start folder.
     paths = root.glob("*/*/artifacts/cfg.yaml") if root else (start_folder() / "runs").glob("*/cfg.yaml")
-    # By the start of the run: a resumed one begins with the checkpoints of its forerunner.
-    begun = sorted(((path.stat().st_mtime_ns, path) for path in paths), reverse=True)
+    # By start time: a resumed run starts with the checkpoints of the earlier one.
+    started = sorted(((path.stat().st_mtime_ns, path) for path in paths), reverse=True)
     ours = experiment_of(cfg.logger.type, cfg.logger.params)
-    found = [path for _, path in begun if wanted(path.parent)]
+    found = [path for _, path in started if wanted(path.parent)]
     names = experiments_of(store, [path.parts[-3] for path in found])
     return [RunFolder(path.parent) for path in found if names.get(path.parts[-3], _experiment(path)) == ours]
 
@@ -72,21 +72,21 @@ def _experiment(config: Path) -> str | None:
     try:
         logger = plain(read(run_config(RunFolder(config.parent))).root)["logger"]
         return experiment_of(logger["type"], logger["params"])
-    except (ConfigError, CheckpointError, KeyError, TypeError):  # not ours, damaged, or foreign and not plain
+    except (ConfigError, CheckpointError, KeyError, TypeError):  # of other tools, damaged, or foreign and not plain
         return None
 
 
-MANY = 10  # files that a note lists
+MAX_LISTED = 10  # files in a message
 
 
 def checkpoint_of(folder: RunFolder) -> Path:
-    """The best checkpoint of a run, else the last."""
+    """Return the best checkpoint of a run, else the last; raise a CheckpointError if there is neither."""
     for path in (folder.best, folder.last):
         if path.exists():
             return path
     others = sorted(path.name for path in folder.path.glob("*.ckpt"))
-    more = f" and {len(others) - MANY} more" if len(others) > MANY else ""
-    there = f"; it holds {', '.join(others[:MANY])}{more}: name one of these files" if others else ""
+    more = f" and {len(others) - MAX_LISTED} more" if len(others) > MAX_LISTED else ""
+    there = f"; it holds {', '.join(others[:MAX_LISTED])}{more}: name one of these files" if others else ""
     raise CheckpointError(
         f"{folder.path}: there is neither {folder.best.name} nor {folder.last.name} in this folder{there}"
     )

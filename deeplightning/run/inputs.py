@@ -1,7 +1,7 @@
-"""Files become the inputs of a network: rows of tables, texts, arrays and signals, one after the other.
+"""Reading inputs of a network from files: rows of tables, texts, arrays and signals.
 
-What the endpoint takes as a body is read here by the endpoint's own readers; files that no client sends (Parquet, JSON
-lines, .wav) come on top.
+Formats that the endpoint accepts in a request are read by the endpoint's own readers; Parquet, JSON lines and .wav,
+which no client sends, are read here.
 """
 
 import csv
@@ -24,18 +24,18 @@ ENDINGS = {
     "table": (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".pq"),
     "array": (".npy", ".csv", ".wav", ".json"),
 }
-"""How the names of files end, in small or capital letters, by what a network takes."""
+"""File endings, in lower or upper case, by what a network takes."""
 
 TEXT_COLUMNS = ("text", "sentence")
-"""Columns of texts; a table with one column needs no such name."""
+"""Names of a column of texts; a table with a single column needs none of them."""
 
-_ANY_NUMBER = Limits(max_images=10**9)  # a local file may have more rows than a request
+_NO_LIMIT = Limits(max_images=10**9)  # a local file may have more rows than a request
 
-ROWS_AT_ONCE = 1024  # of Parquet
+PARQUET_ROWS = 1024  # per batch
 
 
 class Place(NamedTuple):
-    """Where an input stands: its file, and in a file with several its number, from 1."""
+    """The location of an input: its file, and its number from 1 if the file has several."""
 
     path: Path
     row: int | None = None
@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
 
 def expected(takes: str) -> str:
-    """The endings of files, for a message."""
+    """Return the allowed file endings, for a message."""
     return f"files end in {', '.join(ENDINGS[takes])}"
 
 
@@ -80,13 +80,13 @@ def inputs_of(path: Path, takes: str, spec: Any = None) -> Iterator[tuple[Place,
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """The lines that are not blank, one after the other."""
+    """Yield the lines that are not blank."""
     with path.open(encoding="utf-8-sig") as file:
         yield from (text for line in file if (text := line.strip()))
 
 
 def _objects(path: Path) -> Iterator[dict[str, Any]]:
-    """JSON objects, one a line."""
+    """Yield JSON objects, one per line."""
     for number, line in enumerate(_lines(path), 1):
         try:
             found = json.loads(line)
@@ -107,7 +107,7 @@ def _text_of(row: Mapping[str, Any]) -> str:
 
 
 def _tabbed(path: Path) -> Iterator[dict[str, str]]:
-    """Rows of a file with tabs, in which quotes are plain characters; the first line names the columns."""
+    """Yield the rows of a tab-separated file without quoting; the first line has the column names."""
     lines = _lines(path)
     names = [name.strip() for name in next(lines, "").split("\t")]
     for number, line in enumerate(lines, 1):
@@ -123,7 +123,7 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
 
     try:
         with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(ROWS_AT_ONCE):
+            for batch in file.iter_batches(PARQUET_ROWS):
                 yield from batch.to_pylist()
     except pa.ArrowException as error:
         raise ValueError(f"this is no Parquet file that can be read: {error}") from error
@@ -140,7 +140,7 @@ def _signal(path: Path, spec: Any) -> list[Any]:
 
 
 def _rows(path: Path, spec: "TableSpec") -> list[dict[str, str]]:
-    return rows_from_csv(path.read_bytes(), _ANY_NUMBER, [column.name for column in spec.columns], spec.format)
+    return rows_from_csv(path.read_bytes(), _NO_LIMIT, [column.name for column in spec.columns], spec.format)
 
 
 Reader = Callable[[Path, Any], "Iterator[Any] | list[Any]"]
@@ -148,7 +148,7 @@ Reader = Callable[[Path, Any], "Iterator[Any] | list[Any]"]
 _READERS: dict[str, dict[str, Reader]] = {
     "text": {
         ".txt": lambda path, _: _lines(path),
-        ".csv": lambda path, _: map(_text_of, rows_from_csv(path.read_bytes(), _ANY_NUMBER, TEXT_COLUMNS)),
+        ".csv": lambda path, _: map(_text_of, rows_from_csv(path.read_bytes(), _NO_LIMIT, TEXT_COLUMNS)),
         ".tsv": lambda path, _: map(_text_of, _tabbed(path)),
         ".jsonl": lambda path, _: map(_text_of, _objects(path)),
         ".json": lambda path, _: [text.decode() for text in texts_from_json(path.read_bytes())],
@@ -156,7 +156,7 @@ _READERS: dict[str, dict[str, Reader]] = {
     "table": {
         ".csv": _rows,
         ".tsv": _rows,
-        ".json": lambda path, spec: list(rows_from_json(path.read_bytes(), spec.shape[0], _ANY_NUMBER)),
+        ".json": lambda path, spec: list(rows_from_json(path.read_bytes(), spec.shape[0], _NO_LIMIT)),
         ".jsonl": lambda path, _: _objects(path),
         ".parquet": lambda path, _: _parquet(path),
         ".pq": lambda path, _: _parquet(path),
@@ -165,7 +165,7 @@ _READERS: dict[str, dict[str, Reader]] = {
         ".npy": _arrays_of_npy,
         ".csv": _signal,
         ".wav": _signal,
-        ".json": lambda path, spec: list(arrays_from_json(path.read_bytes(), spec.shape, _ANY_NUMBER)),
+        ".json": lambda path, spec: list(arrays_from_json(path.read_bytes(), spec.shape, _NO_LIMIT)),
     },
 }
 

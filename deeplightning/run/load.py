@@ -1,4 +1,4 @@
-"""Loads a finished run: its config, its task with the best weights, the code that it kept."""
+"""Loading a finished run: its config, its task with the best weights, and the code that it stored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger("deeplightning")
 
 TO_ANSWER = [
     *(f"engine.{name}={line(value)}" for name, value in defaults(Engine)),
-    *("stages=[predict]", "test.ckpt=last"),  # what training needs, such as a fused optimizer, may be missing here
+    *("stages=[predict]", "test.ckpt=last"),  # training's requirements, such as a fused optimizer, may be missing here
 ]
 """Overrides with which one CPU process uses the weights of a run.
 
@@ -37,7 +37,7 @@ be missing here, and a compiler, a hook or environment variables could run code 
 """
 
 
-_SPARE = {
+_REPLACEMENTS = {
     "data.module": "{type: deeplightning.data.digits.Digits}",
     "model.loss": "{type: torch.nn.Module}",
     "model.optimizer": "{type: torch.optim.SGD, params: {lr: 0.1}}",
@@ -46,15 +46,15 @@ _SPARE = {
     "logger.extra": "[]",
     "tune": "null",
 }
-"""Sections that some uses of the weights do not need, and what replaces one in the config if it is gone."""
+"""Sections that some uses of the weights do not need, with a replacement if one cannot be imported."""
 
 
 def trained_task(folder: RunFolder, allow: Sequence[str] = (), verb: str = "use") -> tuple[Any, Config, Path]:
-    """The task of a run with its best weights, on the CPU, its config, and the checkpoint's path.
+    """Return the task of a run with its best weights on the CPU, the run's config, and the checkpoint's path.
 
     Args:
-        allow: modules that the config of a foreign run may name, as `deeplightning.checks.trust.run_config` takes them.
-        verb: what the run is asked for.
+        allow: modules that the config of a foreign run may name, as in `deeplightning.checks.trust.run_config`.
+        verb: the command, for messages.
 
     Raises:
         CheckpointError: there are no weights, or the run is foreign and its config names what may not be built.
@@ -67,7 +67,7 @@ def trained_task(folder: RunFolder, allow: Sequence[str] = (), verb: str = "use"
     task = init_module(cfg, "model")
     task.on_load_checkpoint(checkpoint)
     task.configure_model()
-    own = task.state_dict()  # without the weights of a loss that is gone
+    own = task.state_dict()  # lacks the weights of a loss that was replaced
     checkpoint["state_dict"] = {
         name: value for name, value in checkpoint["state_dict"].items() if name in own or not name.startswith("losses.")
     }
@@ -80,16 +80,15 @@ def load_run(
 ) -> Config:
     """Load the config of a run, for a use of its weights.
 
-    A key that this version does not know, and a part that is not needed and cannot be imported, are left out with a
-    warning.
+    Keys that this version does not know, and optional parts that cannot be imported, are left out with a warning.
 
     Args:
-        verb: what the run is asked for.
-        needed: which of `_SPARE` this use builds.
-        allow: modules that the config of a foreign run may name, as `deeplightning.checks.trust.run_config` takes them.
+        verb: the command, for messages.
+        needed: the keys of `_REPLACEMENTS` that this use builds.
+        allow: modules that the config of a foreign run may name, as in `deeplightning.checks.trust.run_config`.
 
     Raises:
-        ConfigError: with every other fault.
+        ConfigError: with all other faults.
         CheckpointError: the run is foreign and its config is not plain, or names what may not be built.
     """
     config = run_config(folder, allow, verb)
@@ -113,20 +112,20 @@ def load_run(
 
 
 def _instead(fault: Fault, needed: Collection[str]) -> str | None:
-    """The override with which a use of the weights does without what is at fault in a run's config; None: it cannot."""
+    """Return the override that removes a fault from a run's config for a use of its weights; None if there is none."""
     key = fault.key or ""
     if (fault.place or "").startswith("override"):
         return None
     if fault.message.startswith("unknown key."):
         return f"~{key}"
-    spare = next((name for name in _SPARE if f"{key}.".startswith(f"{name}.")), None)
+    spare = next((name for name in _REPLACEMENTS if f"{key}.".startswith(f"{name}.")), None)
     if spare is None or spare in needed or not _is_gone(fault):
         return None
-    return f"{spare if _SPARE[spare] in ('null', '[]') else key.removesuffix('.type')}={_SPARE[spare]}"
+    return f"{spare if _REPLACEMENTS[spare] in ('null', '[]') else key.removesuffix('.type')}={_REPLACEMENTS[spare]}"
 
 
 def _is_gone(fault: Fault) -> bool:
-    """Return whether a module or plug-in is not there, cannot be imported, or is another one of the same name."""
+    """Return whether a module or plug-in is missing, cannot be imported, or is another one of the same name."""
     is_other = "` was read from " in fault.message or "` is a plug-in: " in fault.message
     return is_other or fault.message.startswith(("there is no module ", "importing "))
 
@@ -141,13 +140,13 @@ def _with_hint(fault: Fault, folder: RunFolder, verb: str) -> Fault:
 
 
 def use_code(folder: RunFolder, allow: Sequence[str] = ()) -> None:
-    """Lets names come first from the code that a run kept.
+    """Import first from the code that a run stored.
 
     Args:
         allow: modules that a foreign run may execute.
 
     Raises:
-        CheckpointError: it kept none, or the run is foreign and not all of its modules are allowed.
+        CheckpointError: the run stored no code, or it is foreign and not all of its modules are allowed.
     """
     if not folder.code.is_file():
         raise CheckpointError(f"{folder.path}: this run kept no code ({folder.code.name})")

@@ -1,4 +1,4 @@
-"""Makes the bundle of a run, from which a server answers: ONNX in float32, int8 and fp16, with golden samples."""
+"""Creation of a run's bundle for serving: ONNX models in float32, int8 and fp16, with golden samples."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     import pytorch_lightning as pl
 
 log = logging.getLogger("deeplightning")
-SAMPLES = 16  # validation samples kept in the run folder, to prove an export with
+SAMPLES = 16  # validation samples in the run folder, to verify an export
 
 SAMPLES_OF = {"image": "images", "text": "texts", "table": "rows", "array": "arrays"}
-"""The name of the samples in their file, by what a task takes."""
+"""Names of the samples in their file, by what a task takes."""
 
 
 def halve_run(folder: RunFolder) -> str:
-    """Adds to the bundle of a run a model that computes in fp16, for `serve.precision: fp16`; a line with the figure.
+    """Add an fp16 model to a run's bundle, for `serve.precision: fp16`; return a line with the difference.
 
     Raises:
-        CheckpointError: there is no complete bundle, or fp16 would not be as right.
+        CheckpointError: there is no complete bundle, or fp16 would be less accurate.
         SetupError: the bundle cannot be written.
     """
     from deeplightning.export.fp16 import halve
@@ -46,14 +46,15 @@ def halve_run(folder: RunFolder) -> str:
 
 
 def keep_samples(task: Any, data: Any, folder: RunFolder) -> None:
-    """Keep some validation samples in the run's folder, or training samples where there are none: images as they reach
-    the network, uint8 (N, C, H, W), with the usual size of training pictures before they are prepared; what the data
-    module gives by `example_inputs` or `example_texts`: rows of a table as JSON objects or texts, (N,), or arrays
-    before they are prepared, (N, …); or the inputs of a module of the user's own.
+    """Store some validation samples in the run's folder, or training samples if there are none.
+
+    Images are stored as they reach the network, uint8 (N, C, H, W), with the usual size of training images before they
+    are prepared. A data module's `example_inputs` or `example_texts` provide rows of a table as JSON objects or texts,
+    (N,), or arrays before they are prepared, (N, …). For a user's module its inputs are stored.
 
     Raises:
-        CheckpointError: there are no samples at all.
-        ConfigError: a module of the user's own takes no tensor.
+        CheckpointError: there are no samples.
+        ConfigError: a user's module takes no tensor.
     """
     import numpy as np
 
@@ -83,19 +84,19 @@ def keep_samples(task: Any, data: Any, folder: RunFolder) -> None:
 
 
 def _batches(dataloader: Callable[[], Iterable[object]]) -> Iterator[Any]:
-    """The batches of a hook of the data module, of all its loaders; none where it has none."""
+    """Yield the batches of all loaders that a hook of the data module returns; none if it has no such hook."""
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
     try:
         loaders = dataloader()
-    except MisconfigurationException:  # Lightning's word for: the module has none
+    except MisconfigurationException:  # the module has no such hook
         return
     for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
         yield from () if loader is None else loader
 
 
 def origin_of(folder: RunFolder, checkpoint: Path) -> dict[str, Any]:
-    """Where a model comes from, in words: run, folder, checkpoint, averages if its weights are such, time, version."""
+    """Return the origin of a model: run, folder, checkpoint, averaging of its weights, time and versions."""
     from deeplightning.callbacks.average import averaged
     from deeplightning.engine.checkpoint_io import read_checkpoint
 
@@ -113,24 +114,24 @@ def origin_of(folder: RunFolder, checkpoint: Path) -> dict[str, Any]:
 
 
 def is_servable(task: pl.LightningModule) -> bool:
-    """Return whether a task can be served: its export tells of a plain module; another says how inputs are prepared."""
+    """Return whether a task can be served: a user's module, or a task that defines how inputs are prepared."""
     specs = ("image_spec", "text_spec", "row_spec")
     return is_plain(task) or any(getattr(task, name, None) is not None for name in specs)
 
 
 def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export", formats: Sequence[str] = ()) -> Path:
-    """Writes the bundle of a run: its best weights as ONNX, compared with the checkpoint on real samples, and in the
-    further formats of `train.export`; and an MLflow model of it, where the config wants one.
+    """Write a run's bundle: its best weights as ONNX, verified against the checkpoint on real samples, and the further
+    formats of `train.export`; also an MLflow model, if the config requests one.
 
     Args:
-        allow, verb: as of `trained_task`.
-        formats: names of `train.export`, besides those of the config.
+        allow, verb: as in `trained_task`.
+        formats: names of `train.export`, in addition to those of the config.
 
     Raises:
         CheckpointError: there are no weights or no samples, the exported model answers differently, the task does
-            not say how its inputs are prepared, or the run is foreign and its config names what may not be built.
-        ConfigError: a module of the user's own takes or gives something else than one tensor.
-        FormatError: one of the further formats cannot express the network. The bundle is there without it.
+            not define how its inputs are prepared, or the run is foreign and its config names what may not be built.
+        ConfigError: a user's module takes or returns anything but one tensor.
+        FormatError: a further format cannot express the network. The bundle exists without it.
     """
     import numpy as np
 
@@ -145,7 +146,7 @@ def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export
             "pictures from 0 to 1, of one shape. Give it one of these; `deeplightning predict RUN` answers for its "
             "test set"
         )
-    if not folder.samples.is_file():  # the run ended before it could keep some
+    if not folder.samples.is_file():  # the run ended before it stored some
         data = init_module(cfg, "data")
         if data is not None:
             data.prepare_data()
@@ -170,10 +171,10 @@ def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export
 
 
 def _add_formats(task: Any, folder: RunFolder, names: Sequence[str]) -> None:
-    """Adds to the bundle each format that can express the network.
+    """Add each format that can express the network to the bundle.
 
     Raises:
-        FormatError: the first that cannot.
+        FormatError: names those that cannot.
     """
     if not names:
         return
@@ -191,18 +192,18 @@ def _add_formats(task: Any, folder: RunFolder, names: Sequence[str]) -> None:
 
 
 INPUT_OF = {"image": "image", "text": "tokens", "table": "input", "array": "input"}
-"""The name of the inputs in a batch of a data module, by what a task takes."""
+"""Names of the inputs in a batch of a data module, by what a task takes."""
 
 
 def quantize_run(folder: RunFolder, allow: Sequence[str] = ()) -> str:
-    """Adds to the bundle of a run a model that computes in int8, for `serve.precision: int8`; a line with the figures.
+    """Add an int8 model to a run's bundle, for `serve.precision: int8`; return a line with the figures.
 
     Args:
-        allow: as of `trained_task`.
+        allow: as in `trained_task`.
 
     Raises:
-        CheckpointError: there is no complete bundle, the data have no validation samples with what is true, or int8
-            would not be as right.
+        CheckpointError: there is no complete bundle, there are no validation samples with labels, or int8 would be less
+            accurate.
         SetupError: the bundle cannot be written.
     """
     from deeplightning.batches import by_name
@@ -231,15 +232,15 @@ def quantize_run(folder: RunFolder, allow: Sequence[str] = ()) -> str:
                     f"{folder.path}: how right it is in int8 needs validation batches with '{name}' and '{truths[0]}'; "
                     f"these have {', '.join(batch)}; {instead}"
                 )
-            counts = batch["index"] >= 0 if "index" in batch else slice(None)  # the others fill up a batch
+            counts = batch["index"] >= 0 if "index" in batch else slice(None)  # the rest is padding
             yield batch[name][counts].numpy(), truth[counts].numpy()
 
     figures = quantize(folder, validation)
     unit = "" if kind.gives == "regression" else " %"
-    told = [
+    scores = [
         f"{SCORES[one]} {figures[one]:.{2 if unit else 4}{'f' if unit else 'g'}}{unit}, in float32 "
         f"{figures[f'{one}_fp32']:.{2 if unit else 4}{'f' if unit else 'g'}}{unit}"
         for one in SCORES
         if one in figures
     ]
-    return f"int8: {'; '.join(told)}, on {figures[noun]} validation {noun}; kept as {folder.bundle_int8}"
+    return f"int8: {'; '.join(scores)}, on {figures[noun]} validation {noun}; kept as {folder.bundle_int8}"

@@ -1,4 +1,4 @@
-"""`train.overfit: N`: a data module gives the same N batches again and again, for training and for validation."""
+"""`train.overfit: N`: a data module returns the same N batches in each epoch, for training and for validation."""
 
 import itertools
 import logging
@@ -15,9 +15,9 @@ log = logging.getLogger("deeplightning")
 
 
 def overfit(data: Any, number: int) -> None:
-    """Has a data module give its first `number` training batches in each epoch, and the same for validation.
+    """Make a data module return its first `number` training batches in each epoch, also for validation.
 
-    They are read once and kept in memory. What changes batches later, such as an augmentation, still does.
+    They are read once and kept in memory. Later changes to a batch, such as augmentation, still apply.
     """
     fixed = _Batches(data.train_dataloader, number)
 
@@ -31,7 +31,7 @@ class _Batches:
     """The first batches of a loader's first epoch.
 
     Args:
-        make: makes the loader.
+        make: creates the loader.
     """
 
     def __init__(self, make: Callable[[], object], number: int):
@@ -47,7 +47,7 @@ class _Batches:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(0)
                 if hasattr(sampler, "start"):
-                    sampler.start = 0  # where a resumed run would continue
+                    sampler.start = 0  # set in a resumed run
         return self._loader
 
     def __len__(self) -> int:
@@ -65,14 +65,14 @@ class _Batches:
 
 
 class _Loader:
-    """Gives batches that are kept; the first time those behind the first `start`.
+    """A loader of stored batches; its first pass begins at `start`.
 
     Attributes:
-        sampler: has the `samples_of` of the training set's sampler, where that has one.
+        sampler: has the `samples_of` of the training set's sampler, if that has one.
         dataset: the training set.
     """
 
-    batch_sampler = None  # Lightning asks for it where there is a sampler
+    batch_sampler = None  # Lightning reads it if there is a sampler
 
     def __init__(self, batches: _Batches, start: int = 0):
         self.batches, self.start = batches, start
@@ -88,11 +88,11 @@ class _Loader:
             return
         *rest, last = self.batches.kept[self.start :]
         yield from rest
-        self.start = 0  # before the last: Lightning does not ask for one more
+        self.start = 0  # before the last batch, after which Lightning stops
         yield last
 
 
 def _done(trainer: "pl.Trainer", length: int) -> int:
-    """The batches of the epoch that a resumed run has done; 0 where that epoch is over."""
+    """Return how many batches of its epoch a resumed run has done; 0 if that epoch is complete."""
     done: int = trainer.fit_loop.epoch_loop.batch_progress.current.ready if trainer is not None else 0
     return done if done < length else 0

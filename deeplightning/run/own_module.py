@@ -1,4 +1,4 @@
-"""A LightningModule of the user's own becomes what an export needs of a task: a model of one input, and samples.
+"""Adapter that makes a user's LightningModule exportable: a model of one input, and samples.
 
 Shapes: N samples, C channels, H height, W width.
 """
@@ -26,23 +26,24 @@ from deeplightning.words import first_line
 
 
 def servable(task: Any, folder: RunFolder) -> Any:
-    """Return a task as an export needs it (`deeplightning.export.bundle.Exportable`).
+    """Return a task in the form that an export needs (`deeplightning.export.bundle.Exportable`).
 
     Raises:
-        ConfigError: a module of the user's own takes or gives something else than one tensor.
+        ConfigError: a user's module takes or returns anything but one tensor.
         CheckpointError: the samples of the run cannot be read.
     """
     return OwnModule(task, folder) if is_plain(task) else task
 
 
 def samples_of(task: pl.LightningModule, data: Any, batch: Any) -> dict[str, np.ndarray]:
-    """Return what a run keeps of a batch to prove an export with: `images`, uint8 (N, C, H, W), where the inputs are
-    pictures, else `arrays`, (N, …); and `about`, JSON: the inputs' dtype, the names of the outputs, the `image_spec`.
+    """Return the samples of a batch that a run stores to verify an export.
+
+    These are `images`, uint8 (N, C, H, W), if the inputs are images, else `arrays`, (N, …); and `about`, JSON with the
+    inputs' dtype, the names of the outputs and the `image_spec`.
 
     Args:
-        data: the data module; its `image_spec` and `class_names` are used where it has them.
-        batch: as a loader gives it. Its first part is what `forward` is called with, unless `example_input_array` has
-            another shape.
+        data: the data module; its `image_spec` and `class_names` are used if it has them.
+        batch: from a loader. Its first part is `forward`'s argument, unless `example_input_array` has another shape.
 
     Raises:
         ConfigError: neither is a tensor.
@@ -69,31 +70,31 @@ def samples_of(task: pl.LightningModule, data: Any, batch: Any) -> dict[str, np.
 
 
 def pixels(images: Tensor, spec: ImageSpec) -> Tensor:
-    """Return normalised pictures, float (N, C, H, W), as uint8 of the same shape."""
+    """Convert normalised images, float (N, C, H, W), to uint8 of the same shape."""
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (spec.mean, spec.std))
     return ((images.float() * std + mean) * 255).round().clamp(0, 255).byte()
 
 
 def _transferred(task: pl.LightningModule, data: Any, batch: Any) -> Any:
-    """Return a batch after the hooks by which Lightning hands it to a step; as it is where these need a trainer."""
+    """Return a batch after Lightning's transfer hooks; unchanged if these fail without a trainer."""
     try:
         for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
             has_own = isinstance(data, pl.LightningDataModule) and is_overridden(hook, data)
             batch = getattr(data if has_own else task, hook)(batch, 0)
-    except Exception:  # of the user's own
+    except Exception:  # raised by the user's hook
         return batch
     return batch
 
 
 class OwnModule:
-    """What `Exportable` asks for, of a LightningModule with a `forward` or a `predict_step` of one tensor.
+    """An `Exportable` for a LightningModule whose `forward` or `predict_step` takes one tensor.
 
     Attributes:
-        kind: the answers are the numbers that the module gives, in the order of memory.
-        class_names: a name for each of these.
+        kind: answers are the module's numbers, in memory order.
+        class_names: a name for each of these numbers.
 
     Raises:
-        ConfigError: the module does not take the samples, or gives something else than one tensor of numbers.
+        ConfigError: the module does not accept the samples, or returns anything but one tensor of numbers.
         CheckpointError: the samples of the run cannot be read.
     """
 
@@ -115,11 +116,11 @@ class OwnModule:
         self.class_names: list[str] = names if len(names) == count else numbered
 
     def _outputs(self, module: pl.LightningModule, samples: np.ndarray) -> int:
-        """Return how many numbers the module gives for a sample."""
+        """Return how many numbers the module returns per sample."""
         try:
             with torch.inference_mode():
                 found = self._model.outputs(torch.from_numpy(samples))
-        except Exception as error:  # of the user's own
+        except Exception as error:  # raised by the user's code
             raise _refused(
                 module, f"{self._model.name} does not take {structure(samples)}: {first_line(error)}"
             ) from error
@@ -132,12 +133,12 @@ class OwnModule:
         return count
 
     def inference_model(self) -> nn.Module:
-        """Pictures uint8 (N, C, H, W) or arrays float32 (N, …) to numbers float32 (N, K), on the CPU, in eval mode."""
+        """Return a model from images uint8 (N, C, H, W) or arrays float32 (N, …) to float32 (N, K), on the CPU."""
         return self._model
 
 
 class _Forward(nn.Module):
-    """A module's `forward`, or its `predict_step` where it has no `forward`, on prepared inputs."""
+    """A module's `forward`, or its `predict_step` if it has no `forward`, on prepared inputs."""
 
     mean: Tensor
     std: Tensor

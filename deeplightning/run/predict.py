@@ -1,7 +1,7 @@
-"""Files and a run become a table: what its network answers to each input, computed with the checkpoint itself.
+"""A run's predictions for files, as a table computed from the checkpoint.
 
-Files are read by `deeplightning.run.inputs`, and answers are those of the endpoint (`serve.local`).
-Letters: N inputs, C channels, H height, W width.
+Files are read by `deeplightning.run.inputs`, and answers are those of the endpoint (`serve.local`). Letters: N inputs,
+C channels, H height, W width.
 """
 
 import base64
@@ -27,37 +27,38 @@ from deeplightning.runfolder import RunFolder
 from deeplightning.words import printable
 from serve.local import answered
 
-MANY = 1000  # inputs without an answer that are named
+MAX_NAMED = 1000  # inputs without an answer in the error
 FORMATS = (".csv", ".jsonl")
 _NOUNS = {"image": "picture", "text": "file of texts", "table": "table", "array": "array or signal"}
 
 
 def predict_files(folder: RunFolder, files: Sequence[Path], out: Path | None = None, allow: Sequence[str] = ()) -> int:
-    """Writes a row per input, in order: `path`; where a file holds several inputs, `row`, from 1; and the answer, which
-    is the endpoint's. Only a batch of inputs is held in memory.
+    """Write a row per input, in order: `path`, `row` from 1 if a file has several inputs, and the endpoint's answer.
+
+    Only one batch of inputs is in memory at a time. Columns of the answer:
 
     - classes: predicted_class, predicted_label, predicted_probability
-    - numbers: predicted_NAME, and low_NAME and high_NAME where the run has intervals
-    - several labels: predicted_labels, divided by |, and probability_NAME of each
+    - numbers: predicted_NAME, and low_NAME and high_NAME if the run has intervals
+    - several labels: predicted_labels, separated by |, and probability_NAME of each
     - a class for each pixel: mask, a PNG file whose values are classes, and share_NAME of each class
-    - pictures: image, a PNG file
+    - images: image, a PNG file
 
-    PNG files go into a folder beside `out`, of its name without the ending.
+    PNG files are written to a folder next to `out` with the name of `out` without its ending.
 
     Args:
-        files: of the kinds that `deeplightning.run.inputs.ENDINGS` has for what the network takes; in folders, at any
-            depth, those with these endings are meant.
-        out: the file to write, whole or not at all: a table, or a JSON object per line, as its ending of `FORMATS`
-            says. None: a table on stdout.
+        files: files with the network's endings in `deeplightning.run.inputs.ENDINGS`, and folders, which are searched
+            recursively for such files.
+        out: the file to write, completely or not at all: a table, or a JSON object per line, by its ending; None for a
+            table on stdout.
         allow: modules that the config of a foreign run may name.
 
     Returns:
-        How many inputs were answered.
+        The number of answered inputs.
 
     Raises:
-        SetupError: `out` cannot be written or is missing where PNG files are written, a folder holds nothing to answer,
-            or files or inputs cannot be used; those are named when all others have been answered.
-        CheckpointError: the run has no weights that can be used, or is of a kind that answers no files.
+        SetupError: `out` cannot be written or is missing for PNG files, a folder has no usable file, or files or inputs
+            cannot be used; these are reported after all others have been answered.
+        CheckpointError: the run has no usable weights, or its kind does not answer files.
     """
     faults: list[Fault] = []
     number = without = 0
@@ -65,7 +66,7 @@ def predict_files(folder: RunFolder, files: Sequence[Path], out: Path | None = N
     def refuse(place: Place | Path, error: Exception) -> None:
         nonlocal without
         without += 1
-        if without <= MANY:
+        if without <= MAX_NAMED:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             faults.append(Fault(str(reason), place=str(place)))
 
@@ -80,8 +81,8 @@ def predict_files(folder: RunFolder, files: Sequence[Path], out: Path | None = N
                 row = {} if place.row is None else {"row": place.row}
                 write({"path": str(place.path), **row, **row_of(place, answer)})
                 number += 1
-        if without > MANY:
-            faults.append(Fault(f"{without - MANY} more have no answer"))
+        if without > MAX_NAMED:
+            faults.append(Fault(f"{without - MAX_NAMED} more have no answer"))
         if faults and not number:
             raise SetupError(faults)
     if faults:
@@ -90,10 +91,10 @@ def predict_files(folder: RunFolder, files: Sequence[Path], out: Path | None = N
 
 
 class _Network:
-    """The network of a run's checkpoint with what an answer needs, as `serve.local` wants it.
+    """The network of a run's checkpoint, with the interface that `serve.local` expects.
 
     Raises:
-        CheckpointError: as of `predict_files`.
+        CheckpointError: as in `predict_files`.
     """
 
     def __init__(self, folder: RunFolder, allow: Sequence[str]):
@@ -108,7 +109,7 @@ class _Network:
         self.task: str = kind
         self.max_pixels: int = cfg.serve.max_pixels
         self._max_side: int = cfg.serve.max_side
-        self._model = task.inference_model()  # before the spec of texts is asked for
+        self._model = task.inference_model()  # must precede `text_spec`
         takes = KINDS[kind].takes
         self._image_spec = task.image_spec if takes == "image" else None
         self.text_spec = task.text_spec if takes == "text" else None
@@ -117,13 +118,13 @@ class _Network:
         self.output: dict[str, Any] = getattr(task, "answer_details", dict)()
 
     def prepare(self, path: Path, max_pixels: int) -> np.ndarray:
-        """A picture's file as the network takes it, uint8 (C, H, W)."""
+        """Return the image in a file as the network takes it, uint8 (C, H, W)."""
         assert self._image_spec is not None, "it takes pictures"
         decoded: np.ndarray = self._image_spec.decode(path, max_pixels, self._max_side)
         return decoded.transpose(2, 0, 1)
 
     def predict(self, batch: np.ndarray) -> np.ndarray:
-        """What the network answers to prepared inputs (N, …), float32 (N, …)."""
+        """Return the network's answers to prepared inputs (N, …), float32 (N, …)."""
         with torch.inference_mode():
             answers: np.ndarray = self._model(torch.from_numpy(np.ascontiguousarray(batch))).numpy()
         return answers
@@ -150,7 +151,7 @@ def _paths(files: Sequence[Path], takes: str) -> Iterator[Path]:
 def _inputs(
     paths: Iterator[Path], takes: str, spec: Any, refuse: Callable[[Place | Path, Exception], None]
 ) -> Iterator[tuple[Place, Any]]:
-    """The inputs of all files; `refuse` is called with each file that cannot be read to its end."""
+    """Yield the inputs of all files; call `refuse` for each file that cannot be read to its end."""
     for path in paths:
         try:
             yield from inputs_of(path, takes, spec)
@@ -159,10 +160,10 @@ def _inputs(
 
 
 def _rows(network: _Network, out: Path | None) -> Callable[[Place, dict[str, Any]], dict[str, Any]]:
-    """What makes the endpoint's answer to an input a row of a table.
+    """Return the function that converts the endpoint's answer to a row of the table.
 
     Raises:
-        SetupError: PNG files are to be written, and there is no place for them.
+        SetupError: PNG files are to be written, and `out` is None.
     """
     gives = KINDS[network.task].gives
     if gives in ("segmentation", "reconstruction"):
@@ -201,7 +202,7 @@ def _labels(place: Place, answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pictures(into: Path, key: str) -> Callable[[Place, dict[str, Any]], dict[str, Any]]:
-    """Writes the PNG of each answer into a folder; a name that several inputs have gets a number."""
+    """Return a function that writes each answer's PNG to a folder; a name used by several inputs gets a number."""
     used: set[str] = set()
 
     def write(place: Place, answer: dict[str, Any]) -> dict[str, Any]:
@@ -222,9 +223,9 @@ def _pictures(into: Path, key: str) -> Callable[[Place, dict[str, Any]], dict[st
 
 @contextmanager
 def _writer(out: Path | None) -> Iterator[Callable[[dict[str, object]], object]]:
-    """What writes a row. A file takes its place when the block ends without an error."""
+    """Yield the function that writes a row. The file replaces `out` when the block ends without an error."""
     if out is None:
-        sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # names of files are bytes
+        sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # file names are bytes
         yield _table(sys.stdout)
         return
     beside = out.with_name(f".{out.name}.{os.getpid()}")
@@ -244,9 +245,9 @@ def _writer(out: Path | None) -> Iterator[Callable[[dict[str, object]], object]]
 
 
 def _table(out: TextIO) -> Callable[[dict[str, object]], object]:
-    """Writes rows as CSV. On stdout nothing can steer a terminal; into a pipe, the paths of files stay as they are."""
+    """Return a function that writes CSV rows; on stdout values are escaped, but paths only on a terminal."""
     writer = csv.writer(out)
-    is_begun, as_it_is = False, "path" if not out.isatty() else None
+    is_begun, unescaped = False, "path" if not out.isatty() else None
 
     def write(row: dict[str, object]) -> None:
         nonlocal is_begun
@@ -256,7 +257,7 @@ def _table(out: TextIO) -> Callable[[dict[str, object]], object]:
         writer.writerow(shown(name, value) for name, value in row.items())
 
     def shown(name: str, value: object) -> object:
-        if out is sys.stdout and isinstance(value, str) and name != as_it_is:
+        if out is sys.stdout and isinstance(value, str) and name != unescaped:
             return printable(value)
         return value
 
@@ -265,7 +266,7 @@ def _table(out: TextIO) -> Callable[[dict[str, object]], object]:
 
 @contextmanager
 def _bar(files: Sequence[Path], takes: str, out: Path | None) -> Iterator[Iterator[Path]]:
-    """The files, with a bar on stderr where that is a terminal and the rows do not go to one."""
+    """Yield the files, with a progress bar if stderr is a terminal and the rows do not go to one."""
     if not sys.stderr.isatty() or (out is None and sys.stdout.isatty()):
         yield _paths(files, takes)
         return

@@ -1,5 +1,5 @@
-"""`auto` in the params of a network becomes the number that the data module declares; `weight: balanced` in the params
-of a loss becomes the weights of the classes of the training set, and `pos_weight: balanced` those of its labels."""
+"""Resolution of params that depend on the data: `auto` of a network becomes the number that the data module declares,
+`weight: balanced` and `pos_weight: balanced` of a loss become weights of the training set's classes or labels."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ log = logging.getLogger("deeplightning")
 
 
 def fill(cfg: Config, data: object, read: bool = True) -> None:
-    """Replaces each `auto` in the params of networks, and each `balanced` weight of a loss, in place.
+    """Replace each `auto` in the params of networks, and each `balanced` weight of a loss, in place.
 
     Args:
         data: the data module.
-        read: prepare and set up the data where the data module does not declare a number before; where False, such an
-            `auto` stays, and so does `balanced`.
+        read: prepare and set up the data if the data module does not declare a number before; if False, such an `auto`
+            stays, and so does `balanced`.
 
     Raises:
         ConfigError: the data module declares no such number, the training set has no classes or labels, or a label has
@@ -35,7 +35,7 @@ def fill(cfg: Config, data: object, read: bool = True) -> None:
             continue
         found = _declared(name, data)
         if found is None and hasattr(data, "example_batch"):
-            data.example_batch(1)  # an image folder knows its classes from here on
+            data.example_batch(1)  # an image folder finds its classes
             found = _declared(name, data)
         if found is None and read:
             _read(cfg, data)
@@ -52,10 +52,10 @@ def fill(cfg: Config, data: object, read: bool = True) -> None:
 
 
 def refuse_unfilled(cfg: Config) -> None:
-    """Refuses to build a network whose params are not known yet.
+    """Raise if a network's params are not resolved yet.
 
     Raises:
-        ConfigError: with each `auto` that is left.
+        ConfigError: with each remaining `auto`.
     """
     message = "is filled when the data module is built; call init_module(cfg, 'data') before, or give a number"
     if faults := [Fault(f"`{p[name]}` {message}", key, found=p[name]) for key, p, name in unfilled(cfg)]:
@@ -63,14 +63,14 @@ def refuse_unfilled(cfg: Config) -> None:
 
 
 def _read(cfg: Config, data: Any) -> None:
-    """Prepares and sets up the training data."""
-    if world_size(cfg.engine) == 1:  # else the first process alone may download
+    """Prepare and set up the training data."""
+    if world_size(cfg.engine) == 1:  # with several, only the first may download
         data.prepare_data()
     data.setup("fit")
 
 
 def _weights(cfg: Config, data: Any, key: str) -> list[float]:
-    """The weight of each class, logged beside the name of the class."""
+    """Return the weight of each class and log them."""
     _read(cfg, data)
     names = [str(name) for name in getattr(data, "class_names", None) or []]
     counts = class_counts(data, len(names))
@@ -83,7 +83,7 @@ def _weights(cfg: Config, data: Any, key: str) -> list[float]:
 
 
 def _positive_weights(cfg: Config, data: Any, key: str) -> list[float]:
-    """The weight of each label's positive samples, logged beside how many these are."""
+    """Return the weight of each label's positive samples and log them."""
     _read(cfg, data)
     counted = label_counts(data)
     if counted is None:
@@ -108,7 +108,7 @@ def _positive_weights(cfg: Config, data: Any, key: str) -> list[float]:
 
 
 def _declared(name: str, data: Any) -> int | list[int] | None:
-    """What a data module declares so far for the param of a network."""
+    """Return the value that a data module declares so far for a param of a network; None if it declares none."""
     declared = next((found for name in DECLARED[name] if (found := getattr(data, name, None))), None)
     if not declared:
         return None

@@ -1,4 +1,4 @@
-"""Where training resumes: from which checkpoint, in which run, and whether the end will be the same bit for bit."""
+"""How training resumes: from which checkpoint, in which run, and whether the result will be bit-identical."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ log = logging.getLogger("deeplightning")
 
 
 def resumption(cfg: Config) -> Resumption:
-    """The checkpoint that training resumes from, by `train.resume_ckpt`, and whether in the same run.
+    """Return the checkpoint to resume from, by `train.resume_ckpt`, and whether the same run continues.
 
-    Rank 0 decides, and processes that it starts are told the checkpoint; others find it themselves. Which run goes on
-    concerns rank 0 alone.
+    Rank 0 decides and passes the checkpoint to processes that it starts; others find it themselves. Only rank 0 needs
+    to know which run continues.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged; `auto` takes another instead.
-        SetupError: the tracking store cannot be asked.
+        SetupError: the tracking store cannot be read.
     """
     from deeplightning.callbacks.record import Resumption
 
@@ -61,7 +61,7 @@ def _decide(cfg: Config) -> Resumption:
         return Resumption()
     if name == "auto":
         return _newest_whole(cfg)
-    path = find_checkpoint(name, cfg, to_go_on=True)
+    path = find_checkpoint(name, cfg, to_resume=True)
     assert path is not None
     try:
         checkpoint = read_checkpoint(path)
@@ -71,8 +71,7 @@ def _decide(cfg: Config) -> Resumption:
 
 
 def _newest_whole(cfg: Config) -> Resumption:
-    """Find what `auto` means: the newest checkpoint that can be read of the newest run that has any; a run that ended
-    before its first begins again.
+    """Resolve `auto`: the newest readable checkpoint of the latest run that has any, else a run to start again.
 
     Raises:
         CheckpointError: none of that run's checkpoints can be read.
@@ -92,7 +91,7 @@ def _newest_whole(cfg: Config) -> Resumption:
 
 
 def _newest_of(folder: RunFolder) -> tuple[Path, dict[str, Any]] | None:
-    """Find the newest checkpoint of a run that can be read; None: it has saved none.
+    """Return the newest readable checkpoint of a run; None if it saved none.
 
     Raises:
         CheckpointError: it has checkpoints, and none can be read.
@@ -118,7 +117,7 @@ def _newest_of(folder: RunFolder) -> tuple[Path, dict[str, Any]] | None:
 
 
 def _from_the_start(cfg: Config, folder: RunFolder) -> Resumption | None:
-    """A run that ended before its first checkpoint begins again; None: it cannot, or a process that runs has it."""
+    """Restart a run that ended before its first checkpoint; None if it cannot be, or a process is using it."""
     from deeplightning.callbacks.record import Resumption
 
     run_id = folder.path.parent.name
@@ -132,9 +131,9 @@ def _from_the_start(cfg: Config, folder: RunFolder) -> Resumption | None:
 
 
 def _of_launch(cfg: Config) -> Resumption | None:
-    """Where a launch that was started again resumes: in its run, from the latest complete checkpoint.
+    """Return where a restarted launch resumes: in its run, from the latest complete checkpoint.
 
-    None: it has opened no run yet, or is new, or it cannot be known.
+    None if it is new, has opened no run yet, or cannot be identified.
     """
     from deeplightning.callbacks.record import Resumption
 
@@ -143,11 +142,11 @@ def _of_launch(cfg: Config) -> Resumption | None:
         return None
     words = f'"launch": {json.dumps(here.launch)}'
     folder = next((f for f in runs_of(cfg, lambda path: words in _text(RunFolder(path).environment))), None)
-    if folder is None and restarts() > 0:  # it may have ended between writing its config and this launch's name
+    if folder is None and restarts() > 0:  # it may have ended before it recorded the launch's name
         nameless = runs_of(cfg, lambda path: not RunFolder(path).environment.exists())
         return next(filter(None, (_from_the_start(cfg, each) for each in nameless if _is_same(cfg, each))), None)
     if folder is None or (restarts() == 0 and _has_finished(cfg, folder)):
-        return None  # a finished job's id is used for another
+        return None  # a new job reuses the id of a finished one
     if (found := _newest_of(folder)) is not None:
         return replace(_from(*found, cfg), over="")  # the stages after training remain
     hold = folder.lock() if own_rank() == 0 else None
@@ -179,16 +178,16 @@ def _text(path: Path) -> str:
 
 
 def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
-    """Training resumes from a checkpoint: in its run where that is possible.
+    """Resume from a checkpoint: in its run if that is possible.
 
     Raises:
-        CheckpointError: the checkpoint is of another optimizer, whose state says nothing to the config's; or what it
-            says of its run is damaged.
+        CheckpointError: the checkpoint is of another optimizer, whose state the config's cannot load, or its data about
+            its run are damaged.
     """
     from deeplightning.callbacks.record import Resumption
     from deeplightning.engine.checkpoint_io import read_checkpoint
 
-    _raise_for_oddities(path, checkpoint)
+    _raise_if_damaged(path, checkpoint)
     for part in ("optimizer", "scheduler"):
         theirs = ((checkpoint.get("config") or {}).get("model") or {}).get(part)
         ours = cfg.public()["model"][part]
@@ -216,7 +215,7 @@ def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
             if read_checkpoint(folder.last)["global_step"] > checkpoint["global_step"]:
                 why = f"{folder.last.name} goes further"
         except CheckpointError:
-            pass  # then this is how far the run has come
+            pass  # then this one is the furthest
     why = why or _refusal(cfg, str(run_id), path.parent)
     if why is None and (hold := folder.lock()) is None:
         why = f"a process is at work on the run {run_id}"
@@ -233,10 +232,11 @@ def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
 
 
 def _kept(checkpoint: Mapping[str, Any], cfg: Config) -> Iterator[list[Any]]:
-    """Yield what the restored state of optimizers and schedules decides, where the config has another value: the keys
-    below `model`, the value of the checkpoint and that of the config. None: the value is not given.
+    """Yield settings that the restored optimizers and schedules keep although the config has another value.
 
-    Plain values only: a checkpoint may be a stranger's, and a mapping inside params names what is imported and called.
+    Each is the keys below `model`, the value of the checkpoint and that of the config; None for a value that is not
+    set. Only plain values: a checkpoint may be untrusted, and a mapping inside params names what is imported and
+    called.
     """
     model: Mapping[str, Any] = (checkpoint.get("config") or {}).get("model") or {}
     ours = cfg.public()["model"]
@@ -258,14 +258,14 @@ def _is_group(value: object) -> bool:
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether a value is a number, a truth value, null, a text without a reference, or a list of such."""
+    """Return whether a value is a number, a boolean, null, a text without a reference, or a list of such."""
     if isinstance(value, list):
         return all(map(_is_plain, value))
     return isinstance(value, bool | int | float | None) or (isinstance(value, str) and "${" not in value)
 
 
 def _keep(cfg: Config, kept: Iterable[Sequence[Any]]) -> None:
-    """Has a config say what its run does, see `_kept`."""
+    """Set the config's values to those that the run keeps, see `_kept`."""
     for part, *path, key, was, _ in kept:
         holder = getattr(cfg.model, part)
         for name in path:
@@ -287,7 +287,7 @@ def _at(tree: Any, path: Sequence[str]) -> Any:
 
 
 def _epochs(checkpoint: Mapping[str, Any]) -> int:
-    """How many epochs a checkpoint has completed."""
+    """Return how many epochs a checkpoint has completed."""
     found: Any = checkpoint
     for key in ("loops", "fit_loop", "epoch_progress", "current", "processed"):
         found = found.get(key) if isinstance(found, Mapping) else None
@@ -295,7 +295,7 @@ def _epochs(checkpoint: Mapping[str, Any]) -> int:
 
 
 def _over(epochs: int, checkpoint: Mapping[str, Any], cfg: Config) -> str:
-    """Why the training that a config asks for has nothing to add to a checkpoint; "": it has."""
+    """Return why the training of a config is already complete at a checkpoint; "" if it is not."""
     train, steps = cfg.train, checkpoint["global_step"]
     if train.num_epochs is not None and epochs >= train.num_epochs:
         return f"it has seen {epochs} epochs, and train.num_epochs is {train.num_epochs}"
@@ -310,15 +310,15 @@ def _over(epochs: int, checkpoint: Mapping[str, Any], cfg: Config) -> str:
 
 
 def _types(optimizers: object) -> str:
-    """The class of the optimizer that a config names, or of each."""
+    """Return the class of the optimizer that a config names, or of each."""
     named = optimizers if isinstance(optimizers, Mapping) else {}
     if "type" in named:
         return str(named["type"])
     return ", ".join(str(o.get("type")) if isinstance(o, Mapping) else str(o) for o in named.values()) or "none"
 
 
-def _raise_for_oddities(path: Path, checkpoint: Mapping[str, Any]) -> None:
-    """Checks what training needs of a checkpoint in order to resume.
+def _raise_if_damaged(path: Path, checkpoint: Mapping[str, Any]) -> None:
+    """Check the data that training needs of a checkpoint in order to resume.
 
     Raises:
         CheckpointError: names the first key that is missing or wrong.
@@ -343,7 +343,7 @@ def _is_dict(value: object) -> bool:
 
 
 def _is_point(point: object) -> bool:
-    """Whether it is (name, value, time, step)."""
+    """Return whether the value is (name, value, time, step)."""
     if not isinstance(point, list | tuple) or len(point) != 4:
         return False
     name, value, moment, step = point
@@ -359,7 +359,7 @@ def _refusal(cfg: Config, run_id: str, folder: Path) -> str | None:
 
 
 def _is_same(cfg: Config, folder: RunFolder) -> bool:
-    """Whether a run was started with the same config, but for what it resumes from and its stages."""
+    """Return whether a run was started with the same config, apart from its stages and what it resumes from."""
     theirs, ours = as_written(read(run_config(folder)).root), cfg.public()
     if theirs["train"]["resume_ckpt"] is not None:
         return False
@@ -368,7 +368,7 @@ def _is_same(cfg: Config, folder: RunFolder) -> bool:
 
 
 def _inexact(checkpoint: Mapping[str, Any], cfg: Config) -> str:
-    """Why a run that resumes from a checkpoint will not end bit for bit like an uninterrupted one; "": it will."""
+    """Return why a resumed run will not end bit-identical to an uninterrupted one; "" if it will."""
     from deeplightning.callbacks.record import engine_of, versions
 
     reasons = []
@@ -402,7 +402,7 @@ def _inexact(checkpoint: Mapping[str, Any], cfg: Config) -> str:
 
 
 def _learning(settings: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    """What of a config decides over each step, by its key."""
+    """Yield the settings of a config that determine each step, by key."""
     train = {
         key: settings.get("train", {}).get(key)
         for key in ("accumulator_epoch", "accumulator_factor", "gradient_clip", "overfit")
@@ -418,12 +418,12 @@ def _learning(settings: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
     yield "seed", settings.get("seed")
 
 
-def agreement(cfg: Config, goes_on: Resumption | None) -> dict[str, str]:
-    """What of a run must be the same on all of its machines, by key: what decides over each step, the engine, and the
-    checkpoint that training resumes from."""
+def agreement(cfg: Config, resumed: Resumption | None) -> dict[str, str]:
+    """Return, by key, the values that must be equal on all machines of a run: settings that determine each step, the
+    engine, and the checkpoint that training resumes from."""
     from deeplightning.callbacks.record import engine_of
 
     settings = dict(_learning(cfg.public())) | {f"engine.{name}": value for name, value in engine_of(cfg).items()}
-    settings |= {"stages": cfg.stages, "the checkpoint to resume from": goes_on and goes_on.named}
-    del settings["engine.processes"]  # those of one machine are compared
+    settings |= {"stages": cfg.stages, "the checkpoint to resume from": resumed and resumed.named}
+    del settings["engine.processes"]  # compared per machine
     return {key: str(value) for key, value in settings.items()}

@@ -1,4 +1,4 @@
-"""A stage of Lightning's is run, and what libraries raise in it becomes faults of the config or the checkpoint."""
+"""Execution of a Lightning stage, with library errors converted to faults of the config or the checkpoint."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _OF_PARTS = (Sentence.OTHER_NETWORK, Sentence.OTHER_OPTIMIZER, Sentence.NO_METRIC)
-"""What a checkpoint of another network or optimizer makes torch say, and a metric that is not there Lightning."""
+"""Messages of torch about a checkpoint of another network or optimizer, and of Lightning about a missing metric."""
 
 
 def run_stage(stage: Any, *args: Any, **kwargs: Any) -> None:
-    """Runs a stage of Lightning's.
+    """Run a stage of Lightning.
 
     Args:
-        stage: `fit`, `validate`, `test` or `predict` of a trainer; the task comes first among `args`.
+        stage: `fit`, `validate`, `test` or `predict` of a trainer; the first of `args` is the task.
 
     Raises:
-        ConfigError: an exception of a library speaks of the config.
-        CheckpointError: it speaks of the checkpoint of `ckpt_path`.
+        ConfigError: a library's exception is about the config.
+        CheckpointError: it is about the checkpoint of `ckpt_path`.
     """
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
@@ -74,9 +74,11 @@ def run_stage(stage: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _of_part(error: Exception, task: pl.LightningModule) -> Fault | None:
-    """The fault, where a loss of torch's, a metric of torchmetrics' or a change of pictures of torchvision's does not
-    take what it is called with; a part of the user's own may be wrong itself."""
-    if type(error) not in (RuntimeError, ValueError, IndexError, TypeError):  # one of no memory, or of ours
+    """Return a fault if a part of torch, torchmetrics or torchvision rejects its input; None for a user's part.
+
+    None for any other error: a part of the user's own may itself be wrong.
+    """
+    if type(error) not in (RuntimeError, ValueError, IndexError, TypeError):  # such as out of memory, or ours
         return None
     from torch import Tensor
 

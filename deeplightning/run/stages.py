@@ -1,4 +1,4 @@
-"""One launch: a settled config goes through its stages, and the run folder is left behind."""
+"""One launch: run the stages of a resolved config, and return the run's folder."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("deeplightning")
 
 PRINTS_CONFIG = "DEEPLIGHTNING_PRINT_CONFIG"
-"""The environment variable that has a run print its whole config first."""
+"""The environment variable that makes a run print its whole config first."""
 
 
 def launch(cfg: Config) -> RunFolder:
-    """Runs the stages of a config in their order, and exports what was trained.
+    """Run the stages of a config in order, and export the trained model.
 
     Returns:
-        The run's folder; its path is also the last line on stdout, whatever happens once the run has begun. Where there
-        is nothing to do, that of the checkpoint.
+        The run's folder; its path is the last line on stdout once the run has begun, even if it fails. If there is
+        nothing to do, the folder of the checkpoint.
     """
     from deeplightning.callbacks import TRIAL, callback_of
     from deeplightning.callbacks.console import one_line_warnings, to_terminal
@@ -66,11 +66,11 @@ def launch(cfg: Config) -> RunFolder:
     if cfg.engine.setup_hook is not None:
         find(cfg.engine.setup_hook)()
         keep_format()
-    data = _data_first(cfg) if any(unfilled(cfg)) else None  # what a run resumes from is compared with the numbers
-    goes_on = resumption(cfg) if "train" in cfg.stages and cfg.train.num_epochs != 0 else None
-    if goes_on is not None and goes_on.checkpoint and goes_on.over and cfg.stages == ["train"]:
-        log.warning("nothing to do: %s: %s; to continue training, raise that", goes_on.checkpoint, goes_on.over)
-        return RunFolder(goes_on.checkpoint.parent)
+    data = _data_first(cfg) if any(unfilled(cfg)) else None  # a checkpoint is compared with the resolved numbers
+    resumed = resumption(cfg) if "train" in cfg.stages and cfg.train.num_epochs != 0 else None
+    if resumed is not None and resumed.checkpoint and resumed.over and cfg.stages == ["train"]:
+        log.warning("nothing to do: %s: %s; to continue training, raise that", resumed.checkpoint, resumed.over)
+        return RunFolder(resumed.checkpoint.parent)
     try:
         data = init_module(cfg, "data") if data is None else data
         task = init_module(cfg, "model")
@@ -79,12 +79,12 @@ def launch(cfg: Config) -> RunFolder:
         raise
     trainer = init_trainer(cfg)
     record = callback_of(trainer, Record)
-    record.resumption = goes_on
-    connect(trainer, cfg.redact_message, lambda error: _end(record, trainer, error), agreement(cfg, goes_on))
+    record.resumption = resumed
+    connect(trainer, cfg.redact_message, lambda error: _end(record, trainer, error), agreement(cfg, resumed))
     try:
         if "train" in cfg.stages:
             record.prepare_autolog(trainer)
-            _train(cfg, trainer, task, data, goes_on)
+            _train(cfg, trainer, task, data, resumed)
         for stage in ("validate", "test", "predict"):
             if stage in cfg.stages:
                 path = _weights_for(cfg, record, trained="train" in cfg.stages)
@@ -114,17 +114,17 @@ def launch(cfg: Config) -> RunFolder:
 
 
 def _report(folder: RunFolder) -> None:
-    """Draws the run's numbers, and writes its report."""
+    """Draw the run's figures and write its report."""
     from deeplightning.report.write import write_run
 
     try:
         write_run(folder)
-    except Exception as error:  # it is not worth a run
+    except Exception as error:  # a report must not fail the run
         log.warning("report     none: %s", error)
 
 
 def _data_first(cfg: Config) -> object:
-    """The data module, which fills every `auto`."""
+    """Return the data module, whose creation resolves every `auto`."""
     from deeplightning.callbacks.provenance import keep_out
 
     try:
@@ -135,7 +135,7 @@ def _data_first(cfg: Config) -> object:
 
 
 def _end(record: Record, trainer: pl.Trainer, error: BaseException | None = None) -> None:
-    """The last words of a run."""
+    """Set the final status of a run, print its folder and close it."""
     if error is not None:
         record.fail(error)
     if record.opened and trainer.is_global_zero and not supervisor.is_supervised():
@@ -143,18 +143,18 @@ def _end(record: Record, trainer: pl.Trainer, error: BaseException | None = None
     record.close()
 
 
-def _train(cfg: Config, trainer: pl.Trainer, task: object, data: object, goes_on: Resumption | None) -> None:
+def _train(cfg: Config, trainer: pl.Trainer, task: object, data: object, resumed: Resumption | None) -> None:
     if cfg.train.num_epochs == 0:
         run_stage(trainer.validate, task, data, verbose=False)
         return
-    if goes_on is not None and trainer.max_epochs is not None and trainer.max_epochs >= 0:
-        # Lightning refuses a checkpoint of more epochs, where nothing is left to train.
-        trainer.fit_loop.max_epochs = max(trainer.max_epochs, goes_on.epochs)
-    run_stage(trainer.fit, task, data, ckpt_path=goes_on.checkpoint if goes_on else None)
+    if resumed is not None and trainer.max_epochs is not None and trainer.max_epochs >= 0:
+        # Lightning rejects a checkpoint of more epochs, even with nothing left to train.
+        trainer.fit_loop.max_epochs = max(trainer.max_epochs, resumed.epochs)
+    run_stage(trainer.fit, task, data, ckpt_path=resumed.checkpoint if resumed else None)
 
 
 def _weights_for(cfg: Config, record: Record, trained: bool) -> Path | None:
-    """The checkpoint that validate, test and predict use; None: the weights that training has left in the task."""
+    """Return the checkpoint for validate, test and predict; None for the weights that are in the task."""
     if trained and cfg.train.fast:
         return None
     if trained and cfg.test.ckpt in (None, "best", "last"):
@@ -172,9 +172,9 @@ def _weights_for(cfg: Config, record: Record, trained: bool) -> Path | None:
 
 
 def evaluate(folder: RunFolder, stage: str, overrides: list[str], allow: Sequence[str] = ()) -> RunFolder:
-    """Runs `test` or `predict` with a run's config and best weights, into the same run.
+    """Run `test` or `predict` with a run's config and best weights, in the same run.
 
-    The results of a foreign run go into a new run of the store that is in use here: its own tracker is not taken.
+    Results of a foreign run go to a new run in the current store: the foreign run's tracker is not used.
 
     Args:
         allow: modules that the config of a foreign run may name.
@@ -193,7 +193,7 @@ def evaluate(folder: RunFolder, stage: str, overrides: list[str], allow: Sequenc
         cfg.logger.params.setdefault("run_id", run["id"])
         store = folder.path.parents[2] if folder.path.parent.name == run["id"] else None
         if store and (store / DATABASE).is_file() and not any("tracking_uri" in text for text in overrides):
-            cfg.logger.params["tracking_uri"] = str(store)  # the config's may be relative to another directory
+            cfg.logger.params["tracking_uri"] = str(store)  # the config's path may be relative to another directory
     return launch(cfg)
 
 
@@ -202,10 +202,10 @@ def _quoted(path: Path) -> str:
 
 
 def _export_at_the_end(cfg: Config, task: Any, data: object, record: Any) -> None:
-    """Keeps some validation images, then exports the best weights, where the task knows how."""
-    if not record.has_learned and record.folder.bundle_card.exists():  # a finished run that was resumed
+    """Store some validation samples, then export the best weights if the task supports it."""
+    if not record.has_learned and record.folder.bundle_card.exists():  # a finished run was resumed
         return
-    if not _is_served(task):  # a task derived from one of ours
+    if not _is_served(task):  # a task derived from one of ours without an inference model
         log.info("bundle     none: the task offers no inference_model, or its data do not say how inputs are prepared")
         return
     from deeplightning.export.added import card_of
@@ -230,7 +230,7 @@ def _is_served(task: Any) -> bool:
 
 
 def _say_next(cfg: Config, task: object, record: Record) -> None:
-    """Logs the commands that a person needs now, each on a line of its own, to be pasted."""
+    """Log commands that the user may want next, each on its own line for pasting."""
     from deeplightning.callbacks import TRIAL, commands
 
     if TRIAL in os.environ:

@@ -1,4 +1,4 @@
-"""Lightning's Trainer, with the number of steps of every training that we start (2.6.6)."""
+"""Lightning's Trainer with the right number of steps (2.6.6)."""
 
 import math
 from typing import Any
@@ -13,14 +13,14 @@ class Trainer(pl.Trainer):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps of the training; infinite where the data have no length and `max_steps` is not set.
+        """Optimizer steps of the training; infinite for data without a length if `max_steps` is not set.
 
-        Lightning takes the accumulation of now for that of all epochs, and gives -1 for data without a length.
+        Lightning applies the current accumulation to all epochs, and returns -1 for data without a length.
         """
         total = super().estimated_stepping_batches
         if total < 0:
             return math.inf
-        own: Any = self  # `callbacks` is set elsewhere, without a type
+        own: Any = self  # Lightning sets `callbacks` without a type
         later = next((callback for callback in own.callbacks if isinstance(callback, AccumulateFrom)), None)
         batches, epochs = self.num_training_batches, self.max_epochs
         if later is None or epochs is None or epochs < 0 or not math.isfinite(batches):

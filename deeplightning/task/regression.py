@@ -130,7 +130,8 @@ class Regression(RowTask):
     def remember(self, inputs: Tensor, outputs: Tensor, truth: Tensor) -> None:
         """Keep outputs and truth of the validation, of whose differences intervals are made."""
         if self.interval is not None and self.row_spec is not None:
-            outputs, truth = (self.in_units(v.float()).reshape(len(v), -1) for v in (outputs, truth))
+            # Copies, since a CUDA graph reuses the memory of its outputs.
+            outputs, truth = (self.in_units(v.float()).reshape(len(v), -1).clone() for v in (outputs, truth))
             self.collected.update(outputs, truth)
 
     def on_validation_epoch_end(self) -> None:
@@ -197,8 +198,8 @@ class Regression(RowTask):
     # ---- export
 
     @property
-    def class_names(self) -> list[str]:
-        """The name of each number of an answer."""
+    def class_names(self) -> list[str]:  # type: ignore[override]
+        """Return the name of each number of an answer."""
         return self.target_names or ["target"]
 
     def answer_details(self) -> dict[str, object]:

@@ -18,7 +18,7 @@ import sys
 import leftovers
 import pytest
 
-leftovers.GRACE = 0.1
+leftovers.GRACE_SECONDS = 0.1
 SAYS = "import signal; print([signal.getsignal(s) in (0, signal.default_int_handler) for s in (1, 2, 3, 15)])"
 SLEEPS = "import subprocess as s; c = s.Popen(['sleep', '600'], stdout=-3); print(c.pid, flush=True); input(); c.kill()"
 

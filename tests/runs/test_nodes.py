@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from cable import ADDRESS, Cable, NoCable
-from commands import LONGEST, PAUSE, environment, free_port
+from commands import LIMIT_SECONDS, POLL_SECONDS, environment, free_port
 from conftest import digest
 from test_identity import TASK
 
@@ -385,11 +385,11 @@ def torchrun():
             super().__init__((args[0], *args[2:]), env, **more)
 
         def wait(self, timeout=None):
-            until = time.monotonic() + (LONGEST if timeout is None else timeout)
+            until = time.monotonic() + (LIMIT_SECONDS if timeout is None else timeout)
             while self.poll() is None:
                 if time.monotonic() > until:
                     raise subprocess.TimeoutExpired("deeplightning", timeout)
-                time.sleep(PAUSE)
+                time.sleep(POLL_SECONDS)
             return self.returncode
 
     subprocess_handler.Popen = Unbuffered
@@ -534,7 +534,7 @@ def test_as_a_person_types_it(launcher, tiny, place, alone):
     if launcher == "mpirun" and shutil.which("mpirun") is None:
         pytest.skip("there is no mpirun; Debian has it in openmpi-bin")
     if launcher == "mpirun":
-        ended = mpirun(sys.executable, *train, cwd=place, timeout=LONGEST)
+        ended = mpirun(sys.executable, *train, cwd=place, timeout=LIMIT_SECONDS)
     else:
         words = [
             sys.executable,
@@ -545,7 +545,9 @@ def test_as_a_person_types_it(launcher, tiny, place, alone):
             "2",
             *map(str, train),
         ]
-        ended = subprocess.run(words, cwd=place, env=environment(), capture_output=True, text=True, timeout=LONGEST)
+        ended = subprocess.run(
+            words, cwd=place, env=environment(), capture_output=True, text=True, timeout=LIMIT_SECONDS
+        )
     assert ended.returncode == 0, ended.stderr
     folder = Path(ended.stdout.splitlines()[-1].removeprefix("Artifact storage path: "))
     assert digest(folder / "last.ckpt") == digest(alone.folder / "last.ckpt")

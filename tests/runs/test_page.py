@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browser import CHROMIUM, PREFIX, SECONDS, Browser, Page
+from browser import ANSWER_SECONDS, CHROMIUM, PREFIX, Browser, Page
 from PIL import Image
 from served import COLOURS, ROOT, Server, colour_run, labelled_run, masked_run, negative_run, picture
 
@@ -275,7 +275,7 @@ def test_it_may_stand_behind_a_prefix(open_page: Any, server: Server) -> None:
     page = open_page(server.url, PREFIX)
     page.give("drop", ("red.png", "image/png", picture("red")))
     assert page.answers()[0]["title"] == "red"
-    asked = [told["request"]["url"] for told in page.told("Network.requestWillBeSent")]
+    asked = [event["request"]["url"] for event in page.events("Network.requestWillBeSent")]
     fetched = {url.removeprefix(server.url) for url in asked if url.startswith("http")}
     assert fetched == {f"{PREFIX}/{name}" for name in ("", "info", "samples", "predict?show=input")}
 
@@ -312,7 +312,7 @@ def test_a_key_is_asked_for_and_kept_nowhere(open_page: Any, place: Path, server
     assert page.evaluate("document.querySelector('#key').hidden")
     page.evaluate("until(() => document.querySelectorAll('#samples button').length === 4)")
     assert page.evaluate("localStorage.length + sessionStorage.length + document.cookie.length") == 0
-    asked = [told["request"]["url"] for told in page.told("Network.requestWillBeSent")]
+    asked = [event["request"]["url"] for event in page.events("Network.requestWillBeSent")]
     assert not any("a-key-to-try" in url for url in asked)
     secured.stop()
 
@@ -422,7 +422,7 @@ def test_the_docs_show_each_address_with_a_command_that_works(open_page: Any, pl
         sent.write_bytes((place / "sent.npy").read_bytes())
     for command in commands:
         line = re.sub(r"\bFILE\b", str(sent), command).replace("curl -s", "curl -s -w '\n%{http_code}'")
-        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=SECONDS)
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=ANSWER_SECONDS)
         assert done.stdout.endswith("\n200"), (command, done.stdout)
     server.stop()
 

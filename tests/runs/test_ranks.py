@@ -1,4 +1,4 @@
-"""One of several processes fails, dies or hangs: all end, the first cause is told once, the run is FAILED with it."""
+"""If one of several processes fails, dies or hangs, all end; the first cause is reported once and fails the run."""
 
 import os
 import re
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import LONGEST, environment
+from commands import LIMIT_SECONDS, environment
 
 from deeplightning.process import shared_folder as folders
 from deeplightning.process.failure import Cause, first_of, is_lost, record_cause
@@ -87,7 +87,7 @@ SLEEPS = 1 + FAULTY.splitlines().index("        time.sleep(1000)")
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
-    """A working directory with a user's code that fails."""
+    """A working directory with user code that fails."""
     folder = tmp_path_factory.mktemp("here")
     (folder / "faulty.py").write_text(FAULTY)
     return folder
@@ -99,7 +99,7 @@ def at(rank, what):
 
 @pytest.fixture
 def start(jobs, tiny, here):
-    """`start(override, …)` starts a job of `ranks` processes; the folder in which they meet does not outlive them."""
+    """`start(override, …)` starts a job of `ranks` processes; their shared folder is gone after them."""
     folders = []
 
     def run(*overrides, ranks=2, **variables):
@@ -116,7 +116,7 @@ def start(jobs, tiny, here):
 
 @pytest.fixture
 def failing(start):
-    """`failing(override, …)` runs a job; all of its processes have ended within a minute, with the same exit code."""
+    """`failing(override, …)` runs a job whose processes all end within a minute with the same exit code."""
 
     def run(*overrides, code, **variables):
         begun = time.monotonic()
@@ -129,7 +129,7 @@ def failing(start):
 
 
 def told(outcome):
-    """What all processes say on stderr: one cause, with a traceback at most once."""
+    """Return stderr of all processes: one cause, with at most one traceback."""
     words = "".join(each.err for each in outcome.ranks or [outcome])
     assert len(re.findall("^error", words, re.M)) == 1, outcome
     assert words.count("Traceback") <= 1, outcome
@@ -147,7 +147,7 @@ def told(outcome):
     ],
 )
 def test_a_fault_in_one_process_is_told_once_and_fails_the_run(rank, ranks, backend, failing, tracked):
-    """Traceback and place of the user's code, by the process that failed; the reason of the run names it."""
+    """The failed process prints the traceback; the run's failure reason has the place in the user's code."""
     failed = failing(at(rank, "fault"), f"engine.backend={backend}", ranks=ranks, code=5)
     assert f"error [rank {rank}]: faulty.py:{LINE}: " in told(failed)
     assert "Traceback" in failed.ranks[rank].err
@@ -159,7 +159,7 @@ def test_a_fault_in_one_process_is_told_once_and_fails_the_run(rank, ranks, back
 
 
 def test_a_cause_is_whole_whenever_it_is_read(tmp_path):
-    """While the process that has claimed it says it better, and another one claims its own in vain."""
+    """Also while its process refines it and another process tries to record its own."""
 
     def better(rank):
         for number in range(300):
@@ -178,8 +178,8 @@ def test_a_cause_is_whole_whenever_it_is_read(tmp_path):
 
 
 def test_what_gloo_says_of_one_that_hangs_is_no_fault_of_the_user():
-    """Where an operation has timed out, gloo closes the connections of others of the same process, in words of its own.
-    The storm, ranks."""
+    """After a timeout gloo also closes connections of parallel operations, with another message. Found by the storm,
+    ranks."""
     assert is_lost(RuntimeError("Application timeout caused pair closure"))
     assert not is_lost(RuntimeError("the pair of inputs does not fit"))
 
@@ -200,34 +200,34 @@ os._exit(0)
 
 
 def test_the_process_that_does_not_answer_is_named_whichever_operation_timed_out(tmp_path):
-    """Of two operations that wait in one process, gloo reports the time limit for one, and for the other that its
-    connections were closed. The storm, ranks 24."""
+    """Of two waiting operations in one process, gloo reports the time limit for one, and closed connections for the
+    other. Found by the storm, ranks 24."""
     done = subprocess.run([sys.executable, "-c", TIMED_OUT, tmp_path], capture_output=True, text=True, timeout=60)
     assert done.stdout == "rank 0: timed out (engine.params.timeout): rank 2 does not answer\n", done.stderr
 
 
 def test_a_fault_in_all_processes_is_told_by_one(failing, tracked):
-    """The same traceback would come from each."""
+    """Each process has the same traceback; only one prints it."""
     failed = failing(at("null", "fault"), code=5)
     assert f"faulty.py:{LINE}: " in told(failed)
     assert tracked(failed.folder).status == "FAILED"
 
 
 def test_an_error_that_has_an_exit_code_ends_all_with_it(failing, tracked):
-    """A note with the rank, no traceback; the run has the reason."""
+    """The message has the rank and no traceback; the run has the reason."""
     failed = failing(at(1, "data"), code=3)
     assert told(failed) == "error [rank 1]: a picture cannot be read\n"
     assert tracked(failed.folder).tags["failure"].endswith("rank 1: a picture cannot be read")
 
 
 def test_a_config_that_only_lightning_finds_wrong_is_told_once(failing):
-    """Its exception becomes a note with exit code 2, whoever raised it first."""
+    """Lightning's exception becomes an error with exit code 2, whichever process raised it first."""
     failed = failing("train.early_stop={metric: nosuch}", code=2)
     assert "train.early_stop.metric" in told(failed)
 
 
 def test_a_loss_that_is_no_number_in_one_process_ends_all(failing, tracked):
-    """Exit 5 with metric and step."""
+    """Exit code 5, with metric and step."""
     failed = failing(at(1, "spoil"), code=5)
     assert "error [rank 1]: train_loss is nan" in told(failed)
     assert "train_loss is nan" in tracked(failed.folder).tags["failure"]
@@ -235,7 +235,7 @@ def test_a_loss_that_is_no_number_in_one_process_ends_all(failing, tracked):
 
 @pytest.mark.parametrize("what", ["kill", pytest.param("leave", marks=pytest.mark.slow)])
 def test_a_process_that_dies_without_a_word_ends_the_others(what, start, tracked):
-    """Started by somebody else, who alone can know how it ended: the connection to it is gone, exit 5."""
+    """Without a launcher of ours only the closed connection is known: exit code 5."""
     failed = start(at(1, what)).end()
     assert [each.code for each in failed.ranks] == [5, {"kill": -signal.SIGKILL, "leave": 7}[what]]
     assert "error [rank 0]: a worker was lost" in told(failed)
@@ -246,7 +246,7 @@ def test_a_process_that_dies_without_a_word_ends_the_others(what, start, tracked
 
 @pytest.mark.slow
 def test_the_first_process_may_die_as_well(start):
-    """Of processes that somebody else has started the others end with 5."""
+    """If rank 0 of processes started elsewhere dies, the others end with exit code 5."""
     failed = start(at(0, "kill"), ranks=3).end()
     assert [each.code for each in failed.ranks] == [-signal.SIGKILL, 5, 5]
     assert "a worker was lost" in told(failed)
@@ -254,7 +254,7 @@ def test_the_first_process_may_die_as_well(start):
 
 @pytest.mark.slow
 def test_a_process_that_hangs_is_named_at_the_time_limit(failing, tracked):
-    """Rank, file and line where it stands, the limit and its key; exit 5."""
+    """The error has rank, file and line, the time limit and its key; exit code 5."""
     failed = failing("engine.params.timeout=12", at(1, "sleep"), code=5)
     assert "timed out after 12 s (engine.params.timeout)" in told(failed)
     assert f"rank 1 is at faulty.py:{SLEEPS}" in told(failed)
@@ -266,7 +266,7 @@ def test_a_process_that_hangs_is_named_at_the_time_limit(failing, tracked):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_to_one_process_ends_all_politely(number, code, start, tracked, tmp_path):
-    """All name the same signal, `last.ckpt` is saved, the run is KILLED."""
+    """All report the same signal, `last.ckpt` is saved, and the run is KILLED."""
     go = tmp_path / "go"
     running = start(f"train.callbacks=[{{type: faulty.Waits, params: {{until: '{go}'}}}}]")
     running.says("waits")
@@ -284,7 +284,7 @@ def test_a_signal_to_one_process_ends_all_politely(number, code, start, tracked,
 @pytest.mark.slow
 @pytest.mark.parametrize("signalled", [0, 1])
 def test_a_second_signal_ends_processes_that_wait_for_each_other(signalled, start, tracked):
-    """One hangs, the other is blocked in a collective: within seconds both have ended, and the run is KILLED."""
+    """One hangs and one is blocked in a collective: both end within seconds, and the run is KILLED."""
     running = start(at(1, "sleep"))
     running.ranks[1].says("sleeps")
     for _ in range(2):
@@ -300,7 +300,7 @@ def test_a_second_signal_ends_processes_that_wait_for_each_other(signalled, star
 
 @pytest.mark.slow
 def test_politeness_ends_after_half_a_minute(start, tracked):
-    """One signal to processes that wait for each other, and no second."""
+    """A single signal is enough to end processes that wait for each other."""
     running = start(at(1, "sleep"))
     running.ranks[1].says("sleeps")
     running.signal(signal.SIGTERM)
@@ -315,7 +315,7 @@ def test_politeness_ends_after_half_a_minute(start, tracked):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_port_in_use_is_named_at_once(ranks, jobs, tiny, here):
-    """Whoever starts the processes: exit 3, and what to do."""
+    """Exit code 3 with the remedy, whatever starts the processes."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -328,12 +328,12 @@ def test_a_port_in_use_is_named_at_once(ranks, jobs, tiny, here):
 
 @pytest.mark.parametrize("port", ["many", "0", "70000", "-1"])
 def test_a_port_that_is_none_is_named(port, failing):
-    """A whole number from 1 to 65535 is asked for."""
+    """A port must be a whole number from 1 to 65535."""
     assert f"MASTER_PORT='{port}' is no port" in told(failing(code=3, MASTER_PORT=port))
 
 
 def test_a_fault_of_all_is_told_once_by_whoever_comes_late(jobs, tiny, here):
-    """Each finds it at once and by itself; the second begins only when the first has told it."""
+    """Both processes find the error themselves; the second starts after the first has reported it."""
     told_port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "-2", "WORLD_SIZE": "2"}
     both = []
     for rank in "01":
@@ -347,7 +347,7 @@ def test_a_fault_of_all_is_told_once_by_whoever_comes_late(jobs, tiny, here):
 
 
 def test_two_that_come_at_once_both_stay(monkeypatch, tmp_path):
-    """The first clears the folder of a former launch, and not of the second, which comes in that moment."""
+    """The first clears a former launch's folder, but keeps the entry of a process that enters meanwhile."""
     monkeypatch.setattr(folders.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setenv("MASTER_PORT", "29400")
     found = folders.enter(0)
@@ -369,7 +369,7 @@ def test_two_that_come_at_once_both_stay(monkeypatch, tmp_path):
 
 
 def test_an_address_that_is_not_known_is_named(jobs, tiny, here):
-    """Its name is looked up before anything waits."""
+    """The name is resolved before anything waits."""
     engine = ("engine.processes=2", "engine.backend=ddp")
     failed = jobs("train", tiny, *engine, cwd=here, MASTER_ADDR="nowhere.invalid")
     assert failed.code == 3
@@ -377,7 +377,7 @@ def test_an_address_that_is_not_known_is_named(jobs, tiny, here):
 
 
 def test_more_processes_than_the_memory_has_room_for_are_not_started(jobs, tiny, here):
-    """Both figures are named, and nothing was started."""
+    """The error has both figures, and nothing was started."""
     failed = jobs("train", tiny, "engine.processes=100000", "engine.backend=ddp", cwd=here)
     assert failed.code == 3
     assert re.search(r"100000 processes need at least \d+ MiB each, and \d+ MiB are free", told(failed))
@@ -388,7 +388,7 @@ def test_more_processes_than_the_memory_has_room_for_are_not_started(jobs, tiny,
 
 @pytest.fixture
 def launched(tiny, here, tmp_path):
-    """`launched(override, …)` starts a run of two processes in a fresh one; neither they nor their folder remain."""
+    """`launched(override, …)` starts a run of two processes; neither they nor their folder remain."""
     started = []
 
     def start(*overrides):
@@ -406,7 +406,7 @@ def launched(tiny, here, tmp_path):
 
 
 def ended(group, seconds=20):
-    """Whether all processes of a group end."""
+    """Return whether all processes of a group end."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         try:
@@ -419,9 +419,9 @@ def ended(group, seconds=20):
 
 
 def test_a_launched_process_that_is_killed(launched, tracked):
-    """Its end is known: signal and rank, exit 5, the run FAILED with it."""
+    """The error has signal and rank; exit code 5, and the run is FAILED."""
     run = launched(at(1, "kill"))
-    out, err = run.communicate(timeout=LONGEST)
+    out, err = run.communicate(timeout=LIMIT_SECONDS)
     assert run.returncode == 5, err
     assert "error [rank 1]: a worker was lost: the process was killed by SIGKILL" in err
     assert len(re.findall("^error", err, re.M)) == 1
@@ -433,17 +433,17 @@ def test_a_launched_process_that_is_killed(launched, tracked):
 
 @pytest.mark.slow
 def test_the_launcher_that_is_killed_takes_the_others_along(launched):
-    """They notice that it is gone, whatever they are doing."""
+    """The processes notice that it is gone, whatever they are doing."""
     run = launched(at(0, "kill"))
-    run.communicate(timeout=LONGEST)
+    run.communicate(timeout=LIMIT_SECONDS)
     assert run.returncode == -signal.SIGKILL
 
 
 @pytest.mark.slow
 def test_a_launched_process_that_stands_still(launched, tracked):
-    """It cannot even say where it is; at the time limit it is killed."""
+    """A stopped process cannot report its position; it is killed at the time limit."""
     run = launched("engine.params.timeout=20", at(1, "stop"))
-    out, err = run.communicate(timeout=LONGEST)
+    out, err = run.communicate(timeout=LIMIT_SECONDS)
     assert run.returncode == 5, err
     assert "error [rank 0]: timed out after 20 s" in err
     assert "rank 1 does not answer" in err

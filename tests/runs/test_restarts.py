@@ -511,7 +511,7 @@ def test_a_process_lost_while_its_run_is_opened_leaves_one_run(resumed, launch, 
 def test_twenty_kills(launch, here, end_of, capsys, monkeypatch):
     """At seeded instants, of one process or both, in one start or two; some inside the writing of a checkpoint, between
     its writing and its renaming, in a validation, or at an epoch's edge: the end is that of an undisturbed run."""
-    monkeypatch.setattr(commands, "LONGEST", 300)  # seconds; a launch starts up to three times
+    monkeypatch.setattr(commands, "LIMIT_SECONDS", 300)  # a launch starts up to three times
     draw = random.Random(8)
     wholes, events = {}, {}
     for processes in (1, 2):

@@ -25,6 +25,7 @@ from deeplightning.image_spec import ImageSpec
 from deeplightning.kinds import CLASS_COLOURS, KINDS, MAX_COMPARED_NUMBERS
 from deeplightning.model.unet import UNet
 from deeplightning.run.assemble import init_module
+from deeplightning.run.class_weights import class_counts
 from deeplightning.task.segmentation import IoU, PixelAccuracy, Segmentation
 from serve.app import application
 from serve.bundle import Bundle
@@ -119,9 +120,13 @@ def test_pictures_and_masks_belong_together(config, root):
             np.testing.assert_array_equal(np.asarray(Image.open(root / "masks" / f"{Path(path).stem}.png")), mask)
             assert (mask[0] == 255).all()
             assert mask[1:].max() <= 2
-    demand = module(config, "data.module.params.in_memory=false").dataset("train")
-    for name, values in demand[np.arange(16)].items():
-        assert torch.equal(values, sets["train"][np.arange(16)][name])
+    on_demand = module(config, "data.module.params.in_memory=false")
+    wanted = sets["train"][np.arange(16)]
+    for name, values in on_demand.dataset("train")[np.arange(16)].items():
+        assert torch.equal(values, wanted[name])
+    pixels = wanted["mask"][wanted["mask"] != 255]
+    for made in (data, on_demand):
+        assert class_counts(made, 256)[:255].tolist() == torch.bincount(pixels.flatten(), minlength=255).tolist()
 
 
 def test_train_val_and_test_folders(config, tmp_path):
@@ -136,7 +141,7 @@ def test_train_val_and_test_folders(config, tmp_path):
     batch = limited.dataset("train")[np.arange(4)]
     whole = module(config, where).dataset("train")
     for path, mask in zip(limited.dataset("train").samples.items, batch["mask"], strict=True):
-        assert torch.equal(mask, whole.labels[whole.samples.items.index(path)])
+        assert torch.equal(mask, whole.large["mask"][whole.samples.items.index(path)])
 
 
 @pytest.mark.parametrize("resize", ["stretch", "crop", "pad"])

@@ -1,4 +1,4 @@
-"""When the collector of garbage looks at what a command has made."""
+"""Delaying and freezing the garbage collector in commands."""
 
 import gc
 import sys
@@ -12,7 +12,7 @@ from deeplightning.process import garbage
 
 @pytest.fixture(autouse=True)
 def collector() -> Iterator[None]:
-    """The collector's thresholds are afterwards as they were."""
+    """Restore the collector's thresholds after the test."""
     thresholds = gc.get_threshold()
     yield
     gc.set_threshold(*thresholds)
@@ -20,7 +20,7 @@ def collector() -> Iterator[None]:
 
 
 class Circle:
-    """Only the collector can free it."""
+    """A reference cycle, which only the collector frees."""
 
     freed = 0
 
@@ -55,7 +55,7 @@ def test_what_was_imported_is_left_alone_and_what_is_made_later_is_collected(mon
 
 
 def test_bindings_that_report_leaks_are_collected_in_the_end(monkeypatch):
-    """Or a page about them would follow the last line of the command."""
+    """Otherwise a leak report would follow the last line of the command."""
     monkeypatch.setitem(sys.modules, "triton._C.libtriton", ModuleType("libtriton"))
     held = gc.get_freeze_count()
     garbage.postpone()

@@ -53,7 +53,7 @@ HANGS = """
 import threading, time
 import hangs
 
-hangs.LIMIT = 1
+hangs.LIMIT_SECONDS = 1
 
 def waits():
     time.sleep(1000)

@@ -1,4 +1,4 @@
-"""Which of a launch's processes this one is, in every environment that somebody may start it in."""
+"""Ranks of a process under every launcher that may start it."""
 
 import socket
 
@@ -10,7 +10,7 @@ from deeplightning.process.shared_folder import shared_folder
 
 
 def numbers(of):
-    """Rank of how many, the same on its machine, machine of how many."""
+    """Return (rank, world), (local rank, local world) and (node, nodes)."""
     return (of.rank, of.world), (of.local_rank, of.local_world), (of.node, of.nodes)
 
 
@@ -110,14 +110,14 @@ ADDRESS = {"MASTER_ADDR": "one", "MASTER_PORT": "2000"}
     ],
 )
 def test_whoever_starts_a_process_its_numbers_are_right(variables, by, found):
-    """World, rank, local rank, machine: of torchrun, Kubernetes, Lightning, MPI, Slurm, also one inside another."""
+    """World, rank, local rank and node under torchrun, Kubernetes, Lightning, MPI and Slurm, also nested."""
     here = identity(variables)
     assert (here.by, numbers(here)) == (by, found)
 
 
 @pytest.mark.parametrize("variables", [{}, {"MASTER_ADDR": "one", "NODE_RANK": "1"}, {"SLURM_PROCID": "0"}])
 def test_a_process_that_nobody_has_numbered_has_no_place(variables):
-    """Neither a person's several machines nor a batch script of Slurm number processes."""
+    """Neither several machines started by hand nor a batch script of Slurm define ranks."""
     assert identity(variables) is None
 
 
@@ -149,7 +149,7 @@ def without(variables, *names):
     ],
 )
 def test_a_variable_that_is_missing_or_wrong_is_named(variables, note):
-    """Exit 3, with its name, and its value or what else is set."""
+    """Exit code 3; the message has the variable, and its value or what else is set."""
     with pytest.raises(SetupError) as raised:
         identity(variables)
     assert note in str(raised.value)
@@ -157,7 +157,7 @@ def test_a_variable_that_is_missing_or_wrong_is_named(variables, note):
 
 
 def test_rank_comes_before_slurms_number():
-    """RANK=3 with SLURM_PROCID=5 is rank 3, and both are named; not where torchrun or a launcher explains them."""
+    """RANK=3 with SLURM_PROCID=5 is rank 3 with a warning, unless torchrun or a launcher set both."""
     both = {"RANK": "3", "WORLD_SIZE": "8", "SLURM_PROCID": "5"}
     assert identity(both).rank == 3
     assert (
@@ -180,7 +180,7 @@ def test_rank_comes_before_slurms_number():
     ],
 )
 def test_the_number_is_rank_else_slurms_else_nought(variables, rank, monkeypatch):
-    """Also where the rest is not told, or wrong."""
+    """Also if other variables are missing or wrong."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert own_rank() == rank
@@ -195,7 +195,7 @@ def test_the_number_is_rank_else_slurms_else_nought(variables, rank, monkeypatch
     ],
 )
 def test_processes_without_a_port_agree_on_one(one, other):
-    """It follows from what tells their launch; the processes of a machine meet in the same folder as well."""
+    """The port derives from the launch's name; processes of a machine also share a folder."""
     assert identity(one).port == identity(other).port
     assert shared_folder(one) == shared_folder(other)
     assert 20000 <= int(identity(one).port) < 30000
@@ -216,13 +216,13 @@ def test_processes_without_a_port_agree_on_one(one, other):
     ],
 )
 def test_a_launch_is_known_again_after_a_restart(variables, launch, may_resume):
-    """All of its processes have the same name for it, which does not change when it starts again."""
+    """All processes have the same launch name, which a restart does not change."""
     here = identity(variables)
     assert (here.launch, here.may_resume) == (launch, may_resume)
 
 
 def test_torchrun_on_one_machine_is_known_by_its_process():
-    """Without an id of the rendezvous the agent that restarts the processes is what stays."""
+    """Without a rendezvous id, the launch is identified by the agent that restarts the processes."""
     alone = TORCHRUN | {"RANK": "1", "WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
     assert identity(alone).launch.startswith(f"torchrun-{socket.gethostname()}-")
 
@@ -255,7 +255,7 @@ OLD_TASK = {
 
 @pytest.mark.parametrize("variables", [TASK, OLD_TASK], ids=["new names", "old names"])
 def test_a_task_knows_its_place(variables):
-    """Rank, world, local rank, nodes and the first node as rank 0's, from Slurm's variables, of old Slurms as well."""
+    """Slurm's variables, old and new, define rank, world, local rank, nodes and the address of rank 0."""
     found = identity(variables)
     assert found is not None
     assert (found.by, found.rank, found.world, found.local_rank, found.local_world) == ("Slurm", 3, 4, 1, 2)
@@ -266,7 +266,7 @@ def test_a_task_knows_its_place(variables):
 
 
 def test_an_address_that_is_set_wins():
-    """MASTER_ADDR and MASTER_PORT come before the first node and the port that the job's number gives."""
+    """MASTER_ADDR and MASTER_PORT take precedence over the first node and the derived port."""
     found = identity(TASK | {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "4711"})
     assert (found.address, found.port) == ("10.0.0.9", "4711")
     assert identity(TASK).port == identity(TASK | {"SLURM_PROCID": "0", "SLURM_NODEID": "0"}).port
@@ -274,7 +274,7 @@ def test_an_address_that_is_set_wins():
 
 
 def test_what_is_no_task_has_no_place():
-    """A batch script has a rank but no step, a shell of salloc neither, or a step of Slurm's own."""
+    """A batch script has a rank but no step; a shell of salloc has neither, or a reserved step."""
     batch = {name: value for name, value in TASK.items() if name != "SLURM_STEP_ID"}
     assert identity(batch) is None
     assert identity({name: value for name, value in batch.items() if name != "SLURM_PROCID"}) is None
@@ -282,7 +282,7 @@ def test_what_is_no_task_has_no_place():
 
 
 def test_a_single_task_may_start_processes_itself():
-    """`srun --pty bash` gives a shell: what it starts has no rank yet. A task that our launcher asked for has."""
+    """A shell of `srun --pty bash` starts processes without a rank; a task of our launcher has one."""
     single = TASK | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "1"}
     single |= {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NODELIST": "n03"}
     assert not identity(single).is_binding
@@ -290,6 +290,6 @@ def test_a_single_task_may_start_processes_itself():
 
 
 def test_short_forms_are_spread():
-    """Node lists and tasks per node, as Slurm shortens them."""
+    """Slurm's short forms of node lists and tasks per node are expanded."""
     assert hosts("gpu[03-05,9]-a,login") == ["gpu03-a", "gpu04-a", "gpu05-a", "gpu9-a", "login"]
     assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]

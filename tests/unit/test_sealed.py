@@ -1,4 +1,4 @@
-"""What a seal holds, and how own code comes from it."""
+"""Content of a seal, and imports of own code from it."""
 
 import importlib
 import json
@@ -22,7 +22,7 @@ SECRET = 'API_KEY = "sk-live-4f9a8b7c6d5e4f3a2b1c0d9e8f7a6b5c"\n'
 
 @pytest.fixture(autouse=True)
 def state(monkeypatch, tmp_path):
-    """Own code comes from nowhere before a test, and is forgotten after it; the register of own files is a new one."""
+    """Reset imports of own code before and after the test; use a new register of own files."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     before = own_code.original_roots()
@@ -37,7 +37,7 @@ def state(monkeypatch, tmp_path):
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A project with a module and a package in the working directory, one beside the config, and files."""
+    """A project with a module and a package in the working directory, one next to the config, and files."""
     folder = tmp_path / "a project"
     (folder / "configs").mkdir(parents=True)
     (folder / "nets" / "tables").mkdir(parents=True)
@@ -64,7 +64,7 @@ def project(tmp_path, monkeypatch):
 
 
 def forget():
-    """As in a new process."""
+    """Unload modules, as in a new process."""
     for name in ("sealed_one", "sealed_two", "beside", "nets", "nets.inner", "nets.later"):
         sys.modules.pop(name, None)
 
@@ -76,8 +76,8 @@ def edit(project):
 
 
 def test_edited_code_runs_as_it_was_sealed(project, tmp_path):
-    """Modules, packages, what they import by name, and sources beside them; edits and removals change nothing, and
-    without the seal the code is that of the files again."""
+    """Edits and removals of modules, packages, their imports by name and files next to them change nothing; without the
+    seal the edited code runs again."""
     seal = sealed.seal(tmp_path / "seal")
     edit(project)
     own_code.use_seal(seal)
@@ -92,7 +92,7 @@ def test_edited_code_runs_as_it_was_sealed(project, tmp_path):
 
 
 def test_a_module_finds_the_files_beside_it(project, tmp_path):
-    """Data beside a module or its package, and above the folder of the config, are reached by `__file__`."""
+    """`__file__` leads to data next to a module or its package, and above the config's folder."""
     own_code.use_seal(sealed.seal(tmp_path / "seal"))
     forget()
     assert importlib.import_module("sealed_one").WORDS.read_bytes() == b"words"
@@ -102,7 +102,7 @@ def test_a_module_finds_the_files_beside_it(project, tmp_path):
 
 
 def test_no_link_goes_round(project):
-    """A seal inside the working directory is not reached from itself."""
+    """A seal inside the working directory has no link to itself."""
     seal = sealed.seal(project / "slurm" / "one" / ".sealed")
     found = {path.name for path in (seal / "code" / "0").iterdir()}
     assert "slurm" not in found
@@ -110,7 +110,7 @@ def test_no_link_goes_round(project):
 
 
 def test_a_file_that_appears_later_shadows_nothing(project, tmp_path):
-    """A module that is added to the working directory after the seal does not come before one beside the config."""
+    """A module added to the working directory after sealing does not shadow one next to the config."""
     own_code.use_seal(sealed.seal(tmp_path / "seal"))
     (project / "sealed_two.py").write_text("raise RuntimeError('added')\n")
     forget()
@@ -118,8 +118,8 @@ def test_a_file_that_appears_later_shadows_nothing(project, tmp_path):
 
 
 def test_the_kept_code_is_that_of_an_unsealed_run(project, tmp_path):
-    """`code.zip` has the same bytes, under the paths of the user's folders, and no secret; the seal has the secret, and
-    its owner alone can read it."""
+    """`code.zip` has the same bytes, the user's paths and no secret; the seal has the secret, and only its owner can
+    read it."""
     names = ("sealed_one", "sealed_two")
     before = collect(modules={name: sys.modules[name] for name in names}).pack()
     seal = sealed.seal(tmp_path / "seal")
@@ -136,7 +136,7 @@ def test_the_kept_code_is_that_of_an_unsealed_run(project, tmp_path):
 
 
 def test_errors_name_the_users_file(project, tmp_path, monkeypatch):
-    """Its path as the user has it, as long as it is the one that runs; then the copy that runs."""
+    """Errors have the original path while that file is unchanged, then the path of the copy."""
     own_code.use_seal(sealed.seal(tmp_path / "seal"))
     (copy,) = (tmp_path / "seal").rglob("sealed_one.py")
     assert own_code.short(str(copy)) == "sealed_one.py"
@@ -145,7 +145,7 @@ def test_errors_name_the_users_file(project, tmp_path, monkeypatch):
 
 
 def test_configs_are_read_as_they_were_sealed(project, tmp_path):
-    """A config and what it builds on, edited or removed; a file that is not sealed is read as it is."""
+    """Edits and removals of a config and its base have no effect; other files are read as they are."""
     config = Path("configs/a.yaml")
     seal = sealed.seal(tmp_path / "seal", read(config).files)
     config.write_text("seed: 9\n")
@@ -160,7 +160,7 @@ def test_configs_are_read_as_they_were_sealed(project, tmp_path):
 
 
 def test_git_is_asked_once(project, tmp_path, monkeypatch):
-    """Commit and diff are those of the moment of the seal; secrets are in neither."""
+    """Commit and diff are those at sealing; neither contains secrets."""
     said = {
         "status": "# branch.oid abc\n# branch.head main\n1 .M own.py\n",
         "diff": f"--- a/own.py\n+++ b/own.py\n@@ -1 +1,2 @@\n VALUE = 1\n+{SECRET}",
@@ -178,8 +178,7 @@ def test_git_is_asked_once(project, tmp_path, monkeypatch):
 
 
 def test_an_edited_seal_is_not_trusted(project, tmp_path):
-    """A seal counts as intact where this user noted it, and nothing in it was changed, added or put into a cache of
-    bytecode since."""
+    """A seal is intact if this user noted it and nothing in it, bytecode caches included, has changed since."""
     seal = sealed.seal(tmp_path / "seal")
     assert not sealed.is_intact(seal)
     note_own(seal / own_code.SEAL)
@@ -199,7 +198,7 @@ def test_an_edited_seal_is_not_trusted(project, tmp_path):
 
 
 def test_edited_files_are_named(project, tmp_path):
-    """Each with what became of it."""
+    """Each with what happened to it."""
     seal = sealed.seal(tmp_path / "seal")
     assert sealed.edited(seal) == {}
     (project / "sealed_one.py").write_text("VALUE = 2\n")
@@ -211,13 +210,13 @@ def test_edited_files_are_named(project, tmp_path):
 
 
 def test_a_seal_that_is_gone_is_an_error(project, tmp_path):
-    """It names the folder: code that may have been edited does not run in its place."""
+    """The error has the folder; code that may have been edited does not run instead."""
     with pytest.raises(SetupError, match=r"nowhere: the code that was sealed for this launch cannot be read .* again"):
         own_code.use_seal(tmp_path / "nowhere")
 
 
 def test_a_seal_that_cannot_be_written_is_an_error(project, tmp_path):
-    """One sentence with the path and the reason; nothing is left."""
+    """One sentence with path and reason; nothing remains."""
     (tmp_path / "file").touch()
     with pytest.raises(SetupError, match="the code of this launch cannot be sealed: Not a directory"):
         sealed.seal(tmp_path / "file" / "seal")
@@ -225,7 +224,7 @@ def test_a_seal_that_cannot_be_written_is_an_error(project, tmp_path):
 
 
 def test_a_worker_lays_out_what_it_was_sent(tmp_path):
-    """Elsewhere the folders of the launching machine are not there: the code alone comes, and nothing is linked."""
+    """On another machine the original folders do not exist: only code is written, without links."""
     code = Code(roots=["/theirs/project", "/theirs/project/configs"], files={(1, "pkg/own.py"): b"VALUE = 1\n"})
     seal = sealed.seal(tmp_path / "seal", code=code, linked=())
     roots = json.loads((seal / own_code.SEAL).read_text())["roots"]
@@ -234,7 +233,7 @@ def test_a_worker_lays_out_what_it_was_sent(tmp_path):
 
 
 def test_a_search_finds_its_code_from_everywhere(project, tmp_path):
-    """A search that is resumed in another folder has its sealed code; other code of the same name is refused."""
+    """A search resumed in another folder uses its sealed code and rejects other code of the same name."""
     resume = pytest.importorskip("deeplightning_tune.resume", reason=not_installed("tune"))
     seal, elsewhere = sealed.seal(tmp_path / "seal"), tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -252,7 +251,7 @@ def test_a_search_finds_its_code_from_everywhere(project, tmp_path):
 
 
 def test_leftovers_beside_a_seal_are_removed(project, tmp_path):
-    """What a command that was killed while it sealed, or before its search began, has left."""
+    """Remove what a command left that was killed while sealing or before its search began."""
     seal = sealed.seal(tmp_path / "sealed" / "one")
     sealed.seal(tmp_path / "sealed" / "two")
     (tmp_path / "sealed" / ".three.77").mkdir()

@@ -15,7 +15,7 @@ import urllib.request
 
 import numpy
 import pytest
-from commands import LONGEST, PAUSE, environment
+from commands import LIMIT_SECONDS, POLL_SECONDS, environment
 from deeplightning_lab.ddmin import Outcome, ddmin, most_tests
 from deeplightning_lab.interpreters import interpreters
 from deeplightning_lab.trials import UNDERWAY, Trial
@@ -456,10 +456,10 @@ def test_a_run_saves_a_checkpoint_and_ends_when_its_bisection_ends(few, found):
 
 def wait_for(happened, log):
     """Waits until something is there, and returns it."""
-    end = time.monotonic() + LONGEST
+    end = time.monotonic() + LIMIT_SECONDS
     while not (found := happened()):
         assert time.monotonic() < end, log and log.read_text()
-        time.sleep(PAUSE)
+        time.sleep(POLL_SECONDS)
     return found
 
 

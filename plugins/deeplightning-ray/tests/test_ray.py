@@ -137,9 +137,9 @@ def cluster():
 @pytest.fixture(scope="module", autouse=True)
 def _patient():
     """A worker imports all in a fresh process, which takes long where others are at work too."""
-    before, commands.LONGEST = commands.LONGEST, 280
+    before, commands.LIMIT_SECONDS = commands.LIMIT_SECONDS, 280
     yield
-    commands.LONGEST = before
+    commands.LIMIT_SECONDS = before
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def epochs(folder):
 
 
 def until(happened, what):
-    end = time.monotonic() + commands.LONGEST
+    end = time.monotonic() + commands.LIMIT_SECONDS
     while not (found := happened()):
         assert time.monotonic() < end, f"timed out after {what}"
         time.sleep(0.05)
@@ -639,7 +639,7 @@ def test_a_worker_that_nobody_sends_a_config_says_so(command, tmp_path):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=commands.LONGEST,
+        timeout=commands.LIMIT_SECONDS,
     )
     assert done.returncode == 3, done
     assert "is started by the launcher `Ray`" in done.stderr

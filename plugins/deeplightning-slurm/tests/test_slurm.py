@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import LONGEST, environment
+from commands import LIMIT_SECONDS, environment
 from conftest import digest
 
 from deeplightning.checks.trust import is_own
@@ -174,7 +174,7 @@ class Cluster:
             capture_output=True,
             text=True,
             env=environment(**self.variables),
-            timeout=LONGEST,
+            timeout=LIMIT_SECONDS,
             cwd=cwd or self.folder,
         )
         assert done.returncode == 0 or not check, (command, done.stdout, done.stderr)
@@ -199,7 +199,7 @@ class Cluster:
                 daemon.wait()
 
 
-LONG = 4 * LONGEST  # seconds; processes that Slurm starts import all they need, once more after a requeue
+LONG = 4 * LIMIT_SECONDS  # seconds; processes that Slurm starts import all they need, once more after a requeue
 
 
 def wait_for(happened, what, longest=LONG):
@@ -339,7 +339,12 @@ def test_a_missing_submitit_is_named_with_its_remedy(command, tiny, place, tmp_p
         f"sys.argv = ['deeplightning', 'plan', {str(tiny)!r}, {LAUNCHER!r}]; main()"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=place, env=environment(), capture_output=True, text=True, timeout=LONGEST
+        [sys.executable, "-c", program],
+        cwd=place,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
     )
     assert done.returncode == 3, done.stderr
     assert "pip install 'deeplightning[slurm]'" in done.stderr
@@ -386,7 +391,7 @@ def script(tmp_path):
         variables = {"DEEPLIGHTNING_REQUEUE": f"{tmp_path}/again"}
         env = os.environ | variables | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
         done = subprocess.run(
-            ["bash", "-c", "\n".join(lines)], env=env, capture_output=True, text=True, timeout=LONGEST
+            ["bash", "-c", "\n".join(lines)], env=env, capture_output=True, text=True, timeout=LIMIT_SECONDS
         )
         asked = (tmp_path / "asked").read_text() if (tmp_path / "asked").exists() else ""
         return done.returncode, done.stderr, asked
@@ -443,7 +448,7 @@ def test_a_job_inside_a_job_is_refused(command, tiny, place, tmp_path):
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_the_example_scripts_are_shell(script):
     """bash can read them, and each asks to be warned before its time is over."""
-    subprocess.run(["bash", "-n", script], check=True, timeout=LONGEST)
+    subprocess.run(["bash", "-n", script], check=True, timeout=LIMIT_SECONDS)
     assert "#SBATCH --signal=USR1@" in script.read_text()
 
 

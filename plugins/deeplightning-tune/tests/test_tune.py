@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 import yaml
-from commands import LONGEST, Outcome, Running
+from commands import LIMIT_SECONDS, Outcome, Running
 from conftest import TINY, digest
 from deeplightning_tune.outcome import draw
 from deeplightning_tune.search import search
@@ -201,7 +201,7 @@ def happened(database: Path) -> int:
 
 def until(running: Running, database: Path, count: int) -> bool:
     """Waits until a search has written so much down; False: it has ended before."""
-    end = time.monotonic() + LONGEST
+    end = time.monotonic() + LIMIT_SECONDS
     while happened(database) < count:
         if running._read("code"):
             return False
@@ -308,7 +308,7 @@ def test_twenty_trials_and_five_kills(command, config, store, place):
 
 def patiently(running: Running) -> Outcome:
     """How a search of many trials ends."""
-    end = time.monotonic() + 8 * LONGEST
+    end = time.monotonic() + 8 * LIMIT_SECONDS
     while not running._read("code") and time.monotonic() < end:
         time.sleep(0.1)
     return running.end()
