@@ -73,8 +73,7 @@ def golden_samples(card: Card) -> np.ndarray:
 
 
 def weighted_layers(model: Path, nodes: Sequence[onnx.NodeProto], precision: str) -> tuple[int, int]:
-    """Return the indices of the first and the last layer with weights. Earlier nodes scale pixels, later ones compute
-    probabilities.
+    """Return the indices of the first and the last layer with weights, between pixel scaling and probabilities.
 
     Raises:
         CheckpointError: no layer has weights.

@@ -1,5 +1,4 @@
-"""Export a trained task as a bundle, a folder with `model.onnx`, `weights.safetensors` and `bundle.json`, and verify it
-against the task.
+"""Export a trained task as a verified bundle: a folder with `model.onnx`, `weights.safetensors` and `bundle.json`.
 
 Serving a bundle needs no code of ours or the user's: the graph takes uint8 pixels, the tokens of texts, or prepared
 numbers of rows and arrays, and gives probabilities, numbers or pictures; `bundle.json` has the rest (see `export`).
@@ -86,13 +85,10 @@ class Exportable(Protocol):
     """A name for each number of an answer; required unless the answers are pictures."""
 
     def inference_model(self) -> nn.Module:
-        """Return the model to export, on the CPU and in eval mode.
-
-        It maps uint8 (N, C, H, W), tokens int64 (N, L), or prepared rows or arrays float32 (N, …) to probabilities or
-        numbers, float32 (N, K); for `image_segmentation` to probabilities float32 (N, K, H, W); for
-        `image_reconstruction` to pictures of the same size, float32 (N, C, H, W) from 0 to 1. A task may also have
-        `answer_details() -> dict`, of JSON types, which the card stores under `output`.
-        """
+        """Return the model to export, on the CPU and in eval mode. It maps uint8 (N, C, H, W), tokens int64 (N, L), or
+        prepared rows or arrays float32 (N, …) to probabilities or numbers, float32 (N, K); for `image_segmentation` to
+        probabilities float32 (N, K, H, W); for `image_reconstruction` to pictures of the same size, float32
+        (N, C, H, W) from 0 to 1. A task may also have `answer_details() -> dict`, stored under `output` on the card."""
         ...
 
 
@@ -220,10 +216,7 @@ def _export_texts(task: Exportable, folder: RunFolder, texts: list[str], run: di
 
 
 def _check(expected: np.ndarray, kind: Kind, labels: list[str], shape: tuple[int, ...]) -> None:
-    """Check the network's answers.
-
-    Args:
-        shape: shape of a prepared input.
+    """Check the network's answers to inputs of a shape.
 
     Raises:
         CheckpointError: answers are not finite, or do not match the labels.
@@ -263,8 +256,7 @@ def _write(
             is_large = sum(weight.nbytes for weight in model.state_dict().values()) > LARGE_WEIGHTS_BYTES
             graph.save(new / folder.bundle_model.name, external_data=is_large or None)
             save_model(model, str(new / folder.bundle_weights.name))
-            # safetensors writes it readable by its owner only
-            (new / folder.bundle_weights.name).chmod((new / folder.bundle_model.name).stat().st_mode)
+            (new / folder.bundle_weights.name).chmod((new / folder.bundle_model.name).stat().st_mode)  # it was private
             for name, text in (more or {}).items():
                 (new / name).write_bytes(text.encode())
             golden = verify(new / folder.bundle_model.name)

@@ -2,8 +2,7 @@
 
 `model.pt2` is written by `torch.export.save` and read by `torch.export.load`; `model.torchscript.pt` is written by
 `torch.jit.trace` and read by `torch.jit.load`, also in C++. Both take the inputs of the ONNX graph, in batches of any
-size, and texts of any length. The server does not open them: such a file from an untrusted source is not safe to read.
-Letters: N samples.
+size, and texts of any length. No server opens them: untrusted files are not safe to read. Letters: N samples.
 """
 
 import contextlib

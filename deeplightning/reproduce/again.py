@@ -308,8 +308,7 @@ def _settings(original: PastRun, config: Mapping[str, object], overrides: Sequen
 
 
 def resolve_data_root(original: PastRun, path: str) -> Path:
-    """Resolve `data.root` of a config: its recorded absolute path if that exists, else the path in the run's working
-    directory, else in the current one."""
+    """Resolve `data.root`: the recorded path if it exists, else relative to the run's directory or the current one."""
     data = original.data
     if data is not None and data["root"] and Path(data["root"]).exists():
         return Path(data["root"])
@@ -393,8 +392,7 @@ def _link(original: PastRun, config: Mapping[str, object], directory: Path) -> N
 
 
 def _variables(original: PastRun, roots: Iterable[Path], program: Path | None) -> dict[str, str]:
-    """Return the environment of this process, without variables of its own launch, and with those that influence
-    results as recorded."""
+    """Return this process's environment without launch variables, and with recorded variables that affect results."""
     found = {
         name: value
         for name, value in os.environ.items()
