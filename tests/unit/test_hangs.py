@@ -29,7 +29,7 @@ def hangs_in_a_lock():
 @pytest.mark.parametrize("work", [hangs_in_logging, hangs_in_a_lock])
 def test_code_that_hangs_is_killed_and_named(monkeypatch, work):
     """Whether it uses CPU time or waits; the failure shows where it was."""
-    monkeypatch.setattr(hangs, "WAIT", 1 if work is hangs_in_a_lock else 60)
+    monkeypatch.setattr(hangs, "SECONDS_PER_CPU_SECOND", 1 if work is hangs_in_a_lock else 60)
     with pytest.raises(AssertionError, match=rf"(?s)ended with -\d+:.* in {work.__name__}\n"):
         limited(1, work)
 

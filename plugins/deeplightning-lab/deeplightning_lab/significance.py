@@ -339,7 +339,7 @@ def _open(row: Row) -> str:
 
 def _further(row: Row, by: float | None) -> str:
     if row.more is None:
-        return f"{evidence.MOST_RUNS:,} seeds for each would not show a difference as small as this one."
+        return f"{evidence.MAX_RUNS:,} seeds for each would not show a difference as small as this one."
     true = f"of {by:g}" if by is not None else "as large as this one"
     return f"a difference {true} takes about {count(row.more, 'more seed')} for each of A and B (power 0.8)."
 
