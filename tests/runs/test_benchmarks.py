@@ -214,12 +214,12 @@ def test_bytes_that_a_process_holds_are_those_of_its_tensors():
     network(torch.zeros(2, 1, 8, 8)).sum().backward()
     adam.step()
     state = 8 * numbers + 4 * 12
-    assert engines.held(network, adam) == {"parameters": 4 * numbers, "state": state, "copies": 0}
+    assert engines.bytes_here(network, adam) == {"parameters": 4 * numbers, "state": state, "copies": 0}
     copy = torch.zeros(100, requires_grad=True)
     copy.grad = torch.zeros(100)
     other = torch.optim.SGD([copy], lr=0.1, momentum=0.9)
     other.step()
-    assert engines.held(network, other) == {"parameters": 4 * numbers, "state": 400, "copies": 400}
+    assert engines.bytes_here(network, other) == {"parameters": 4 * numbers, "state": 400, "copies": 400}
 
 
 def test_bytes_are_counted_from_when_a_tensor_is_made_until_it_is_freed():
