@@ -52,56 +52,66 @@ def wheel(tmp_path_factory):
     return Path(path)
 
 
+class Installed:
+    """The command of a wheel in an environment of its own; `start` starts it, `add` installs another wheel.
+
+    Args:
+        place: the folder of the environment.
+        packages: folders with the packages that the wheel needs.
+    """
+
+    def __init__(self, place, wheel, packages):
+        self.command, self.python = str(place / "bin" / "deeplightning"), place / "bin" / "python"
+        self.env = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
+        self._uv("venv", "--offline", "--python", sys.executable, place)
+        site = place / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
+        # A path in a .pth file is searched last, and the .pth files in it are not read: not that of an editable clone.
+        (site / "shared.pth").write_text("\n".join(map(str, packages)))
+        self.add(wheel)
+        words = [self.python, "-c", "import deeplightning as d, serve as s; print(d.__file__, s.__file__, sep='\\n')"]
+        where = subprocess.run(words, cwd=place, env=self.env, capture_output=True, text=True)
+        ours = [str(site / top / "__init__.py") for top in ("deeplightning", "serve")]
+        assert where.stdout.splitlines() == ours, where.stderr
+
+    def __call__(self, *words, cwd, code=0, **variables):
+        done = subprocess.run(
+            [self.command, *words], cwd=cwd, env=self.env | variables, capture_output=True, text=True, timeout=LONGEST
+        )
+        assert done.returncode == code, f"{done.stdout}\n{done.stderr}"
+        return done.stderr if code else done.stdout
+
+    def _uv(self, *words):
+        uv = shutil.which("uv", path=str(Path(sys.executable).parent)) or shutil.which("uv")
+        assert uv, "uv is among the packages of the tests"
+        done = subprocess.run([uv, *words], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    def add(self, wheel):
+        self._uv("pip", "install", "--offline", "--no-deps", "--python", self.python, wheel)
+
+    def start(self, *words, cwd):
+        return subprocess.Popen(
+            [self.command, *words], cwd=cwd, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    """`installed(words, cwd=…)` runs the installed command; `installed.start` starts it."""
-    place = tmp_path_factory.mktemp("an environment")
-    uv = shutil.which("uv", path=str(Path(sys.executable).parent)) or shutil.which("uv")
-    assert uv, "uv is among the packages of the tests"
-    python = place / "bin" / "python"
-    done = subprocess.run([uv, "venv", "--offline", "--python", sys.executable, place], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    site = place / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
-    # A path in a .pth file is looked into last, and the .pth files in it are not read: not that of an editable clone.
-    shared = tmp_path_factory.mktemp("packages of others")
+    """An environment with the packages of this one."""
+    packages = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    return Installed(tmp_path_factory.mktemp("an environment"), wheel, packages)
+
+
+@pytest.fixture
+def without_plugins(wheel, tmp_path):
+    """An environment with the packages of this one but the plug-ins."""
+    packages = tmp_path / "packages"
+    packages.mkdir()
     for folder in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
         for path in Path(folder).iterdir():
             if not path.name.startswith("deeplightning"):
-                (shared / path.name).symlink_to(path)
-    (site / "shared.pth").write_text(str(shared))
-    env = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
-
-    class Installed:
-        command = str(place / "bin" / "deeplightning")
-
-        def __call__(self, *words, cwd, code=0, **variables):
-            done = subprocess.run(
-                [self.command, *words], cwd=cwd, env=env | variables, capture_output=True, text=True, timeout=LONGEST
-            )
-            assert done.returncode == code, f"{done.stdout}\n{done.stderr}"
-            return done.stderr if code else done.stdout
-
-        def add(self, wheel):
-            words = [uv, "pip", "install", "--offline", "--no-deps", "--python", str(python), str(wheel)]
-            assert subprocess.run(words).returncode == 0
-
-        def start(self, *words, cwd):
-            return subprocess.Popen(
-                [self.command, *words], cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
-
-    Installed().add(wheel)
-    where = subprocess.run(
-        [python, "-c", "import deeplightning, serve; print(deeplightning.__file__, serve.__file__, sep='\\n')"],
-        cwd=place,
-        env=env,
-        capture_output=True,
-        text=True,
-    )
-    assert where.stdout.splitlines() == [str(site / top / "__init__.py") for top in ("deeplightning", "serve")], (
-        where.stderr
-    )
-    return Installed()
+                (packages / path.name).symlink_to(path)
+    return Installed(tmp_path / "environment", wheel, [packages])
 
 
 def test_the_source_distribution_gives_the_same_wheel(wheel, tmp_path):
@@ -169,15 +179,15 @@ tune: {metric: val_acc, num_trials: 2, space: {model.optimizer.params.lr: {log_u
 """
 
 
-def test_a_verb_of_a_plugin_works_when_its_wheel_is_installed(installed, tmp_path):
+def test_a_verb_of_a_plugin_works_when_its_wheel_is_installed(without_plugins, tmp_path):
     """Before, the verb, and a section of a config that it reads, are answered with the command that installs it."""
-    installed("init", "p", "--kind", "table", cwd=tmp_path)
+    without_plugins("init", "p", "--kind", "table", cwd=tmp_path)
     project = tmp_path / "p"
     (project / "search.yaml").write_text(SEARCH)
     for words in (["tune", "search.yaml"], ["check", "search.yaml"]):
-        assert "`tune` is a plug-in: pip install deeplightning[tune]" in installed(*words, cwd=project, code=3)
+        assert "`tune` is a plug-in: pip install deeplightning[tune]" in without_plugins(*words, cwd=project, code=3)
     (wheel,) = WheelBuilder(str(ROOT / "plugins" / "deeplightning-tune")).build(
         directory=str(tmp_path), versions=["standard"]
     )
-    installed.add(wheel)
-    assert "best" in installed("tune", "search.yaml", *SHORT[:1], cwd=project)
+    without_plugins.add(wheel)
+    assert "best" in without_plugins("tune", "search.yaml", *SHORT[:1], cwd=project)

@@ -14,7 +14,7 @@ from typing import Any
 
 from deeplightning.checks.check import OWN_LOADERS, check
 from deeplightning.checks.signature_check import Meanings
-from deeplightning.config import other_tools, schema
+from deeplightning.config import other_tools, schema, short_names
 from deeplightning.config.section_kinds import is_bound
 from deeplightning.config.source import Text, short
 from deeplightning.config.target import is_reference, is_target
@@ -117,6 +117,8 @@ class Conversion:
     def target(self, key: str, entry: Entry) -> dict[str, Any]:
         """Return a class with its arguments as `type` and `params`."""
         name = self.script.full_name(str(_class(entry))).replace("lightning.pytorch.", "pytorch_lightning.")
+        if "." not in name:
+            name = _with_module(name)
         params = {}
         for word, item in _arguments(entry):
             if word == "_args_" or (word == "_recursive_" and item.value is False):
@@ -233,10 +235,6 @@ class Conversion:
                 self.refuse(name, entry, "names no class; write it as `class_path` with its arguments in `init_args`")
                 continue
             params[name] = self.target(name, entry)
-            if "." not in (kind := params[name]["type"]):
-                package = "torch.optim" if name == "optimizer" else "torch.optim.lr_scheduler"
-                package = "pytorch_lightning.cli" if kind == "ReduceLROnPlateau" else package
-                params[name]["type"] = f"{package}.{kind}"
         wrapped = {"type": "deeplightning_migrate.configured.with_optimizer", "params": params}
         self.put("model.module", wrapped, optimizer)
         self.places["model.module.params.module"] = place
@@ -482,6 +480,17 @@ def convert(files: Sequence[Path], system: str) -> str:
 def file_of(entry: Entry) -> str:
     """Return the file that set a value."""
     return entry.place.rsplit(":", 2)[0]
+
+
+def _with_module(name: str) -> str:
+    """Return the full name of a class that LightningCLI finds by its name alone; another name as it is."""
+    if name == "ReduceLROnPlateau":
+        return f"pytorch_lightning.cli.{name}"
+    for role in ("model.optimizer", "model.scheduler", "train.callbacks"):
+        with contextlib.suppress(ValueError):  # no such class, or several
+            if (found := short_names.full_name(role, name)) is not None:
+                return found
+    return name
 
 
 def _class(entry: Entry) -> str | None:
