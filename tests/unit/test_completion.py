@@ -67,7 +67,7 @@ def test_runs_are_offered_by_name(place, monkeypatch):
     words = found("serve")
     assert words[0] == "plain,last"
     assert sorted(words[1:-1]) == sorted(["plain,SimpleCNN-a3f1", *(f"plain,{run}" for run in ids[1:])])
-    for verb in ("predict", "export", "reproduce", "diff", "bisect"):
+    for verb in ("predict", "export", "reproduce", "diff"):
         assert found(verb, "Simple") == ["plain,SimpleCNN-a3f1", "dir,Simple"]
     assert offered("bash", "deeplightning\ndiff\nlast\nSimple", 3)[0] == "plain,SimpleCNN-a3f1"
     assert offered("zsh", "deeplightning test Simple", 2)[2].startswith("running, 20")
