@@ -88,22 +88,9 @@ check pytest -n logical --maxprocesses 4 --dist "$distribution" "${marked[@]}" "
 types=$(cat <&3)
 printf '\n$ mypy\n%s\n' "${types%$'\n'*}"
 [ "${types##*$'\n'}" = "exit code 0" ] || failed+=" mypy"
-# Makes an environment in folder $1 that has the packages of .venv but the plug-ins.
-without_plugins() {
-    local packages site
-    packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') &&
-        "$python" -m venv --without-pip "$1" && site=$(echo "$1"/lib/python*/site-packages) &&
-        ln -s "$packages"/* "$site" && rm "$site"/*deeplightning_*
-}
-
 if [ "$size" = all ] && [ -z "$named" ]; then
-    core=$(mktemp -d)
-    without_plugins "$core" || failed+=" core"
-    mapfile -t journeys < <(listed tests/journeys.txt)
-    printf '\n$ pytest, without the plug-ins\n'
-    "$core/bin/python" -m pytest -n logical --maxprocesses 4 --dist loadfile -m "not slow" tests/unit "${journeys[@]}" ||
-        failed+=" core"
-    rm -r "$core"
+    printf '\n$ tools/without_plugins.sh\n'
+    bash tools/without_plugins.sh || failed+=" without_plugins"
     printf '\n$ tests/storm\n'
     "$python" tests/storm --minutes 1 || failed+=" storm"
     printf '\n$ tools/raise_bounds.sh lowest\n'

@@ -169,7 +169,8 @@ def test_test_runs_every_check(clone):
 def test_the_sizes_of_test(clone):
     """`--quick` runs the unit tests; without a size come the journeys; `--full` and `--all` run all files, the latter
     slow tests too. Files that are named are run, and no others."""
-    (clone.root / "tools" / "raise_bounds.sh").write_text("true\n")
+    for name in ("raise_bounds", "without_plugins"):
+        (clone.root / "tools" / f"{name}.sh").write_text("true\n")
     (clone.root / "tests" / "journeys.txt").write_text("# A list.\n\ntests/runs/test_a.py  # why\n")
 
     def pytest(*arguments):
@@ -189,6 +190,7 @@ def test_the_sizes_of_test(clone):
 def test_all_tries_the_lowest_releases(clone, code, passed):
     """A failure of theirs fails `--all`; where they cannot be installed, a line says so. No other size tries them."""
     (clone.root / "tools" / "raise_bounds.sh").write_text(f'echo "tried $1"; exit {code}\n')
+    (clone.root / "tools" / "without_plugins.sh").write_text("true\n")
     ended, out, err = clone.run("test.sh", "--all")
     assert ("tried lowest" in out, ended == 0, "lowest" in err) == (True, passed, not passed)
     assert ("Not run: the lowest releases" in out) == (code == 3)
