@@ -104,7 +104,7 @@ def test_the_wheel_of_a_plugin_has_its_modules_and_its_page(plugin, tmp_path):
         (entries,) = [name for name in archive.namelist() if name.endswith("/entry_points.txt")]
         assert b"[deeplightning." in archive.read(entries)
     package = plugin / plugin.name.replace("-", "_")
-    there = [path for path in package.rglob("*") if path.suffix in (".py", ".md")]
+    there = [path for path in package.rglob("*") if path.suffix in (".py", ".md", ".tsv")]
     assert sorted(names) == sorted(str(path.relative_to(plugin)) for path in there)
 
 
