@@ -236,7 +236,7 @@ def put_load(server: Server, kind: Kind, place: Path, clients: int, seconds: int
 
 
 def batches_of(server: Server) -> tuple[float, float]:
-    """Return pictures and batches so far, by the histogram in /metrics; zeros if there is none."""
+    """Return the numbers of pictures and batches so far from the histogram in /metrics, or zeros."""
     status, text = server.ask(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
     sums = [
         sum(float(value) for value in re.findall(rf"^\w*batch\w*_{end}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE))

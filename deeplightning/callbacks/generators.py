@@ -37,7 +37,7 @@ class Generators(pl.Callback):
     ) -> None:
         own = {"now": _states(), "before": self._before}
         every: list[Any] = [own] * trainer.world_size
-        if trainer.world_size > 1:
+        if trainer.world_size > 1 and distributed.is_initialized():  # a dry run may pretend to have more processes
             distributed.all_gather_object(every, own)
         checkpoint["generators"] = every
 

@@ -169,7 +169,7 @@ def mode_by_name(metric: str) -> Mode | None:
 
 
 def _higher_is_better(target: Target, meanings: Meanings) -> tuple[bool | None, str]:
-    """Return `higher_is_better` of a metric's class, and that class; a torchmetrics wrapper stands for its task."""
+    """Return `higher_is_better` of a metric's class, and that class; for a torchmetrics wrapper, those of its task."""
     names = [target.type]
     task = target.params.get("task") if isinstance(target.params, Mapping) else None
     if target.type.startswith("torchmetrics.") and isinstance(task, str):

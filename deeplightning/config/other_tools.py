@@ -1,8 +1,8 @@
 """Translate the commonest words of other tools, and of the first releases, for the messages of `check`.
 
 The plug-in `migrate` has a longer table of keys. An old key counts wherever it is written; with dots, below these keys
-(`model._target_`); with a slash, at the top level. A new key may have a comment after it; `*` is the old word, a dot in
-front stands for the section that the old word is written in, and `none: …` is the reason why there is no such key.
+(`model._target_`); with a slash, at the top level. A new key may have a comment after it. `*` repeats the old word, a
+leading dot means the section of the old word, and `none: …` gives the reason why no key does the same.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Try what follows training: save and load a checkpoint, and have a new task answer as the export does."""
+"""Try what follows training: save and load a checkpoint, and run a new task on a batch as the export does."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ SCORES = {"accuracy": "accuracy", "f1": "F1 score", "map": "mean average precisi
 """Names of the scores in messages."""
 
 Labelled = Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]]
-"""Iterate over the validation set in batches, anew at each call: prepared samples, uint8 (N, C, H, W), int64 (N, L) or
-float32 (N, …), and the truth: class numbers (N,), labels (N, K) of 0 and 1, or targets (N, K)."""
+"""Return a new iterator over the validation set at each call, in batches: prepared samples, uint8 (N, C, H, W), int64
+(N, L) or float32 (N, …), and the truth: class numbers (N,), labels (N, K) of 0 and 1, or targets (N, K)."""
 
 
 def quantize(folder: RunFolder, validation: Labelled) -> dict[str, Any]:

@@ -211,7 +211,7 @@ class Agent(LocalElasticAgent):
     # ---- the end of the processes
 
     def _end_late_ones(self, cause: failure.Cause) -> None:
-        """Kill processes that exceed the time limit; there is none while a run saves after a signal."""
+        """Kill processes that exceed the time limit, except while a run saves after a signal."""
         if self._until is None:
             if cause.exit_code in failure.INTERRUPTED.values():
                 return

@@ -12,7 +12,7 @@ DECIDED = "DEEPLIGHTNING_DECIDED"
 
 
 def decision(what: str) -> Any:
-    """Return the value that rank 0 passed to this process; None if there is none or this process is rank 0."""
+    """Return the value that rank 0 passed to this process, or None; rank 0 itself always gets None."""
     return None if own_rank() == 0 else _known().get(what)
 
 

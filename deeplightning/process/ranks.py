@@ -1,8 +1,8 @@
 """Supervision of the processes of a launch: which failed first, which is gone, which hangs.
 
-The processes of a machine share a folder. A process that fails records its cause there if there is none yet; errors
-that follow from it (closed connections, timeouts) are not reported. A thread in each process polls, because the main
-thread may be blocked in a collective operation, where it notices neither a signal nor the end of another process.
+The processes of a machine share a folder. The first process that fails records its cause there; errors that follow
+from it (closed connections, timeouts) are not reported. A thread in each process polls, because the main thread may be
+blocked in a collective operation, where it notices neither a signal nor the end of another process.
 """
 
 import atexit

@@ -1,4 +1,5 @@
-"""The folder that the processes of a launch share on a machine: who has entered, who is alive, who leaves last."""
+"""Manage the folder that the processes of a launch share on a machine: members enter, are checked, and the last one
+removes it."""
 
 import contextlib
 import hashlib

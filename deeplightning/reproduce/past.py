@@ -184,7 +184,7 @@ def _stores_around(folder: RunFolder) -> Iterator[Store]:
 
 
 def _tracking_uri(folder: RunFolder) -> Any:
-    """Return the store in the config of a trusted run, or None if there is none or the run is untrusted."""
+    """Return the store in the config of a trusted run, or None if the config names no store or the run is untrusted."""
     try:
         config = run_config(folder)
         return dict(flat(plain(read(config).root))).get("logger.params.tracking_uri") if config.is_trusted else None

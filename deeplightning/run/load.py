@@ -112,7 +112,7 @@ def load_run(
 
 
 def _instead(fault: Fault, needed: Collection[str]) -> str | None:
-    """Return the override that removes a fault from a run's config for a use of its weights; None if there is none."""
+    """Return the override that removes a fault from a run's config when only its weights are needed, or None."""
     key = fault.key or ""
     if (fault.place or "").startswith("override"):
         return None

@@ -151,7 +151,7 @@ def _client(store: Store) -> Any:
 
 
 def _download(client: "MlflowClient", run_id: str, store: Store, address: str) -> Path:
-    """Download a server's artifacts into the user's cache, each time anew because the run may have continued."""
+    """Download a server's artifacts into the user's cache, again at each call because the run may have continued."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deeplightning" / "runs"
     target = cache / run_id
     try:
