@@ -20,10 +20,14 @@ from tiny import OWN, TINY, digest, weights
 
 __all__ = ["OWN", "TINY", "digest", "weights"]  # most tests import them from here
 
-os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="deeplightning-state-")  # which runs are one's own
-atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
-
 pytest_plugins = ["hangs", "leftovers"]
+
+
+def pytest_configure() -> None:
+    """Make the folder that says which runs are one's own. A test may import this module again, which must not make
+    another."""
+    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="deeplightning-state-")
+    atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
