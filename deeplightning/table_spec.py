@@ -535,12 +535,10 @@ def rows_of_csv(
         raise TableError("The table has a header and no rows.")
     header = named_columns(header, first[1])
     rows: list[dict[str, str]] = []
-    for number, values in itertools.chain([first], found):
+    for number, values in itertools.islice(itertools.chain([first], found), None if most is None else most + 1):
         if len(values) != len(header):
             raise TableError(f"Line {number} has {len(values)} values, the header {len(header)}.")
         rows.append(dict(zip(header, values, strict=True)))
-        if most is not None and len(rows) > most:
-            break
     return rows
 
 

@@ -33,22 +33,17 @@ class Generators(pl.Callback):
         build_network(trainer, pl_module, stage)
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"now": _states(), "before": self._before}
-        every: list[Any] = [own]
+        every: list[Any] = [{"now": _states(), "before": self._before}]
         if distributed.is_available() and distributed.is_initialized():
             every *= distributed.get_world_size()
-            distributed.all_gather_object(every, own)
+            distributed.all_gather_object(every, every[0])
         return {"processes": every}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict.get("processes")
 
     def _take(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """Return what this process has saved, once; a run may resume with more processes.
-
-        Raises:
-            CheckpointError: it is damaged.
-        """
+        """Return what this process has saved, once. A run may resume with more processes."""
         saved, self._saved = self._saved, None
         if not saved:
             return {}
@@ -95,17 +90,12 @@ def _states() -> dict[str, Any]:
 
 
 def _set_states(trainer: pl.Trainer, states: Any) -> None:
-    """
-    Raises:
-        CheckpointError: they are damaged.
-    """
+    """Set the generators to states from a checkpoint; a CheckpointError says that they are damaged."""
     try:
         random.setstate(states["python"])
         np.random.set_state(tuple(states["numpy"]))
         torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
-        if states["device"]:
-            torch.get_device_module().set_rng_state_all(
-                [torch.tensor(device, dtype=torch.uint8) for device in states["device"]]
-            )
+        if devices := [torch.tensor(device, dtype=torch.uint8) for device in states["device"]]:
+            torch.get_device_module().set_rng_state_all(devices)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{trainer.ckpt_path}: damaged: the states of generators: {error!r}") from error

@@ -26,8 +26,7 @@ MAX_FEW = 20
 MAX_STRAY = 20
 """Different words that may stand for a missing value in a column of numbers."""
 NUMBERS = 0.9
-"""The part of a column's numbers and words that must be numbers, for the others to stand for missing values. Of signs
-such as "?" there may be as many as there are numbers."""
+"""The part of numbers and words that must be numbers, for the words to be missing values; signs (?) always are."""
 
 TARGETS = ("target", "label", "class", "category", "sentiment", "price", "value", "y")
 """Names of a column that is to be predicted, the likeliest first; the manual lists them."""
@@ -121,8 +120,7 @@ class Table:
     rows: int
     is_whole: bool
     first: dict[str, str]
-    above: int
-    is_csv: bool
+    file: Any
 
     def of(self) -> str:
         return f"{count(self.rows, 'row')}{'' if self.is_whole else ', the first ones,'} of {self.path}"
@@ -131,10 +129,10 @@ class Table:
         """Return how a file of CSV is written; other files say themselves how they are read."""
         form = self.form
         note = f"delimiter {form.delimiter!r}, decimal {form.decimal!r}, encoding {form.encoding}"
-        if form.encoding in ("latin-1", "cp1252"):
-            note += " (the file is not UTF-8; look whether letters such as ü are right)"
-        note += f"; {count(self.above, 'line')} above the header skipped" if self.above else ""
-        return [note] if self.is_csv else []
+        is_foreign = form.encoding in ("latin-1", "cp1252")
+        note += " (the file is not UTF-8; look whether letters such as ü are right)" * is_foreign
+        note += f"; {count(self.file.above, 'line')} above the header skipped" if self.file.above else ""
+        return [note] if self.file.kind == "csv" else []
 
 
 def table(path: Path, missing_words: Sequence[str] = _GAPS) -> Table:
@@ -145,22 +143,20 @@ def table(path: Path, missing_words: Sequence[str] = _GAPS) -> Table:
     """
     path = _file_of(path)
     try:
-        form = find("deeplightning.data.table_files.guess_format")(path)
-        form = replace(form, missing_words=tuple(missing_words))
+        form = replace(find("deeplightning.data.table_files.guess_format")(path), missing_words=tuple(missing_words))
         rows: Any = find("deeplightning.data.table_files.FirstRows")(path, form, MAX_ROWS)
     except Exception as error:
         if getattr(error, "exit_code", None) != SetupError.exit_code:
             raise
         raise SetupError(str(error)) from None
-    names = rows.file.names
     if rows.rows < 10:
         raise SetupError(
             f"{path} has {count(rows.rows, 'row')} below its header; at least 10 are needed to divide them "
             "into sets; for sets of your own: deeplightning init PROJECT --kind table, and name the files in "
             "data.module.params.train, validation and test"
         )
-    columns = {name: Column.of(rows.counts(name), form, rows.types.get(name, "")) for name in names}
-    return Table(path, form, columns, rows.rows, rows.is_whole, rows.first(), rows.file.above, rows.file.kind == "csv")
+    columns = {name: Column.of(rows.counts(name), form, rows.types.get(name, "")) for name in rows.file.names}
+    return Table(path, form, columns, rows.rows, rows.is_whole, rows.first(), rows.file)
 
 
 def text(data: Path, wanted: Columns) -> Guess:
@@ -170,17 +166,15 @@ def text(data: Path, wanted: Columns) -> Guess:
         SetupError: it is something else.
     """
     found = table(data, ())
-    name = found.path.name
     others = {".parquet": "parquet", ".pq": "parquet", ".jsonl": "json", ".ndjson": "json", ".gz": "csv", ".bz2": "csv"}
     if reader := others.get(found.path.suffix.lower()):
-        lines = ", lines=True" if reader == "json" else ""
+        what = f"'{found.path.name}'" + ", lines=True" * (reader == "json")
         raise SetupError(
             f"{found.path}: a project of texts reads plain CSV. In its folder, this converts the file: "
-            f"python -c \"import pandas; pandas.read_{reader}('{name}'{lines}).to_csv('texts.csv', index=False)\""
+            f"python -c \"import pandas; pandas.read_{reader}({what}).to_csv('texts.csv', index=False)\""
         )
     _check_names(found, wanted)
-    by_length = sorted(found.columns, key=lambda name: -found.columns[name].letters)
-    text = next(name for name in by_length if name != wanted.target)
+    text = max((n for n in found.columns if n != wanted.target), key=lambda name: found.columns[name].letters)
     classes = [
         n for n in found.columns if n != text and 2 <= found.columns[n].different <= min(MAX_CLASSES, found.rows // 2)
     ]
@@ -259,7 +253,6 @@ def rows(data: Path, wanted: Columns) -> Guess:
         for name in inputs
         if kinds[name] == "category"
     ]
-    task = "classif.Classification" if classes else "regression.Regression"
     values = {
         "count": found.rows,
         "number": len(inputs),
@@ -271,19 +264,18 @@ def rows(data: Path, wanted: Columns) -> Guess:
         "decimal": form.decimal,
         "encoding": form.encoding,
         "columns": kinds,
-        "task": f"deeplightning.task.{task}",
+        "task": f"deeplightning.task.{'classif.Classification' if classes else 'regression.Regression'}",
         "numbers": len(inputs) - len(words),
         "cardinalities": words,
         "outputs": len(classes) or 1,
         "loss": "torch.nn.CrossEntropyLoss" if classes else "torch.nn.MSELoss",
     }
     predicted = f"{len(classes)} classes: {_counted(classes)}" if classes else f"mean {column.mean}, std {column.std}"
-    dates = [name for name in inputs if kinds[name] == "number" and found.columns[name].has_dates]
     rare = [name for name, number in classes.items() if number == 1]
     groups = {kind: [name for name in inputs if kinds[name] == kind] for kind in ("number", "category")}
     for name, why in reasons.items():
         groups.setdefault(f"ignored, {why}", []).append(name)
-    groups["dates, as days since 1970-01-01"] = dates
+    groups["dates, as days since 1970-01-01"] = [name for name in groups["number"] if found.columns[name].has_dates]
     notes = [
         f"{found.of()}: the column {target} is predicted ({reason}), {predicted}",
         *found.format_notes(),

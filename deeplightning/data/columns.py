@@ -33,9 +33,6 @@ class Moments:
             return
         mean = values.mean(0)
         squares = np.square(values - mean).sum(0)
-        if not self.count:
-            self.count, self.mean, self._squares = size, mean, squares
-            return
         total, distance = self.count + size, mean - self.mean
         self.mean = self.mean + distance * (size / total)
         self._squares = self._squares + squares + np.square(distance) * (self.count * (size / total))

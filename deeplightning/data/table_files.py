@@ -71,7 +71,7 @@ class TableFile:
                 self.names = named_columns(self._json().column_names)
                 return
             self.above, quote = above_header(text, form.delimiter)
-            header, first = _two([values for _, values in itertools.islice(records(text, form.delimiter), 2)])
+            header, first = [*(row for _, row in itertools.islice(records(text, form.delimiter), 2)), [], []][:2]
             if not header:
                 raise DataError(f"{path} cannot be read as a table: Empty CSV file.")
             self.names = named_columns(header, first)
@@ -235,18 +235,16 @@ class TableFile:
 
     def _rows_hint(self) -> str:
         """Return the command that leaves the lines of the table, where others are above, between or below them."""
-        rows = list[tuple[int, int, list[str]]]()  # first and last line, values
+        rows, name = list[tuple[int, int, list[str]]](), self.path.name  # first and last line, values
         with contextlib.suppress(TableError):
             for line, values in records(text_of(head(self.path), self.form.encoding), self.form.delimiter):
                 rows.append((line - sum(value.count("\n") for value in values), line, values))
-        good, name = [len(values) == len(self.names) for _, _, values in rows], self.path.name
-        if 2 * sum(good) > len(rows):
-            last = max(place for place, is_good in enumerate(good) if is_good)
-            if all(good[: last + 1]) and all(len(values) < len(self.names) for _, _, values in rows[last + 1 :]):
-                return f" If the table ends above it: head -n {rows[last][1]} {name} >table.csv"
-            lines = [f"{row[0]},{row[1]}d" for row, is_good in zip(rows, good, strict=True) if not is_good]
+        parts = itertools.groupby(rows, lambda row: len(row[2]) == len(self.names))
+        others = [[*part] for is_row, part in parts if not is_row]
+        if 2 * sum(map(len, others)) < len(rows):
+            cut = ";".join(f"{part[0][0]},{part[-1][1]}d" for part in others)
             hint = f" A value that has {self.form.delimiter!r} in it needs quotes."
-            return hint + f" To leave such lines out: sed '{';'.join(lines)}' {name} >table.csv" * (len(lines) <= 10)
+            return hint + f" To leave other lines out: sed '{cut}' {name} >table.csv" * (len(others) <= 10)
         runs = [[*run] for width, run in itertools.groupby(rows, lambda row: len(row[2])) if width > 1]
         if not runs:
             return ""
@@ -285,9 +283,7 @@ def guess_format(path: Path) -> TableFormat:
     try:
         text = text_of(data, encoding)
     except UnicodeError:  # Windows writes € and dashes between 0x80 and 0x9F, where Latin-1 has control characters
-        is_latin = not any(0x80 <= byte < 0xA0 for byte in data) or any(
-            byte in b"\x81\x8d\x8f\x90\x9d" for byte in data
-        )
+        is_latin = not re.search(rb"[\x80-\x9f]", data) or re.search(rb"[\x81\x8d\x8f\x90\x9d]", data)
         encoding = "latin-1" if is_latin else "cp1252"
         text = data.decode(encoding)
     best, rows = (-1.0, 0), list[list[str]]()
@@ -297,7 +293,7 @@ def guess_format(path: Path) -> TableFormat:
         with contextlib.suppress(TableError):
             found.extend(values for _, values in itertools.islice(records(text, sign), 1000))
         found = found[:-1] if len(found) > 2 and len(data) == HEAD else found
-        header, first = _two(found)
+        header, first = [*found, [], []][:2]
         width = len(first) if abs(len(first) - len(header)) == 1 else len(header)  # see `named_columns`
         same = sum(len(values) == width for values in found[1:]) / max(1, len(found) - 1)
         if len(header) > 1 and (same, rank) > best and (sign != " " or same == 1):
@@ -316,12 +312,6 @@ def guess_format(path: Path) -> TableFormat:
         delimiter != "," and not only_points and any("," in cell for cell in commas)
     )
     return TableFormat(delimiter, "," if is_comma else ".", encoding)
-
-
-def _two(rows: Sequence[Sequence[str]]) -> tuple[Sequence[str], Sequence[str]]:
-    """Return the first two of some rows, empty where there are fewer."""
-    header, first = [*rows[:2], [], []][:2]
-    return header, first
 
 
 def _is_number(text: str, form: TableFormat) -> bool:
@@ -368,12 +358,8 @@ class FirstRows:
 
     def counts(self, name: str) -> dict[str, int]:
         """Return how often each text is in a column, without blanks around it; "" for what is missing."""
-        found = pc.value_counts(self._texts(name))
-        words = [word or "" for word in found.field("values").to_pylist()]
-        counts: dict[str, int] = {}
-        for word, count in zip(words, found.field("counts").to_pylist(), strict=True):
-            counts[word] = counts.get(word, 0) + count
-        return counts
+        found = pc.value_counts(pc.fill_null(self._texts(name), ""))
+        return dict(zip(found.field("values").to_pylist(), found.field("counts").to_pylist(), strict=True))
 
     def _texts(self, name: str) -> pa.ChunkedArray:
         column = self._table.column(name)

@@ -398,9 +398,9 @@ REFUSED = [
     (
         "t.csv",
         b"a,b\n" + b"1,2\n" * 9 + b"1,2,3\n" + b"1,2\n" * 9 + b'"1\n",2,3\n' + b"1,2\n",
-        "A value that has ',' in it needs quotes. To leave such lines out: sed '11,11d;21,22d' t.csv >table.csv",
+        "A value that has ',' in it needs quotes. To leave other lines out: sed '11,11d;21,22d' t.csv >table.csv",
     ),
-    ("t.csv", b"a,b\n" + b"1,2\n" * 20 + b"end\n", "If the table ends above it: head -n 21 t.csv >table.csv"),
+    ("t.csv", b"a,b\n" + b"1,2\n" * 20 + b"end\n", "To leave other lines out: sed '22,22d' t.csv >table.csv"),
     ("t.csv", b"a,kind\n" + b"1.1.2024,x\n2.1.2024,y\n" * 9, "t['a'] = pandas.to_datetime(t['a']).dt.date"),
 ]
 
