@@ -1,9 +1,11 @@
-"""Shorten exceptions, make text safe to show, and split the names of metrics.
+"""Shorten exceptions, recognise a lack of memory, make text safe to show, and split the names of metrics.
 
 It imports nothing of ours, so that every module may use it.
 """
 
+import contextlib
 import re
+from pathlib import Path
 
 MAX_LINE_CHARACTERS = 300
 
@@ -54,6 +56,18 @@ def lacks_memory(error: BaseException) -> bool:
         return True
     text = str(error) if isinstance(error, RuntimeError) else ""
     return _UNSUPPORTED not in text and any(words in text for words in _NO_MEMORY)
+
+
+def free_memory() -> int | None:
+    """Return the available bytes of memory by Linux's estimate and the control group's limit; None if unknown."""
+    found: list[int] = []
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    with contextlib.suppress(OSError, ValueError):  # "max" means that there is no limit
+        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return max(0, min(found)) if found else None
 
 
 def printable(text: str, keep: str = "") -> str:

@@ -10,18 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from deeplightning.array_spec import ArrayError, ArraySpec
+from deeplightning.config.part_config import PartConfig
 from deeplightning.data.columns import ColumnData, Moments
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, InMemory, OnDemand
-
-if TYPE_CHECKING:
-    from deeplightning.config.part_config import PartConfig
+from deeplightning.data.loading import checked_names
 
 IN_MEMORY_LIMIT = 2**30
 """Bytes of prepared arrays, all sets together, up to which they are held in memory: per process, 1 GiB."""
@@ -82,16 +81,13 @@ class ArrayData(ColumnData):
 
     Attributes:
         array_spec: how an array is prepared; there after `setup`.
-
-    Raises:
-        DataConfigError: a value of the config is impossible. It is a ValueError.
     """
 
     samples = "samples"
 
     def __init__(
         self,
-        cfg: "PartConfig",
+        cfg: PartConfig,
         train: str | None = None,
         validation: str | None = None,
         test: str | None = None,
@@ -108,19 +104,10 @@ class ArrayData(ColumnData):
             raise DataConfigError("data.module.params.train must name the training file; it is null.")
         self.name_files(train=train, val=validation, test=test)
         self.inputs, self.targets, self.normalise = inputs, targets, normalise
-        if class_names is not None:
-            self.class_names = [str(name) for name in class_names]
-            if len(set(self.class_names)) != len(self.class_names) or not self.class_names:
-                raise DataConfigError(
-                    f"data.module.params.class_names must be a list of different texts, not {class_names!r}."
-                )
+        self.class_names = checked_names(None if class_names is None else [str(name) for name in class_names])
 
     def read(self) -> dict[str, Any]:
-        """Finds the samples: under "train", and where there are such under "val" and "test"; or under "all".
-
-        Raises:
-            DataError: a file is not as it should be.
-        """
+        """Read the samples of each set, or of all; raise DataError if a file is not as it should be."""
         found = {name: self.samples_of(*self._arrays(path), str(path)) for name, path in self.files.items()}
         return found if len(found) > 1 else {"all": found["train"]}
 
@@ -177,10 +164,7 @@ class ArrayData(ColumnData):
     # ---- preparing
 
     def learn(self, train: Arrays) -> None:
-        """
-        Raises:
-            DataError: an input is not finite.
-        """
+        """Compute mean and deviation; raise DataError if an input is not finite."""
         shape, axes = train.inputs.shape[1:], (0, *range(2, train.inputs.ndim))
         mean: tuple[float, ...] = ()
         std: tuple[float, ...] = ()

@@ -1,15 +1,13 @@
 """Samples as named columns, with classes or with numbers to be predicted. N samples, T numbers."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from deeplightning.config.part_config import PartConfig
 from deeplightning.data.datasets import Batch
 from deeplightning.data.loading import DataOfSets
-
-if TYPE_CHECKING:
-    from deeplightning.config.part_config import PartConfig
 
 
 class Moments:
@@ -55,7 +53,7 @@ class ColumnData(DataOfSets):
 
     samples = "rows"
 
-    def __init__(self, cfg: "PartConfig", limit: int | None = None):
+    def __init__(self, cfg: PartConfig, limit: int | None = None):
         super().__init__(cfg, "auto", limit)
         self.class_names: list[str] = []
         self.target_names: list[str] = []

@@ -62,11 +62,7 @@ class Samples:
         return Samples([self.items[position] for position in positions], self.labels[positions])
 
     def size_of(self, position: int) -> tuple[int, int]:
-        """Width and height of one picture as it comes.
-
-        Raises:
-            OSError: if a file cannot be read as an image.
-        """
+        """Return width and height of one picture as it comes; raise OSError if it cannot be read."""
         item = self.items[position]
         if isinstance(item, np.ndarray):
             return item.shape[1], item.shape[0]
@@ -74,11 +70,7 @@ class Samples:
             return image.size
 
     def prepare(self, position: int, spec: ImageSpec, max_pixels: int) -> np.ndarray:
-        """One picture, uint8 (C, H, W).
-
-        Raises:
-            DataError: if a file cannot be read as an image.
-        """
+        """Return one picture, uint8 (C, H, W); raise DataError if it cannot be read as an image."""
         item = self.items[position]
         if isinstance(item, np.ndarray):
             return spec.from_array(item).transpose(2, 0, 1)
@@ -282,11 +274,7 @@ def in_threads(work: Callable[[Any], Any], parts: Iterable[Any]) -> Iterator[tup
 
 
 def prepare_all(samples: Any, prepare: "Prepare") -> Batch:
-    """Return all samples, prepared in threads, by name (N, …).
-
-    Raises:
-        DataError: if a file cannot be read.
-    """
+    """Return all samples, prepared in threads, by name (N, …); raise DataError if a file cannot be read."""
     found: Batch = {}
     every, size = np.arange(len(samples)), len(samples)
     step = max(1, min(_CHUNK, size // (4 * threads())))
@@ -312,11 +300,7 @@ class Pictures:
     max_pixels: int = MAX_PIXELS
 
     def __call__(self, samples: Samples, positions: np.ndarray) -> Batch:
-        """Return `image`, uint8 (B, C, H, W).
-
-        Raises:
-            DataError: if a file cannot be read as an image.
-        """
+        """Return `image`, uint8 (B, C, H, W); raise DataError if a file cannot be read as an image."""
         spec = self.spec
         if isinstance(getattr(samples, "items", None), np.ndarray):
             pixels = samples.items[positions]  # type: ignore[call-overload]

@@ -1,14 +1,12 @@
 """What MNIST and CIFAR-10 share: data files under `data.root` that torchvision can fetch, once per machine."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataError
 from deeplightning.data.images import ImageData
 from deeplightning.image_spec import ImageSpec
-
-if TYPE_CHECKING:
-    from deeplightning.config.part_config import PartConfig
 
 
 class DownloadedImages(ImageData):
@@ -24,25 +22,30 @@ class DownloadedImages(ImageData):
         DataConfigError: also if `data.root` is null.
     """
 
-    def __init__(self, cfg: "PartConfig", image_spec: ImageSpec, download: bool, **options: Any):
+    source: str
+    needed: Sequence[str]
+    """The files that are read, relative to `data.root`."""
+
+    remedy = "let it be downloaded: data.module.params.download=true"
+
+    def __init__(self, cfg: PartConfig, image_spec: ImageSpec, download: bool, **options: Any):
         super().__init__(cfg, image_spec, **options)
-        self.root = self.root_folder(f"{self.files()[0]}, or for it where data.module.params.download is true")
+        self.root = self.root_folder(f"{self.needed[0]}, or for it where data.module.params.download is true")
+        self._named = {name: self.root / name for name in self.needed}
         self.download = download
 
-    def files(self) -> Sequence[str]:
-        """The files that are read, relative to `data.root`."""
-        raise NotImplementedError
-
     def fetch(self) -> None:
-        """Downloads what is not there, with torchvision."""
-        raise NotImplementedError
+        """Download what is not there, by torchvision's class of the name `source`."""
+        from torchvision import datasets
+
+        getattr(datasets, self.source)(str(self.root), download=True)
 
     def check(self) -> None:
         if not self.download:
-            self._require_files()
+            super().check()
 
     def setup(self, stage: str | None = None) -> None:
-        self._require_files()
+        super().check()
         super().setup(stage)
 
     def prepare_data(self) -> None:
@@ -55,17 +58,7 @@ class DownloadedImages(ImageData):
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             with FileLock(self.root / f".{type(self).__name__}.lock"):
-                if self._missing():
+                if not all(path.is_file() for path in self._named.values()):
                     self.fetch()
         except (OSError, RuntimeError) as error:  # RuntimeError: torchvision's, for a wrong hash or no mirror left
             raise DataError(f"{type(self).__name__} cannot be downloaded into {self.root}: {error}") from error
-
-    def _missing(self) -> list[str]:
-        return [name for name in self.files() if not (self.root / name).is_file()]
-
-    def _require_files(self) -> None:
-        if missing := self._missing():
-            raise DataError(
-                f"{type(self).__name__}: {self.root / missing[0]} is missing. Set data.root (now {self.root}) to the "
-                f"folder that holds {missing[0]}, or let it be downloaded: data.module.params.download=true."
-            )

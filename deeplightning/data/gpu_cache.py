@@ -1,9 +1,7 @@
 """`in_memory: auto`: whether pictures go to the GPU is settled by what the first step leaves of its memory."""
 
-import contextlib
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -53,19 +51,6 @@ def left(device: torch.device) -> int:
     """Bytes of a GPU that neither this process at its peak nor another one has taken."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-
-
-def free_memory() -> int | None:
-    """Bytes of memory that are available, by Linux's own estimate and the limit of the control group; None: not known.
-    The core has the same (`deeplightning.process.agreement`), which parts do not use."""
-    found: list[int] = []
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    with contextlib.suppress(OSError, ValueError):  # "max" is no number: there is no limit
-        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    return max(0, min(found)) if found else None
 
 
 def _moved(sets: Sequence[InMemory], device: torch.device) -> bool:

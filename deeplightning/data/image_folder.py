@@ -3,25 +3,22 @@
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import numpy as np
-from torch import nn
 
+from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, Samples, in_threads, report_messages
-from deeplightning.data.images import ImageData, endings, picture_spec
-from deeplightning.image_spec import EXTENSIONS, MAX_PIXELS, ImageError, files_below
-
-if TYPE_CHECKING:
-    from deeplightning.config.part_config import PartConfig
+from deeplightning.data.images import ImageFiles, endings
+from deeplightning.image_spec import EXTENSIONS, ImageError, files_below
 
 _NAMED = 20  # files that a warning names, of those that it counts
 
 log = logging.getLogger(__name__)
 
 
-class ImageFolder(ImageData):
+class ImageFolder(ImageFiles):
     """Pictures in `data.root`, in one of two layouts; images may also lie deeper, and hidden files do not count.
 
     - `CLASS/*.jpg`: divided 80/10/10 within each class by the seed.
@@ -33,14 +30,8 @@ class ImageFolder(ImageData):
 
     Args:
         cfg: the whole config.
-        image_size: pixels, one number for a square or [height, width].
-        mode: "RGB" or "L" (grey).
-        resize: "crop", "stretch" or "pad", see `deeplightning.image_spec.ImageSpec`.
-        mean: per channel, on the scale 0 to 1; None: ImageNet's.
-        std: per channel, on the scale 0 to 1; None: ImageNet's.
+        args, options: see `deeplightning.data.images.ImageFiles`, such as image_size.
         extensions: endings of image files, with their dot.
-        max_pixels: largest image that is decoded.
-        augment, in_memory, limit, cache: see `deeplightning.data.images.ImageData`.
         on_bad_image: what becomes of a file that cannot be decoded. "error": the run ends and names it. "skip": it is
             left out, of every set and on every process, and one warning names such files; to find them, the first
             process decodes all images at each start.
@@ -48,28 +39,16 @@ class ImageFolder(ImageData):
 
     def __init__(
         self,
-        cfg: "PartConfig",
-        image_size: int | Sequence[int] = 64,
-        mode: Literal["RGB", "L"] = "RGB",
-        resize: Literal["crop", "stretch", "pad"] = "crop",
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
+        cfg: PartConfig,
+        *args: Any,
         extensions: Sequence[str] = EXTENSIONS,
-        max_pixels: int = MAX_PIXELS,
-        augment: Sequence[nn.Module] = (),
-        in_memory: bool | Literal["auto", "device"] | None = "auto",
-        limit: int | None = None,
-        cache: bool | str = True,
         on_bad_image: Literal["error", "skip"] = "error",
+        **options: Any,
     ):
-        spec = picture_spec(image_size, mode, resize, mean, std)
-        super().__init__(
-            cfg, spec, augment=augment, in_memory=in_memory, limit=limit, max_pixels=max_pixels, cache=cache
-        )
+        super().__init__(cfg, *args, **options)
         if on_bad_image not in ("error", "skip"):
             raise DataConfigError(f"data.module.params.on_bad_image must be error or skip, not {on_bad_image!r}.")
-        self.root = self.root_folder("the images")
-        self.extensions = endings(extensions)
+        self.root, self.extensions = self.root_folder("the images"), endings(extensions)
         self.on_bad_image = on_bad_image
 
     def check(self) -> None:

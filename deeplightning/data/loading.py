@@ -1,11 +1,10 @@
 """Load batches of sets in an order that follows from the seed: what all our data modules share."""
 
-import inspect
 import multiprocessing
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytorch_lightning as pl
@@ -13,17 +12,14 @@ import torch
 from torch import Generator
 from torch.utils.data import DataLoader
 
+from deeplightning.config.part_config import PartConfig
 from deeplightning.config.target import build
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import EndsWithItsRun, InMemory, OnDemand
 from deeplightning.data.gpu_cache import Room
-from deeplightning.data.loader import InMemoryLoader
 from deeplightning.data.remote_files import folder_of
 from deeplightning.data.samplers import BatchIndices, go_on, is_made_for, replicas, train_sampler
 from deeplightning.data.splits import deal, keep_classes, shuffled
-
-if TYPE_CHECKING:
-    from deeplightning.config.part_config import PartConfig
 
 SPLITS: dict[str | None, tuple[str, ...]] = {
     "fit": ("train", "val"),
@@ -34,15 +30,9 @@ SPLITS: dict[str | None, tuple[str, ...]] = {
 }
 """The sets that a stage needs; None: all stages."""
 
-_OWN_KEYS = {
-    "dataset": "it comes from data.module",
-    "batch_size": "set data.batch_size",
-    "num_workers": "set data.num_workers",
-    "shuffle": "the training set is shuffled, the others are not",
-    "sampler": "set data.sampler",
-    "batch_sampler": "batches come from deeplightning.data.samplers.BatchIndices",
-    "generator": "the order comes from seed",
-}
+SET_NAMES = {"train": "train", "val": "val", "validation": "val", "valid": "val", "test": "test"}
+"""The words of a column that names the set of each sample."""
+
 _WORKER_KEYS = ("multiprocessing_context", "persistent_workers", "prefetch_factor", "timeout", "worker_init_fn")
 _SPLIT_TEST, _LIMIT, _SPLIT_VAL = range(3)  # purposes of the seed
 
@@ -66,12 +56,15 @@ class DataOfSets(pl.LightningDataModule):
     samples = "images"
     """A word for them, in messages."""
 
+    remedy = "name another file under data.module.params"
+    """What else to do where a file is missing, in messages."""
+
     holds_out = True
     """Whether a part of the training set validates where there is no validation set and no `data.num_splits`."""
 
     def __init__(
         self,
-        cfg: "PartConfig",
+        cfg: PartConfig,
         in_memory: bool | Literal["auto", "device"] | None = None,
         limit: int | None = None,
     ):
@@ -86,11 +79,13 @@ class DataOfSets(pl.LightningDataModule):
         self.in_memory = None if in_memory == "auto" else in_memory
         self.limit = limit
         self._room = Room() if in_memory == "auto" else None
-        check_folds(cfg.data.num_splits, cfg.data.fold)
         self._loader_options = build({"type": "builtins.dict", "params": cfg.data.loader})  # refs are functions
         self._drop_last = self._loader_options.pop("drop_last", False)
-        check_loader(self._loader_options, self._drop_last, cfg.data.num_workers)
-        self._named: dict[str, Path] = {}  # the files that the config names
+        try:
+            DataLoader([], batch_size=None, num_workers=cfg.data.num_workers, **self._loader_options)  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:
+            raise DataConfigError(f"data.loader is refused by torch's DataLoader: {error}") from error
+        self._named: dict[str, Path] = {}  # what must be there, such as the files that the config names
         self._samples: dict[str, Any] = {}  # of each split, anything with a length; there after `setup`
         self._datasets: dict[str, Any] = {}
         self._has_own_order = getattr(cfg.data, "sampler", None) is not None
@@ -138,16 +133,12 @@ class DataOfSets(pl.LightningDataModule):
         return folder_of(self.cfg.data.root, files)
 
     def check(self) -> None:
-        """Check that the files exist, without reading or writing any.
-
-        Raises:
-            DataError: a file is missing.
-        """
+        """Raise DataError if a file is missing; read and write none."""
         for path in self._named.values():
             if not path.exists():
                 raise DataError(
-                    f"{path} is missing. Set data.root (now {self.cfg.data.root}) to the folder that holds it, or name "
-                    "another file under data.module.params."
+                    f"{path} is missing. Set data.root (now {self.cfg.data.root}) to the folder that holds it, or "
+                    f"{self.remedy}."
                 )
 
     def learn(self, train: Any) -> None:
@@ -174,11 +165,7 @@ class DataOfSets(pl.LightningDataModule):
         return name if root is None else f"{name} in {root}"
 
     def _found(self) -> dict[str, Any]:
-        """Return what `read` finds.
-
-        Raises:
-            DataError: the data are not there or damaged.
-        """
+        """Return what `read` finds; raise DataError if the data are not there or damaged."""
         try:
             self.check()
             return self.read()
@@ -196,11 +183,7 @@ class DataOfSets(pl.LightningDataModule):
             self._train_sampler()
 
     def check_stages(self, stages: Sequence[str]) -> None:
-        """Checks, after `setup` and before a training, that there is a set for the stages that follow it.
-
-        Raises:
-            DataError: there is no test set, and a stage needs it.
-        """
+        """Raise DataError, after `setup` and before a training, if a later stage needs a test set and there is none."""
         if {"test", "predict"} & {*stages}:
             self._expect("test")
 
@@ -209,11 +192,7 @@ class DataOfSets(pl.LightningDataModule):
             raise DataError(f"There is no {split} set: {self._describe()} has none. Leave out the stage, or add one.")
 
     def dataset(self, split: str) -> Any:
-        """Returns the set "train", "val" or "test". Call `setup` first.
-
-        Raises:
-            DataError: the data have no such set, or a sample is damaged.
-        """
+        """Return the set "train", "val" or "test", after `setup`; raise DataError if there is none or it is damaged."""
         if split not in self._datasets:
             self._expect(split)
             self._datasets[split] = self._prepare(self._samples[split])
@@ -338,38 +317,44 @@ class DataOfSets(pl.LightningDataModule):
         return device if device is not None and device.type == "cuda" else None
 
 
+class InMemoryLoader(DataLoader):
+    """Batches of an `InMemory` set in the order of a `BatchIndices`; any other use of it is torch's.
+
+    A batch of torch's costs 30 µs beside the indexing: a list of positions, a look at each tensor, a profiler's mark.
+
+    Attributes:
+        device: the GPU that batches are to be on; None: they are made on the CPU. It is no argument, since Lightning
+            makes some loaders again with the arguments of torch's.
+    """
+
+    device: torch.device | None = None
+
+    def __iter__(self) -> Any:
+        dataset, sampler = self.dataset, self.sampler
+        if not isinstance(dataset, InMemory) or not isinstance(sampler, BatchIndices) or self.num_workers:
+            return super().__iter__()
+        if self.device is not None:
+            return dataset.batches(sampler.arrays(), self.device)
+        return map(dataset.__getitem__, sampler.arrays())
+
+
+def checked_names(names: Sequence[object] | None, most: int | None = None) -> list[str]:
+    """Return the names of `class_names` in a config; of null none.
+
+    Raises:
+        DataConfigError: they are not a list of different texts, or more than `most`.
+    """
+    found = [name for name in names or () if isinstance(name, str) and not isinstance(names, str)]
+    if names is not None and not 1 <= len(names) == len(set(found)) <= (most or len(names)):
+        raise DataConfigError(
+            f"data.module.params.class_names must be a list of {f'1 to {most} ' if most else ''}different names, that "
+            f"of class 0 first, not {names!r}; a number or a word such as no needs quotes."
+        )
+    return found
+
+
 def is_whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def check_folds(num_splits: Any, fold: object) -> None:
-    if num_splits is None:
-        if fold != 0:
-            raise DataConfigError(f"data.fold={fold!r} needs data.num_splits, the number of folds; it is null.")
-        return
-    if not is_whole(num_splits, 2):
-        raise DataConfigError(f"data.num_splits must be null or a whole number of at least 2, not {num_splits!r}.")
-    if not is_whole(fold, 0) or fold >= num_splits:
-        raise DataConfigError(
-            f"data.fold must be from 0 to {num_splits - 1}, since data.num_splits is {num_splits}, not {fold!r}."
-        )
-
-
-def check_loader(options: dict[str, object], drop_last: object, num_workers: int) -> None:
-    known = [name for name in inspect.signature(DataLoader).parameters if name not in _OWN_KEYS]
-    for key in options:
-        if key in _OWN_KEYS:
-            raise DataConfigError(f"data.loader.{key} cannot be given: {_OWN_KEYS[key]}.")
-        if key not in known:
-            raise DataConfigError(
-                f"data.loader.{key} is not an argument of torch's DataLoader; {', '.join(known)} are."
-            )
-    if not isinstance(drop_last, bool):
-        raise DataConfigError(f"data.loader.drop_last must be true or false, not {drop_last!r}.")
-    try:
-        DataLoader([], batch_size=None, num_workers=num_workers, **options)  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
-        raise DataConfigError(f"data.loader is refused by torch's DataLoader: {error}") from error
 
 
 def start_method() -> str:

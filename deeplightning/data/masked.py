@@ -107,11 +107,7 @@ class Masks:
     by_colour: bool
 
     def __call__(self, samples: MaskedSamples, positions: np.ndarray) -> Batch:
-        """Return `image`, uint8 (B, C, H, W), and `mask`, uint8 (B, H, W).
-
-        Raises:
-            DataError: if a file cannot be read, or they do not fit together.
-        """
+        """Return `image`, uint8 (B, C, H, W), and `mask`, uint8 (B, H, W); raise DataError if files do not fit."""
         spec = self.spec
         images = np.empty((len(positions), spec.channels, spec.height, spec.width), dtype=np.uint8)
         masks = np.empty((len(positions), spec.height, spec.width), dtype=np.uint8)

@@ -5,7 +5,7 @@ tuples such as (input, target).
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,13 +13,11 @@ from lightning_fabric.utilities.data import sized_len
 from torch.utils.data import Dataset, Subset, default_collate
 
 from deeplightning.batches import by_name
+from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataConfigError
 from deeplightning.data.loading import DataOfSets
 from deeplightning.data.samplers import BatchIndices
 from deeplightning.data.splits import deal
-
-if TYPE_CHECKING:
-    from deeplightning.config.part_config import PartConfig
 
 
 class OfDatasets(DataOfSets):
@@ -41,7 +39,7 @@ class OfDatasets(DataOfSets):
 
     def __init__(
         self,
-        cfg: "PartConfig",
+        cfg: PartConfig,
         train: Dataset | None = None,
         val: Dataset | None = None,
         test: Dataset | None = None,

@@ -16,13 +16,12 @@ import torch
 from torch import distributed
 from torch.utils.data import DistributedSampler, IterableDataset
 
+from deeplightning.config.part_config import PartConfig, Target
 from deeplightning.config.target import build
 from deeplightning.data.data_errors import DataConfigError
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
-
-    from deeplightning.config.part_config import PartConfig, Target
 
 log = logging.getLogger("deeplightning.data")
 
@@ -172,21 +171,10 @@ class SampledBatches(BatchIndices):
         sampler: as given.
     """
 
-    def __init__(
-        self,
-        sampler: Any,
-        batch_size: int,
-        *,
-        num_replicas: int = 1,
-        rank: int = 0,
-        seed: int = 0,
-        drop_last: bool = False,
-    ):
+    def __init__(self, sampler: Any, batch_size: int, **options: Any):
         if isinstance(sampler, DistributedSampler):
-            num_replicas, rank = 1, 0
-        super().__init__(
-            sampler, batch_size, num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed, drop_last=drop_last
-        )
+            options |= {"num_replicas": 1, "rank": 0}
+        super().__init__(sampler, batch_size, shuffle=True, **options)
         self.sampler = sampler
 
     def set_epoch(self, epoch: int) -> None:
@@ -441,7 +429,7 @@ def _size(value: Any, sort_key: object) -> float:
     raise ValueError(f"sort_key {sort_key!r} gives {value!r:.60}, which is no number and has no length")
 
 
-def train_sampler(cfg: "PartConfig", dataset: Any, trainer: object = None, *, drop_last: bool = False) -> BatchIndices:
+def train_sampler(cfg: PartConfig, dataset: Any, trainer: object = None, *, drop_last: bool = False) -> BatchIndices:
     """The batches of a training: `BatchIndices`, shuffled, or those of `data.sampler`. They begin where a resumed run
     goes on.
 
@@ -548,7 +536,7 @@ def _say_shares(sampler: BalancedBatches) -> None:
     )
 
 
-def _build_sampler(target: "Target", dataset: object, trainer: Any, spread: dict[str, Any]) -> object:
+def _build_sampler(target: Target, dataset: object, trainer: Any, spread: dict[str, Any]) -> object:
     for name, instead in (("batch_size", "data.batch_size"), ("num_replicas", "engine"), ("rank", "engine")):
         if name in target.params:
             raise DataConfigError(f"data.sampler.params.{name} cannot be given: it comes from {instead}.")
@@ -606,11 +594,7 @@ def _divided(number: int, by: int, down: bool) -> int:
 
 
 def _permutation(order: object, size: int) -> np.ndarray:
-    """Sorted positions, int64 (N,).
-
-    Raises:
-        ValueError: if they are not each position once.
-    """
+    """Return sorted positions, int64 (N,); raise ValueError unless each position is there once."""
     found = np.asarray(order)
     if found.shape != (size,):
         raise ValueError(f"sorted_idx has {found.size} positions, the set {size} samples")

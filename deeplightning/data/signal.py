@@ -5,19 +5,17 @@ C channels, T steps.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from deeplightning.array_spec import SIGNALS as EXTENSIONS
 from deeplightning.array_spec import ArrayError
 from deeplightning.array_spec import read_signal as read_file
+from deeplightning.config.part_config import PartConfig
 from deeplightning.data.arrays import ArrayData
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.image_spec import files_below
-
-if TYPE_CHECKING:
-    from deeplightning.config.part_config import PartConfig
 
 _SPLITS = ("train", "val", "test")
 
@@ -41,27 +39,19 @@ class SignalFolder(ArrayData):
 
     samples = "signals"
 
-    def __init__(
-        self, cfg: "PartConfig", length: int | None = None, *, normalise: bool = True, limit: int | None = None
-    ):
+    def __init__(self, cfg: PartConfig, length: int | None = None, *, normalise: bool = True, limit: int | None = None):
         super().__init__(cfg, normalise=normalise, limit=limit)
         if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
             raise DataConfigError(f"data.module.params.length must be null or a number of at least 1, not {length!r}.")
         self.root, self.length = self.root_folder("the signals"), length
 
     def check(self) -> None:
-        """
-        Raises:
-            DataError: the folder is not there.
-        """
+        """Raise DataError if the folder is not there."""
         if not self.root.is_dir():
             raise DataError(f"There is no folder {self.root}; set data.root to the one with a folder for each class.")
 
     def read(self) -> dict[str, Any]:
-        """
-        Raises:
-            DataError: there are no classes or signals, or a file is not as it should be.
-        """
+        """Read the signals; raise DataError if there are none, or a file is not as it should be."""
         if not any(path.is_dir() for path in _visible(self.root / "train")):
             self.class_names = self._classes(self.root)
             return {"all": self._read(self.root)}
@@ -107,11 +97,7 @@ class SignalFolder(ArrayData):
 
 
 def read_signal(path: Path) -> np.ndarray:
-    """The signal of a file, float32 or float64 (C, T).
-
-    Raises:
-        DataError: it cannot be read, or is of another shape.
-    """
+    """Return the signal of a file, float (C, T); raise DataError if it cannot be read, or has another shape."""
     try:
         signal = read_file(path)
     except (OSError, ArrayError) as error:

@@ -12,25 +12,31 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import torch
 
+from deeplightning.config.part_config import PartConfig
 from deeplightning.data.cache_files import Unusable
 from deeplightning.data.columns import ColumnData, Moments
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, InMemory, OnDemand
-from deeplightning.data.gpu_cache import free_memory
+from deeplightning.data.loading import SET_NAMES
 from deeplightning.data.splits import deal
 from deeplightning.data.table_files import TableFile
-from deeplightning.data.table_rows import CHUNK, Rows, Table, check_parts, encoded, numbers_of
-from deeplightning.data.table_store import TableStore, stored
+from deeplightning.data.table_rows import (
+    Rows,
+    Table,
+    TableStore,
+    check_parts,
+    encoded,
+    numbers_of,
+    stored,
+)
 from deeplightning.table_spec import DELIMITERS, MISSING, Column, TableError, TableFormat, TableSpec, Words
-
-if TYPE_CHECKING:
-    from deeplightning.config.part_config import PartConfig
+from deeplightning.words import free_memory
 
 log = logging.getLogger("deeplightning.data")
 
@@ -38,8 +44,6 @@ KINDS = ("number", "category", "ignore")
 
 MAX_CATEGORIES = 1000
 """The most different words of a text column that is a category by default; `columns` in the config allows more."""
-
-_SETS = {"train": "train", "val": "val", "validation": "val", "valid": "val", "test": "test"}
 
 
 class TableData(ColumnData):
@@ -54,7 +58,7 @@ class TableData(ColumnData):
     or (B, T), and `index`.
 
     Tables that do not fit into memory are read in parts, once, into the user's cache
-    (`deeplightning.data.table_store`), and batches are made of that. Both ways give the same. Then memory holds some
+    (`deeplightning.data.table_rows`), and batches are made of that. Both ways give the same. Then memory holds some
     bytes for each row (its place, class and order) and the different words of each column.
 
     Args:
@@ -83,14 +87,11 @@ class TableData(ColumnData):
 
     Attributes:
         table_spec: how a row is prepared; there after `setup`.
-
-    Raises:
-        DataConfigError: a value of the config is impossible. It is a ValueError.
     """
 
     def __init__(
         self,
-        cfg: "PartConfig",
+        cfg: PartConfig,
         train: str,
         target: str | Sequence[str],
         validation: str | None = None,
@@ -129,12 +130,6 @@ class TableData(ColumnData):
                 raise DataConfigError(
                     f"data.module.params.columns.{name} must be {', '.join(KINDS[:-1])} or {KINDS[-1]}, not {kind!r}."
                 )
-        for name, value, words in (
-            ("missing", missing, ("refuse", "fill")),
-            ("unknown", unknown, ("other", "refuse")),
-        ):
-            if value not in words:
-                raise DataConfigError(f"data.module.params.{name} must be {' or '.join(words)}, not {value!r}.")
         ways = {"split": split, "group": group, "time": time}
         given = [name for name, column in ways.items() if column is not None]
         if len(given) > 1:
@@ -155,10 +150,7 @@ class TableData(ColumnData):
     # ---- reading
 
     def read(self) -> dict[str, Any]:
-        """
-        Raises:
-            DataError: a table cannot be read, lacks a column, or has values that are not of its kind.
-        """
+        """Read the tables; raise DataError if one cannot be read, lacks a column, or has a value of another kind."""
         types = self._types(TableFile(self.files["train"], self.format))
         found = self._stored(types) or {
             name: self._rows(path, Table(TableFile(path, self.format).read(types))) for name, path in self.files.items()
@@ -259,16 +251,10 @@ class TableData(ColumnData):
         return None
 
     def _store(self, path: Path, types: Mapping[str, str]) -> TableStore:
-        bounded = [name for name, kind in types.items() if kind == "category" and name not in self.kinds]
+        free = {*self.kinds, *self.targets}
+        bounded = [name for name, kind in types.items() if kind == "category" and name not in free]
         times = self.divider if self.way == "time" and types[str(self.divider)] == "word" else None
-        return stored(
-            path,
-            TableFile(path, self.format).parts(types, CHUNK),
-            [*types.items(), self.format],
-            bounded=[name for name in bounded if name not in self.targets],
-            times=times,
-            code=[Path(__file__).with_name("table_files.py")],
-        )
+        return stored(TableFile(path, self.format), types, bounded, times)
 
     def _labels(self, path: Path, targets: Mapping[str, "np.ndarray | Words"]) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the class of each row by the position of its word, int64 (N,), 0 where the targets are numbers; and
@@ -302,7 +288,7 @@ class TableData(ColumnData):
         words = rows.column(str(self.divider))
         assert isinstance(words, Words), "`_types` has taken it for words"
         names = ("train", "val", "test", "?")
-        of_words = [names.index(_SETS.get(word.lower(), "?")) for word in words.words]
+        of_words = [names.index(SET_NAMES.get(word.lower(), "?")) for word in words.words]
         sets = np.array([*of_words, 3], np.int8)[words.indices]
         if (sets == 3).any():
             row = int((sets == 3).argmax())
@@ -340,10 +326,7 @@ class TableData(ColumnData):
     # ---- preparing
 
     def learn(self, train: Rows) -> None:
-        """
-        Raises:
-            DataError: a column has too many categories, or nothing but missing values.
-        """
+        """Make the spec; raise DataError if a column has too many categories, or nothing but missing values."""
         path, moments = self.files["train"], dict[str, Moments]()
         words, seen = dict[str, Sequence[str]](), dict[str, np.ndarray]()
         of_targets = Moments()

@@ -164,11 +164,7 @@ class TableFile:
             before += len(batch)
 
     def read(self, types: Types) -> dict[str, "np.ndarray | Words"]:
-        """Return all rows, by column.
-
-        Raises:
-            DataError: as `parts`.
-        """
+        """Return all rows, by column; raise DataError as `parts` does."""
         if self.kind == "parquet" and self.path.is_dir():
             with self._as_data_errors():
                 return self._columns(parquet.read_table(self.path, columns=list(types)), types)
@@ -385,11 +381,7 @@ def kind_of_file(path: Path) -> str:
 
 
 def head(path: Path) -> bytes:
-    """Return the first bytes of a file, decompressed.
-
-    Raises:
-        DataError: it cannot be read.
-    """
+    """Return the first bytes of a file, decompressed; raise DataError if it cannot be read."""
     try:
         with pa.input_stream(str(path)) as file:
             return file.read(HEAD)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from deeplightning.private.torch import storage_id
-from deeplightning.process.agreement import free_memory
 from deeplightning.transfer import is_asynchronous
+from deeplightning.words import free_memory
 
 MIN_BYTES = 8 * 2**20
 """Minimum size of the tensors on GPUs for writing a checkpoint in the background."""

@@ -1,6 +1,7 @@
 """Networks of a config: built on the CPU, and tried with an example input before data are read."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -51,11 +52,7 @@ def on_cpu(configure_model: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def build_loss(target: Any, arguments: Sequence[str]) -> nn.Module:
-    """Builds a loss that is called with these arguments.
-
-    Raises:
-        MisfitError: its `forward` takes others.
-    """
+    """Build a loss that is called with these arguments; raise MisfitError if its `forward` takes others."""
     loss: nn.Module = build(target)
     try:
         signature(loss.forward).bind(*arguments)
@@ -75,16 +72,28 @@ def device_of(module: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def try_network(network: nn.Module, example: Tensor, refusal: str, name: str | None = None) -> Any:
+@contextmanager
+def judging(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode, without gradients; afterwards each part has its own mode again."""
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
+
+def try_network(network: nn.Module, example: Tensor, refusal: str) -> Any:
     """Passes an example through a network in evaluation mode, on the network's device, without gradients.
 
     The first batch would show the same error, but later and in terms of matrices or indices.
 
     Args:
-        network: keeps the mode of each module.
+        network: gives an output for the example.
         example: (1, …), on any device.
         refusal: what the error says before torch's reason.
-        name: of the network among several; None: the task has one.
 
     Returns:
         What the network gives.
@@ -92,21 +101,12 @@ def try_network(network: nn.Module, example: Tensor, refusal: str, name: str | N
     Raises:
         MisfitError: the network does not take the example.
     """
-    modes = {module: module.training for module in network.modules()}
-    network.eval()
     try:
-        with torch.no_grad():
+        with judging(network):
             return network(example.to(device_of(network)))
     except MisfitError:  # of an output
         raise
     except (RuntimeError, ValueError, IndexError) as error:
         if lacks_memory(error):
             raise
-        raise _misfit(f"{refusal}: {first_line(error)}", name) from error
-    finally:
-        for module, mode in modes.items():  # what is frozen stays in evaluation mode
-            module.training = mode
-
-
-def _misfit(message: str, name: str | None) -> MisfitError:
-    return MisfitError(message, "model.network") if name is None else MisfitError(f"model.network.{name}: {message}")
+        raise MisfitError(f"{refusal}: {first_line(error)}", "model.network") from error

@@ -26,10 +26,7 @@ class Picked:
         self.name, self.network = name, network
 
     def __call__(self, module: nn.Module, inputs: object, outputs: Any) -> Any:
-        """
-        Raises:
-            MisfitError: there is no such output.
-        """
+        """Return the output of this name; raise MisfitError if there is none."""
         if isinstance(outputs, Tensor):
             return outputs
         names = names_in(outputs)
@@ -68,6 +65,16 @@ def refusal(network: str, outputs: object, wanted: str) -> MisfitError:
         several = ", ".join(map(str, names))
         message += f". Set model.output to one of what it has: {several:.300}; for example model.output={names[0]}"
     return MisfitError(message, "model.network")
+
+
+def check_number(outputs: Tensor, names: list[str], what: str, per: str = "") -> None:
+    """Raise MisfitError unless there is one output (B, K, …) for each name; without names any number will do."""
+    if names and outputs.shape[1] != len(names):
+        raise MisfitError(
+            f"the data has {len(names)} {what}, the network {outputs.shape[1]} outputs{per}; set "
+            f"model.network.params.num_classes={len(names)}, or whatever it calls them",
+            "model.network",
+        )
 
 
 def _kind(outputs: object) -> str:
