@@ -84,6 +84,14 @@ class Module:
     def scope(self) -> "Scope":
         return Scope.of(self.tree.body, self)
 
+    @cached_property
+    def type_imports(self) -> dict[str, str]:
+        """The names under which `Tensor` and our config are imported, also for type checkers alone, and from where."""
+        body = [*self.tree.body, *(inner for node in self.tree.body if isinstance(node, ast.If) for inner in node.body)]
+        imports = [node for node in body if isinstance(node, ast.ImportFrom)]
+        wanted = ("Tensor", "Config", "PartConfig")
+        return {a.asname or a.name: str(node.module) for node in imports for a in node.names if a.name in wanted}
+
     def submodules(self) -> list[str]:
         return [found.name for found in pkgutil.iter_modules(self.folders or ())]
 

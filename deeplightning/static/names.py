@@ -48,6 +48,7 @@ class Names:
         self.lines: dict[object, tuple[list[Thing], bool]] = {}
         self.scopes: dict[int, Scope] = {}
         self.found: dict[object, Thing] = {}
+        self.hints: dict[object, object] = {}
         self.active: set[object] = set()
         self.changes_path = False  # whether own code may add folders to import from
 

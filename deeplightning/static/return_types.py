@@ -2,9 +2,11 @@
 
 import ast
 import types
+import typing
 from dataclasses import replace
+from typing import Any
 
-from deeplightning.static.annotations import Types, is_tensor, sides
+from deeplightning.static.annotations import ReadClass, hint
 from deeplightning.static.decorators import keeps
 from deeplightning.static.from_source import role_of, role_of_function
 from deeplightning.static.names import Names
@@ -18,10 +20,7 @@ _LITERALS: dict[type[ast.expr], type] = {
     ast.Tuple: tuple, ast.JoinedStr: str, ast.Lambda: types.FunctionType, ast.GeneratorExp: types.GeneratorType,
 }  # fmt: skip
 
-_TENSOR = Thing(
-    "class", None, "Tensor", live=types.new_class("Tensor", exec_body=lambda space: space.update(__module__="torch"))
-)
-"""`torch.Tensor`, which is mostly written in C++."""
+_VAGUE = ("typing", "collections.abc", "abc")
 
 
 def instance(names: Names, thing: Thing) -> Instance:
@@ -69,60 +68,29 @@ class Made:
             frame = Frame(
                 self.names.home(thing), function=node, line=line, static=role_of_function(node) == "staticmethod"
             )
-            annotated = self.annotated(node.returns, frame) if node.returns is not None else None
-            return annotated if annotated is not None else self.returned(node, frame)
+            return self.annotated(node.returns, frame) or self.returned(node, frame)
         finally:
             self.names.active.discard(key)
 
-    def annotated(self, node: ast.expr, frame: Frame) -> list[Thing] | None:
-        """The classes that an annotation names; None where it leaves open what comes."""
-        outside = replace(frame, function=None)
-        match node:
-            case ast.Constant(value=None):
-                return [live_class(type(None))]
-            case ast.Constant(value=str(text)):
-                try:
-                    return self.annotated(ast.parse(text.strip(), mode="eval").body, frame)
-                except SyntaxError:
-                    return None
-            case ast.BinOp(op=ast.BitOr()):
-                return self.each(sides(node), frame)
-            case ast.Subscript(value=outer, slice=inner):
-                word = self.word(outer, outside)
-                parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
-                if word in ("Optional", "Union"):
-                    return self.each([*parts, *([ast.Constant(None)] if word == "Optional" else [])], frame)
-                return self.annotated(parts[0] if word == "Annotated" else outer, frame)
-            case ast.Name() | ast.Attribute():
-                if is_tensor(node, frame.module):
-                    return [_TENSOR]
-                word = self.word(node, outside)
-                if word == "Self":
-                    return [frame.line[0]] if frame.line else None
-                try:
-                    found = self.names.value(node, outside)
-                except UNKNOWABLE:
-                    return None
-                if found.kind == "value" and found.live is None and found.module is not None:
-                    return self.annotated(found.node, Frame(found.module)) if isinstance(found.node, ast.expr) else None
-                return [found] if found.kind == "class" and self.is_telling(found) else None
-        return None
-
-    def each(self, parts: list[ast.expr], frame: Frame) -> list[Thing] | None:
-        found = [self.annotated(part, frame) for part in parts]
-        return None if None in found else [thing for part in found for thing in part or ()]
-
-    def word(self, node: ast.expr, frame: Frame) -> str | None:
-        try:
-            return Types(self.names, frame).typing(node)
-        except UNKNOWABLE:
+    def annotated(self, node: ast.expr | None, frame: Frame) -> list[Thing] | None:
+        """Return the classes that an annotation names; None where it leaves open what comes."""
+        if node is None:
             return None
+        found = hint(self.names, node, replace(frame, function=None))
+        if found is typing.Self:
+            return [*frame.line[:1]]
+        options = typing.get_args(found) if typing.get_origin(found) in (typing.Union, types.UnionType) else [found]
+        things = [self.class_of(option) for option in options]
+        return None if None in things else [thing for thing in things if thing is not None]
 
-    def is_telling(self, found: Thing) -> bool:
-        """Whether an instance of a class is of no other branch of the hierarchy: no protocol and no abstract class."""
-        if found.live is not None:
-            return found.live is not object and found.live.__module__ not in ("typing", "collections.abc", "abc")
-        return not {"typing.Protocol", "abc.ABC"} & {base.path for base in self.names.line(found)[0]}
+    def class_of(self, option: Any) -> Thing | None:
+        """Return the class that an instance certainly has: no protocol and no abstract class."""
+        option = typing.get_origin(option) or option
+        if not isinstance(option, type):
+            return None
+        if not issubclass(option, ReadClass):
+            return None if option.__module__ in _VAGUE or option is object else live_class(option)
+        return None if {"typing.Protocol", "abc.ABC"} & {*option.paths} else option.thing
 
     # ---- return statements
 
@@ -155,8 +123,6 @@ class Made:
         match node:
             case ast.Constant(value=value):
                 return [live_class(type(value))]
-            case ast.IfExp(body=one, orelse=other):
-                return self.given(one, frame) + self.given(other, frame)
             case ast.Call(func=function):
                 return self.called(function, frame)
             case ast.Name(id=name) if (
@@ -167,11 +133,6 @@ class Made:
                     return [thing for value in bound for thing in self.given(value, frame)]
                 finally:
                     self.names.active.discard(key)
-            case ast.Name() | ast.Attribute():
-                found = self.names.guarded(lambda: self.names.value(node, frame))
-                known = {"class": type, "function": types.FunctionType, "module": types.ModuleType}
-                if found.kind in known:
-                    return [live_class(known[found.kind])]
         raise Undecided(f"`{ast.unparse(node)[:60]}` shows only when it is run")
 
     def called(self, function: ast.expr, frame: Frame) -> list[Thing]:
@@ -179,14 +140,7 @@ class Made:
         node = frame.function
         if node is not None and is_it(function, str(frame.first)) and role_of_function(node) == "classmethod":
             return [frame.line[0]]
-        try:
-            found = self.names.value(function, frame)
-        except UNKNOWABLE as why:
-            if not isinstance(function, ast.Attribute):
-                raise Undecided(str(why)) from None
-            owners = self.given(function.value, frame)  # a method of what a local name holds: `network.eval()`
-            methods = [self.names.guarded(lambda o=owner: self.names.attribute(o, function.attr)) for owner in owners]  # type: ignore[misc]
-            return [thing for method in methods for thing in self.of(method)]
+        found = self.names.value(function, frame)
         if found.kind == "function":
             return self.of(found)
         if found.kind != "class" or found.live is type:
