@@ -18,12 +18,11 @@ from deeplightning.faults import Missing, nearest, no_module, refuse_moved
 from deeplightning.static.bindings import Broken, Module
 from deeplightning.static.docstrings import described, docstrings
 from deeplightning.static.from_source import Signatures
-from deeplightning.static.logged import constant, declared_words, logged_names
-from deeplightning.static.manual_optimization import ignores_config, steps_itself
 from deeplightning.static.names import Names
 from deeplightning.static.return_types import Made, instance
 from deeplightning.static.signature import Instance, Signature, Undecided
 from deeplightning.static.symbol import Absent, Failing, Kind, Lacking, Thing
+from deeplightning.static.task_source import constant, declared_words, ignores_config, logged_names, steps_itself
 
 
 def look_up(name: str, names: Names | None = None) -> "Definition":

@@ -1,13 +1,13 @@
 """What docstrings say about parameters."""
 
 import ast
+import contextlib
 import inspect
 from collections.abc import Iterator
 
-from deeplightning.static.annotations import plain
 from deeplightning.static.bindings import Defined
-from deeplightning.static.names import Names
-from deeplightning.static.symbol import Frame, Functions, Thing
+from deeplightning.static.names import Names, Texts
+from deeplightning.static.symbol import UNKNOWABLE, Frame, Functions, Thing
 
 
 def docstrings(names: Names, thing: Thing) -> Iterator[str]:
@@ -21,30 +21,15 @@ def docstrings(names: Names, thing: Thing) -> Iterator[str]:
     for each in things:
         if each.module is not None:
             for value in each.module.scope.documents.get(each.name, ()):
-                yield inspect.cleandoc(_prose(names, value, Frame(each.module)))
+                with contextlib.suppress(*UNKNOWABLE):
+                    (text,) = Texts(names, Frame(each.module)).of(value)
+                    yield inspect.cleandoc(text)
         if isinstance(each.node, ast.ClassDef | Functions):
             yield ast.get_docstring(each.node) or ""
         if each.kind == "class" and names.own(each, "__init__"):
             for option in names.scope(each).names["__init__"]:
                 if isinstance(option, Defined):
                     yield ast.get_docstring(option.node) or ""
-
-
-def _prose(names: Names, node: ast.expr, frame: Frame) -> str:
-    """A text that is put together from others."""
-    match node:
-        case ast.Constant(value=str(text)):
-            return text
-        case ast.JoinedStr(values=parts):
-            return "".join(_prose(names, part, frame) for part in parts)
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _prose(names, left, frame) + _prose(names, right, frame)
-        case ast.FormattedValue(value=value):
-            return _prose(names, value, frame)
-        case ast.Name() | ast.Attribute():
-            value = plain(names, node, frame)
-            return value if isinstance(value, str) else ""
-    return ""
 
 
 def described(docstring: str, parameter: str) -> str | None:

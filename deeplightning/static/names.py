@@ -8,7 +8,7 @@ import builtins
 import re
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -221,52 +221,13 @@ class Names:
         return True
 
     def listed(self, module: Module) -> set[str] | None:
-        """`__all__`, where a module has one that is known statically."""
-        if not module.scope.exported:
+        """Return `__all__`, where a module has one that is known statically."""
+        if not module.scope.exported or None in module.scope.exported:
             return None
-        names: set[str] = set()
-        for part in module.scope.exported:
-            inside = self.words(part, Frame(module)) if part is not None else None
-            if inside is None:
-                return None
-            names |= inside
-        return names
-
-    def words(self, node: ast.expr | None, frame: Frame) -> set[str] | None:
-        """The literal words of a list, also of a sum of lists and of another module's `__all__`."""
-        match node:
-            case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
-                words: set[str] = set()
-                for item in items:
-                    match item:
-                        case ast.Constant(value=str(word)):
-                            words.add(word)
-                        case ast.Starred(value=inner) if (more := self.words(inner, frame)) is not None:
-                            words |= more
-                        case _:
-                            return None
-                return words
-            case ast.BinOp(left=left, op=ast.Add(), right=right):
-                parts = [self.words(left, frame), self.words(right, frame)]
-                return None if None in parts else set().union(*(part for part in parts if part))
-            case ast.Call(func=ast.Name(id="list" | "tuple" | "sorted" | "set"), args=[inner]):
-                return self.words(inner, frame)
-            case ast.Dict(keys=keys) if all(isinstance(k, ast.Constant) and isinstance(k.value, str) for k in keys):
-                return {str(k.value) for k in keys if isinstance(k, ast.Constant)}
-            case ast.Attribute(value=owner, attr="__all__"):
-                try:
-                    found = self.value(owner, frame)
-                except UNKNOWABLE:
-                    return None
-                return self.listed(found.module) if found.kind == "module" and found.module else None
-            case ast.Name() | ast.Attribute():
-                try:
-                    found = self.value(node, frame)
-                except UNKNOWABLE:
-                    return None
-                if found.kind == "value" and isinstance(found.node, ast.expr) and found.module:
-                    return self.words(found.node, Frame(found.module))
-        return None
+        try:
+            return set().union(*(Texts(self, Frame(module)).items(part) for part in module.scope.exported))
+        except UNKNOWABLE:
+            return None
 
     def answered(self, module: Module, name: str) -> Thing:
         """Return what a module's `__getattr__` gives for a name, if it is of the form `if name == "word": …`."""
@@ -594,6 +555,80 @@ class Names:
             return nominal(node, frame.module) or self.value(node, frame).path
         except UNKNOWABLE:
             return None
+
+
+class Texts:
+    """Finds the texts that an expression may give, as far as the source shows them."""
+
+    def __init__(self, names: Names, frame: Frame):
+        self.names, self.frame = names, frame
+
+    def of(self, node: ast.expr | None) -> set[str]:
+        """Return the texts that an expression may give.
+
+        Raises:
+            Undecided: it may give others.
+        """
+        match node:
+            case ast.Constant(value=str() | int() as value):
+                return {str(value)}
+            case ast.JoinedStr(values=parts):
+                return self.joined(parts)
+            case ast.FormattedValue(value=value, format_spec=None):
+                return self.of(value)
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return self.joined([left, right])
+            case ast.IfExp(body=one, orelse=other):
+                return self.of(one) | self.of(other)
+            case ast.Name() | ast.Attribute():
+                options = [texts.items(e) if is_item else texts.of(e) for texts, e, is_item in self.options(node)]
+                return set().union(*options)
+        raise Undecided("a text shows only when it is run")
+
+    def joined(self, parts: Sequence[ast.expr]) -> set[str]:
+        whole = {""}
+        for part in parts:
+            texts = self.of(part)
+            if len(whole) * len(texts) > 1000:
+                raise Undecided("a text has too many forms")
+            whole = {one + text for one in whole for text in texts}
+        return whole
+
+    def items(self, node: ast.expr | None) -> set[str]:
+        """Return the texts in a list, or the keys of a mapping.
+
+        Raises:
+            Undecided: there may be others.
+        """
+        match node:
+            case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
+                return set().union(*(self.items(e.value) if isinstance(e, ast.Starred) else self.of(e) for e in items))
+            case ast.Dict(keys=keys, values=values):
+                pairs = zip(keys, values, strict=True)
+                return set().union(*(self.items(value) if key is None else self.of(key) for key, value in pairs))
+            case ast.DictComp(key=key):
+                return self.of(key)
+            case ast.BinOp(left=left, op=ast.Add() | ast.BitOr(), right=right):
+                return self.items(left) | self.items(right)
+            case ast.Call(func=ast.Name(id="list" | "tuple" | "sorted" | "set"), args=[inner]):
+                return self.items(inner)
+            case ast.Attribute(value=owner, attr="__all__"):
+                found = self.names.value(owner, self.frame)
+                listed = self.names.listed(found.module) if found.kind == "module" and found.module else None
+                if listed is not None:
+                    return listed
+            case ast.Name() | ast.Attribute():
+                options = [*self.options(node)]
+                if not any(is_item for _, _, is_item in options):
+                    return set().union(*(texts.items(e) for texts, e, _ in options))
+        raise Undecided("the items of a list show only when it is run")
+
+    def options(self, node: ast.Name | ast.Attribute) -> Iterator[tuple["Texts", ast.expr, bool]]:
+        """Yield the expressions that a name may stand for, and whether it stands for an item of it."""
+        found = self.names.value(node, self.frame)
+        if found.kind != "value" or not isinstance(found.node, ast.expr):
+            raise Undecided(f"`{ast.unparse(node)[:60]}` is no plain value")
+        yield Texts(self.names, Frame(self.names.home(found))), found.node, False
 
 
 def _merged(lines: list[list[Thing]]) -> list[Thing] | None:
