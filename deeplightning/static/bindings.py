@@ -7,12 +7,12 @@ of `ast` rather than griffe's: those keep no function bodies, of several binding
 import ast
 import gc
 import importlib.util
+import operator
 import os
 import pkgutil
 import sys
-import typing
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.machinery import PathFinder, SourceFileLoader
@@ -437,7 +437,7 @@ class _Reader:
         self.scope.names = names
 
     def branch(self, node: ast.If) -> bool:
-        truth = is_true(node.test)
+        truth = _is_true(node.test)
         if truth is not None:
             return self.run(node.body if truth else node.orelse)
         return self.perhaps([node.body, node.orelse])
@@ -508,45 +508,42 @@ def _imports(body: list[ast.stmt], module: Module) -> Iterator[tuple[str, str | 
             yield from ((absolute(node, module), None if a.name == "*" else a.name) for a in node.names)
 
 
-def is_true(test: ast.expr) -> bool | None:
-    """Whether a condition holds in this Python; None if that is not known."""
-    match test:
-        case ast.Constant(value=value):
-            return bool(value)
-        case ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING"):
-            return False
-        case ast.UnaryOp(op=ast.Not()):
-            inner = is_true(test.operand)
-            return None if inner is None else not inner
-        case ast.BoolOp():
-            parts = [is_true(part) for part in test.values]
-            decisive = isinstance(test.op, ast.Or)
-            return decisive if decisive in parts else None if None in parts else not decisive
-        case ast.Compare(left=ast.Name(id="__name__"), ops=[ast.Eq()], comparators=[ast.Constant(value="__main__")]):
-            return False
-        case ast.Call(func=ast.Name(id="hasattr"), args=[ast.Name(id="typing"), ast.Constant(value=str(word))]):
-            return hasattr(typing, word)
-        case ast.Compare(left=left, ops=[op], comparators=[right]):
-            return _compared(left, op, right)
-    return None
+_FACTS: dict[str, Any] = {
+    "sys.version_info": tuple(sys.version_info), "sys.version_info.major": sys.version_info[0],
+    "sys.version_info.minor": sys.version_info[1], "sys.platform": sys.platform, "os.name": os.name,
+    "TYPE_CHECKING": False, "typing.TYPE_CHECKING": False, "__name__": "imported",
+}  # fmt: skip
+_OPERATORS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}  # fmt: skip
 
 
-def _compared(left: ast.expr, op: ast.cmpop, right: ast.expr) -> bool | None:
-    here: dict[str, object] = {
-        "sys.version_info": tuple(sys.version_info),
-        "sys.platform": sys.platform,
-        "os.name": os.name,
-    }
-    here["sys.version_info.major"], here["sys.version_info.minor"] = sys.version_info[:2]
-    here |= {f"sys.version_info[{n}]": sys.version_info[n] for n in range(3)}
-    here |= {f"sys.version_info[:{n}]": tuple(sys.version_info[:n]) for n in range(1, 4)}
+def _is_true(test: ast.expr) -> bool | None:
+    """Return whether a condition holds in this Python; None if that is not known."""
     try:
-        word = ast.unparse(left)
-        if word not in here:
-            return None
-        value = ast.literal_eval(right)
-        how = {ast.Eq: "__eq__", ast.NotEq: "__ne__", ast.Lt: "__lt__", ast.LtE: "__le__", ast.Gt: "__gt__"}
-        answer = getattr(here[word], (how | {ast.GtE: "__ge__"})[type(op)])(value)
-    except (ValueError, KeyError, AttributeError):
+        return bool(_fact(test))
+    except (KeyError, TypeError, IndexError, ValueError):
         return None
-    return answer if isinstance(answer, bool) else None
+
+
+def _fact(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.Tuple(elts=items):
+            return tuple(_fact(item) for item in items)
+        case ast.Subscript(value=value, slice=ast.Slice(lower=None, upper=ast.expr() as upper, step=None)):
+            return _fact(value)[: _fact(upper)]
+        case ast.Subscript(value=value, slice=index):
+            return _fact(value)[_fact(index)]
+        case ast.UnaryOp(op=ast.Not(), operand=inner):
+            return not _fact(inner)
+        case ast.BoolOp(op=op, values=values):
+            known, decisive = [_is_true(value) for value in values], isinstance(op, ast.Or)
+            if None in known and decisive not in known:
+                raise ValueError
+            return decisive if decisive in known else not decisive
+        case ast.Compare(left=left, ops=[op], comparators=[right]):
+            return _OPERATORS[type(op)](_fact(left), _fact(right))
+    return _FACTS[ast.unparse(node)]

@@ -155,7 +155,7 @@ class Names:
         if name in ("__name__", "__file__", "__doc__", "__path__", "__spec__", "__package__", "__loader__"):
             return Thing("value", module, name)
         if "__getattr__" in scope.names:
-            return self.answered(module, name)
+            raise Undecided(f"{module.name} makes names when they are asked for (`__getattr__`)")
         if doubt:
             raise Undecided(doubt)
         if scope.makes_names:
@@ -229,30 +229,6 @@ class Names:
         except UNKNOWABLE:
             return None
 
-    def answered(self, module: Module, name: str) -> Thing:
-        """Return what a module's `__getattr__` gives for a name, if it is of the form `if name == "word": …`."""
-        vague = Undecided(f"{module.name} makes names when they are asked for (`__getattr__`)")
-        options = module.scope.names["__getattr__"]
-        node = options[0].node if len(options) == 1 and isinstance(options[0], Defined) else None
-        known, frame = set[str](), Frame(module)
-        for statement in node.body if node is not None else ():
-            match statement:
-                case ast.If(test=ast.Compare(comparators=[ast.Constant(str(word))], ops=[ast.Eq()]), orelse=[]):
-                    known.add(word)
-                    match statement.body:
-                        case [ast.ImportFrom(names=[alias]) as given, ast.Return(ast.Name(id=returned))] if (
-                            word == name and returned == (alias.asname or alias.name)
-                        ):
-                            source = bindings.absolute(given, module)
-                            return self.imported(Imported(0, given.lineno, (), source, alias.name), alias.name, frame)
-                case ast.Expr(value=ast.Constant()) | ast.Raise():
-                    continue
-                case _:
-                    raise vague
-        if node is None or name in known or module.scope.makes_names or not isinstance(node.body[-1], ast.Raise):
-            raise vague
-        raise Absent(name, [*self.names_of(module), *known])
-
     def names_of(self, module: Module) -> list[str]:
         """What there is in a module, for the nearest word."""
         names = {n for n, options in module.scope.names.items() if not all(map(is_unbound, options))}
@@ -298,19 +274,14 @@ class Names:
     def importable(self, module: str, name: str | None, frame: Frame) -> bool:
         try:
             found = self.module(module)
-            if found is None:
+            if found is None or (not found.is_open and any(missing_packages(found))):
                 return False
-            if found.is_open:
-                return True
-            if any(missing_packages(found)):
-                return False
-            if name is None:
-                return True
-            self.name_in(found, name)
-        except (Absent, Failing, Broken):
-            return False
+            if name is not None and not found.is_open:
+                self.name_in(found, name)
         except Undecided:
             return True
+        except (Absent, Failing, Broken):
+            return False
         return True
 
     def meant(self, option: Binding, name: str, frame: Frame) -> Thing:
@@ -520,32 +491,17 @@ class Names:
         raise Absent(name, known)
 
     def metaclass(self, line: list[Thing]) -> str | None:
-        """The metaclass of a class where it is no usual one."""
+        """Return the metaclass of a class where it is no usual one."""
         for each in line:
             if each.live is not None:
-                if type(each.live).__module__ not in ("builtins", "abc") and each.path not in (
-                    "typing.Generic", "typing.Protocol"
-                ):  # fmt: skip
+                if type(each.live).__module__ not in ("abc", "builtins", "typing"):
                     return type(each.live).__name__
                 continue
             for word in each.node.keywords:
-                if word.arg != "metaclass":
-                    continue
-                try:
-                    found = self.value(word.value, Frame(self.home(each)))
-                    if found.path in ("abc.ABCMeta", "builtins.type"):
-                        continue
-                    above, whole = self.line(found)
-                    plain = all(a.live is not None or "__call__" not in self.scope(a).names for a in above)
-                    if (
-                        whole
-                        and plain
-                        and all(a.live is None or a.live.__module__ in ("builtins", "abc") for a in above)
-                    ):
-                        continue
-                except (Undecided, Absent):
-                    pass
-                return ast.unparse(word.value)
+                if word.arg == "metaclass":
+                    path = self.real_path(word.value, Frame(self.home(each)))
+                    if path not in ("abc.ABCMeta", "builtins.type"):
+                        return ast.unparse(word.value)
         return None
 
     def real_path(self, node: ast.expr, frame: Frame) -> str | None:
