@@ -92,7 +92,7 @@ def _named(names: Names, node: ast.Name | ast.Attribute, frame: Frame) -> Any:
         return getattr(typing, word, Any)
     found = names.value(node, frame)
     if found.live is not None:
-        is_hint = isinstance(found.live, type) or type(found.live).__module__ == "typing"
+        is_hint = isinstance(found.live, type) or type(found.live).__module__ in ("typing", "dataclasses")
         return found.live if is_hint else Any
     key = ("hint", found.key)
     if key not in names.hints:

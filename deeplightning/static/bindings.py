@@ -256,6 +256,7 @@ class Scope:
         documents: what is set as the `__doc__` of a name.
         imports: what is certainly imported here, with the line.
         raised: what it certainly ends with.
+        rebound: the names that are bound more than once.
         effects: submodules that are imported without being used, so for what they do.
     """
 
@@ -268,6 +269,18 @@ class Scope:
     imports: list[tuple[str, int]] = field(default_factory=list)
     effects: list[str] = field(default_factory=list)
     raised: ast.Raise | None = None
+    rebound: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of_function(cls, node: ast.FunctionDef | ast.AsyncFunctionDef, module: Module) -> "Scope":
+        """Return the local names of a function."""
+        scope = cls(module)
+        reader = _Reader(scope)
+        for argument in ast.walk(node.args):
+            if isinstance(argument, ast.arg):
+                reader.bind(argument.arg, Opaque, argument.lineno, "is known only when it is run")
+        reader.run(node.body)
+        return scope
 
     @classmethod
     def of(cls, body: list[ast.stmt], module: Module) -> "Scope":
@@ -298,6 +311,8 @@ class _Reader:
 
     def bind(self, name: str, kind: type[Binding], line: int, *more: object) -> None:
         self.order += 1
+        if name in self.names:
+            self.scope.rebound.add(name)
         self.names[name] = (kind(self.order, line, self.guards, *more),)
 
     def run(self, body: list[ast.stmt]) -> bool:
@@ -346,7 +361,9 @@ class _Reader:
                 for item in node.items:
                     if item.optional_vars is not None:
                         self.opaque(item.optional_vars, "is bound by `with`")
-                return self.perhaps([node.body, []], [True, _may_swallow(node)])
+                if any("suppress" in ast.unparse(item.context_expr) for item in node.items):
+                    return self.perhaps([node.body, []])
+                return self.run(node.body)
             case ast.For() | ast.AsyncFor():
                 self.perhaps([[_loop_variable(node), *node.body], []])
                 return self.run(node.orelse)
@@ -417,15 +434,13 @@ class _Reader:
 
     # ---- what may or may not be run
 
-    def perhaps(self, bodies: Sequence[list[ast.stmt]], possible: Sequence[bool] = ()) -> bool:
+    def perhaps(self, bodies: Sequence[list[ast.stmt]]) -> bool:
         """Any one of several bodies is run: what each leaves is possible."""
         before, was_certain = self.names, self.certain
+        self.certain = False
         left = []
-        for number, body in enumerate(bodies):
-            if possible and not possible[number]:
-                continue
+        for body in bodies:
             self.names = dict(before)
-            self.certain = was_certain and bool(possible) and sum(possible) == 1
             if self.run(body):
                 left.append(self.names)
         self.certain = was_certain
@@ -480,10 +495,6 @@ def _joined(several: list[Names]) -> Names:
         found = [binding for each in several for binding in each.get(name, (UNBOUND,))]
         names[name] = tuple(dict.fromkeys(found))
     return names
-
-
-def _may_swallow(node: ast.With | ast.AsyncWith) -> bool:
-    return any("suppress" in ast.unparse(item.context_expr) for item in node.items)
 
 
 def _loop_variable(node: ast.For | ast.AsyncFor) -> ast.stmt:

@@ -18,8 +18,8 @@ from deeplightning.static import bindings
 from deeplightning.static.bindings import Assigned, Binding, Broken, Defined, Imported, Module, Scope
 from deeplightning.static.failing_imports import lacking, missing_packages, raised_by
 from deeplightning.static.signature import Undecided
-from deeplightning.static.symbol import UNKNOWABLE, Absent, Failing, Frame, Kind, Thing, live_class
-from deeplightning.static.syntax import is_type_variable, is_unbound, local_binding, nominal
+from deeplightning.static.symbol import UNKNOWABLE, Absent, Failing, Frame, Functions, Kind, Thing, live_class
+from deeplightning.static.syntax import is_type_variable, is_unbound, nominal
 
 T = TypeVar("T")
 
@@ -305,7 +305,8 @@ class Names:
             case Assigned(value=value):
                 return self.assigned(value, prefix + name, frame)
             case bindings.Opaque(what=str(what)):
-                raise Undecided(f"`{name}` of {frame.module.name} {what}")
+                place = f"in {frame.function.name}" if frame.function else f"of {frame.module.name}"
+                raise Undecided(f"`{name}` {place} {what}")
         raise Undecided(f"`{name}` of {frame.module.name} is unknown")
 
     def imported(self, option: Imported, name: str, frame: Frame) -> Thing:
@@ -370,19 +371,15 @@ class Names:
 
     def named(self, name: str, frame: Frame) -> Thing:
         if frame.function is not None:
-            local = local_binding(frame.function, name)
-            if isinstance(local, ast.ImportFrom):
-                alias = next(a for a in local.names if (a.asname or a.name) == name)
-                source = bindings.absolute(local, frame.module)
-                return self.imported(Imported(0, local.lineno, (), source, alias.name), alias.name, frame)
-            if isinstance(local, ast.Import):
-                alias = next(a for a in local.names if (a.asname or a.name.partition(".")[0]) == name)
-                asked = (alias.name, ()) if alias.asname else (name, alias.name.split(".")[1:2])
-                found = self.module(frame.module.full_name(*asked))
-                if found is not None:
-                    return self.of_module(found)
-            if local is not None:
+            local = self.locals(frame.function, frame.module)
+            if name in local.rebound:
                 raise Undecided(f"`{name}` in {frame.function.name} is known only when it is run")
+            if name in local.names:
+                self.enter(key := ("local", id(local), name))
+                try:
+                    return self.one_of(local.names[name], name, replace(frame, scope=None))
+                finally:
+                    self.active.discard(key)
         if frame.scope is not None and name in frame.scope.names:
             return self.one_of(frame.scope.names[name], name, frame)
         if hasattr(builtins, name) and name not in frame.module.scope.names and not frame.module.scope.stars:
@@ -449,6 +446,11 @@ class Names:
         if id(thing.node) not in self.scopes:
             self.scopes[id(thing.node)] = Scope.of(thing.node.body, self.home(thing))
         return self.scopes[id(thing.node)]
+
+    def locals(self, node: Functions, module: Module) -> Scope:
+        if id(node) not in self.scopes:
+            self.scopes[id(node)] = Scope.of_function(node, module)
+        return self.scopes[id(node)]
 
     def own(self, thing: Thing, name: str) -> bool:
         return thing.live is None and any(not is_unbound(o) for o in self.scope(thing).names.get(name, ()))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from deeplightning.static.annotations import ReadClass, hint
+from deeplightning.static.bindings import Assigned
 from deeplightning.static.decorators import keeps
 from deeplightning.static.from_source import role_of, role_of_function
 from deeplightning.static.names import Names
@@ -125,14 +126,11 @@ class Made:
                 return [live_class(type(value))]
             case ast.Call(func=function):
                 return self.called(function, frame)
-            case ast.Name(id=name) if (
-                frame.function is not None and (bound := _bound(frame.function, name)) is not None
-            ):
-                self.names.enter(key := ("local", id(frame.function), name))
-                try:
-                    return [thing for value in bound for thing in self.given(value, frame)]
-                finally:
-                    self.names.active.discard(key)
+            case ast.Name(id=name) if frame.function is not None:
+                local = self.names.locals(frame.function, frame.module)
+                match local.names.get(name, ()):
+                    case (Assigned(value=value),) if name not in local.rebound:
+                        return self.given(value, frame)
         raise Undecided(f"`{ast.unparse(node)[:60]}` shows only when it is run")
 
     def called(self, function: ast.expr, frame: Frame) -> list[Thing]:
@@ -154,20 +152,3 @@ class Made:
 def _is_stub(last: ast.Raise | ast.Expr) -> bool:
     """Whether a body ends as those do that others fill in: `...`, `raise NotImplementedError`."""
     return isinstance(last, ast.Raise) or (isinstance(last.value, ast.Constant) and last.value.value is ...)
-
-
-def _bound(function: Functions, name: str) -> list[ast.expr] | None:
-    """The expressions that are assigned to a local name; None: it is not local, or bound in other ways as well."""
-    found: list[ast.expr] = []
-    stores = 0
-    for node in inside(function.body):
-        match node:
-            case ast.Assign(targets=[target], value=value) | ast.AnnAssign(target=target, value=ast.expr() as value):
-                found += [value] * is_it(target, name)
-        if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store | ast.Del):
-            stores += 1
-    arguments = function.args
-    given = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg)
-    if not found or stores != len(found) or any(a is not None and a.arg == name for a in given):
-        return None
-    return found

@@ -43,26 +43,6 @@ def first_argument(function: Functions) -> str | None:
     return arguments[0].arg if arguments else None
 
 
-def local_binding(function: Functions, name: str) -> ast.AST | None:
-    """What binds a name inside a function, if anything does."""
-    arguments = function.args
-    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
-        if argument is not None and argument.arg == name:
-            return argument
-    found: ast.AST | None = None
-    for node in inside(function.body):
-        match node:
-            case ast.Import() | ast.ImportFrom():
-                if name in {a.asname or (a.name.partition(".")[0] if isinstance(node, ast.Import) else a.name)
-                            for a in node.names}:  # fmt: skip
-                    found = node if found is None else arguments
-            case ast.Name(id=word, ctx=ast.Store() | ast.Del()) if word == name:
-                return node
-            case ast.FunctionDef(name=word) | ast.ClassDef(name=word) | ast.AsyncFunctionDef(name=word) if word == name:
-                return node
-    return found
-
-
 def inside(body: "Sequence[ast.AST]") -> Iterator[ast.AST]:
     """The nodes of a body without those of the functions and classes that are defined in it."""
     waiting = list(body)
