@@ -9,8 +9,7 @@ from typing import Any
 from deeplightning.static.bindings import Module
 from deeplightning.static.names import Names
 from deeplightning.static.signature import UNKNOWN, Options, allowed_by
-from deeplightning.static.symbol import UNKNOWABLE, Frame, Thing
-from deeplightning.static.syntax import is_type_variable, nominal
+from deeplightning.static.symbol import UNKNOWABLE, Frame, Thing, is_type_variable, nominal
 
 TENSOR = types.new_class("Tensor", exec_body=lambda space: space.update(__module__="torch"))
 """Stands for `torch.Tensor`, which is mostly written in C++."""

@@ -8,8 +8,7 @@ import ast
 from dataclasses import replace
 
 from deeplightning.static.names import KEEPING, Names
-from deeplightning.static.symbol import UNKNOWABLE, Frame, Functions
-from deeplightning.static.syntax import first_argument, inside
+from deeplightning.static.symbol import UNKNOWABLE, Frame, Functions, first_argument, inside
 from deeplightning.static.uses import uses_of
 
 

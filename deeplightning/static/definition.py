@@ -8,20 +8,22 @@ and says what is missing in the same words.
 """
 
 import ast
+import contextlib
+import inspect
 import keyword
 import pkgutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from deeplightning import own_code
 from deeplightning.faults import Missing, nearest, no_module, refuse_moved
-from deeplightning.static.bindings import Broken, Module
-from deeplightning.static.docstrings import described, docstrings
+from deeplightning.static.bindings import Broken, Defined, Module
 from deeplightning.static.from_source import Signatures
-from deeplightning.static.names import Names
+from deeplightning.static.names import Names, Texts
 from deeplightning.static.return_types import Made, instance
 from deeplightning.static.signature import Instance, Signature, Undecided
-from deeplightning.static.symbol import Absent, Failing, Kind, Lacking, Thing
+from deeplightning.static.symbol import UNKNOWABLE, Absent, Failing, Frame, Functions, Kind, Lacking, Thing
 from deeplightning.static.task_source import constant, declared_words, ignores_config, logged_names, steps_itself
 
 
@@ -152,8 +154,8 @@ class Definition:
 
     def documentation(self, parameter: str) -> str | None:
         """What a docstring says about a parameter: its own, or the ancestor's that takes it."""
-        for text in docstrings(self._names, self._thing):
-            found = described(text, parameter)
+        for text in _docstrings(self._names, self._thing):
+            found = _described(text, parameter)
             if found:
                 return found
         return None
@@ -199,3 +201,45 @@ class Definition:
     def ignores_config(self) -> bool:
         """Return whether a task does not read the config that it is given, by what its `__init__` says."""
         return self.kind == "class" and ignores_config(self._names, self._thing)
+
+
+def _docstrings(names: Names, thing: Thing) -> Iterator[str]:
+    """Yield the docstrings that may describe a parameter: its own, those of ancestors and of constructors."""
+    if thing.live is not None:
+        yield getattr(thing.live, "__doc__", None) or ""
+        return
+    things = [thing]
+    if thing.kind == "class":
+        things = [t for t in names.line(thing)[0] if t.live is None]
+    for each in things:
+        if each.module is not None:
+            for value in each.module.scope.documents.get(each.name, ()):
+                with contextlib.suppress(*UNKNOWABLE):
+                    (text,) = Texts(names, Frame(each.module)).of(value)
+                    yield inspect.cleandoc(text)
+        if isinstance(each.node, ast.ClassDef | Functions):
+            yield ast.get_docstring(each.node) or ""
+        if each.kind == "class" and names.own(each, "__init__"):
+            for option in names.scope(each).names["__init__"]:
+                if isinstance(option, Defined):
+                    yield ast.get_docstring(option.node) or ""
+
+
+def _described(docstring: str, parameter: str) -> str | None:
+    """What a docstring of Google's, NumPy's or Sphinx's kind says about a parameter."""
+    if parameter not in docstring:
+        return None
+    import logging
+
+    import griffe  # 0.04 CPU seconds, needed by `explain` alone
+
+    logging.getLogger("griffe").setLevel(logging.CRITICAL)
+    for style in ("google", "numpy", "sphinx"):
+        for section in griffe.Docstring(docstring).parse(style):
+            if section.kind.value not in ("parameters", "other parameters", "attributes"):
+                continue
+            for item in section.value:
+                names = [name.strip("*` ") for name in item.name.split(",")]
+                if parameter in names and item.description:
+                    return " ".join(item.description.split())
+    return None

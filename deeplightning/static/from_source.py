@@ -10,8 +10,7 @@ from deeplightning.static.annotations import allowed, hint, plain
 from deeplightning.static.decorators import changes_subclasses, keeps
 from deeplightning.static.names import Names
 from deeplightning.static.signature import UNKNOWN, Parameter, Signature, Undecided, of_object
-from deeplightning.static.symbol import UNKNOWABLE, Frame, Functions, Thing
-from deeplightning.static.syntax import first_argument
+from deeplightning.static.symbol import UNKNOWABLE, Frame, Functions, Thing, first_argument
 from deeplightning.static.uses import Call, Uses, is_it, uses_of
 
 

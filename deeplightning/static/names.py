@@ -5,6 +5,7 @@ Modules of the standard library that this process holds anyway (`_HELD`) are ask
 
 import ast
 import builtins
+import importlib.util
 import re
 import sys
 import types
@@ -14,12 +15,24 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from deeplightning import own_code
+from deeplightning.faults import install, nearest
 from deeplightning.static import bindings
 from deeplightning.static.bindings import Assigned, Binding, Broken, Defined, Imported, Module, Scope
-from deeplightning.static.failing_imports import lacking, missing_packages, raised_by
 from deeplightning.static.signature import Undecided
-from deeplightning.static.symbol import UNKNOWABLE, Absent, Failing, Frame, Functions, Kind, Thing, live_class
-from deeplightning.static.syntax import is_type_variable, is_unbound, nominal
+from deeplightning.static.symbol import (
+    UNKNOWABLE,
+    Absent,
+    Failing,
+    Frame,
+    Functions,
+    Kind,
+    Lacking,
+    Thing,
+    is_type_variable,
+    is_unbound,
+    live_class,
+    nominal,
+)
 
 T = TypeVar("T")
 
@@ -87,13 +100,13 @@ class Names:
         self.changes_path = self.changes_path or b"sys.path" in module.text or b"addsitedir" in module.text
         if self.changes_path:
             return
-        for top, line in missing_packages(module):
-            raise lacking(top, module.place(line))
+        for top, line in _missing_packages(module):
+            raise _lacking(top, module.place(line))
         for name, _ in module.scope.imports if own_code.is_own(str(module.file)) else ():
             if own_code.top_level(own_code.shown(name).partition(".")[0]) is not None:
                 self.module(name)
         if module.scope.raised is not None:
-            raise raised_by(module.scope.raised, module)
+            raise _raised_by(module.scope.raised, module)
 
     @staticmethod
     def of_module(module: Module) -> Thing:
@@ -155,7 +168,7 @@ class Names:
         if name in ("__name__", "__file__", "__doc__", "__path__", "__spec__", "__package__", "__loader__"):
             return Thing("value", module, name)
         if "__getattr__" in scope.names:
-            raise Undecided(f"{module.name} makes names when they are asked for (`__getattr__`)")
+            return self.answered(module, name)
         if doubt:
             raise Undecided(doubt)
         if scope.makes_names:
@@ -229,6 +242,19 @@ class Names:
         except UNKNOWABLE:
             return None
 
+    def answered(self, module: Module, name: str) -> Thing:
+        """Return what a module's `__getattr__` imports under a name."""
+        functions = [option.node for option in module.scope.names["__getattr__"] if isinstance(option, Defined)]
+        nodes = [node for function in functions for node in ast.walk(function) if isinstance(node, ast.ImportFrom)]
+        imports = {alias.asname or alias.name: (node, alias.name) for node in nodes for alias in node.names}
+        if name in imports:
+            node, inside = imports[name]
+            option = Imported(0, node.lineno, (), bindings.absolute(node, module), inside)
+            return self.imported(option, inside, Frame(module))
+        if nearest(name, [*imports]):
+            raise Absent(name, [*imports])
+        raise Undecided(f"{module.name} makes names when they are asked for (`__getattr__`)")
+
     def names_of(self, module: Module) -> list[str]:
         """What there is in a module, for the nearest word."""
         names = {n for n, options in module.scope.names.items() if not all(map(is_unbound, options))}
@@ -274,7 +300,7 @@ class Names:
     def importable(self, module: str, name: str | None, frame: Frame) -> bool:
         try:
             found = self.module(module)
-            if found is None or (not found.is_open and any(missing_packages(found))):
+            if found is None or (not found.is_open and any(_missing_packages(found))):
                 return False
             if name is not None and not found.is_open:
                 self.name_in(found, name)
@@ -314,7 +340,7 @@ class Names:
         if source is None:
             top = option.module.partition(".")[0]
             if self.module(top) is None and not self.changes_path:
-                raise lacking(top, frame.module.place(option.line))
+                raise _lacking(top, frame.module.place(option.line))
             raise Undecided(f"{option.module}, which {frame.module.name} imports, is made when it is imported")
         if source is frame.module or source.name == frame.module.name:  # `from . import part`
             submodule = self.module(f"{source.name}.{name}")
@@ -587,6 +613,39 @@ class Texts:
         if found.kind != "value" or not isinstance(found.node, ast.expr):
             raise Undecided(f"`{ast.unparse(node)[:60]}` is no plain value")
         yield Texts(self.names, Frame(self.names.home(found))), found.node, False
+
+
+def _missing_packages(module: Module) -> Iterator[tuple[str, int]]:
+    """The packages that a module certainly imports and that are not installed, with the line."""
+    for name, line in module.scope.imports:
+        top = name.partition(".")[0]
+        if top not in sys.modules and not _is_there(top):
+            yield top, line
+
+
+def _lacking(top: str, place: str) -> Lacking:
+    return Lacking(f"needs {top}, which is not installed here{place}: {install(top)}")
+
+
+def _raised_by(node: ast.Raise, module: Module) -> Failing:
+    """What importing a module ends with that comes to this statement."""
+    words, called = f"`{ast.unparse(node):.200}`", node.exc
+    match called:
+        case ast.Name(id=str(name)):
+            words = name
+        case ast.Call(func=ast.Name(id=str(name)) as called, args=arguments):
+            if [type(each) for each in arguments] == [ast.Constant]:
+                words = f"{name}: {arguments[0].value}"  # type: ignore[attr-defined]
+    found = getattr(builtins, called.id, None) if isinstance(called, ast.Name) else None
+    kind = Lacking if isinstance(found, type) and issubclass(found, OSError | ImportError) else Failing
+    return kind(f"failed: {words}{module.place(node.lineno)}")
+
+
+def _is_there(top: str) -> bool:
+    try:
+        return importlib.util.find_spec(top) is not None
+    except (ValueError, ImportError):
+        return True
 
 
 def _merged(lines: list[list[Thing]]) -> list[Thing] | None:

@@ -12,8 +12,7 @@ from deeplightning.static.decorators import keeps
 from deeplightning.static.from_source import role_of, role_of_function
 from deeplightning.static.names import Names
 from deeplightning.static.signature import Instance, Undecided
-from deeplightning.static.symbol import UNKNOWABLE, Frame, Functions, Thing, live_class
-from deeplightning.static.syntax import inside
+from deeplightning.static.symbol import UNKNOWABLE, Frame, Functions, Thing, inside, live_class
 from deeplightning.static.uses import is_it
 
 _LITERALS: dict[type[ast.expr], type] = {

@@ -9,8 +9,7 @@ from deeplightning.static.annotations import plain
 from deeplightning.static.bindings import Assigned
 from deeplightning.static.names import Names, Texts
 from deeplightning.static.signature import UNKNOWN, Undecided
-from deeplightning.static.symbol import UNKNOWABLE, Frame, Functions, Thing
-from deeplightning.static.syntax import first_argument
+from deeplightning.static.symbol import UNKNOWABLE, Frame, Functions, Thing, first_argument
 from deeplightning.static.uses import is_it
 
 _FRAMEWORKS = ("torch", "pytorch_lightning", "lightning", "lightning_fabric", "torchmetrics", "torchvision")

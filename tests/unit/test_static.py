@@ -194,6 +194,8 @@ REEXPORTS = {
     "    from ._parts import Thing": "own.Thing",
     "if unknown():\n    from ._parts import Thing\nelse:\n    from .between import Thing": "own.Thing",
     "if unknown():\n    raise ImportError\nfrom ._parts import Thing": "own.Thing",
+    "def __getattr__(name):\n    if name == 'Thing':\n        from own._parts import Thing\n        return Thing\n"
+    "    raise AttributeError(name)": "own.Thing",
     "import contextlib\nwith open('x') as file:\n    from ._parts import Thing": "own.Thing",
     "for n in range(3):\n    pass\nA, Thing = 1, __import__\nfrom ._parts import Thing": "own.Thing",
 }
@@ -349,8 +351,6 @@ def test_a_misspelt_name_is_told_with_the_right_one(name, words):
 
 
 UNDECIDED_NAMES = {
-    "def __getattr__(name):\n    if name == 'Thing':\n        from own_other import Thing\n        return Thing\n"
-    "    raise AttributeError(name)": "`__getattr__`",
     "def __getattr__(name):\n    return make(name)": "`__getattr__`",
     "def __getattr__(name):\n    found = TABLE.get(name)\n    if found is not None:\n        return found\n"
     "    raise AttributeError(name)": "`__getattr__`",
