@@ -8,8 +8,43 @@ import ast
 from dataclasses import replace
 
 from deeplightning.static.names import KEEPING, Names
+from deeplightning.static.signature import Undecided
 from deeplightning.static.symbol import UNKNOWABLE, Frame, Functions, first_argument, inside
 from deeplightning.static.uses import uses_of
+
+
+def role_of(decorator: ast.expr) -> str | None:
+    match decorator:
+        case ast.Name(id="staticmethod" | "classmethod" | "property" as word):
+            return word
+        case ast.Attribute(attr="setter" | "getter" | "deleter") | ast.Name(id="cached_property"):
+            return "property"
+        case ast.Attribute(attr="cached_property" | "abstractproperty"):
+            return "property"
+    return None
+
+
+def role_of_function(node: Functions) -> str | None:
+    roles = [role for d in node.decorator_list if (role := role_of(d))]
+    if node.name in ("__init_subclass__", "__class_getitem__"):
+        roles.append("classmethod")
+    return roles[0] if roles else None
+
+
+def words_beside(names: Names, node: ast.ClassDef | Functions, frame: Frame) -> set[str]:
+    """Return the words that a class or function takes by its decorators, beside those that its own source shows.
+
+    Raises:
+        Undecided: a decorator may change what it takes.
+    """
+    words = set[str]()
+    for decorator in node.decorator_list:
+        if role_of(decorator) is None and names.real_path(decorator, frame) != "dataclasses.dataclass":
+            more = keeps(names, decorator, frame)
+            if more is None:
+                raise Undecided(f"@{ast.unparse(decorator)[:60]} may change what it takes")
+            words |= more
+    return words
 
 
 def keeps(names: Names, decorator: ast.expr, frame: Frame) -> set[str] | None:

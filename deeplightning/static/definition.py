@@ -18,7 +18,7 @@ from pathlib import Path
 
 from deeplightning import own_code
 from deeplightning.faults import Missing, nearest, no_module, refuse_moved
-from deeplightning.static.bindings import Broken, Defined, Module
+from deeplightning.static.bindings import Broken, Defined, Module, contains_word
 from deeplightning.static.from_source import Signatures
 from deeplightning.static.names import Names, Texts
 from deeplightning.static.return_types import Made, instance
@@ -65,7 +65,7 @@ def _find(parts: list[str], names: Names) -> Thing:
         known = [m.name for m in pkgutil.iter_modules()] if len(parts[0]) > 2 else []
         raise no_module(parts[0], name, known, own_code.roots())
     read = own_code.read_from(name, str(module.file) if module.file else None)
-    thing = names.of_module(module)
+    thing = Thing("module", module, "")
     for part in parts[depth:]:
         try:
             thing = names.member(thing, part)
@@ -95,14 +95,8 @@ def _find(parts: list[str], names: Names) -> Thing:
 def _is_misspelt(part: str, owner: Module | None) -> bool:
     if owner is None or not owner.folders or part.startswith("_"):
         return False
-    written = {word for node in ast.walk(owner.tree) for word in _words_of(node)}
-    return part not in written and bool(nearest(part, [n for n in owner.submodules() if not n.startswith("_")]))
-
-
-def _words_of(node: ast.AST) -> list[str]:
-    """The names and texts in a node."""
-    found = [getattr(node, name, None) for name in ("id", "attr", "name", "asname", "arg", "value", "module")]
-    return [word for word in found if isinstance(word, str)]
+    near = nearest(part, [n for n in owner.submodules() if not n.startswith("_")])
+    return bool(near) and not contains_word(owner.text, part)
 
 
 @dataclass(eq=False)

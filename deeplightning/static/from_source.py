@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from deeplightning.static.annotations import allowed, hint, plain
-from deeplightning.static.decorators import changes_subclasses, keeps
+from deeplightning.static.decorators import changes_subclasses, role_of_function, words_beside
 from deeplightning.static.names import Names
 from deeplightning.static.signature import UNKNOWN, Parameter, Signature, Undecided, of_object
 from deeplightning.static.symbol import UNKNOWABLE, Frame, Functions, Thing, first_argument
@@ -41,7 +41,7 @@ class Signatures:
             raise Undecided(f"its metaclass {odd} makes its instances")
         if "typing.Protocol" in {t.path for t in line[:2]}:
             raise Undecided("it is a Protocol, of which there are no instances")
-        self.undecorated(thing)
+        words_beside(self.names, thing.node, Frame(self.names.home(thing)))
         for each in line[1:]:
             if each.live is None and self.names.own(each, "__init_subclass__") and changes_subclasses(each.node):
                 raise Undecided(f"`__init_subclass__` of {each.path} may change what it takes")
@@ -92,15 +92,6 @@ class Signatures:
             raise Undecided(f"`{name}` of {each.path} is not a plain function")
         return function
 
-    def undecorated(self, thing: Thing) -> None:
-        for decorator in thing.node.decorator_list:
-            frame = Frame(self.names.home(thing))
-            if (
-                self.names.real_path(decorator, frame) != "dataclasses.dataclass"
-                and keeps(self.names, decorator, frame) is None
-            ):
-                raise Undecided(f"@{ast.unparse(decorator)[:60]} may change what it takes")
-
     def of_function(
         self, thing: Thing, line: Sequence[Thing] = (), complete: bool = True, bound: bool = False
     ) -> Signature:
@@ -129,14 +120,7 @@ class Signatures:
         if role == "property":
             raise Undecided("it is a property")
         frame = Frame(self.names.home(thing), None, node, tuple(line), complete, position, role == "staticmethod")
-        extra: set[str] = set()
-        for decorator in reversed(node.decorator_list):
-            if role_of(decorator) is not None:
-                continue
-            words = keeps(self.names, decorator, Frame(frame.module))
-            if words is None:
-                raise Undecided(f"@{ast.unparse(decorator)[:60]} may change what it takes")
-            extra |= words
+        extra = words_beside(self.names, node, Frame(frame.module))
         key = ("method", thing.key, tuple(t.path for t in line[:1]))
         self.names.enter(key)
         try:
@@ -372,24 +356,6 @@ def _written(annotation: ast.expr) -> str:
     if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
         return annotation.value
     return ast.unparse(annotation)
-
-
-def role_of(decorator: ast.expr) -> str | None:
-    match decorator:
-        case ast.Name(id="staticmethod" | "classmethod" | "property" as word):
-            return word
-        case ast.Attribute(attr="setter" | "getter" | "deleter") | ast.Name(id="cached_property"):
-            return "property"
-        case ast.Attribute(attr="cached_property" | "abstractproperty"):
-            return "property"
-    return None
-
-
-def role_of_function(node: Functions) -> str | None:
-    roles = [role for d in node.decorator_list if (role := role_of(d))]
-    if node.name in ("__init_subclass__", "__class_getitem__"):
-        roles.append("classmethod")
-    return roles[0] if roles else None
 
 
 def _literal_words(call: ast.expr) -> dict[str, Any]:

@@ -6,7 +6,6 @@ Modules of the standard library that this process holds anyway (`_HELD`) are ask
 import ast
 import builtins
 import importlib.util
-import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from typing import Generic, TypeVar
 from deeplightning import own_code
 from deeplightning.faults import install, nearest
 from deeplightning.static import bindings
-from deeplightning.static.bindings import Assigned, Binding, Broken, Defined, Imported, Module, Scope
+from deeplightning.static.bindings import Assigned, Binding, Broken, Defined, Imported, Module, Scope, contains_word
 from deeplightning.static.signature import Undecided
 from deeplightning.static.symbol import (
     UNKNOWABLE,
@@ -108,10 +107,6 @@ class Names:
         if module.scope.raised is not None:
             raise _raised_by(module.scope.raised, module)
 
-    @staticmethod
-    def of_module(module: Module) -> Thing:
-        return Thing("module", module, "")
-
     def member(self, owner: Thing, name: str) -> Thing:
         """An attribute.
 
@@ -164,7 +159,7 @@ class Names:
                 raise
         submodule = self.module(f"{module.name}.{name}") if module.folders else None
         if submodule is not None:
-            return self.of_module(submodule)
+            return Thing("module", submodule, "")
         if name in ("__name__", "__file__", "__doc__", "__path__", "__spec__", "__package__", "__loader__"):
             return Thing("value", module, name)
         if "__getattr__" in scope.names:
@@ -186,7 +181,7 @@ class Names:
             files = [found.file] if found is not None and found.file is not None else []
             if found is not None and found.folders:
                 files = [file for folder in found.folders for file in sorted(Path(folder).glob("*.py"))]
-            if any(re.search(rb"\b%b\b" % name.encode(), file.read_bytes()) for file in files):
+            if any(contains_word(file.read_bytes(), name) for file in files):
                 return effect
         return None
 
@@ -219,9 +214,7 @@ class Names:
     def exports(self, module: Module, name: str) -> bool:
         """Whether `from module import *` gives a name."""
         listed = self.listed(module)
-        if listed is not None and name not in listed:
-            return False
-        if listed is None and name.startswith("_"):
+        if name.startswith("_") if listed is None else name not in listed:
             return False
         if any(option is not bindings.UNBOUND for option in module.scope.names.get(name, ())):
             return True
@@ -259,16 +252,11 @@ class Names:
         """What there is in a module, for the nearest word."""
         names = {n for n, options in module.scope.names.items() if not all(map(is_unbound, options))}
         for star in module.scope.stars:
-            source = self.module(star.module)
-            if (
-                source is not None
-                and not source.is_open
-                and source is not module
-                and ("*", source.name) not in self.active
-            ):
-                self.active.add(("*", source.name))
+            source, key = self.module(star.module), ("*", star.module)
+            if source is not None and not source.is_open and source is not module and key not in self.active:
+                self.active.add(key)
                 names |= self.listed(source) or set(self.names_of(source))
-                self.active.discard(("*", source.name))
+                self.active.discard(key)
         return sorted(names | set(module.submodules()))
 
     def one_of(self, options: tuple[Binding, ...], name: str, frame: Frame) -> Thing:
@@ -317,17 +305,13 @@ class Names:
                 found = self.module(module)
                 if found is None:
                     raise Undecided(f"{module} is not there")
-                return self.of_module(found)
+                return Thing("module", found, "")
             case Imported(module=module, name=str(inside)):
                 return self.imported(option, inside, frame)
-            case Defined(node=ast.ClassDef() as node):
-                thing = Thing("class", frame.module, prefix + name, node)
-                if name != node.name:
-                    thing = replace(thing, name=prefix + node.name)
-                return thing
             case Defined(node=node):
-                owner = frame.line[0] if frame.scope and frame.line else None
-                return Thing("function", frame.module, prefix + node.name, node, owner)
+                kind: Kind = "class" if isinstance(node, ast.ClassDef) else "function"
+                owner = frame.line[0] if prefix and kind == "function" else None
+                return Thing(kind, frame.module, prefix + node.name, node, owner)
             case Assigned(value=value):
                 return self.assigned(value, prefix + name, frame)
             case bindings.Opaque(what=str(what)):
@@ -345,7 +329,7 @@ class Names:
         if source is frame.module or source.name == frame.module.name:  # `from . import part`
             submodule = self.module(f"{source.name}.{name}")
             if submodule is not None:
-                return self.of_module(submodule)
+                return Thing("module", submodule, "")
         try:
             return self.name_in(source, name)
         except Absent as absent:

@@ -8,8 +8,7 @@ from typing import Any
 
 from deeplightning.static.annotations import ReadClass, hint
 from deeplightning.static.bindings import Assigned
-from deeplightning.static.decorators import keeps
-from deeplightning.static.from_source import role_of, role_of_function
+from deeplightning.static.decorators import role_of_function, words_beside
 from deeplightning.static.names import Names
 from deeplightning.static.signature import Instance, Undecided
 from deeplightning.static.symbol import UNKNOWABLE, Frame, Functions, Thing, inside, live_class
@@ -95,13 +94,10 @@ class Made:
     # ---- return statements
 
     def returned(self, node: ast.FunctionDef, frame: Frame) -> list[Thing]:
-        for decorator in node.decorator_list:
-            path = self.names.real_path(decorator, Frame(frame.module))
-            makes_another = path is not None and path.startswith("contextlib.")
-            if role_of(decorator) is None and (
-                makes_another or keeps(self.names, decorator, Frame(frame.module)) is None
-            ):
-                raise Undecided(f"@{ast.unparse(decorator)[:60]} may change what it returns")
+        words_beside(self.names, node, Frame(frame.module))
+        paths = [self.names.real_path(decorator, Frame(frame.module)) for decorator in node.decorator_list]
+        if any(path is not None and path.startswith("contextlib.") for path in paths):
+            raise Undecided("its decorator makes a context of what it returns")
         body = list(inside(node.body))
         if any(isinstance(each, ast.Yield | ast.YieldFrom) for each in body):
             return [live_class(types.GeneratorType)]
