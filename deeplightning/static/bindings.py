@@ -49,7 +49,7 @@ class Module:
 
     @property
     def is_open(self) -> bool:
-        """Whether it may bind names that cannot be seen: it is written in C."""
+        """Return whether it may bind names that cannot be seen: it is written in C."""
         return self.file is None and self.folders is None
 
     @cached_property
@@ -63,7 +63,7 @@ class Module:
 
     @cached_property
     def tree(self) -> ast.Module:
-        """Its source, read.
+        """Return its source, read.
 
         Raises:
             Broken: it is no Python.
@@ -71,14 +71,14 @@ class Module:
         return _tree(self.text, str(self.file))
 
     def may_bind(self, name: str) -> bool:
-        """Whether it can bind a name, by a look at its text."""
+        """Return whether it can bind a name, by a look at its text."""
         return name.encode() in self.text or any(
             word in self.text for word in (b"import *", b"globals", b"vars(", b"exec")
         )
 
     @property
     def package(self) -> str:
-        """What relative imports start from."""
+        """Return what relative imports start from."""
         return self.name if self.folders is not None else self.name.rpartition(".")[0]
 
     @cached_property
@@ -87,7 +87,7 @@ class Module:
 
     @cached_property
     def type_imports(self) -> dict[str, str]:
-        """The names under which `Tensor` and our config are imported, also for type checkers alone, and from where."""
+        """Return the names under which `Tensor` and our config are imported, also for type checkers, and from where."""
         body = [*self.tree.body, *(inner for node in self.tree.body if isinstance(node, ast.If) for inner in node.body)]
         imports = [node for node in body if isinstance(node, ast.ImportFrom)]
         wanted = ("Tensor", "Config", "PartConfig")
@@ -98,11 +98,11 @@ class Module:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is the user's own code rather than installed."""
+        """Return whether it is the user's own code rather than installed."""
         return self.file is not None and not str(self.file).startswith(INSTALLED)
 
     def full_name(self, name: str, inside: Sequence[str] = ()) -> str:
-        """The module that an `import` in this file means."""
+        """Return the module that an `import` in this file means."""
         return own_code.full_name(name, inside) if own_code.is_own(str(self.file)) else name
 
     def place(self, line: int) -> str:
@@ -118,7 +118,7 @@ def contains_word(text: bytes, word: str) -> bool:
 
 
 def module(name: str) -> Module | None:
-    """The module of this name, or None if there is none. Its parents are not imported."""
+    """Return the module of this name, or None if there is none. Its parents are not imported."""
     folders: Sequence[str] | None = None
     parts = name.split(".")
     spec: Any = None
@@ -175,7 +175,7 @@ def _tree(text: bytes, file: str) -> ast.Module:
 
 
 def _parse(text: bytes, file: str) -> ast.Module:
-    """A file's tree. It is large and holds no garbage: looking for some meanwhile takes as long again."""
+    """Return a file's tree. It is large and holds no garbage: looking for some meanwhile takes as long again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -281,9 +281,11 @@ class Scope:
         """Return the local names of a function."""
         scope = cls(module)
         reader = _Reader(scope)
-        for argument in ast.walk(node.args):
-            if isinstance(argument, ast.arg):
-                reader.bind(argument.arg, Opaque, argument.lineno, "is known only when it is run")
+        for inner in ast.walk(node):  # those of functions and comprehensions inside as well
+            if isinstance(inner, ast.arg):
+                reader.bind(inner.arg, Opaque, inner.lineno, "is known only when it is run")
+            elif isinstance(inner, ast.comprehension):
+                reader.opaque(inner.target, "is known only when it is run")
         reader.run(node.body)
         return scope
 
@@ -295,7 +297,7 @@ class Scope:
 
     @cached_property
     def makes_names(self) -> str | None:
-        """What in this module may bind names that are not written down, if anything does."""
+        """Return what in this module may bind names that are not written down, if anything does."""
         for node in ast.walk(self.module.tree):
             match node:
                 case ast.Call(func=ast.Name(id="globals" | "vars" | "exec" | "locals" as word)):
@@ -321,7 +323,7 @@ class _Reader:
         self.names[name] = (kind(self.order, line, self.guards, *more),)
 
     def run(self, body: list[ast.stmt]) -> bool:
-        """Whether it reaches its end."""
+        """Return whether it reaches its end."""
         return all(self.step(statement) for statement in body)
 
     def step(self, node: ast.stmt) -> bool:
@@ -359,7 +361,10 @@ class _Reader:
             case ast.Expr(value=ast.Call() as call):
                 self.call(call)
             case ast.If():
-                return self.branch(node)
+                truth = _is_true(node.test)
+                if truth is not None:
+                    return self.run(node.body if truth else node.orelse)
+                return self.perhaps([node.body, node.orelse])
             case ast.Try() | ast.TryStar():
                 return self.attempt(node)
             case ast.With() | ast.AsyncWith():
@@ -456,12 +461,6 @@ class _Reader:
         self.names = names
         self.scope.names = names
 
-    def branch(self, node: ast.If) -> bool:
-        truth = _is_true(node.test)
-        if truth is not None:
-            return self.run(node.body if truth else node.orelse)
-        return self.perhaps([node.body, node.orelse])
-
     def attempt(self, node: ast.Try | ast.TryStar) -> bool:
         """Where only a missing import makes the handlers run, its success is asked for when somebody wants the name."""
         wanted = tuple(_imports(node.body, self.scope.module))
@@ -503,12 +502,12 @@ def _joined(several: list[Names]) -> Names:
 
 
 def _loop_variable(node: ast.For | ast.AsyncFor) -> ast.stmt:
-    """The variable of a loop, as a statement that binds it to something unknown."""
+    """Return the variable of a loop, as a statement that binds it to something unknown."""
     return ast.copy_location(ast.AugAssign(node.target, ast.Add(), ast.Constant(0)), node)  # type: ignore[arg-type]
 
 
 def absolute(node: ast.ImportFrom, module: Module) -> str:
-    """The module that `from … import` names."""
+    """Return the module that `from … import` names."""
     if node.module and not node.level:
         return module.full_name(node.module, [alias.name for alias in node.names])
     above = module.package.split(".")

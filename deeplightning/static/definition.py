@@ -28,7 +28,7 @@ from deeplightning.static.task_source import constant, declared_words, ignores_c
 
 
 def look_up(name: str, names: Names | None = None) -> "Definition":
-    """What a dotted name means.
+    """Return what a dotted name means.
 
     Args:
         names: what earlier look-ups have found, which need not be found again.
@@ -118,15 +118,15 @@ class Definition:
     _names: Names = field(repr=False)
 
     def bases(self) -> tuple[list[str], bool]:
-        """The dotted real paths of itself and its ancestors in the order of Python, without `object`; False behind it
-        where an ancestor could not be followed, so that there may be more."""
+        """Return the real paths of itself and its ancestors in Python's order, without `object`; False where an ancestor
+        cannot be followed, so that there may be more."""
         if self.kind != "class":
             return [self.path], True
         line, complete = self._names.line(self._thing)
         return [thing.path for thing in line], complete
 
     def makes(self) -> list[Instance]:
-        """What calling it gives: an instance of the class, or one of what the function may return.
+        """Return what calling it gives: an instance of the class, or one of what the function may return.
 
         Raises:
             Undecided: that cannot be known without calling it.
@@ -137,7 +137,7 @@ class Definition:
         return [instance(self._names, thing) for thing in made]
 
     def signature(self) -> Signature:
-        """What may be given to it; of classes and of methods that are called on their class, without `self`.
+        """Return what may be given to it; of classes and of methods that are called on their class, without `self`.
 
         Raises:
             Undecided: that cannot be known without importing.
@@ -147,7 +147,7 @@ class Definition:
         return self._names.guarded(lambda: Signatures(self._names).signature(self._thing))
 
     def documentation(self, parameter: str) -> str | None:
-        """What a docstring says about a parameter: its own, or the ancestor's that takes it."""
+        """Return what a docstring says about a parameter: its own, or the ancestor's that takes it."""
         for text in _docstrings(self._names, self._thing):
             found = _described(text, parameter)
             if found:
@@ -155,7 +155,7 @@ class Definition:
         return None
 
     def logged_names(self) -> tuple[set[str], bool]:
-        """The names that a class gives to `self.log` and `self.log_dict`; False if there may be others.
+        """Return the names that a class gives to `self.log` and `self.log_dict`; False if there may be others.
 
         What the class says itself in `logged_metrics`, a tuple of literal words, is taken as it is, placeholders
         included.
@@ -171,7 +171,7 @@ class Definition:
         return declared_words(self._names, self._thing, attribute) if self.kind == "class" else None
 
     def constant(self, name: str) -> object:
-        """A plain value that a class or an ancestor gives an attribute; None where none does.
+        """Return a plain value that a class or an ancestor gives an attribute; None where none does.
 
         Raises:
             Undecided: that cannot be known without importing.
@@ -189,7 +189,7 @@ class Definition:
         return any(self._names.own(each, name) for each in counted)
 
     def steps_itself(self) -> bool:
-        """Whether a task steps its optimizers itself, by what its `__init__` says."""
+        """Return whether a task steps its optimizers itself, by what its `__init__` says."""
         return self.kind == "class" and steps_itself(self._names, self._thing)
 
     def ignores_config(self) -> bool:
@@ -220,7 +220,7 @@ def _docstrings(names: Names, thing: Thing) -> Iterator[str]:
 
 
 def _described(docstring: str, parameter: str) -> str | None:
-    """What a docstring of Google's, NumPy's or Sphinx's kind says about a parameter."""
+    """Return what a docstring of Google's, NumPy's or Sphinx's kind says about a parameter."""
     if parameter not in docstring:
         return None
     import logging

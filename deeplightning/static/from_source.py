@@ -48,7 +48,7 @@ class Signatures:
         return self.constructor(thing, line, complete)
 
     def constructor(self, thing: Thing, line: list[Thing], complete: bool, start: int = 0) -> Signature:
-        """What makes an instance of a class takes; from `start` on in its line, as `super()` asks."""
+        """Return what makes an instance of a class takes; from `start` on in its line, as `super()` asks."""
         new: Signature | None = None
         takes_anything = False  # `__new__`, which leaves to `__init__` what that may be
         for position, each in enumerate(line[start:], start):
@@ -95,7 +95,7 @@ class Signatures:
     def of_function(
         self, thing: Thing, line: Sequence[Thing] = (), complete: bool = True, bound: bool = False
     ) -> Signature:
-        """What a function takes.
+        """Return what a function takes.
 
         Args:
             line: of ancestors of the class that a method is called for; (): those of the class that has it.
@@ -109,7 +109,7 @@ class Signatures:
         return self.of_method(thing, list(line), position, complete, is_method)
 
     def of_method(self, thing: Thing, line: list[Thing], position: int, complete: bool, bound: bool) -> Signature:
-        """What a function takes; `bound`: without its first argument.
+        """Return what a function takes; `bound`: without its first argument.
 
         A function that `**kwargs` hand on to is asked in turn, `super()` along the line of the class that is made.
         """
@@ -245,7 +245,7 @@ class Handed:
         return Signature(tuple(ordered), next(filter(None, why), None), variadic)
 
     def later(self, attribute: str) -> Iterator[tuple["Handed", Uses]]:
-        """What the methods of the class do with `**kwargs` that have become an attribute."""
+        """Return what the methods of the class do with `**kwargs` that have become an attribute."""
         for position, each in enumerate(self.frame.line):
             if each.live is not None:
                 continue
@@ -280,7 +280,7 @@ class Handed:
         )
 
     def of_call(self, call: Call, sure: bool) -> tuple[Signature, bool]:
-        """What a call still takes by `**kwargs`, and whether also by position: our `*args` are handed on to it."""
+        """Return what a call still takes by `**kwargs`, and whether also by position, because it gets our `*args`."""
         taken = self.callee(call.node.func)
         arguments = list(call.node.args)
         vararg = self.node.args.vararg
@@ -303,7 +303,7 @@ class Handed:
         return Signature(tuple(kept), taken.rest), open_end
 
     def callee(self, function: ast.expr) -> Signature:
-        """What a called expression takes, without what Python gives it itself."""
+        """Return what a called expression takes, without what Python gives it itself."""
         frame, names, signatures = self.frame, self.names, self.signatures
         match function:
             case ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr="__init__") if frame.line:
@@ -328,7 +328,7 @@ class Handed:
         return "__new__" if self.node.name == "__new__" else role_of_function(self.node)
 
     def helper(self, call: ast.Call, place: int | str) -> set[str] | None:
-        """The literal names that a helper looks up in the mapping, if it does no more with it than that."""
+        """Return the literal names that a helper looks up in the mapping, if it does no more with it than that."""
         try:
             found = self.names.value(call.func, self.frame)
         except UNKNOWABLE:
@@ -359,14 +359,14 @@ def _written(annotation: ast.expr) -> str:
 
 
 def _literal_words(call: ast.expr) -> dict[str, Any]:
-    """The keywords of a call that are literal."""
+    """Return the keywords of a call that are literal."""
     if not isinstance(call, ast.Call):
         return {}
     return {w.arg: w.value.value for w in call.keywords if w.arg and isinstance(w.value, ast.Constant)}
 
 
 def _makes_its_own(new: Functions) -> bool:
-    """Whether a `__new__` may give an instance of its own class."""
+    """Return whether a `__new__` may give an instance of its own class."""
     names = {node.func.id for node in ast.walk(new) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     return bool(names & {first_argument(new), "super"}) or any(
         isinstance(node, ast.Attribute) and node.attr == "__new__" for node in ast.walk(new)

@@ -95,7 +95,7 @@ class Names:
         return self.modules[name]
 
     def need_imports(self, module: Module) -> None:
-        """Own code that certainly imports what is not there, itself or in own files that it imports, or raises."""
+        """Raise what importing own code certainly ends with: a package that is not installed, or a `raise`."""
         self.changes_path = self.changes_path or b"sys.path" in module.text or b"addsitedir" in module.text
         if self.changes_path:
             return
@@ -108,7 +108,7 @@ class Names:
             raise _raised_by(module.scope.raised, module)
 
     def member(self, owner: Thing, name: str) -> Thing:
-        """An attribute.
+        """Return an attribute.
 
         Raises:
             Absent: there is none.
@@ -133,7 +133,7 @@ class Names:
         return Thing(kind, None, name, None, through if through and through.kind == "class" else None, found)
 
     def name_in(self, module: Module, name: str) -> Thing:
-        """What a name of a module means, or its submodule of that name."""
+        """Return what a name of a module means, or its submodule of that name."""
         key = (module.name, name)
         if key in self.found:
             return self.found[key]
@@ -174,7 +174,7 @@ class Names:
         raise Absent(name, self.names_of(module))
 
     def set_elsewhere(self, module: Module, name: str) -> str | None:
-        """A submodule that a package imports for its effects, and that speaks of a name which another one lacks."""
+        """Return a submodule that a package imports for its effects, if its text has a name that another one lacks."""
         top = self.module(module.name.partition(".")[0])
         for effect in top.scope.effects if top is not None and not top.is_open else ():
             found = self.module(effect)
@@ -186,7 +186,7 @@ class Names:
         return None
 
     def options(self, scope: Scope, name: str) -> tuple[tuple[Binding, ...], str | None]:
-        """The possible bindings of a name, those by `import *` among them, and why there may be others."""
+        """Return the possible bindings of a name, those by `import *` among them, and why there may be others."""
         options = scope.names.get(name, (bindings.UNBOUND,))
         since = max(option.order for option in options)
         doubt = None
@@ -212,7 +212,7 @@ class Names:
         return options, doubt
 
     def exports(self, module: Module, name: str) -> bool:
-        """Whether `from module import *` gives a name."""
+        """Return whether `from module import *` gives a name."""
         listed = self.listed(module)
         if name.startswith("_") if listed is None else name not in listed:
             return False
@@ -249,7 +249,7 @@ class Names:
         raise Undecided(f"{module.name} makes names when they are asked for (`__getattr__`)")
 
     def names_of(self, module: Module) -> list[str]:
-        """What there is in a module, for the nearest word."""
+        """Return what there is in a module, for the nearest word."""
         names = {n for n, options in module.scope.names.items() if not all(map(is_unbound, options))}
         for star in module.scope.stars:
             source, key = self.module(star.module), ("*", star.module)
@@ -260,7 +260,7 @@ class Names:
         return sorted(names | set(module.submodules()))
 
     def one_of(self, options: tuple[Binding, ...], name: str, frame: Frame) -> Thing:
-        """What several possible bindings come to, if they come to one thing."""
+        """Return what several possible bindings come to, if they come to one thing."""
         left = []
         for option in options:
             if option.guards and not all(self.importable(m, n, frame) for m, n in option.guards):
@@ -358,7 +358,7 @@ class Names:
     # ---- expressions
 
     def value(self, node: ast.expr, frame: Frame) -> Thing:
-        """What an expression of names means."""
+        """Return what an expression of names means."""
         match node:
             case ast.Name(id=name):
                 return self.named(name, frame)
@@ -404,7 +404,7 @@ class Names:
     # ---- classes
 
     def line(self, thing: Thing) -> tuple[list[Thing], bool]:
-        """A class and its ancestors in Python's order (C3), and whether all are known."""
+        """Return a class and its ancestors in Python's order (C3), and whether all are known."""
         if thing.live is not None:
             return [live_class(c) for c in thing.live.__mro__ if c is not object], True
         key = thing.key
@@ -466,7 +466,7 @@ class Names:
         return thing.live is None and any(not is_unbound(o) for o in self.scope(thing).names.get(name, ()))
 
     def attribute(self, thing: Thing, name: str, start: int = 0, asked: Thing | None = None) -> Thing:
-        """An attribute of a class, its own or an ancestor's."""
+        """Return an attribute of a class, its own or an ancestor's."""
         line, complete = self.line(thing)
         asked = asked or thing
         known: list[str] = []
@@ -517,7 +517,7 @@ class Names:
         return None
 
     def real_path(self, node: ast.expr, frame: Frame) -> str | None:
-        """The dotted path of what an expression, or the function of a call, names."""
+        """Return the dotted path of what an expression, or the function of a call, names."""
         node = node.func if isinstance(node, ast.Call) else node
         try:
             return nominal(node, frame.module) or self.value(node, frame).path
@@ -600,7 +600,7 @@ class Texts:
 
 
 def _missing_packages(module: Module) -> Iterator[tuple[str, int]]:
-    """The packages that a module certainly imports and that are not installed, with the line."""
+    """Return the packages that a module certainly imports and that are not installed, with the line."""
     for name, line in module.scope.imports:
         top = name.partition(".")[0]
         if top not in sys.modules and not _is_there(top):
@@ -612,7 +612,7 @@ def _lacking(top: str, place: str) -> Lacking:
 
 
 def _raised_by(node: ast.Raise, module: Module) -> Failing:
-    """What importing a module ends with that comes to this statement."""
+    """Return what importing a module ends with that comes to this statement."""
     words, called = f"`{ast.unparse(node):.200}`", node.exc
     match called:
         case ast.Name(id=str(name)):

@@ -23,13 +23,13 @@ _VAGUE = ("typing", "collections.abc", "abc")
 
 
 def instance(names: Names, thing: Thing) -> Instance:
-    """What is known of the instances of a class."""
+    """Return what is known of the instances of a class."""
     line, complete = names.line(thing)
     return Instance(tuple(t.path for t in line), complete, lambda: _forward(names, thing))
 
 
 def _forward(names: Names, thing: Thing) -> tuple[int, float] | None:
-    """The least and the largest number of positional arguments that a module's `forward` takes; None: unknown."""
+    """Return the least and the largest number of positional arguments of a module's `forward`; None: unknown."""
     try:
         found = names.attribute(thing, "forward")
     except UNKNOWABLE:
@@ -50,7 +50,7 @@ class Made:
         self.names = names
 
     def of(self, thing: Thing) -> list[Thing]:
-        """The classes of all that a function may return.
+        """Return the classes of all that a function may return.
 
         Raises:
             Undecided: that cannot be read.
@@ -107,7 +107,7 @@ class Made:
         return [thing for value in values or [None] for thing in self.given(value, frame)]
 
     def given(self, node: ast.expr | None, frame: Frame) -> list[Thing]:
-        """The classes of what an expression may give.
+        """Return the classes of what an expression may give.
 
         Raises:
             Undecided: that shows only when it is run.
@@ -129,7 +129,7 @@ class Made:
         raise Undecided(f"`{ast.unparse(node)[:60]}` shows only when it is run")
 
     def called(self, function: ast.expr, frame: Frame) -> list[Thing]:
-        """What a call of an expression gives."""
+        """Return what a call of an expression gives."""
         node = frame.function
         if node is not None and is_it(function, str(frame.first)) and role_of_function(node) == "classmethod":
             return [frame.line[0]]
@@ -145,5 +145,5 @@ class Made:
 
 
 def _is_stub(last: ast.Raise | ast.Expr) -> bool:
-    """Whether a body ends as those do that others fill in: `...`, `raise NotImplementedError`."""
+    """Return whether a body ends as those do that others fill in: `...`, `raise NotImplementedError`."""
     return isinstance(last, ast.Raise) or (isinstance(last.value, ast.Constant) and last.value.value is ...)

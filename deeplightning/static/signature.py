@@ -167,7 +167,7 @@ class Undecided(Exception):
 
 
 def of_object(found: Callable[..., object]) -> Signature:
-    """The signature of a live class or function.
+    """Return the signature of a live class or function.
 
     Raises:
         Undecided: it has none (a function written in C).
@@ -204,8 +204,8 @@ def of_object(found: Callable[..., object]) -> Signature:
 
 
 def positional(owner: type, method: str) -> tuple[int, float] | None:
-    """The least and the largest number of positional arguments that a method of a live class takes, without `self`;
-    None: unknown."""
+    """Return the least and the largest number of positional arguments of a method of a live class, without `self`; None:
+    unknown."""
     try:
         parameters = list(inspect.signature(getattr(owner, method)).parameters.values())[1:]
     except (AttributeError, ValueError, TypeError):
@@ -218,7 +218,7 @@ def positional(owner: type, method: str) -> tuple[int, float] | None:
 
 
 def allowed_by(hint: object) -> Options:
-    """What a live annotation allows."""
+    """Return what a live annotation allows."""
     hint = _BY_NAME.get(hint, hint) if isinstance(hint, str) else hint  # where not all annotations could be resolved
     if hint in (int, float, bool, str, type(None)):
         return (hint,)
@@ -247,7 +247,7 @@ def allowed_by(hint: object) -> Options:
 
 
 def _collection(name: str, inner: Sequence[Any]) -> Options:
-    """What an annotation such as `tuple[int, ...]` allows, by the name of its class and the options in its brackets."""
+    """Return what `tuple[int, ...]` and the like allow, by the name of the class and the options in its brackets."""
     if len(inner) == 2 and inner[1] is ...:
         inner = inner[:1]
     item = inner[0] if len(inner) == 1 and inner[0] is not ... else None

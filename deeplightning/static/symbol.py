@@ -96,7 +96,7 @@ class Frame:
 
     @property
     def first(self) -> str | None:
-        """The word for the instance or class."""
+        """Return the word for the instance or class."""
         if self.function is None or self.static or not self.line:
             return None
         arguments = [*self.function.args.posonlyargs, *self.function.args.args]
@@ -139,7 +139,7 @@ def first_argument(function: Functions) -> str | None:
 
 
 def inside(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
-    """The nodes of a body without those of the functions and classes that are defined in it."""
+    """Return the nodes of a body without those of the functions and classes that are defined in it."""
     waiting = list(body)
     while waiting:
         node = waiting.pop()

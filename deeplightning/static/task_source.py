@@ -16,7 +16,7 @@ _FRAMEWORKS = ("torch", "pytorch_lightning", "lightning", "lightning_fabric", "t
 
 
 def logged_names(names: Names, thing: Thing) -> tuple[set[str], bool]:
-    """What a class declares in `logged_metrics`, and what is logged by it and its ancestors up to that declaration."""
+    """Return what a class declares in `logged_metrics`, and what it and its ancestors up to there log."""
     own, complete = _line(names, thing)
     words, position = _declared(names, own, "logged_metrics")
     if words is not None:
@@ -31,7 +31,7 @@ def declared_words(names: Names, thing: Thing, attribute: str) -> set[str] | Non
 
 
 def constant(names: Names, thing: Thing, attribute: str) -> object:
-    """The plain value of an attribute of a class, its own or the next ancestor's; None where none has it.
+    """Return the plain value of an attribute of a class, its own or the next ancestor's; None where none has it.
 
     Raises:
         Undecided: an ancestor cannot be followed, or the value is none that can be read.
@@ -53,7 +53,7 @@ def constant(names: Names, thing: Thing, attribute: str) -> object:
 
 
 def _line(names: Names, thing: Thing) -> tuple[list[Thing], bool]:
-    """A class and its ancestors, frameworks' left out; False if there may be others."""
+    """Return a class and its ancestors, frameworks' left out; False if there may be others."""
     line, complete = names.line(thing)
     return [t for t in line if t.live is None and t.path.partition(".")[0] not in _FRAMEWORKS], complete
 
@@ -69,7 +69,7 @@ def _declared(names: Names, own: list[Thing], attribute: str) -> tuple[set[str] 
 
 
 def _is_a_module(receiver: ast.expr, method: Functions) -> bool:
-    """Whether `receiver.log(…)` may log a metric: of the class itself, of what a method is given (a callback's
+    """Return whether `receiver.log(…)` may log a metric: of the class itself, of what a method is given (a callback's
     `pl_module`), or of a trainer's module. A logger of Python's is neither; a tensor's `log` takes nothing."""
     match receiver:
         case ast.Name(id=name):
@@ -204,7 +204,7 @@ class _MethodTexts(Texts):
 
 
 def steps_itself(names: Names, thing: Thing) -> bool:
-    """Whether `__init__` of a class, or of the nearest ancestor that says anything of it, sets
+    """Return whether `__init__` of a class, or of the nearest ancestor that says anything of it, sets
     `self.automatic_optimization` to False, under no condition."""
     line, _ = names.line(thing)
     for each in line:
@@ -231,7 +231,7 @@ def ignores_config(names: Names, thing: Thing) -> bool:
 
 
 def _value_set(statement: ast.stmt, self: str | None) -> bool | None:
-    """What a statement sets it to; None if it does not."""
+    """Return what a statement sets it to; None if it does not."""
     match statement:
         case ast.Assign(
             targets=[ast.Attribute(value=ast.Name(id=name), attr="automatic_optimization")],

@@ -57,7 +57,7 @@ def uses_of(function: Functions, name: str) -> Uses:
 
 
 def is_it(node: ast.AST, name: str) -> bool:
-    """Whether an expression is a variable, or an attribute of one (`self.options`)."""
+    """Return whether an expression is a variable, or an attribute of one (`self.options`)."""
     if isinstance(node, ast.Attribute):
         return isinstance(node.value, ast.Name) and name == f"{node.value.id}.{node.attr}"
     return isinstance(node, ast.Name) and node.id == name
@@ -78,7 +78,7 @@ def _occurrences(path: list[ast.AST], name: str) -> Iterator[list[ast.AST]]:
 
 
 def _is_refused(path: list[ast.AST], uses: Uses) -> bool:
-    """Whether a place asks whether the mapping is empty, or is of the error that follows where it is not."""
+    """Return whether a place asks whether the mapping is empty, or is of the error that follows where it is not."""
     for depth, node in enumerate(path[:-1]):
         if isinstance(node, ast.If | ast.While | ast.IfExp | ast.Assert):
             raises = isinstance(node, ast.Assert) or (isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise))
