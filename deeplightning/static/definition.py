@@ -118,8 +118,8 @@ class Definition:
     _names: Names = field(repr=False)
 
     def bases(self) -> tuple[list[str], bool]:
-        """Return the real paths of itself and its ancestors in Python's order, without `object`; False where an ancestor
-        cannot be followed, so that there may be more."""
+        """Return the real paths of itself and its ancestors in Python's order, without `object`; False where an
+        ancestor cannot be followed, so that there may be more."""
         if self.kind != "class":
             return [self.path], True
         line, complete = self._names.line(self._thing)

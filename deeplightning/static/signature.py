@@ -204,8 +204,8 @@ def of_object(found: Callable[..., object]) -> Signature:
 
 
 def positional(owner: type, method: str) -> tuple[int, float] | None:
-    """Return the least and the largest number of positional arguments of a method of a live class, without `self`; None:
-    unknown."""
+    """Return the least and the largest number of positional arguments of a method of a live class, without `self`;
+    None: unknown."""
     try:
         parameters = list(inspect.signature(getattr(owner, method)).parameters.values())[1:]
     except (AttributeError, ValueError, TypeError):
