@@ -112,7 +112,7 @@ def _of_thing(names: Names, found: Thing) -> Any:
         return Any
     if is_type_variable(found.node):
         is_parameters = ast.unparse(found.node).partition("(")[0].endswith("ParamSpec")
-        return (typing.ParamSpec if is_parameters else typing.TypeVar)(found.name)  # type: ignore[misc]
+        return (typing.ParamSpec if is_parameters else typing.TypeVar)(found.name)
     return _hint(names, found.node, Frame(names.home(found)))
 
 

@@ -139,7 +139,8 @@ class Signatures:
 
     def of_fields(self, line: list[Thing]) -> Signature:
         """Return what the constructor takes that a dataclass gets, by making one of the same fields."""
-        made, written = object, {}
+        written: dict[str, str] = {}
+        made: type = object
         for each in reversed(line):
             if each.live is not None or (words := self.dataclass_words(each)) is None:
                 continue

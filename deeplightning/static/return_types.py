@@ -124,8 +124,8 @@ class Made:
             case ast.Name(id=name) if frame.function is not None:
                 local = self.names.locals(frame.function, frame.module)
                 match local.names.get(name, ()):
-                    case (Assigned(value=value),) if name not in local.rebound:
-                        return self.given(value, frame)
+                    case (Assigned(value=assigned),) if name not in local.rebound:
+                        return self.given(assigned, frame)
         raise Undecided(f"`{ast.unparse(node)[:60]}` shows only when it is run")
 
     def called(self, function: ast.expr, frame: Frame) -> list[Thing]:

@@ -112,7 +112,7 @@ def _note(path: list[ast.AST], name: str, uses: Uses, certain: bool) -> None:
         case ast.Call(func=ast.Name(id="len" | "bool" | "print" | "str" | "repr" | "isinstance")):
             pass
         case ast.Call() if place in above.args:
-            uses.passed.append((above, above.args.index(place)))  # type: ignore[arg-type]
+            uses.passed.append((above, above.args.index(place)))
         case ast.Attribute(attr=method) if isinstance(call, ast.Call) and call.func is above:
             _note_method(method, call, name, uses)
         case ast.Subscript(slice=ast.Constant(value=str(word)), ctx=ast.Load() | ast.Del()):
