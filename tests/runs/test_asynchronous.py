@@ -56,7 +56,7 @@ def test_a_gpu_is_seeded_by_its_own_module(monkeypatch):
     step notes nothing, and the seed that the run begins with is torch's to remember."""
     called = []
     module = SimpleNamespace(is_initialized=lambda: in_use, manual_seed_all=lambda word: called.append(word))
-    monkeypatch.setattr(steps, "_device_module", lambda: module)
+    monkeypatch.setattr(random_state, "_device_module", lambda: module)
     monkeypatch.setattr(torch, "manual_seed", lambda word: called.append(("remembered", word)))
     in_use = True
     random_state._seed_from(5)
