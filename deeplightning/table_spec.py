@@ -489,13 +489,15 @@ def named_columns(header: Sequence[str], first: Sequence[str] = ()) -> list[str]
 
     Args:
         first: values of the first row; where there is one more than in the header, R has written the table, and the
-            first column has no name.
+            first column has no name; where there is one less and the header ends with an empty name, that is left out.
 
     Raises:
         TableError: two have the same name.
     """
     if first and first[-1].strip() and len(first) == len(header) + 1:
         header = ["", *header]
+    elif first and len(first) == len(header) - 1 and not header[-1].strip():
+        header = header[:-1]
     names = [name.strip() or f"column_{place}" for place, name in enumerate(header, 1)]
     if twice := next((name for name in names if names.count(name) > 1), None):
         places = [str(place) for place, name in enumerate(names, 1) if name == twice]

@@ -189,35 +189,45 @@ class Generators(Callback):
     before = (OWN, "EarlyStopping")
 
     def __init__(self) -> None:
-        self._saved: dict[str, Any] | None = None
+        self._saved: list[dict[str, Any]] | None = None  # of each process
         self._before: dict[str, Any] | None = None  # the states before the epoch; None: it is the first
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         build_network(trainer, pl_module, stage)
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def state_dict(self) -> dict[str, Any]:
         own = {"now": _states(), "before": self._before}
-        every: list[Any] = [own] * trainer.world_size
-        if trainer.world_size > 1 and distributed.is_initialized():  # a dry run may pretend to have more processes
+        every: list[Any] = [own]
+        if distributed.is_available() and distributed.is_initialized():
+            every *= distributed.get_world_size()
             distributed.all_gather_object(every, own)
-        checkpoint["generators"] = every
+        return {"processes": every}
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        every = checkpoint.get("generators")
-        if every and trainer.state.fn == "fit":
-            self._saved = every[trainer.global_rank % len(every)]  # a run may resume with more processes
-            if not isinstance(self._saved, dict):
-                raise CheckpointError(
-                    f"{trainer.ckpt_path}: damaged: `generators` holds a {type(self._saved).__name__}"
-                )
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict.get("processes")
+
+    def _take(self, trainer: Trainer) -> dict[str, Any]:
+        """Return what this process has saved, once; a run may resume with more processes.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        saved, self._saved = self._saved, None
+        if not saved:
+            return {}
+        try:
+            found: dict[str, Any] = saved[trainer.global_rank % len(saved)]
+            self._before = found["before"]
+        except (TypeError, KeyError) as error:
+            raise CheckpointError(f"{trainer.ckpt_path}: damaged: the states of generators: {error!r}") from error
+        return found
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         batches = trainer.fit_loop.epoch_loop.batch_progress
         done = batches.current.ready
         if trainer.ckpt_path is None or batches.is_last_batch or not 0 < done < trainer.num_training_batches:
             return
-        saved, self._saved = self._saved or {}, None
-        self._before = saved.get("before")
+        saved = self._take(trainer)
         if not any(map(knows_position, training_loaders(trainer))):
             if self._before is not None:
                 _set_states(trainer, self._before)
@@ -226,8 +236,7 @@ class Generators(Callback):
             _set_states(trainer, saved.get("now"))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._saved is not None:
-            saved, self._saved = self._saved, None
+        if saved := self._take(trainer):
             _set_states(trainer, saved.get("now"))
             self._before = saved["now"]
             restart_epoch(trainer, skip=0, new_iterator=True)
@@ -237,12 +246,14 @@ class Generators(Callback):
 
 
 def _states() -> dict[str, Any]:
+    """Return the states as plain lists: a pickled tensor would call `torch.save`, which users count."""
     accelerator = _device_module()
+    devices = accelerator.get_rng_state_all() if hasattr(accelerator, "get_rng_state_all") else []
     return {
         "python": random.getstate(),
         "numpy": [each.tolist() if isinstance(each, np.ndarray) else each for each in np.random.get_state()],
-        "torch": torch.get_rng_state(),
-        "device": accelerator.get_rng_state_all() if hasattr(accelerator, "get_rng_state_all") else [],
+        "torch": torch.get_rng_state().tolist(),
+        "device": [device.tolist() for device in devices],
     }
 
 
@@ -255,8 +266,9 @@ def _set_states(trainer: Trainer, states: Any) -> None:
     try:
         random.setstate(states["python"])
         np.random.set_state(tuple(states["numpy"]))
-        torch.set_rng_state(states["torch"])
+        torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
         if states["device"]:
-            _device_module().set_rng_state_all(states["device"])
+            devices = [torch.tensor(device, dtype=torch.uint8) for device in states["device"]]
+            _device_module().set_rng_state_all(devices)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{trainer.ckpt_path}: damaged: `generators`: {error}") from error
+        raise CheckpointError(f"{trainer.ckpt_path}: damaged: the states of generators: {error!r}") from error

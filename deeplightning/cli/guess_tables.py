@@ -26,7 +26,8 @@ MAX_FEW = 20
 MAX_STRAY = 20
 """Different words that may stand for a missing value in a column of numbers."""
 NUMBERS = 0.9
-"""The part of the values of a column that must be numbers, for the other words to stand for missing values."""
+"""The part of a column's numbers and words that must be numbers, for the others to stand for missing values. Of signs
+such as "?" there may be as many as there are numbers."""
 
 TARGETS = ("target", "label", "class", "category", "sentiment", "price", "value", "y")
 """Names of a column that is to be predicted, the likeliest first; the manual lists them."""
@@ -97,7 +98,11 @@ class Column:
     def is_number(self, classes: frozenset[str] = frozenset()) -> bool:
         """Return whether it holds numbers, and its other words stand for missing values; `classes` are no such."""
         few = len(self.strays) <= MAX_STRAY and not classes & {word.lower() for word in self.strays}
-        return few and self.numbers > 0 and self.numbers >= NUMBERS * self.filled and not self.has_codes
+        words = sum(
+            number for word, number in self.strays.items() if re.search(r"\w", word)
+        )  # others are signs, as "?"
+        enough = self.numbers >= max(NUMBERS * (self.numbers + words), self.filled / 2) > 0
+        return few and enough and not self.has_codes
 
     def classes(self) -> dict[str, int]:
         """Return the values that may be classes, in order, each with its number."""
@@ -117,16 +122,19 @@ class Table:
     is_whole: bool
     first: dict[str, str]
     above: int
+    is_csv: bool
 
     def of(self) -> str:
         return f"{count(self.rows, 'row')}{'' if self.is_whole else ', the first ones,'} of {self.path}"
 
-    def format_note(self) -> str:
+    def format_notes(self) -> list[str]:
+        """Return how a file of CSV is written; other files say themselves how they are read."""
         form = self.form
         note = f"delimiter {form.delimiter!r}, decimal {form.decimal!r}, encoding {form.encoding}"
         if form.encoding in ("latin-1", "cp1252"):
             note += " (the file is not UTF-8; look whether letters such as ü are right)"
-        return note + (f"; {count(self.above, 'line')} above the header skipped" if self.above else "")
+        note += f"; {count(self.above, 'line')} above the header skipped" if self.above else ""
+        return [note] if self.is_csv else []
 
 
 def table(path: Path, missing_words: Sequence[str] = _GAPS) -> Table:
@@ -152,7 +160,7 @@ def table(path: Path, missing_words: Sequence[str] = _GAPS) -> Table:
             "data.module.params.train, validation and test"
         )
     columns = {name: Column.of(rows.counts(name), form, rows.types.get(name, "")) for name in names}
-    return Table(path, form, columns, rows.rows, rows.is_whole, rows.first(), rows.file.above)
+    return Table(path, form, columns, rows.rows, rows.is_whole, rows.first(), rows.file.above, rows.file.kind == "csv")
 
 
 def text(data: Path, wanted: Columns) -> Guess:
@@ -199,7 +207,7 @@ def text(data: Path, wanted: Columns) -> Guess:
     notes = [
         f"{found.of()}: texts in the column {text}, classes in the column {label}",
         f"{len(names)} classes: {_counted(counts)}",
-        found.format_note(),
+        *found.format_notes(),
         *_left_out(found, [text, label]),
     ]
     return Guess(values, notes, '--text "a text of yours"')
@@ -278,7 +286,7 @@ def rows(data: Path, wanted: Columns) -> Guess:
     groups["dates, as days since 1970-01-01"] = dates
     notes = [
         f"{found.of()}: the column {target} is predicted ({reason}), {predicted}",
-        found.format_note(),
+        *found.format_notes(),
         *(f"{what}: {some(names)}" for what, names in groups.items() if names),
         *(
             f"missing-value words in the column {name}: {_counted({repr(w): n for w, n in words.items()})}"

@@ -231,16 +231,32 @@ class TableFile:
     def _hint(self, error: Exception) -> str:
         if isinstance(error, UnicodeError) or "UTF8" in str(error):
             return f" It is not in {self.form.encoding}; set data.module.params.encoding, such as latin-1 or utf-16."
-        if found := re.search(r"Row #\d+: Expected (\d+) columns, got (\d+): (.*)", str(error)):
+        return self._rows_hint() if re.search(r"Row #\d+: Expected \d+ columns, got", str(error)) else ""
+
+    def _rows_hint(self) -> str:
+        """Return the command that leaves the lines of the table, where others are above, between or below them."""
+        rows = list[tuple[int, int, list[str]]]()  # first and last line, values
+        with contextlib.suppress(TableError):
+            for line, values in records(text_of(head(self.path), self.form.encoding), self.form.delimiter):
+                rows.append((line - sum(value.count("\n") for value in values), line, values))
+        good, name = [len(values) == len(self.names) for _, _, values in rows], self.path.name
+        if 2 * sum(good) > len(rows):
+            last = max(place for place, is_good in enumerate(good) if is_good)
+            if all(good[: last + 1]) and all(len(values) < len(self.names) for _, _, values in rows[last + 1 :]):
+                return f" If the table ends above it: head -n {rows[last][1]} {name} >table.csv"
+            lines = [f"{row[0]},{row[1]}d" for row, is_good in zip(rows, good, strict=True) if not is_good]
             hint = f" A value that has {self.form.delimiter!r} in it needs quotes."
-            lines = text_of(head(self.path), self.form.encoding).splitlines()
-            line = next((number for number, text in enumerate(lines, 1) if text.startswith(found[3].strip())), None)
-            if line is None:
-                return hint
-            if int(found[2]) < int(found[1]):
-                return f" If the table ends above it: head -n {line - 1} {self.path.name} >table.csv"
-            return f"{hint} If this is the header: tail -n +{line} {self.path.name} >table.csv"
-        return ""
+            return hint + f" To leave such lines out: sed '{';'.join(lines)}' {name} >table.csv" * (len(lines) <= 10)
+        runs = [[*run] for width, run in itertools.groupby(rows, lambda row: len(row[2])) if width > 1]
+        if not runs:
+            return ""
+        run = max(runs, key=len)
+        first, (_, last, _) = rows.index(run[0]), run[-1]
+        above = rows[first - 1][2] if first else []
+        first -= len(above) > 1 and len(named_columns(above, run[0][2])) == len(run[0][2])  # the header
+        start = rows[first][0]
+        command = f"tail -n +{start}" if last == rows[-1][1] else f"sed -n '{start},{last}p'"
+        return f" If line {start} is the header: {command} {name} >table.csv"
 
     def _with_row(self, types: Types | None, error: Exception) -> Exception:
         """Return the same error with the number of the row, which pyarrow knows of CSV where it reads in one thread."""
@@ -282,7 +298,7 @@ def guess_format(path: Path) -> TableFormat:
             found.extend(values for _, values in itertools.islice(records(text, sign), 1000))
         found = found[:-1] if len(found) > 2 and len(data) == HEAD else found
         header, first = _two(found)
-        width = len(header) + (len(first) == len(header) + 1)  # R gives the column of row names no name
+        width = len(first) if abs(len(first) - len(header)) == 1 else len(header)  # see `named_columns`
         same = sum(len(values) == width for values in found[1:]) / max(1, len(found) - 1)
         if len(header) > 1 and (same, rank) > best and (sign != " " or same == 1):
             best, delimiter, rows = (same, rank), sign, found

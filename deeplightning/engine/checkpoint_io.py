@@ -45,7 +45,6 @@ _TYPES: dict[str, type] = {
     "gradients": dict,
     "plateaus": dict,
     "train_metrics": dict,
-    "generators": list,
 }
 """Types of the values under the keys that are read here; all keys but the first may be missing or None."""
 

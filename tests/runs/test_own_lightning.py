@@ -6,10 +6,14 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import digest
+
+from deeplightning.callbacks.generators import Generators
+from deeplightning.faults import CheckpointError
 
 OWN = """\
 import pytorch_lightning as pl
@@ -367,3 +371,17 @@ def test_a_run_whose_checkpoints_cannot_be_read_is_not_begun_anew(whole, run, tm
     assert "last.ckpt: damaged" in refused.err
     assert "train.resume_ckpt=null" in refused.err
     assert sorted(store.glob("*/*/artifacts")) == runs
+
+
+def test_the_states_of_generators_are_plain_and_a_damaged_one_is_refused():
+    """A checkpoint keeps them where Lightning keeps the states of callbacks, as numbers that any version reads."""
+    callback, trainer = Generators(), SimpleNamespace(global_rank=0, ckpt_path="a.ckpt")
+    state = callback.state_dict()
+    assert json.loads(json.dumps(state))["processes"][0]["now"]["torch"] == torch.get_rng_state().tolist()
+    callback.load_state_dict(state)
+    assert callback._take(trainer)["now"] == state["processes"][0]["now"]
+    assert callback._take(trainer) == {}
+    for damaged in ({"processes": 3}, {"processes": [{}]}, {"processes": ["x"]}):
+        callback.load_state_dict(damaged)
+        with pytest.raises(CheckpointError, match=r"a\.ckpt: damaged: the states of generators"):
+            callback._take(trainer)

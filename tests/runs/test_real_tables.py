@@ -16,8 +16,8 @@ import yaml
 REFUSED = {
     "china_smoking.csv": "has 8 rows below its header; at least 10 are needed",
     "E6_jmulti.csv": "put a header above it: sed -i \"1i $(seq -f column_%g -s ' ' 2)\" E6_jmulti.csv",
-    "unemp.csv": "If this is the header: tail -n +10 unemp.csv >table.csv",
-    "scotland_population.csv": "If the table ends above it: head -n 15 scotland_population.csv >table.csv",
+    "unemp.csv": "If line 10 is the header: tail -n +10 unemp.csv >table.csv",
+    "scotland_population.csv": "If line 18 is the header: sed -n '18,53p' scotland_population.csv >table.csv",
 }
 """Tables of statsmodels that are none as they are, with the next step."""
 

@@ -173,11 +173,17 @@ FORMS = {
         PLAIN,
         params={"missing_words": ["na", "n/a", "nan", "null", "-", "k.a.", "none", "inf"]},
     ),
-    "a marker in every fifth row": Form(
-        text(change=put(0, lambda number, area: "?" if number % 5 == 0 else area)),
+    "a sign in every third row": Form(
+        text(change=put(0, lambda number, area: "?" if number % 3 == 0 else area)),
+        PLAIN,
+        params={"missing": "fill", "missing_words": ["na", "n/a", "nan", "null", "?"]},
+    ),
+    "a word in every fifth row": Form(
+        text(change=put(0, lambda number, area: "unknown" if number % 5 == 0 else area)),
         PLAIN | {"area": "ignore"},
         notes=("ignored, different in nearly each row: area",),
     ),
+    "a delimiter at the end of the header": Form(text().replace("\n", ",\n", 1), PLAIN),
     "NA in a column of words": Form(
         text(change=put(2, lambda number, town: "NA" if number == 4 else town)), PLAIN, params={"missing": "fill"}
     ),
@@ -383,7 +389,17 @@ REFUSED = [
     ),
     ("t.csv", b"a,b\n" + b"1,2\n" * 9, "t.csv has 9 rows below its header"),
     ("t.csv", b"a,b,a, a\n" + b"1,2,3,4\n" * 20, "The columns 1, 3 and 4 have the same name, 'a'; rename all but one"),
-    ("t.csv", b"Rents\nby hand\na,b\n" + b"1,2\n" * 20, "If this is the header: tail -n +3 t.csv >table.csv"),
+    ("t.csv", b"Rents\nby hand\na,b\n" + b"1,2\n" * 20, "If line 3 is the header: tail -n +3 t.csv >table.csv"),
+    (
+        "t.csv",
+        b"Rents\n\n" + b"a,b,\n" + b"1,2\n" * 20 + b"\nthe end\n",
+        "If line 3 is the header: sed -n '3,23p' t.csv >table.csv",
+    ),
+    (
+        "t.csv",
+        b"a,b\n" + b"1,2\n" * 9 + b"1,2,3\n" + b"1,2\n" * 9 + b'"1\n",2,3\n' + b"1,2\n",
+        "A value that has ',' in it needs quotes. To leave such lines out: sed '11,11d;21,22d' t.csv >table.csv",
+    ),
     ("t.csv", b"a,b\n" + b"1,2\n" * 20 + b"end\n", "If the table ends above it: head -n 21 t.csv >table.csv"),
     ("t.csv", b"a,kind\n" + b"1.1.2024,x\n2.1.2024,y\n" * 9, "t['a'] = pandas.to_datetime(t['a']).dt.date"),
 ]
