@@ -31,34 +31,13 @@ def all_of(cfg: Config) -> list[pl.Callback]:
 
     from pytorch_lightning.callbacks import EarlyStopping
 
+    from deeplightning.callbacks import flops, gathered, gradients, random_state, results, start, steps
     from deeplightning.callbacks.checkpoints import Checkpoints
     from deeplightning.callbacks.console import Console
-    from deeplightning.callbacks.describe import Describe
-    from deeplightning.callbacks.flops import Flops
-    from deeplightning.callbacks.gathered import Gathered, PendingGradients
-    from deeplightning.callbacks.generators import Generators
-    from deeplightning.callbacks.gradients import AdaptiveClip, GradientNorm, Warmup
-    from deeplightning.callbacks.histograms import Histograms
-    from deeplightning.callbacks.memory import Memory
     from deeplightning.callbacks.order import in_order
-    from deeplightning.callbacks.recompute import Recompute
     from deeplightning.callbacks.record import Record
-    from deeplightning.callbacks.results import Results, ShowPictures
-    from deeplightning.callbacks.sample_weights import SampleWeights
     from deeplightning.callbacks.signals import Signals
-    from deeplightning.callbacks.start import StartWeights
-    from deeplightning.callbacks.steps import (
-        AccumulateFrom,
-        FiniteLoss,
-        LogSteps,
-        SameBuffers,
-        ScheduleSteps,
-        Seeds,
-        StreamEnds,
-        ValidateParts,
-        draws_as_lightning,
-    )
-    from deeplightning.callbacks.threads import MeasuredThreads
+    from deeplightning.callbacks.watch import MeasuredThreads
     from deeplightning.tracking.build import prepare
     from deeplightning.tracking.environment import redacted
 
@@ -75,42 +54,42 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     checkpoints = Checkpoints(train.checkpoint, record, background=not hooks.copies_files, off=train.fast)
     callbacks: list[pl.Callback] = [
         record,
-        Generators() if draws_as_lightning(cfg) else Seeds(cfg.seed),
-        StreamEnds(),
-        LogSteps(every if isinstance(every, int) else asdict(every)),
-        FiniteLoss(),
-        SampleWeights(),
-        ScheduleSteps(),
-        SameBuffers(),
+        random_state.Generators() if random_state.draws_as_lightning(cfg) else random_state.Seeds(cfg.seed),
+        steps.StreamEnds(),
+        steps.LogSteps(every if isinstance(every, int) else asdict(every)),
+        steps.FiniteLoss(),
+        gradients.SampleWeights(),
+        steps.ScheduleSteps(),
+        steps.SameBuffers(),
         Console(cfg, record, checkpoints),
-        Results(record),
-        Describe(cfg, record),
-        Memory(record),
-        Gathered(),
-        PendingGradients(),
+        results.Results(record),
+        results.Describe(cfg, record),
+        flops.Memory(record),
+        gathered.Gathered(),
+        gathered.PendingGradients(),
     ]
     if cfg.model.init_from is not None:
-        callbacks.append(StartWeights(cfg.model.init_from, cfg.logger.params.get("tracking_uri")))
+        callbacks.append(start.StartWeights(cfg.model.init_from, cfg.logger.params.get("tracking_uri")))
     if cfg.engine.activation_checkpointing:
-        callbacks.append(Recompute(cfg.engine.activation_checkpointing))
+        callbacks.append(start.Recompute(cfg.engine.activation_checkpointing))
     if cfg.engine.threads == "auto":
         callbacks.append(MeasuredThreads())
     if cfg.engine.profiler == "flops":
-        callbacks.append(Flops(record))
+        callbacks.append(flops.Flops(record))
     if cfg.logger.gradient_norm:
-        callbacks.append(GradientNorm())
+        callbacks.append(gradients.GradientNorm())
     if train.gradient_clip is not None and train.gradient_clip.algorithm == "agc":
-        callbacks.append(AdaptiveClip(train.gradient_clip.value))
+        callbacks.append(gradients.AdaptiveClip(train.gradient_clip.value))
     if shares := _warmups(cfg):
-        callbacks.append(Warmup(shares))
+        callbacks.append(gradients.Warmup(shares))
     if cfg.logger.pictures is not None:
-        callbacks.append(ShowPictures(cfg.logger.pictures, record))
+        callbacks.append(results.ShowPictures(cfg.logger.pictures, record))
     if cfg.logger.histograms is not None:
-        callbacks.append(Histograms(cfg.logger.histograms, record))
+        callbacks.append(results.Histograms(cfg.logger.histograms, record))
     if train.val_every_n_epoch < 1 and not train.fast:
-        callbacks.append(ValidateParts(train.val_every_n_epoch))
+        callbacks.append(steps.ValidateParts(train.val_every_n_epoch))
     if train.accumulator_factor > 1 and train.accumulator_epoch > 0:
-        callbacks.append(AccumulateFrom(train.accumulator_epoch, train.accumulator_factor))
+        callbacks.append(steps.AccumulateFrom(train.accumulator_epoch, train.accumulator_factor))
     if train.early_stop is not None:
         stop = train.early_stop  # whose mode is null where it does not train
         callbacks.append(EarlyStopping(stop.metric, stop.delta, stop.patience, mode=stop.mode or "min"))

@@ -1,4 +1,4 @@
-"""The order of a run's callbacks: each class of ours says which others it comes before and after."""
+"""Put a run's callbacks in order: each class of ours names those that it comes before and after."""
 
 from collections.abc import Sequence
 from graphlib import TopologicalSorter
@@ -9,8 +9,8 @@ OWN = "train.callbacks"
 
 
 def in_order(callbacks: Sequence[object], own: Sequence[object] = ()) -> list[Any]:
-    """All callbacks such that each comes after those that the names in its `after` stand for, and before those in its
-    `before`; without these, in the order given. Lightning itself moves those that save checkpoints to the end.
+    """Return all callbacks such that each comes after those that the names in its `after` stand for, and before those
+    in its `before`; without these, in the order given. Lightning itself moves those that save checkpoints to the end.
 
     Args:
         callbacks: of ours, whose classes may have `before` and `after`, tuples of class names and `OWN`.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deeplightning.address import is_address, shown
-from deeplightning.callbacks.run_labels import data_name
+from deeplightning.callbacks.describe import data_name
 from deeplightning.checks.trust import note_own
 from deeplightning.config.schema import Config
 from deeplightning.config.secret_scan import BLOT

@@ -9,8 +9,8 @@ import threading
 from types import FrameType
 from typing import TYPE_CHECKING
 
-import pytorch_lightning as pl
 import torch
+from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
 from torch import distributed
 
@@ -47,7 +47,7 @@ class Signals(LightningCheckpoint):
         self._asked: torch.Tensor | None = None
         self._gathered: distributed.Work | None = None
 
-    def setup(self, trainer: pl.Trainer, *_: object, **__: object) -> None:
+    def setup(self, trainer: Trainer, *_: object, **__: object) -> None:
         """Takes the signals over. Lightning 2.6 would put its own handler for SIGTERM in place after this, which talks
         to the other processes from inside the handler."""
         keep_signals(trainer)
@@ -78,14 +78,14 @@ class Signals(LightningCheckpoint):
             self._launcher.before_end(number, self._batches)
         return Interrupted(number.name, EXIT_CODES.get(number, EXIT_CODES[signal.SIGTERM]), at_once)
 
-    def _look(self, trainer: pl.Trainer, *_: object, **__: object) -> None:
+    def _look(self, trainer: Trainer, *_: object, **__: object) -> None:
         if trainer.state.fn == "fit" and not between_steps(trainer):
             return  # what is saved now would lack the gradients that wait
         received = self._received if trainer.world_size == 1 else self._received_by_any(trainer)
         if received:
             raise self._interrupted(received)
 
-    def _received_by_any(self, trainer: pl.Trainer) -> int:
+    def _received_by_any(self, trainer: Trainer) -> int:
         """The signal that a process had received when this was last asked, on all the same, or 0.
 
         The answer is that of the last look: while it is gathered the processes continue, and none waits for another.
@@ -107,12 +107,12 @@ class Signals(LightningCheckpoint):
 
     on_train_start = on_validation_start = on_test_start = on_predict_start = _begin
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
         self._batches += 1
         if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:  # else the epoch is brought to its end
             self._look(trainer)
 
-    def on_train_end(self, trainer: pl.Trainer, *_: object) -> None:
+    def on_train_end(self, trainer: Trainer, *_: object) -> None:
         self._look(trainer)
         if trainer.world_size > 1:
             self._look(trainer)  # for the answer to the look before

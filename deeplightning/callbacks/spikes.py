@@ -1,4 +1,5 @@
-"""Skip optimizer steps whose loss jumps, and load the last checkpoint after several: Lightning has no callback for it.
+"""Skip optimizer steps whose loss jumps, and load the last checkpoint after several: Lightning's SpikeDetection ends
+the run at the first one.
 
 `train.callbacks` names `LossSpikes`. A loss that is not a number always ends the run, see
 `deeplightning.callbacks.steps.FiniteLoss`.
@@ -8,8 +9,9 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any
 
-import pytorch_lightning as pl
 import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
+from torch.optim import Optimizer
 
 from deeplightning.callbacks import callback_of
 from deeplightning.callbacks.record import Record
@@ -20,8 +22,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("deeplightning")
 
+_STATE = ("spikes", "_in_a_row", "_seen", "_mean", "_variance")  # attributes that a checkpoint keeps
 
-class LossSpikes(pl.Callback):
+
+class LossSpikes(Callback):
     """Skip the optimizer steps whose loss is far above the recent ones.
 
     A loss is a spike when it is above their exponential mean by more than `threshold` standard deviations. Its
@@ -53,7 +57,7 @@ class LossSpikes(pl.Callback):
         self._mean = self._variance = 0.0
         self._losses: list[torch.Tensor] = []  # of the batches of this step
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """
         Raises:
             ConfigError: the task steps its optimizers itself.
@@ -62,14 +66,12 @@ class LossSpikes(pl.Callback):
             message = "LossSpikes leaves out steps that Lightning takes, and this task steps its optimizers itself"
             raise ConfigError(Fault(message, "train.callbacks"))
 
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         scaler: GradScaler | None = getattr(trainer.precision_plugin, "scaler", None)
         scale = scaler.get_scale() if scaler is not None else 1.0
         self._losses.append(loss.detach() * (trainer.accumulate_grad_batches / scale))
 
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         loss = torch.stack(self._losses).mean()
         self._losses.clear()
         value = float(trainer.strategy.reduce(loss, reduce_op="mean"))  # all processes decide the same
@@ -101,7 +103,7 @@ class LossSpikes(pl.Callback):
         self._mean += share * difference
         self._variance = (1 - share) * (self._variance + share * difference**2)
 
-    def _log(self, trainer: pl.Trainer) -> None:
+    def _log(self, trainer: Trainer) -> None:
         trainer.callback_metrics["loss_spikes"] = torch.tensor(float(self.spikes))
         for logger in trainer.loggers:
             logger.log_metrics({"loss_spikes": float(self.spikes)}, trainer.global_step)
@@ -110,9 +112,8 @@ class LossSpikes(pl.Callback):
         """Load weights and the optimizer's state from the last checkpoint, if there is one."""
         path = callback_of(trainer, Record).folder.last
         if not trainer.strategy.broadcast(path.is_file()):
-            log.warning(
-                "%s in a row, and there is no checkpoint yet to go back to", count(self.roll_back or 0, "spike")
-            )
+            in_a_row = count(self.roll_back or 0, "spike")
+            log.warning("%s in a row, and there is no checkpoint yet to go back to", in_a_row)
             return
         checkpoint = trainer.strategy.checkpoint_io
         checkpoint.writer.wait()
@@ -130,14 +131,8 @@ class LossSpikes(pl.Callback):
             log.warning("%s in a row: back to the weights of step %s", count(self.roll_back or 0, "spike"), step)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "spikes": self.spikes,
-            "in_a_row": self._in_a_row,
-            "seen": self._seen,
-            "mean": self._mean,
-            "variance": self._variance,
-        }
+        return {name.lstrip("_"): getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.spikes, self._in_a_row = state_dict["spikes"], state_dict["in_a_row"]
-        self._seen, self._mean, self._variance = state_dict["seen"], state_dict["mean"], state_dict["variance"]
+        for name in _STATE:
+            setattr(self, name, state_dict[name.lstrip("_")])

@@ -9,7 +9,7 @@ import socket
 import sys
 from typing import Any
 
-import pytorch_lightning as pl
+from pytorch_lightning import Callback, LightningModule, Trainer
 
 from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.record import Record
@@ -26,7 +26,7 @@ class Pruned(Interrupted):
         self.args = (words,)
 
 
-class Trial(pl.Callback):
+class Trial(Callback):
     """Reports to the search, on rank 0, and ends the run on all ranks.
 
     Args:
@@ -40,30 +40,30 @@ class Trial(pl.Callback):
         self.record, self.search = record, json.loads(address)
         self._validated = False
 
-    def _ask(self, trainer: pl.Trainer, **words: object) -> dict[str, object]:
+    def _ask(self, trainer: Trainer, **words: object) -> dict[str, object]:
         """The search's answer to rank 0, on all ranks."""
         answer: dict[str, object] = {}
         if trainer.is_global_zero:
             answer = say(self.search, **words)
         return trainer.strategy.broadcast(answer) if trainer.world_size > 1 else answer
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Names the run, so that a trial that fails before its first step has one; a resumed run opens later."""
         if self.record.opened:
             self._name_run(trainer)
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.ckpt_path is not None:
             self._name_run(trainer)
 
-    def _name_run(self, trainer: pl.Trainer) -> None:
+    def _name_run(self, trainer: Trainer) -> None:
         run = getattr(trainer.logger, "run_id", None)
         self._ask(trainer, run=run, folder=str(self.record.folder.path))
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validated = True
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         metric = self.search["metric"]
         if trainer.enable_validation and not self._validated:
             return  # what the metric is now was reported before

@@ -1,21 +1,23 @@
-"""Log losses by step, norms of gradients and the parts of a batch's time: Lightning has no callbacks for these.
-
-`train.callbacks` names them.
-"""
+"""Log losses by step, norms of gradients and the parts of a batch's time, and choose the faster number of threads:
+Lightning has no callbacks for these. `train.callbacks` names all but the last."""
 
 import logging
 import math
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import pytorch_lightning as pl
 import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
+from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 log = logging.getLogger("deeplightning.watch")
+
+THREAD_BATCHES = 7  # of each number of threads
 
 
 def has_loss(outputs: Any) -> bool:
@@ -33,7 +35,7 @@ def batch_loss(trainer: Any, outputs: Any) -> torch.Tensor:
     return loss.detach() * divided_by
 
 
-class SyncedLoss(pl.Callback):
+class SyncedLoss(Callback):
     """Print a line per optimizer step: the mean loss of accumulated batches and processes.
 
     Args:
@@ -46,12 +48,10 @@ class SyncedLoss(pl.Callback):
         self._losses: list[torch.Tensor] = []
         self._step = 0
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._losses, self._step = [], trainer.global_step
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, *_: object
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: object, *_: object) -> None:
         if has_loss(outputs):
             self._losses.append(batch_loss(trainer, outputs))
         if trainer.global_step == self._step:
@@ -63,7 +63,7 @@ class SyncedLoss(pl.Callback):
         self._losses, self._step = [], trainer.global_step
 
 
-class SmoothedLoss(pl.Callback):
+class SmoothedLoss(Callback):
     """Log `train_loss_ema`: each batch's loss moves it by `weight`; the first of an epoch is taken as it is."""
 
     def __init__(self, weight: float = 0.1):
@@ -75,9 +75,7 @@ class SmoothedLoss(pl.Callback):
     def on_train_epoch_start(self, *_: object) -> None:
         self._value = None
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, *_: object
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: object, *_: object) -> None:
         if not has_loss(outputs):
             return
         loss = batch_loss(trainer, outputs)
@@ -85,16 +83,16 @@ class SmoothedLoss(pl.Callback):
         pl_module.log("train_loss_ema", self._value)
 
 
-class ListParameters(pl.Callback):
+class ListParameters(Callback):
     """Print a line per trainable tensor at the start: name, shape, device, type."""
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for name, p in pl_module.named_parameters():
             if p.requires_grad:
                 log.info("%s %s %s %s", name, tuple(p.shape), p.device, str(p.dtype).removeprefix("torch."))
 
 
-class GradientNorms(pl.Callback):
+class GradientNorms(Callback):
     """Log `grad_norm/<name>` of each trainable tensor before each optimizer step, and `grad_norm` of all.
 
     Args:
@@ -104,9 +102,7 @@ class GradientNorms(pl.Callback):
     def __init__(self, norm_type: float = 2.0):
         self.norm_type = norm_type
 
-    def on_before_optimizer_step(
-        self, trainer: Any, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if not trainer.log_every_n_steps:
             return
         found = {n: p.grad for n, p in pl_module.named_parameters() if p.grad is not None}
@@ -116,7 +112,7 @@ class GradientNorms(pl.Callback):
         pl_module.log_dict(norms)
 
 
-class Timings(pl.Callback):
+class Timings(Callback):
     """Log where time goes, in seconds per batch: `batch_time`, and its parts `data_time` (waiting for the batch),
     `forward_time` (to its loss), `backward_time` and `step_time` (the optimizer, and what else ends a batch); and
     `batches` so far.
@@ -129,20 +125,19 @@ class Timings(pl.Callback):
         self._hooks: list[RemovableHandle] = []
         self._is_on_gpu = self._waits = False
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._is_on_gpu = pl_module.device.type == "cuda"
         for optimizer in trainer.optimizers:  # between two optimizers of one batch there is no hook of Lightning's
             if hasattr(optimizer, "register_step_post_hook"):
                 self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._add("step")))
         self._begin()  # Lightning skips the next hook where a run resumes inside an epoch
 
-    def on_train_epoch_start(self, *_: object) -> None:
-        self._begin()
-
-    def _begin(self) -> None:
+    def _begin(self, *_: object, **__: object) -> None:
         self._last = self._logged_at = time.perf_counter()
         self._count = 0
         self._spent = dict.fromkeys(("data", "forward", "backward", "step"), 0.0)
+
+    on_train_epoch_start = _begin
 
     def _add(self, part: str) -> None:
         """Add the time since the last call to this part."""
@@ -167,7 +162,7 @@ class Timings(pl.Callback):
     def on_after_backward(self, *_: object) -> None:
         self._add("backward")
 
-    def on_train_batch_end(self, trainer: Any, pl_module: pl.LightningModule, *_: object) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *_: object) -> None:
         self._add("step")
         self._waits = False
         self._count += 1
@@ -192,7 +187,7 @@ class Timings(pl.Callback):
         self._hooks = []
 
 
-class ProgressLines(pl.Callback):
+class ProgressLines(Callback):
     """Print a line at each tenth of an epoch's batches, with the loss of the last batch. Up to 15 batches have a line
     each; an epoch of unknown length has one at each hundredth batch.
 
@@ -205,17 +200,51 @@ class ProgressLines(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: object, batch: object, batch_idx: int) -> None:
         done, of = batch_idx + 1, trainer.num_training_batches
-        if trainer.global_rank not in self.ranks:
+        is_finite = math.isfinite(of)
+        due = of <= 15 or done * 10 // of > batch_idx * 10 // of if is_finite else done % 100 == 0
+        if due and trainer.global_rank in self.ranks:
+            share = f" of {of} ({100 * done // of} %)" if is_finite else ""
+            loss = batch_loss(trainer, outputs)
+            log.info("epoch %d, batch %d%s: train_loss %.4f", trainer.current_epoch + 1, done, share, loss)
+
+
+class MeasuredThreads(Callback):
+    """Give the first batches of a training to one thread and to all in turn, and the others to the faster.
+
+    Beside busy neighbours two threads may take half as long again as one, waiting for each other; alone they are faster
+    where there is much to compute. Numbers of threads round differently: a run whose threads are measured does not
+    repeat bit for bit.
+    """
+
+    def __init__(self) -> None:
+        self._taken: dict[int, list[float]] = {}
+        self._began = 0.0
+
+    def on_train_start(self, *_: object) -> None:
+        available = torch.get_num_threads()
+        self._taken = {1: [], available: []} if available > 1 else {}
+
+    def on_train_batch_start(self, *_: object) -> None:
+        if self._taken:
+            torch.set_num_threads(min(self._taken, key=lambda threads: len(self._taken[threads])))
+            self._began = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+        if not self._taken:
             return
-        if not math.isfinite(of):
-            if done % 100 == 0:
-                log.info(
-                    "epoch %d, batch %d: train_loss %.4f", trainer.current_epoch + 1, done, batch_loss(trainer, outputs)
-                )
-        elif of <= 15 or done * 10 // of > batch_idx * 10 // of:
-            share = 100 * done // of
-            first = (trainer.current_epoch + 1, done, of, share)
-            log.info("epoch %d, batch %d of %d (%d %%): train_loss %.4f", *first, batch_loss(trainer, outputs))
+        self._taken[torch.get_num_threads()].append(time.perf_counter() - self._began)
+        if min(map(len, self._taken.values())) < THREAD_BATCHES:
+            return
+        # The first of each warms up.
+        found = {threads: statistics.median(seconds[1:]) for threads, seconds in self._taken.items()}
+        self._taken = {}
+        best = min(found, key=found.__getitem__)
+        torch.set_num_threads(best)
+        times = ", ".join(f"{1000 * seconds:.1f} ms a batch with {threads}" for threads, seconds in found.items())
+        logging.getLogger("deeplightning").info("threads    %d (%s)", best, times)
+        for logger in trainer.loggers:
+            if hasattr(logger, "log_tags"):
+                logger.log_tags({"threads": best})
 
 
 def samples_in(batch: object) -> int:

@@ -1,14 +1,17 @@
-"""A watchdog, to name under `train.callbacks`: a process that makes no progress ends the run, instead of nobody."""
+"""End a run whose process makes no progress; Lightning's Timer ends those alone that take too long.
+
+`train.callbacks` names `Watchdog`.
+"""
 
 import threading
 
-import pytorch_lightning as pl
+from pytorch_lightning import Callback
 
 from deeplightning.process import ranks, supervisor
 
 
-class Watchdog(pl.Callback):
-    """Ends a run with exit code 5 when a process has begun or ended no batch for some time.
+class Watchdog(Callback):
+    """End a run with exit code 5 when a process has begun or ended no batch for some time.
 
     All processes end, the reason names the one that does not wait for others, with file and line of its main thread,
     and with `engine.max_restarts` all are started again. What comes between two batches counts as well: the saving of a
@@ -28,8 +31,9 @@ class Watchdog(pl.Callback):
         self._progress = 0
         self._over: threading.Event | None = None
 
-    def _begin(self) -> None:
-        self._end()
+    def _begin(self, *_: object, **__: object) -> None:
+        if self._over is not None:  # a validation inside a training
+            return
         group = supervisor.here() or supervisor.begin(0, starts_others=True)  # a process by itself
         self._over = threading.Event()
         threading.Thread(target=self._watch, args=(group, self._over), name="watchdog", daemon=True).start()
@@ -47,7 +51,7 @@ class Watchdog(pl.Callback):
     def _step(self, *_: object, **__: object) -> None:
         self._progress += 1
 
-    def _end(self) -> None:
+    def _end(self, *_: object, **__: object) -> None:
         if self._over is not None:
             self._over.set()
             self._over = None
@@ -55,21 +59,5 @@ class Watchdog(pl.Callback):
     on_train_batch_start = on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _step
     on_train_batch_end = on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _step
 
-    def on_train_start(self, *_: object) -> None:
-        self._begin()
-
-    def on_validation_start(self, trainer: pl.Trainer, *_: object) -> None:
-        if trainer.state.fn != "fit":
-            self._begin()
-
-    def on_test_start(self, *_: object) -> None:
-        self._begin()
-
-    def on_predict_start(self, *_: object) -> None:
-        self._begin()
-
-    def on_exception(self, *_: object) -> None:
-        self._end()
-
-    def teardown(self, *_: object, **__: object) -> None:
-        self._end()
+    on_train_start = on_validation_start = on_test_start = on_predict_start = _begin
+    on_exception = teardown = _end

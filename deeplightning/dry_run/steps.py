@@ -12,8 +12,8 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
 from deeplightning import own_code
-from deeplightning.callbacks.recompute import Recompute
-from deeplightning.callbacks.steps import LogSteps, Seeds
+from deeplightning.callbacks import random_state, start
+from deeplightning.callbacks.steps import LogSteps
 from deeplightning.checks.conditions import splits_layers
 from deeplightning.config.auto_values import WEIGHTS, unfilled
 from deeplightning.config.schema import Config
@@ -195,9 +195,9 @@ def quiet_arguments(cfg: Config) -> dict[str, Any]:
 def make_trainer(attempt: Attempt, look: pl.Callback) -> pl.Trainer:
     train = attempt.cfg.train
     assert attempt.cfg.seed is not None, "load_config draws one"
-    kept: list[pl.Callback] = [Seeds(attempt.cfg.seed), LogSteps(1)]
+    kept: list[pl.Callback] = [random_state.Seeds(attempt.cfg.seed), LogSteps(1)]
     if attempt.cfg.engine.activation_checkpointing:
-        kept.append(Recompute(attempt.cfg.engine.activation_checkpointing))
+        kept.append(start.Recompute(attempt.cfg.engine.activation_checkpointing))
     if splits_layers(attempt.asked.engine):
         kept.append(_Plan(attempt.asked.engine.params))
     for _, callback in attempt.callbacks:

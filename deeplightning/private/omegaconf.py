@@ -7,6 +7,7 @@ read. If one of these names moves, every config with a `${` fails here. Importin
 from collections.abc import Callable
 from typing import Any
 
+from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError
 from omegaconf.grammar_parser import parse as tree_of
 from omegaconf.grammar_visitor import GrammarVisitor, OmegaConfGrammarParser
@@ -31,7 +32,12 @@ def parse(text: str, argument: bool = False) -> object:
         raise Malformed from None
 
 
-class Evaluation:
+def plain(value: Any) -> Any:
+    """Return a container of OmegaConf as dicts and lists, any other value as it is."""
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+class Evaluation(GrammarVisitor):
     """Evaluates trees.
 
     Args:
@@ -42,11 +48,16 @@ class Evaluation:
 
     def __init__(
         self,
-        find: Callable[[int, tuple[str, ...]], object],
+        find: Callable[[int, tuple[str, ...]], Any],
         make: Callable[[Any], object],
         call: Callable[[str, tuple[object, ...], tuple[Callable[[], str], ...]], Any],
     ):
-        self._visitor = _Visitor(find, make, call)
+        super().__init__(
+            node_interpolation_callback=lambda key, memo: find(key.relative_dots, key.parts),
+            resolver_interpolation_callback=lambda name, args, args_str: call(name, args, args_str),
+            memo=None,
+        )
+        self.make = make
 
     def value(self, tree: object) -> Any:
         """Return the value of a tree.
@@ -56,7 +67,7 @@ class Evaluation:
                 digits.
         """
         try:
-            return self._visitor.visit(tree)
+            return self.visit(tree)
         except (ValueError, AssertionError):
             raise Malformed from None
 
@@ -64,22 +75,7 @@ class Evaluation:
         """Return the node that `find` gives for a text that is a single `${a.b}`, or None for any other text."""
         text = tree.getChild(0)
         inner = text.getChild(0).getChild(0) if text.getChildCount() == 1 else None
-        if not isinstance(inner, OmegaConfGrammarParser.InterpolationNodeContext):
-            return None
-        try:
-            return self._visitor.visit(inner)
-        except (ValueError, AssertionError):
-            raise Malformed from None
-
-
-class _Visitor(GrammarVisitor):
-    def __init__(self, find: Callable[..., Any], make: Callable[[object], object], call: Callable[..., object]):
-        super().__init__(
-            node_interpolation_callback=lambda key, memo: find(key.relative_dots, key.parts),
-            resolver_interpolation_callback=lambda name, args, args_str: call(name, args, args_str),
-            memo=None,
-        )
-        self.make = make
+        return self.value(inner) if isinstance(inner, OmegaConfGrammarParser.InterpolationNodeContext) else None
 
     def visitInterpolation(self, ctx: Any) -> object:
         """Evaluate a reference inside a text, a key, a name or an argument."""

@@ -33,7 +33,7 @@ def init_module(cfg: Config, section: str, read: bool = True) -> Any:
     """
     from lightning_fabric import seed_everything
 
-    from deeplightning.callbacks.steps import draws_as_lightning, seed_all
+    from deeplightning.callbacks.random_state import draws_as_lightning, seed_all
     from deeplightning.engine.compute import lay_channels_last
     from deeplightning.engine.memory_estimate import refuse_what_does_not_fit
 

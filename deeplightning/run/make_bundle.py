@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deeplightning.callbacks.commands import seen_from_here
+from deeplightning.callbacks.describe import seen_from_here
 from deeplightning.faults import CheckpointError
 from deeplightning.kinds import KINDS, is_plain
 from deeplightning.run.assemble import init_module

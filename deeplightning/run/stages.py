@@ -231,14 +231,14 @@ def _is_served(task: Any) -> bool:
 
 def _say_next(cfg: Config, task: object, record: Record) -> None:
     """Log commands that the user may want next, each on its own line for pasting."""
-    from deeplightning.callbacks import TRIAL, commands
+    from deeplightning.callbacks import TRIAL, describe
 
     if TRIAL in os.environ:
         return
     uri = cfg.logger.params.get("tracking_uri")
     can_be_served = record.folder.bundle_card.is_file() if is_plain(task) else _is_served(task)
-    found = [commands.serve(record.folder.path)] if can_be_served else []
-    if commands.page(record.loggers, uri) is not None and (start := commands.monitor(uri)) is not None:
+    found = [describe.serve(record.folder.path)] if can_be_served else []
+    if describe.page(record.loggers, uri) is not None and (start := describe.monitor(uri)) is not None:
         found.append(start)
     for text in ["next       commands to paste:", *(f"  {command}" for command in found)] if found else []:
         log.info("%s", text, extra={"terminal": [text]})  # unbroken

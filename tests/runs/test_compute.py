@@ -15,7 +15,7 @@ from pytorch_lightning.trainer.setup import _log_device_info
 from torch._inductor import compile_fx
 from torch._prims_common import suggest_memory_format
 
-from deeplightning.callbacks import threads
+from deeplightning.callbacks import watch
 from deeplightning.callbacks.console import to_terminal
 from deeplightning.checks.examine import load_config
 from deeplightning.config.schema import Engine
@@ -155,7 +155,7 @@ def test_threads_are_measured(fit, monkeypatch, caplog):
     now = iter(range(10**6))
     # Each batch of one thread begins and ends three ticks apart, of two threads one tick.
     monkeypatch.setattr(
-        threads.time, "perf_counter", lambda: next(now) * (3 if torch.get_num_threads() == 1 else 1) * 1e-3
+        watch.time, "perf_counter", lambda: next(now) * (3 if torch.get_num_threads() == 1 else 1) * 1e-3
     )
     fit("engine.threads=auto", "data.batch_size=4")
     (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("threads")]

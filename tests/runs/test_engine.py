@@ -8,8 +8,8 @@ import torch
 from conftest import digest
 from torch import nn
 
-from deeplightning.callbacks.flops import peak
-from deeplightning.callbacks.recompute import Recompute
+from deeplightning.callbacks.flops import Utilization, peak
+from deeplightning.callbacks.start import Recompute
 from deeplightning.checks.examine import examine, load_config
 from deeplightning.checks.explain import explain
 from deeplightning.checks.strategy import meaning
@@ -294,7 +294,7 @@ def test_flops_of_a_step_are_counted(fit):
 def test_the_operations_per_second_are_logged_for_each_epoch(fit, monkeypatch):
     """Those of the first batch for each sample, over the seconds of training alone; weights stay as they are."""
     moments = iter(range(1000))
-    monkeypatch.setattr("deeplightning.callbacks.flops.perf_counter", lambda: float(next(moments)))
+    monkeypatch.setattr(Utilization, "_now", lambda *_: float(next(moments)))
     settings = ["model.network={type: own.network, params: {width: 32}}", "train.num_epochs=2"]
     fitted = fit(*settings, "train.callbacks=[{type: deeplightning.callbacks.flops.Utilization}]")
     of_sample = 2 * (2 * 64 * 32 + 3 * 32 * 10)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deeplightning.callbacks import commands, console
+from deeplightning.callbacks import console, describe
 from deeplightning.callbacks.console import Console
 from deeplightning.callbacks.progress import Bar, EpochTable, clock, number
 from deeplightning.cli import listing
@@ -196,12 +196,12 @@ def test_commands_can_be_pasted(tmp_path, monkeypatch):
     """Relative to the working directory, quoted; scripts in a clone, the command elsewhere; a server needs neither."""
     monkeypatch.chdir(HOME)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    assert commands.serve(HOME / "mlruns" / "0" / "a" / "artifacts") == "bash deploy.sh mlruns/0/a/artifacts"
-    assert commands.monitor(None) == commands.monitor("mlruns") == "bash monitor.sh"
-    assert commands.monitor("a b") == "bash monitor.sh --tracking-uri 'a b'"
-    assert commands.monitor("https://tracker") is None
-    monkeypatch.setattr(commands, "HOME", tmp_path / "site-packages")
-    assert commands.serve(tmp_path / "a run") == f"deeplightning serve '{tmp_path}/a run'"
+    assert describe.serve(HOME / "mlruns" / "0" / "a" / "artifacts") == "bash deploy.sh mlruns/0/a/artifacts"
+    assert describe.monitor(None) == describe.monitor("mlruns") == "bash monitor.sh"
+    assert describe.monitor("a b") == "bash monitor.sh --tracking-uri 'a b'"
+    assert describe.monitor("https://tracker") is None
+    monkeypatch.setattr(describe, "HOME", tmp_path / "site-packages")
+    assert describe.serve(tmp_path / "a run") == f"deeplightning serve '{tmp_path}/a run'"
 
 
 class MLflowLogger:
@@ -210,11 +210,11 @@ class MLflowLogger:
 
 def test_the_page_of_a_run_is_named():
     """That of `monitor` for a store on disk, that of the server for a server; none for another tracker."""
-    assert commands.page([MLflowLogger()], "mlruns") == "http://127.0.0.1:5001/#/experiments/3/runs/abc"
-    assert commands.page([object(), MLflowLogger()], "https://u:p@tracker/") == (
+    assert describe.page([MLflowLogger()], "mlruns") == "http://127.0.0.1:5001/#/experiments/3/runs/abc"
+    assert describe.page([object(), MLflowLogger()], "https://u:p@tracker/") == (
         "https://***@tracker/#/experiments/3/runs/abc"
     )
-    assert commands.page([object()], "mlruns") is None
+    assert describe.page([object()], "mlruns") is None
 
 
 @pytest.mark.parametrize(
