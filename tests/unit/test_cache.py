@@ -697,7 +697,9 @@ def test_the_longest_unused_is_removed(root, cache, monkeypatch, caplog):
     names = {size: name for size, (_, name) in made.items()}
     used = made[9][0]
     del made
-    monkeypatch.setenv("DEEPLIGHTNING_CACHE_LIMIT", str((COUNT * (per_row(8) + per_row(9) + per_row(11)) + 1000) / 2**30))
+    monkeypatch.setenv(
+        "DEEPLIGHTNING_CACHE_LIMIT", str((COUNT * (per_row(8) + per_row(9) + per_row(11)) + 1000) / 2**30)
+    )
     with caplog.at_level(logging.INFO):
         ready(root, image_size=11)
     left = folders(cache)
