@@ -381,9 +381,9 @@ def spare_memory() -> int:
 
 @contextlib.contextmanager
 def _limited(memory: int) -> Iterator[None]:
-    """Limit the further memory of this process, in bytes, and its CPU time. The kernel enforces both, even if the
-    parent has been killed."""
-    most = {resource.RLIMIT_CPU: int(LOAD_SECONDS) + 1}
+    """Limit the further memory of this process, in bytes, and the CPU time of its threads. The kernel enforces both,
+    even if the parent has been killed; otherwise, the parent's time limit is reached first."""
+    most = {resource.RLIMIT_CPU: int(LOAD_SECONDS * usable_cores()) + 2}
     if used := _bytes_from("/proc/self/status", "VmData:"):
         most[resource.RLIMIT_DATA] = min(used + memory, sys.maxsize)
     before = {kind: resource.getrlimit(kind) for kind in most}

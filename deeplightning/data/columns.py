@@ -26,8 +26,7 @@ class Moments:
 
     def add(self, values: np.ndarray) -> None:
         """Numbers, float64 (n,) or (n, T)."""
-        size = len(values)
-        if not size:
+        if not (size := len(values)):
             return
         mean = values.mean(0)
         squares = np.square(values - mean).sum(0)

@@ -233,8 +233,9 @@ class TableFile:
         """Return the command that leaves the lines of the table, where others are above, between or below them."""
         rows, name = list[tuple[int, int, list[str]]](), self.path.name  # first and last line, values
         with contextlib.suppress(TableError):
-            for line, values in records(text_of(head(self.path), self.form.encoding), self.form.delimiter):
+            for line, values in records(text_of(data := head(self.path), self.form.encoding), self.form.delimiter):
                 rows.append((line - sum(value.count("\n") for value in values), line, values))
+        rows = rows[: len(rows) - (len(data) == HEAD)]  # where the first bytes end, a line is cut off
         parts = itertools.groupby(rows, lambda row: len(row[2]) == len(self.names))
         others = [[*part] for is_row, part in parts if not is_row]
         if 2 * sum(map(len, others)) < len(rows):

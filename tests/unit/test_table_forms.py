@@ -401,6 +401,7 @@ REFUSED = [
         "A value that has ',' in it needs quotes. To leave other lines out: sed '11,11d;21,22d' t.csv >table.csv",
     ),
     ("t.csv", b"a,b\n" + b"1,2\n" * 20 + b"end\n", "To leave other lines out: sed '22,22d' t.csv >table.csv"),
+    ("t.csv", b"a,b\n1,2\n1,2,3\n" + b"100,200\n" * 140_000, "To leave other lines out: sed '3,3d' t.csv >table.csv"),
     ("t.csv", b"a,kind\n" + b"1.1.2024,x\n2.1.2024,y\n" * 9, "t['a'] = pandas.to_datetime(t['a']).dt.date"),
 ]
 

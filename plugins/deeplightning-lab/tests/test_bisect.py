@@ -289,7 +289,7 @@ def test_a_bisection_at_which_another_process_is_waits_for_nobody(few, found):
     try:
         refused = few.bisect("--seeds", "2")
     finally:
-        hold.release()
+        lock.release()
     assert refused.code == 3
     assert f"another process is at this bisection, in {home}" in refused.err
 
@@ -446,8 +446,8 @@ def test_a_run_saves_a_checkpoint_and_ends_when_its_bisection_ends(few, found):
             process.kill()
         (folder,) = {*few.store.glob("0/*")} - before
         run = RunFolder(folder / "artifacts")
-        hold = wait_for(run.hold, text)
-        hold.release()
+        lock = wait_for(run.lock, text)
+        lock.release()
         steps.append(read_checkpoint(run.last)["global_step"])
         text.rename(text.with_suffix(f".{number}"))
     assert "interrupted by SIGINT after 0 runs; the same command continues" in (few.top / "2.log").read_text()
