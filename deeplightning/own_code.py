@@ -231,8 +231,9 @@ def _installed(name: str) -> ModuleSpec | None:
 
 
 def _warn_if_hides(own: ModuleSpec) -> None:
-    """Log a warning, once, where a module of the user's has the name of an installed one."""
-    if _reported is None or own.name in _reported or not is_own(own.origin):
+    """Log a warning, once and on rank 0, where a module of the user's has the name of an installed one."""
+    is_first = all(os.environ.get(name, "0") == "0" for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK", "NODE_RANK"))
+    if _reported is None or not is_first or own.name in _reported or not is_own(own.origin):
         return
     _reported.add(own.name)
     hidden = _installed(own.name)
