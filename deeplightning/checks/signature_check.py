@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from deeplightning import own_code
 from deeplightning.checks.value_check import misfits
 from deeplightning.config import other_tools
 from deeplightning.config.section_kinds import KINDS, REMOVED_HOOKS, is_bound, misfit, no_part
@@ -139,8 +138,7 @@ class Meanings:
             try:
                 self._found[key] = ask()
             except (ValueError, Undecided) as error:
-                words = (own_code.shown(arg) if isinstance(arg, str) else arg for arg in error.args)
-                self._found[key] = type(error)(*words)  # without the frames that it came through
+                self._found[key] = type(error)(*error.args)  # without the frames that it came through
         found = self._found[key]
         if isinstance(found, Exception):
             raise found.with_traceback(None)

@@ -75,7 +75,7 @@ def find(name: str) -> Any:
     found: object = None
     depth = 0
     for depth in range(len(parts) - 1, 0, -1):
-        found = _module(".".join(parts[:depth]), name, parts[depth : depth + 1])
+        found = _module(".".join(parts[:depth]), name)
         if found is not None:
             break
     if found is None:
@@ -116,8 +116,8 @@ def find_function(name: str) -> Any:
     return found
 
 
-def _module(module: str, wanted: str, inside: Iterable[str]) -> types.ModuleType | None:
-    full = own_code.full_name(module, inside)
+def _module(module: str, wanted: str) -> types.ModuleType | None:
+    full = own_code.full_name(module)
     try:
         return importlib.import_module(full)
     except (Exception, SystemExit) as error:

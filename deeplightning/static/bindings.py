@@ -101,9 +101,9 @@ class Module:
         """Return whether it is the user's own code rather than installed."""
         return self.file is not None and not str(self.file).startswith(INSTALLED)
 
-    def full_name(self, name: str, inside: Sequence[str] = ()) -> str:
+    def full_name(self, name: str) -> str:
         """Return the module that an `import` in this file means."""
-        return own_code.full_name(name, inside) if own_code.is_own(str(self.file)) else name
+        return own_code.full_name(name) if own_code.is_own(str(self.file)) else name
 
     def place(self, line: int) -> str:
         """` (file:line)`, for own code."""
@@ -122,11 +122,8 @@ def module(name: str) -> Module | None:
     folders: Sequence[str] | None = None
     parts = name.split(".")
     spec: Any = None
-    first = 1
-    if name.startswith(own_code.PREFIX):
-        first, folders = own_code.PREFIX.count(".") + 1, own_code.roots()
-    for depth in range(first, len(parts) + 1):
-        if depth > first and not folders:
+    for depth in range(1, len(parts) + 1):
+        if depth > 1 and not folders:
             return None
         spec = _spec(".".join(parts[:depth]), folders)
         if spec is None:
@@ -336,7 +333,7 @@ class _Reader:
                     full = self.scope.module.full_name(alias.name)
                     self.imported(full, node.lineno)
                     if alias.asname is None:
-                        full = self.scope.module.full_name(bound, alias.name.split(".")[1:2])
+                        full = self.scope.module.full_name(bound)
                     self.bind(alias.asname or bound, Imported, node.lineno, full, None)
                     if alias.asname is None and alias.name.startswith(f"{self.scope.module.name}."):
                         self.scope.effects.append(alias.name)
@@ -509,7 +506,7 @@ def _loop_variable(node: ast.For | ast.AsyncFor) -> ast.stmt:
 def absolute(node: ast.ImportFrom, module: Module) -> str:
     """Return the module that `from … import` names."""
     if node.module and not node.level:
-        return module.full_name(node.module, [alias.name for alias in node.names])
+        return module.full_name(node.module)
     above = module.package.split(".")
     above = above[: len(above) - node.level + 1] if node.level else []
     return ".".join([*above, *([node.module] if node.module else [])])

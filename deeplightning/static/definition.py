@@ -58,7 +58,7 @@ def _find(parts: list[str], names: Names) -> Thing:
     name = ".".join(parts)
     module, depth = None, 0
     for depth in range(min(len(parts) - 1, 50), 0, -1):
-        module = names.module(own_code.full_name(".".join(parts[:depth]), parts[depth : depth + 1]))
+        module = names.module(own_code.full_name(".".join(parts[:depth])))
         if module is not None:
             break
     if module is None:

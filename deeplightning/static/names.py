@@ -83,7 +83,7 @@ class Names:
         if name not in self.modules:
             module = bindings.module(name)
             if module is not None and module.is_ours:
-                if "." in own_code.shown(name):
+                if "." in name:
                     self.module(name.rpartition(".")[0])
                 self.modules[name] = module  # own files may import each other
                 try:
@@ -102,7 +102,7 @@ class Names:
         for top, line in _missing_packages(module):
             raise _lacking(top, module.place(line))
         for name, _ in module.scope.imports if own_code.is_own(str(module.file)) else ():
-            if own_code.top_level(own_code.shown(name).partition(".")[0]) is not None:
+            if own_code.top_level(name.partition(".")[0]) is not None:
                 self.module(name)
         if module.scope.raised is not None:
             raise _raised_by(module.scope.raised, module)
