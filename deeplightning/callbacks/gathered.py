@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("deeplightning")
 
-KEY, GRADIENTS = "gathered", "gradients"
-"""Of a checkpoint from inside an epoch: {"metrics": states by the module's name, "logged": values of `self.log`}; of
-one between the steps of an optimizer: its gradients by the parameter's name."""
+GRADIENTS = "gradients"
+"""The key of a checkpoint from between the steps of an optimizer: its gradients by the parameter's name."""
 
 
 class Gathered(Callback):
@@ -34,6 +33,7 @@ class Gathered(Callback):
     before = (OWN,)
 
     def __init__(self) -> None:
+        self._trainer: Trainer | None = None
         self._counts: dict[str, int] = {}  # updates of each metric when the validation began that is under way
         self._judging: set[str] = set()  # metrics that validations update
         self._saved: dict[str, Any] = {}
@@ -50,19 +50,22 @@ class Gathered(Callback):
     def on_validation_end(self, *_: object) -> None:
         self._counts = {}
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        epoch: Any = trainer.fit_loop.epoch_progress.current
-        if epoch.processed == epoch.ready:
-            return
-        found = {n: m for n, m in _metrics(pl_module).items() if m.update_called and n not in self._judging}
-        found = {n: m for n, m in found.items() if self._counts.get(n, m.update_count) == m.update_count}
-        logged = logged_means(trainer)
-        for name, value in self._logged.items():  # a run that ends before the task logs it again
-            logged.setdefault(name, value)
-        checkpoint[KEY] = {"metrics": {name: _state_of(metric) for name, metric in found.items()}, "logged": logged}
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._trainer = trainer
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._saved = checkpoint.get(KEY, {}) if trainer.state.fn == "fit" else {}
+    def state_dict(self) -> dict[str, Any]:
+        """Return {"metrics": states by the module's name, "logged": values of `self.log`}; between epochs nothing."""
+        epoch: Any = self._trainer and self._trainer.fit_loop.epoch_progress.current
+        if self._trainer is None or epoch.processed == epoch.ready:
+            return {}
+        metrics = _metrics(self._trainer.lightning_module)
+        found = {n: m for n, m in metrics.items() if m.update_called and n not in self._judging}
+        found = {n: m for n, m in found.items() if self._counts.get(n, m.update_count) == m.update_count}
+        logged = self._logged | logged_means(self._trainer)  # the former of a run that ends before the task logs again
+        return {"metrics": {name: _state_of(metric) for name, metric in found.items()}, "logged": logged}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict if self._trainer is not None and self._trainer.state.fn == "fit" else {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         saved, self._saved = self._saved, {}
