@@ -93,7 +93,6 @@ class RunFolder:
         self.curves = self.path / "curves"  # with .svg and .png
         self.report = self.path / "report.html"
         self.flops = self.path / "flops.txt"
-        self.memory = self.path / "memory.json"  # used by a training; `deeplightning.callbacks.flops`
 
     def checkpoint(self, epoch: int, step: int) -> Path:
         """Return the path of a checkpoint that is kept besides `last` and `best`."""

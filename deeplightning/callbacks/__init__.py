@@ -64,7 +64,6 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         Console(cfg, record, checkpoints),
         results.Results(record),
         results.Describe(cfg, record),
-        flops.Memory(record),
         gathered.Gathered(),
         gathered.PendingGradients(),
     ]
