@@ -27,12 +27,13 @@ from deeplightning.faults import ConfigError, Fault, SetupError, count
 from deeplightning.launch.set_environment import apply_environment
 from deeplightning.process.identity import identity
 from deeplightning.process.terminal import say
-from deeplightning.reproduce.groups import Group, Member
-from deeplightning.reproduce.past import PastRun
+from deeplightning.reproduce.interval import mean_interval, number
+from deeplightning.reproduce.past import PastRun, by_stage
 from deeplightning.runfolder import RunFolder, write_whole
 from deeplightning.sweep import multirun
 from deeplightning.sweep.multirun import FINISHED, UNDERWAY, Grid
 from deeplightning.sweep.sealed import code_of_grid, own_code
+from deeplightning.sweep.table import text
 from deeplightning.sweep.worker import Train
 from deeplightning.tracking.metric_names import clean
 from deeplightning.tracking.parent import Parent, Stopped
@@ -145,19 +146,15 @@ class Seeds(Grid):
             point.note(run=None, folder=None)
         return more
 
-    def _group(self) -> Group:
-        """The runs that have finished."""
-        found = [point.known for point in self.points]
-        folders = [RunFolder(Path(known["folder"])) for known in found if known.get("state") == FINISHED]
-        return Group(self.parent.name, [Member(PastRun(folder, None, None)) for folder in folders])
-
     def _summarize(self) -> None:
         """Prints and writes mean, standard deviation and interval of each metric; the parent run gets them as well."""
-        from deeplightning.reproduce.interval import mean_interval, number
-        from deeplightning.sweep.table import text
-
-        group = self._group()
-        found = {name: values for name in group.metrics if (values := [*group.values(name).values()])}
+        ended = [point.known for point in self.points]
+        runs = [PastRun(RunFolder(Path(k["folder"])), None, None) for k in ended if k.get("state") == FINISHED]
+        found = {}
+        for name in by_stage(name for run in runs for name in run.metrics):
+            values = [run.metrics[name] for run in runs if name in run.metrics]
+            if finite := [*filter(math.isfinite, values)]:
+                found[name] = finite
         if not found:
             return
         head = ["metric", "mean", "95 % from", "to", "std", "runs"]
@@ -176,11 +173,10 @@ class Seeds(Grid):
         csv.writer(out, lineterminator="\n").writerows(exact)
         write_whole(self.folder / SUMMARY, out.getvalue())
         say(text(shown, SUMMARY))
-        lacking = {name: len(group.members) - len(values) for name, values in found.items()}
-        for name, missing in lacking.items():
-            if missing:
+        for name, values in found.items():
+            if missing := len(runs) - len(values):
                 say(f"{name}: {count(missing, 'run')} left out, without a finite value")
-        self.parent.log(points, {"seeds": str(len(group.members))})
+        self.parent.log(points, {"seeds": str(len(runs))})
 
     def _close(self, error: BaseException | None) -> None:
         if error is None:

@@ -6,6 +6,9 @@ from deeplightning.words import printable
 
 MOST_ROWS = 30
 
+RUNS_FILE = "runs.csv"
+"""Table with a row for each run that `train --seeds` and `train --multirun` write to their folder."""
+
 
 def text(table: Sequence[Sequence[str]], file: str) -> str:
     """A table in columns.
