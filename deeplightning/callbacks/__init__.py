@@ -37,7 +37,6 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     from deeplightning.callbacks.order import in_order
     from deeplightning.callbacks.record import Record
     from deeplightning.callbacks.signals import Signals
-    from deeplightning.callbacks.watch import MeasuredThreads
     from deeplightning.tracking.build import prepare
     from deeplightning.tracking.environment import redacted
 
@@ -71,8 +70,6 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         callbacks.append(start.StartWeights(cfg.model.init_from, cfg.logger.params.get("tracking_uri")))
     if cfg.engine.activation_checkpointing:
         callbacks.append(start.Recompute(cfg.engine.activation_checkpointing))
-    if cfg.engine.threads == "auto":
-        callbacks.append(MeasuredThreads())
     if cfg.engine.profiler == "flops":
         callbacks.append(flops.Flops(record))
     if cfg.logger.gradient_norm:

@@ -1,9 +1,7 @@
-"""Log losses by step, norms of gradients and the parts of a batch's time, and choose the faster number of threads:
-Lightning has no callbacks for these. `train.callbacks` names all but the last."""
+"""Callbacks for `train.callbacks` that Lightning lacks: losses by step, norms of gradients, the time of a batch."""
 
 import logging
 import math
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,8 +14,6 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 log = logging.getLogger("deeplightning.watch")
-
-THREAD_BATCHES = 7  # of each number of threads
 
 
 def has_loss(outputs: Any) -> bool:
@@ -206,45 +202,6 @@ class ProgressLines(Callback):
             share = f" of {of} ({100 * done // of} %)" if is_finite else ""
             loss = batch_loss(trainer, outputs)
             log.info("epoch %d, batch %d%s: train_loss %.4f", trainer.current_epoch + 1, done, share, loss)
-
-
-class MeasuredThreads(Callback):
-    """Give the first batches of a training to one thread and to all in turn, and the others to the faster.
-
-    Beside busy neighbours two threads may take half as long again as one, waiting for each other; alone they are faster
-    where there is much to compute. Numbers of threads round differently: a run whose threads are measured does not
-    repeat bit for bit.
-    """
-
-    def __init__(self) -> None:
-        self._taken: dict[int, list[float]] = {}
-        self._began = 0.0
-
-    def on_train_start(self, *_: object) -> None:
-        available = torch.get_num_threads()
-        self._taken = {1: [], available: []} if available > 1 else {}
-
-    def on_train_batch_start(self, *_: object) -> None:
-        if self._taken:
-            torch.set_num_threads(min(self._taken, key=lambda threads: len(self._taken[threads])))
-            self._began = time.perf_counter()
-
-    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
-        if not self._taken:
-            return
-        self._taken[torch.get_num_threads()].append(time.perf_counter() - self._began)
-        if min(map(len, self._taken.values())) < THREAD_BATCHES:
-            return
-        # The first of each warms up.
-        found = {threads: statistics.median(seconds[1:]) for threads, seconds in self._taken.items()}
-        self._taken = {}
-        best = min(found, key=found.__getitem__)
-        torch.set_num_threads(best)
-        times = ", ".join(f"{1000 * seconds:.1f} ms a batch with {threads}" for threads, seconds in found.items())
-        logging.getLogger("deeplightning").info("threads    %d (%s)", best, times)
-        for logger in trainer.loggers:
-            if hasattr(logger, "log_tags"):
-                logger.log_tags({"threads": best})
 
 
 def samples_in(batch: object) -> int:
