@@ -17,7 +17,6 @@ from pytorch_lightning.callbacks import EarlyStopping
 from deeplightning.callbacks import describe
 from deeplightning.callbacks.checkpoints import Checkpoints
 from deeplightning.callbacks.describe import samples_behind
-from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.progress import BEST, Bar, EpochTable, live, rate
 from deeplightning.callbacks.record import Record, Redacting, print_once, rank_shown
 from deeplightning.callbacks.watch import batch_loss, has_loss, samples_in
@@ -108,9 +107,6 @@ def one_line_warnings() -> None:
 
 class Console(Callback):
     """Say on rank 0 what is going on; every rank writes its own losses to its log file."""
-
-    after = ("Record",)
-    before = (OWN, "EarlyStopping")  # a line is printed before one of them ends the run
 
     def __init__(self, cfg: Config, record: Record, checkpoints: Checkpoints):
         self.cfg, self.record, self.checkpoints = cfg, record, checkpoints

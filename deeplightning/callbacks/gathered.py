@@ -9,7 +9,6 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 
-from deeplightning.callbacks.order import OWN
 from deeplightning.engine.process_group import replicas
 from deeplightning.engine.sharded import Sharded
 from deeplightning.private.lightning import add_to_logged_means, logged_means
@@ -30,8 +29,6 @@ class Gathered(Callback):
 
     States that a validation updates are left out: a resumed run repeats the validation that was under way.
     """
-
-    before = (OWN,)
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}  # updates of each metric when the validation began that is under way
@@ -87,8 +84,6 @@ class PendingGradients(Callback):
     Where an optimizer steps at each second batch, a run that resumes in between would lose the first batch's gradients.
     Engines that shard parameters do not keep them, and the run says so.
     """
-
-    before = (OWN,)
 
     def __init__(self) -> None:
         self._pending: set[torch.Tensor] = set()

@@ -23,7 +23,6 @@ from pytorch_lightning.loggers import Logger
 
 from deeplightning.callbacks.describe import data_name, engine_in_words, network_name
 from deeplightning.callbacks.hyperparameters import log_plain_values, save_plain_values, say_left_out
-from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.provenance import Origin, keep_out
 from deeplightning.checks.trust import note_own
 from deeplightning.config.schema import Config
@@ -119,8 +118,6 @@ class Record(Callback):
         resumption: what the launch resumes from; to be set before the run opens. None: nobody asked.
         has_learned: whether training has begun; it does not where a finished run is resumed.
     """
-
-    before = (OWN, "EarlyStopping")  # they find an open run
 
     def __init__(self, cfg: Config, loggers: list[Logger], fallback: Path):
         self.cfg, self.loggers, self.fallback = cfg, loggers, fallback

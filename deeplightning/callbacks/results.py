@@ -202,8 +202,6 @@ def _save_image(pixels: np.ndarray, file: "IO[bytes]", longest: int | None = Non
 class Describe(Callback):
     """Keep the description of the run up to date, on rank 0: at its start and after each stage."""
 
-    after = ("Record", "Results")
-
     def __init__(self, cfg: Config, record: Record):
         self.cfg, self.record = cfg, record
         self._learned = ""  # samples and parameters

@@ -14,7 +14,6 @@ from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
 from torch import distributed
 
-from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.record import between_steps
 from deeplightning.launch import ProcessHooks
 from deeplightning.private.lightning import keep_signals
@@ -36,8 +35,6 @@ class Signals(LightningCheckpoint):
 
     Lightning calls callbacks of this base last, a ModelCheckpoint of the user's as well.
     """
-
-    after = ("Record", "EarlyStopping", "Trial", "Checkpoints", OWN)  # a signal ends a batch once all have seen it
 
     def __init__(self, launcher: ProcessHooks) -> None:
         self._launcher = launcher

@@ -35,8 +35,6 @@ class StartWeights(Callback):
         CheckpointError: (in the hooks) there are no such weights, or none fits.
     """
 
-    before = ("Record",)  # weights that are missing end the start before a run is opened
-
     def __init__(self, name: str, tracking_uri: str | None):
         self.name, self.tracking_uri = name, tracking_uri
         self._weights: dict[str, Any] | None = None  # {} when they have been put in: what is learned since stays

@@ -11,7 +11,6 @@ from typing import Any
 
 from pytorch_lightning import Callback, LightningModule, Trainer
 
-from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.record import Record
 from deeplightning.process.streams import Interrupted
 
@@ -33,8 +32,6 @@ class Trial(Callback):
         record: knows the run's folder.
         address: JSON of `host` and `port` of the search, its `token`, the number of the `trial`, and the `metric`.
     """
-
-    after = ("Record", "EarlyStopping", OWN)  # it reports the metrics that they log
 
     def __init__(self, record: Record, address: str):
         self.record, self.search = record, json.loads(address)
