@@ -11,7 +11,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
+    pass
 
 log = logging.getLogger("deeplightning.watch")
 
@@ -109,78 +109,35 @@ class GradientNorms(Callback):
 
 
 class Timings(Callback):
-    """Log where time goes, in seconds per batch: `batch_time`, and its parts `data_time` (waiting for the batch),
-    `forward_time` (to its loss), `backward_time` and `step_time` (the optimizer, and what else ends a batch); and
-    `batches` so far.
-
-    They are means since the last logged step. On a GPU, which works on while the CPU has gone ahead, forward, backward
-    and step are those of the logged step alone, which waits for the GPU after each of them.
+    """Log seconds per batch: `batch_time`, and `data_time` of it waiting for the batch; and `batches` so far. Times are
+    means since the last logged step. `engine.profiler: simple` has the parts of a step.
     """
 
-    def __init__(self) -> None:
-        self._hooks: list[RemovableHandle] = []
-        self._is_on_gpu = self._waits = False
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._is_on_gpu = pl_module.device.type == "cuda"
-        for optimizer in trainer.optimizers:  # between two optimizers of one batch there is no hook of Lightning's
-            if hasattr(optimizer, "register_step_post_hook"):
-                self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._add("step")))
+    def on_train_start(self, *_: object) -> None:
         self._begin()  # Lightning skips the next hook where a run resumes inside an epoch
 
     def _begin(self, *_: object, **__: object) -> None:
         self._last = self._logged_at = time.perf_counter()
         self._count = 0
-        self._spent = dict.fromkeys(("data", "forward", "backward", "step"), 0.0)
+        self._waited = 0.0
 
     on_train_epoch_start = _begin
 
-    def _add(self, part: str) -> None:
-        """Add the time since the last call to this part."""
-        if self._waits:
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        self._spent[part] += now - self._last
-        self._last = now
-
-    def on_train_batch_start(self, trainer: Any, *_: object) -> None:
-        self._add("data")
-        if self._is_on_gpu:
-            self._waits = bool(trainer.log_every_n_steps)
-            if self._waits:
-                torch.cuda.synchronize()
-            self._last = time.perf_counter()
-            self._spent |= dict.fromkeys(("forward", "backward", "step"), 0.0)
-
-    def on_before_backward(self, *_: object) -> None:
-        self._add("forward")
-
-    def on_after_backward(self, *_: object) -> None:
-        self._add("backward")
+    def on_train_batch_start(self, *_: object) -> None:
+        self._waited += time.perf_counter() - self._last
 
     def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *_: object) -> None:
-        self._add("step")
-        self._waits = False
+        self._last = time.perf_counter()
         self._count += 1
         if trainer.log_every_n_steps:
-            batches = 1 if self._is_on_gpu else self._count
             pl_module.log_dict(
                 {
                     "batch_time": (self._last - self._logged_at) / self._count,
-                    "data_time": self._spent["data"] / self._count,
-                    "forward_time": self._spent["forward"] / batches,
-                    "backward_time": self._spent["backward"] / batches,
-                    "step_time": self._spent["step"] / batches,
+                    "data_time": self._waited / self._count,
                     "batches": float(trainer.fit_loop.total_batch_idx + 1),
                 }
             )
-            self._logged_at, self._count = self._last, 0
-            self._spent = dict.fromkeys(self._spent, 0.0)
-
-    def on_train_end(self, *_: Any) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+            self._logged_at, self._count, self._waited = self._last, 0, 0.0
 
 
 class ProgressLines(Callback):
