@@ -28,9 +28,8 @@ from deeplightning.faults import CheckpointError, RunError, SetupError
 from deeplightning.own_code import ROOTS
 from deeplightning.process.identity import identity
 from deeplightning.process.terminal import say_path
-from deeplightning.reproduce.differences import PATH_KEYS
+from deeplightning.reproduce.differences import PATH_KEYS, compare, reasons
 from deeplightning.reproduce.past import PastRun, flat, past_run
-from deeplightning.reproduce.result_diff import compare, reasons
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.code import Code, restored, unpack
 from deeplightning.tracking.datafiles import changes, describe_again
