@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import platform
-import re
 import shutil
 import sys
 import time
@@ -306,8 +305,8 @@ class Record(Callback):
         for number, logger in enumerate(self.loggers):
             if not hasattr(logger, "go_on"):  # before the files: some loggers warn of a folder that is not empty
                 self._tell(logger, settings, environment, is_new=not continued or number > 0)
-        written = folder.config.read_text() if folder.config.exists() else None
-        is_other = written is None or _but_stages(written) != _but_stages(dump(settings))
+        any_stages = {"stages": None}  # they may differ from launch to launch
+        is_other = dump(_read(folder.config) | any_stages) != dump(settings | any_stages)
         if is_other:
             _replace(folder, folder.config, dump(settings))
         note_own(folder.config)
@@ -530,11 +529,6 @@ def _nested(values: Mapping[str, object]) -> dict[str, Any]:
         section, _, name = key.partition(".")
         found.setdefault(section, {})[name] = value
     return found
-
-
-def _but_stages(text: str) -> str:
-    """Return the text of a saved config without its stages, which may differ from launch to launch."""
-    return re.sub(r"^stages:.*\n([ -].*\n)*", "", text, flags=re.MULTILINE)
 
 
 def _tags(environment: Mapping[str, Any]) -> dict[str, str]:

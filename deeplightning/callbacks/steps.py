@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 from deeplightning import transfer
 from deeplightning.engine.process_group import replicas
 from deeplightning.faults import RunError, SetupError
-from deeplightning.private.lightning import batches_ahead, batches_left, logged_steps, read_ahead
+from deeplightning.private.lightning import batches_ahead, logged_steps, read_ahead
 from deeplightning.words import stage_of
 
 if TYPE_CHECKING:
@@ -153,26 +153,18 @@ class StreamEnds(Callback):
             )
 
     def _tell_cut(self, trainer: Trainer, batches: int) -> None:
-        """Warn once of streams of unequal length; those that are longer are read on, up to twice the length."""
+        """Warn once of streams of unequal length."""
         is_cut, self._is_cut = self._is_cut, False
         if self._has_told_cut or trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step:
             return
-        lengths: list[int] = [0] * trainer.world_size
-        cut = torch.tensor(int(is_cut))
-        distributed.all_reduce(cut, distributed.ReduceOp.MAX, self._flags)
-        if not cut:
-            return
-        self._has_told_cut = True
-        mine = batches + (batches_left(trainer, batches) if is_cut else 0)
-        distributed.all_gather_object(lengths, mine, group=self._flags)
-        if trainer.is_global_zero:
+        cut: list[bool] = [False] * trainer.world_size
+        distributed.all_gather_object(cut, is_cut, group=self._flags)
+        self._has_told_cut = any(cut)
+        if self._has_told_cut and trainer.is_global_zero:
             log.warning(
-                "%s has unequal lengths: %s; each epoch ends for all after %d batches. Divide the samples evenly",
-                _stream_name(trainer),
-                ", ".join(
-                    f"{'over ' if n > 2 * batches else ''}{n} batches on rank {r}" for r, n in enumerate(lengths)
-                ),
-                batches,
+                "%s has unequal lengths: each epoch ends for all after %d batches, where rank %s has no more. Divide "
+                "the samples evenly",
+                *(_stream_name(trainer), batches, ", ".join(str(rank) for rank in range(len(cut)) if not cut[rank])),
             )
 
 

@@ -1,17 +1,18 @@
-"""Callbacks for `train.callbacks` that Lightning lacks: losses by step, norms of gradients, the time of a batch."""
+"""Callbacks for `train.callbacks` that Lightning lacks: losses by step, norms of gradients, the time of a batch; an end
+for a run without progress."""
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    pass
+from deeplightning.process import ranks, supervisor
 
 log = logging.getLogger("deeplightning.watch")
 
@@ -159,6 +160,60 @@ class ProgressLines(Callback):
             share = f" of {of} ({100 * done // of} %)" if is_finite else ""
             loss = batch_loss(trainer, outputs)
             log.info("epoch %d, batch %d%s: train_loss %.4f", trainer.current_epoch + 1, done, share, loss)
+
+
+class Watchdog(Callback):
+    """End a run with exit code 5 when a process has begun or ended no batch for some time. Lightning's Timer ends those
+    alone that take too long.
+
+    All processes end, the reason names the one that does not wait for others, with file and line of its main thread,
+    and with `engine.max_restarts` all are started again. What comes between two batches counts as well: the saving of a
+    checkpoint, a callback's work.
+
+    Args:
+        seconds: longer than a batch, or what comes between two of them, may take.
+
+    Raises:
+        ValueError: that is not above 0.
+    """
+
+    def __init__(self, seconds: float = 300.0):
+        if not seconds > 0:
+            raise ValueError(f"seconds must be above 0, not {seconds}")
+        self.seconds = seconds
+        self._progress = 0
+        self._over: threading.Event | None = None
+
+    def _begin(self, *_: object, **__: object) -> None:
+        if self._over is not None:  # a validation inside a training
+            return
+        group = supervisor.here() or supervisor.begin(0, starts_others=True)  # a process by itself
+        self._over = threading.Event()
+        threading.Thread(target=self._watch, args=(group, self._over), name="watchdog", daemon=True).start()
+
+    def _watch(self, group: ranks.Ranks, over: threading.Event) -> None:
+        # Looks are counted, not seconds: a machine that slept, or a process that was stopped, has missed them too.
+        pause, looks, seen = min(1.0, self.seconds / 10), 0, self._progress
+        while not over.wait(pause):
+            looks = looks + 1 if self._progress == seen else 0
+            seen = self._progress
+            if looks * pause >= self.seconds:
+                group.report_no_progress(self.seconds)
+                return
+
+    def _step(self, *_: object, **__: object) -> None:
+        self._progress += 1
+
+    def _end(self, *_: object, **__: object) -> None:
+        if self._over is not None:
+            self._over.set()
+            self._over = None
+
+    on_train_batch_start = on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _step
+    on_train_batch_end = on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _step
+
+    on_train_start = on_validation_start = on_test_start = on_predict_start = _begin
+    on_exception = teardown = _end
 
 
 def samples_in(batch: object) -> int:
