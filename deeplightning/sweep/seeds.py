@@ -27,13 +27,12 @@ from deeplightning.faults import ConfigError, Fault, SetupError, count
 from deeplightning.launch.set_environment import apply_environment
 from deeplightning.process.identity import identity
 from deeplightning.process.terminal import say
-from deeplightning.reproduce.interval import mean_interval, number
 from deeplightning.reproduce.past import PastRun, by_stage
 from deeplightning.runfolder import RunFolder, write_whole
 from deeplightning.sweep import multirun
 from deeplightning.sweep.multirun import FINISHED, UNDERWAY, Grid
 from deeplightning.sweep.sealed import code_of_grid, own_code
-from deeplightning.sweep.table import text
+from deeplightning.sweep.table import number, text
 from deeplightning.sweep.worker import Train
 from deeplightning.tracking.metric_names import clean
 from deeplightning.tracking.parent import Parent, Stopped
@@ -148,6 +147,8 @@ class Seeds(Grid):
 
     def _summarize(self) -> None:
         """Prints and writes mean, standard deviation and interval of each metric; the parent run gets them as well."""
+        from scipy import stats
+
         ended = [point.known for point in self.points]
         runs = [PastRun(RunFolder(Path(k["folder"])), None, None) for k in ended if k.get("state") == FINISHED]
         found = {}
@@ -160,9 +161,9 @@ class Seeds(Grid):
         head = ["metric", "mean", "95 % from", "to", "std", "runs"]
         shown, exact, points, now = [head], [head], [], time.time_ns() // 1_000_000
         for name, values in found.items():
-            interval = mean_interval(values)
-            spread = statistics.stdev(values) if len(values) > 1 else math.nan
-            figures = (interval.center, interval.low, interval.high, spread)
+            mean, spread = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else math.nan
+            half = float(stats.t.ppf(0.975, len(values) - 1)) * spread / math.sqrt(len(values))
+            figures = (mean, mean - half, mean + half, spread)
             size = spread if spread > 0 else None
             shown.append([name, *(number(figure, size) for figure in figures), str(len(values))])
             exact.append([name, *("" if math.isnan(figure) else repr(figure) for figure in figures), str(len(values))])
