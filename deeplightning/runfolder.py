@@ -222,6 +222,15 @@ def umask_of(folder: Path) -> int:
     return ~mode & 0o077 | 0o002
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file; {} if that fails."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file completely or not at all, as `whole` does."""
     with whole(path) as file:

@@ -38,7 +38,7 @@ from deeplightning.process.identity import own_rank
 from deeplightning.process.logs import Printable
 from deeplightning.process.streams import Interrupted, say_losses
 from deeplightning.process.terminal import LAYOUT, say
-from deeplightning.runfolder import UMASK, FolderLock, RunFolder, make_private, umask_of, write_whole
+from deeplightning.runfolder import UMASK, FolderLock, RunFolder, make_private, read_object, umask_of, write_whole
 from deeplightning.tracking.build import end, go_on, open_runs, point_at, publish, run_folder
 from deeplightning.tracking.environment import REPRODUCES, describe, git_diff
 from deeplightning.tracking.metric_names import DATA, ENGINE, NETWORK
@@ -312,7 +312,7 @@ class Record(Callback):
         note_own(folder.config)
         if self.cfg.asked and _read(folder.asked) != (asked := _nested(self.cfg.asked)):
             _replace(folder, folder.asked, dump(asked))
-        former = json.loads(folder.environment.read_text()) if folder.environment.exists() else {}
+        former = read_object(folder.environment)
         fleeting = {name: environment[name] for name in ("started", "command", "launch")}
         if former | fleeting != environment:
             _replace(folder, folder.environment, json.dumps(environment, indent=1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +14,7 @@ from deeplightning.checks.trust import RunConfig, refuse_links, run_config
 from deeplightning.config.source import read, text_of
 from deeplightning.config.tree import flat, parse, plain
 from deeplightning.faults import ConfigError
-from deeplightning.runfolder import RunFolder
+from deeplightning.runfolder import RunFolder, read_object
 from deeplightning.tracking import resolve_run
 from deeplightning.tracking.code import Code, read_code
 from deeplightning.tracking.open import open_tracker
@@ -74,7 +73,7 @@ class PastRun:
 
     @cached_property
     def environment(self) -> dict[str, Any]:
-        return _json(self.folder.environment)
+        return read_object(self.folder.environment)
 
     @cached_property
     def code(self) -> Code | None:
@@ -82,7 +81,7 @@ class PastRun:
 
     @cached_property
     def data(self) -> dict[str, Any] | None:
-        found = _json(self.folder.data)
+        found = read_object(self.folder.data)
         return found if isinstance(found.get("files"), dict) else None
 
     @cached_property
@@ -120,11 +119,11 @@ class PastRun:
     def results(self) -> dict[str, Any]:
         """The best value, and the metrics of the evaluations."""
         found: dict[str, object] = {}
-        best = _json(self.folder.best_score)
+        best = read_object(self.folder.best_score)
         if {"metric", "value", "step"} <= best.keys():
             found |= {f"best {best['metric']}": best["value"], "best step": best["step"]}
         for stage in ("validate", "test"):
-            found |= _json(self.folder.results(stage))
+            found |= read_object(self.folder.results(stage))
         return found
 
     @cached_property
@@ -215,12 +214,3 @@ def _tracking_uri(folder: RunFolder) -> Any:
         return dict(flat(plain(read(config).root))).get("logger.params.tracking_uri") if config.is_trusted else None
     except Exception:  # a missing or damaged config is reported when it is needed
         return None
-
-
-def _json(path: Path) -> dict[str, object]:
-    """Read a JSON object from a file of the run; {} if that fails."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -33,7 +33,7 @@ from deeplightning.process.decisions import DECIDED
 from deeplightning.process.identity import identity
 from deeplightning.process.terminal import say, say_path
 from deeplightning.reproduce.past import PastRun
-from deeplightning.runfolder import RunFolder, make_private, permissions_of, write_whole
+from deeplightning.runfolder import RunFolder, make_private, permissions_of, read_object, write_whole
 from deeplightning.sweep.grid import points, warn_of_no_effect
 from deeplightning.sweep.sealed import SearchCode, code_of_grid, own_code
 from deeplightning.sweep.table import RUNS_FILE, text
@@ -66,11 +66,7 @@ class Point:
     @property
     def known(self) -> dict[str, Any]:
         """State, folder and id of its run, failure, and the digests of the code that it ran with."""
-        try:
-            found = json.loads(self.file.read_text())
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        return read_object(self.file)
 
     def note(self, **values: object) -> None:
         """Adds to what is known."""

@@ -19,7 +19,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from deeplightning.config.source import read
 from deeplightning.config.tree import as_written, dump
@@ -28,7 +28,7 @@ from deeplightning.launch.set_environment import apply_environment
 from deeplightning.process.identity import identity
 from deeplightning.process.terminal import say
 from deeplightning.reproduce.past import PastRun, by_stage
-from deeplightning.runfolder import RunFolder, write_whole
+from deeplightning.runfolder import RunFolder, read_object, write_whole
 from deeplightning.sweep import multirun
 from deeplightning.sweep.multirun import FINISHED, UNDERWAY, Grid
 from deeplightning.sweep.sealed import code_of_grid, own_code
@@ -113,7 +113,7 @@ class Seeds(Grid):
             SetupError: the store cannot be used.
         """
         note = self.home / "group.json"
-        known = _read(note)
+        known = read_object(note)
         run_id = known.get("run")
         if run_id is not None and not self.parent.is_there(run_id):
             log.warning("The run %s above these runs was deleted: they start over.", run_id)
@@ -186,11 +186,3 @@ class Seeds(Grid):
         stopped = isinstance(error, Stopped | KeyboardInterrupt)
         with contextlib.suppress(Exception):  # the store may be what went wrong
             self.parent.close("KILLED" if stopped else "FAILED", self.cfg.redact(str(error)))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
