@@ -197,7 +197,7 @@ TREES = st.recursive(
 @given(st.dictionaries(KEYS, TREES, max_size=4), st.dictionaries(KEYS, TREES, max_size=4))
 def test_whatever_two_configs_are_all_differences_lead_from_one_to_the_other(one, two):
     """No difference leads from a config to itself, and each that is left out leaves another config."""
-    both = [Parts(tree, Code(), {}, None, "python") for tree in (one, two)]
+    both = [Parts(tree, Code(), {}, "python") for tree in (one, two)]
     differences = switchable(*both)
     assert switchable(both[0], both[0]) == []
     assert yaml.safe_dump(mix(*both, differences).tree) == yaml.safe_dump(two)
