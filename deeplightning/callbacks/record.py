@@ -448,7 +448,7 @@ def _freeze_again(task: LightningModule, frozen: Iterable[object]) -> None:
 
 
 def _log_pending(task: LightningModule) -> None:
-    """Has a task log the points that it has put off: on a GPU those of the last logged step."""
+    """Let a task log the points that it has put off: on a GPU those of the last logged step."""
     if callable(log_pending := getattr(task, "log_pending", None)):
         log_pending()
 
