@@ -102,7 +102,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
 
 
 def _warmups(cfg: Config) -> dict[str, float]:
-    """Return the share of warm-up of each schedule that has one, by the name of its optimizer; "": there is one schedule."""
+    """Return the share of warm-up of each schedule that has one, by the name of its optimizer; "" for the only one."""
     schedules = cfg.model.scheduler
     named = schedules if isinstance(schedules, dict) else {"": schedules}
     return {name: schedule.warmup for name, schedule in named.items() if schedule is not None and schedule.warmup > 0}
