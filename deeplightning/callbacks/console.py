@@ -360,9 +360,12 @@ def _bar() -> Any:
         def render(self, task: Task) -> Text:
             return Text(task.fields["text"], no_wrap=True, overflow="ellipsis")
 
-    whole = {"table_column": Column(no_wrap=True)}
-    columns = (TextColumn("{task.description}"), BarColumn(20, **whole), MofNCompleteColumn(**whole), Numbers())
+    bar, batches = (
+        BarColumn(20, table_column=Column(no_wrap=True)),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+    )
     screen = Screen(file=sys.stdout, highlight=False)
+    columns = (TextColumn("{task.description}"), bar, batches, Numbers())
     progress = Progress(*columns, console=screen, auto_refresh=False, transient=True)
     progress.add_task("", total=None, text="")
     return progress
