@@ -32,7 +32,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
 
     from pytorch_lightning.callbacks import EarlyStopping
 
-    from deeplightning.callbacks import flops, gathered, gradients, random_state, results, start, steps
+    from deeplightning.callbacks import gathered, gradients, random_state, results, start, steps
     from deeplightning.callbacks.checkpoints import Checkpoints
     from deeplightning.callbacks.console import Console
     from deeplightning.callbacks.record import Record
@@ -76,7 +76,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     if cfg.engine.activation_checkpointing:
         callbacks.append(start.Recompute(cfg.engine.activation_checkpointing))
     if cfg.engine.profiler == "flops":
-        callbacks.append(flops.Flops(record))
+        callbacks.append(results.Flops(record))
     if cfg.logger.gradient_norm:
         callbacks.append(gradients.GradientNorm())
     if train.gradient_clip is not None and train.gradient_clip.algorithm == "agc":
