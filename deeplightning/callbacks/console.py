@@ -114,6 +114,7 @@ class Console(Callback):
         self.lines = how == "lines" or (how == "auto" and not self.bar)
         self.monitor = cfg.train.checkpoint.monitor or (cfg.train.early_stop.metric if cfg.train.early_stop else None)
         self._progress: Any = None  # of rich
+        self._judged: list[str] = []  # the monitored metric, of the last validation
         self._started = self._drawn = self._spoken = self._epoch_started = 0.0
         self._told_first = False
         self._samples = self._batches = 0  # that this process has learned from in the epoch
@@ -208,9 +209,7 @@ class Console(Callback):
 
     def _draw(self, trainer: Trainer, done: int, loss: float, now: float) -> None:
         batches, share = trainer.num_training_batches, _share_done(trainer, done)
-        shown = [f"loss {loss:.4f}"]
-        if self.monitor is not None and (value := trainer.callback_metrics.get(self.monitor)) is not None:
-            shown.append(f"{self.monitor} {float(value):.4f}")
+        shown = [f"loss {loss:.4f}", *self._judged]
         if share is not None and share > self._began_at:
             left = (now - self._started) * (1 - share) / (share - self._began_at)
             shown.insert(0, f"{_duration(left)} left")
@@ -293,6 +292,8 @@ class Console(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validating += time.monotonic() - self._validated_at
         self._validates = True
+        if self._progress and (value := trainer.callback_metrics.get(self.monitor or "")) is not None:
+            self._judged = [f"{self.monitor} {float(value):.4f}"]
         if trainer.state.fn == "validate":
             self._say_results(trainer)
 
@@ -360,13 +361,14 @@ def _bar() -> Any:
         def render(self, task: Task) -> Text:
             return Text(task.fields["text"], no_wrap=True, overflow="ellipsis")
 
-    bar, batches = (
-        BarColumn(20, table_column=Column(no_wrap=True)),
-        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+    bar = BarColumn(20, table_column=Column(no_wrap=True))
+    batches = MofNCompleteColumn(table_column=Column(no_wrap=True))
+    progress = Progress(
+        *(TextColumn("{task.description}"), bar, batches, Numbers()),
+        console=Screen(file=sys.stdout, highlight=False),
+        auto_refresh=False,
+        transient=True,
     )
-    screen = Screen(file=sys.stdout, highlight=False)
-    columns = (TextColumn("{task.description}"), bar, batches, Numbers())
-    progress = Progress(*columns, console=screen, auto_refresh=False, transient=True)
     progress.add_task("", total=None, text="")
     return progress
 

@@ -25,6 +25,7 @@ def test_the_bar_fits_the_terminal(columns, terminal, monkeypatch):
     shown._progress, shown._learning, shown._batches, shown._samples = console._bar(), 10.0, 50, 800
     trainer = trainer_of(val_acc=0.9123)
     trainer.global_rank = 0
+    shown.on_validation_end(trainer, None)
     shown._draw(trainer, 50, 0.12345, 15.0)
     with shown._progress.console.capture() as seen:
         shown._progress.console.print(shown._progress)
