@@ -21,23 +21,22 @@ TRIAL = "DEEPLIGHTNING_TRIAL"
 
 
 def callback_of(trainer: Any, kind: type[T]) -> T:
-    """The trainer's callback of a class."""
+    """Return the trainer's callback of a class."""
     return next(callback for callback in trainer.callbacks if isinstance(callback, kind))
 
 
 def all_of(cfg: Config) -> list[pl.Callback]:
-    """Return the callbacks of a run, in the order in which their hooks are called."""
+    """Return the callbacks of a run, in the order in which their hooks are called; Lightning moves those that save
+    checkpoints to the end."""
     from dataclasses import asdict
 
     from pytorch_lightning.callbacks import EarlyStopping
 
-    from deeplightning.callbacks import flops, gathered, gradients, random_state, results, start, steps
+    from deeplightning.callbacks import gathered, gradients, random_state, results, start, steps
     from deeplightning.callbacks.checkpoints import Checkpoints
     from deeplightning.callbacks.console import Console
-    from deeplightning.callbacks.order import in_order
     from deeplightning.callbacks.record import Record
     from deeplightning.callbacks.signals import Signals
-    from deeplightning.callbacks.watch import MeasuredThreads
     from deeplightning.tracking.build import prepare
     from deeplightning.tracking.environment import redacted
 
@@ -52,10 +51,17 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     record = Record(cfg, loggers, Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S"))
     hooks = hooks_here()
     checkpoints = Checkpoints(train.checkpoint, record, background=not hooks.copies_files, off=train.fast)
-    callbacks: list[pl.Callback] = [
-        record,
+    callbacks: list[pl.Callback] = []
+    if cfg.model.init_from is not None:  # weights that are missing end the start before a run is opened
+        callbacks.append(start.StartWeights(cfg.model.init_from, cfg.logger.params.get("tracking_uri")))
+    callbacks += [
+        record,  # the others find an open run
         random_state.Generators() if random_state.draws_as_lightning(cfg) else random_state.Seeds(cfg.seed),
         steps.StreamEnds(),
+    ]
+    if shares := _warmups(cfg):  # the logged rate is that of the step
+        callbacks.append(gradients.Warmup(shares))
+    callbacks += [
         steps.LogSteps(every if isinstance(every, int) else asdict(every)),
         steps.FiniteLoss(),
         gradients.SampleWeights(),
@@ -64,24 +70,17 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         Console(cfg, record, checkpoints),
         results.Results(record),
         results.Describe(cfg, record),
-        flops.Memory(record),
         gathered.Gathered(),
         gathered.PendingGradients(),
     ]
-    if cfg.model.init_from is not None:
-        callbacks.append(start.StartWeights(cfg.model.init_from, cfg.logger.params.get("tracking_uri")))
     if cfg.engine.activation_checkpointing:
         callbacks.append(start.Recompute(cfg.engine.activation_checkpointing))
-    if cfg.engine.threads == "auto":
-        callbacks.append(MeasuredThreads())
     if cfg.engine.profiler == "flops":
-        callbacks.append(flops.Flops(record))
+        callbacks.append(results.Flops(record))
     if cfg.logger.gradient_norm:
         callbacks.append(gradients.GradientNorm())
     if train.gradient_clip is not None and train.gradient_clip.algorithm == "agc":
         callbacks.append(gradients.AdaptiveClip(train.gradient_clip.value))
-    if shares := _warmups(cfg):
-        callbacks.append(gradients.Warmup(shares))
     if cfg.logger.pictures is not None:
         callbacks.append(results.ShowPictures(cfg.logger.pictures, record))
     if cfg.logger.histograms is not None:
@@ -93,16 +92,17 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     if train.early_stop is not None:
         stop = train.early_stop  # whose mode is null where it does not train
         callbacks.append(EarlyStopping(stop.metric, stop.delta, stop.patience, mode=stop.mode or "min"))
-    if TRIAL in os.environ:
+    callbacks += [build(target) for target in train.callbacks]
+    if TRIAL in os.environ:  # reports the metrics that these log
         from deeplightning.callbacks.trial import Trial
 
         callbacks.append(Trial(record, os.environ[TRIAL]))
-    callbacks += [checkpoints, Signals(hooks), *hooks.callbacks(cfg, record, checkpoints)]
-    return in_order(callbacks, [build(target) for target in train.callbacks])
+    # A checkpoint holds the states of all others; a signal ends a batch once all have seen it.
+    return [*callbacks, checkpoints, Signals(hooks), *hooks.callbacks(cfg, record, checkpoints)]
 
 
 def _warmups(cfg: Config) -> dict[str, float]:
-    """The share of warm-up of each schedule that has one, by the name of its optimizer; "": there is one schedule."""
+    """Return the share of warm-up of each schedule that has one, by the name of its optimizer; "" for the only one."""
     schedules = cfg.model.scheduler
     named = schedules if isinstance(schedules, dict) else {"": schedules}
     return {name: schedule.warmup for name, schedule in named.items() if schedule is not None and schedule.warmup > 0}

@@ -13,7 +13,6 @@ from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
 from pytorch_lightning.callbacks import EarlyStopping
 
 from deeplightning.callbacks.average import refuse_without
-from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.record import Record, between_steps, epoch_is_over
 from deeplightning.callbacks.steps import ends_of_parts
 from deeplightning.config.schema import Checkpoint
@@ -48,8 +47,6 @@ class Checkpoints(LightningCheckpoint):
         background: whether checkpoints may be written while training continues.
         off: save none; a metric that is not there is still an error.
     """
-
-    after = (OWN,)  # a checkpoint holds the states of other callbacks from after their hooks
 
     def __init__(self, settings: Checkpoint, record: Record, background: bool = True, off: bool = False):
         self.settings, self.record, self.background, self.off = settings, record, background, off

@@ -1,4 +1,4 @@
-"""Print a table at the start of a run, its progress, and its results at the end."""
+"""Print a table at the start of a run, its progress in a bar or in lines, and its results at the end."""
 
 import logging
 import math
@@ -17,8 +17,6 @@ from pytorch_lightning.callbacks import EarlyStopping
 from deeplightning.callbacks import describe
 from deeplightning.callbacks.checkpoints import Checkpoints
 from deeplightning.callbacks.describe import samples_behind
-from deeplightning.callbacks.order import OWN
-from deeplightning.callbacks.progress import BEST, Bar, EpochTable, live, rate
 from deeplightning.callbacks.record import Record, Redacting, print_once, rank_shown
 from deeplightning.callbacks.watch import batch_loss, has_loss, samples_in
 from deeplightning.checks.hints import proposals
@@ -30,10 +28,10 @@ from deeplightning.engine.process_group import replicas
 from deeplightning.faults import count
 from deeplightning.own_code import UNIFIED
 from deeplightning.process.identity import own_rank
-from deeplightning.process.terminal import is_interactive, styled, width, wrapped
+from deeplightning.process.terminal import is_interactive, styled, wrapped
 from deeplightning.transfer import Deferred
 from deeplightning.version import __version__
-from deeplightning.words import printable, stage_of
+from deeplightning.words import stage_of
 
 log = logging.getLogger("deeplightning")
 
@@ -109,19 +107,14 @@ def one_line_warnings() -> None:
 class Console(Callback):
     """Say on rank 0 what is going on; every rank writes its own losses to its log file."""
 
-    after = ("Record",)
-    before = (OWN, "EarlyStopping")  # a line is printed before one of them ends the run
-
     def __init__(self, cfg: Config, record: Record, checkpoints: Checkpoints):
         self.cfg, self.record, self.checkpoints = cfg, record, checkpoints
         how = cfg.logger.progress
-        terminal = is_interactive(sys.stdout)
-        self.bar = how == "bar" or (how == "auto" and terminal)
+        self.bar = how == "bar" or (how == "auto" and is_interactive(sys.stdout))
         self.lines = how == "lines" or (how == "auto" and not self.bar)
         self.monitor = cfg.train.checkpoint.monitor or (cfg.train.early_stop.metric if cfg.train.early_stop else None)
-        first = [name for name in (self.monitor, "val_loss", "train_loss") if name is not None]
-        self._table = EpochTable(cfg.train.num_epochs, first) if self.bar and terminal else None
-        self._live: Any = None
+        self._progress: Any = None  # of rich
+        self._judged: list[str] = []  # the monitored metric, of the last validation
         self._started = self._drawn = self._spoken = self._epoch_started = 0.0
         self._told_first = False
         self._samples = self._batches = 0  # that this process has learned from in the epoch
@@ -145,9 +138,8 @@ class Console(Callback):
                 _say("hint", notice.text)
         self._began_at = _share_done(trainer, 0) or 0.0
         if self.bar and trainer.is_global_zero:
-            self._bar = Bar(epochs=self.cfg.train.num_epochs)
-            self._live = live(self._bar)
-            self._live.start()
+            self._progress = _bar()
+            self._progress.start()
         if 0 < trainer.fit_loop.epoch_loop.batch_progress.current.ready < trainer.num_training_batches:
             self._epoch = trainer.current_epoch  # resumed inside an epoch, whose start is not printed again
 
@@ -207,7 +199,7 @@ class Console(Callback):
         if not self._told_first and has_loss(outputs):
             self._told_first = True
             log.info("first loss %.4f, %.1f s after the start", self._loss(trainer, outputs), now - self._started)
-        if self._live and now - self._drawn > DRAW_SECONDS:
+        if self._progress and now - self._drawn > DRAW_SECONDS:
             self._drawn = now
             self._draw(trainer, batch_idx + 1, self._loss(trainer, outputs), now)
         elif self.lines and now - self._spoken > LINE_SECONDS:
@@ -216,16 +208,23 @@ class Console(Callback):
             log.info("epoch %d, %s: train_loss %.4f", trainer.current_epoch + 1, done, self._loss(trainer, outputs))
 
     def _draw(self, trainer: Trainer, done: int, loss: float, now: float) -> None:
-        bar, batches = self._bar, trainer.num_training_batches
-        bar.epoch, bar.step = trainer.current_epoch + 1, done
-        bar.steps = int(batches) if batches != float("inf") else None
-        bar.steps_per_second = self._batches / self._learning if self._learning > 0 else 0.0
-        bar.samples_per_second = self._speed(trainer)
-        share = _share_done(trainer, done)
+        batches, share = trainer.num_training_batches, _share_done(trainer, done)
+        shown = [f"loss {loss:.4f}", *self._judged]
         if share is not None and share > self._began_at:
-            bar.left = (now - self._started) * (1 - share) / (share - self._began_at)
-        bar.values["loss"] = loss
-        self._live.refresh()
+            left = (now - self._started) * (1 - share) / (share - self._began_at)
+            shown.insert(0, f"{_duration(left)} left")
+        if (speed := self._speed(trainer)) > 0:
+            shown.append(f"{_rate(speed)} samples/s")
+        if self._learning > 0:
+            shown.append(f"{_rate(self._batches / self._learning)} it/s")
+        self._show(trainer, done, batches, "  ".join(shown))
+
+    def _show(self, trainer: Trainer, done: int, batches: float, text: str) -> None:
+        of = f"/{self.cfg.train.num_epochs}" if self.cfg.train.num_epochs else ""
+        (task,) = self._progress.task_ids
+        total = int(batches) if math.isfinite(batches) else None
+        epoch = f"epoch {trainer.current_epoch + 1}{of}"
+        self._progress.update(task, total=total, completed=done, description=epoch, text=text, refresh=True)
 
     def _speed(self, trainer: Trainer) -> float:
         """Return the samples a second in this epoch, of all processes; 0: not known."""
@@ -249,15 +248,8 @@ class Console(Callback):
         best = self.checkpoints.best
         is_best = best is not None and best["epoch"] == self._epoch
         values = "  ".join(f"{name} {value:.4f}" for name, value in shown.items()) + "  best" * is_best
-        rows = None
-        if self._table is not None and trainer.is_global_zero:
-            rows = self._table.rows(self._epoch + 1, shown, seconds, speed, is_best, width())
-            rows = [printable(row) for row in rows]
-            rows[:-1] = [styled(header, 2, sys.stdout) for header in rows[:-1]]
-            rows[-1] = styled(rows[-1], 32, sys.stdout) if is_best else rows[-1]
-        pace = f", {rate(speed)} samples/s" if speed > 0 else ""
-        text = f"epoch {self._epoch + 1}{of}"
-        log.info("%s  %s  (%.1f s%s)", text, values, seconds, pace, extra={"terminal": rows})
+        pace = f", {_rate(speed)} samples/s" if speed > 0 else ""
+        log.info("epoch %d%s  %s  (%.1f s%s)", self._epoch + 1, of, values, seconds, pace)
         self._epoch, self._spoken = None, time.monotonic()
 
     def _values(self, trainer: Trainer) -> dict[str, float]:
@@ -273,9 +265,6 @@ class Console(Callback):
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         self._stop_bar()
         self._end_epoch(trainer)
-        if self._table is not None and self._table.has_best and trainer.is_global_zero:
-            legend = styled(f"{BEST} the best so far, by {printable(str(self.monitor))}", 2, sys.stdout)
-            print(legend, flush=True)  # noqa: T201  (with its style)
         for callback in trainer.callbacks:
             if isinstance(callback, EarlyStopping) and callback.stopped_epoch:
                 log.info(
@@ -296,18 +285,15 @@ class Console(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validated_at = time.monotonic()
-        if self._live:
-            self._bar.validates = True
-            self._bar.step = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-            self._live.refresh()
+        if self._progress:
+            done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+            self._show(trainer, done, trainer.num_training_batches, "validating")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validating += time.monotonic() - self._validated_at
         self._validates = True
-        if self._live:
-            self._bar.validates = False
-            if self.monitor is not None and (value := trainer.callback_metrics.get(self.monitor)) is not None:
-                self._bar.values[self.monitor] = float(value)
+        if self._progress and (value := trainer.callback_metrics.get(self.monitor or "")) is not None:
+            self._judged = [f"{self.monitor} {float(value):.4f}"]
         if trainer.state.fn == "validate":
             self._say_results(trainer)
 
@@ -318,9 +304,9 @@ class Console(Callback):
     on_test_end = _say_results
 
     def _stop_bar(self, *_: object, **__: object) -> None:
-        if self._live:
-            self._live.stop()
-            self._live = None
+        if self._progress:
+            self._progress.stop()
+            self._progress = None
 
     on_exception = _stop_bar
 
@@ -360,6 +346,35 @@ def _share_done(trainer: Trainer, done: int) -> float | None:
     if trainer.max_steps > 0:
         shares.append(trainer.global_step / trainer.max_steps)
     return max(shares, default=None)
+
+
+def _bar() -> Any:
+    """Return rich's progress bar with one task, below what else is printed; nothing refreshes it by itself."""
+    from rich.console import Console as Screen
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+    from rich.table import Column
+    from rich.text import Text
+
+    class Numbers(ProgressColumn):
+        """The column that is cut where a terminal is narrow."""
+
+        def render(self, task: Task) -> Text:
+            return Text(task.fields["text"], no_wrap=True, overflow="ellipsis")
+
+    bar = BarColumn(20, table_column=Column(no_wrap=True))
+    batches = MofNCompleteColumn(table_column=Column(no_wrap=True))
+    progress = Progress(
+        *(TextColumn("{task.description}"), bar, batches, Numbers()),
+        console=Screen(file=sys.stdout, highlight=False),
+        auto_refresh=False,
+        transient=True,
+    )
+    progress.add_task("", total=None, text="")
+    return progress
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.{0 if value >= 10 else 2}f}"
 
 
 def _duration(seconds: float) -> str:

@@ -9,7 +9,6 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 
-from deeplightning.callbacks.order import OWN
 from deeplightning.engine.process_group import replicas
 from deeplightning.engine.sharded import Sharded
 from deeplightning.private.lightning import add_to_logged_means, logged_means
@@ -29,8 +28,6 @@ class Gathered(Callback):
 
     States that a validation updates are left out: a resumed run repeats the validation that was under way.
     """
-
-    before = (OWN,)
 
     def __init__(self) -> None:
         self._trainer: Trainer | None = None
@@ -90,8 +87,6 @@ class PendingGradients(Callback):
     Where an optimizer steps at each second batch, a run that resumes in between would lose the first batch's gradients.
     Engines that shard parameters do not keep them, and the run says so.
     """
-
-    before = (OWN,)
 
     def __init__(self) -> None:
         self._pending: set[torch.Tensor] = set()

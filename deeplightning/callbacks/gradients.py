@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.watch import samples_in
 from deeplightning.engine.process_group import replicas, scale_gradients
 from deeplightning.faults import ConfigError, Fault
@@ -27,8 +26,6 @@ LEAST_NORM = 1e-3
 
 class GradientNorm(Callback):
     """Log the second norm of an optimizer's gradients, at the steps that are logged."""
-
-    before = ("AdaptiveClip", OWN)  # the norm before it is clipped
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if not trainer.log_every_n_steps:
@@ -85,8 +82,6 @@ class Warmup(Callback):
     Args:
         shares: of the training's steps, from 0 to 1, by the name of the optimizer's first group; "": of all.
     """
-
-    before = ("LogSteps", OWN)
 
     def __init__(self, shares: Mapping[str, float]):
         self.shares = shares
@@ -147,8 +142,6 @@ class SampleWeights(Callback):
     Where the loader tells beforehand how many these are, processes need not ask each other. Else batches are weighed in
     proportion to the first ones of the step, and gradients are corrected when all of them are known.
     """
-
-    before = ("GradientNorm", "AdaptiveClip", OWN)  # they look at gradients
 
     def __init__(self) -> None:
         self._samples_of: Any = None

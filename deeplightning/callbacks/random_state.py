@@ -13,7 +13,6 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import distributed
 from torch.utils.data import IterableDataset
 
-from deeplightning.callbacks.order import OWN
 from deeplightning.checks.signature_check import Imported
 from deeplightning.config.schema import Config, Target
 from deeplightning.engine.process_group import replicas
@@ -90,9 +89,6 @@ class Seeds(Callback):
 
     Saving and restoring generator states instead was not exact: the loader has drawn ahead (November 2026).
     """
-
-    after = ("Record",)
-    before = (OWN, "EarlyStopping")  # what they draw follows from the seed
 
     def __init__(self, seed: int):
         self.seed = seed
@@ -184,9 +180,6 @@ class Generators(Callback):
     one does. Inside an epoch it iterates from the states before that epoch, and drops the batches that are done, unless
     the loader knows its position.
     """
-
-    after = ("Record",)
-    before = (OWN, "EarlyStopping")
 
     def __init__(self) -> None:
         self._saved: list[dict[str, Any]] | None = None  # of each process

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import platform
-import re
 import shutil
 import sys
 import time
@@ -23,7 +22,6 @@ from pytorch_lightning.loggers import Logger
 
 from deeplightning.callbacks.describe import data_name, engine_in_words, network_name
 from deeplightning.callbacks.hyperparameters import log_plain_values, save_plain_values, say_left_out
-from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.provenance import Origin, keep_out
 from deeplightning.checks.trust import note_own
 from deeplightning.config.schema import Config
@@ -40,7 +38,7 @@ from deeplightning.process.identity import own_rank
 from deeplightning.process.logs import Printable
 from deeplightning.process.streams import Interrupted, say_losses
 from deeplightning.process.terminal import LAYOUT, say
-from deeplightning.runfolder import UMASK, FolderLock, RunFolder, make_private, umask_of, write_whole
+from deeplightning.runfolder import UMASK, FolderLock, RunFolder, make_private, read_object, umask_of, write_whole
 from deeplightning.tracking.build import end, go_on, open_runs, point_at, publish, run_folder
 from deeplightning.tracking.environment import REPRODUCES, describe, git_diff
 from deeplightning.tracking.metric_names import DATA, ENGINE, NETWORK
@@ -119,8 +117,6 @@ class Record(Callback):
         resumption: what the launch resumes from; to be set before the run opens. None: nobody asked.
         has_learned: whether training has begun; it does not where a finished run is resumed.
     """
-
-    before = (OWN, "EarlyStopping")  # they find an open run
 
     def __init__(self, cfg: Config, loggers: list[Logger], fallback: Path):
         self.cfg, self.loggers, self.fallback = cfg, loggers, fallback
@@ -309,14 +305,14 @@ class Record(Callback):
         for number, logger in enumerate(self.loggers):
             if not hasattr(logger, "go_on"):  # before the files: some loggers warn of a folder that is not empty
                 self._tell(logger, settings, environment, is_new=not continued or number > 0)
-        written = folder.config.read_text() if folder.config.exists() else None
-        is_other = written is None or _but_stages(written) != _but_stages(dump(settings))
+        any_stages = {"stages": None}  # they may differ from launch to launch
+        is_other = dump(_read(folder.config) | any_stages) != dump(settings | any_stages)
         if is_other:
             _replace(folder, folder.config, dump(settings))
         note_own(folder.config)
         if self.cfg.asked and _read(folder.asked) != (asked := _nested(self.cfg.asked)):
             _replace(folder, folder.asked, dump(asked))
-        former = json.loads(folder.environment.read_text()) if folder.environment.exists() else {}
+        former = read_object(folder.environment)
         fleeting = {name: environment[name] for name in ("started", "command", "launch")}
         if former | fleeting != environment:
             _replace(folder, folder.environment, json.dumps(environment, indent=1))
@@ -452,7 +448,7 @@ def _freeze_again(task: LightningModule, frozen: Iterable[object]) -> None:
 
 
 def _log_pending(task: LightningModule) -> None:
-    """Has a task log the points that it has put off: on a GPU those of the last logged step."""
+    """Let a task log the points that it has put off: on a GPU those of the last logged step."""
     if callable(log_pending := getattr(task, "log_pending", None)):
         log_pending()
 
@@ -533,11 +529,6 @@ def _nested(values: Mapping[str, object]) -> dict[str, Any]:
         section, _, name = key.partition(".")
         found.setdefault(section, {})[name] = value
     return found
-
-
-def _but_stages(text: str) -> str:
-    """Return the text of a saved config without its stages, which may differ from launch to launch."""
-    return re.sub(r"^stages:.*\n([ -].*\n)*", "", text, flags=re.MULTILINE)
 
 
 def _tags(environment: Mapping[str, Any]) -> dict[str, str]:

@@ -22,7 +22,7 @@ log = logging.getLogger("deeplightning")
 
 
 class StartWeights(Callback):
-    """Puts weights from a file into the task before it learns, unless a run is resumed.
+    """Put weights from a file into the task before it learns, unless a run is resumed.
 
     Tensors are taken by name (that of the task or of its network alone) and shape; the others keep their first values,
     and a warning names them: so a network with another last layer can start from a trained one.
@@ -34,8 +34,6 @@ class StartWeights(Callback):
     Raises:
         CheckpointError: (in the hooks) there are no such weights, or none fits.
     """
-
-    before = ("Record",)  # weights that are missing end the start before a run is opened
 
     def __init__(self, name: str, tracking_uri: str | None):
         self.name, self.tracking_uri = name, tracking_uri
@@ -128,5 +126,5 @@ class Recompute(Callback):
 
 
 def _class(module: nn.Module) -> str:
-    """The name of a module's class, before `fully_shard` changed it for a unit of its own (torch 2.15)."""
+    """Return the name of a module's class, before `fully_shard` changed it for a unit of its own (torch 2.15)."""
     return type(module).__name__.removeprefix("FSDP")

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import pytorch_lightning as pl
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning import Callback, LightningModule, Trainer
@@ -18,7 +19,7 @@ from torch.utils.data import IterableDataset
 from deeplightning import transfer
 from deeplightning.engine.process_group import replicas
 from deeplightning.faults import RunError, SetupError
-from deeplightning.private.lightning import batches_ahead, batches_left, logged_steps, read_ahead
+from deeplightning.private.lightning import batches_ahead, logged_steps, read_ahead
 from deeplightning.words import stage_of
 
 if TYPE_CHECKING:
@@ -56,6 +57,28 @@ class AccumulateFrom(Callback):
         trainer.accumulate_grad_batches = self.factor if trainer.current_epoch >= self.epoch else 1
 
     setup = on_train_start = on_train_epoch_start = _set  # in `setup`, since schedules ask how many steps there are
+
+
+class StepCountingTrainer(pl.Trainer):
+    """Lightning's Trainer (2.6.6), whose `estimated_stepping_batches` counts each epoch with its own accumulation."""
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Optimizer steps of the training; infinite for data without a length if `max_steps` is not set.
+
+        Lightning applies the current accumulation to all epochs, and returns -1 for data without a length.
+        """
+        total = super().estimated_stepping_batches
+        if total < 0:
+            return math.inf
+        own: Any = self  # Lightning sets `callbacks` without a type
+        later = next((callback for callback in own.callbacks if isinstance(callback, AccumulateFrom)), None)
+        batches, epochs = self.num_training_batches, self.max_epochs
+        if later is None or epochs is None or epochs < 0 or not math.isfinite(batches):
+            return total
+        first = min(later.epoch, epochs)
+        steps = int(first * batches) + (epochs - first) * math.ceil(batches / later.factor)
+        return steps if self.max_steps < 0 else min(steps, self.max_steps)
 
 
 class StreamEnds(Callback):
@@ -153,26 +176,18 @@ class StreamEnds(Callback):
             )
 
     def _tell_cut(self, trainer: Trainer, batches: int) -> None:
-        """Warn once of streams of unequal length; those that are longer are read on, up to twice the length."""
+        """Warn once of streams of unequal length."""
         is_cut, self._is_cut = self._is_cut, False
         if self._has_told_cut or trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step:
             return
-        lengths: list[int] = [0] * trainer.world_size
-        cut = torch.tensor(int(is_cut))
-        distributed.all_reduce(cut, distributed.ReduceOp.MAX, self._flags)
-        if not cut:
-            return
-        self._has_told_cut = True
-        mine = batches + (batches_left(trainer, batches) if is_cut else 0)
-        distributed.all_gather_object(lengths, mine, group=self._flags)
-        if trainer.is_global_zero:
+        cut: list[bool] = [False] * trainer.world_size
+        distributed.all_gather_object(cut, is_cut, group=self._flags)
+        self._has_told_cut = any(cut)
+        if self._has_told_cut and trainer.is_global_zero:
             log.warning(
-                "%s has unequal lengths: %s; each epoch ends for all after %d batches. Divide the samples evenly",
-                _stream_name(trainer),
-                ", ".join(
-                    f"{'over ' if n > 2 * batches else ''}{n} batches on rank {r}" for r, n in enumerate(lengths)
-                ),
-                batches,
+                "%s has unequal lengths: each epoch ends for all after %d batches, where rank %s has no more. Divide "
+                "the samples evenly",
+                *(_stream_name(trainer), batches, ", ".join(str(rank) for rank in range(len(cut)) if not cut[rank])),
             )
 
 

@@ -1,23 +1,20 @@
-"""Log losses by step, norms of gradients and the parts of a batch's time, and choose the faster number of threads:
-Lightning has no callbacks for these. `train.callbacks` names all but the last."""
+"""Callbacks for `train.callbacks` that Lightning lacks: losses by step, norms of gradients, the time of a batch; an end
+for a run without progress."""
 
 import logging
 import math
-import statistics
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
+from deeplightning.process import ranks, supervisor
 
 log = logging.getLogger("deeplightning.watch")
-
-THREAD_BATCHES = 7  # of each number of threads
 
 
 def has_loss(outputs: Any) -> bool:
@@ -113,78 +110,35 @@ class GradientNorms(Callback):
 
 
 class Timings(Callback):
-    """Log where time goes, in seconds per batch: `batch_time`, and its parts `data_time` (waiting for the batch),
-    `forward_time` (to its loss), `backward_time` and `step_time` (the optimizer, and what else ends a batch); and
-    `batches` so far.
-
-    They are means since the last logged step. On a GPU, which works on while the CPU has gone ahead, forward, backward
-    and step are those of the logged step alone, which waits for the GPU after each of them.
+    """Log seconds per batch: `batch_time`, and `data_time` of it waiting for the batch; and `batches` so far. Times are
+    means since the last logged step. `engine.profiler: simple` has the parts of a step.
     """
 
-    def __init__(self) -> None:
-        self._hooks: list[RemovableHandle] = []
-        self._is_on_gpu = self._waits = False
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._is_on_gpu = pl_module.device.type == "cuda"
-        for optimizer in trainer.optimizers:  # between two optimizers of one batch there is no hook of Lightning's
-            if hasattr(optimizer, "register_step_post_hook"):
-                self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._add("step")))
+    def on_train_start(self, *_: object) -> None:
         self._begin()  # Lightning skips the next hook where a run resumes inside an epoch
 
     def _begin(self, *_: object, **__: object) -> None:
         self._last = self._logged_at = time.perf_counter()
         self._count = 0
-        self._spent = dict.fromkeys(("data", "forward", "backward", "step"), 0.0)
+        self._waited = 0.0
 
     on_train_epoch_start = _begin
 
-    def _add(self, part: str) -> None:
-        """Add the time since the last call to this part."""
-        if self._waits:
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        self._spent[part] += now - self._last
-        self._last = now
-
-    def on_train_batch_start(self, trainer: Any, *_: object) -> None:
-        self._add("data")
-        if self._is_on_gpu:
-            self._waits = bool(trainer.log_every_n_steps)
-            if self._waits:
-                torch.cuda.synchronize()
-            self._last = time.perf_counter()
-            self._spent |= dict.fromkeys(("forward", "backward", "step"), 0.0)
-
-    def on_before_backward(self, *_: object) -> None:
-        self._add("forward")
-
-    def on_after_backward(self, *_: object) -> None:
-        self._add("backward")
+    def on_train_batch_start(self, *_: object) -> None:
+        self._waited += time.perf_counter() - self._last
 
     def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *_: object) -> None:
-        self._add("step")
-        self._waits = False
+        self._last = time.perf_counter()
         self._count += 1
         if trainer.log_every_n_steps:
-            batches = 1 if self._is_on_gpu else self._count
             pl_module.log_dict(
                 {
                     "batch_time": (self._last - self._logged_at) / self._count,
-                    "data_time": self._spent["data"] / self._count,
-                    "forward_time": self._spent["forward"] / batches,
-                    "backward_time": self._spent["backward"] / batches,
-                    "step_time": self._spent["step"] / batches,
+                    "data_time": self._waited / self._count,
                     "batches": float(trainer.fit_loop.total_batch_idx + 1),
                 }
             )
-            self._logged_at, self._count = self._last, 0
-            self._spent = dict.fromkeys(self._spent, 0.0)
-
-    def on_train_end(self, *_: Any) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+            self._logged_at, self._count, self._waited = self._last, 0, 0.0
 
 
 class ProgressLines(Callback):
@@ -208,43 +162,58 @@ class ProgressLines(Callback):
             log.info("epoch %d, batch %d%s: train_loss %.4f", trainer.current_epoch + 1, done, share, loss)
 
 
-class MeasuredThreads(Callback):
-    """Give the first batches of a training to one thread and to all in turn, and the others to the faster.
+class Watchdog(Callback):
+    """End a run with exit code 5 when a process has begun or ended no batch for some time. Lightning's Timer ends those
+    alone that take too long.
 
-    Beside busy neighbours two threads may take half as long again as one, waiting for each other; alone they are faster
-    where there is much to compute. Numbers of threads round differently: a run whose threads are measured does not
-    repeat bit for bit.
+    All processes end, the reason names the one that does not wait for others, with file and line of its main thread,
+    and with `engine.max_restarts` all are started again. What comes between two batches counts as well: the saving of a
+    checkpoint, a callback's work.
+
+    Args:
+        seconds: longer than a batch, or what comes between two of them, may take.
+
+    Raises:
+        ValueError: that is not above 0.
     """
 
-    def __init__(self) -> None:
-        self._taken: dict[int, list[float]] = {}
-        self._began = 0.0
+    def __init__(self, seconds: float = 300.0):
+        if not seconds > 0:
+            raise ValueError(f"seconds must be above 0, not {seconds}")
+        self.seconds = seconds
+        self._progress = 0
+        self._over: threading.Event | None = None
 
-    def on_train_start(self, *_: object) -> None:
-        available = torch.get_num_threads()
-        self._taken = {1: [], available: []} if available > 1 else {}
-
-    def on_train_batch_start(self, *_: object) -> None:
-        if self._taken:
-            torch.set_num_threads(min(self._taken, key=lambda threads: len(self._taken[threads])))
-            self._began = time.perf_counter()
-
-    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
-        if not self._taken:
+    def _begin(self, *_: object, **__: object) -> None:
+        if self._over is not None:  # a validation inside a training
             return
-        self._taken[torch.get_num_threads()].append(time.perf_counter() - self._began)
-        if min(map(len, self._taken.values())) < THREAD_BATCHES:
-            return
-        # The first of each warms up.
-        found = {threads: statistics.median(seconds[1:]) for threads, seconds in self._taken.items()}
-        self._taken = {}
-        best = min(found, key=found.__getitem__)
-        torch.set_num_threads(best)
-        times = ", ".join(f"{1000 * seconds:.1f} ms a batch with {threads}" for threads, seconds in found.items())
-        logging.getLogger("deeplightning").info("threads    %d (%s)", best, times)
-        for logger in trainer.loggers:
-            if hasattr(logger, "log_tags"):
-                logger.log_tags({"threads": best})
+        group = supervisor.here() or supervisor.begin(0, starts_others=True)  # a process by itself
+        self._over = threading.Event()
+        threading.Thread(target=self._watch, args=(group, self._over), name="watchdog", daemon=True).start()
+
+    def _watch(self, group: ranks.Ranks, over: threading.Event) -> None:
+        # Looks are counted, not seconds: a machine that slept, or a process that was stopped, has missed them too.
+        pause, looks, seen = min(1.0, self.seconds / 10), 0, self._progress
+        while not over.wait(pause):
+            looks = looks + 1 if self._progress == seen else 0
+            seen = self._progress
+            if looks * pause >= self.seconds:
+                group.report_no_progress(self.seconds)
+                return
+
+    def _step(self, *_: object, **__: object) -> None:
+        self._progress += 1
+
+    def _end(self, *_: object, **__: object) -> None:
+        if self._over is not None:
+            self._over.set()
+            self._over = None
+
+    on_train_batch_start = on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _step
+    on_train_batch_end = on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _step
+
+    on_train_start = on_validation_start = on_test_start = on_predict_start = _begin
+    on_exception = teardown = _end
 
 
 def samples_in(batch: object) -> int:

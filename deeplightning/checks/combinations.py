@@ -12,7 +12,6 @@ from deeplightning.checks.conditions import (
     clips_by,
     clips_by_other_norm,
     communication_hook,
-    guards_spikes,
     is_sharded,
     lacks_fused_kernel,
     lacks_nvme_folder,
@@ -340,14 +339,6 @@ RULES = [
         "each process holds parts of the weights, and its checkpoint is put together without the averages",
         "use `engine.backend=ddp`, or remove the callback",
         lambda cfg, asked: is_sharded(asked) and bool(averages_of(cfg)) and "train" in cfg.stages,
-    ),
-    Rule(
-        "train.callbacks",
-        "engine.backend",
-        "LossSpikes, fsdp or DeepSpeed",
-        "it leaves out a step and goes back to a checkpoint by complete gradients and weights",
-        "use `engine.backend=ddp`, or remove the callback",
-        lambda cfg, asked: is_sharded(asked) and guards_spikes(cfg) and "train" in cfg.stages,
     ),
     Rule(
         "train.callbacks",

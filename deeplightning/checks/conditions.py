@@ -51,13 +51,6 @@ def lacks_fused_kernel(cfg: Config) -> bool:
     )
 
 
-SPIKES = "deeplightning.callbacks.spikes.LossSpikes"
-
-
-def guards_spikes(cfg: Config) -> bool:
-    return any(isinstance(c, Target) and c.type == SPIKES for c in cfg.train.callbacks)
-
-
 AVERAGES = ("deeplightning.callbacks.average.EMA", "deeplightning.callbacks.average.SWA")
 
 

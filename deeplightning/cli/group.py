@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
@@ -111,15 +111,11 @@ def is_override(word: str) -> bool:
 LOOSE = {"ignore_unknown_options": True}
 
 
-def with_config(
-    words: str = "[key=value …]",
-    instead: Callable[[dict[str, Any]], Path | None] = lambda options: None,
-) -> Callable[[Verb], Verb]:
+def with_config(words: str = "[key=value …]") -> Callable[[Verb], Verb]:
     """Gives a verb its `config` and its `overrides`, in which further config files come first.
 
     Args:
         words: what may follow CONFIG, for the help.
-        instead: the config that the verb's options stand for where the command line names none; None: there is none.
     """
 
     def decorate(verb: Verb) -> Verb:
@@ -131,9 +127,7 @@ def with_config(
 
             given = [*([] if config is None else [config]), *overrides]
             files = [*configs]
-            if not files and _names_no_file(given) and (found := instead(options)) is not None:
-                files = [str(found)]
-            elif not files and os.path.isfile(HERE) and _names_no_file(given):  # noqa: PTH113
+            if not files and os.path.isfile(HERE) and _names_no_file(given):  # noqa: PTH113
                 files = [HERE]
             elif not files and given:
                 files = [given.pop(0)]
@@ -188,13 +182,9 @@ with_allow = click.option(
 )
 
 
-@overload
-def newest_run(ctx: click.Context, param: click.Parameter, run: str) -> str: ...
-@overload
-def newest_run(ctx: click.Context, param: click.Parameter, run: str | None) -> str | None: ...
-def newest_run(ctx: click.Context, param: click.Parameter, run: str | None) -> str | None:
+def newest_run(ctx: click.Context, param: click.Parameter, run: str) -> str:
     """`last` in place of a RUN is the newest one; a folder of that name is `./last`."""
-    if run is None or ctx.resilient_parsing:
+    if ctx.resilient_parsing:
         return run
     from deeplightning.process.logs import escape_warnings
 

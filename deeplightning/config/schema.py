@@ -277,9 +277,8 @@ class Engine(Section):
     channels_last: bool = key(
         "lay pictures in memory with their channels last: convolutions are faster, and round otherwise", False
     )
-    threads: int | Literal["auto"] | None = key(
-        "threads that one process computes with; null: OMP_NUM_THREADS, else the cores, divided among the processes; "
-        "auto: one or all of these, whichever the first batches show to be faster",
+    threads: int | None = key(
+        "threads that one process computes with; null: OMP_NUM_THREADS, else the cores, divided among the processes",
         None,
         low=1,
     )

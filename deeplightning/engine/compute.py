@@ -19,7 +19,7 @@ def prepare(engine: Engine) -> None:
     """Configure this process as `engine` requests."""
     if engine.matmul_precision is not None:
         torch.set_float32_matmul_precision(engine.matmul_precision)
-    if isinstance(engine.threads, int):
+    if engine.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(engine.threads)  # for child processes; Lightning reads it too
         torch.set_num_threads(engine.threads)
     if engine.keep_memory:

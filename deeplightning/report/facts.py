@@ -4,7 +4,6 @@ are not followed, and values of an unexpected form are skipped.
 
 import base64
 import binascii
-import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from typing import Any
 from deeplightning.config.secret_scan import BLOT, conceal, secrets_in_value
 from deeplightning.config.tree import flat, line, parse, plain
 from deeplightning.faults import CheckpointError, Fault
-from deeplightning.runfolder import RunFolder
+from deeplightning.runfolder import RunFolder, read_object
 from deeplightning.tracking.series import Series, from_file
 from deeplightning.words import first_line
 
@@ -176,13 +175,7 @@ def is_inside(folder: RunFolder, path: Path, max_bytes: int = MAX_FILE_BYTES) ->
 
 def _mapping(folder: RunFolder, path: Path) -> dict[str, Any]:
     """Read a JSON object from a file of the run; {} if that fails."""
-    if not is_inside(folder, path):
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return read_object(path) if is_inside(folder, path) else {}
 
 
 def _series(folder: RunFolder) -> Series:

@@ -67,11 +67,11 @@ def init_trainer(cfg: Config) -> pl.Trainer:
     """Return a Lightning Trainer for a config. It opens no run and writes nothing until `fit`."""
     from deeplightning.callbacks import all_of
     from deeplightning.callbacks.console import to_terminal
+    from deeplightning.callbacks.steps import StepCountingTrainer
     from deeplightning.engine import compute
     from deeplightning.engine.checkpoint_io import SafeCheckpointIO
     from deeplightning.engine.cluster import cluster
     from deeplightning.engine.compiling import prepare_to_compile
-    from deeplightning.run.trainer import Trainer
 
     apply_environment(cfg)
     to_terminal(cfg)
@@ -82,7 +82,7 @@ def init_trainer(cfg: Config) -> pl.Trainer:
     limits = LimitBatches(train=1, val=1, test=1) if train.fast else train.limit_batches
     often = 1 if train.fast else train.val_every_n_epoch
     epochs = -1 if train.num_epochs is None else train.num_epochs
-    return Trainer(
+    return StepCountingTrainer(
         **trainer_arguments(cfg),
         max_epochs=1 if train.fast and epochs != 0 else epochs,
         max_steps=-1 if train.max_steps is None else train.max_steps,

@@ -66,12 +66,13 @@ def launch(cfg: Config) -> RunFolder:
     if cfg.engine.setup_hook is not None:
         find(cfg.engine.setup_hook)()
         keep_format()
-    data = _data_first(cfg) if any(unfilled(cfg)) else None  # a checkpoint is compared with the resolved numbers
-    resumed = resumption(cfg) if "train" in cfg.stages and cfg.train.num_epochs != 0 else None
-    if resumed is not None and resumed.checkpoint and resumed.over and cfg.stages == ["train"]:
-        log.warning("nothing to do: %s: %s; to continue training, raise that", resumed.checkpoint, resumed.over)
-        return RunFolder(resumed.checkpoint.parent)
     try:
+        # First where it resolves `auto`: a checkpoint is compared with the resolved numbers.
+        data = init_module(cfg, "data") if any(unfilled(cfg)) else None
+        resumed = resumption(cfg) if "train" in cfg.stages and cfg.train.num_epochs != 0 else None
+        if resumed is not None and resumed.checkpoint and resumed.over and cfg.stages == ["train"]:
+            log.warning("nothing to do: %s: %s; to continue training, raise that", resumed.checkpoint, resumed.over)
+            return RunFolder(resumed.checkpoint.parent)
         data = init_module(cfg, "data") if data is None else data
         task = init_module(cfg, "model")
     except Exception:
@@ -121,17 +122,6 @@ def _report(folder: RunFolder) -> None:
         write_run(folder)
     except Exception as error:  # a report must not fail the run
         log.warning("report     none: %s", error)
-
-
-def _data_first(cfg: Config) -> object:
-    """Return the data module, whose creation resolves every `auto`."""
-    from deeplightning.callbacks.provenance import keep_out
-
-    try:
-        return init_module(cfg, "data")
-    except Exception:
-        keep_out(cfg)
-        raise
 
 
 def _end(record: Record, trainer: pl.Trainer, error: BaseException | None = None) -> None:

@@ -32,11 +32,11 @@ from deeplightning.launch.set_environment import apply_environment
 from deeplightning.process.decisions import DECIDED
 from deeplightning.process.identity import identity
 from deeplightning.process.terminal import say, say_path
-from deeplightning.reproduce.groups import RUNS_FILE
 from deeplightning.reproduce.past import PastRun
-from deeplightning.runfolder import RunFolder, make_private, permissions_of, write_whole
+from deeplightning.runfolder import RunFolder, make_private, permissions_of, read_object, write_whole
 from deeplightning.sweep.grid import points, warn_of_no_effect
 from deeplightning.sweep.sealed import SearchCode, code_of_grid, own_code
+from deeplightning.sweep.table import RUNS_FILE, text
 from deeplightning.sweep.worker import Forked, Line, Train, own_address, reason_of
 from deeplightning.tracking.parent import Parent, Stopped
 
@@ -66,11 +66,7 @@ class Point:
     @property
     def known(self) -> dict[str, Any]:
         """State, folder and id of its run, failure, and the digests of the code that it ran with."""
-        try:
-            found = json.loads(self.file.read_text())
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        return read_object(self.file)
 
     def note(self, **values: object) -> None:
         """Adds to what is known."""
@@ -321,8 +317,6 @@ class Grid:
         return table
 
     def _write(self) -> None:
-        from deeplightning.sweep.table import text
-
         table, out = self._table(), io.StringIO()
         csv.writer(out, lineterminator="\n").writerows(table)
         write_whole(self.folder / RUNS_FILE, self.cfg.redact(out.getvalue()))

@@ -15,7 +15,6 @@ from pytorch_lightning.trainer.setup import _log_device_info
 from torch._inductor import compile_fx
 from torch._prims_common import suggest_memory_format
 
-from deeplightning.callbacks import watch
 from deeplightning.callbacks.console import to_terminal
 from deeplightning.checks.examine import load_config
 from deeplightning.config.schema import Engine
@@ -145,22 +144,6 @@ def test_a_number_of_threads_is_taken(fit):
     """`engine.threads: 2` is what torch computes with, whatever the environment says, and processes that it starts."""
     fit("engine.threads=2", "train.max_steps=1")
     assert (torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]) == (2, "2")
-
-
-@pytest.mark.slow
-def test_threads_are_measured(fit, monkeypatch, caplog):
-    """`auto` gives one thread and all some batches each, says what each took, and keeps the faster."""
-    torch.set_num_threads(2)
-    caplog.set_level("INFO", logger="deeplightning")
-    now = iter(range(10**6))
-    # Each batch of one thread begins and ends three ticks apart, of two threads one tick.
-    monkeypatch.setattr(
-        watch.time, "perf_counter", lambda: next(now) * (3 if torch.get_num_threads() == 1 else 1) * 1e-3
-    )
-    fit("engine.threads=auto", "data.batch_size=4")
-    (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("threads")]
-    assert line == "threads    2 (3.0 ms a batch with 1, 1.0 ms a batch with 2)"
-    assert torch.get_num_threads() == 2
 
 
 def test_kept_memory_is_not_fetched_again():

@@ -371,7 +371,7 @@ def test_a_hook_is_called_in_every_process_and_after_every_restart(launch, tmp_p
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_watchdog_names_a_process_that_stands_still(processes, command, launch, tiny, here, tracked):
     """With the place where it is; all end with 5, and with restarts they go on."""
-    dog = "{type: deeplightning.callbacks.watchdog.Watchdog, params: {seconds: 3}}"
+    dog = "{type: deeplightning.callbacks.watch.Watchdog, params: {seconds: 3}}"
     overrides = [f"{at(processes - 1, 'sleep')[:-1]}, {dog}]"]
     if processes == 1:
         done = command("train", tiny, *overrides, cwd=here)

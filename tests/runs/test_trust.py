@@ -269,7 +269,6 @@ def verbs_of(folder, own):
         *(["predict", folder, str(DIGIT)], ["serve", folder], ["diff", own, folder], ["test", folder, "seed=4"]),
         *(["predict", folder], ["export", folder], ["compare", own, folder], ["reproduce", folder]),
         *(["bisect", own, folder], ["report", folder]),
-        ["plan", "--against", folder],
     ]
     return [line for line in lines if not (plugin := plugin_of(line[0])) or find_spec(f"deeplightning_{plugin}")]
 
@@ -288,7 +287,7 @@ def test_a_foreign_config_is_plain_or_refused(name, run, tmp_path, command):
         text = BEYOND_PLAIN[name](run.config.read_text())
         assert text != run.config.read_text()
         (copy / "cfg.yaml").write_text(text)
-    verbs = 11 if name in BY_ALL else 4
+    verbs = 10 if name in BY_ALL else 4
     words = [line for copy in copies for line in verbs_of(str(copy), str(run.path))[:verbs]]
     file = tmp_path / "watched.json"
     outcome = command(
@@ -302,9 +301,8 @@ def test_a_foreign_config_is_plain_or_refused(name, run, tmp_path, command):
         seen = _by_kind(one["seen"])
         assert one["code"] == 4, (line, one["err"])
         assert SECRET not in one["err"], line
-        if line[0] != "plan":
-            assert "not made here by you, and its config has " in one["err"], (line, one["err"])
-            assert "cfg.yaml:" in one["err"], line
+        assert "not made here by you, and its config has " in one["err"], (line, one["err"])
+        assert "cfg.yaml:" in one["err"], line
         assert seen["starts"] == seen["connects"] == [], line
         assert [path for path in seen["writes"] if path != os.devnull] == [], line
         assert {module for module in seen["imports"] if module.partition(".")[0] not in IMPORTED} == set(), line

@@ -8,11 +8,10 @@ import click
 from deeplightning.cli.group import newest_run
 from deeplightning.cli.listing import listing
 from deeplightning.faults import CheckpointError, count, nearest
-from deeplightning.reproduce.groups import Group, group_of, runs_in
-from deeplightning.reproduce.interval import number
 from deeplightning.reproduce.past import PastRun, past_run
-from deeplightning.sweep.table import text
+from deeplightning.sweep.table import number, text
 from deeplightning.words import printable, stage_of
+from deeplightning_lab.groups import Group, group_of, runs_in
 from deeplightning_lab.significance import Comparison, Row, of_samples
 
 FILTERS = ("name", "experiment", "status", "metric")

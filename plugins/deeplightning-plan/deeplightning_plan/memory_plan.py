@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from deeplightning.callbacks.flops import peak
 from deeplightning.config.schema import Config
 from deeplightning.dry_run.attempt import Attempt
 from deeplightning.engine.plan import batch_size
@@ -220,7 +219,7 @@ def _seconds(row: Row, count: Count, cfg: Config, setting: Setting) -> tuple[flo
     """
     if setting.card is None or not count.flops or row.engine not in SHARES:
         return None
-    best = peak(f"NVIDIA {setting.card.name}", str(cfg.engine.precision), setting.tf32)
+    best = setting.card.peak(str(cfg.engine.precision), setting.tf32)
     if best is None or setting.card.bandwidth is None:
         return None
     low, high = SHARES[row.engine]
