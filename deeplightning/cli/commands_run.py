@@ -7,11 +7,11 @@ from pathlib import Path
 
 import click
 
-from deeplightning.cli.completion import complete_run
 from deeplightning.cli.group import (
     LOOSE,
     OVERRIDES,
     cli,
+    complete_run,
     folder_of,
     newest_run,
     no_files,

@@ -3,15 +3,18 @@
 import contextlib
 import functools
 import os
+import re
+import sqlite3
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import click
+from click.shell_completion import CompletionItem
 
-from deeplightning.cli.completion import complete_config, complete_run
 from deeplightning.cli.exit_codes import Session
 from deeplightning.faults import PLUGINS, SetupError, nearest, not_installed, plugin_of
 from deeplightning.process import garbage
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
     from deeplightning.runfolder import RunFolder
 
 Verb = TypeVar("Verb", bound=Callable[..., object])
+
+MAX_OFFERED_RUNS = 200
+"""Number of runs, the newest ones, that a shell is offered."""
 
 OVERRIDES = "key=value sets, ~key removes, +list=[x] appends; for example model.optimizer.params.lr=0.1"
 
@@ -111,6 +117,40 @@ def is_override(word: str) -> bool:
 LOOSE = {"ignore_unknown_options": True}
 
 
+def complete_file(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Let the shell complete files."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return `last`, the names of runs in the store that is in use here, of runs that share a name their ids, and
+    folders."""
+    last = CompletionItem("last", help="the newest run")
+    items = [item for item in (last, *_runs()) if str(item.value).startswith(incomplete)]
+    return [*items, CompletionItem(incomplete, type="dir")]
+
+
+def _runs() -> list[CompletionItem]:
+    from datetime import UTC, datetime
+
+    from deeplightning.faults import UserError
+    from deeplightning.tracking.sqlite import recent
+    from deeplightning.tracking.store import locate
+
+    try:
+        store = locate(None)
+        found = recent(store.database, MAX_OFFERED_RUNS) if store.database is not None else []
+    except (UserError, OSError, sqlite3.Error):
+        return []
+    often = Counter(name for _, name, *_ in found)
+    items = []
+    for run_id, name, status, started in found:
+        begun = datetime.fromtimestamp(started / 1000, UTC).strftime("%Y-%m-%d %H.%M")  # a colon ends a word in zsh
+        shown = name if re.fullmatch(r"[A-Za-z0-9][\w-]*", name) and often[name] == 1 else run_id
+        items.append(CompletionItem(shown, help=f"{status.lower()}, {begun} UTC"))
+    return items
+
+
 def with_config(
     words: str = "[key=value …]",
     instead: Callable[[dict[str, Any]], Path | None] = lambda options: None,
@@ -145,16 +185,16 @@ def with_config(
             files, given = [*map(_fetched, files)], [*map(_fetched, given)]
             return verb(config=Path(files[0]), overrides=(*files[1:], *given), **options)
 
-        more = click.argument("overrides", nargs=-1, metavar=f"[CONFIG …] {words}", shell_complete=complete_config)
+        more = click.argument("overrides", nargs=-1, metavar=f"[CONFIG …] {words}", shell_complete=complete_file)
         option = click.option(
             "--config",
             "configs",
             metavar="CONFIG",
             multiple=True,
-            shell_complete=complete_config,
+            shell_complete=complete_file,
             help="The config, instead of the first word; repeatable. Each further CONFIG lies over those before it.",
         )
-        first = click.argument("config", metavar="CONFIG", required=False, shell_complete=complete_config)
+        first = click.argument("config", metavar="CONFIG", required=False, shell_complete=complete_file)
         return cast(Verb, first(more(option(called))))
 
     return decorate

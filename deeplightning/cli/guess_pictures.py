@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deeplightning.cli.guess import Guess, evenly, folders, need_folder, some, stages
+from deeplightning.cli.guess import Guess, class_folders, errors_of_data, evenly, folders, need_folder, some, stages
 from deeplightning.faults import SetupError, count
 
 if TYPE_CHECKING:
@@ -31,46 +31,18 @@ def images(data: Path) -> Guess:
     Raises:
         SetupError: it is something else.
     """
-    from deeplightning.image_spec import EXTENSIONS, files_below
+    from deeplightning.image_spec import EXTENSIONS
 
     need_folder(data)
     for name in ("labels.csv", "labels.jsonl"):
         if (data / name).is_file() and _names_labels(data / name):
             return _labelled(data, name)
-    top = data / "train" if _is_divided(data) else data
-    classes = folders(top)
-    if not classes:
-        raise SetupError(f"{top} holds no folder; put the pictures of each class into a folder of the class's name")
-    if len(classes) == 1:
-        raise SetupError(f"{top} holds one folder, {classes[0]}; there must be one for each of two or more classes")
-    files: list[Path] = []
-    counts = {}
-    for name in classes:
-        found = sorted(path for path in files_below(top / name) if path.name.lower().endswith(EXTENSIONS))
-        if not found:
-            raise SetupError(f"{top / name} holds no picture; put some there, or remove the folder")
-        counts[name] = len(found)
-        files += found
-    look = _look_at(files)
-    network, params = _network_for(look, len(classes))
-    which, left_out = stages(data, top)
-    values = {
-        "stages": which,
-        "count": len(files),
-        "number": len(classes),
-        "classes": some(classes),
-        "network": network,
-        "params": params,
-        "on_bad": "skip" if look.bad else "error",
-        **look.values(),
-    }
-    notes = [
-        f"{len(classes)} classes, the folders of {top}: {some([f'{name} ({n})' for name, n in counts.items()])}",
-        *look.notes(),
-        *left_out,
-        f"a network for them: {network.rpartition('.')[2]}",
-    ]
-    return Guess(values, notes, files[0])
+    found = class_folders(data, data / "train" if _is_divided(data) else data, "picture", EXTENSIONS)
+    look = _look_at(found.files)
+    network, params = _network_for(look, found.values["number"])
+    values = {"network": network, "params": params, "on_bad": "skip" if look.bad else "error", **look.values()}
+    notes = [found.note, *look.notes(), *found.left_out, f"a network for them: {network.rpartition('.')[2]}"]
+    return Guess(found.values | values, notes, found.files[0])
 
 
 def _names_labels(path: Path) -> bool:
@@ -89,12 +61,8 @@ def _labelled(data: Path, name: str) -> Guess:
     from deeplightning.config.target import find
 
     read: Any = find("deeplightning.data.multilabel.LabelFile")
-    try:
+    with errors_of_data():
         lines = list(read(data / name).lines())
-    except Exception as error:
-        if getattr(error, "exit_code", None) != SetupError.exit_code:
-            raise
-        raise SetupError(str(error)) from None
     counts = Counter(label for line in lines for label in line.labels)
     if not counts:
         raise SetupError(f"{data / name} gives no picture a label; as in `1.jpg,cat|dog`")

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deeplightning.cli.completion import complete_run
 from deeplightning.cli.group import (
     LOOSE,
     OVERRIDES,
     absolute,
+    complete_run,
     examine_config,
     load,
     newest_run,
