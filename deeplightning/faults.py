@@ -176,8 +176,6 @@ def no_module(top: str, name: str, known: Collection[str], places: Collection[st
 def _edit_distance(word: str, other: str) -> int:
     """Return the distance of optimal string alignment: letters dropped, added, replaced, or swapped with the next one.
     https://en.wikipedia.org/wiki/Damerau-Levenshtein_distance
-
-    It is the distance of optimal string alignment (https://en.wikipedia.org/wiki/Damerau-Levenshtein_distance).
     """
     before: list[int] = []
     row = list(range(len(other) + 1))

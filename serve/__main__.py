@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from deeplightning.runfolder import RunFolder
 from deeplightning.words import printable
-from serve.admission import Admission
+from serve.admission import Admission, Hosts
 from serve.bundle import Bundle, bundle_folders
 from serve.device import (
     ONNX_RUNTIME,
@@ -30,7 +30,6 @@ from serve.device import (
     is_device_word,
     settled_device,
 )
-from serve.hosts import Hosts
 from serve.limits import BOUNDS, Limits
 from serve.log import log_event, open_streams
 from serve.pool import OpenModel
@@ -92,39 +91,18 @@ def options_parser() -> argparse.ArgumentParser:
         default="fast",
         help="what answers predictions: the fast path, or Flask, as it does everything else",
     )
-    parser.add_argument(
-        "--max-upload-mb",
-        type=_within(int, *BOUNDS["max_upload_mb"]),
-        default=default.max_upload_mb,
-        help="largest request, in units of 1,000,000 bytes",
-    )
-    parser.add_argument(
-        "--max-pixels",
-        type=_within(int, *BOUNDS["max_pixels"]),
-        default=default.max_pixels,
-        help="largest image, width x height",
-    )
-    parser.add_argument(
-        "--max-side",
-        type=_within(int, *BOUNDS["max_side"]),
-        default=default.max_side,
-        help="largest width and height of an image",
-    )
-    parser.add_argument(
-        "--max-batch",
-        type=_within(int, *BOUNDS["max_batch"]),
-        default=default.max_batch,
-        help="images in one forward pass",
-    )
-    parser.add_argument(
-        "--max-queue", type=_within(int, *BOUNDS["max_queue"]), default=default.max_queue, help="requests that may wait"
-    )
-    parser.add_argument(
-        "--max-wait",
-        type=_within(float, *BOUNDS["max_wait"]),
-        default=default.max_wait,
-        help="seconds that a request may wait",
-    )
+    meanings = {
+        "max_upload_mb": "largest request, in units of 1,000,000 bytes",
+        "max_pixels": "largest image, width x height",
+        "max_side": "largest width and height of an image",
+        "max_batch": "images in one forward pass",
+        "max_queue": "requests that may wait",
+        "max_wait": "seconds that a request may wait",
+    }
+    for name, meaning in meanings.items():
+        value = getattr(default, name)
+        kind = _within(type(value), *BOUNDS[name])
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value, help=meaning)
     parser.add_argument(
         "--api-key-env", metavar="NAME", help="environment variable that holds the key clients must send"
     )

@@ -141,11 +141,7 @@ class WorkerPool:
                     self._layout = self._layout or choose(self._model)
             except Exception as error:
                 self._give_up(_fault(error, CPU, self._memory))
-        wake, self._wakened = os.pipe()
-        os.set_blocking(self._wakened, False)
-        signal.set_wakeup_fd(self._wakened, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
-            signal.signal(number, lambda number, _: self._signals.add(number))
+        wake = collect_signals(self._signals, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
         gc.collect()
         gc.freeze()  # as the parent does
         for slot in range(self._chosen_layout.processes):
@@ -303,6 +299,16 @@ class WorkerPool:
                 log_event("a worker died", process=worker.process, exit_code=os.waitstatus_to_exitcode(status))
                 self._fork(worker.slot)
                 os.kill(self._workers[-1].process, signal.SIGTERM)
+
+
+def collect_signals(received: set[int], *numbers: signal.Signals) -> int:
+    """Add signals to `received` as they come, and return a pipe that becomes readable then."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    for number in numbers:
+        signal.signal(number, lambda number, _: received.add(number))
+    return reading
 
 
 def reset_signals() -> None:

@@ -110,11 +110,7 @@ class Supervisor:
         Raises:
             ModelError: the model cannot be loaded, or exceeds the limits.
         """
-        wake, self._wakened = os.pipe()
-        os.set_blocking(self._wakened, False)
-        signal.set_wakeup_fd(self._wakened, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
-            signal.signal(number, lambda number, _: self._signals.add(number))
+        wake = pool.collect_signals(self._signals, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
         gc.freeze()  # otherwise the collector writes to pages that the processes share
         try:
             while not self._signals & {signal.SIGTERM, signal.SIGINT}:

@@ -1,13 +1,12 @@
-"""Add a model to a bundle: read the card and the golden samples, and rewrite the bundle with one more file.
-
-Letters: N samples, C channels, H height, W width.
-"""
+"""Add a model to a bundle: read the card and the golden samples, and rewrite the bundle with one more file."""
 
 import base64
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import onnx
 
 from deeplightning.export.bundle import card_text, digest_of, replacement_for
-from deeplightning.faults import CheckpointError
+from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.image_spec import ImageSpec
 from deeplightning.kinds import KINDS, row_spec
 from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, card_digest, golden_digest
@@ -32,8 +31,7 @@ def card_of(folder: RunFolder) -> Card:
         card = json.loads(folder.bundle_card.read_bytes())
         whole = card["format"] == BUNDLE_FORMAT and card["digest"] == card_digest(card)
         whole = whole and card["files"][folder.bundle_model.name] == digest_of(folder.bundle_model)
-        stored = card["golden"].get("digest")  # older bundles have none
-        whole = whole and stored in (None, golden_digest(card))
+        whole = whole and card["golden"]["digest"] == golden_digest(card)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"The bundle {folder.bundle} cannot be read ({error}); {again}.") from error
     if not whole:
@@ -41,35 +39,42 @@ def card_of(folder: RunFolder) -> Card:
     return card
 
 
-def add_model(folder: RunFolder, card: Card, model: Path, name: str) -> None:
-    """Replace the bundle by a copy that also contains `model` under `name`."""
-    with replacement_for(folder.bundle) as new:
-        for file in card["files"].keys() - {name}:
-            _link_or_copy(folder.bundle / file, new / file)
-        shutil.copyfile(model, new / name)
-        (new / folder.bundle_card.name).write_text(card_text(card), encoding="utf-8")
+@contextlib.contextmanager
+def added(folder: RunFolder, card: Card, name: str) -> Iterator[Path]:
+    """Yield the path of a new file, which becomes the file `name` of the bundle when the block succeeds. The block may
+    change the card.
+
+    Raises:
+        SetupError: the folder cannot be written.
+    """
+    try:
+        with tempfile.TemporaryDirectory() as place:
+            file = Path(place) / name
+            yield file
+            card["files"][name] = digest_of(file)
+            with replacement_for(folder.bundle) as new:
+                for other in card["files"].keys() - {name}:
+                    _link_or_copy(folder.bundle / other, new / other)
+                shutil.copyfile(file, new / name)
+                (new / folder.bundle_card.name).write_text(card_text(card), encoding="utf-8")
+    except OSError as error:
+        raise SetupError(f"The bundle {folder.bundle} cannot be written: {error}.") from error
 
 
 def golden_inputs(folder: RunFolder, card: Card) -> dict[str, np.ndarray]:
     """Return the golden samples as the model takes them, by the name of its input."""
     kind = KINDS[card["task"]]
+    golden, values = card["golden"], card["input"]
     if kind.takes == "image":
-        return {"images": golden_samples(card)}
-    if kind.takes != "text":
-        rows = row_spec(kind.takes, card["input"])
-        given = card["golden"]["rows" if kind.takes == "table" else "arrays"]
-        values: Any = given if kind.takes == "table" else map(base64.b64decode, given)
-        return {kind.input: rows.stack([rows.prepare(one) for one in values])}
-    values = card["input"]
-    spec = TextSpec.from_dict(values, (folder.bundle / values["file"]).read_text(encoding="utf-8"))
-    return {"tokens": spec.stack([spec.prepare(text) for text in card["golden"]["texts"]])}
-
-
-def golden_samples(card: Card) -> np.ndarray:
-    """Return the golden samples of a model of pictures, uint8 (N, C, H, W)."""
-    spec = ImageSpec.from_dict(card["input"])
-    decoded = [spec.decode(base64.b64decode(png)) for png in card["golden"]["pictures"]]
-    return np.stack(decoded).transpose(0, 3, 1, 2).copy()
+        pictures = ImageSpec.from_dict(values)
+        decoded = [pictures.decode(base64.b64decode(png)) for png in golden["pictures"]]
+        return {kind.input: np.stack(decoded).transpose(0, 3, 1, 2).copy()}
+    if kind.takes == "text":
+        texts = TextSpec.from_dict(values, (folder.bundle / values["file"]).read_text(encoding="utf-8"))
+        return {kind.input: texts.stack([texts.prepare(text) for text in golden["texts"]])}
+    rows, given = row_spec(kind.takes, values), golden[kind.input]
+    inputs: Any = given if kind.takes == "table" else map(base64.b64decode, given)
+    return {kind.input: rows.stack([rows.prepare(one) for one in inputs])}
 
 
 def weighted_layers(model: Path, nodes: Sequence[onnx.NodeProto], precision: str) -> tuple[int, int]:

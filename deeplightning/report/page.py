@@ -11,8 +11,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from deeplightning.config.tree import line
 from deeplightning.figures.style import DARK, GRID, INK, MUTED, PAPER, RED
-from deeplightning.report.facts import PNG, Facts, Mistake, shown, without_secrets
+from deeplightning.report.facts import PNG, Facts, Mistake, without_secrets
 from deeplightning.version import __version__
 from deeplightning.words import printable
 
@@ -155,27 +156,21 @@ def mistakes(found: Sequence[Mistake]) -> str:
     if any(one.image for one in found):
         figures = "\n".join(_mistake(one) for one in found)
         return f'<div class="card mistakes">\n{figures}\n</div>'
-    names = list(dict.fromkeys(name for one in found for name in one.words))
-    head = [*(["text"] if any(one.text for one in found) else []), *names, "sample"]
-    rows = [
-        [*([one.text] if "text" in head else []), *(one.words.get(name, "") for name in names), one.name]
-        for one in found
-    ]
-    if not any(one.name for one in found):
-        head, rows = head[:-1], [line[:-1] for line in rows]
-    return f'<div class="card">{table(head, rows)}</div>'
+    names = dict.fromkeys(name for one in found for name in one.words)
+    columns = {"text": [one.text for one in found]}
+    columns |= {name: [one.words.get(name, "") for one in found] for name in names}
+    columns |= {"sample": [one.name for one in found]}
+    kept = {name: cells for name, cells in columns.items() if name in names or any(cells)}
+    return f'<div class="card">{table([*kept], zip(*kept.values(), strict=True))}</div>'
 
 
 def _mistake(one: Mistake) -> str:
-    described = ", ".join(f"{name} <b>{text(value)}</b>" for name, value in _escaped(one.words).items())
+    words = ((name, value) for name, value in one.words.items() if name != "index")
+    described = ", ".join(f"{text(name)} <b>{text(value)}</b>" for name, value in words)
     name = one.name or f"sample {one.words.get('index', '')}"
     image = base64.b64encode(one.image).decode()
     shown_ = f'<img alt="{text(name)}" src="data:image/png;base64,{image}">' if one.image else ""
     return f"<figure>{shown_}<figcaption>{described}<br>{text(name)}</figcaption></figure>"
-
-
-def _escaped(words: dict[str, str]) -> dict[str, str]:
-    return {text(name): value for name, value in words.items() if name != "index"}
 
 
 def config(run: Facts) -> str:
@@ -201,7 +196,7 @@ def config(run: Facts) -> str:
 
 
 def _value(value: object) -> str:
-    found = shown(value)
+    found = line(value)
     return found if len(found) <= 400 else f"{found[:399]}…"
 
 

@@ -5,12 +5,13 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from deeplightning.config.tree import line
 from deeplightning.faults import SetupError
 from deeplightning.figures import curves
 from deeplightning.figures.style import Drawing, drawn, save, to_svg
 from deeplightning.report import page
 from deeplightning.report.evaluation import Evaluation, evaluate
-from deeplightning.report.facts import PNG, STAGES, SVG, Facts, facts, files
+from deeplightning.report.facts import STAGES, Facts, facts, pictures
 from deeplightning.runfolder import RunFolder, permissions_of, write_whole
 from deeplightning.words import stage_of
 
@@ -90,7 +91,7 @@ _OF_EPOCH = re.compile(r"(.+)_\d+")
 def _other_pictures(run: Facts, drawn_names: set[str]) -> list[str]:
     """Return cards of the other pictures in the run folder; of a series with one per epoch, only the last."""
     by_name: dict[str, Path] = {}
-    for path in files(run.folder, lambda head: head.startswith((PNG, SVG))):
+    for path in pictures(run.folder):
         if path.stem not in drawn_names and (path.suffix == ".svg" or path.stem not in by_name):
             by_name[path.stem] = path
     latest: dict[str, tuple[Path, int]] = {}
@@ -185,7 +186,7 @@ def _environment(run: Facts) -> dict[str, object]:
 def _differing(head: str, found: Sequence[dict[str, object]], names: Sequence[str]) -> str:
     keys = list(dict.fromkeys(key for own in found for key in own))
     rows = [
-        (key, *("not there" if key not in own else page.shown(own[key]) for own in found))
+        (key, *("not there" if key not in own else line(own[key]) for own in found))
         for key in keys
         if any(key not in own or own[key] != found[0].get(key) for own in found)
     ]
