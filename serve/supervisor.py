@@ -230,13 +230,7 @@ class Supervisor:
         left = [child.process for child in children if child is not None]
         for process in left:
             os.kill(process, signal.SIGTERM)
-        end = time.monotonic() + GRACE_SECONDS + 1
-        while left and time.monotonic() < end:
-            left = [process for process in left if not os.waitpid(process, os.WNOHANG)[0]]
-            time.sleep(0.02 if left else 0)
-        for process in left:
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
+        pool.wait_or_kill(left, GRACE_SECONDS + 1)
 
     def _end(self) -> None:
         """Close the port, and wait until all workers have finished."""

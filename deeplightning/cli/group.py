@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 from click.shell_completion import CompletionItem
@@ -228,12 +228,8 @@ with_allow = click.option(
 )
 
 
-@overload
-def newest_run(ctx: click.Context, param: click.Parameter, run: str) -> str: ...
-@overload
-def newest_run(ctx: click.Context, param: click.Parameter, run: str | None) -> str | None: ...
-def newest_run(ctx: click.Context, param: click.Parameter, run: str | None) -> str | None:
-    """`last` in place of a RUN is the newest one; a folder of that name is `./last`."""
+def newest_run(ctx: click.Context, param: click.Parameter, run: Any) -> Any:
+    """Return `runs:/ID` of the newest run for `last`, and any other RUN as it is; a folder of that name is `./last`."""
     if run is None or ctx.resilient_parsing:
         return run
     from deeplightning.process.logs import escape_warnings
