@@ -166,8 +166,8 @@ def _prepared(kind: Kind, spec: Any, samples: np.ndarray) -> tuple[Iterable[obje
         return map(_png, samples), list(samples)
     if not len(samples):
         raise CheckpointError("Export compares the network with its ONNX form on samples, and there are none.")
-    read: Callable[[Any], Any] = {"table": json.loads, "text": str}.get(kind.takes, np.asarray)
-    given = [read(sample) for sample in samples]
+    readers: dict[str, Callable[[Any], Any]] = {"table": json.loads, "text": str, "array": np.asarray}
+    given = [readers[kind.takes](sample) for sample in samples]
     try:
         rows = [spec.prepare(one) for one in given]
     except ValueError as error:

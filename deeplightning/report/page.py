@@ -9,7 +9,6 @@ import struct
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from deeplightning.config.tree import line
 from deeplightning.figures.style import DARK, GRID, INK, MUTED, PAPER, RED
@@ -198,29 +197,6 @@ def config(run: Facts) -> str:
 def _value(value: object) -> str:
     found = line(value)
     return found if len(found) <= 400 else f"{found[:399]}…"
-
-
-def environment(found: dict[str, Any]) -> str:
-    """Return a table of machine, code and packages."""
-    git, python = found.get("git"), found.get("python")
-    rows: list[tuple[str, object]] = [("started", found.get("started")), ("command", found.get("command"))]
-    rows += [("directory", found.get("directory")), ("host", found.get("host")), ("system", found.get("os"))]
-    cpu = found.get("cpu")
-    if isinstance(cpu, dict):
-        rows.append(("CPU", f"{cpu.get('model', '')}, {cpu.get('cores', '?')} cores"))
-    rows.append(("memory", f"{found['memory_gib']} GiB" if found.get("memory_gib") else None))
-    gpus = found.get("gpus")
-    if isinstance(gpus, list):
-        named = [str(gpu.get("name", "a GPU")) if isinstance(gpu, dict) else str(gpu) for gpu in gpus]
-        rows.append(("GPUs", ", ".join(named) or "none"))
-    if isinstance(git, dict) and git.get("commit"):
-        dirty = ", with changes that are not committed (git.diff)" if git.get("dirty") else ""
-        rows.append(("git", f"{git['commit']} ({git.get('branch') or 'no branch'}){dirty}"))
-    rows.append(("Python", python.get("version") if isinstance(python, dict) else None))
-    packages = found.get("packages")
-    if isinstance(packages, dict):
-        rows += [(str(name), version) for name, version in packages.items()]
-    return table(("what", "value"), [(name, value) for name, value in rows if value not in (None, "")])
 
 
 def reproduce(run: Facts) -> str:

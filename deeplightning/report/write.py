@@ -33,6 +33,7 @@ def report(run: Facts, into: Path | None = None) -> str:
         save(every, into / run.folder.curves.name)
     of = f"{found.of} set" if found is not None else ""
     mistakes = next((run.mistakes[stage] for stage in STAGES if run.mistakes.get(stage)), [])
+    machine = [(k, v if isinstance(v, str) else line(v)) for k, v in _environment(run).items() if v not in (None, "")]
     is_sure = bool(mistakes) and "probability" in mistakes[0].words
     sections = [
         page.tiles(_headline(run)),
@@ -42,7 +43,7 @@ def report(run: Facts, into: Path | None = None) -> str:
         page.section("Most confident mistakes" if is_sure else "Worst answers", page.mistakes(mistakes)),
         page.section("Pictures of the run", *_other_pictures(run, {*drawings, run.folder.curves.name})),
         page.section("Config", page.config(run)),
-        page.section("Environment", page.details("machine, code and packages", page.environment(run.environment))),
+        page.section("Environment", page.details("machine, code and packages", page.table(("what", "value"), machine))),
         page.section("How to reproduce", page.reproduce(run)),
     ]
     started = run.environment.get("started")
@@ -171,6 +172,7 @@ def _compared_curves(runs: Sequence[Facts], names: Sequence[str]) -> list[str]:
 
 
 def _environment(run: Facts) -> dict[str, object]:
+    """Return machine, code and packages by dotted name, without what differs between any two runs."""
     found = dict(run.environment)
     for name in ("started", "variables", "launch"):
         found.pop(name, None)
