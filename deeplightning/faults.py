@@ -213,7 +213,7 @@ def is_of_machine(error: OSError) -> bool:
 
 
 def no_room(folder: Path, written: int = 0) -> str:
-    """Say how much space the disk of a folder has; `written` bytes of it belong to a file that is removed."""
+    """Return how much space the disk of a folder has; `written` bytes more belong to a file that is removed."""
     try:
         return f"{folder} has {megabytes(shutil.disk_usage(folder).free + written)} free"
     except OSError:

@@ -105,12 +105,12 @@ HERE = "config.yaml"
 
 
 def _names_no_file(words: list[str]) -> bool:
-    """Whether the command line names no config file: it has no words, or the first word is an override."""
+    """Return whether the command line names no config file: it has no words, or the first word is an override."""
     return not words or (is_override(words[0]) and not os.path.isfile(words[0]))  # noqa: PTH113
 
 
 def is_override(word: str) -> bool:
-    """Whether a word is `key=value`, `~key` or `+list=[x]` and no path such as `~/c.yaml`."""
+    """Return whether a word is `key=value`, `~key` or `+list=[x]` and no path such as `~/c.yaml`."""
     return "=" in word.partition("://")[0] or (word.startswith(("~", "+")) and "/" not in word)
 
 
@@ -155,7 +155,7 @@ def with_config(
     words: str = "[key=value …]",
     instead: Callable[[dict[str, Any]], Path | None] = lambda options: None,
 ) -> Callable[[Verb], Verb]:
-    """Gives a verb its `config` and its `overrides`, in which further config files come first.
+    """Give a verb its `config` and its `overrides`, in which further config files come first.
 
     Args:
         words: what may follow CONFIG, for the help.
@@ -201,7 +201,7 @@ def with_config(
 
 
 def _fetched(word: str) -> str:
-    """The local file of a config's address; any other word as it is. So all processes of this command read the same."""
+    """Return the local file of a config's address, so that all processes of this command read the same, or the word."""
     from deeplightning.address import is_address
     from deeplightning.config.source import located
 
@@ -214,7 +214,7 @@ def _fetched(word: str) -> str:
 
 
 def no_files(ctx: click.Context, param: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:
-    """Overrides of a run's config: no file lies over that."""
+    """Return the overrides of a run's config, which no file may override."""
     from deeplightning.config.source import is_file
 
     if file := next((word for word in words if is_file(word)), None):
@@ -277,7 +277,7 @@ def examine_config(config: Path, overrides: tuple[str, ...], importing: bool) ->
 
 @contextlib.contextmanager
 def stdout_for_the_result() -> Iterator[None]:
-    """What imported code prints goes to stderr, also what it writes past Python: stdout is for the result alone."""
+    """Send what imported code prints to stderr, also what it writes past Python: stdout is for the result alone."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)
@@ -290,7 +290,7 @@ def stdout_for_the_result() -> Iterator[None]:
 
 
 def show_notices(report: "Report") -> None:
-    """What a report holds beside faults, on stderr."""
+    """Print what a report holds beside faults on stderr."""
     redact = session().redact
     for notice in report.notices:
         say(f"{'warning: ' if notice.unasked else ''}{redact(notice.text)}", err=True)
@@ -315,7 +315,7 @@ def folder_of(run: str, code: str | None = None, allow: tuple[str, ...] = ()) ->
 
 
 def absolute(overrides: tuple[str, ...]) -> tuple[str, ...]:
-    """The same with absolute paths of config files."""
+    """Return the overrides with absolute paths of config files."""
     from deeplightning.config.source import is_file, located
 
     return tuple(str(located(word).absolute()) if is_file(word) else word for word in overrides)

@@ -23,7 +23,7 @@ MAX_SHOWN = 20_000
 
 @dataclass
 class Guess:
-    """What was found.
+    """The values and notes that a look at the data gives.
 
     Attributes:
         values: for the template, by name.
@@ -134,7 +134,7 @@ def errors_of_data() -> Iterator[None]:
 
 
 def signals(data: Path) -> Guess:
-    """A folder per class with .npy, .csv or .wav files, or `train` and perhaps `val` and `test` with these.
+    """Look at a folder per class with .npy, .csv or .wav files, or at `train` and perhaps `val` and `test` with these.
 
     Raises:
         SetupError: it is something else.

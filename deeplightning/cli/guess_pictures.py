@@ -1,5 +1,5 @@
-"""What pictures look like, with a folder per class, a file of labels or masks: classes, channels, sizes, mean and std,
-for the config of a new project. numpy and Pillow are imported where pictures are looked at."""
+"""Find classes, channels, sizes, mean and std of pictures with a folder per class, a file of labels or masks, for the
+config of a new project. numpy and Pillow are imported where pictures are looked at."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ MAX_NUMBERED, MAX_VALUES = 200, 32
 
 
 def images(data: Path) -> Guess:
-    """A folder per class, or `train` and perhaps `val` and `test` with these; or a file `labels.csv` or `labels.jsonl`
-    that names the labels of each picture.
+    """Look at a folder per class, or at `train` and perhaps `val` and `test` with these; or at a file `labels.csv` or
+    `labels.jsonl` that names the labels of each picture.
 
     Raises:
         SetupError: it is something else.
@@ -46,14 +46,14 @@ def images(data: Path) -> Guess:
 
 
 def _names_labels(path: Path) -> bool:
-    """Whether a file is one of labels, and not just so called beside a folder per class."""
+    """Return whether a file has labels, and not just this name beside a folder per class."""
     with path.open(encoding="utf-8-sig", errors="replace") as stream:
         first = stream.readline(10_000)
     return {"file", "labels"} <= set(re.findall(r"\w+", first)) or len(folders(path.parent)) < 2
 
 
 def _labelled(data: Path, name: str) -> Guess:
-    """Pictures whose labels are in a file of the folder.
+    """Look at pictures whose labels are in a file of the folder.
 
     Raises:
         SetupError: the file is not as it should be, or names a picture that is not there.
@@ -87,7 +87,7 @@ def _labelled(data: Path, name: str) -> Guess:
 
 
 def _network_for(look: _Look, outputs: int) -> tuple[str, dict[str, object]]:
-    """A network for pictures, by its name, and its params."""
+    """Return the name of a network for pictures, and its params."""
     small = max(look.sides) <= SMALL
     params: dict[str, object] = {"num_classes": outputs, "num_channels": look.channels}
     params |= {"image_size": look.size} if small else {"small_images": max(look.sides) <= 64}
@@ -95,7 +95,7 @@ def _network_for(look: _Look, outputs: int) -> tuple[str, dict[str, object]]:
 
 
 def segmentation(data: Path) -> Guess:
-    """The folders `images` and `masks`, or `train` and perhaps `val` and `test` with these.
+    """Look at the folders `images` and `masks`, or at `train` and perhaps `val` and `test` with these.
 
     Raises:
         SetupError: it is something else.
@@ -241,7 +241,7 @@ class _Look:
 
 
 def _look_at(files: Sequence[Path], multiple: int = 1) -> _Look:
-    """Decodes some pictures; their size is brought to a multiple of so many pixels."""
+    """Decode some pictures; the proposed sides are multiples of `multiple` pixels."""
     import numpy as np
     from PIL import Image
 
@@ -284,7 +284,7 @@ def _look_at(files: Sequence[Path], multiple: int = 1) -> _Look:
 
 
 def _is_divided(top: Path) -> bool:
-    """Whether there is a folder `train` that holds folders and no picture, as `data.image_folder` has it."""
+    """Return whether there is a folder `train` that holds folders and no picture, as in `data.image_folder`."""
     from deeplightning.image_spec import EXTENSIONS
 
     train = top / "train"

@@ -1,5 +1,5 @@
-"""A new project: templates and a look at the data become a config, the modules that it names, a README.md and a
-.gitignore. Nothing is overwritten.
+"""Begin a project: write a config, the modules that it names, a README.md and a .gitignore from templates and a look at
+the data. Nothing is overwritten.
 
 The templates of a kind are in `templates/KIND`: the files of `sample` where no data are named, those of `data` where
 they are, or where a sample is written for the project; of pictures with several labels, `labels`. `$name` in a YAML
@@ -197,7 +197,7 @@ def init(folder: Path, kind: str, data: Path | None, columns: Columns | None = N
 
 
 def _files(templates: Path, chosen: Kind, has_data: bool, values: dict[str, str]) -> dict[str, str]:
-    """The content of the config and the modules, by name."""
+    """Return the content of the config and the modules, by name."""
     content = {}
     for path in sorted(templates.iterdir()):
         if path.suffix in (".yaml", ".py", ".json"):
@@ -220,7 +220,7 @@ def _readme(project: str, about: str, ask: str | None, modules: list[str], notes
 
 
 def _seen_from(folder: Path, data: Path) -> str:
-    """The path of the data as the config has it: relative where they lie in the project or beside it."""
+    """Return the path of the data for the config: relative where they lie in the project or beside it."""
     top = Path(os.path.abspath(folder))  # noqa: PTH100 (without `..`)
     there = Path(os.path.abspath(data))  # noqa: PTH100
     return os.path.relpath(there, top) if there.is_relative_to(top.parent) else str(there)
