@@ -1,11 +1,8 @@
 """Print pages of the manual, the Markdown files of `docs` that ship with the package, and their list."""
 
 import re
-import shutil
 import sys
 from pathlib import Path
-
-import click
 
 from deeplightning.config.packages import HOME
 from deeplightning.faults import ConfigError, Fault, nearest
@@ -70,11 +67,4 @@ def show(name: str | None) -> None:
     from rich.console import Console
     from rich.markdown import Markdown
 
-    console = Console()
-    with console.capture() as captured:
-        console.print(Markdown(text, code_theme="ansi_dark", hyperlinks=False))
-    rendered = captured.get()
-    if rendered.count("\n") < shutil.get_terminal_size().lines:
-        print(rendered, end="")  # noqa: T201  (of the manual, with styles)
-    else:
-        click.echo_via_pager(rendered)
+    Console().print(Markdown(text, code_theme="ansi_dark", hyperlinks=False))

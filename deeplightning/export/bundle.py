@@ -196,7 +196,8 @@ def _check(expected: np.ndarray, kind: Kind, labels: list[str], shape: tuple[int
         CheckpointError: answers are not finite, do not match the labels, or are no pictures of the inputs' shape.
     """
     if not kind.has_labels and expected.shape[1:] != shape:
-        raise CheckpointError(f"The network answers pictures of {shape} with {expected.shape[1:]}, not the same.")
+        given = (len(expected), *shape)
+        raise CheckpointError(f"The network answers pictures of {given} with {expected.shape}, not the same.")
     if kind.has_labels and expected.shape[1:] != kind.answer(len(labels), shape):
         found = " x ".join(map(str, expected.shape[1:]))
         names = {"regression": "target", "multilabel": "label"}.get(kind.gives, "class")
