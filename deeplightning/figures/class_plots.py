@@ -189,18 +189,29 @@ def reliability(found: measures.Reliability, of: str) -> Drawing:
     return Drawing(draw, f"{words}, the expected calibration error on {samples} {of} samples")
 
 
-def two_classes(found: measures.TwoClasses, positive: str, of: str) -> Drawing:
-    """Draw ROC and precision-recall curves for the second of two classes."""
-    words = f"ROC: area {found.auc:.4g}. Precision and recall: average precision {found.average_precision:.4g}"
+def two_classes(score: np.ndarray, is_positive: np.ndarray, positive: str, of: str) -> Drawing:
+    """Draw ROC and precision-recall curves for the second of two classes.
+
+    Args:
+        score: its probability, float (N,).
+        is_positive: whether a sample is of it, bool (N,); both occur.
+        positive: its name.
+        of: the set, for the title.
+    """
+    from sklearn.metrics import average_precision_score, precision_recall_curve, roc_auc_score, roc_curve
+
+    area, average = f"{roc_auc_score(is_positive, score):.4g}", f"{average_precision_score(is_positive, score):.4g}"
 
     def draw() -> "Figure":
         made = figure(WIDTH, 2.75)
         roc, pr = place(made, 0.5, 0.15, 0.55, 0.45, ncols=2, gridspec_kw={"wspace": 0.42})
+        false, true, _ = roc_curve(is_positive, score, drop_intermediate=False)
+        precision, recall, _ = precision_recall_curve(is_positive, score)
         roc.plot([0, 1], [0, 1], color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
-        roc.plot(np.append(0, found.false_positives), np.append(0, found.recall), color=BLUE)
+        roc.plot(false, true, color=BLUE)
         roc.set_xlabel("false positive rate")
         roc.set_ylabel("true positive rate")
-        pr.step(np.append(0, found.recall), np.append(found.precision[0], found.precision), where="pre", color=GREEN)
+        pr.step(recall, precision, where="post", color=GREEN)
         pr.set_xlabel("recall")
         pr.set_ylabel("precision")
         for axes in (roc, pr):
@@ -208,10 +219,11 @@ def two_classes(found: measures.TwoClasses, positive: str, of: str) -> Drawing:
             axes.set_ylim(-0.02, 1.03)
             axes.set_xticks([0, 0.5, 1])
             lines(axes)
-        words = f"ROC area {found.auc:.4g}; average precision {found.average_precision:.4g}"
+        words = f"ROC area {area}; average precision {average}"
         title(made, words, f"{of} set; positive: {label(positive)}")
         return made
 
+    words = f"ROC: area {area}. Precision and recall: average precision {average}"
     return Drawing(draw, f"{words}, of the class {label(positive)} on the {of} set")
 
 

@@ -89,10 +89,9 @@ def _of_classes(run: Facts, columns: dict[str, Any], prefix: str, found: Evaluat
         return
     reliability = measures.reliability(probability, labels == predicted)
     found.drawings[f"{prefix}_reliability"] = class_plots.reliability(reliability, found.of)
-    if number == 2:
+    if number == 2 and 0 < labels.sum() < len(labels):
         score = np.where(predicted == 1, probability, 1 - probability)
-        if (two := measures.two_classes(score, labels == 1)) is not None:
-            found.drawings[f"{prefix}_roc"] = class_plots.two_classes(two, classes_[1], found.of)
+        found.drawings[f"{prefix}_roc"] = class_plots.two_classes(score, labels == 1, classes_[1], found.of)
 
 
 def _of_labels(columns: dict[str, Any], prefix: str, found: Evaluation) -> None:
