@@ -160,22 +160,22 @@ class Bundle:
             options = tensorrt_options(kind.input, shape, max_batch, precision == "fp16")
         session = _load(folder, precision, kind, dtype, shape, len(labels), device, options)
         samples, examples = _input(folder, card["golden"], kind, spec)
-        specs = {f"{_SPECS[kind.takes]}_spec": spec}
         bundle = cls(
             folder,
             task,
-            specs.pop("image_spec", None),
+            spec if kind.takes == "image" else None,
             labels,
             run,
             precision,
             samples,
             session,
+            text_spec=spec if kind.takes == "text" else None,
+            row_spec=spec if kind.takes in ("table", "array") else None,
             output=output,
             examples=examples,
             input=kind.input,
             device=device,
             bound=_bound(device, session, shape, dtype, max_batch),
-            **specs,
         )
         _replay(bundle, card["golden"])
         _expect(
@@ -253,7 +253,6 @@ _MODELS = {
 }
 _NOT_SERVED = {_NAMES.bundle_torchscript.name, _NAMES.bundle_pt2.name}  # for other programs
 _DTYPES: dict[str, type] = {"image": np.uint8, "text": np.int64, "table": np.float32, "array": np.float32}
-_SPECS = {"image": "image", "text": "text", "table": "row", "array": "row"}
 _TEXT_FILES = ("vocabulary.txt", "tokenizer.json")
 _KEYS = {"format", "task", "input", "labels", "files", "run", "golden", "digest"}
 _RUN_KEYS = {"id", "name", "folder_name", "checkpoint", "weights", "picture_size", "created", "versions"}
@@ -478,7 +477,8 @@ def _load(
     inputs = [(node.name, node.type, node.shape[1:]) for node in session.get_inputs()]
     outputs = [(node.name, node.type, node.shape[1:]) for node in session.get_outputs()]
     sides: list[int | str] = ["length"] if kind.takes == "text" else list(shape)
-    wanted = [(kind.input, f"tensor({_TYPES[np.dtype(dtype).name]})", sides)]
+    type_name = np.dtype(dtype).name.replace("float32", "float")  # ONNX's name of the dtype
+    wanted = [(kind.input, f"tensor({type_name})", sides)]
     _expect(inputs == wanted, f"has a model with the inputs {inputs}; bundle.json says {wanted}", folder)
     _expect(
         [output[:2] for output in outputs] == [(kind.output, "tensor(float)")],
@@ -492,10 +492,6 @@ def _load(
     else:
         _expect(found == sides, f"has a model that gives pictures of {found}, not of {sides}", folder)
     return session
-
-
-_TYPES = {"uint8": "uint8", "int64": "int64", "float32": "float"}
-"""ONNX names of numpy dtypes."""
 
 
 def _bound(

@@ -96,7 +96,7 @@ def cli() -> None:
 
     RUN is a run folder, a run's name or MLflow id, runs:/ID, models:/NAME/VERSION, or last, the newest. Exit codes: 0
     done, 2 config, 3 machine, data or tracking, 4 checkpoint or bundle, 5 the run failed, 130 or 143 interrupted, 1 a
-    fault of ours.
+    bug in Deep Lightning.
     """
 
 
