@@ -143,26 +143,22 @@ def serve(
         key = _key(options.api_key_env)
         choice = choose_devices(options.device, runtime)
         first = _listen(options.host, options.port)
-    except (AddressError, DeviceError, OptionError) as error:
-        print(printable(f"error: {error}", "\n"), file=sys.stderr)
-        return error.exit_code
 
-    def listen(number: int) -> list[socket.socket]:
-        port = first.getsockname()[1]
-        return [first, *(_bound(options.host, port, reuse_port=True) for _ in range(number - 1))]
+        def listen(number: int) -> list[socket.socket]:
+            port = first.getsockname()[1]
+            return [first, *(_bound(options.host, port, reuse_port=True) for _ in range(number - 1))]
 
-    def announce(what: str, layout: Layout) -> None:
-        if choice.reason is not None:
-            log_event(ON_CPU, reason=choice.reason)
-        print(f"Serving {printable(what)} on {_url(first)}: {layout}", flush=True)
+        def announce(what: str, layout: Layout) -> None:
+            if choice.reason is not None:
+                log_event(ON_CPU, reason=choice.reason)
+            print(f"Serving {printable(what)} on {_url(first)}: {layout}", flush=True)
 
-    _return_memory()
-    try:
+        _return_memory()
         admission = Admission(key, Hosts(first.getsockname()[0], options.allowed_hosts))
         watch = lambda: _signature(files())  # noqa: E731
         fast = options.server == "fast"
         return Supervisor(open_model, listen, limits, admission, fast, watch, announce, folder, choice).run()
-    except ModelError as error:
+    except (AddressError, DeviceError, ModelError, OptionError) as error:
         print(printable(f"error: {error}", "\n"), file=sys.stderr)
         return error.exit_code
 
@@ -206,21 +202,19 @@ def _listen(host: str, port: int) -> socket.socket:
         listener = _bound(host, port, reuse_port=True)
         listener.listen(BACKLOG)
         return listener
-    except socket.gaierror as error:
-        raise AddressError(f"The host {host!r} is not known here ({error.strerror}); use --host 127.0.0.1.") from error
     except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:
-            raise AddressError(
+        if isinstance(error, socket.gaierror):
+            note = f"The host {host!r} is not known here ({error.strerror}); use --host 127.0.0.1."
+        elif error.errno == errno.EADDRNOTAVAIL:
+            note = (
                 f"The host {host!r} is no address of this machine; use --host 127.0.0.1, or 0.0.0.0 for all of its own."
-            ) from error
-        if error.errno == errno.EADDRINUSE:
-            raise AddressError(
-                f"Port {port} on {host} is in use. Choose another: --port {_next(host, port)}"
-            ) from error
-        reason = (error.strerror or str(error)).split(" (")[0]
-        raise AddressError(
-            f"Port {port} on {host} cannot be listened on: {reason}. Choose another with --port."
-        ) from error
+            )
+        elif error.errno == errno.EADDRINUSE:
+            note = f"Port {port} on {host} is in use. Choose another: --port {_next(host, port)}"
+        else:
+            reason = (error.strerror or str(error)).split(" (")[0]
+            note = f"Port {port} on {host} cannot be listened on: {reason}. Choose another with --port."
+        raise AddressError(note) from error
 
 
 def _next(host: str, port: int) -> int:
