@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 import shutil
+import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ from torch import nn
 from deeplightning.array_spec import ArraySpec
 from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.image_spec import ImageSpec
-from deeplightning.kinds import KINDS, Kind
+from deeplightning.kinds import KINDS, Kind, row_spec
 from deeplightning.private.messages import Sentence, says
 from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, card_digest, golden_digest, permissions_of
 from deeplightning.table_spec import TableSpec
@@ -413,3 +414,67 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+# ---- further models
+
+
+def card_of(folder: RunFolder) -> Card:
+    """Return the content of `bundle.json`, after checking its digests."""
+    again = "write it again with `deeplightning export RUN`"
+    try:
+        card = json.loads(folder.bundle_card.read_bytes())
+        whole = card["format"] == BUNDLE_FORMAT and card["digest"] == card_digest(card)
+        whole = whole and card["files"][folder.bundle_model.name] == digest_of(folder.bundle_model)
+        whole = whole and card["golden"]["digest"] == golden_digest(card)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"The bundle {folder.bundle} cannot be read ({error}); {again}.") from error
+    if not whole:
+        raise CheckpointError(f"The bundle {folder.bundle} is damaged, or of another format; {again}.")
+    return card
+
+
+@contextlib.contextmanager
+def added(folder: RunFolder, card: Card, name: str) -> Iterator[Path]:
+    """Yield the path of a new file, which becomes the file `name` of the bundle when the block succeeds. The block may
+    change the card.
+
+    Raises:
+        SetupError: the folder cannot be written.
+    """
+    try:
+        with tempfile.TemporaryDirectory() as place:
+            file = Path(place) / name
+            yield file
+            card["files"][name] = digest_of(file)
+            with replacement_for(folder.bundle) as new:
+                for other in card["files"].keys() - {name}:
+                    _link_or_copy(folder.bundle / other, new / other)
+                shutil.copyfile(file, new / name)
+                (new / folder.bundle_card.name).write_text(card_text(card), encoding="utf-8")
+    except OSError as error:
+        raise SetupError(f"The bundle {folder.bundle} cannot be written: {error}.") from error
+
+
+def golden_inputs(folder: RunFolder, card: Card) -> dict[str, np.ndarray]:
+    """Return the golden samples as the model takes them, by the name of its input."""
+    kind = KINDS[card["task"]]
+    golden, values = card["golden"], card["input"]
+    if kind.takes == "image":
+        pictures = ImageSpec.from_dict(values)
+        decoded = [pictures.decode(base64.b64decode(png)) for png in golden["pictures"]]
+        return {kind.input: np.stack(decoded).transpose(0, 3, 1, 2).copy()}
+    if kind.takes == "text":
+        texts = TextSpec.from_dict(values, (folder.bundle / values["file"]).read_text(encoding="utf-8"))
+        return {kind.input: texts.stack([texts.prepare(text) for text in golden["texts"]])}
+    rows, given = row_spec(kind.takes, values), golden[kind.input]
+    inputs: Any = given if kind.takes == "table" else map(base64.b64decode, given)
+    return {kind.input: rows.stack([rows.prepare(one) for one in inputs])}
+
+
+def _link_or_copy(file: Path, target: Path) -> None:
+    """Put a file into another folder, as a hard link if the file system supports it, since weights are large."""
+    try:
+        os.link(file, target)
+    except OSError:
+        shutil.copy2(file, target)

@@ -17,8 +17,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from deeplightning.export.added import added, card_of, golden_inputs
-from deeplightning.export.bundle import BATCH_SIZES, EXTRA_TOKENS, TOLERANCE, Exportable, FormatError, reason
+from deeplightning.export.bundle import (
+    BATCH_SIZES,
+    EXTRA_TOKENS,
+    TOLERANCE,
+    Exportable,
+    FormatError,
+    added,
+    card_of,
+    golden_inputs,
+    reason,
+)
 from deeplightning.kinds import KINDS
 from deeplightning.runfolder import RunFolder
 

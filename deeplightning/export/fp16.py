@@ -5,14 +5,14 @@ the last layer, such as a softmax, keep 32. On the CPU, ONNX Runtime (1.31) roun
 computes in 32 bits, so only the server, which compares the answers on its GPU, can detect an overflow in 16 bits.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper, shape_inference
 
-from deeplightning.export.added import SERVE_FP32, added, card_of, golden_inputs, weighted_layers
-from deeplightning.export.bundle import session_of
+from deeplightning.export.bundle import added, card_of, golden_inputs, session_of
 from deeplightning.faults import CheckpointError
 from deeplightning.runfolder import RunFolder
 
@@ -31,6 +31,10 @@ FLOAT_OPERATORS = {
     *("If", "Loop", "Scan", "DequantizeLinear", "QuantizeLinear"),
 }
 """Operators that lack fp16 on some devices, or have an explicit type."""
+
+
+HAVE_WEIGHTS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
+SERVE_FP32 = "serve it with serve.precision=fp32"
 
 
 def halve(folder: RunFolder) -> float:
@@ -74,6 +78,18 @@ def _write_fp16(model: Path, file: Path) -> None:
         raise
     except Exception as error:  # neither onnx nor onnxruntime documents which it may raise
         raise CheckpointError(f"{model} cannot be converted to fp16 ({error}); {SERVE_FP32}.") from error
+
+
+def weighted_layers(model: Path, nodes: Sequence[onnx.NodeProto], precision: str) -> tuple[int, int]:
+    """Return the indices of the first and the last layer with weights, between pixel scaling and probabilities.
+
+    Raises:
+        CheckpointError: no layer has weights.
+    """
+    found = [number for number, node in enumerate(nodes) if node.op_type in HAVE_WEIGHTS]
+    if not found:
+        raise CheckpointError(f"{model} has no layer that {precision} would make quicker; {SERVE_FP32}.")
+    return found[0], found[-1]
 
 
 class _Fp16Converter:

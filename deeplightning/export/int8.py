@@ -34,8 +34,8 @@ from onnxruntime.quantization import (
 )
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
-from deeplightning.export.added import HAVE_WEIGHTS, SERVE_FP32, added, card_of, golden_inputs, weighted_layers
-from deeplightning.export.bundle import answers_of, packed, session_of
+from deeplightning.export.bundle import added, answers_of, card_of, golden_inputs, packed, session_of
+from deeplightning.export.fp16 import HAVE_WEIGHTS, SERVE_FP32, weighted_layers
 from deeplightning.faults import CheckpointError
 from deeplightning.kinds import KINDS, Kind
 from deeplightning.runfolder import Card, RunFolder
