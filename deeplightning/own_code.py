@@ -123,8 +123,8 @@ def _forget(tops: Iterable[str]) -> None:
 
 
 def use_seal(folder: Path | None) -> None:
-    """Lets own code come from the copies of a seal, in this process and in those that it starts; None: from the
-    originals again.
+    """Import own code from the copies of a seal, in this process and in those that it starts; None: from the originals
+    again.
 
     Raises:
         SetupError: there is no seal in this folder.
@@ -143,7 +143,7 @@ def use_seal(folder: Path | None) -> None:
 
 
 def seal() -> dict[str, Any]:
-    """The content of `SEAL` for this process; {}: its launch is not sealed.
+    """Return the content of `SEAL` for this process, or {} if its launch is not sealed.
 
     Raises:
         SetupError: it cannot be read.
@@ -174,7 +174,7 @@ def _put_copies_on_path(copies: Mapping[str, str]) -> None:
 
 
 def original(path: str) -> str:
-    """The path of the original of a file or folder of sealed code; any other path as it is."""
+    """Return the path of the original of a file or folder of sealed code, and any other path as it is."""
     for root, copy in seal().get("roots", {}).items():
         if path == copy or path.startswith(f"{copy}{os.sep}"):
             return f"{root.rstrip(os.sep)}{path[len(copy) :]}" or os.sep
@@ -182,23 +182,23 @@ def original(path: str) -> str:
 
 
 def frozen(path: Path) -> Path:
-    """The copy of a config file that this process's launch has sealed; any other file as it is."""
+    """Return the copy of a config file that this process's launch has sealed, and any other file as it is."""
     copies: dict[str, str] = seal().get("configs", {})
     return Path(copies.get(os.path.abspath(path), path))  # noqa: PTH100 (without `..`)
 
 
 def roots() -> list[str]:
-    """The folders of the user's own code, the first to be looked through first."""
+    """Return the folders of the user's own code, the first to be searched first."""
     return [root for root in _roots if root in sys.path]
 
 
 def original_roots() -> list[str]:
-    """The same folders; of sealed code the originals."""
+    """Return the same folders; of sealed code the originals."""
     return [*map(original, roots())]
 
 
 def is_own(file: str | None) -> bool:
-    """Whether a file is in one of these folders and was not installed there."""
+    """Return whether a file is in one of these folders and was not installed there."""
     return (
         file is not None
         and any(file.startswith(f"{root.rstrip(os.sep)}{os.sep}") for root in roots())
@@ -253,8 +253,8 @@ def read_from(name: str, file: object) -> str:
 
 
 def short(file: str) -> str:
-    """A file as the user would write it: relative where it lies below the working directory. Of sealed code it is the
-    original, unless that was edited since."""
+    """Return a file as the user would write it: relative where it lies below the working directory. Of sealed code it
+    is the original, unless that was edited since."""
     if (origin := original(file)) != file:
         with contextlib.suppress(OSError):
             file = origin if Path(origin).read_bytes() == Path(file).read_bytes() else file
@@ -263,24 +263,24 @@ def short(file: str) -> str:
 
 
 def lines_of(error: BaseException) -> list[tuple[str, int]]:
-    """File and line of each call of the user's own code that an error came through."""
+    """Return file and line of each call of the user's own code that an error came through."""
     calls = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
     return [(file, line) for file, line in calls if is_theirs(file)]
 
 
 def is_theirs(file: str) -> bool:
-    """Whether the code of a file is the user's: neither ours nor installed."""
+    """Return whether the code of a file is the user's: neither ours nor installed."""
     return file.startswith(EXAMPLES) or not file.startswith((*INSTALLED, *OURS, "<"))
 
 
 def line_of(error: BaseException) -> str:
-    """` (file:line)` of the innermost of them, or nothing."""
+    """Return ` (file:line)` of the innermost of them, or nothing."""
     lines = lines_of(error)
     return f" ({short(lines[-1][0])}:{lines[-1][1]})" if lines else ""
 
 
 def running_line(until: Collection[str] = ()) -> str:
-    """`file:line` of the innermost line of the user's own code that runs now; empty: there is none.
+    """Return `file:line` of the innermost line of the user's own code that runs now, or "" if there is none.
 
     Args:
         until: names of modules; what called the innermost function of one of them is not looked at.
@@ -299,7 +299,7 @@ def forget() -> None:
 
 
 def raiser(error: BaseException) -> str:
-    """The file whose code raised an error."""
+    """Return the file whose code raised an error."""
     return [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
 
 
@@ -328,7 +328,7 @@ def _has_code(folder: str) -> bool:
 
 
 def _folder(path: str) -> Any:
-    """A hook of `sys.path_hooks`."""
+    """Return the finder of a folder of own code, as a hook of `sys.path_hooks`."""
     if os.path.abspath(path) not in _roots:  # noqa: PTH100
         raise ImportError
     return _Folder.path_hook(

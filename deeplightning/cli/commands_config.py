@@ -228,6 +228,6 @@ def configs(name: str | None, to: Path | None) -> None:
 @click.argument("name", required=False)
 def docs(name: str | None) -> None:
     """Print the page NAME of the manual, or the list of all pages."""
-    from deeplightning.cli import manual
+    from deeplightning.cli.manual import show
 
-    manual.show(manual.listing() if name is None else manual.page(name))
+    show(name)

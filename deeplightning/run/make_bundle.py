@@ -207,7 +207,7 @@ def quantize_run(folder: RunFolder, allow: Sequence[str] = ()) -> str:
         SetupError: the bundle cannot be written.
     """
     from deeplightning.batches import by_name
-    from deeplightning.export.added import card_of
+    from deeplightning.export.bundle import card_of
     from deeplightning.export.int8 import NOUNS, SCORES, quantize
 
     kind = KINDS[card_of(folder)["task"]]

@@ -198,8 +198,7 @@ def _export_at_the_end(cfg: Config, task: Any, data: object, record: Any) -> Non
     if not _is_served(task):  # a task derived from one of ours without an inference model
         log.info("bundle     none: the task offers no inference_model, or its data do not say how inputs are prepared")
         return
-    from deeplightning.export.added import card_of
-    from deeplightning.export.bundle import FormatError, NotExpressible
+    from deeplightning.export.bundle import FormatError, NotExpressible, card_of
 
     try:
         keep_samples(task, data, record.folder)

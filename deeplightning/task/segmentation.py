@@ -113,12 +113,12 @@ class Segmentation(ImageTask):
         over them, with the predicted ones."""
         if stage != "val" or not self._sheet or not len(self._sheet["worth"]) or not self.trainer.is_global_zero:
             return {}
-        from deeplightning.figures import mask_overlays  # most processes and verbs draw nothing
+        from deeplightning.figures import class_plots  # most processes and verbs draw nothing
 
         columns = {name: column.cpu().numpy() for name, column in self._sheet.items()}
         images, truth, answered = columns["image"].transpose(0, 2, 3, 1), columns["truth"], columns["answered"]
         shown = images, truth, answered, self._names(self._classes), -columns["worth"]
-        return {"val_segmentation": mask_overlays.overlays(*shown)}
+        return {"val_segmentation": class_plots.overlays(*shown)}
 
     # ---- export
 

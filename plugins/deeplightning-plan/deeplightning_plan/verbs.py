@@ -9,6 +9,7 @@ from deeplightning.cli.group import (
     LOOSE,
     OVERRIDES,
     absolute,
+    complete_run,
     examine_config,
     load,
     show_notices,
