@@ -11,7 +11,7 @@ from typing import Any
 
 from deeplightning.engine.plan import asks_for_gpus, world_size
 from deeplightning.launch import Job, ProcessHooks, Start
-from deeplightning.launch.backoff import Backoff
+from deeplightning.launch.job import Backoff
 from deeplightning.process.identity import ATTEMPT, LAUNCH
 from deeplightning_ray.agent import WORKER
 from deeplightning_ray.cluster import connect
