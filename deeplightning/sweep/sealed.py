@@ -6,7 +6,6 @@ edited later does no harm.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import secrets
@@ -18,10 +17,11 @@ from pathlib import Path
 
 from deeplightning.checks.examine import examine, load_config
 from deeplightning.checks.trust import note_own
-from deeplightning.faults import SetupError, UserError
+from deeplightning.faults import SetupError
 from deeplightning.launch.sealed import seal
 from deeplightning.own_code import SEAL, is_theirs, original, use_seal
 from deeplightning.runfolder import make_private
+from deeplightning.sweep.worker import fork
 from deeplightning.tracking.environment import git_answers
 from deeplightning.tracking.parent import Parent
 
@@ -87,20 +87,17 @@ def freeze(parent: Parent, path: Path, overrides: Sequence[str]) -> SearchCode:
     Raises:
         SetupError: the copy cannot be written.
     """
-    from deeplightning.sweep.forked_child import in_child
-
     folder, store = parent.home / FOLDER / secrets.token_hex(8), parent.home.parents[2]
 
-    def work() -> dict[str, object]:
-        for stream in (1, 2):  # this process imports the same, and prints the same
+    def work() -> int:
+        for stream in (1, 2):  # this process imports the same, prints the same, and reports errors
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         cfg = load_config(path, [*overrides])
         make_private(folder.parent, store)
         seal(folder, git=git_answers(cfg.redact))
-        return {}
+        return 0
 
-    with contextlib.suppress(UserError, SystemExit):  # which this process comes to as well, in better words
-        in_child(work, None, str)
+    os.waitpid(fork(work), 0)
     if not (folder / SEAL).is_file():
         cfg = load_config(path, [*overrides])
         try:

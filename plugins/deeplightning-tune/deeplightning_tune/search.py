@@ -29,12 +29,12 @@ from deeplightning.launch.sealed import is_intact
 from deeplightning.launch.set_environment import apply_environment
 from deeplightning.process.decisions import DECIDED
 from deeplightning.process.identity import identity
-from deeplightning.process.terminal import say, say_path
+from deeplightning.process.terminal import in_columns, say, say_path
 from deeplightning.runfolder import FolderLock, RunFolder, make_private, permissions_of, write_whole
 from deeplightning.sweep.grid import warn_of_no_effect
 from deeplightning.sweep.multirun import newest_checkpoint
 from deeplightning.sweep.sealed import FOLDER, SearchCode, own_code
-from deeplightning.sweep.worker import Forked, Line, Train, own_address, reason_of
+from deeplightning.sweep.worker import Forked, Line, Train, failure_in, own_address
 from deeplightning.tracking.parent import Parent, Stopped
 from deeplightning_tune.resume import changed_settings, code_of_search
 from deeplightning_tune.section import search_of
@@ -394,7 +394,7 @@ class _Search:
 
     def _ended(self, number: int, code: int) -> None:
         """Record the end of a trial whose process has ended."""
-        reason = reason_of(self.home / "trials" / f"trial-{number}.log", code)
+        reason = failure_in(self.home / "trials" / f"trial-{number}.log", code)
         seconds = time.monotonic() - self._began.pop(number)
         name = f"trial {number}"
         if number in self._pruned:
@@ -463,12 +463,11 @@ class _Search:
         self.parent.close("FINISHED")
 
     def _write(self, pictures: bool) -> None:
-        from deeplightning.sweep.table import text
         from deeplightning_tune import outcome
         from deeplightning_tune.study import plain_text
 
         folder, best = self.parent.folder, self.study.best()
-        say(self.cfg.redact(text(outcome.rows(self.study), "trials.csv")))
+        say(self.cfg.redact(in_columns(outcome.rows(self.study), "trials.csv")))
         write_whole(folder / "trials.csv", self.cfg.redact(outcome.as_csv(self.study)))
         if pictures:
             outcome.draw(self.study, folder)
