@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deeplightning.callbacks.record import Record
 from deeplightning.callbacks.watch import samples_in
-from deeplightning.engine.footprint import footprint
+from deeplightning.engine.compute import footprint
 from deeplightning.runfolder import write_whole
 
 log = logging.getLogger("deeplightning")

@@ -196,7 +196,7 @@ def newest_run(ctx: click.Context, param: click.Parameter, run: str | None) -> s
     """`last` in place of a RUN is the newest one; a folder of that name is `./last`."""
     if run is None or ctx.resilient_parsing:
         return run
-    from deeplightning.process.logs import escape_warnings
+    from deeplightning.process.terminal import escape_warnings
 
     escape_warnings()
     if run != "last":

@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from deeplightning.engine.sharded import Sharded, Share, places, replace
-from deeplightning.engine.tensor_layout import share_of
-from deeplightning.engine.tensor_parallel import clip_by_norm, parallelize, raise_for_other_batch
+from deeplightning.engine.tensor_parallel import clip_by_norm, parallelize, raise_for_other_batch, share_of
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.private.torch import apply
 

@@ -286,7 +286,7 @@ def _strategy(engine: Engine) -> "str | Strategy":
             params["timeout"] = timedelta(seconds=params["timeout"])
         if engine.backend == "ddp":
             params.setdefault("process_group_backend", "gloo" if engine.gpus is None else "nccl")
-            from deeplightning.engine.ddp import Ddp
+            from deeplightning.engine.process_group import Ddp
 
             return Ddp(**params)
         if engine.backend == "fsdp":

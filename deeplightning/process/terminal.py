@@ -1,8 +1,10 @@
 """What a stream can show (terminal, colour, width), and text styled and wrapped accordingly.
 
-Text from a store, a run, a bundle or a data file reaches stdout and stderr only through `say`.
+Text from a store, a run, a bundle or a data file reaches stdout and stderr only through `say`, or through a log that is
+formatted with `Printable`, so that its control characters cannot steer a terminal.
 """
 
+import logging
 import os
 import re
 import shutil
@@ -79,3 +81,16 @@ def in_columns(table: Sequence[Sequence[str]], file: str) -> str:
     widths = [max(len(row[column]) for row in shown) for column in range(len(table[0]))]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in shown]
     return "\n".join(lines + ([f"… and {left_out} more, in {file}"] if left_out > 0 else []))
+
+
+class Printable(logging.Formatter):
+    """Escape control characters in log records."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record), LAYOUT)
+
+
+def escape_warnings() -> None:
+    """Format warnings with `Printable` in a process that has not configured logging."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(Printable())

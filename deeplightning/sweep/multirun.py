@@ -29,8 +29,7 @@ from deeplightning.config.tree import as_written, dump, line
 from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, SetupError, count, error_of
 from deeplightning.launch import Job, array_of
 from deeplightning.launch.set_environment import apply_environment
-from deeplightning.process.decisions import DECIDED
-from deeplightning.process.identity import identity
+from deeplightning.process.identity import DECIDED, identity
 from deeplightning.process.terminal import in_columns, say, say_path
 from deeplightning.reproduce.groups import RUNS_FILE
 from deeplightning.reproduce.past import PastRun

@@ -27,8 +27,7 @@ from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, 
 from deeplightning.launch import Job, array_of
 from deeplightning.launch.sealed import is_intact
 from deeplightning.launch.set_environment import apply_environment
-from deeplightning.process.decisions import DECIDED
-from deeplightning.process.identity import identity
+from deeplightning.process.identity import DECIDED, identity
 from deeplightning.process.terminal import in_columns, say, say_path
 from deeplightning.runfolder import FolderLock, RunFolder, make_private, permissions_of, write_whole
 from deeplightning.sweep.grid import warn_of_no_effect
