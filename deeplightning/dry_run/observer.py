@@ -10,9 +10,7 @@ import torch
 from torch import nn
 from torchmetrics import Metric
 
-from deeplightning.dry_run.afterwards import save
-from deeplightning.dry_run.attempt import Attempt
-from deeplightning.dry_run.diagnosis import UNCONNECTED, line_of_method, target_at, tensor_in_words
+from deeplightning.dry_run.diagnosis import UNCONNECTED, Attempt, line_of_method, target_at, tensor_in_words
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.words import stage_of
 
@@ -114,8 +112,10 @@ class Observer(pl.Callback):
             raise ConfigError(self.attempt.faults.pop())
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.attempt.batch is not None and not self.attempt.faults:
-            self.attempt.saved = save(self.attempt)  # a run saves while the task is on its device
+        attempt = self.attempt
+        if attempt.batch is not None and not attempt.faults:  # a run saves while the task is on its device
+            attempt.stage, attempt.saved = "while a checkpoint is saved", str(attempt.folder / "last.ckpt")
+            trainer.save_checkpoint(attempt.saved)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

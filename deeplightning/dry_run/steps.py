@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from lightning_fabric.plugins.environments import LightningEnvironment
 from pytorch_lightning.callbacks import Checkpoint, EarlyStopping
 from pytorch_lightning.utilities.model_helpers import is_overridden
@@ -18,13 +19,12 @@ from deeplightning.checks.conditions import splits_layers
 from deeplightning.config.auto_values import WEIGHTS, unfilled
 from deeplightning.config.schema import Config
 from deeplightning.config.target import build, needs
-from deeplightning.dry_run.afterwards import InMemory, answer
-from deeplightning.dry_run.attempt import Attempt
-from deeplightning.dry_run.diagnosis import error_in_words, faults_of, targets_of
-from deeplightning.dry_run.isolation import Nowhere, wants_network
+from deeplightning.dry_run.diagnosis import Attempt, error_in_words, faults_of, targets_of
+from deeplightning.dry_run.isolation import InMemory, Nowhere, wants_network
 from deeplightning.dry_run.observer import Observer, check_numbers
 from deeplightning.engine.plan import clip_arguments, trainer_arguments
 from deeplightning.faults import Fault, nearest
+from deeplightning.kinds import KINDS
 from deeplightning.run.assemble import init_module
 
 SAMPLES = 5
@@ -89,7 +89,7 @@ def take_steps(attempt: Attempt) -> None:
             getattr(trainer, stage)(task, datamodule=attempt.data, **more)
             check_numbers(attempt)
     if saved is not None and attempt.cfg.train.export and not attempt.faults:
-        answer(attempt)
+        _export(attempt)
 
 
 def example(attempt: Attempt, longest: bool = False) -> object:
@@ -235,6 +235,26 @@ def _judge(attempt: Attempt, look: Observer) -> None:
         names = ", ".join(look.unused[:3]) + (f" and {len(look.unused) - 3} more" if len(look.unused) > 3 else "")
         message = f"{names} got no gradient, and ddp waits for one of each parameter; set this to true"
         attempt.fault(message, "engine.params.find_unused_parameters")
+
+
+def _export(attempt: Attempt) -> None:
+    """Load the checkpoint into a new task and predict one batch on the CPU, as the export of a run does."""
+    task, batch = attempt.task, attempt.batch
+    kind = KINDS.get(str(getattr(task, "kind", "")))
+    specs = [name for name in ("image_spec", "text_spec", "row_spec") if getattr(task, name, None) is not None]
+    key = {"image": "image", "text": "tokens"}.get(kind.takes if kind else "", "input")
+    if kind is None or not specs or not hasattr(task, "inference_model") or not isinstance(batch, Mapping):
+        return
+    if not isinstance(batch.get(key), torch.Tensor) or attempt.trainer.global_rank != 0:
+        return
+    attempt.stage = "in the export"
+    checkpoint = attempt.trainer.strategy.checkpoint_io.load_checkpoint("")
+    fresh = attempt.task = build(attempt.cfg.model.module, attempt.cfg)
+    fresh.on_load_checkpoint(checkpoint)
+    fresh.configure_model()
+    model = fresh.eval().inference_model()
+    with torch.inference_mode():
+        model(batch[key].cpu())
 
 
 class _Trainer(pl.Trainer):

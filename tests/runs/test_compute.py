@@ -74,7 +74,9 @@ def test_ddp_wraps_the_network_on_the_stream_that_computes(tiny, place, monkeypa
     """Lightning wraps it on a side stream, of which torch warns at each run on GPUs."""
     assert "torch.cuda.stream(torch.cuda.Stream())" in inspect.getsource(DDPStrategy._setup_model)  # 2.6.6
     made = {}
-    monkeypatch.setattr(ddp, "DistributedDataParallel", lambda module, **given: made.update(given, module=module))
+    monkeypatch.setattr(
+        process_group, "DistributedDataParallel", lambda module, **given: made.update(given, module=module)
+    )
     monkeypatch.setattr(torch.cuda, "Stream", lambda: pytest.fail("a side stream"))
     monkeypatch.chdir(place)
     overrides = ["engine.backend=ddp", "engine.processes=2", "engine.params.bucket_cap_mb=5"]

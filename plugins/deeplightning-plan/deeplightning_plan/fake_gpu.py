@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from deeplightning.dry_run.attempt import DeviceError
+from deeplightning.dry_run.diagnosis import DeviceError
 from deeplightning.faults import count
 from deeplightning.own_code import running_line
 from deeplightning.private.torch import local_part, storage_id
