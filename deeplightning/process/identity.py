@@ -11,7 +11,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -255,8 +255,8 @@ def _of_slurm(variables: _Variables) -> Identity:
         variables.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE") or ""
     )
     local_world = tasks[node] if node < len(tasks) else max(1, world // max(1, nodes))
-    names = hosts(variables.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") or "")
-    address = variables.text("MASTER_ADDR") or next(iter(names), "127.0.0.1")
+    nodelist = variables.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") or ""
+    address = variables.text("MASTER_ADDR") or first_host(nodelist) or "127.0.0.1"
     launch, may_resume = _launch(variables)
     assert launch is not None, "there is a step"
     return Identity(
@@ -325,24 +325,10 @@ def tasks_per_node(text: str) -> list[int]:
     return found
 
 
-def hosts(text: str) -> list[str]:
-    """Expand Slurm's list of machines: `gpu[03-05,9]-a,login` is gpu03-a, gpu04-a, gpu05-a, gpu9-a, login."""
-    found: list[str] = []
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
-        found += _expand(part)
-    return found
-
-
-def _expand(part: str) -> Iterable[str]:
-    opened = re.search(r"\[([^\]]*)\]", part)
-    if opened is None:
-        return [part]
-    found: list[str] = []
-    for piece in opened[1].split(","):
-        first, _, last = piece.partition("-")
-        numbers = range(int(first), int(last or first) + 1)
-        found += (part[: opened.start()] + f"{number:0{len(first)}d}" + part[opened.end() :] for number in numbers)
-    return [name for half in found for name in _expand(half)]
+def first_host(text: str) -> str | None:
+    """Return the first machine of Slurm's list: gpu03-a of `gpu[03-05,9]-a,login`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", text)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if first else None
 
 
 # ---- values that one process chooses for the whole launch, and passes to the processes that it starts
