@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from deeplightning.checks.examine import examine
+from deeplightning.checks.trust import is_noted
 from deeplightning.config.tree import line
 from deeplightning.faults import ConfigError, Fault
-from deeplightning.launch.sealed import edited, is_intact, sealed_roots
-from deeplightning.own_code import add_import_roots, original_roots, short, use_seal
+from deeplightning.launch.sealed import files_of
+from deeplightning.own_code import SEAL, add_import_roots, original_roots, short, use_seal
 from deeplightning.sweep.sealed import FOLDER, SearchCode, digest_of, freeze
 from deeplightning.tracking.parent import Parent
 from deeplightning_tune.section import search_of
@@ -52,6 +55,45 @@ def code_of_search(path: Path, overrides: Sequence[str]) -> SearchCode:
     return freeze(parent, path, overrides)
 
 
+def is_intact(folder: Path) -> bool:
+    """Return whether this user made a seal on this machine (`note_own`) and none of its files has changed since.
+
+    Bytecode caches in it, which have no digest, are removed.
+    """
+    try:
+        if not is_noted(folder / SEAL):
+            return False
+        for cache in [*(folder / "code").rglob("__pycache__")]:
+            shutil.rmtree(cache)
+        digests = json.loads((folder / SEAL).read_text())["digests"]
+        return {path.relative_to(folder).as_posix(): digest_of(path) for path in files_of(folder)} == digests
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def edited(folder: Path) -> dict[str, str]:
+    """Return the own-code files that changed since a seal was made, with what happened to each."""
+    content = json.loads((folder / SEAL).read_text())
+    found = {}
+    for copy, digest in content["digests"].items():
+        root, top = next(((r, t) for r, t in content["roots"].items() if copy.startswith(f"{t}/")), ("", ""))
+        origin = Path(root, copy.removeprefix(f"{top}/"))
+        if root and (now := digest_of(origin)) != digest:
+            found[str(origin)] = "has changed" if now else "is gone"
+    return found
+
+
+def _sealed_roots(folder: Path, without: Collection[str]) -> dict[str, list[str]]:
+    """Return the folders that have files in a seal, except `without`; each with the paths of its files."""
+    content = json.loads((folder / SEAL).read_text())
+    files = {
+        root: [name.removeprefix(f"{copy}/") for name in content["digests"] if name.startswith(f"{copy}/")]
+        for root, copy in content["roots"].items()
+        if root not in without
+    }
+    return {root: paths for root, paths in files.items() if paths}
+
+
 def _notes(parent: Parent) -> Mapping[str, Any]:
     """Return the notes of the search file, or {} if it is missing, or if its run was deleted and the search starts
     over."""
@@ -76,7 +118,7 @@ def _add_roots(folder: Path, name: str) -> None:
     Raises:
         ConfigError: a folder of this command, which would come first, has other code of the same name.
     """
-    missing = sealed_roots(folder, without={*original_roots(), *map(os.path.abspath, sys.path)})
+    missing = _sealed_roots(folder, without={*original_roots(), *map(os.path.abspath, sys.path)})
     tops = {path.partition("/")[0] for paths in missing.values() for path in paths}
     for root in original_roots():
         if found := sorted(top for top in tops if (Path(root) / top).exists()):

@@ -25,7 +25,6 @@ from deeplightning.config.target import import_again
 from deeplightning.config.tree import as_written, dump, line
 from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, SetupError, UserError, count
 from deeplightning.launch import Job, array_of
-from deeplightning.launch.sealed import is_intact
 from deeplightning.launch.set_environment import apply_environment
 from deeplightning.process.identity import DECIDED, identity
 from deeplightning.process.terminal import in_columns, say, say_path
@@ -35,7 +34,7 @@ from deeplightning.sweep.multirun import newest_checkpoint
 from deeplightning.sweep.sealed import FOLDER, SearchCode, own_code
 from deeplightning.sweep.worker import Forked, Line, Train, failure_in, own_address
 from deeplightning.tracking.parent import Parent, Stopped
-from deeplightning_tune.resume import changed_settings, code_of_search
+from deeplightning_tune.resume import changed_settings, code_of_search, is_intact
 from deeplightning_tune.section import search_of
 from deeplightning_tune.space import space_of
 
