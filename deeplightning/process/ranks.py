@@ -196,13 +196,22 @@ class Ranks:
             return cause if self.record_cause(cause) else self.first() or cause
         after = f" after {int(limit[1]) / 1000:g} s" if limit else ""
         waited = f"timed out{after} (engine.params.timeout)"
+        return self._record_places(waited, "waits", f"which process did not answer is not known ({line})")
+
+    def _record_places(self, reason: str, own: str, otherwise: str) -> Cause:
+        """Record a cause with the place in the code of each process that does not wait for others; return the first.
+
+        Args:
+            own: what this process does, see `where_is`.
+            otherwise: the words if all processes wait.
+        """
         # At once, because this process closes connections to others that wait too.
-        if not self.record_cause(Cause(self.rank, waited, 5, lost=True)):
-            return self.first() or Cause(self.rank, waited, 5, lost=True)
-        place = (
-            "; ".join(where_others_are(self.folder, self.rank)) or f"which process did not answer is not known ({line})"
-        )
-        cause = Cause(self.rank, f"{waited}: {place}", 5, lost=True)
+        cause = Cause(self.rank, reason, 5, lost=True)
+        if not self.record_cause(cause):
+            return self.first() or cause
+        places = [f"rank {self.rank} {own}"] if own != "waits" else []
+        places += where_others_are(self.folder, self.rank)
+        cause = dataclasses.replace(cause, reason=f"{reason}: {'; '.join(places) or otherwise}")
         self.record_cause(cause)
         return cause
 
@@ -213,14 +222,8 @@ class Ranks:
         Call it from another thread than the main one.
         """
         self._until = time.monotonic() + 2 * EXIT_SECONDS  # time to ask the others
-        stood = f"no progress for {seconds:g} s"
-        if not self.record_cause(Cause(self.rank, stood, 5, lost=True)):
-            return
         own = "waits" if self._ends else where_is(self._main)
-        places = [f"rank {self.rank} {own}"] if own != "waits" else []
-        places += where_others_are(self.folder, self.rank)
-        place = "; ".join(places) or "the processes wait for each other"
-        self.record_cause(Cause(self.rank, f"{stood}: {place}", 5, lost=True))
+        self._record_places(f"no progress for {seconds:g} s", own, "the processes wait for each other")
 
     # ---- the watching thread
 
