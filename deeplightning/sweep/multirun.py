@@ -34,8 +34,8 @@ from deeplightning.process.terminal import in_columns, say, say_path
 from deeplightning.reproduce.groups import RUNS_FILE
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder, make_private, permissions_of, write_whole
+from deeplightning.sweep.frozen_code import SearchCode, code_of_grid, own_code
 from deeplightning.sweep.grid import points, warn_of_no_effect
-from deeplightning.sweep.sealed import SearchCode, code_of_grid, own_code
 from deeplightning.sweep.worker import Forked, Line, Train, failure_in, own_address
 from deeplightning.tracking.parent import Parent, Stopped
 

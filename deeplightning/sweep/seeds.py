@@ -31,8 +31,8 @@ from deeplightning.reproduce.groups import Group, Member
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder, write_whole
 from deeplightning.sweep import multirun
+from deeplightning.sweep.frozen_code import code_of_grid, own_code
 from deeplightning.sweep.multirun import FINISHED, UNDERWAY, Grid
-from deeplightning.sweep.sealed import code_of_grid, own_code
 from deeplightning.sweep.worker import Train
 from deeplightning.tracking.metric_names import clean
 from deeplightning.tracking.parent import Parent, Stopped

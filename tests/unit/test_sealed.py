@@ -13,7 +13,7 @@ from deeplightning.checks.trust import note_own
 from deeplightning.config.source import read
 from deeplightning.faults import ConfigError, SetupError, not_installed
 from deeplightning.launch import sealed
-from deeplightning.sweep.sealed import SearchCode
+from deeplightning.sweep.frozen_code import SearchCode
 from deeplightning.tracking import environment
 from deeplightning.tracking.code import Code, collect
 

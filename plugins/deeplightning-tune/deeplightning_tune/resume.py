@@ -17,7 +17,7 @@ from deeplightning.config.tree import line
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.launch.sealed import files_of
 from deeplightning.own_code import SEAL, add_import_roots, original_roots, short, use_seal
-from deeplightning.sweep.sealed import FOLDER, SearchCode, digest_of, freeze
+from deeplightning.sweep.frozen_code import FOLDER, SearchCode, digest_of, freeze
 from deeplightning.tracking.parent import Parent
 from deeplightning_tune.section import search_of
 

@@ -26,7 +26,7 @@ from deeplightning.config.schema import Config, Optimizer, Target
 from deeplightning.config.target import build
 from deeplightning.dry_run.diagnosis import Attempt, faults_of, targets_of
 from deeplightning.dry_run.isolation import OF_WORKERS, drop_weights, offline, on_one_cpu, undisturbed, wants_network
-from deeplightning.dry_run.steps import STEPS, take_steps
+from deeplightning.dry_run.one_batch import STEPS, take_steps
 from deeplightning.engine.plan import world_size
 from deeplightning.faults import Fault, nearest, not_installed
 from deeplightning.private.messages import Sentence
