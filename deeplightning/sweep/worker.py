@@ -272,6 +272,7 @@ def in_child(work: Callable[[], dict[str, object]], limit: int | None, redact: C
 
         def answer() -> int:
             os.dup2(2, 1)  # stdout is for the result
+            content: dict[str, object]
             try:
                 content, code = {"found": work()}, 0
             except Exception as error:
