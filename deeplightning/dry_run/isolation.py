@@ -48,7 +48,7 @@ def on_one_cpu(cfg: Config) -> Config:
 
 
 def drop_weights(cfg: Config) -> list[str]:
-    """Have networks made with random weights instead of those that they would download.
+    """Replace the weights that networks would download by random ones.
 
     Returns:
         The keys of the params that were changed.
