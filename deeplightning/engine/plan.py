@@ -331,8 +331,3 @@ def effective_batch(cfg: Config, size: int | None = None, samples: int = 0) -> s
     step = batch * world * factor
     most = f"{samples} samples a step, the whole training set" if 0 < samples < step else f"{step} samples a step"
     return f"{most}: {' x '.join(parts)}{late}"
-
-
-def asks_for_gpus(cfg: Config) -> bool:
-    """Return whether a worker needs a GPU."""
-    return cfg.engine.gpus not in (None, 0, [])

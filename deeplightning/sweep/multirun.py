@@ -36,7 +36,7 @@ from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder, make_private, permissions_of, write_whole
 from deeplightning.sweep.frozen_code import SearchCode, code_of_grid, own_code
 from deeplightning.sweep.grid import points, warn_of_no_effect
-from deeplightning.sweep.worker import Forked, Line, Train, failure_in, own_address
+from deeplightning.sweep.worker import Forked, Train, TrialServer, failure_in
 from deeplightning.tracking.parent import Parent, Stopped
 
 if TYPE_CHECKING:
@@ -151,8 +151,8 @@ class Grid:
         self.cfg, self.path, self.keys, self.jobs = cfg, path, [*keys], jobs
         self.parent = parent or Parent(cfg, path.stem, "multiruns")
         self.home = self.parent.home
-        self.line = Line("127.0.0.1" if cfg.engine.launcher is None else own_address())
-        self.workers = Forked(train, self.line)
+        self.server = TrialServer(is_remote=cfg.engine.launcher is not None)
+        self.workers = Forked(train, self.server)
         self.code, self.seal = own_code(), seal
         self.points = [self._point(words) for words in grid]
         self._began: dict[int, float] = {}
@@ -167,7 +167,7 @@ class Grid:
     def run(self) -> Path:
         """Run all points that have not finished, and write the table; return its folder."""
         store = self.home.parents[2]
-        with contextlib.closing(self.line), permissions_of(store if store.exists() else self.home):
+        with contextlib.closing(self.server), permissions_of(store if store.exists() else self.home):
             try:
                 make_private(self.home / "points", store)  # STORE/multiruns/EXPERIMENT/NAME
                 hold = RunFolder(self.home).lock()
@@ -219,7 +219,7 @@ class Grid:
                 self._start(waiting.pop(0))
             if not len(self.workers):
                 break
-            self.line.listen(self._answer)
+            self.server.listen(self._answer)
             for number, code in self.workers.ended().items():
                 self._ended(number, code)
         over = sum(point.known.get("state") == FINISHED for point in self.points)
@@ -242,7 +242,7 @@ class Grid:
         point.note(state=UNDERWAY, words=point.words, code=self.code, failure=None)
         continues = bool(more)
         more = [*more, *self._tracked(point)]
-        address = self.line.address_for(number, self.cfg.train.checkpoint.monitor or "")
+        address = self.server.address_for(number, self.cfg.train.checkpoint.monitor or "")
         log.info("%-10s %s%s", f"run {number}", "  ".join(point.words), "  (continues)" if continues else "")
         self._began[number] = time.monotonic()
         environment = {TRIAL: address, DECIDED: None, "MLFLOW_RUN_ID": None, **self._environment(number)}

@@ -108,16 +108,16 @@ def _watch_parent(parent: int) -> None:
 # ---- runs
 
 
-class Line:
+class TrialServer:
     """Receive messages of the runs at a port of this machine, and answer them, in JSON.
 
     Args:
-        host: the address to listen on; runs on other machines need one that they can reach.
+        is_remote: whether the runs are on other machines, which must reach the port.
     """
 
-    def __init__(self, host: str = "127.0.0.1"):
+    def __init__(self, is_remote: bool):
         self.token = secrets.token_hex(16)
-        self._listener = socket.create_server((host, 0))
+        self._listener = socket.create_server((_own_address() if is_remote else "127.0.0.1", 0))
         self._listener.settimeout(POLL_SECONDS)
         self.host, self.port = self._listener.getsockname()[:2]
 
@@ -147,7 +147,7 @@ class Line:
         self._listener.close()
 
 
-def own_address() -> str:
+def _own_address() -> str:
     """Return the address by which other machines reach this one, as far as its routes tell; nothing is sent."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
@@ -172,8 +172,8 @@ class Forked:
         signal: the last that this process got while it forwarded signals; None: none.
     """
 
-    def __init__(self, train: Train, line: Line):
-        self.train, self.line = train, line
+    def __init__(self, train: Train, server: TrialServer):
+        self.train, self.server = train, server
         self.array: TrialJobs | None = None
         self.signal: int | None = None
         self._running: dict[int, int] = {}  # run → process
@@ -193,7 +193,7 @@ class Forked:
             environment = {**environment, **self.array.variables(environment)}
 
         def work() -> int:
-            self.line.close()
+            self.server.close()
             written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(written, 1)
             os.dup2(written, 2)

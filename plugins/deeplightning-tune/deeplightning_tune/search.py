@@ -32,7 +32,7 @@ from deeplightning.runfolder import FolderLock, RunFolder, make_private, permiss
 from deeplightning.sweep.frozen_code import FOLDER, SearchCode, own_code
 from deeplightning.sweep.grid import warn_of_no_effect
 from deeplightning.sweep.multirun import newest_checkpoint
-from deeplightning.sweep.worker import Forked, Line, Train, failure_in, own_address
+from deeplightning.sweep.worker import Forked, Train, TrialServer, failure_in
 from deeplightning.tracking.parent import Parent, Stopped
 from deeplightning_tune.resume import changed_settings, code_of_search, is_intact
 from deeplightning_tune.section import search_of
@@ -97,8 +97,8 @@ class _Search:
         self.parent = Parent(cfg, self.name)
         self.home = self.parent.home
         self.database = self.home / "study.db"
-        self.line = Line("127.0.0.1" if cfg.engine.launcher is None else own_address())
-        self.workers = Forked(train, self.line)
+        self.server = TrialServer(is_remote=cfg.engine.launcher is not None)
+        self.workers = Forked(train, self.server)
         self.study: Any = None
         self.sign = ""
         self._lock: FolderLock | None = None
@@ -112,7 +112,7 @@ class _Search:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.line.close()
+        self.server.close()
         if self._lock is not None:
             self._lock.release()
 
@@ -300,7 +300,7 @@ class _Search:
                     break
             if not len(self.workers):
                 break
-            self.line.listen(self._answer)
+            self.server.listen(self._answer)
             for number, code in self.workers.ended().items():
                 self._ended(number, code)
         if self._stopping is not None:
@@ -323,7 +323,7 @@ class _Search:
         file = self.home / "trials" / f"trial-{number}.yaml"
         write_whole(file, self._trial_config(point, self.parent.overrides(f"trial-{number}"), is_trial=True))
         environment: dict[str, str | None] = {
-            TRIAL: self.line.address_for(number, self.tune.metric),
+            TRIAL: self.server.address_for(number, self.tune.metric),
             DECIDED: None,
             "MLFLOW_RUN_ID": None,
             **self.parent.environment(number, self.sign),
