@@ -48,7 +48,7 @@ _TYPES: dict[str, type] = {
 """Types of the values under the keys that are read here; all keys but the first may be missing or None."""
 
 _TOKEN = re.compile(r"[0-9a-f]{8}")
-_MAX_PROCESSES = 2**20
+_MAX_PROCESSES = 2**16
 
 
 class SafeCheckpointIO(TorchCheckpointIO):

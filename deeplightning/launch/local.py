@@ -303,8 +303,8 @@ class Processes:
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
         self._children = []
-        self._note_run()
         if self._folder.name:
+            self._note_run()
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
