@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,17 +83,6 @@ def edited(folder: Path) -> dict[str, str]:
     return found
 
 
-def _sealed_roots(folder: Path, without: Collection[str]) -> dict[str, list[str]]:
-    """Return the folders that have files in a seal, except `without`; each with the paths of its files."""
-    content = json.loads((folder / SEAL).read_text())
-    files = {
-        root: [name.removeprefix(f"{copy}/") for name in content["digests"] if name.startswith(f"{copy}/")]
-        for root, copy in content["roots"].items()
-        if root not in without
-    }
-    return {root: paths for root, paths in files.items() if paths}
-
-
 def _notes(parent: Parent) -> Mapping[str, Any]:
     """Return the notes of the search file, or {} if it is missing, or if its run was deleted and the search starts
     over."""
@@ -118,8 +107,13 @@ def _add_roots(folder: Path, name: str) -> None:
     Raises:
         ConfigError: a folder of this command, which would come first, has other code of the same name.
     """
-    missing = _sealed_roots(folder, without={*original_roots(), *map(os.path.abspath, sys.path)})
-    tops = {path.partition("/")[0] for paths in missing.values() for path in paths}
+    content = json.loads((folder / SEAL).read_text())
+    known, missing, tops = {*original_roots(), *map(os.path.abspath, sys.path)}, [], set[str]()
+    for root, copy in content["roots"].items():
+        paths = [name.removeprefix(f"{copy}/") for name in content["digests"] if name.startswith(f"{copy}/")]
+        if paths and root not in known:
+            missing.append(root)
+            tops.update(path.partition("/")[0] for path in paths)
     for root in original_roots():
         if found := sorted(top for top in tops if (Path(root) / top).exists()):
             message = (
