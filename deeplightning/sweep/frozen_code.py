@@ -89,22 +89,23 @@ def freeze(parent: Parent, path: Path, overrides: Sequence[str]) -> SearchCode:
     """
     folder, store = parent.home / FOLDER / secrets.token_hex(8), parent.home.parents[2]
 
-    def work() -> int:
-        for stream in (1, 2):  # this process imports the same, prints the same, and reports errors
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-        cfg = load_config(path, [*overrides])
-        make_private(folder.parent, store)
-        seal(folder, git=git_answers(cfg.redact))
-        return 0
-
-    os.waitpid(fork(work), 0)
-    if not (folder / SEAL).is_file():
+    def make() -> None:
         cfg = load_config(path, [*overrides])
         try:
             make_private(folder.parent, store)
         except OSError as error:
             raise SetupError(f"{folder.parent}: this folder cannot be made: {error.strerror}") from error
         seal(folder, git=git_answers(cfg.redact))
+
+    def work() -> int:
+        for stream in (1, 2):  # this process imports the same, prints the same, and reports errors
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        make()
+        return 0
+
+    os.waitpid(fork(work), 0)
+    if not (folder / SEAL).is_file():
+        make()
     note_own(folder / SEAL)
     use_seal(folder)
     return SearchCode(folder)
