@@ -77,9 +77,9 @@ def _add_roots(folder: Path, name: str) -> None:
         ConfigError: a folder of this command, which would come first, has other code of the same name.
     """
     content = json.loads((folder / SEAL).read_text())
-    known, missing, tops = {*original_roots(), *map(os.path.abspath, sys.path)}, [], set[str]()
+    known, missing, tops = {*original_roots(), *map(os.path.abspath, sys.path)}, list[str](), set[str]()
     for root, copy in content["roots"].items():
-        paths = [name.removeprefix(f"{copy}/") for name in content["digests"] if name.startswith(f"{copy}/")]
+        paths = [file.removeprefix(f"{copy}/") for file in content["digests"] if file.startswith(f"{copy}/")]
         if paths and root not in known:
             missing.append(root)
             tops.update(path.partition("/")[0] for path in paths)

@@ -469,9 +469,7 @@ class _Search:
         write_whole(folder / "trials.csv", self.cfg.redact(outcome.as_csv(self.study)))
         if pictures:
             outcome.draw(self.study, folder)
-            trials = [
-                trial for trial in self.study.ranked() if trial.value is not None and "folder" in trial.user_attrs
-            ]
+            trials = [t for t in self.study.ranked() if t.value is not None and "folder" in t.user_attrs]
             warn_of_no_effect({t.number: (self.study.point(t), t.user_attrs["folder"]) for t in trials})
         tags = {}
         if best is not None:
