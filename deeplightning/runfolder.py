@@ -33,6 +33,9 @@ class Card(TypedDict):
     digest: str  # `card_digest`
 
 
+RUNS_FILE = "runs.csv"
+"""Table with a row for each run that `train --seeds` and `train --multirun` write to their folder."""
+
 _start: str | None = None  # the working directory when the command started
 
 

@@ -18,7 +18,7 @@ from deeplightning.config.schema import Config, backend_of
 from deeplightning.config.source import Given
 from deeplightning.engine.plan import occupied, settle
 from deeplightning.faults import Fault, Notice, place_of
-from deeplightning.process.decisions import decision
+from deeplightning.process.identity import decision
 from deeplightning.words import stage_of
 
 

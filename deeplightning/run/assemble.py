@@ -35,7 +35,6 @@ def init_module(cfg: Config, section: str, read: bool = True) -> Any:
 
     from deeplightning.callbacks.random_state import draws_as_lightning, seed_all
     from deeplightning.engine.compute import lay_channels_last
-    from deeplightning.engine.memory_estimate import refuse_what_does_not_fit
 
     assert cfg.seed is not None, "load_config draws one"
     apply_environment(cfg)
@@ -55,11 +54,8 @@ def init_module(cfg: Config, section: str, read: bool = True) -> Any:
         from deeplightning.run.overfit import overfit
 
         overfit(module, cfg.train.overfit)
-    if section == "model":
-        if cfg.engine.channels_last:
-            lay_channels_last(module)
-        if cfg.engine.gpus is not None:
-            refuse_what_does_not_fit(module, cfg)
+    if section == "model" and cfg.engine.channels_last:
+        lay_channels_last(module)
     return module
 
 
@@ -70,14 +66,13 @@ def init_trainer(cfg: Config) -> pl.Trainer:
     from deeplightning.callbacks.steps import StepCountingTrainer
     from deeplightning.engine import compute
     from deeplightning.engine.checkpoint_io import SafeCheckpointIO
-    from deeplightning.engine.cluster import cluster
-    from deeplightning.engine.compiling import prepare_to_compile
+    from deeplightning.engine.process_group import cluster
 
     apply_environment(cfg)
     to_terminal(cfg)
     compute.prepare(cfg.engine)
     if cfg.engine.compile and "train" in cfg.stages:
-        prepare_to_compile(cfg.engine)
+        compute.prepare_to_compile(cfg.engine)
     train = cfg.train
     limits = LimitBatches(train=1, val=1, test=1) if train.fast else train.limit_batches
     often = 1 if train.fast else train.val_every_n_epoch

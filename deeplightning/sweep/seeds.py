@@ -26,13 +26,12 @@ from deeplightning.config.tree import as_written, dump
 from deeplightning.faults import ConfigError, Fault, SetupError, count
 from deeplightning.launch.set_environment import apply_environment
 from deeplightning.process.identity import identity
-from deeplightning.process.terminal import say
+from deeplightning.process.terminal import in_columns, number, say
 from deeplightning.reproduce.past import PastRun, by_stage
 from deeplightning.runfolder import RunFolder, read_object, write_whole
 from deeplightning.sweep import multirun
+from deeplightning.sweep.frozen_code import code_of_grid, own_code
 from deeplightning.sweep.multirun import FINISHED, UNDERWAY, Grid
-from deeplightning.sweep.sealed import code_of_grid, own_code
-from deeplightning.sweep.table import number, text
 from deeplightning.sweep.worker import Train
 from deeplightning.tracking.metric_names import clean
 from deeplightning.tracking.parent import Parent, Stopped
@@ -50,18 +49,18 @@ LARGEST_SEED = 2**32 - 1
 
 
 def train_seeds(cfg: Config, path: Path, overrides: Sequence[str], train: Train, jobs: int = 1) -> Path:
-    """Trains a config with `train.seeds` seeds, as far as that has not been done, and prints what they give together.
+    """Train a config with each of `train.seeds` seeds that has not finished, and print the summary of all.
 
     Args:
         cfg: the config that `path` and `overrides` mean.
-        train: gives `deeplightning train` in this process; called in processes forked from it.
-        jobs: runs at the same time.
+        train: calls `deeplightning train` in this process; it runs in processes forked from this one.
+        jobs: the number of runs at the same time.
 
     Returns:
         The folder of the group: `runs.csv` and `summary.csv`.
 
     Raises:
-        ConfigError: there are not so many seeds.
+        ConfigError: there are not that many seeds.
         SetupError: another process is at this group, or the store cannot be used.
         RunError: runs failed.
         Stopped: a signal asked for the end.
@@ -107,7 +106,7 @@ class Seeds(Grid):
         return self.parent.folder
 
     def _open(self) -> None:
-        """Begins the parent run, or resumes it; a group whose parent was deleted begins anew.
+        """Start the parent run, or resume it; a group whose parent was deleted starts over.
 
         Raises:
             SetupError: the store cannot be used.
@@ -134,7 +133,7 @@ class Seeds(Grid):
         return environment
 
     def _to_continue(self, point: multirun.Point) -> list[str]:
-        """Of a run that was killed before its first checkpoint nothing is left in the tracker: it begins anew."""
+        """Delete a run that was killed before its first checkpoint from the tracker, so that it starts over."""
         more, known = super()._to_continue(point), point.known
         if not more and known.get("state") == UNDERWAY and known.get("run"):
             folder = Path(known["folder"]) if known.get("folder") else None
@@ -146,7 +145,7 @@ class Seeds(Grid):
         return more
 
     def _summarize(self) -> None:
-        """Prints and writes mean, standard deviation and interval of each metric; the parent run gets them as well."""
+        """Print and write mean, standard deviation and interval of each metric, and log them to the parent run."""
         from scipy import stats
 
         ended = [point.known for point in self.points]
@@ -173,7 +172,7 @@ class Seeds(Grid):
         out = io.StringIO()
         csv.writer(out, lineterminator="\n").writerows(exact)
         write_whole(self.folder / SUMMARY, out.getvalue())
-        say(text(shown, SUMMARY))
+        say(in_columns(shown, SUMMARY))
         for name, values in found.items():
             if missing := len(runs) - len(values):
                 say(f"{name}: {count(missing, 'run')} left out, without a finite value")

@@ -18,7 +18,7 @@ from torch._prims_common import suggest_memory_format
 from deeplightning.callbacks.console import to_terminal
 from deeplightning.checks.examine import load_config
 from deeplightning.config.schema import Engine
-from deeplightning.engine import ddp
+from deeplightning.engine import process_group
 from deeplightning.engine.compute import keep_memory, lay_channels_last, matmul_hint
 from deeplightning.engine.plan import trainer_arguments
 
@@ -73,12 +73,14 @@ def test_ddp_wraps_the_network_on_the_stream_that_computes(tiny, place, monkeypa
     """Lightning wraps it on a side stream, of which torch warns at each run on GPUs."""
     assert "torch.cuda.stream(torch.cuda.Stream())" in inspect.getsource(DDPStrategy._setup_model)  # 2.6.6
     made = {}
-    monkeypatch.setattr(ddp, "DistributedDataParallel", lambda module, **given: made.update(given, module=module))
+    monkeypatch.setattr(
+        process_group, "DistributedDataParallel", lambda module, **given: made.update(given, module=module)
+    )
     monkeypatch.setattr(torch.cuda, "Stream", lambda: pytest.fail("a side stream"))
     monkeypatch.chdir(place)
     overrides = ["engine.backend=ddp", "engine.processes=2", "engine.params.bucket_cap_mb=5"]
     strategy = trainer_arguments(load_config(tiny, overrides))["strategy"]
-    assert isinstance(strategy, ddp.Ddp)
+    assert isinstance(strategy, process_group.Ddp)
     monkeypatch.setattr(strategy, "determine_ddp_device_ids", lambda: [0])
     network = torch.nn.Linear(1, 1)
     strategy._setup_model(network)

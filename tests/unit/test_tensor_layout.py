@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from deeplightning.checks.strategy import STYLES
-from deeplightning.engine.tensor_layout import Layout, Replicated
-from deeplightning.engine.tensor_parallel import blocks_of, plan_of, style
+from deeplightning.engine.tensor_parallel import Layout, Replicated, blocks_of, plan_of, style
 from deeplightning.faults import ConfigError
 from deeplightning.model.transformer import TextTransformer
 from deeplightning.model.vit import ViT

@@ -16,8 +16,7 @@ from deeplightning.config.schema import Mode
 from deeplightning.faults import CheckpointError, count
 from deeplightning.report.facts import is_inside
 from deeplightning.reproduce.past import PastRun, by_stage, past_run
-from deeplightning.runfolder import RunFolder
-from deeplightning.sweep.table import RUNS_FILE
+from deeplightning.runfolder import RUNS_FILE, RunFolder
 
 MAX_ANSWERS_BYTES = 512 * 2**20
 """Maximum size of a file of answers."""

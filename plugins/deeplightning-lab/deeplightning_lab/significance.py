@@ -16,7 +16,7 @@ import numpy as np
 from deeplightning.checks.metric_check import mode_by_name, own_name
 from deeplightning.config.schema import Mode
 from deeplightning.faults import CheckpointError, count, nearest
-from deeplightning.sweep.table import number
+from deeplightning.process.terminal import number
 from deeplightning_lab import evidence
 from deeplightning_lab.evidence import Interval
 from deeplightning_lab.groups import Answers, Group

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from deeplightning.config.schema import Config
 from deeplightning.faults import SetupError
 from deeplightning.process import die_with_parent
-from deeplightning.process.decisions import DECIDED
+from deeplightning.process.identity import DECIDED
 from deeplightning.reproduce.again import Plan, Say, prepare, quoted
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder, read_object, write_whole

@@ -10,9 +10,9 @@ from deeplightning_lab.significance import compare
 
 from deeplightning.checks.metric_check import mode_by_name
 from deeplightning.faults import CheckpointError
+from deeplightning.process.terminal import number
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder
-from deeplightning.sweep.table import number
 
 CONFIG = "seed: {seed}\nmodel: {{lr: {lr}}}\ntrain: {{checkpoint: {{monitor: {monitor}, mode: {mode}}}}}\n"
 BASE = [0.905, 0.912, 0.899, 0.908, 0.903]

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from deeplightning.config.schema import Config
-from deeplightning.dry_run.attempt import Attempt
+from deeplightning.dry_run.diagnosis import Attempt
 from deeplightning.engine.plan import batch_size
 from deeplightning_plan.counted_step import Count, counted
 from deeplightning_plan.gpu_cards import NETWORK_BYTES_PER_SECOND, WORKSPACE_BYTES, Card

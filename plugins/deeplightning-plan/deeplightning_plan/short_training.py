@@ -14,7 +14,7 @@ from deeplightning.callbacks.random_state import Seeds
 from deeplightning.callbacks.start import Recompute, StartWeights
 from deeplightning.callbacks.steps import LogSteps
 from deeplightning.config.schema import Config
-from deeplightning.dry_run.steps import quiet_arguments
+from deeplightning.dry_run.one_batch import quiet_arguments
 from deeplightning.engine import compute
 from deeplightning.run.assemble import init_module
 

@@ -9,7 +9,6 @@ from deeplightning.cli.group import (
     LOOSE,
     OVERRIDES,
     absolute,
-    complete_run,
     examine_config,
     load,
     show_notices,
