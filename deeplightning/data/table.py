@@ -20,10 +20,9 @@ import torch
 
 from deeplightning.config.part_config import PartConfig
 from deeplightning.data.cache_files import Unusable
-from deeplightning.data.columns import ColumnData, Moments
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, InMemory, OnDemand
-from deeplightning.data.loading import SET_NAMES
+from deeplightning.data.loading import SET_NAMES, ColumnData, Moments
 from deeplightning.data.splits import deal
 from deeplightning.data.table_files import TableFile
 from deeplightning.data.table_rows import (
