@@ -1,10 +1,12 @@
-"""Shorten exceptions, recognise a lack of memory, make text safe to show, and split the names of metrics.
+"""Shorten exceptions, recognise a lack of memory, make text safe to show, find near words, and check saved mappings.
 
 It imports nothing of ours, so that every module may use it.
 """
 
 import contextlib
+import difflib
 import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 MAX_LINE_CHARACTERS = 300
@@ -83,3 +85,17 @@ def printable(text: str, keep: str = "") -> str:
 
 def _escape(character: str) -> str:
     return "\\u007f" if character == "\x7f" else repr(character)[1:-1]  # the one that `json.dumps` leaves as it is
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """Return a sentence that names the nearest of some words, with a blank before it; "" if none is near."""
+    close = difflib.get_close_matches(word, [*words], 1)
+    return f" Do you mean {close[0]}?" if close else ""
+
+
+def require_keys(what: str, values: object, known: Sequence[str]) -> None:
+    """Raise ValueError unless `values` is a mapping with exactly these keys; `what` names it in the message."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{what} must be a mapping, not {type(values).__name__}")
+    if faults := [key for key in known if key not in values] + [str(key) for key in values if key not in known]:
+        raise ValueError(f"{what} has exactly the keys {', '.join(known)}; look at {', '.join(faults)}")

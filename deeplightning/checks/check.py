@@ -115,7 +115,7 @@ def _variables(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = text
 
 
-OWN_LOADERS = "deeplightning.data.of_module.OfModule"
+OWN_LOADERS = "deeplightning.data.of_datasets.OfModule"
 
 
 def _use_own_loaders(source: Source) -> None:

@@ -17,10 +17,9 @@ import torch
 
 from deeplightning.array_spec import ArrayError, ArraySpec
 from deeplightning.config.part_config import PartConfig
-from deeplightning.data.columns import ColumnData, Moments
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, InMemory, OnDemand
-from deeplightning.data.loading import checked_names
+from deeplightning.data.loading import ColumnData, Moments, checked_names
 
 IN_MEMORY_LIMIT = 2**30
 """Bytes of prepared arrays, all sets together, up to which they are held in memory: per process, 1 GiB."""
@@ -165,30 +164,25 @@ class ArrayData(ColumnData):
 
     def learn(self, train: Arrays) -> None:
         """Compute mean and deviation; raise DataError if an input is not finite."""
-        shape, axes = train.inputs.shape[1:], (0, *range(2, train.inputs.ndim))
-        mean: tuple[float, ...] = ()
-        std: tuple[float, ...] = ()
+        shape, moments = train.inputs.shape[1:], Moments()
         if self.normalise:
-            sums, squares = np.zeros(shape[0]), np.zeros(shape[0])
-            first = train.load(slice(_CHUNK)).astype(np.float64).mean(axes)  # near the mean, so that squares stay small
+            # The first numbers are subtracted, so that constants have no deviation at all.
+            first = train.load(slice(1)).astype(np.float64).reshape(shape[0], -1)[:, 0]
             for start in range(0, len(train), _CHUNK):
-                part = train.load(slice(start, start + _CHUNK)).astype(np.float64)
-                part -= first.reshape(-1, *(1,) * (len(shape) - 1))
-                sums += part.sum(axes)
-                squares += np.square(part).sum(axes)
-            count = len(train) * (np.prod(shape[1:]) if len(shape) > 1 else 1)
-            variance = squares / count - (sums / count) ** 2
-            if not np.isfinite(variance).all():
+                part = np.moveaxis(train.load(slice(start, start + _CHUNK)).astype(np.float64), 1, -1)
+                moments.add(part.reshape(-1, shape[0]) - first)
+            if not np.isfinite(moments.std).all():
                 raise DataError(f"{self._describe()}: the training inputs have numbers that are not finite.")
-            mean = tuple((first + sums / count).tolist())
-            std = tuple(np.where(variance > 0, np.sqrt(np.maximum(variance, 0)), 1.0).tolist())
-        self.array_spec = ArraySpec(shape, mean, std)
+            std = np.where(moments.std > 0, moments.std, 1.0)
+            self.array_spec = ArraySpec(shape, tuple((first + moments.mean).tolist()), tuple(std.tolist()))
+        else:
+            self.array_spec = ArraySpec(shape)
         if not self.class_names:
             targets = train.targets
             names = [f"target_{n}" for n in range(targets.shape[1])] if targets.shape[1] > 1 else ["target"]
-            moments = Moments()
-            moments.add(targets)
-            self.learn_targets(names, moments)
+            of_targets = Moments()
+            of_targets.add(targets)
+            self.learn_targets(names, of_targets)
 
     def _prepare(self, samples: Arrays) -> InMemory | OnDemand:
         spec = self.array_spec

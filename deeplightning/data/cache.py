@@ -56,10 +56,6 @@ _COMMIT = 2**28  # bytes of new rows after which the index is written
 log = logging.getLogger(__name__)
 
 
-_Known = dict[bytes, tuple[np.ndarray, int, int]]
-"""By digest, pixels of another folder, and row and check sum in them."""
-
-
 class ImageCache:
     """The decoded images of one source under one spec.
 
@@ -117,7 +113,7 @@ class ImageCache:
     def _find(self, stats: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the pixels and rows of files in these states; None: some are missing."""
         with contextlib.suppress(FileNotFoundError, Damaged):
-            records, pixels = self._load(self.folder)
+            records, pixels = self._load()
             if ((known := find_rows(records["stat"], stats)) >= 0).all():
                 self._check(pixels, records[known])
                 with contextlib.suppress(OSError):  # a folder that may only be read
@@ -125,15 +121,15 @@ class ImageCache:
                 return pixels.reshape(-1, *self._shape), records["row"][known]
         return None
 
-    def _load(self, folder: Path) -> tuple[np.ndarray, np.ndarray]:
-        """Return the records of a folder, and its pixels, uint8 (R, bytes of a row), mapped.
+    def _load(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the records of the folder, and its pixels, uint8 (R, bytes of a row), mapped.
 
         Raises:
             FileNotFoundError: the folder is not complete.
             Damaged: there are fewer rows than it says.
         """
-        with cache_files.in_use(folder / "pixels") as file:
-            records = np.frombuffer(cache_files.read_index(folder), RECORD)
+        with cache_files.in_use(self.folder / "pixels") as file:
+            records = np.frombuffer(cache_files.read_index(self.folder), RECORD)
             size = (int(records["row"].max(initial=0)) + 1) * self._row
             if os.fstat(file).st_size < size:
                 raise Damaged
@@ -156,7 +152,7 @@ class ImageCache:
         """Decode what is missing, with the lock held."""
         records = np.empty(0, RECORD)
         try:
-            there, pixels = self._load(self.folder)
+            there, pixels = self._load()
             self._check(pixels, there)  # what has one of these contents is not decoded again
             records = there
         except FileNotFoundError:
@@ -171,7 +167,7 @@ class ImageCache:
         cache_files.make_folder(self.folder)
         with cache_files.in_use(self.folder / "pixels", os.O_RDWR | os.O_CREAT) as file:
             found = self._decode(file, records, known, paths)
-        return self._load(self.folder)[1].reshape(-1, *self._shape), found["row"].copy()
+        return self._load()[1].reshape(-1, *self._shape), found["row"].copy()
 
     def _decode(self, file: int, records: np.ndarray, known: np.ndarray, paths: Sequence[str]) -> np.ndarray:
         """Return the record of each path; those that are not among `records`, at the places `known`, are made."""
@@ -179,8 +175,7 @@ class ImageCache:
         found = np.zeros(len(paths), RECORD)
         found[there] = records[known[there]]
         rows = dict(zip(records["digest"].tolist(), records[["row", "sum"]].tolist(), strict=True))
-        elsewhere, number = self._elsewhere(), int(records["row"].max(initial=-1)) + 1
-        committed = first = number
+        committed = first = number = int(records["row"].max(initial=-1)) + 1
 
         def commit() -> None:
             os.fsync(file)
@@ -190,7 +185,7 @@ class ImageCache:
         try:
             missing, step = np.flatnonzero(~there), max(1, min(64, _CHUNK // self._row))
             chunks = (missing[start : start + step] for start in range(0, len(missing), step))
-            for chunk, read in in_threads(lambda some: [self._read(paths[n], rows, elsewhere) for n in some], chunks):
+            for chunk, read in in_threads(lambda some: [self._read(paths[n], rows) for n in some], chunks):
                 for position, (stat, digest, pixels) in zip(chunk, read, strict=True):
                     if digest not in rows:
                         assert pixels is not None, "a row that was there stays there"
@@ -216,9 +211,7 @@ class ImageCache:
             raise
         return found
 
-    def _read(
-        self, path: str, have: Container[bytes], elsewhere: _Known
-    ) -> tuple[tuple[int, ...], bytes, np.ndarray | None]:
+    def _read(self, path: str, have: Container[bytes]) -> tuple[tuple[int, ...], bytes, np.ndarray | None]:
         """Return state, digest and pixels of a file, uint8 (bytes of a row,); None: these are there already."""
         try:
             with open(path, "rb") as file:  # noqa: PTH123 (40,000 times a minute)
@@ -227,25 +220,11 @@ class ImageCache:
             digest = hashlib.sha256(data).digest()[:16]
             if digest in have:
                 return stat, digest, None
-            if digest in elsewhere:
-                pixels, row, checked = elsewhere[digest]
-                if zlib.crc32(pixels[row]) == checked:
-                    return stat, digest, pixels[row]
             return stat, digest, self._spec.decode(data, self._max_pixels).transpose(2, 0, 1).reshape(-1)
         except (ImageError, OSError) as error:
             raise DataError(f"{path}: cannot be used as an image. {error}") from error
         finally:
             report_messages(path)
-
-    def _elsewhere(self) -> _Known:
-        """Return what the same rule made of other sources: a data set that was copied is not decoded again."""
-        found: _Known = {}
-        for path in self.top.glob(f"{self.folder.name.partition('-')[0]}-*[0-9a-f]"):
-            with contextlib.suppress(OSError, Damaged, Unusable):
-                records, pixels = self._load(path)
-                for digest, row, checked in records[["digest", "row", "sum"]].tolist():
-                    found[digest] = pixels, row, checked
-        return found
 
     def _make_room(self, have: int, new: int) -> None:
         """Remove what is longest unused, so that so many rows fit.

@@ -15,10 +15,9 @@ from torch.utils.data import DataLoader
 from deeplightning.config.part_config import PartConfig
 from deeplightning.config.target import build
 from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.data.datasets import EndsWithItsRun, InMemory, OnDemand
-from deeplightning.data.gpu_cache import Room
+from deeplightning.data.datasets import Batch, EndsWithItsRun, InMemory, OnDemand, Room
 from deeplightning.data.remote_files import folder_of
-from deeplightning.data.samplers import BatchIndices, go_on, is_made_for, replicas, train_sampler
+from deeplightning.data.samplers import BatchIndices, go_on, replicas, train_sampler
 from deeplightning.data.splits import deal, keep_classes, shuffled
 
 SPLITS: dict[str | None, tuple[str, ...]] = {
@@ -316,7 +315,7 @@ class DataOfSets(pl.LightningDataModule):
         return loader
 
     def _train_sampler(self) -> BatchIndices:
-        if self._sampler is None or not self._has_own_order or not is_made_for(self._sampler, self.trainer):
+        if self._sampler is None or not self._has_own_order or self._sampler.made_for != replicas(self.trainer):
             self._sampler = train_sampler(self.cfg, self.dataset("train"), self.trainer, drop_last=self._drop_last)
         elif self.trainer:
             go_on(self._sampler, self.trainer)
@@ -326,6 +325,73 @@ class DataOfSets(pl.LightningDataModule):
         """The GPU that this process trains on."""
         device = getattr(getattr(self.trainer, "strategy", None), "root_device", None)
         return device if device is not None and device.type == "cuda" else None
+
+
+class Moments:
+    """Compute mean and deviation of numbers that come in parts (Chan, Golub and LeVeque 1983).
+
+    Those of a single part are numpy's, bit by bit.
+
+    Attributes:
+        count: numbers so far, per column.
+        mean: float64, a number or (T,).
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean: Any = 0.0
+        self._squares: Any = 0.0  # sum of squared distances from the mean
+
+    def add(self, values: np.ndarray) -> None:
+        """Add numbers, float64 (n,) or (n, T)."""
+        if not (size := len(values)):
+            return
+        mean = values.mean(0)
+        squares = np.square(values - mean).sum(0)
+        total, distance = self.count + size, mean - self.mean
+        self.mean = self.mean + distance * (size / total)
+        self._squares = self._squares + squares + np.square(distance) * (self.count * (size / total))
+        self.count = total
+
+    @property
+    def std(self) -> Any:
+        """float64, a number or (T,)."""
+        return np.sqrt(self._squares / self.count)
+
+
+class ColumnData(DataOfSets):
+    """Base of data modules whose samples are columns, with classes or with numbers to be predicted.
+
+    Attributes:
+        class_names: the name of each label, in order; empty where the targets are numbers.
+        target_names: the name of each number that is to be predicted; empty where there are classes.
+        target_mean, target_std: of each, over the training samples.
+    """
+
+    samples = "rows"
+
+    def __init__(self, cfg: PartConfig, limit: int | None = None):
+        super().__init__(cfg, "auto", limit)
+        self.class_names: list[str] = []
+        self.target_names: list[str] = []
+        self.target_mean: list[float] = []
+        self.target_std: list[float] = []
+
+    def learn_targets(self, names: Sequence[str], targets: Moments) -> None:
+        """Keep mean and deviation of the numbers to be predicted, (T,)."""
+        self.target_names = list(names)
+        self.target_mean = targets.mean.tolist()
+        self.target_std = np.where(targets.std > 0, targets.std, 1.0).tolist()
+
+    def example_batch(self, size: int) -> Batch:
+        """Return the first training samples, to try whether the parts of a config fit; reads the data.
+
+        Args:
+            size: samples; of a smaller set, some come more than once.
+        """
+        self.setup("fit")
+        found = self.dataset("train")
+        return found[np.arange(size) % len(found)]
 
 
 class InMemoryLoader(DataLoader):
@@ -347,6 +413,18 @@ class InMemoryLoader(DataLoader):
         if self.device is not None:
             return dataset.batches(sampler.arrays(), self.device)
         return map(dataset.__getitem__, sampler.arrays())
+
+
+def by_set(samples: Any, sets: np.ndarray, source: str) -> dict[str, Any]:
+    """Divide samples by the place of each one's set in `SPLITS[None]`, (N,).
+
+    Raises:
+        DataError: none is for the training; it names the source.
+    """
+    found = {name: samples.take(np.flatnonzero(sets == place)) for place, name in enumerate(SPLITS[None])}
+    if not len(found["train"]):
+        raise DataError(f"{source}: none of the {len(samples)} samples is of train.")
+    return {name: part for name, part in found.items() if len(part)}
 
 
 def checked_names(names: Sequence[object] | None, most: int | None = None) -> list[str]:

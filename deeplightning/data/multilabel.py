@@ -4,10 +4,9 @@ B batch, N pictures, K labels.
 """
 
 import csv
-import difflib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +19,9 @@ from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, Samples
 from deeplightning.data.images import ImageFiles
-from deeplightning.data.loading import SET_NAMES, checked_names
+from deeplightning.data.loading import SET_NAMES, SPLITS, by_set, checked_names
 from deeplightning.data.splits import deal
+from deeplightning.words import did_you_mean
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class LabelFile:
         for key, name in (("file_column", self.file_column), ("labels_column", self.labels_column)):
             if name not in names:
                 raise DataError(
-                    f"{self.path}, {words} {name!r}.{_near(name, names)} There are: "
+                    f"{self.path}, {words} {name!r}.{did_you_mean(name, names)} There are: "
                     f"{', '.join(map(str, names)) or 'none'}. data.module.params.{key} names another."
                 )
 
@@ -188,7 +188,7 @@ class LabelledImages(ImageFiles):
                 if label not in numbers:
                     raise DataError(
                         f"{self.file}, line {line.number}: {label!r} is none of data.module.params.class_names."
-                        f"{_near(label, numbers)} There are: {', '.join(numbers):.300}."
+                        f"{did_you_mean(label, numbers)} There are: {', '.join(numbers):.300}."
                     )
                 labels[row, numbers[label]] = 1
         missing = [path for path in paths if not Path(path).is_file()]
@@ -204,11 +204,7 @@ class LabelledImages(ImageFiles):
         whole = Samples([*paths], labels)
         if all(line.split is None for line in lines):
             return {"all": whole}
-        sets = np.array([line.split for line in lines])
-        found = {name: whole.take(np.flatnonzero(sets == name)) for name in ("train", "val", "test")}
-        if not len(found["train"]):
-            raise DataError(f"{self.file}: no picture is of train.")
-        return {name: samples for name, samples in found.items() if len(samples)}
+        return by_set(whole, np.array([SPLITS[None].index(str(line.split)) for line in lines]), str(self.file))
 
     def _name_classes(self, lines: list[Line]) -> None:
         self.class_names = self.named or sorted({label for line in lines for label in line.labels})
@@ -224,8 +220,3 @@ class LabelledImages(ImageFiles):
 
     def _describe(self) -> str:
         return f"LabelledImages of {self.file}"
-
-
-def _near(word: str, words: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(words), 1)
-    return f" Do you mean {close[0]}?" if close else ""

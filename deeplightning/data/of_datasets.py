@@ -1,4 +1,4 @@
-"""Datasets of torch become a data module: a function of the config makes one, two or three, and is `data.module.type`.
+"""Make a data module of datasets of torch (a function of the config, `data.module.type`), or of a module's own loaders.
 
 B batch. What a sample is, is the datasets' own matter; tasks understand a mapping of names to numbers or tensors, and
 tuples such as (input, target).
@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.data import sized_len
 from torch.utils.data import Dataset, Subset, default_collate
@@ -18,6 +19,13 @@ from deeplightning.data.data_errors import DataConfigError
 from deeplightning.data.loading import DataOfSets
 from deeplightning.data.samplers import BatchIndices
 from deeplightning.data.splits import deal
+
+
+class OfModule(pl.LightningDataModule):
+    """Mark a run without a data module: Lightning asks the LightningModule for its loaders.
+
+    A config without `data` gets this target where the class of `model.module` defines `train_dataloader`.
+    """
 
 
 class OfDatasets(DataOfSets):

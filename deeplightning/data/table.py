@@ -5,7 +5,6 @@
 N rows, F columns that the network takes, T columns that it predicts.
 """
 
-import difflib
 import json
 import logging
 import math
@@ -20,10 +19,9 @@ import torch
 
 from deeplightning.config.part_config import PartConfig
 from deeplightning.data.cache_files import Unusable
-from deeplightning.data.columns import ColumnData, Moments
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, InMemory, OnDemand
-from deeplightning.data.loading import SET_NAMES
+from deeplightning.data.loading import SET_NAMES, SPLITS, ColumnData, Moments, by_set
 from deeplightning.data.splits import deal
 from deeplightning.data.table_files import TableFile
 from deeplightning.data.table_rows import (
@@ -36,7 +34,7 @@ from deeplightning.data.table_rows import (
     stored,
 )
 from deeplightning.table_spec import DELIMITERS, MISSING, Column, TableError, TableFormat, TableSpec, Words
-from deeplightning.words import free_memory
+from deeplightning.words import did_you_mean, free_memory
 
 log = logging.getLogger("deeplightning.data")
 
@@ -75,7 +73,8 @@ class TableData(ColumnData):
         unknown: "other": a category that no training row has gets the same word of its own; or "refuse".
         split: the column that says of each row whether it is of train, val or test.
         group: the column of which no value is in two sets, such as a customer.
-        time: the column by which the latest rows test, and the latest of the others validate.
+        time: the column by which the latest rows test, and the latest of the others validate; a row without a time is
+            the oldest.
         limit: use at most this many training rows (validation included) and as many test rows, a seeded choice.
         in_memory: true: the tables are held in memory; false: they are read into the cache; "auto": into the cache
             where they would take more memory than is free.
@@ -175,11 +174,10 @@ class TableData(ColumnData):
         ):
             for name in names:
                 if name not in schema.names:
-                    close = difflib.get_close_matches(name, schema.names, 1)
-                    near = f" Do you mean {close[0]}?" if close else ""
                     columns = ", ".join(schema.names)
                     sign = next((sign for sign in DELIMITERS if len(schema) == 1 and sign in columns), None)
                     hint = f" Its header is one column; set data.module.params.delimiter to {sign!r}." if sign else ""
+                    near = did_you_mean(name, schema.names)
                     raise DataConfigError(
                         f"data.module.params.{key}: {path} has no column {name!r}.{near} Its columns: {columns:.300}."
                         f"{hint}"
@@ -196,7 +194,9 @@ class TableData(ColumnData):
                         "number nor a category; data.module.params.columns can make it a category."
                     )
             elif field.name == self.divider and not self._is_named(field.name):
-                kind = "number" if self.way == "time" and _kind_of(field.type) == "number" else "word"
+                is_moment = pa.types.is_date(field.type) or pa.types.is_timestamp(field.type)
+                is_number = _kind_of(field.type) == "number" or is_moment  # of a moment the days since 1970
+                kind = "number" if self.way == "time" and is_number else "word"
             elif kind is None:
                 kind = _kind_of(field.type)
                 if kind is None:
@@ -253,8 +253,7 @@ class TableData(ColumnData):
     def _store(self, path: Path, types: Mapping[str, str]) -> TableStore:
         free = {*self.kinds, *self.targets}
         bounded = [name for name, kind in types.items() if kind == "category" and name not in free]
-        times = self.divider if self.way == "time" and types[str(self.divider)] == "word" else None
-        return stored(TableFile(path, self.format), types, bounded, times)
+        return stored(TableFile(path, self.format), types, bounded)
 
     def _labels(self, path: Path, targets: Mapping[str, "np.ndarray | Words"]) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the class of each row by the position of its word, int64 (N,), 0 where the targets are numbers; and
@@ -287,20 +286,16 @@ class TableData(ColumnData):
     def _by_column(self, rows: Rows) -> dict[str, Any]:
         words = rows.column(str(self.divider))
         assert isinstance(words, Words), "`_types` has taken it for words"
-        names = ("train", "val", "test", "?")
-        of_words = [names.index(SET_NAMES.get(word.lower(), "?")) for word in words.words]
-        sets = np.array([*of_words, 3], np.int8)[words.indices]
-        if (sets == 3).any():
-            row = int((sets == 3).argmax())
+        names = [SET_NAMES.get(word.lower()) for word in words.words]
+        sets = np.array([*(SPLITS[None].index(name) if name else -1 for name in names), -1], np.int8)[words.indices]
+        if (sets < 0).any():
+            row = int((sets < 0).argmax())
             word = "nothing" if words.indices[row] < 0 else repr(words.words[words.indices[row]])
             raise DataError(
                 f"{self.files['train']}, column {self.divider}, row {row + 1}: {word} is no set; it must be train, val "
                 "or test."
             )
-        found = {name: rows.take(np.flatnonzero(sets == number)) for number, name in enumerate(names[:3])}
-        if not len(found["train"]):
-            raise DataError(f"{self.files['train']}, column {self.divider}: no row is of train.")
-        return {name: part for name, part in found.items() if len(part)}
+        return by_set(rows, sets, f"{self.files['train']}, column {self.divider}")
 
     def _folds(self, samples: Any, number: int, purpose: int) -> np.ndarray:
         if self.way == "group":
@@ -316,7 +311,11 @@ class TableData(ColumnData):
             return of_group[groups]
         if self.way == "time":
             values = samples.column(str(self.divider))
-            keys = np.array([*values.words, ""], object)[values.indices] if isinstance(values, Words) else values
+            if isinstance(values, Words):
+                _, ranks = np.unique(np.array(values.words, object), return_inverse=True)
+                keys = np.array([*ranks, -1])[values.indices]
+            else:
+                keys = np.where(np.isnan(values), -np.inf, values)
             latest_first = np.argsort(keys, kind="stable")[::-1]
             folds = np.empty(len(keys), np.int64)
             folds[latest_first] = np.arange(len(keys)) * number // len(keys)
@@ -335,7 +334,7 @@ class TableData(ColumnData):
                 if isinstance(values, Words):
                     words[name] = values.words
                     seen.setdefault(name, np.zeros(len(values.words) + 1, bool))[values.indices] = True
-                elif values.dtype.kind == "f":
+                else:
                     moments.setdefault(name, Moments()).add(values[np.isfinite(values)])
             if self.targets[0] not in words:
                 of_targets.add(np.stack([part[name] for name in self.targets], 1))

@@ -8,7 +8,6 @@ another folder. It has these files:
 
     numbers   row after row, float64 (N, n), the columns of numbers; NaN: missing
     codes     row after row, int32 (N, c), the columns of words: the position of the row's word; -1: missing
-    times     row after row, bytes (N, 64): the text by which the rows are in order of time, UTF-8
     index     JSON: N, the columns, and the words of each
 
 N rows, B batch, F columns that the network takes, n columns of numbers, c of words.
@@ -41,13 +40,10 @@ if TYPE_CHECKING:  # a loader worker needs no pyarrow
 CHUNK = 2**16
 """Rows of which statistics are made at a time, in memory and on the disk: so both have equal bits."""
 
-TIME = np.dtype("S64")
-"""Of the text by which rows are in order of time; longer ones are refused."""
-
 MOST_WORDS = 1_000_000
 """The most different words that are held in memory of a column that nobody has called a category."""
 
-_FILES = ("numbers", "codes", "times")
+_FILES = ("numbers", "codes")
 _STEP = 2**12  # rows that are read at a time
 _KEPT = 2**15  # rows after which what was mapped for them is released: 2 GiB at most, where each maps 64 KiB
 _SIGN = 2**28  # bytes after which it is looked whether there is room for more
@@ -105,13 +101,10 @@ class TableStore:
             self._columns: list[str] = found["columns"]
             self._words: dict[str, list[str]] = found["words"]
             self._numbers: list[str] = found["numbers"]
-            self._times: str | None = found["times"]
-            self._longest = np.dtype(f"S{found['longest']}")
             self._maps: list[mmap.mmap] = []
             self._read = 0  # rows since the last release
             self._values = self._map(files[0], np.dtype("<f8"), len(self._numbers))
             self._codes = self._map(files[1], np.dtype("<i4"), len(self._words))
-            self._texts = self._map(files[2], TIME, 1 if self._times else 0)
         with contextlib.suppress(OSError):  # a folder that may only be read
             os.utime(path / "numbers")  # it was used
 
@@ -135,21 +128,17 @@ class TableStore:
         values, codes = self._gathered(self._values, positions), self._gathered(self._codes, positions).astype(np.int64)
         found: dict[str, Any] = {name: values[:, place] for place, name in enumerate(self._numbers)}
         found |= {name: Words(words, codes[:, place]) for place, (name, words) in enumerate(self._words.items())}
-        if self._times:
-            found[self._times] = self._gathered(self._texts, positions)[:, 0]
         return {name: found[name] for name in self._columns}
 
     def column(self, name: str, positions: np.ndarray) -> Column:
-        """Return one column of some rows, int (n,); of the time its texts, bytes (n,)."""
-        if name == self._times:
-            return self._gathered(self._texts[:, 0], positions, self._longest)
+        """Return one column of some rows, int (n,)."""
         if name in self._words:
             codes = self._codes[:, list(self._words).index(name)]
-            return Words(self._words[name], self._gathered(codes, positions, np.dtype(np.int64)))
+            return Words(self._words[name], self._gathered(codes, positions).astype(np.int64))
         return self._gathered(self._values[:, self._numbers.index(name)], positions)
 
-    def _gathered(self, source: np.ndarray, positions: np.ndarray, kind: np.dtype | None = None) -> np.ndarray:
-        found = np.empty((len(positions), *source.shape[1:]), kind or source.dtype)
+    def _gathered(self, source: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        found = np.empty((len(positions), *source.shape[1:]), source.dtype)
         for start in range(0, len(positions), _STEP):
             some = positions[start : start + _STEP]
             found[start : start + _STEP] = source[some]
@@ -187,7 +176,7 @@ class Rows:
         return self.table.read(self.positions[positions])
 
     def column(self, name: str) -> Column:
-        """Return one column, in memory; of a time in a `TableStore` its texts, bytes (N,)."""
+        """Return one column, in memory."""
         return self.table.column(name, self.positions)
 
     def parts(self) -> Iterator[Part]:
@@ -224,12 +213,11 @@ def numbers_of(targets: Sequence[str], rows: Part) -> Batch:
 # ---- the copy
 
 
-def stored(file: "TableFile", types: Mapping[str, str], bounded: list[str], times: str | None) -> TableStore:
+def stored(file: "TableFile", types: Mapping[str, str], bounded: list[str]) -> TableStore:
     """Return the numbers of a table; what has not been read before is read.
 
     Args:
         bounded: columns of which more than `MOST_WORDS` different words are refused.
-        times: the column of words of which each row's own text is kept.
 
     Raises:
         DataError: the table is not as it should be.
@@ -244,7 +232,7 @@ def stored(file: "TableFile", types: Mapping[str, str], bounded: list[str], time
     if (young := before.st_ctime + cache_files.SETTLED - time.time()) > 0:  # it may change again without a trace
         time.sleep(min(young, cache_files.SETTLED))
         before = path.stat()
-    rule = (sys.byteorder, programs, *types.items(), file.form, bounded, times)
+    rule = (sys.byteorder, programs, *types.items(), file.form, bounded)
     folder = top / cache_files.folder_name(rule, stat_of(before))
     with contextlib.suppress(FileNotFoundError, Damaged):
         return TableStore(folder)
@@ -254,7 +242,7 @@ def stored(file: "TableFile", types: Mapping[str, str], bounded: list[str], time
                 return TableStore(folder)
             cache_files.remove(folder)
             try:
-                _make(folder, file, types, bounded, times)
+                _make(folder, file, types, bounded)
                 if stat_of(path.stat()) != stat_of(before):
                     raise DataError(f"{path} was changed while it was read. Run again when it is whole.")
             except BaseException:
@@ -263,16 +251,13 @@ def stored(file: "TableFile", types: Mapping[str, str], bounded: list[str], time
     raise Unusable("other processes remove it over and over")
 
 
-def _make(
-    folder: Path, table: "TableFile", types: Mapping[str, str], bounded: Sequence[str], times: str | None
-) -> None:
+def _make(folder: Path, table: "TableFile", types: Mapping[str, str], bounded: Sequence[str]) -> None:
     path = table.path
     log.info("Reading %s, which is large, into %s", path, folder)
     known: dict[str, dict[str, int]] = {}  # of each column of words, the position of each
     columns: list[str] = []
     numbers: list[str] = []
     rows = size = looked = 0
-    longest = 1
 
     def make_room() -> None:
         cache_files.make_room(folder / "numbers", size, size, f"{path} takes {size / 2**30:.3g} GiB", size)
@@ -285,7 +270,7 @@ def _make(
             if not columns:
                 columns = list(part)
                 numbers = [name for name, values in part.items() if not isinstance(values, Words)]
-                known = {name: {} for name in columns if name not in numbers and name != times}
+                known = {name: {} for name in columns if name not in numbers}
             count = len(part[columns[0]])
             values = np.empty((count, len(numbers)), "<f8")
             for place, name in enumerate(numbers):
@@ -301,9 +286,7 @@ def _make(
                         f"{path}, column {name}: more than {MOST_WORDS:,} different texts. Set "
                         f"data.module.params.columns.{name} to ignore, or to category if you mean that many."
                     )
-            texts = _texts(path, times, part[times], rows) if times else np.empty(0, TIME)
-            longest = max(longest, int(np.strings.str_len(texts).max(initial=0)))
-            for file, array in zip(files, (values, codes, texts), strict=True):
+            for file, array in zip(files, (values, codes), strict=True):
                 cache_files.write(file, array, rows * array[:1].nbytes)
                 size += array.nbytes
             rows += count
@@ -314,17 +297,5 @@ def _make(
         for file in files:
             os.fsync(file)
         words = {name: list(positions) for name, positions in known.items()}
-        index = {"rows": rows, "columns": columns, "numbers": numbers, "words": words, "times": times}
-        content = json.dumps(index | {"longest": longest}).encode()
-        cache_files.write_index(folder / "numbers", files[0], content)
-
-
-def _texts(path: Path, name: str, values: Column, before: int) -> np.ndarray:
-    """Return the text of each row, bytes (n,), empty where it is missing; `before`: rows of former parts."""
-    assert isinstance(values, Words), "the column of the time holds words"
-    encoded = [word.encode() for word in values.words]
-    for number, word in enumerate(encoded):
-        if len(word) > TIME.itemsize:
-            row = before + int((values.indices == number).argmax()) + 1
-            raise DataError(f"{path}, column {name}, row {row}: a time has {TIME.itemsize} bytes at most.")
-    return np.array([*encoded, b""], TIME)[values.indices]
+        index = {"rows": rows, "columns": columns, "numbers": numbers, "words": words}
+        cache_files.write_index(folder / "numbers", files[0], json.dumps(index).encode())

@@ -11,8 +11,7 @@ from torch import Tensor, bincount, nn
 from deeplightning import transfer
 from deeplightning.config.part_config import PartConfig
 from deeplightning.task.metrics import Accuracy
-from deeplightning.task.networks import Probabilities
-from deeplightning.task.outputs import check_number, refusal
+from deeplightning.task.networks import Probabilities, check_number, refusal
 from deeplightning.task.supervised import Batch, Supervised
 from deeplightning.task.task_errors import LabelError
 

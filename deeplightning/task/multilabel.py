@@ -13,8 +13,7 @@ from torchmetrics.functional.classification import multilabel_average_precision,
 
 from deeplightning.config.part_config import PartConfig
 from deeplightning.task.metrics import Collected
-from deeplightning.task.networks import Probabilities
-from deeplightning.task.outputs import check_number, refusal
+from deeplightning.task.networks import Probabilities, check_number, refusal
 from deeplightning.task.pixel_input import ImageTask
 from deeplightning.task.rows import RowTask
 from deeplightning.task.supervised import Batch, Supervised

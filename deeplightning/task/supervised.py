@@ -26,11 +26,10 @@ from deeplightning.task.denominators import (
     weighted_mean,
 )
 from deeplightning.task.metrics import InOwnPrecision, SampleMean
-from deeplightning.task.networks import build_loss, judging, on_cpu
+from deeplightning.task.networks import Picked, build_loss, judging, on_cpu
 from deeplightning.task.optimize import freeze, optimizers
-from deeplightning.task.outputs import Picked
-from deeplightning.task.points import Points
 from deeplightning.task.task_errors import LabelError, MisfitError
+from deeplightning.transfer import Points
 
 if TYPE_CHECKING:
     from pytorch_lightning.utilities.types import OptimizerLRScheduler

@@ -251,16 +251,6 @@ def test_a_damaged_file_is_the_first_that_is_named(root):
         ready(root)
 
 
-def test_a_copied_set_is_not_decoded(root, tmp_path, decoded):
-    """Another folder with the same pictures takes the rows of the first."""
-    ready(root)
-    decoded.clear()
-    shutil.copytree(root, tmp_path / "copy")
-    module = ready(tmp_path / "copy")
-    assert decoded == []
-    assert pictures(module) == right(tmp_path / "copy")
-
-
 def test_equal_pictures_share_a_row(root, cache, decoded):
     """Copies in a set are decoded once, and take the room of one."""
     for number in range(5):

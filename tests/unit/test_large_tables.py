@@ -15,9 +15,9 @@ import pytest
 from pyarrow import parquet
 
 from deeplightning.data import cache_files, table, table_rows
-from deeplightning.data.columns import Moments
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import OnDemand
+from deeplightning.data.loading import Moments
 from deeplightning.data.table import TableData
 
 ROWS = 24_000  # of `place`: 1.5 MB, which pyarrow reads in two parts
@@ -121,6 +121,16 @@ def test_both_ways_give_the_same(params, place, small):
     np.testing.assert_array_equal(found.example_inputs(20)["rows"], wanted.example_inputs(20)["rows"])
     assert as_bytes({"": [found.example_batch(7)]}) == as_bytes({"": [wanted.example_batch(7)]})
     assert found.dataset("val")[[-1]]["index"].tolist() == [-1]
+
+
+@pytest.mark.parametrize("train", ["orders.csv", "orders.parquet"])
+def test_the_latest_rows_test(train, place):
+    """By the days since 1970, whichever file has the dates; rows without one are the oldest."""
+    found = ready(place, True, train=train, time="day", columns={"day": "ignore"})
+    days = {split: rows.column("day") for split, rows in found._samples.items()}
+    assert np.nanmax(days["train"]) <= days["val"].min()
+    assert days["val"].max() <= days["test"].min()
+    assert np.isnan(days["train"]).any()
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import report_messages
 from deeplightning.data.images import ImageFiles
 from deeplightning.data.loading import is_whole
-from deeplightning.data.samplers import BatchIndices, go_on, is_made_for, replicas
+from deeplightning.data.samplers import BatchIndices, go_on, replicas
 from deeplightning.image_spec import ImageError, ImageSpec
 from deeplightning_shards.tar_files import Index, Shard, Source, at_address, expand, in_folder, indices_of
 
@@ -295,7 +295,7 @@ class Shards(ImageFiles):
     def _train_sampler(self) -> BatchIndices:
         if self._has_own_order:
             return super()._train_sampler()
-        if self._sampler is None or not is_made_for(self._sampler, self.trainer):
+        if self._sampler is None or self._sampler.made_for != replicas(self.trainer):
             world, rank = replicas(self.trainer)
             place = {"num_replicas": world, "rank": rank, "seed": self.cfg.seed, "drop_last": self._drop_last}
             self._sampler = ShardBatches(self.dataset("train"), self.cfg.data.batch_size, self.window, **place)

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torchmetrics.regression import MeanSquaredError
 
 from deeplightning.config.part_config import PartConfig
-from deeplightning.task.networks import judging
-from deeplightning.task.outputs import refusal
+from deeplightning.task.networks import judging, refusal
 from deeplightning.task.pixel_input import ImageTask, Normalise
 from deeplightning.task.sheets import epoch_suffix, sheet
 from deeplightning.task.supervised import Batch
