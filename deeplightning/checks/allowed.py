@@ -2,8 +2,8 @@
 
 import types
 import typing
-from collections.abc import Mapping
-from dataclasses import MISSING, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, is_dataclass
 from typing import Any
 
 from deeplightning.checks.errors import Findings
@@ -23,20 +23,10 @@ def known_elsewhere(findings: Findings, key: str, section: str | None = None) ->
     return f" Did you mean {mean}?" if same else other_tools.hint(found)
 
 
-def key_elsewhere(name: str, cls: type | None = None, path: str = "") -> str:
-    """` Did you mean …?` with the whole key, where a word is a key of another section."""
-    cls = cls or config_class()
-    hints = typing.get_type_hints(cls)
-    for f in schema.keys(cls):
-        here = f"{path}{f.name}"
-        if f.name == name and path:
-            return f" Did you mean {here}?"
-        for option in options_of(hints[f.name]):
-            if is_dataclass(option) and option is not Target:
-                found = key_elsewhere(name, typing.cast(type, option), f"{here}.")
-                if found:
-                    return found
-    return ""
+def key_elsewhere(name: str) -> str:
+    """Return ` Did you mean …?` with the whole key, where a word is a key of another section."""
+    found = (path for path, cls in sections(schema.Config) if path and any(f.name == name for f in schema.keys(cls)))
+    return next((f" Did you mean {path}.{name}?" for path in found), "")
 
 
 def suggestion(key: str, given: Any, options: list[object]) -> str:
@@ -96,5 +86,24 @@ def describe(hint: object, metadata: Mapping[str, object] = types.MappingProxyTy
 
 
 def options_of(hint: object) -> list[object]:
+    """Return the types in a hint: those of a union, else the hint itself."""
     union = typing.get_origin(hint) in (types.UnionType, typing.Union)
     return list(typing.get_args(hint)) if union else [hint]
+
+
+def sections(cls: type, path: str = "") -> Iterator[tuple[str, type]]:
+    """Yield each section of a config with its dotted path, the outer before the inner; of `Config` those of installed
+    plug-ins too. A plain target counts as a value."""
+    if cls is schema.Config:
+        cls = config_class()
+    yield path, cls
+    hints = typing.get_type_hints(cls)
+    for field in schema.keys(cls):
+        for option in options_of(hints[field.name]):
+            if is_dataclass(option) and option is not Target:
+                yield from sections(typing.cast(type, option), f"{path}.{field.name}".lstrip("."))
+
+
+def default_of(field: Field[object]) -> Any:
+    """Return the default of a key, or MISSING if it is required."""
+    return field.default if field.default_factory is MISSING else field.default_factory()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from deeplightning.address import is_address, shown
 from deeplightning.checks import check
-from deeplightning.checks.conflicts import conflicts
+from deeplightning.checks.combinations import conflicts
 from deeplightning.checks.hints import hints
 from deeplightning.checks.report import Report
 from deeplightning.config.addresses import missing_library

@@ -8,7 +8,7 @@ from dataclasses import MISSING, Field, is_dataclass
 from typing import Any
 
 from deeplightning.checks import strategy
-from deeplightning.checks.allowed import describe, key_elsewhere, options_of
+from deeplightning.checks.allowed import default_of, describe, key_elsewhere, options_of
 from deeplightning.checks.conditions import AVERAGES
 from deeplightning.checks.report import Report
 from deeplightning.checks.signature_check import Meanings
@@ -165,7 +165,7 @@ def _documentation(
         rows.append(("type", describe(hint, field.metadata)))
         example = field.metadata["example"]
         rows.append(("meaning", field.metadata["doc"] + (f"; for example `{example}`" if example else "")))
-        default = _default(field)
+        default = schema.plain(default_of(field))
         rows.append(("default", "none, it must be given" if default is MISSING else line(default)))
     elif parameter is not None:
         rows.append(("type", parameter.annotation or "unknown"))
@@ -304,12 +304,6 @@ def _parameter(name: str, params: object, path: KeyPath) -> tuple[None, Paramete
     except (ValueError, Undecided):
         return None, None, name, None
     return None, parameter, name, found.documentation(path[0]) if parameter else None
-
-
-def _default(field: Field[object]) -> object:
-    if field.default_factory is not MISSING:
-        return schema.plain(field.default_factory())
-    return field.default
 
 
 # ---- paths
