@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from deeplightning import own_code
 from deeplightning.faults import install, nearest
@@ -415,7 +415,7 @@ class Names:
         except Undecided:
             return [thing], False
         try:
-            complete, is_generic = True, False
+            complete = True
             lines: list[list[Thing]] = []
             parents: list[Thing] = []
             for base in thing.node.bases:
@@ -424,11 +424,7 @@ class Names:
                     if parent.live is object:
                         continue
                     if parent.kind != "class":
-                        if isinstance(getattr(parent.live, "__origin__", None), type):  # typing.Iterable
-                            parent = live_class(parent.live.__origin__)
-                            is_generic = True
-                        else:
-                            raise Undecided(f"{parent.path} is no class")
+                        raise Undecided(f"{parent.path} is no class")
                 except UNKNOWABLE:
                     complete = False
                     continue
@@ -436,9 +432,6 @@ class Names:
                 complete = complete and whole
                 parents.append(parent)
                 lines.append(list(above))
-            if is_generic and not any(parent.live is Generic for parent in parents):
-                parents.append(live_class(Generic))  # as `typing` does
-                lines.append([parents[-1]])
             merged = _merged([*lines, parents])
             if merged is None:
                 complete = False
