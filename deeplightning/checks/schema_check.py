@@ -128,11 +128,11 @@ def _in_range(
     found = f"what {written} gives" if written else value
     if low is not None and not value >= low:
         findings.wrong(f"at least {low}", found, key, entry.place, suggestion(key, value, []))
-        return False
-    if high is not None and not value <= high:
+    elif high is not None and not value <= high:
         findings.wrong(f"at most {high}", found, key, entry.place)
-        return False
-    return True
+    else:
+        return True
+    return False
 
 
 def _fit(

@@ -157,8 +157,8 @@ def _json_misfits(config: Mapping[str, object]) -> Iterator[Misfit]:
     for word in config:
         if word in _DECIDED_JSON:
             yield Misfit(f"config.{word}", f"{_DECIDED_JSON[word]} decides it; remove it", word)
-        else:
-            yield from _word("config", word, _JSON)
+        elif word not in _JSON:
+            yield _unknown("config", word, _JSON)
     zero = config.get("zero_optimization")
     if zero is not None and not isinstance(zero, Mapping):
         message = (
@@ -166,13 +166,13 @@ def _json_misfits(config: Mapping[str, object]) -> Iterator[Misfit]:
         )
         yield Misfit("config.zero_optimization", f"{message} switches ZeRO off", str(zero), "a mapping")
     for word in zero if isinstance(zero, Mapping) else ():
-        yield from _word("config.zero_optimization", word, _ZERO)
+        if word not in _ZERO:
+            yield _unknown("config.zero_optimization", word, _ZERO)
 
 
-def _word(section: str, word: str, known: list[str]) -> Iterator[Misfit]:
-    if word not in known:
-        words = ", ".join(known)
-        yield Misfit(f"{section}.{word}", f"unknown to DeepSpeed.{nearest(word, known)} It knows {words}", word, words)
+def _unknown(section: str, word: str, known: list[str]) -> Misfit:
+    words = ", ".join(known)
+    return Misfit(f"{section}.{word}", f"unknown to DeepSpeed.{nearest(word, known)} It knows {words}", word, words)
 
 
 def nvme_path(backend: str | None, params: Mapping[str, Any]) -> str | None:
