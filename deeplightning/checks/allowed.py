@@ -15,7 +15,8 @@ from deeplightning.faults import MAX_WORD_CHARACTERS, upwards
 
 
 def known_elsewhere(findings: Findings, key: str, section: str | None = None) -> str:
-    """What a key of another tool is here, as a sentence; `section` is its section, if that is unknown."""
+    """Return a sentence that says what a key of another tool is called here; `section` is its section, if that is
+    unknown."""
     found = other_tools.ours(key, section)
     mean = other_tools.key_of(found) if found is not None else None
     findings.meant |= {above for above in upwards(mean or "") if "." in above}
@@ -30,7 +31,7 @@ def key_elsewhere(name: str) -> str:
 
 
 def suggestion(key: str, given: Any, options: list[object]) -> str:
-    """` Did you mean …?` for a value that other tools have here, or one that lacks the mapping around it."""
+    """Return ` Did you mean …?` for a value that other tools have here, or one that lacks the mapping around it."""
     role = role_of(key)
     found = other_tools.value(key, given)
     if found is None and given is not None:
@@ -46,7 +47,7 @@ def suggestion(key: str, given: Any, options: list[object]) -> str:
 
 
 def _wrapped(cls: type, given: str | float) -> str | None:
-    """A value inside the mapping that a section is: as its first key where it fits there."""
+    """Return a value inside the mapping that a section is, under its first key if it fits there."""
     first, *others = schema.keys(cls)
     options = options_of(typing.get_type_hints(cls)[first.name])
     fits = type(given) in options or (type(given) is int and float in options) or given in literals_of(options)
@@ -62,7 +63,7 @@ def literals_of(options: list[object]) -> list[object]:
 
 
 def _words(option: object) -> str:
-    """What a type allows, in words."""
+    """Return what a type allows, in words."""
     simple = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
     if option in simple:
         return simple[option]
@@ -79,7 +80,7 @@ def _words(option: object) -> str:
 
 
 def describe(hint: object, metadata: Mapping[str, object] = types.MappingProxyType({})) -> str:
-    """What a key takes, in words."""
+    """Return what a key takes, in words."""
     words = " or ".join(dict.fromkeys(_words(option) for option in options_of(hint)))
     bounds = {"at least": metadata.get("low"), "at most": metadata.get("high")}
     return ", ".join([words, *(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)])

@@ -21,7 +21,7 @@ from deeplightning.config.plugin_sections import config_class
 from deeplightning.config.tree import Entry, KeyPath, dotted, kind, line
 from deeplightning.faults import ConfigError, Fault, SetupError, nearest, not_installed, plugin_of, upwards
 from deeplightning.process.terminal import LAYOUT, say, wrapped
-from deeplightning.static.signature import UNKNOWN, Parameter, Undecided
+from deeplightning.static.signature import UNKNOWN, Parameter
 from deeplightning.words import printable
 
 ABOUT = 14  # columns before what is said of a key
@@ -292,12 +292,9 @@ def _parameter(name: str, params: object, path: KeyPath) -> tuple[None, Paramete
         value = _step(value, step)
     if len(path) != 1:
         return None, None, None, None
-    try:
-        found: Any = Meanings().of(name)
-        parameter = next((p for p in found.signature().parameters if p.name == path[0]), None)
-    except (ValueError, Undecided):
-        return None, None, name, None
-    return None, parameter, name, found.documentation(path[0]) if parameter else None
+    meanings = Meanings()
+    parameter = meanings.parameters(name).get(path[0])
+    return None, parameter, name, meanings.known(name).documentation(path[0]) if parameter else None
 
 
 # ---- paths

@@ -16,15 +16,15 @@ DEEPSPEED = ("deeplightning.engine.zero.DeepSpeed",)
 
 
 def classes_of(backend: str | None) -> tuple[str, ...]:
-    """The classes that `engine.params` go to: what the first does not name is passed to the second, which is given the
-    network."""
+    """Return the classes that `engine.params` go to: what the first does not name is passed to the second, which is
+    given the network."""
     if backend is not None and backend.startswith("deepspeed"):
         return DEEPSPEED
     return {"ddp": DDP, "fsdp": FSDP}.get(backend or "", ())
 
 
 def meaning(backend: str | None) -> str | None:
-    """What a backend of today's words does, in a few words; None without one."""
+    """Return what a backend of today's words does, in a few words; None without one."""
     if backend is None:
         return None
     if backend == "ddp":
@@ -110,7 +110,7 @@ class Misfit(NamedTuple):
 
 
 def misfits(backend: str, params: Mapping[str, Any]) -> Iterator[Misfit]:
-    """What of `engine.params` is wrong for reasons that no signature tells."""
+    """Return what of `engine.params` is wrong for reasons that no signature tells."""
     for name in params:
         if name in _DECIDED:
             yield Misfit(name, f"{_DECIDED[name]} decides it; remove it", name)
@@ -176,7 +176,8 @@ def _unknown(section: str, word: str, known: list[str]) -> Misfit:
 
 
 def nvme_path(backend: str | None, params: Mapping[str, Any]) -> str | None:
-    """The folder that DeepSpeed would move parameters or the optimizer's state to; None where it stays in memory."""
+    """Return the folder that DeepSpeed would move parameters or the optimizer's state to; None where it stays in
+    memory."""
     zero = (params.get("config") or {}).get("zero_optimization") or {}
     for section in (zero.get("offload_optimizer"), zero.get("offload_param")):
         if isinstance(section, Mapping) and section.get("device") == "nvme":

@@ -340,7 +340,7 @@ class Names:
             raise Failing(f"failed: {words}{frame.module.place(option.line)}") from None
 
     def assigned(self, value: ast.expr, name: str, frame: Frame) -> Thing:
-        """`name = value`: another word for something, or a value."""
+        """Return what `name = value` binds: another word for something, or a value."""
         match value:
             case ast.Name() | ast.Attribute():
                 try:
@@ -626,7 +626,7 @@ def _is_there(top: str) -> bool:
 
 
 def _merged(lines: list[list[Thing]]) -> list[Thing] | None:
-    """C3; None if the classes cannot be put in one order."""
+    """Merge lines of ancestors by C3; return None if the classes cannot be put in one order."""
     merged: list[Thing] = []
     lines = [list(each) for each in lines if each]
     while lines:
