@@ -151,7 +151,7 @@ def path_of(found: object) -> str | None:
 
 
 def import_again(names: Iterable[str]) -> None:
-    """Import modules that another process of this program has imported, in its order; skip those that cannot be imported."""
+    """Import the modules that another process of this program has imported, in its order; skip those that fail."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in names:
