@@ -21,15 +21,11 @@ class Signatures:
     def signature(self, thing: Thing) -> Signature:
         if thing.live is not None:
             return of_object(thing.live)
-        key = ("signature", thing.key)
-        self.names.enter(key)
-        try:
+        with self.names.asking(("signature", thing.key)):
             if thing.kind == "class":
                 return self.of_class(thing)
             if thing.kind == "function":
                 return self.of_function(thing)
-        finally:
-            self.names.active.discard(key)
         raise Undecided(f"it is a {thing.kind}")
 
     def of_class(self, thing: Thing) -> Signature:
@@ -119,12 +115,8 @@ class Signatures:
             raise Undecided("it is a property")
         frame = Frame(self.names.home(thing), None, node, tuple(line), complete, position, role == "staticmethod")
         extra = words_beside(self.names, node, Frame(frame.module))
-        key = ("method", thing.key, tuple(t.path for t in line[:1]))
-        self.names.enter(key)
-        try:
+        with self.names.asking(("method", thing.key, tuple(t.path for t in line[:1]))):
             taken = Handed(self, frame).signature(bound and role != "staticmethod")
-        finally:
-            self.names.active.discard(key)
         names = {p.name for p in taken.parameters}
         more = tuple(Parameter(word, position=False) for word in sorted(extra - names))
         return replace(taken, parameters=taken.parameters + more)

@@ -177,13 +177,9 @@ class _MethodTexts(Texts):
             found = self.attribute(node.attr) if is_it(node.value, self.own) else super().options(node)
             yield from found
             return
-        key = ("text", id(self.method), node.id)
-        self.names.enter(key)
-        try:
+        with self.names.asking(("text", id(self.method), node.id)):
             options = [*self.argument(node.id), *self.variable(node.id)]
             yield from options or super().options(node)
-        finally:
-            self.names.active.discard(key)
 
     def attribute(self, name: str) -> Iterator[tuple[Texts, ast.expr, bool]]:
         stores = (n for _, method in self.logged.methods for n in ast.walk(method) if isinstance(n, ast.Attribute))
