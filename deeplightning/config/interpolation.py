@@ -32,6 +32,7 @@ MAX_STEPS = 40  # of references and sections that lead to each other; Python bea
 _PART = re.compile(r"[\w/-]+|\s+|.", re.DOTALL)
 _MANDATORY = re.compile(r"\\*\?\?\?")
 _NESTED = re.compile(r"(\$\{)|\}")
+_WHOLE = re.compile(r"\$\{([\w.\[\]-]+)\}")
 DEPRECATED = "'$OLD_KEY' is deprecated. Change your code and config to use '$NEW_KEY'"  # as OmegaConf has it
 _TOO_DEEP = f" expands to values that are nested more than {MAX_DEPTH} deep"
 _TOO_LONG = " leads on over too many references, one after the other; refer to the value itself"
@@ -134,6 +135,7 @@ class Resolver:
         trees: the same as trees, None where the braces hold no reference.
         made: why a text has no value, if it has none, and the variables that it reads, by path.
         open: the paths of the texts whose values are being made.
+        followed: those of them whose references are being followed.
         seen: the environment variables asked for since it was last emptied, and their values.
     """
 
@@ -147,6 +149,7 @@ class Resolver:
         self.seen: dict[str, str | None] = {}
         self.made: dict[KeyPath, tuple[_Unresolved | None, dict[str, str | None]]] = {}
         self.open: set[KeyPath] = set()
+        self.followed: set[KeyPath] = set()
         self.parts = self.values = self.characters = 0
 
     def run(self, waiting: list[tuple[KeyPath, Entry]], faults: list[Fault]) -> None:
@@ -254,7 +257,7 @@ class Resolver:
         found: Entry = self.root
         where: KeyPath = ()
         for part in (*path[: len(path) - dots if dots else 0], *parts):
-            self.settle(found, where)
+            found, where = self.behind(found, where)
             items, index = found.value, part
             if isinstance(items, list) and re.fullmatch("-?[0-9]{1,9}", str(part)):
                 index = int(part) + len(items) * (int(part) < 0)
@@ -270,6 +273,19 @@ class Resolver:
         if found.value == "???":
             raise _Absent("a value that must be given, `???`", wanted, "")
         return found, where
+
+    def behind(self, entry: Entry, where: KeyPath) -> tuple[Entry, KeyPath]:
+        """Settle an entry that a key leads through. One that is being settled leads on to what its reference names, so
+        that a section may refer to other parts of itself."""
+        reference = _WHOLE.fullmatch(self.texts.get(where, ""))
+        if reference is None or where not in self.open or where in self.followed:
+            self.settle(entry, where)
+            return entry, where
+        self.followed.add(where)
+        try:
+            return self.behind(*self.named(reference[1], where))
+        finally:
+            self.followed.discard(where)
 
     def named(self, key: object, path: KeyPath) -> tuple[Entry, KeyPath]:
         """Return the same for a key that is a text, `.a.b[0]`."""
@@ -395,9 +411,7 @@ class Resolver:
     def names(self, path: KeyPath, key: Any) -> Any:
         """Return the keys of a mapping; their values are not read."""
         if not isinstance(key, dict):
-            entry, where = self.named(key, path)
-            self.settle(entry, where)
-            key = entry.value
+            key = self.behind(*self.named(key, path))[0].value
         return [self.spend(name) for name in _need(key, dict, "oc.dict takes a mapping")]
 
     def items(self, path: KeyPath, key: Any) -> Any:
