@@ -58,9 +58,14 @@ def examine(
         cfg.notices.append(Notice(f"seed: null → {cfg.seed} (drawn)", unasked=False, key="seed"))
     for name, section in cfg.of_plugins().items():
         given = [*(overrides or []), f"{name}=null"]
-        again = functools.partial(examine, path, importing=importing, beside=beside)
-        section.check(report, lambda more, again=again, given=given: again([*given, *more]))
+        section.check(report, functools.partial(_with_more, path, given, importing, beside))
     return report
+
+
+def _with_more(
+    path: str | Path | Given, overrides: list[str], importing: bool, beside: bool, more: list[str]
+) -> Report:
+    return examine(path, overrides + more, importing=importing, beside=beside)
 
 
 def load_config(path: str | Path | Given, overrides: list[str] | None = None, *, beside: bool = True) -> Config:
