@@ -16,7 +16,6 @@ import contextlib
 import importlib
 import itertools
 import json
-import logging
 import os
 import sys
 import sysconfig
@@ -61,8 +60,6 @@ EXAMPLES = f"{Path(__file__).parent / 'examples'}{os.sep}"
 
 MAX_FOLDERS = 1000
 """At most so many folders are searched for Python files."""
-
-log = logging.getLogger("deeplightning")
 
 _added: list[str] = json.loads(os.environ.get(ROOTS, "[]"))  # for every config of this process
 _roots: list[str] = [*_added]
@@ -238,7 +235,10 @@ def _warn_if_hides(own: ModuleSpec) -> None:
     _reported.add(own.name)
     hidden = _installed(own.name)
     if hidden is not None and hidden.loader is not None and _places(hidden) != _places(own):
-        log.warning("%s hides %s, which libraries may need: rename it", short(str(own.origin)), hidden.origin)
+        import logging
+
+        text = "%s hides %s, which libraries may need: rename it"
+        logging.getLogger("deeplightning").warning(text, short(str(own.origin)), hidden.origin)
 
 
 def read_from(name: str, file: object) -> str:

@@ -11,8 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_fabric.utilities.data import sized_len
-
 from deeplightning.config.packages import HOME
 from deeplightning.config.schema import Config, Target
 from deeplightning.engine.plan import world_size
@@ -86,6 +84,8 @@ def _plain(text: str) -> str:
 
 def samples_behind(loaders: Any) -> int:
     """Return the number of samples behind a loader or several."""
+    from lightning_fabric.utilities.data import sized_len
+
     several = loaders if isinstance(loaders, list | tuple) else [loaders]
     return sum(sized_len(getattr(loader, "dataset", None)) or 0 for loader in several)
 

@@ -33,6 +33,15 @@ SPLITS: dict[str | None, tuple[str, ...]] = {
 SET_NAMES = {"train": "train", "val": "val", "validation": "val", "valid": "val", "test": "test"}
 """The words of a column that names the set of each sample."""
 
+_OWN_KEYS = {
+    "dataset": "it comes from data.module",
+    "batch_size": "set data.batch_size",
+    "num_workers": "set data.num_workers",
+    "shuffle": "the training set is shuffled, the others are not",
+    "sampler": "set data.sampler",
+    "batch_sampler": "batches come from deeplightning.data.samplers.BatchIndices",
+    "generator": "the order comes from seed",
+}
 _WORKER_KEYS = ("multiprocessing_context", "persistent_workers", "prefetch_factor", "timeout", "worker_init_fn")
 _SPLIT_TEST, _LIMIT, _SPLIT_VAL = range(3)  # purposes of the seed
 
@@ -81,6 +90,8 @@ class DataOfSets(pl.LightningDataModule):
         self._room = Room() if in_memory == "auto" else None
         self._loader_options = build({"type": "builtins.dict", "params": cfg.data.loader})  # refs are functions
         self._drop_last = self._loader_options.pop("drop_last", False)
+        for name in _OWN_KEYS.keys() & self._loader_options:
+            raise DataConfigError(f"data.loader.{name} cannot be given: {_OWN_KEYS[name]}.")
         try:
             DataLoader([], batch_size=None, num_workers=cfg.data.num_workers, **self._loader_options)  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:

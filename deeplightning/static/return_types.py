@@ -114,6 +114,8 @@ class Made:
         match node:
             case ast.Constant(value=value):
                 return [live_class(type(value))]
+            case ast.IfExp(body=one, orelse=other):
+                return self.given(one, frame) + self.given(other, frame)
             case ast.Call(func=function):
                 return self.called(function, frame)
             case ast.Name(id=name) if frame.function is not None:
@@ -121,14 +123,33 @@ class Made:
                 match local.names.get(name, ()):
                     case (Assigned(value=assigned),) if name not in local.rebound:
                         return self.given(assigned, frame)
+                    case ():
+                        return self.constant(node, frame)
+            case ast.Attribute():
+                return self.constant(node, frame)
         raise Undecided(f"`{ast.unparse(node)[:60]}` shows only when it is run")
+
+    def constant(self, node: ast.expr, frame: Frame) -> list[Thing]:
+        """Return the class of what a name of a module stands for."""
+        known = {"class": type, "function": types.FunctionType, "module": types.ModuleType}
+        found = self.names.guarded(lambda: self.names.value(node, frame))
+        if found.kind not in known:
+            raise Undecided(f"`{ast.unparse(node)[:60]}` shows only when it is run")
+        return [live_class(known[found.kind])]
 
     def called(self, function: ast.expr, frame: Frame) -> list[Thing]:
         """Return what a call of an expression gives."""
         node = frame.function
         if node is not None and is_it(function, str(frame.first)) and role_of_function(node) == "classmethod":
             return [frame.line[0]]
-        found = self.names.value(function, frame)
+        try:
+            found = self.names.value(function, frame)
+        except UNKNOWABLE as why:
+            if not isinstance(function, ast.Attribute):
+                raise Undecided(str(why)) from None
+            owners = self.given(function.value, frame)  # a method of what a local name stands for: `network.eval()`
+            methods = [self.names.guarded(lambda o=owner: self.names.attribute(o, function.attr)) for owner in owners]  # type: ignore[misc]
+            return [thing for method in methods for thing in self.of(method)]
         if found.kind == "function":
             return self.of(found)
         if found.kind != "class" or found.live is type:

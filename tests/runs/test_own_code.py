@@ -187,8 +187,8 @@ def test_code_beside_a_base_is_kept_with_the_run(command, tiny, tmp_path):
     """Its run has the code in `code.zip`."""
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "b.yaml").write_text(f"_base_: {tiny}\n")
-    (tmp_path / "base" / "colorsys.py").write_text("from torch.nn import CrossEntropyLoss as Loss\n")
-    (tmp_path / "c.yaml").write_text("_base_: base/b.yaml\nmodel: {loss: {type: colorsys.Loss}}\n")
+    (tmp_path / "base" / "beside_a_base.py").write_text("from torch.nn import CrossEntropyLoss as Loss\n")
+    (tmp_path / "c.yaml").write_text("_base_: base/b.yaml\nmodel: {loss: {type: beside_a_base.Loss}}\n")
     outcome = command("train", "c.yaml", "train.num_epochs=1", cwd=tmp_path)
     assert outcome.code == 0, outcome
     with zipfile.ZipFile(outcome.folder / "code.zip") as code:
