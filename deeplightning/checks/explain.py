@@ -265,8 +265,9 @@ def _known(report: Report, path: KeyPath) -> tuple[_Known, str, str]:
             if not rest:
                 return (fields[name], None, cls, None), "", null
             if name == "params" and isinstance(value, schema.Target | schema.Engine):
-                found = _of_strategy(value, rest) if isinstance(value, schema.Engine) else None
-                return found or _parameter(value.type, value.params, rest), here.removesuffix(".params"), ""
+                if isinstance(value, schema.Engine):
+                    return _of_strategy(value, rest), here.removesuffix(".params"), ""
+                return _parameter(value.type, value.params, rest), here.removesuffix(".params"), ""
             options = options_of(typing.get_type_hints(cls)[name])
             value = getattr(value, name, None)
             cls = type(value) if is_dataclass(value) else None if value else next(filter(is_dataclass, options), None)
@@ -340,9 +341,9 @@ def _path(key: str, shown: Any) -> KeyPath:
 def _entry(report: Report, path: KeyPath) -> Entry | None:
     """Return the entry that set the value at a path, if a file or an override did."""
     assert report.source is not None
-    entry: Any = report.source.root
+    entry: Entry | None = report.source.root
     for name in path:
-        entry = _step(entry.value, name) if entry is not None else None
+        entry = typing.cast("Entry | None", _step(entry.value, name)) if entry is not None else None
     return entry
 
 
