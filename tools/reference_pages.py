@@ -19,10 +19,10 @@ from typing import Any
 
 import click
 import griffe
+from combination_tables import engines, table
 
 from deeplightning import faults
-from deeplightning.checks.combination_tables import engines, table
-from deeplightning.checks.reference import default, options, sections
+from deeplightning.checks.allowed import default_of, options_of, sections
 from deeplightning.cli import cli, manual
 from deeplightning.config import schema
 from deeplightning.config.tree import dump
@@ -85,7 +85,7 @@ def _page_of(path: str) -> str:
 
 def _type(hint: object, field: Field[object], path: str, page: str) -> str:
     low = field.metadata["low"]
-    words = " or ".join(_word(option, path, page) for option in options(hint))
+    words = " or ".join(_word(option, path, page) for option in options_of(hint))
     return words + (f", at least {low}" if low is not None else "")
 
 
@@ -119,7 +119,7 @@ def _word(option: Any, path: str, page: str) -> str:
 
 
 def _default(field: Field[object]) -> str:
-    value = default(field)
+    value = default_of(field)
     if value is MISSING:
         return "required"
     return "" if is_dataclass(value) else f"`{_flow(value)}`"

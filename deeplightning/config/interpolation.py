@@ -32,6 +32,7 @@ MAX_STEPS = 40  # of references and sections that lead to each other; Python bea
 _PART = re.compile(r"[\w/-]+|\s+|.", re.DOTALL)
 _MANDATORY = re.compile(r"\\*\?\?\?")
 _NESTED = re.compile(r"(\$\{)|\}")
+_WHOLE = re.compile(r"\$\{([\w.\[\]-]+)\}")
 DEPRECATED = "'$OLD_KEY' is deprecated. Change your code and config to use '$NEW_KEY'"  # as OmegaConf has it
 _TOO_DEEP = f" expands to values that are nested more than {MAX_DEPTH} deep"
 _TOO_LONG = " leads on over too many references, one after the other; refer to the value itself"
@@ -125,13 +126,16 @@ def _need(value: Any, kinds: type | tuple[type, ...], words: str) -> Any:
 
 
 class Resolver:
-    """Finds what references stand for; what they lead to is made once.
+    """Puts values in the place of references, each once, what they lead to first.
 
     Attributes:
         unchecked: the values that depend on a resolver of the user's that was not imported.
         notices: what `oc.deprecated` says.
         texts: the texts with references by path.
         trees: the same as trees, None where the braces hold no reference.
+        made: why a text has no value, if it has none, and the variables that it reads, by path.
+        open: the paths of the texts whose values are being made.
+        followed: those of them whose references are being followed.
         seen: the environment variables asked for since it was last emptied, and their values.
     """
 
@@ -143,9 +147,9 @@ class Resolver:
         self.texts: dict[KeyPath, str] = {}
         self.trees: dict[KeyPath, object] = {}
         self.seen: dict[str, str | None] = {}
-        self.made: dict[KeyPath, tuple[Any, dict[str, str | None]]] = {}
-        self.open: set[KeyPath] = set()  # whose values are being made
-        self.followed: set[KeyPath] = set()  # whose references are being followed
+        self.made: dict[KeyPath, tuple[_Unresolved | None, dict[str, str | None]]] = {}
+        self.open: set[KeyPath] = set()
+        self.followed: set[KeyPath] = set()
         self.parts = self.values = self.characters = 0
 
     def run(self, waiting: list[tuple[KeyPath, Entry]], faults: list[Fault]) -> None:
@@ -153,7 +157,6 @@ class Resolver:
         from deeplightning.private import omegaconf  # 0.1 CPU s
 
         self.omega = omegaconf
-        results: list[tuple[Entry, object]] = []
         broken: list[Fault] = []
         path, entry = waiting[0]
         try:
@@ -162,21 +165,19 @@ class Resolver:
             for path, entry in waiting:
                 self.seen = {}
                 try:
-                    results.append((entry, _entries(self.value(path), entry.place, path)))
+                    self.settle(entry, path)
                 except _Unresolved as error:
                     is_unchecked = isinstance(error, _Unchecked)
                     found = self.unchecked if is_unchecked else broken
-                    found.append(Fault(error.about(entry.value), dotted(path), entry.place))
+                    found.append(Fault(error.about(self.texts[path]), dotted(path), entry.place))
                     if is_unchecked:
-                        self.secrets.texts[path] = entry.value
+                        self.secrets.texts[path] = self.texts[path]
                 if len(broken) > MAX_FAULTS:
                     raise _TooMuch(f"more than {MAX_FAULTS} references of this config are broken, up to here")
-                self.secrets.note(path, entry.value, self.seen)
+                self.secrets.note(path, self.texts[path], self.seen)
         except _TooMuch as error:
             raise ConfigError([*faults, *broken, Fault(str(error), dotted(path), entry.place)]) from None
         faults += broken
-        for entry, value in results:
-            entry.written, entry.value = entry.value, value
 
     def parse(self, text: str, argument: bool = False) -> object:
         """Return the tree of a text; None where it is no such text."""
@@ -202,34 +203,43 @@ class Resolver:
                 raise _TooMuch(f"references expand to more than {most} {what}, up to here; write fewer")
         return value
 
-    def value(self, path: KeyPath) -> Any:
-        """Return the value of the text with references at a path."""
-        if self.trees[path] is None:
-            raise _Unresolved(": the braces hold no reference such as ${a.b}; for a plain `${` write `\\${`")
+    def settle(self, entry: Entry, path: KeyPath) -> None:
+        """Put the value of a text with references in its place, once, and note the variables that it reads."""
+        if path not in self.trees:
+            return
         if path in self.open:
             raise _Unresolved(" refers to itself")
         if path not in self.made:
             before, self.seen = self.seen, {}
             self.open.add(path)
+            error: _Unresolved | None = None
             try:
-                self.made[path] = self.evaluate(self.trees[path], path), self.seen
-            except _Unresolved as error:
-                self.made[path] = error, self.seen
+                value = self.evaluate(self.trees[path], path)
+                entry.written, entry.value = entry.value, _entries(value, entry.place, path)
+            except _Unresolved as unresolved:
+                error = unresolved
             finally:
                 self.open.discard(path)
-                self.seen = before
-        result, seen = self.made[path]
+                self.made[path], self.seen = (error, self.seen), before
+        error, seen = self.made[path]
         for name in seen:
             self.spend(None)
             self.seen[name] = seen[name]
-        if isinstance(result, _Unresolved):
-            raise result
-        return result
+        if error is not None:
+            raise error
 
     def evaluate(self, tree: object, path: KeyPath) -> object:
         """Return what a tree means in the value at a path."""
+        if tree is None:
+            raise _Unresolved(": the braces hold no reference such as ${a.b}; for a plain `${` write `\\${`")
+        if len(self.open) > MAX_STEPS:
+            raise _Unresolved(_TOO_LONG)
+        evaluation = self.omega.Evaluation(
+            lambda dots, parts: self.whole(*self.find(dots, parts, path)),
+            lambda name, values, texts: self.call(name, values, texts, path),
+        )
         try:
-            value = self.evaluation(path).value(tree)
+            value = evaluation.value(tree)
         except self.omega.Malformed:
             what = "neither a word nor a whole number"
             raise _Unresolved(f" has a reference inside a key or a name that gives {what}") from None
@@ -237,29 +247,18 @@ class Resolver:
             raise _Unresolved(_TOO_LONG) from None
         return self.spend(str(value)) if isinstance(value, str) else value
 
-    def evaluation(self, path: KeyPath) -> Any:
-        """Return OmegaConf's visitor for the value at a path."""
-        if len(self.open) + len(self.followed) > MAX_STEPS:
-            raise _Unresolved(_TOO_LONG)
-        return self.omega.Evaluation(
-            lambda dots, parts: self.find(dots, parts, path),
-            lambda found: self.whole(*found),
-            lambda name, values, texts: self.call(name, values, texts, path),
-        )
-
     # ---- keys
 
-    def find(self, dots: int, parts: Sequence[str], path: KeyPath) -> tuple[Any, KeyPath | None]:
-        """Return the entry that a key in the value at a path names, and its path; in what a call has made, the plain
-        value and None."""
+    def find(self, dots: int, parts: Sequence[str], path: KeyPath) -> tuple[Entry, KeyPath]:
+        """Return the entry that a key in the value at a path names, and its path."""
         wanted = "" if self.seen else "." * dots + ".".join(parts)  # which may hold a variable's value
         if dots > len(path) or not parts:
             raise _Absent("a key that is not there", wanted, "")
-        found: Any = self.root
-        where: KeyPath | None = ()
+        found: Entry = self.root
+        where: KeyPath = ()
         for part in (*path[: len(path) - dots if dots else 0], *parts):
-            items, where = self.behind(found, where)
-            index: str | int = part
+            found, where = self.behind(found, where)
+            items, index = found.value, part
             if isinstance(items, list) and re.fullmatch("-?[0-9]{1,9}", str(part)):
                 index = int(part) + len(items) * (int(part) < 0)
                 there = 0 <= index < len(items)
@@ -267,50 +266,44 @@ class Resolver:
                 index = key_named(part, items) if isinstance(items, dict) else part
                 there = isinstance(items, dict) and index in items
             if not there:
-                is_known = not self.seen and isinstance(items, dict) and where is not None
-                hint = nearest(str(part), items) if is_known else ""
+                hint = nearest(str(part), items) if not self.seen and isinstance(items, dict) else ""
                 hint = hint.replace("mean ", f"mean {dotted(where)}.", 1) if where else hint
                 raise _Absent("a key that is not there", wanted, hint)
-            found, where = items[index], None if where is None else (*where, index)
-        if isinstance(found, Entry) and found.value == "???":
+            found, where = items[index], (*where, index)
+        if found.value == "???":
             raise _Absent("a value that must be given, `???`", wanted, "")
         return found, where
 
-    def named(self, key: object, path: KeyPath) -> tuple[object, KeyPath | None]:
+    def behind(self, entry: Entry, where: KeyPath) -> tuple[Entry, KeyPath]:
+        """Settle an entry that a key leads through. One that is being settled leads on to what its reference names, so
+        that a section may refer to other parts of itself."""
+        reference = _WHOLE.fullmatch(self.texts.get(where, ""))
+        if reference is None or where not in self.open or where in self.followed:
+            self.settle(entry, where)
+            return entry, where
+        self.followed.add(where)
+        try:
+            return self.behind(*self.named(reference[1], where))
+        finally:
+            self.followed.discard(where)
+
+    def named(self, key: object, path: KeyPath) -> tuple[Entry, KeyPath]:
         """Return the same for a key that is a text, `.a.b[0]`."""
         words = str(key)
         return self.find(len(words) - len(words.lstrip(".")), re.findall(r"[^.\[\]]+", words), path)
 
-    def behind(self, found: Any, where: KeyPath | None) -> tuple[Any, KeyPath | None]:
-        """Return what an entry holds, and its path; of an entry that is one reference, what that leads to, without
-        making the value there."""
-        tree = self.trees.get(where) if where is not None else None
-        if where is None or tree is None:
-            return found.value if isinstance(found, Entry) else found, where
-        if where in self.followed:
-            raise _Unresolved(" refers to itself")
-        self.spend(None)
-        self.followed.add(where)
-        try:
-            target = self.evaluation(where).target(tree)
-            return (self.value(where), None) if target is None else self.behind(*target)
-        except self.omega.Malformed:
-            return self.value(where), None  # which says why
-        finally:
-            self.followed.discard(where)
-
-    def whole(self, found: object, where: KeyPath | None) -> Any:
-        """Return the value at a place, without references."""
-        if where in self.trees:
-            return None if self.trees[where] is None else self.whole(self.value(where), None)
-        found = found.value if isinstance(found, Entry) else found
-        if isinstance(found, dict):
+    def whole(self, entry: Entry, where: KeyPath) -> Any:
+        """Return the value of an entry, without references; None for a text that is reported where it stands."""
+        if self.trees.get(where, entry) is None:
+            return None
+        self.settle(entry, where)
+        if isinstance(entry.value, dict):
             self.spend(None)
-            return {name: self.whole(item, where and (*where, name)) for name, item in found.items()}
-        if isinstance(found, list):
+            return {name: self.whole(item, (*where, name)) for name, item in entry.value.items()}
+        if isinstance(entry.value, list):
             self.spend(None)
-            return [self.whole(item, where and (*where, number)) for number, item in enumerate(found)]
-        return self.spend(found)
+            return [self.whole(item, (*where, number)) for number, item in enumerate(entry.value)]
+        return self.spend(entry.value)
 
     # ---- calls
 
@@ -417,8 +410,9 @@ class Resolver:
 
     def names(self, path: KeyPath, key: Any) -> Any:
         """Return the keys of a mapping; their values are not read."""
-        found = key if isinstance(key, dict) else self.behind(*self.named(key, path))[0]
-        return [self.spend(name) for name in _need(found, dict, "oc.dict takes a mapping")]
+        if not isinstance(key, dict):
+            key = self.behind(*self.named(key, path))[0].value
+        return [self.spend(name) for name in _need(key, dict, "oc.dict takes a mapping")]
 
     def items(self, path: KeyPath, key: Any) -> Any:
         """Return the values of a mapping."""

@@ -43,7 +43,7 @@ class Group:
 
     @property
     def key(self) -> str:
-        """The dotted key under which the options' content is placed."""
+        """Return the dotted key under which the options' content is placed."""
         return self.name.replace("/", ".")
 
     def options(self) -> list[str]:

@@ -41,15 +41,13 @@ class Evaluation(GrammarVisitor):
     """Evaluates trees.
 
     Args:
-        find: returns the node at a key, from the number of leading dots (0: an absolute key) and its parts.
-        make: turns a node into a value.
+        find: returns the value at a key, from the number of leading dots (0: an absolute key) and its parts.
         call: returns the result of a resolver, from its name, its arguments, and functions that return their source.
     """
 
     def __init__(
         self,
         find: Callable[[int, tuple[str, ...]], Any],
-        make: Callable[[Any], object],
         call: Callable[[str, tuple[object, ...], tuple[Callable[[], str], ...]], Any],
     ):
         super().__init__(
@@ -57,7 +55,6 @@ class Evaluation(GrammarVisitor):
             resolver_interpolation_callback=lambda name, args, args_str: call(name, args, args_str),
             memo=None,
         )
-        self.make = make
 
     def value(self, tree: object) -> Any:
         """Return the value of a tree.
@@ -70,17 +67,6 @@ class Evaluation(GrammarVisitor):
             return self.visit(tree)
         except (ValueError, AssertionError):
             raise Malformed from None
-
-    def target(self, tree: Any) -> Any:
-        """Return the node that `find` gives for a text that is a single `${a.b}`, or None for any other text."""
-        text = tree.getChild(0)
-        inner = text.getChild(0).getChild(0) if text.getChildCount() == 1 else None
-        return self.value(inner) if isinstance(inner, OmegaConfGrammarParser.InterpolationNodeContext) else None
-
-    def visitInterpolation(self, ctx: Any) -> object:
-        """Evaluate a reference inside a text, a key, a name or an argument."""
-        inner, found = ctx.getChild(0), super().visitInterpolation(ctx)
-        return self.make(found) if isinstance(inner, OmegaConfGrammarParser.InterpolationNodeContext) else found
 
     def visitElement(self, ctx: Any) -> object:
         """Evaluate an argument, or an item of a list or mapping; `???` is plain text."""

@@ -95,11 +95,8 @@ def _named(names: Names, node: ast.Name | ast.Attribute, frame: Frame) -> Any:
         return found.live if is_hint else Any
     key = ("hint", found.key)
     if key not in names.hints:
-        names.enter(key)
-        try:
+        with names.asking(key):
             names.hints[key] = _of_thing(names, found)
-        finally:
-            names.active.discard(key)
     return names.hints[key]
 
 

@@ -442,7 +442,7 @@ class _Reader:
     # ---- what may or may not be run
 
     def perhaps(self, bodies: Sequence[list[ast.stmt]]) -> bool:
-        """Any one of several bodies is run: what each leaves is possible."""
+        """Run several bodies of which any one may be run: what each leaves is possible."""
         before, was_certain = self.names, self.certain
         self.certain = False
         left = []

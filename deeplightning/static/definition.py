@@ -24,7 +24,7 @@ from deeplightning.static.names import Names, Texts
 from deeplightning.static.return_types import Made, instance
 from deeplightning.static.signature import Instance, Signature, Undecided
 from deeplightning.static.symbol import UNKNOWABLE, Absent, Failing, Frame, Functions, Kind, Lacking, Thing
-from deeplightning.static.task_source import constant, declared_words, ignores_config, logged_names, steps_itself
+from deeplightning.static.task_source import TaskSource
 
 
 def look_up(name: str, names: Names | None = None) -> "Definition":
@@ -100,7 +100,7 @@ def _is_misspelt(part: str, owner: Module | None) -> bool:
 
 
 @dataclass(eq=False)
-class Definition:
+class Definition(TaskSource):
     """What a dotted name means.
 
     Attributes:
@@ -154,30 +154,6 @@ class Definition:
                 return found
         return None
 
-    def logged_names(self) -> tuple[set[str], bool]:
-        """Return the names that a class gives to `self.log` and `self.log_dict`; False if there may be others.
-
-        What the class says itself in `logged_metrics`, a tuple of literal words, is taken as it is, placeholders
-        included.
-        """
-        if self.kind != "class":
-            return set(), False
-        return logged_names(self._names, self._thing)
-
-    def declared_words(self, attribute: str) -> set[str] | None:
-        """Return the literal words that a task assigns to `metric_names` (its metrics where a config names none),
-        `loss_arguments` (what it calls each loss with) or `network_names` (the networks that it needs, () for a single
-        one); None: it does not say."""
-        return declared_words(self._names, self._thing, attribute) if self.kind == "class" else None
-
-    def constant(self, name: str) -> object:
-        """Return a plain value that a class or an ancestor gives an attribute; None where none does.
-
-        Raises:
-            Undecided: that cannot be known without importing.
-        """
-        return constant(self._names, self._thing, name) if self.kind == "class" else None
-
     def defines(self, name: str, outside: str | None = None) -> bool:
         """Return whether a class, or an ancestor whose source is known, defines a name.
 
@@ -187,14 +163,6 @@ class Definition:
         line = self._names.line(self._thing)[0] if self.kind == "class" else []
         counted = (each for each in line if outside is None or not each.path.startswith(f"{outside}."))
         return any(self._names.own(each, name) for each in counted)
-
-    def steps_itself(self) -> bool:
-        """Return whether a task steps its optimizers itself, by what its `__init__` says."""
-        return self.kind == "class" and steps_itself(self._names, self._thing)
-
-    def ignores_config(self) -> bool:
-        """Return whether a task does not read the config that it is given, by what its `__init__` says."""
-        return self.kind == "class" and ignores_config(self._names, self._thing)
 
 
 def _docstrings(names: Names, thing: Thing) -> Iterator[str]:

@@ -1,12 +1,10 @@
 """What classes and functions take, read from their source."""
 
 import ast
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
-from deeplightning.static.annotations import allowed, hint, plain
+from deeplightning.static.annotations import allowed, plain
 from deeplightning.static.decorators import changes_subclasses, role_of_function, words_beside
 from deeplightning.static.names import Names
 from deeplightning.static.signature import UNKNOWN, Parameter, Signature, Undecided, of_object
@@ -23,15 +21,11 @@ class Signatures:
     def signature(self, thing: Thing) -> Signature:
         if thing.live is not None:
             return of_object(thing.live)
-        key = ("signature", thing.key)
-        self.names.enter(key)
-        try:
+        with self.names.asking(("signature", thing.key)):
             if thing.kind == "class":
                 return self.of_class(thing)
             if thing.kind == "function":
                 return self.of_function(thing)
-        finally:
-            self.names.active.discard(key)
         raise Undecided(f"it is a {thing.kind}")
 
     def of_class(self, thing: Thing) -> Signature:
@@ -56,9 +50,9 @@ class Signatures:
                 if {"__init__", "__new__"} & vars(each.live).keys():
                     raise Undecided(f"{each.path} is not written in Python")
                 continue
-            words = self.dataclass_words(each)
-            if words is not None and words.get("init", True) and not self.names.own(each, "__init__"):
-                return self.of_fields(line[position:])
+            paths = {self.names.real_path(d, Frame(self.names.home(each))) for d in each.node.decorator_list}
+            if "dataclasses.dataclass" in paths and not self.names.own(each, "__init__"):
+                raise Undecided(f"@dataclass makes the constructor of {each.path}")
             for attribute in ("__init__", "__new__", "__signature__"):
                 if (each.node.name, attribute) in self.names.home(each).scope.patched:
                     raise Undecided(f"`{attribute}` of {each.path} is set afterwards")
@@ -121,64 +115,11 @@ class Signatures:
             raise Undecided("it is a property")
         frame = Frame(self.names.home(thing), None, node, tuple(line), complete, position, role == "staticmethod")
         extra = words_beside(self.names, node, Frame(frame.module))
-        key = ("method", thing.key, tuple(t.path for t in line[:1]))
-        self.names.enter(key)
-        try:
+        with self.names.asking(("method", thing.key, tuple(t.path for t in line[:1]))):
             taken = Handed(self, frame).signature(bound and role != "staticmethod")
-        finally:
-            self.names.active.discard(key)
         names = {p.name for p in taken.parameters}
         more = tuple(Parameter(word, position=False) for word in sorted(extra - names))
         return replace(taken, parameters=taken.parameters + more)
-
-    def dataclass_words(self, thing: Thing) -> dict[str, Any] | None:
-        """Return the literal arguments of `@dataclass`; None: the class is no dataclass."""
-        frame = Frame(self.names.home(thing))
-        found = [d for d in thing.node.decorator_list if self.names.real_path(d, frame) == "dataclasses.dataclass"]
-        return _literal_words(found[0]) if found else None
-
-    def of_fields(self, line: list[Thing]) -> Signature:
-        """Return what the constructor takes that a dataclass gets, by making one of the same fields."""
-        written: dict[str, str] = {}
-        made: type = object
-        for each in reversed(line):
-            if each.live is not None or (words := self.dataclass_words(each)) is None:
-                continue
-            frame = Frame(self.names.home(each), scope=self.names.scope(each), line=(each,))
-            fields = []
-            for statement in each.node.body:
-                if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                    name = statement.target.id
-                    written[name] = _written(statement.annotation)
-                    annotation = hint(self.names, statement.annotation, frame)
-                    fields.append((name, annotation, self.of_field(statement, frame)))
-            try:
-                made = dataclasses.make_dataclass(
-                    each.node.name, fields, bases=(made,), kw_only=words.get("kw_only") is True
-                )
-            except (TypeError, ValueError) as error:
-                raise Undecided(f"its fields cannot be read: {error}") from None
-        taken = of_object(made)
-        return replace(taken, parameters=tuple(replace(p, annotation=written[p.name]) for p in taken.parameters))
-
-    def of_field(self, statement: ast.AnnAssign, frame: Frame) -> Any:
-        """Return a field as `dataclasses` takes it, with an unknown default where that is no plain value."""
-        value = statement.value
-        if value is None:
-            return dataclasses.field()
-        if isinstance(value, ast.Call):
-            function = self.names.value(value.func, Frame(frame.module))
-            if function.path == "dataclasses.field":
-                words = {k: v for k, v in _literal_words(value).items() if k in ("init", "kw_only")}
-                for word in value.keywords:
-                    if word.arg is None:
-                        raise Undecided(f"the field `{ast.unparse(statement.target)}` takes more than is written")
-                    if word.arg in ("default", "default_factory"):
-                        words["default"] = plain(self.names, word.value, frame)
-                return dataclasses.field(**words)
-            if function.kind != "class":  # a function of its own may make a field
-                raise Undecided(f"{function.path} makes one of its fields")
-        return dataclasses.field(default=plain(self.names, value, frame))
 
 
 class Handed:
@@ -357,13 +298,6 @@ def _written(annotation: ast.expr) -> str:
     if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
         return annotation.value
     return ast.unparse(annotation)
-
-
-def _literal_words(call: ast.expr) -> dict[str, Any]:
-    """Return the keywords of a call that are literal."""
-    if not isinstance(call, ast.Call):
-        return {}
-    return {w.arg: w.value.value for w in call.keywords if w.arg and isinstance(w.value, ast.Constant)}
 
 
 def _makes_its_own(new: Functions) -> bool:

@@ -5,13 +5,14 @@ Modules of the standard library that this process holds anyway (`_HELD`) are ask
 
 import ast
 import builtins
+import contextlib
 import importlib.util
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from deeplightning import own_code
 from deeplightning.faults import install, nearest
@@ -72,10 +73,20 @@ class Names:
         except RecursionError:
             raise Undecided("its source is nested too deeply") from None
 
-    def enter(self, key: object) -> None:
+    @contextlib.contextmanager
+    def asking(self, key: object) -> Iterator[None]:
+        """Mark a question as asked while it is answered.
+
+        Raises:
+            Undecided: its answer depends on itself.
+        """
         if key in self.active or len(self.active) > 150:
             raise Undecided("its definition goes round in a circle")
         self.active.add(key)
+        try:
+            yield
+        finally:
+            self.active.discard(key)
 
     # ---- names
 
@@ -141,11 +152,8 @@ class Names:
             return self.live(sys.modules[module.name], name)
         if module.is_open:
             raise Undecided(f"{module.name} is not written in Python")
-        self.enter(key)
-        try:
+        with self.asking(key):
             self.found[key] = self.bound(module, name)
-        finally:
-            self.active.discard(key)
         return self.found[key]
 
     def bound(self, module: Module, name: str) -> Thing:
@@ -340,7 +348,7 @@ class Names:
             raise Failing(f"failed: {words}{frame.module.place(option.line)}") from None
 
     def assigned(self, value: ast.expr, name: str, frame: Frame) -> Thing:
-        """`name = value`: another word for something, or a value."""
+        """Return what `name = value` binds: another word for something, or a value."""
         match value:
             case ast.Name() | ast.Attribute():
                 try:
@@ -385,11 +393,8 @@ class Names:
             if name in local.rebound:
                 raise Undecided(f"`{name}` in {frame.function.name} is known only when it is run")
             if name in local.names:
-                self.enter(key := ("local", id(local), name))
-                try:
+                with self.asking(("local", id(local), name)):
                     return self.one_of(local.names[name], name, replace(frame, scope=None))
-                finally:
-                    self.active.discard(key)
         if frame.scope is not None and name in frame.scope.names:
             return self.one_of(frame.scope.names[name], name, frame)
         if hasattr(builtins, name) and name not in frame.module.scope.names and not frame.module.scope.stars:
@@ -411,42 +416,35 @@ class Names:
         if key in self.lines:
             return self.lines[key]
         try:
-            self.enter(("line", key))
-        except Undecided:
+            with self.asking(("line", key)):
+                self.lines[key] = self._ancestors(thing)
+        except Undecided:  # it derives from itself
             return [thing], False
-        try:
-            complete, is_generic = True, False
-            lines: list[list[Thing]] = []
-            parents: list[Thing] = []
-            for base in thing.node.bases:
-                try:
-                    parent = self.value(base, Frame(self.home(thing), function=None))
-                    if parent.live is object:
-                        continue
-                    if parent.kind != "class":
-                        if isinstance(getattr(parent.live, "__origin__", None), type):  # typing.Iterable
-                            parent = live_class(parent.live.__origin__)
-                            is_generic = True
-                        else:
-                            raise Undecided(f"{parent.path} is no class")
-                except UNKNOWABLE:
-                    complete = False
-                    continue
-                above, whole = self.line(parent)
-                complete = complete and whole
-                parents.append(parent)
-                lines.append(list(above))
-            if is_generic and not any(parent.live is Generic for parent in parents):
-                parents.append(live_class(Generic))  # as `typing` does
-                lines.append([parents[-1]])
-            merged = _merged([*lines, parents])
-            if merged is None:
-                complete = False
-                merged = list({t.path: t for above in lines for t in above}.values())
-            self.lines[key] = [thing, *merged], complete
-        finally:
-            self.active.discard(("line", key))
         return self.lines[key]
+
+    def _ancestors(self, thing: Thing) -> tuple[list[Thing], bool]:
+        complete = True
+        lines: list[list[Thing]] = []
+        parents: list[Thing] = []
+        for base in thing.node.bases:
+            try:
+                parent = self.value(base, Frame(self.home(thing), function=None))
+                if parent.live is object:
+                    continue
+                if parent.kind != "class":
+                    raise Undecided(f"{parent.path} is no class")
+            except UNKNOWABLE:
+                complete = False
+                continue
+            above, whole = self.line(parent)
+            complete = complete and whole
+            parents.append(parent)
+            lines.append(list(above))
+        merged = _merged([*lines, parents])
+        if merged is None:
+            complete = False
+            merged = list({t.path: t for above in lines for t in above}.values())
+        return [thing, *merged], complete
 
     def home(self, thing: Thing) -> Module:
         assert thing.module is not None
@@ -633,7 +631,7 @@ def _is_there(top: str) -> bool:
 
 
 def _merged(lines: list[list[Thing]]) -> list[Thing] | None:
-    """C3; None if the classes cannot be put in one order."""
+    """Merge lines of ancestors by C3; return None if the classes cannot be put in one order."""
     merged: list[Thing] = []
     lines = [list(each) for each in lines if each]
     while lines:

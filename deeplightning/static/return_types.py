@@ -60,16 +60,11 @@ class Made:
             raise Undecided("it does not tell what it returns")
         if isinstance(node, ast.AsyncFunctionDef):
             return [live_class(types.CoroutineType)]
-        key = ("made", thing.key)
-        self.names.enter(key)
-        try:
-            line = tuple(self.names.line(thing.owner)[0]) if thing.owner is not None else ()
-            frame = Frame(
-                self.names.home(thing), function=node, line=line, static=role_of_function(node) == "staticmethod"
-            )
+        line = tuple(self.names.line(thing.owner)[0]) if thing.owner is not None else ()
+        is_static = role_of_function(node) == "staticmethod"
+        frame = Frame(self.names.home(thing), function=node, line=line, static=is_static)
+        with self.names.asking(("made", thing.key)):
             return self.annotated(node.returns, frame) or self.returned(node, frame)
-        finally:
-            self.names.active.discard(key)
 
     def annotated(self, node: ast.expr | None, frame: Frame) -> list[Thing] | None:
         """Return the classes that an annotation names; None where it leaves open what comes."""

@@ -97,10 +97,7 @@ class Frame:
     @property
     def first(self) -> str | None:
         """Return the word for the instance or class."""
-        if self.function is None or self.static or not self.line:
-            return None
-        arguments = [*self.function.args.posonlyargs, *self.function.args.args]
-        return arguments[0].arg if arguments else None
+        return None if self.function is None or self.static or not self.line else first_argument(self.function)
 
 
 def live_class(found: type) -> Thing:
@@ -116,18 +113,13 @@ def is_type_variable(value: ast.expr) -> bool:
 
 
 def nominal(node: ast.expr, module: Module) -> str | None:
-    """`typing.Optional` of what a module has imported under that or another name, without reading `typing`."""
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        options = module.scope.names.get(node.value.id, ())
-        if len(options) == 1 and isinstance(options[0], Imported):
-            head = options[0].module if options[0].name is None else f"{options[0].module}.{options[0].name}"
-            if head.partition(".")[0] in _NOMINAL:
-                return f"{head}.{node.attr}"
-    if isinstance(node, ast.Name):
-        options = module.scope.names.get(node.id, ())
-        if len(options) == 1 and isinstance(options[0], Imported) and options[0].module.partition(".")[0] in _NOMINAL:
-            return f"{options[0].module}.{options[0].name}"
-    return None
+    """Return `typing.Optional` for what a module has imported under that or another name, without reading `typing`."""
+    inner = node.value if isinstance(node, ast.Attribute) else node
+    options = module.scope.names.get(inner.id, ()) if isinstance(inner, ast.Name) else ()
+    only = options[0] if len(options) == 1 else None
+    if not isinstance(only, Imported) or only.module.partition(".")[0] not in _NOMINAL:
+        return None
+    return ".".join(filter(None, (only.module, only.name, node.attr if isinstance(node, ast.Attribute) else None)))
 
 
 _NOMINAL = {"typing", "typing_extensions", "collections", "dataclasses", "contextlib", "functools", "abc", "warnings"}

@@ -9,63 +9,99 @@ from deeplightning.static.annotations import plain
 from deeplightning.static.bindings import Assigned
 from deeplightning.static.names import Names, Texts
 from deeplightning.static.signature import UNKNOWN, Undecided
-from deeplightning.static.symbol import UNKNOWABLE, Frame, Functions, Thing, first_argument
+from deeplightning.static.symbol import UNKNOWABLE, Frame, Functions, Kind, Thing, first_argument
 from deeplightning.static.uses import is_it
 
 _FRAMEWORKS = ("torch", "pytorch_lightning", "lightning", "lightning_fabric", "torchmetrics", "torchvision")
 
 
-def logged_names(names: Names, thing: Thing) -> tuple[set[str], bool]:
-    """Return what a class declares in `logged_metrics`, and what it and its ancestors up to there log."""
-    own, complete = _line(names, thing)
-    words, position = _declared(names, own, "logged_metrics")
-    if words is not None:
-        more, complete = Logged(names, own[:position]).names(True)
-        return words | more, complete
-    return Logged(names, own).names(complete)
+class TaskSource:
+    """What the source of a class tells of a task, a callback or a metric; nothing of what is no class."""
 
+    kind: Kind
+    _thing: Thing
+    _names: Names
 
-def declared_words(names: Names, thing: Thing, attribute: str) -> set[str] | None:
-    """Return the literal words that a class or an ancestor assigns to an attribute; None: none does."""
-    return _declared(names, _line(names, thing)[0], attribute)[0]
+    def line(self) -> tuple[list[Thing], bool]:
+        """Return a class and its ancestors, frameworks' left out; False if there may be others."""
+        line, complete = self._names.line(self._thing) if self.kind == "class" else ([], False)
+        return [t for t in line if t.live is None and t.path.partition(".")[0] not in _FRAMEWORKS], complete
 
+    def logged_names(self) -> tuple[set[str], bool]:
+        """Return the names that a class and its ancestors give to `self.log` and `self.log_dict`; False if there may be
+        others.
 
-def constant(names: Names, thing: Thing, attribute: str) -> object:
-    """Return the plain value of an attribute of a class, its own or the next ancestor's; None where none has it.
+        What a class says itself in `logged_metrics`, a tuple of literal words, is taken as it is, placeholders
+        included; ancestors above it are not read.
+        """
+        own, complete = self.line()
+        words, position = self._declared(own, "logged_metrics")
+        if words is not None:
+            more, complete = Logged(self._names, own[:position]).names(True)
+            return words | more, complete
+        return Logged(self._names, own).names(complete)
 
-    Raises:
-        Undecided: an ancestor cannot be followed, or the value is none that can be read.
-    """
-    line, complete = names.line(thing)
-    for each in line:
-        if each.live is not None:
-            if attribute in vars(each.live):
-                return vars(each.live)[attribute]
-        elif options := names.scope(each).names.get(attribute, ()):
-            only = options[0] if len(options) == 1 else None
-            value = plain(names, only.value, Frame(names.home(each))) if isinstance(only, Assigned) else UNKNOWN
-            if value is UNKNOWN:
-                raise Undecided(f"what `{attribute}` is")
-            return value
-    if not complete:
-        raise Undecided(f"what `{attribute}` is")
-    return None
+    def declared_words(self, attribute: str) -> set[str] | None:
+        """Return the literal words that a task assigns to `metric_names` (its metrics where a config names none),
+        `loss_arguments` (what it calls each loss with) or `network_names` (the networks that it needs, () for a single
+        one); None: it does not say."""
+        return self._declared(self.line()[0], attribute)[0]
 
+    def _declared(self, own: list[Thing], attribute: str) -> tuple[set[str] | None, int]:
+        """Return the words of the first class that assigns literal words to an attribute, and its position."""
+        for position, each in enumerate(own):
+            for option in self._names.scope(each).names.get(attribute, ()):
+                if isinstance(option, Assigned):
+                    with contextlib.suppress(*UNKNOWABLE):
+                        return Texts(self._names, Frame(self._names.home(each))).items(option.value), position
+        return None, len(own)
 
-def _line(names: Names, thing: Thing) -> tuple[list[Thing], bool]:
-    """Return a class and its ancestors, frameworks' left out; False if there may be others."""
-    line, complete = names.line(thing)
-    return [t for t in line if t.live is None and t.path.partition(".")[0] not in _FRAMEWORKS], complete
+    def constant(self, attribute: str) -> object:
+        """Return the plain value of an attribute of a class, its own or the next ancestor's; None where none has it.
 
+        Raises:
+            Undecided: an ancestor cannot be followed, or the value is none that can be read.
+        """
+        line, complete = self._names.line(self._thing) if self.kind == "class" else ([], True)
+        for each in line:
+            if each.live is not None:
+                if attribute in vars(each.live):
+                    return vars(each.live)[attribute]
+            elif options := self._names.scope(each).names.get(attribute, ()):
+                frame, only = Frame(self._names.home(each)), options[0] if len(options) == 1 else None
+                value = plain(self._names, only.value, frame) if isinstance(only, Assigned) else UNKNOWN
+                if value is UNKNOWN:
+                    raise Undecided(f"what `{attribute}` is")
+                return value
+        if not complete:
+            raise Undecided(f"what `{attribute}` is")
+        return None
 
-def _declared(names: Names, own: list[Thing], attribute: str) -> tuple[set[str] | None, int]:
-    """Return the words of the first class that assigns literal words to an attribute, and its position."""
-    for position, each in enumerate(own):
-        for option in names.scope(each).names.get(attribute, ()):
-            if isinstance(option, Assigned):
-                with contextlib.suppress(*UNKNOWABLE):
-                    return Texts(names, Frame(names.home(each))).items(option.value), position
-    return None, len(own)
+    def _constructors(self) -> Iterator[Functions]:
+        """Yield the `__init__` of a class, then those of its ancestors."""
+        for each in self._names.line(self._thing)[0] if self.kind == "class" else ():
+            for method in each.node.body if isinstance(each.node, ast.ClassDef) else ():
+                if isinstance(method, Functions) and method.name == "__init__":
+                    yield method
+
+    def steps_itself(self) -> bool:
+        """Return whether `__init__` of a task, or of the nearest ancestor that says anything of it, sets
+        `self.automatic_optimization` to False, under no condition."""
+        for method in self._constructors():
+            values = [_value_set(statement, first_argument(method)) for statement in method.body]
+            if any(value is not None for value in values):
+                return [value for value in values if value is not None][-1] is False
+        return False
+
+    def ignores_config(self) -> bool:
+        """Return whether `__init__` of a task, or of its nearest ancestor that has one, does not read the config, which
+        is its first argument."""
+        method = next(self._constructors(), None)
+        arguments = [arg.arg for arg in (*method.args.posonlyargs, *method.args.args)] if method is not None else []
+        if method is None or len(arguments) < 2 or method.args.vararg or method.args.kwarg:
+            return False
+        used = {getattr(node, "id", None) or getattr(node, "attr", None) for node in ast.walk(method)}
+        return used.isdisjoint({arguments[1], "locals", "vars", "save_hyperparameters"})
 
 
 def _is_a_module(receiver: ast.expr, method: Functions) -> bool:
@@ -141,13 +177,9 @@ class _MethodTexts(Texts):
             found = self.attribute(node.attr) if is_it(node.value, self.own) else super().options(node)
             yield from found
             return
-        key = ("text", id(self.method), node.id)
-        self.names.enter(key)
-        try:
+        with self.names.asking(("text", id(self.method), node.id)):
             options = [*self.argument(node.id), *self.variable(node.id)]
             yield from options or super().options(node)
-        finally:
-            self.names.active.discard(key)
 
     def attribute(self, name: str) -> Iterator[tuple[Texts, ast.expr, bool]]:
         stores = (n for _, method in self.logged.methods for n in ast.walk(method) if isinstance(n, ast.Attribute))
@@ -201,33 +233,6 @@ class _MethodTexts(Texts):
                     yield _MethodTexts(self.logged, each, caller), given, False
         if given is None:
             raise Undecided(f"`{name}` is given by others")
-
-
-def steps_itself(names: Names, thing: Thing) -> bool:
-    """Return whether `__init__` of a class, or of the nearest ancestor that says anything of it, sets
-    `self.automatic_optimization` to False, under no condition."""
-    line, _ = names.line(thing)
-    for each in line:
-        body = each.node.body if isinstance(each.node, ast.ClassDef) else []
-        for method in body:
-            if isinstance(method, Functions) and method.name == "__init__":
-                values = [_value_set(statement, first_argument(method)) for statement in method.body]
-                if any(value is not None for value in values):
-                    return [value for value in values if value is not None][-1] is False
-    return False
-
-
-def ignores_config(names: Names, thing: Thing) -> bool:
-    """Return whether `__init__` of a class, or of its nearest ancestor that has one, does not read the config, which is
-    its first argument."""
-    line, _ = names.line(thing)
-    bodies = [each.node.body for each in line if isinstance(each.node, ast.ClassDef)]
-    methods = [each for body in bodies for each in body if isinstance(each, Functions) and each.name == "__init__"]
-    arguments = [arg.arg for arg in methods[0].args.posonlyargs + methods[0].args.args] if methods else []
-    if len(arguments) < 2 or methods[0].args.vararg or methods[0].args.kwarg:
-        return False
-    used = {getattr(node, "id", None) or getattr(node, "attr", None) for node in ast.walk(methods[0])}
-    return used.isdisjoint({arguments[1], "locals", "vars", "save_hyperparameters"})
 
 
 def _value_set(statement: ast.stmt, self: str | None) -> bool | None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from combination_tables import ENGINES, SETTINGS, Setting, engines, refusal, table
 
-from deeplightning.checks.combination_tables import ENGINES, SETTINGS, Setting, engines, refusal, table
 from deeplightning.checks.combinations import RULES
 from deeplightning.checks.examine import examine, load_config
 from deeplightning.config.schema import Engine, Optimizer, keys

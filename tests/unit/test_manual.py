@@ -8,7 +8,7 @@ import pytest
 import reference_pages
 
 from deeplightning import faults
-from deeplightning.checks import reference
+from deeplightning.checks import allowed
 from deeplightning.cli import cli, manual
 from deeplightning.config import schema
 from deeplightning.runfolder import RunFolder
@@ -75,7 +75,7 @@ def test_an_installation_without_the_manual_is_a_fault(tmp_path, monkeypatch):
 def test_every_key_is_documented():
     """Each key of a config has its row and its sentence."""
     made = "".join((REFERENCE / f"{page}.md").read_text() for page in reference_pages.PAGES_OF_KEYS)
-    sections = reference.sections(schema.Config)
+    sections = allowed.sections(schema.Config)
     fields = [(path, f) for path, cls in sections for f in schema.keys(cls if path else schema.Config)]
     keys = [f"{path}.{field.name}".lstrip(".") for path, field in fields]
     assert len(keys) > 80
