@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,13 +43,21 @@ def note(cfg: Config, folder: RunFolder, run_id: str | None, learned: str = "") 
         lines += ["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in figures), ""]
     here = start_folder()
     found = run_id if folder.path.is_relative_to(here / "mlruns") else None
-    run = shlex.quote(found or str(folder.path))
-    commands = [f"deeplightning {verb} {run}" for verb in ("test", "reproduce", "serve")]
+    run, program = shlex.quote(found or str(folder.path)), _program(here)
+    commands = [f"{program} {verb} {run}" for verb in ("test", "reproduce", "serve")]
     lines += ["Test it, train it again, or serve it over HTTP:", ""]
     lines += ["```bash", f"cd {shlex.quote(str(here))}", *commands, "```"]
     for picture in _pictures(folder) if run_id else ():
         lines += ["", f"![{picture.stem.replace('_', ' ')}](get-artifact?path={picture.name}&run_uuid={run_id})"]
     return "\n".join(lines)
+
+
+def _program(here: Path) -> str:
+    """Return the command as a shell in a folder finds it: by its name where that is on the path, else by its place."""
+    beside = Path(sys.executable).with_name("deeplightning")
+    if shutil.which("deeplightning") or not beside.exists():
+        return "deeplightning"
+    return shlex.quote(str(beside.relative_to(here) if beside.is_relative_to(here) else beside))
 
 
 def _figures(folder: RunFolder) -> Any:

@@ -116,5 +116,5 @@ def test_the_description_names_a_run_of_the_default_store_by_its_id(cfg, tmp_pat
     folder = RunFolder(tmp_path / "mlruns" / "0" / "abc" / "artifacts")
     text = note(cfg, folder, "abc")
     assert f"cd {tmp_path}\n" in text
-    assert "deeplightning reproduce abc\n" in text
+    assert re.search(r"deeplightning'? reproduce abc\n", text)
     assert "|" not in text
