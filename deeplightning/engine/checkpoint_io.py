@@ -217,7 +217,7 @@ def _shared_files(path: Path, manifest: object) -> list[Path]:
     if not isinstance(token, str) or not _TOKEN.fullmatch(token):
         raise _damaged(path, "`pieces` has no token of 8 hexadecimal digits")
     if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= _MAX_PROCESSES:
-        raise _damaged(path, f"`pieces` is of {described(number)} processes, and has to be of 1 to {_MAX_PROCESSES}")
+        raise _damaged(path, f"`pieces` says {described(number)} processes; 1 to {_MAX_PROCESSES} are possible")
     files = [_shards_of(path, token, rank) for rank in range(number)]
     if missing := [f"{file.parent.name}/{file.name}" for file in files if not file.is_file()]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""

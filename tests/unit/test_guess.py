@@ -158,7 +158,7 @@ def test_a_table_of_numbers_gives_inputs_and_target():
         "id": "ignore", "size": "number", "town": "category", "note": "ignore", "rooms": "number", "price": "number"
     }  # fmt: skip
     assert (data["module"]["params"]["target"], data["module"]["params"]["missing"]) == ("price", "fill")
-    assert network == {"num_numbers": 2, "cardinalities": [3], "num_outputs": 1, "dropout": 0.3}
+    assert network == {"num_numbers": 2, "cardinalities": [3], "num_outputs": 1, "dropout": 0.2}
     mean, std = np.mean([float(row[5]) for row in rows]), np.std([float(row[5]) for row in rows])
     assert f"the column price is predicted (by its name), mean {mean:.6g}, std {std:.6g}" in notes
     assert "ignored, a number of each row: id\nignored, different in nearly each row: note" in notes
