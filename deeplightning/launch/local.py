@@ -210,8 +210,9 @@ class Processes:
         """Start all processes, when the machine has room for them; return False if a signal came before."""
         pauses = iter(self._pauses)
         while not self.forwarded:
-            self._until, self._folder = None, Path(tempfile.mkdtemp(prefix=shared_folder.PREFIX))
+            self._until, self._folder = None, Path()
             try:
+                self._folder = Path(tempfile.mkdtemp(prefix=shared_folder.PREFIX))
                 enough_memory(self._number)
                 self._start_all()
             except (OSError, SetupError) as error:
