@@ -9,7 +9,6 @@ import platform
 import shutil
 import sys
 import weakref
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import torch
 from deeplightning.config.schema import Engine
 from deeplightning.engine.devices import CPU_INFO
 from deeplightning.faults import Fault, SetupError
-from deeplightning.private.torch import storage_id
 
 log = logging.getLogger("deeplightning")
 
@@ -91,31 +89,6 @@ def _channels_last(module: torch.nn.Module, inputs: tuple[object, ...]) -> tuple
     if isinstance(pictures, torch.Tensor) and pictures.ndim == 4 and pictures.shape[1] == 1:
         pictures = pictures.reshape(*pictures.shape[:1], *pictures.shape[2:], 1).permute(0, 3, 1, 2)
     return pictures, *rest
-
-
-# ---- the memory that a process holds
-
-
-def footprint(network: torch.nn.Module, optimizers: Iterable[Any]) -> dict[str, int]:
-    """Return the bytes that this process holds after training: `parameters` (all or its share) and `state`, with the
-    32-bit copy of the weights that DeepSpeed's optimizer keeps."""
-    parameters = list(network.parameters())
-    mine: set[Any] = set(parameters)
-    shares: list[Any] = [*parameters, *(p.ds_tensor for p in parameters if hasattr(p, "ds_tensor"))]
-    state: list[Any] = []
-    for optimizer in optimizers:
-        inner = getattr(optimizer, "optimizer", optimizer)  # DeepSpeed wraps the optimizer that steps
-        state += [value for kept in inner.state.values() for value in kept.values() if isinstance(value, torch.Tensor)]
-        state += [key for key in inner.state if isinstance(key, torch.Tensor) and key not in mine]
-    return {"parameters": _bytes(shares), "state": _bytes(state)}
-
-
-def _bytes(tensors: Iterable[Any]) -> int:
-    """Return the total size, counting shared memory once."""
-    # Only a DTensor has `to_local`; importing its class would import sympy.
-    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach() for tensor in tensors]
-    seen = {(storage_id(t), t.storage_offset()): t.numel() * t.element_size() for t in local if t.numel()}
-    return sum(seen.values())
 
 
 # ---- the compiler of `engine.compile`
