@@ -218,6 +218,10 @@ def _write_int8(model: Path, samples: list[np.ndarray] | None, quantized: Path, 
             loaded = onnx.load(prepared)
             nodes = loaded.graph.node
             first, last = weighted_layers(model, nodes, "int8")
+            weights = {one.name: one for one in loaded.graph.initializer}
+            # ONNX Runtime 1.24 quantizes a batch of matrices, and fails when it multiplies with it.
+            products = [node for node in nodes if node.op_type == "MatMul"]
+            batched = [n.name for n in products if any(len(weights[i].dims) > 2 for i in n.input if i in weights)]
             if samples is None:
                 # A Gemm becomes a MatMul with a transposed weight, which would contradict the inferred shapes.
                 loaded.graph.ClearField("value_info")
@@ -229,6 +233,7 @@ def _write_int8(model: Path, samples: list[np.ndarray] | None, quantized: Path, 
                     per_channel=True,
                     reduce_range=True,
                     weight_type=QuantType.QInt8,
+                    nodes_to_exclude=batched,
                 )
             else:
                 quantize_static(
@@ -240,7 +245,7 @@ def _write_int8(model: Path, samples: list[np.ndarray] | None, quantized: Path, 
                     reduce_range=True,
                     activation_type=QuantType.QUInt8,
                     weight_type=QuantType.QInt8,
-                    nodes_to_exclude=[node.name for node in [*nodes[:first], *nodes[last + 1 :]]],
+                    nodes_to_exclude=batched + [node.name for node in [*nodes[:first], *nodes[last + 1 :]]],
                     # Their outputs stay float until the next layer or the end: logits of 8 bits are too coarse.
                     extra_options={"OpTypesToExcludeOutputQuantization": ["Gemm", "MatMul"]},
                 )

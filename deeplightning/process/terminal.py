@@ -1,10 +1,9 @@
 """What a stream can show (terminal, colour, width), and text styled and wrapped accordingly.
 
 Text from a store, a run, a bundle or a data file reaches stdout and stderr only through `say`, or through a log that is
-formatted with `Printable`, so that its control characters cannot steer a terminal.
+formatted with `process.logs.Printable`, so that its control characters cannot steer a terminal.
 """
 
-import logging
 import math
 import os
 import re
@@ -93,16 +92,3 @@ def number(value: float, like: float | None = None) -> str:
         return f"{value:.4g}"
     decimals = 2 - math.floor(math.log10(size))
     return f"{value:.{max(0, decimals)}f}" if decimals <= 8 else f"{value:.3g}"
-
-
-class Printable(logging.Formatter):
-    """Escape control characters in log records."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record), LAYOUT)
-
-
-def escape_warnings() -> None:
-    """Format warnings with `Printable` in a process that has not configured logging."""
-    if logging.lastResort is not None:
-        logging.lastResort.setFormatter(Printable())

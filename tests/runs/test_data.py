@@ -187,7 +187,11 @@ def test_num_splits():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"loader": {"batch_size": 3}}, "refused by torch's DataLoader: .* multiple values .* 'batch_size'"),
+        ({"loader": {"batch_size": 3}}, "data.loader.batch_size cannot be given: set data.batch_size"),
+        ({"loader": {"shuffle": False}}, "data.loader.shuffle cannot be given"),
+        ({"loader": {"sampler": None}}, "data.loader.sampler cannot be given"),
+        ({"loader": {"batch_sampler": None}}, "data.loader.batch_sampler cannot be given"),
+        ({"loader": {"num_workers": 1}}, "data.loader.num_workers cannot be given: set data.num_workers"),
         ({"loader": {"pin_memry": True}}, "refused by torch's DataLoader: .* unexpected .* 'pin_memry'"),
         ({"loader": {"prefetch_factor": 2}}, "refused by torch's DataLoader: prefetch_factor"),
     ],
