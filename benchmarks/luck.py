@@ -126,9 +126,8 @@ def groups(folder: Path, seeds: int) -> dict[str, Path]:
 def judged(a: Path, b: Path) -> tuple[float, list[tuple[str, str]]]:
     """Return the difference in `test_acc` over all seeds, and for each five consecutive seeds the state and the
     sentences."""
+    from deeplightning_lab.groups import group_of, runs_in
     from deeplightning_lab.significance import compare
-
-    from deeplightning.reproduce.groups import group_of, runs_in
 
     sides = []
     for folder in (a, b):

@@ -494,11 +494,11 @@ def _is_type(file: File, path: Path_) -> bool:
 
 def _legal(configs: list[Config]) -> set[str]:
     """Return words that a typo must not become: those of shipped configs, of the tables above, and of the schema."""
-    from deeplightning.checks import reference
+    from deeplightning.checks import allowed
     from deeplightning.config import schema
 
     words = {str(part) for config in configs for file in config.files for path in file.pairs for part in path}
-    words |= {f.name for _, section in reference.sections(schema.Config) for f in schema.keys(section)}
+    words |= {f.name for _, section in allowed.sections(schema.Config) for f in schema.keys(section)}
     words |= {word for legal, _ in _WORDS.values() for word in legal}
     return words | _NEAR_BUT_LEGAL
 

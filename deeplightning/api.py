@@ -33,6 +33,8 @@ from deeplightning.config.schema import Config
 from deeplightning.config.source import GIVEN, Given, compose, read
 from deeplightning.config.tree import as_written, dump
 from deeplightning.faults import RunError
+from deeplightning.figures.curves import charts, curve
+from deeplightning.figures.style import drawn, to_png
 from deeplightning.kinds import KINDS
 from deeplightning.own_code import ROOTS, added_roots
 from deeplightning.process.child import Child
@@ -342,24 +344,13 @@ def _file_of(picture: object) -> bytes:
 
 def _chart(metrics: pd.DataFrame) -> str:
     """Return the training and validation loss by step as an image in HTML, or "" if there are none."""
-    names = [name for name in ("train_loss", "val_loss") if name in metrics]
-    if not names:
+    series = {name: [*metrics[name].dropna().items()] for name in ("train_loss", "val_loss") if name in metrics}
+    found: Any = charts(series)
+    if not found:
         return ""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.5, 3), layout="constrained")
-    axes = figure.subplots()
-    for name, colour in zip(names, ("tab:blue", "tab:orange"), strict=False):
-        points = metrics[name].dropna()
-        axes.plot(points.index, points, color=colour, label=name, marker="." if len(points) < 30 else None)
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("loss")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=110)
-    text = base64.b64encode(file.getvalue()).decode()
-    return f'<img alt="{" and ".join(names)} by optimizer step" src="data:image/png;base64,{text}">'
+    drawing = curve(found[0])
+    text = base64.b64encode(to_png(drawn(drawing))).decode()
+    return f'<img alt="{html.escape(drawing.alt)}" src="data:image/png;base64,{text}">'
 
 
 @contextlib.contextmanager

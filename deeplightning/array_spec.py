@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from deeplightning.words import require_keys
+
 MAGIC = b"\x93NUMPY"
 """First bytes of a file in numpy's format."""
 
@@ -129,11 +131,7 @@ class ArraySpec:
         Raises:
             ValueError: a key is missing or unknown, or a value is impossible.
         """
-        known = ("shape", "mean", "std")
-        if not isinstance(values, Mapping):
-            raise ValueError(f"an array spec must be a mapping, not {type(values).__name__}")
-        if faults := [key for key in known if key not in values] + [str(key) for key in values if key not in known]:
-            raise ValueError(f"an array spec has exactly the keys {', '.join(known)}; look at {', '.join(faults)}")
+        require_keys("an array spec", values, ("shape", "mean", "std"))
         return cls(**values)
 
 

@@ -176,8 +176,6 @@ def no_module(top: str, name: str, known: Collection[str], places: Collection[st
 def _edit_distance(word: str, other: str) -> int:
     """Return the distance of optimal string alignment: letters dropped, added, replaced, or swapped with the next one.
     https://en.wikipedia.org/wiki/Damerau-Levenshtein_distance
-
-    It is the distance of optimal string alignment (https://en.wikipedia.org/wiki/Damerau-Levenshtein_distance).
     """
     before: list[int] = []
     row = list(range(len(other) + 1))
@@ -215,7 +213,7 @@ def is_of_machine(error: OSError) -> bool:
 
 
 def no_room(folder: Path, written: int = 0) -> str:
-    """Say how much space the disk of a folder has; `written` bytes of it belong to a file that is removed."""
+    """Return how much space the disk of a folder has; `written` bytes more belong to a file that is removed."""
     try:
         return f"{folder} has {megabytes(shutil.disk_usage(folder).free + written)} free"
     except OSError:

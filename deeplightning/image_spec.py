@@ -21,6 +21,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import AvifImagePlugin, Image, TiffImagePlugin, UnidentifiedImageError, WebPImagePlugin
 
+from deeplightning.words import require_keys
+
 # Importing these three registers them; otherwise Pillow loads all its forty formats at the first unknown file.
 _REGISTERED = (AvifImagePlugin, TiffImagePlugin, WebPImagePlugin)
 
@@ -218,11 +220,7 @@ class ImageSpec:
         Raises:
             ValueError: a key is missing or unknown, or a value is out of range.
         """
-        if not isinstance(values, Mapping):
-            raise ValueError(f"an image spec must be a mapping, not {type(values).__name__}")
-        known = [field.name for field in fields(cls)]
-        if faults := [key for key in known if key not in values] + [str(key) for key in values if key not in known]:
-            raise ValueError(f"an image spec has exactly the keys {', '.join(known)}; look at {', '.join(faults)}")
+        require_keys("an image spec", values, [field.name for field in fields(cls)])
         return cls(**values)
 
     def _draft(self, image: Image.Image) -> Extent:
@@ -245,7 +243,7 @@ class ImageSpec:
         image = _to_mode(image, self.mode)
         sideways = turn in _SWAPS_SIDES
         goal = (self.height, self.width) if sideways else (self.width, self.height)
-        image = self._fit(image, extent or image.size, goal)
+        image = self.fit(image, extent or image.size, goal)
         if turn is not None:  # after scaling, when there is little left to turn
             image = image.transpose(turn)
         if image.size != (self.width, self.height):
@@ -255,7 +253,9 @@ class ImageSpec:
         pixels = np.frombuffer(image.tobytes(), dtype=np.uint8).copy()
         return pixels.reshape(self.height, self.width, self.channels)
 
-    def _fit(self, image: Image.Image, extent: Extent, goal: tuple[int, int]) -> Image.Image:
+    def fit(
+        self, image: Image.Image, extent: Extent, goal: tuple[int, int], resample: Image.Resampling = FILTER
+    ) -> Image.Image:
         """Scale the part `extent` of an image to `goal` (width, height), or to fit into it."""
         if extent == goal:
             return image
@@ -270,7 +270,7 @@ class ImageSpec:
             kept = [min(side, wanted / max(scales)) for side, wanted in zip(extent, goal, strict=True)]
             left, top = (right - kept[0]) / 2, (bottom - kept[1]) / 2
             right, bottom = left + kept[0], top + kept[1]
-        return image.resize(goal, FILTER, box=(left, top, right, bottom))
+        return image.resize(goal, resample, box=(left, top, right, bottom))
 
 
 class _Caught(threading.local):

@@ -1,8 +1,8 @@
-"""The user's own modules: those in the working directory and beside the configs that the user names.
+"""Import the user's own modules: those in the working directory and beside the configs that the user names.
 
-A name in a config is looked up in these folders first, and so is what their files import. No other import sees them
-first: a module of the user's whose name something installed has as well (`wave.py`) is imported as a submodule of this
-module, `deeplightning.own_code.wave`, so that `import wave` elsewhere still gives the standard library's.
+These folders come first on `sys.path`, as the folder of a program does under `python program.py`, in every process that
+a run starts. A file there that hides an installed module is one warning with both paths. A folder without Python files
+is no package there: it may have the name of a library that an installed one tries to import.
 
 `lightning` in own code and configs means `pytorch_lightning`, whose classes Deep Lightning uses, whether the package
 `lightning` is installed or not. Installed modules that import it get the package itself.
@@ -42,6 +42,8 @@ config files; and `addresses`, those of configs, to files of the cache."""
 LIBRARIES = ("deeplightning", "torch", "torchvision", "torchmetrics", "pytorch_lightning")
 """Names that always mean what is installed: a foreign config may name these alone, see `deeplightning.checks.trust`."""
 
+_NEVER_OWN = {*LIBRARIES, "serve", *sys.builtin_module_names}
+
 _UNIFIED = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
 """The packages that the package `lightning` unites, and their own names."""
 UNIFIED = "deeplightning.unified"
@@ -50,39 +52,38 @@ UNIFIED = "deeplightning.unified"
 ON_IMPORT: dict[str, Callable[[], None]] = {}
 """What to call, by the name of an installed module, after own code imports it."""
 
-PREFIX = f"{__name__}."
 INSTALLED = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 OURS = tuple(f"{Path(__file__).parents[1] / package}{os.sep}" for package in ("deeplightning", "serve", "plugins"))
 EXAMPLES = f"{Path(__file__).parent / 'examples'}{os.sep}"
 """Where an installed Deep Lightning has its examples, whose modules are a user's own as in a clone."""
 
-_MOST_ENTRIES = 1000
-"""So many folders, and of each so many entries, are searched for Python files."""
+MAX_FOLDERS = 1000
+"""At most so many folders are searched for Python files."""
 
 _added: list[str] = json.loads(os.environ.get(ROOTS, "[]"))  # for every config of this process
 _roots: list[str] = [*_added]
-_on_path: list[str] = []  # their entries in `sys.path`
+_on_path: list[str] = []  # the entries that were put in front of `sys.path`
+_reported: set[str] | None = None if ROOTS in os.environ else set()  # names; None: the parent process reports them
 _seal: tuple[str, dict[str, Any]] = ("", {})  # the folder of the launch's seal, and the content of its file
-__path__: list[str] = [*_roots]  # with it, `PREFIX + name` can be imported, in a spawned process too
 
 
 def add_import_roots(*folders: Path) -> None:
-    """Lets the names of every config come from these folders, before those that were added earlier."""
+    """Import the names of every config from these folders, before those that were added earlier."""
     _added[:] = dict.fromkeys([*(str(folder.absolute()) for folder in folders), *_added])
     use_import_roots(*_added, *roots())
 
 
 def added_roots() -> list[str]:
-    """The folders of `add_import_roots`, and those that the process which started this one has had."""
+    """Return the folders of `add_import_roots`, and those of the process that started this one."""
     return [*_added]
 
 
 def use_import_roots(*folders: str | Path) -> None:
-    """Lets names come from these folders alone, in this order, before what is installed.
+    """Put these folders first on `sys.path`, in this order, in place of those of an earlier call.
 
-    For everybody else they stand at the end of `sys.path`, where they shadow nothing. A module that was imported from a
-    folder that is none any more, or comes later than another one of its name, is imported anew when it is named again.
+    A module that was imported from a folder that is none any more, or comes later than another one of its name, is
+    imported anew when it is named again.
 
     Raises:
         SetupError: the code that this launch has sealed is gone.
@@ -90,45 +91,40 @@ def use_import_roots(*folders: str | Path) -> None:
     copies = seal().get("roots", {})
     new = [*dict.fromkeys(copies.get(root, root) for root in (str(Path(folder).absolute()) for folder in folders))]
     own = {} if new == _roots else _own_modules()
-    _put_copies_on_path(copies)
     for root in _on_path:
-        if root not in new and root in sys.path:
+        if root in sys.path:
             sys.path.remove(root)
-    _on_path[:] = [root for root in new if root not in sys.path or root in _on_path]
-    sys.path += [root for root in new if root not in sys.path]
-    _roots[:] = __path__[:] = new
+    _put_copies_on_path(copies)
+    _roots[:] = _on_path[:] = new
+    sys.path[:0] = new
     for root in _roots:
         sys.path_importer_cache.pop(root, None)
-    for top, places in own.items():
-        spec = top_level(top)
-        if spec is None or _places(spec) != places:
-            for name in [*sys.modules]:
-                if name.removeprefix(PREFIX).partition(".")[0] == top:
-                    del sys.modules[name]
+    _forget(top for top, places in own.items() if (spec := top_level(top)) is None or _places(spec) != places)
 
 
 def _own_modules() -> dict[str, set[str]]:
-    """The top-level modules that were imported from the folders of the user's own code, and where each lies."""
+    """Return the top-level modules that were imported from the folders of the user's own code, and their files."""
     found = {}
     for name, module in [*sys.modules.items()]:
-        top = name.removeprefix(PREFIX)
-        spec = None if "." in top or top == "__main__" else top_level(top)
-        if spec is None or not _is_from(module, spec):
+        spec = None if "." in name or name == "__main__" else top_level(name)
+        there = getattr(module, "__spec__", None)
+        if spec is None or there is None or _places(there) != _places(spec):
             continue
-        file = spec.origin or f"{next(iter(spec.submodule_search_locations or ()), '')}{os.sep}"
-        if is_own(file):
-            found[top] = _places(spec)
+        if is_own(spec.origin or f"{next(iter(spec.submodule_search_locations or ()), '')}{os.sep}"):
+            found[name] = _places(spec)
     return found
 
 
-def _is_from(module: ModuleType, spec: ModuleSpec) -> bool:
-    there = getattr(module, "__spec__", None)
-    return there is not None and _places(there) == _places(spec)
+def _forget(tops: Iterable[str]) -> None:
+    gone = {*tops}
+    for name in [*sys.modules]:
+        if name.partition(".")[0] in gone:
+            del sys.modules[name]
 
 
 def use_seal(folder: Path | None) -> None:
-    """Lets own code come from the copies of a seal, in this process and in those that it starts; None: from the
-    originals again.
+    """Import own code from the copies of a seal, in this process and in those that it starts; None: from the originals
+    again.
 
     Raises:
         SetupError: there is no seal in this folder.
@@ -147,7 +143,7 @@ def use_seal(folder: Path | None) -> None:
 
 
 def seal() -> dict[str, Any]:
-    """The content of `SEAL` for this process; {}: its launch is not sealed.
+    """Return the content of `SEAL` for this process, or {} if its launch is not sealed.
 
     Raises:
         SetupError: it cannot be read.
@@ -178,7 +174,7 @@ def _put_copies_on_path(copies: Mapping[str, str]) -> None:
 
 
 def original(path: str) -> str:
-    """The path of the original of a file or folder of sealed code; any other path as it is."""
+    """Return the path of the original of a file or folder of sealed code, and any other path as it is."""
     for root, copy in seal().get("roots", {}).items():
         if path == copy or path.startswith(f"{copy}{os.sep}"):
             return f"{root.rstrip(os.sep)}{path[len(copy) :]}" or os.sep
@@ -186,23 +182,23 @@ def original(path: str) -> str:
 
 
 def frozen(path: Path) -> Path:
-    """The copy of a config file that this process's launch has sealed; any other file as it is."""
+    """Return the copy of a config file that this process's launch has sealed, and any other file as it is."""
     copies: dict[str, str] = seal().get("configs", {})
     return Path(copies.get(os.path.abspath(path), path))  # noqa: PTH100 (without `..`)
 
 
 def roots() -> list[str]:
-    """The folders of the user's own code, the first to be looked through first."""
+    """Return the folders of the user's own code, the first to be searched first."""
     return [root for root in _roots if root in sys.path]
 
 
 def original_roots() -> list[str]:
-    """The same folders; of sealed code the originals."""
+    """Return the same folders; of sealed code the originals."""
     return [*map(original, roots())]
 
 
 def is_own(file: str | None) -> bool:
-    """Whether a file is in one of these folders and was not installed there."""
+    """Return whether a file is in one of these folders and was not installed there."""
     return (
         file is not None
         and any(file.startswith(f"{root.rstrip(os.sep)}{os.sep}") for root in roots())
@@ -213,46 +209,52 @@ def is_own(file: str | None) -> bool:
     )
 
 
-def full_name(name: str, inside: Iterable[str] = ()) -> str:
-    """Return the name under which `sys.modules` has the module that own code and configs call `name`.
-
-    Args:
-        inside: what is wanted of it. A folder without `__init__.py` comes before something installed only where it has
-            a module of this name: folders of data are called `datasets` or `test` as well.
-    """
+def full_name(name: str) -> str:
+    """Return the module that own code and configs mean by a name: `lightning` is `pytorch_lightning`."""
     top, *rest = name.split(".")
-    spec = top_level(top)
-    if top == "lightning" and (spec is None or spec.loader is None):
-        package = _UNIFIED.get(".".join([top, *rest[:1]]))
-        return UNIFIED if not rest else ".".join([package, *rest[1:]]) if package else name
-    if spec is None or not _is_shadowed(spec):
+    if top != "lightning" or getattr(top_level(top), "loader", None) is not None:
         return name
-    if spec.loader is None:
-        places = list(spec.submodule_search_locations or ())
-        if not any(getattr(PathFinder.find_spec(part, places), "loader", None) for part in rest[:1] or inside):
-            return name
-    return PREFIX + name
-
-
-def shown(text: str) -> str:
-    """A text with the names of own modules as configs have them."""
-    return text.replace(PREFIX, "")
+    package = _UNIFIED.get(".".join([top, *rest[:1]]))
+    return UNIFIED if not rest else ".".join([package, *rest[1:]]) if package else name
 
 
 def top_level(name: str) -> ModuleSpec | None:
-    """The user's own module of this name, if there is one."""
-    return None if name in LIBRARIES else PathFinder.find_spec(name, roots())
+    """Return the user's own module of this name, if there is one."""
+    return None if name in _NEVER_OWN else PathFinder.find_spec(name, roots())
+
+
+def _installed(name: str) -> ModuleSpec | None:
+    return PathFinder.find_spec(name, [entry for entry in sys.path if os.path.abspath(entry) not in _roots])  # noqa: PTH100
+
+
+def _warn_if_hides(own: ModuleSpec) -> None:
+    """Log a warning, once and on rank 0, where a module of the user's has the name of an installed one."""
+    is_first = all(os.environ.get(name, "0") == "0" for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK", "NODE_RANK"))
+    if _reported is None or not is_first or own.name in _reported or not is_own(own.origin):
+        return
+    _reported.add(own.name)
+    hidden = _installed(own.name)
+    if hidden is not None and hidden.loader is not None and _places(hidden) != _places(own):
+        import logging
+
+        text = "%s hides %s, which libraries may need: rename it"
+        logging.getLogger("deeplightning").warning(text, short(str(own.origin)), hidden.origin)
 
 
 def read_from(name: str, file: object) -> str:
-    """A sentence on the file that a name of a config was looked up in; "": there is no question."""
+    """Return a sentence on the file that a name of a config was looked up in; "": there is no question."""
     top = name.partition(".")[0]
-    return "" if top in LIBRARIES or not isinstance(file, str) else f" `{top}` was read from {short(file)}."
+    if top in LIBRARIES or not isinstance(file, str):
+        return ""
+    own = top_level(top)
+    is_loaded = own is not None and own.loader is not None and not is_own(file)
+    other = f", which was imported before {short(str(own.origin))}: rename yours" if own and is_loaded else ""
+    return f" `{top}` was read from {short(file)}{other}."
 
 
 def short(file: str) -> str:
-    """A file as the user would write it: relative where it lies below the working directory. Of sealed code it is the
-    original, unless that was edited since."""
+    """Return a file as the user would write it: relative where it lies below the working directory. Of sealed code it
+    is the original, unless that was edited since."""
     if (origin := original(file)) != file:
         with contextlib.suppress(OSError):
             file = origin if Path(origin).read_bytes() == Path(file).read_bytes() else file
@@ -261,24 +263,24 @@ def short(file: str) -> str:
 
 
 def lines_of(error: BaseException) -> list[tuple[str, int]]:
-    """File and line of each call of the user's own code that an error came through."""
+    """Return file and line of each call of the user's own code that an error came through."""
     calls = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
     return [(file, line) for file, line in calls if is_theirs(file)]
 
 
 def is_theirs(file: str) -> bool:
-    """Whether the code of a file is the user's: neither ours nor installed."""
+    """Return whether the code of a file is the user's: neither ours nor installed."""
     return file.startswith(EXAMPLES) or not file.startswith((*INSTALLED, *OURS, "<"))
 
 
 def line_of(error: BaseException) -> str:
-    """` (file:line)` of the innermost of them, or nothing."""
+    """Return ` (file:line)` of the innermost of them, or nothing."""
     lines = lines_of(error)
     return f" ({short(lines[-1][0])}:{lines[-1][1]})" if lines else ""
 
 
 def running_line(until: Collection[str] = ()) -> str:
-    """`file:line` of the innermost line of the user's own code that runs now; empty: there is none.
+    """Return `file:line` of the innermost line of the user's own code that runs now, or "" if there is none.
 
     Args:
         until: names of modules; what called the innermost function of one of them is not looked at.
@@ -292,32 +294,13 @@ def running_line(until: Collection[str] = ()) -> str:
 
 
 def forget() -> None:
-    """Lets each of the user's own modules be imported anew when it is named again."""
-    tops = set(_own_modules())
-    for name in [*sys.modules]:
-        if name.removeprefix(PREFIX).partition(".")[0] in tops:
-            del sys.modules[name]
+    """Import each of the user's own modules anew when it is named again."""
+    _forget(_own_modules())
 
 
 def raiser(error: BaseException) -> str:
-    """The file whose code raised an error."""
+    """Return the file whose code raised an error."""
     return [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-
-
-def _is_shadowed(spec: ModuleSpec) -> bool:
-    """Whether an ordinary `import` of a top-level module of the user's gives another one."""
-    loaded = sys.modules.get(spec.name)
-    other = _ordinary(spec.name) if loaded is None else getattr(loaded, "__spec__", None)
-    if other is None:
-        return loaded is not None
-    return _places(other) != _places(spec)
-
-
-def _ordinary(name: str) -> ModuleSpec | None:
-    for finder in sys.meta_path:
-        if not isinstance(finder, _Finder) and (found := finder.find_spec(name, None)) is not None:
-            return found
-    return None
 
 
 def _places(spec: ModuleSpec) -> set[str]:
@@ -327,8 +310,7 @@ def _places(spec: ModuleSpec) -> set[str]:
 
 
 class _Folder(machinery.FileFinder):
-    """Finds the modules in a folder of own code. A folder there without Python files is no package: it may have the
-    name of a library that an installed one tries to import."""
+    """Finds the modules in a folder of own code."""
 
     def find_spec(self, fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
         spec = super().find_spec(fullname, target)
@@ -338,20 +320,15 @@ class _Folder(machinery.FileFinder):
 
 
 def _has_code(folder: str) -> bool:
-    """Whether there are Python files in a folder or below it."""
-    folders = [folder]
-    for place in folders:
-        with contextlib.suppress(OSError), os.scandir(place) as entries:
-            for entry in itertools.islice(entries, _MOST_ENTRIES):
-                if entry.name.endswith((*machinery.SOURCE_SUFFIXES, *machinery.EXTENSION_SUFFIXES)):
-                    return True
-                if entry.name.isidentifier() and entry.is_dir() and len(folders) < _MOST_ENTRIES:
-                    folders.append(entry.path)
-    return False
+    """Return whether there are Python files in a folder or below it."""
+    endings = (*machinery.SOURCE_SUFFIXES, *machinery.EXTENSION_SUFFIXES)
+    return any(
+        name.endswith(endings) for _, _, names in itertools.islice(os.walk(folder), MAX_FOLDERS) for name in names
+    )
 
 
 def _folder(path: str) -> Any:
-    """A hook of `sys.path_hooks`."""
+    """Return the finder of a folder of own code, as a hook of `sys.path_hooks`."""
     if os.path.abspath(path) not in _roots:  # noqa: PTH100
         raise ImportError
     return _Folder.path_hook(
@@ -362,18 +339,18 @@ def _folder(path: str) -> Any:
 
 
 class _Finder:  # importlib.abc would import a dozen modules
-    """Finds own modules, which import each other first."""
+    """Finds own modules, and gives them their own `import`."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        parent, _, _ = name.rpartition(".")
-        if not parent:
+        if path is None:
+            if name in _NEVER_OWN:
+                return _installed(name)
             spec = top_level(name)
-            if spec is None or spec.loader is None or _is_shadowed(spec):
+            if spec is None or spec.loader is None:
                 return None
-        elif f"{parent}." == PREFIX:
-            spec = PathFinder.find_spec(name, roots())
+            _warn_if_hides(spec)
         elif path and is_own(f"{next(iter(path))}{os.sep}"):
             spec = PathFinder.find_spec(name, path)
         else:
@@ -397,17 +374,16 @@ def _import(
     level: int = 0,
 ) -> ModuleType:
     """Do what an `import` in own code asks for."""
-    full = name if level else full_name(name, fromlist or ())
-    if full != name and not full.startswith(PREFIX):
-        importlib.import_module(UNIFIED)  # the log tells of it
+    full = name if level else full_name(name)
     if full == name or fromlist:
+        if full != name:
+            importlib.import_module(UNIFIED)  # the log tells of it
         module = builtins.__import__(full, globals, locals, fromlist, level)
         if (call := ON_IMPORT.get(full.partition(".")[0])) is not None and not level:
             call()
         return module
     importlib.import_module(full)
-    top = name.partition(".")[0]
-    return sys.modules[PREFIX + top] if full.startswith(PREFIX) else importlib.import_module(full_name(top))
+    return importlib.import_module(UNIFIED)
 
 
 sys.meta_path.insert(0, _Finder())

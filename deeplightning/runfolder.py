@@ -33,6 +33,9 @@ class Card(TypedDict):
     digest: str  # `card_digest`
 
 
+RUNS_FILE = "runs.csv"
+"""Table with a row for each run that `train --seeds` and `train --multirun` write to their folder."""
+
 _start: str | None = None  # the working directory when the command started
 
 
@@ -93,7 +96,6 @@ class RunFolder:
         self.curves = self.path / "curves"  # with .svg and .png
         self.report = self.path / "report.html"
         self.flops = self.path / "flops.txt"
-        self.memory = self.path / "memory.json"  # used by a training; `deeplightning.callbacks.memory`
 
     def checkpoint(self, epoch: int, step: int) -> Path:
         """Return the path of a checkpoint that is kept besides `last` and `best`."""
@@ -221,6 +223,15 @@ def umask_of(folder: Path) -> int:
     """
     mode = folder.stat().st_mode if folder.exists() else 0o700
     return ~mode & 0o077 | 0o002
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file; {} if that fails."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -23,6 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from deeplightning.words import require_keys
+
 KINDS = ("number", "category")
 
 MISSING = ("na", "n/a", "nan", "null", "none")
@@ -405,23 +407,16 @@ class TableSpec:
         """
         has_format = isinstance(values, Mapping) and "format" in values
         keys = ("columns", "unknown", "missing", *(["format"] if has_format else []))
-        _has_exactly("a table spec", values, keys)
+        require_keys("a table spec", values, keys)
         if not isinstance(values["columns"], list | tuple):
             raise ValueError("the columns of a table spec must be a list")
         columns = []
         for column in values["columns"]:
-            _has_exactly("a column", column, ("name", "kind", "mean", "std", "categories"))
+            require_keys("a column", column, ("name", "kind", "mean", "std", "categories"))
             columns.append(Column(**column))
         form = values.get("format", asdict(TableFormat()))
-        _has_exactly("the format of a table", form, [*asdict(TableFormat())])
+        require_keys("the format of a table", form, [*asdict(TableFormat())])
         return cls(tuple(columns), values["unknown"], values["missing"], TableFormat(**form))
-
-
-def _has_exactly(what: str, values: object, known: Sequence[str]) -> None:
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{what} must be a mapping, not {type(values).__name__}")
-    if faults := [key for key in known if key not in values] + [str(key) for key in values if key not in known]:
-        raise ValueError(f"{what} has exactly the keys {', '.join(known)}; look at {', '.join(faults)}")
 
 
 def as_word(value: object) -> str | None:

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from deeplightning.words import require_keys
+
 PADDING, UNKNOWN, END = "<padding>", "<unknown>", "<end>"
 SPECIAL = (PADDING, UNKNOWN, END)
 """First tokens of each vocabulary of words, with the numbers 0, 1 and 2. No text contains them: `<` is a token by
@@ -160,11 +162,7 @@ class TextSpec:
         Raises:
             ValueError: a key is missing or unknown, or a value is out of range or does not match this content.
         """
-        known = ("tokenizer", "file", "size", "lower", "max_length", "limit")
-        if not isinstance(values, Mapping):
-            raise ValueError(f"a text spec must be a mapping, not {type(values).__name__}")
-        if faults := [key for key in known if key not in values] + [str(key) for key in values if key not in known]:
-            raise ValueError(f"a text spec has exactly the keys {', '.join(known)}; look at {', '.join(faults)}")
+        require_keys("a text spec", values, ("tokenizer", "file", "size", "lower", "max_length", "limit"))
         spec = cls(values["tokenizer"], content, values["lower"], values["max_length"], values["limit"])
         for name in ("file", "size"):
             if getattr(spec, name) != values[name]:

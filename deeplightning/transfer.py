@@ -3,6 +3,9 @@
 It imports torch and nothing of ours.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -46,3 +49,32 @@ class Deferred:
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._values.flatten().tolist()
+
+
+class Points:
+    """Hand the values of logged training steps to loggers: at once, or, of a GPU, when the next ones come.
+
+    By then they have arrived, so nothing waits for the GPU. `log_pending` hands over what is left.
+    """
+
+    def __init__(self) -> None:
+        self._pending: tuple[Sequence[Any], list[str], Deferred, int] | None = None
+
+    def log(self, loggers: Sequence[Any], values: dict[str, Tensor], step: int) -> None:
+        """Log the values of one step by name, tensors () of one device and type."""
+        self.log_pending()
+        if not values:
+            return
+        self._pending = loggers, list(values), Deferred(torch.stack(list(values.values()))), step
+        if not self._pending[2].is_late:
+            self.log_pending()
+
+    def log_pending(self) -> None:
+        """Hand over the values of the last logged step, if they wait."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        loggers, names, values, step = pending
+        points = dict(zip(names, values.read(), strict=True))
+        for logger in loggers:
+            logger.log_metrics(points, step)

@@ -1,9 +1,13 @@
-"""Shorten exceptions, make text safe to show, and split the names of metrics.
+"""Shorten exceptions, recognise a lack of memory, make text safe to show, find near words, and check saved mappings.
 
 It imports nothing of ours, so that every module may use it.
 """
 
+import contextlib
+import difflib
 import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 MAX_LINE_CHARACTERS = 300
 
@@ -56,6 +60,18 @@ def lacks_memory(error: BaseException) -> bool:
     return _UNSUPPORTED not in text and any(words in text for words in _NO_MEMORY)
 
 
+def free_memory() -> int | None:
+    """Return the available bytes of memory by Linux's estimate and the control group's limit; None if unknown."""
+    found: list[int] = []
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    with contextlib.suppress(OSError, ValueError):  # "max" means that there is no limit
+        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return max(0, min(found)) if found else None
+
+
 def printable(text: str, keep: str = "") -> str:
     """Escape characters that control a terminal, change the direction of writing, or are invisible.
 
@@ -69,3 +85,17 @@ def printable(text: str, keep: str = "") -> str:
 
 def _escape(character: str) -> str:
     return "\\u007f" if character == "\x7f" else repr(character)[1:-1]  # the one that `json.dumps` leaves as it is
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """Return a sentence that names the nearest of some words, with a blank before it; "" if none is near."""
+    close = difflib.get_close_matches(word, [*words], 1)
+    return f" Do you mean {close[0]}?" if close else ""
+
+
+def require_keys(what: str, values: object, known: Sequence[str]) -> None:
+    """Raise ValueError unless `values` is a mapping with exactly these keys; `what` names it in the message."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{what} must be a mapping, not {type(values).__name__}")
+    if faults := [key for key in known if key not in values] + [str(key) for key in values if key not in known]:
+        raise ValueError(f"{what} has exactly the keys {', '.join(known)}; look at {', '.join(faults)}")

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from deeplightning.runfolder import RunFolder
 from deeplightning.words import printable
-from serve.admission import Admission
+from serve.admission import Admission, Hosts
 from serve.bundle import Bundle, bundle_folders
 from serve.device import (
     ONNX_RUNTIME,
@@ -30,7 +30,6 @@ from serve.device import (
     is_device_word,
     settled_device,
 )
-from serve.hosts import Hosts
 from serve.limits import BOUNDS, Limits
 from serve.log import log_event, open_streams
 from serve.pool import OpenModel
@@ -92,39 +91,18 @@ def options_parser() -> argparse.ArgumentParser:
         default="fast",
         help="what answers predictions: the fast path, or Flask, as it does everything else",
     )
-    parser.add_argument(
-        "--max-upload-mb",
-        type=_within(int, *BOUNDS["max_upload_mb"]),
-        default=default.max_upload_mb,
-        help="largest request, in units of 1,000,000 bytes",
-    )
-    parser.add_argument(
-        "--max-pixels",
-        type=_within(int, *BOUNDS["max_pixels"]),
-        default=default.max_pixels,
-        help="largest image, width x height",
-    )
-    parser.add_argument(
-        "--max-side",
-        type=_within(int, *BOUNDS["max_side"]),
-        default=default.max_side,
-        help="largest width and height of an image",
-    )
-    parser.add_argument(
-        "--max-batch",
-        type=_within(int, *BOUNDS["max_batch"]),
-        default=default.max_batch,
-        help="images in one forward pass",
-    )
-    parser.add_argument(
-        "--max-queue", type=_within(int, *BOUNDS["max_queue"]), default=default.max_queue, help="requests that may wait"
-    )
-    parser.add_argument(
-        "--max-wait",
-        type=_within(float, *BOUNDS["max_wait"]),
-        default=default.max_wait,
-        help="seconds that a request may wait",
-    )
+    meanings = {
+        "max_upload_mb": "largest request, in units of 1,000,000 bytes",
+        "max_pixels": "largest image, width x height",
+        "max_side": "largest width and height of an image",
+        "max_batch": "images in one forward pass",
+        "max_queue": "requests that may wait",
+        "max_wait": "seconds that a request may wait",
+    }
+    for name, meaning in meanings.items():
+        value = getattr(default, name)
+        kind = _within(type(value), *BOUNDS[name])
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value, help=meaning)
     parser.add_argument(
         "--api-key-env", metavar="NAME", help="environment variable that holds the key clients must send"
     )
@@ -165,26 +143,22 @@ def serve(
         key = _key(options.api_key_env)
         choice = choose_devices(options.device, runtime)
         first = _listen(options.host, options.port)
-    except (AddressError, DeviceError, OptionError) as error:
-        print(printable(f"error: {error}", "\n"), file=sys.stderr)
-        return error.exit_code
 
-    def listen(number: int) -> list[socket.socket]:
-        port = first.getsockname()[1]
-        return [first, *(_bound(options.host, port, reuse_port=True) for _ in range(number - 1))]
+        def listen(number: int) -> list[socket.socket]:
+            port = first.getsockname()[1]
+            return [first, *(_bound(options.host, port, reuse_port=True) for _ in range(number - 1))]
 
-    def announce(what: str, layout: Layout) -> None:
-        if choice.reason is not None:
-            log_event(ON_CPU, reason=choice.reason)
-        print(f"Serving {printable(what)} on {_url(first)}: {layout}", flush=True)
+        def announce(what: str, layout: Layout) -> None:
+            if choice.reason is not None:
+                log_event(ON_CPU, reason=choice.reason)
+            print(f"Serving {printable(what)} on {_url(first)}: {layout}", flush=True)
 
-    _return_memory()
-    try:
+        _return_memory()
         admission = Admission(key, Hosts(first.getsockname()[0], options.allowed_hosts))
         watch = lambda: _signature(files())  # noqa: E731
         fast = options.server == "fast"
         return Supervisor(open_model, listen, limits, admission, fast, watch, announce, folder, choice).run()
-    except ModelError as error:
+    except (AddressError, DeviceError, ModelError, OptionError) as error:
         print(printable(f"error: {error}", "\n"), file=sys.stderr)
         return error.exit_code
 
@@ -228,21 +202,19 @@ def _listen(host: str, port: int) -> socket.socket:
         listener = _bound(host, port, reuse_port=True)
         listener.listen(BACKLOG)
         return listener
-    except socket.gaierror as error:
-        raise AddressError(f"The host {host!r} is not known here ({error.strerror}); use --host 127.0.0.1.") from error
     except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:
-            raise AddressError(
+        if isinstance(error, socket.gaierror):
+            note = f"The host {host!r} is not known here ({error.strerror}); use --host 127.0.0.1."
+        elif error.errno == errno.EADDRNOTAVAIL:
+            note = (
                 f"The host {host!r} is no address of this machine; use --host 127.0.0.1, or 0.0.0.0 for all of its own."
-            ) from error
-        if error.errno == errno.EADDRINUSE:
-            raise AddressError(
-                f"Port {port} on {host} is in use. Choose another: --port {_next(host, port)}"
-            ) from error
-        reason = (error.strerror or str(error)).split(" (")[0]
-        raise AddressError(
-            f"Port {port} on {host} cannot be listened on: {reason}. Choose another with --port."
-        ) from error
+            )
+        elif error.errno == errno.EADDRINUSE:
+            note = f"Port {port} on {host} is in use. Choose another: --port {_next(host, port)}"
+        else:
+            reason = (error.strerror or str(error)).split(" (")[0]
+            note = f"Port {port} on {host} cannot be listened on: {reason}. Choose another with --port."
+        raise AddressError(note) from error
 
 
 def _next(host: str, port: int) -> int:

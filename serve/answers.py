@@ -100,10 +100,7 @@ def _numbers(names: list[str], half_widths: list[float] | None) -> Encoder:
             prediction |= {"low": prediction["value"] - width, "high": prediction["value"] + width}
         return json.dumps({"predicted_value": values[0], "predictions": predictions}, ensure_ascii=False)
 
-    def answer(rows: list[np.ndarray], top_k: int, accept: str) -> tuple[str, bytes]:
-        return JSON, _one_or_list([one(row) for row in rows])
-
-    return answer
+    return lambda rows, top_k, accept: (JSON, _one_or_list([one(row) for row in rows]))
 
 
 def _labels(names: list[str], thresholds: list[float]) -> Encoder:
@@ -118,10 +115,7 @@ def _labels(names: list[str], thresholds: list[float]) -> Encoder:
         chosen = [one["label"] for one in predictions if float(row[one["class"]]) >= thresholds[one["class"]]]
         return json.dumps({"labels": chosen, "predictions": predictions}, ensure_ascii=False)
 
-    def answer(rows: list[np.ndarray], top_k: int, accept: str) -> tuple[str, bytes]:
-        return JSON, _one_or_list([one(row) for row in rows])
-
-    return answer
+    return lambda rows, top_k, accept: (JSON, _one_or_list([one(row) for row in rows]))
 
 
 def _masks(names: list[str]) -> Encoder:

@@ -17,7 +17,6 @@ from werkzeug import Response as WerkzeugResponse
 from werkzeug.exceptions import BadRequest, HTTPException, MethodNotAllowed, NotFound, RequestEntityTooLarge
 
 from serve.answers import JSON, PROTECTION, Answer, refused
-from serve.batching import Model
 from serve.limits import FAULT, Limits, Refusal
 from serve.log import log_event
 from serve.openapi import describe
@@ -29,6 +28,7 @@ def application(service: Service) -> Flask:
     """Return the application that serves `service`. The server around it must check heads (`serve.admission`) and
     count requests."""
     model, limits = service.model, service.limits
+    spec: Any = model.image_spec or getattr(model, "text_spec", None) or getattr(model, "row_spec", None)
     app = Flask("serve", static_folder=None)
     assert isinstance(app.json, DefaultJSONProvider), "Flask's own, unless it is replaced"
     app.json.sort_keys = app.json.ensure_ascii = False
@@ -63,7 +63,7 @@ def application(service: Service) -> Flask:
         return jsonify(
             task=model.task,
             labels=model.labels,
-            input=_spec(model).to_dict(),
+            input=spec.to_dict(),
             precision=model.precision,
             run=model.run,
             limits=limits.public(model.task),
@@ -117,11 +117,6 @@ def application(service: Service) -> Flask:
         return _response(refused(Refusal(500, FAULT)))
 
     return app
-
-
-def _spec(model: Model) -> Any:
-    """Return the spec by which inputs are prepared."""
-    return model.image_spec or getattr(model, "text_spec", None) or getattr(model, "row_spec", None)
 
 
 def _response(answer: Answer) -> Response:

@@ -27,7 +27,7 @@ from deeplightning.kinds import KINDS, Kind, row_spec
 from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, card_digest, golden_digest
 from deeplightning.words import first_line
 from serve.device import CPU, Device, DeviceError
-from serve.log import count_omitted, log_event
+from serve.log import count_omitted
 from serve.private import onnxruntime
 from serve.session import TEXT_TOKENS, Bound, bound_to, open_session, tensorrt_options
 
@@ -160,25 +160,29 @@ class Bundle:
             options = tensorrt_options(kind.input, shape, max_batch, precision == "fp16")
         session = _load(folder, precision, kind, dtype, shape, len(labels), device, options)
         samples, examples = _input(folder, card["golden"], kind, spec)
-        specs = {f"{_SPECS[kind.takes]}_spec": spec}
         bundle = cls(
             folder,
             task,
-            specs.pop("image_spec", None),
+            spec if kind.takes == "image" else None,
             labels,
             run,
             precision,
             samples,
             session,
+            text_spec=spec if kind.takes == "text" else None,
+            row_spec=spec if kind.takes in ("table", "array") else None,
             output=output,
-            examples=examples[:MAX_EXAMPLES],
+            examples=examples,
             input=kind.input,
             device=device,
             bound=_bound(device, session, shape, dtype, max_batch),
-            **specs,
         )
         _replay(bundle, card["golden"])
-        _check_golden_digest(folder, card)
+        _expect(
+            card["golden"].get("digest") == golden_digest(card),
+            f"has other labels, another task, input, origin or model than its golden answers were given with; {_RETRY}",
+            folder,
+        )
         _return_memory()
         return bundle
 
@@ -249,7 +253,6 @@ _MODELS = {
 }
 _NOT_SERVED = {_NAMES.bundle_torchscript.name, _NAMES.bundle_pt2.name}  # for other programs
 _DTYPES: dict[str, type] = {"image": np.uint8, "text": np.int64, "table": np.float32, "array": np.float32}
-_SPECS = {"image": "image", "text": "text", "table": "row", "array": "row"}
 _TEXT_FILES = ("vocabulary.txt", "tokenizer.json")
 _KEYS = {"format", "task", "input", "labels", "files", "run", "golden", "digest"}
 _RUN_KEYS = {"id", "name", "folder_name", "checkpoint", "weights", "picture_size", "created", "versions"}
@@ -388,18 +391,22 @@ def _opened(folder: Path, name: str) -> BufferedReader:
         raise BundleError(f"The bundle {folder} has no readable {name} ({reason}).") from error
 
 
-def _text_spec(folder: Path, card: Card) -> "TextSpec":
-    """Return the spec of a text model, from the vocabulary or tokenizer in the bundle."""
-    from deeplightning.text_spec import TextSpec
-
+def _spec(folder: Path, card: Card, kind: Kind) -> Any:
+    """Return the spec by which inputs are prepared; that of texts comes from the vocabulary or tokenizer."""
     values = card["input"]
-    name = values.get("file") if isinstance(values, dict) else None
-    _expect(
-        name in _TEXT_FILES and name in card["files"],
-        f"does not say which of its files has the tokens ({' or '.join(_TEXT_FILES)})",
-        folder,
-    )
     try:
+        if kind.takes == "image":
+            return ImageSpec.from_dict(values)
+        if kind.takes != "text":
+            return row_spec(kind.takes, values)
+        from deeplightning.text_spec import TextSpec
+
+        name = values.get("file") if isinstance(values, dict) else None
+        _expect(
+            name in _TEXT_FILES and name in card["files"],
+            f"does not say which of its files has the tokens ({' or '.join(_TEXT_FILES)})",
+            folder,
+        )
         with _opened(folder, str(name)) as stream:
             content = stream.read(MAX_TOKENIZER_BYTES + 1)
         _expect(len(content) <= MAX_TOKENIZER_BYTES, f"has a {name} of more than {MAX_TOKENIZER_BYTES:,} bytes", folder)
@@ -413,27 +420,6 @@ def _text_spec(folder: Path, card: Card) -> "TextSpec":
         raise BundleError(f"The bundle {folder} describes its input wrongly: {error}.") from error
 
 
-def _text_samples(folder: Path, golden: object, spec: "TextSpec") -> np.ndarray:
-    """Return the golden samples, int64 (N, L), prepared like a client's texts."""
-    texts = golden.get("texts") if isinstance(golden, dict) else None
-    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        raise BundleError(f"The bundle {folder} has no golden samples.")
-    try:
-        return spec.stack([spec.prepare(text) for text in texts])
-    except ValueError as error:
-        raise BundleError(f"A golden sample of the bundle {folder} is damaged ({error}).") from error
-
-
-def _spec(folder: Path, card: Card, kind: Kind) -> Any:
-    """Return the spec by which inputs are prepared."""
-    if kind.takes == "text":
-        return _text_spec(folder, card)
-    try:
-        return ImageSpec.from_dict(card["input"]) if kind.takes == "image" else row_spec(kind.takes, card["input"])
-    except ValueError as error:
-        raise BundleError(f"The bundle {folder} describes its input wrongly: {error}.") from error
-
-
 def _shape(spec: Any, kind: Kind) -> tuple[int, ...]:
     """Return the shape of one prepared input; of a text, the longest that a GPU's buffers have room for."""
     if kind.takes == "text":
@@ -441,35 +427,32 @@ def _shape(spec: Any, kind: Kind) -> tuple[int, ...]:
     return (spec.channels, spec.height, spec.width) if kind.takes == "image" else spec.shape
 
 
-def _input(folder: Path, golden: Any, kind: Kind, spec: Any) -> tuple[np.ndarray, list[Any]]:
-    """Return the golden samples as the model takes them, and as clients send them."""
-    if kind.takes == "image":
-        return _samples(folder, golden, spec), golden["pictures"]
-    if kind.takes == "text":
-        return _text_samples(folder, golden, spec), golden["texts"]
-    return _row_samples(folder, golden, spec, kind)
-
-
-def _row_samples(
-    folder: Path, golden: object, spec: "TableSpec | ArraySpec", kind: Kind
-) -> tuple[np.ndarray, list[Any]]:
-    """Return the golden samples, float32 (N, …), prepared like a client's, and as clients send them."""
-    given = golden.get("rows" if kind.takes == "table" else "arrays") if isinstance(golden, dict) else None
+def _input(folder: Path, golden: object, kind: Kind, spec: Any) -> tuple[np.ndarray, list[Any]]:
+    """Return the golden samples prepared like a client's, (N, …), and some of them as clients send them."""
+    name = {"image": "pictures", "text": "texts"}.get(kind.takes, kind.input)
+    given = golden.get(name) if isinstance(golden, dict) else None
     if not isinstance(given, list) or not given:
         raise BundleError(f"The bundle {folder} has no golden samples.")
+    number, rows, examples = 0, list[np.ndarray](), list[Any]()
     try:
-        if kind.takes == "table":
-            if not all(isinstance(row, dict) for row in given):
-                raise ValueError("a row is no object")
-            return spec.stack([spec.prepare(row) for row in given]), given
-        from deeplightning.array_spec import read_npy
+        for number, sample in enumerate(given):
+            example: Any = sample
+            if kind.takes == "image":
+                rows.append(prepared(spec, base64.b64decode(sample, validate=True), spec.height * spec.width))
+            elif kind.takes == "array":
+                from deeplightning.array_spec import read_npy
 
-        arrays: list[Any] = [read_npy(base64.b64decode(one, validate=True)) for one in given]
-        return spec.stack([spec.prepare(array) for array in arrays]), [
-            array.tolist() for array in arrays[:MAX_EXAMPLES]
-        ]
-    except (TypeError, ValueError) as error:  # binascii.Error is a ValueError
-        raise BundleError(f"A golden sample of the bundle {folder} is damaged ({error}).") from error
+                array = read_npy(base64.b64decode(sample, validate=True))
+                rows.append(spec.prepare(array))
+                example = array.tolist() if number < MAX_EXAMPLES else None
+            elif isinstance(sample, dict if kind.takes == "table" else str):
+                rows.append(spec.prepare(sample))
+            else:
+                raise TypeError(f"it is of type {type(sample).__name__}")
+            examples += [example] * (number < MAX_EXAMPLES)
+        return np.stack(rows) if kind.takes == "image" else spec.stack(rows), examples
+    except (TypeError, ValueError) as error:  # ImageError, TextError, TableError and binascii.Error are ValueErrors
+        raise BundleError(f"Golden sample {number} of the bundle {folder} is damaged ({error}).") from error
 
 
 def _load(
@@ -494,7 +477,8 @@ def _load(
     inputs = [(node.name, node.type, node.shape[1:]) for node in session.get_inputs()]
     outputs = [(node.name, node.type, node.shape[1:]) for node in session.get_outputs()]
     sides: list[int | str] = ["length"] if kind.takes == "text" else list(shape)
-    wanted = [(kind.input, f"tensor({_TYPES[np.dtype(dtype).name]})", sides)]
+    type_name = np.dtype(dtype).name.replace("float32", "float")  # ONNX's name of the dtype
+    wanted = [(kind.input, f"tensor({type_name})", sides)]
     _expect(inputs == wanted, f"has a model with the inputs {inputs}; bundle.json says {wanted}", folder)
     _expect(
         [output[:2] for output in outputs] == [(kind.output, "tensor(float)")],
@@ -510,10 +494,6 @@ def _load(
     return session
 
 
-_TYPES = {"uint8": "uint8", "int64": "int64", "float32": "float"}
-"""ONNX names of numpy dtypes."""
-
-
 def _bound(
     device: Device, session: onnxruntime.InferenceSession, shape: tuple[int, ...], dtype: type, max_batch: int
 ) -> Bound | None:
@@ -523,20 +503,6 @@ def _bound(
     row = math.prod(session.get_outputs()[0].shape[1:])
     item = math.prod(shape) * np.dtype(dtype).itemsize
     return bound_to(device, session, max_batch * item, max_batch * row * np.dtype(np.float32).itemsize)
-
-
-def _samples(folder: Path, golden: object, spec: ImageSpec) -> np.ndarray:
-    """Return the golden samples, uint8 (N, C, H, W), decoded like a client's pictures."""
-    pictures = golden.get("pictures") if isinstance(golden, dict) else None
-    if not isinstance(pictures, list) or not pictures:
-        raise BundleError(f"The bundle {folder} has no golden samples.")
-    samples = []
-    for number, png in enumerate(pictures):
-        try:
-            samples.append(prepared(spec, base64.b64decode(png, validate=True), spec.height * spec.width))
-        except (TypeError, ValueError) as error:  # ImageError and binascii.Error are ValueErrors
-            raise BundleError(f"Golden sample {number} of the bundle {folder} is damaged ({error}).") from error
-    return np.stack(samples)
 
 
 def _replay(bundle: Bundle, golden: dict[str, Any]) -> None:
@@ -585,25 +551,6 @@ def _answers(bundle: Bundle) -> np.ndarray:
             f"The model of the bundle {bundle.folder} does not answer its golden samples: {first_line(error)}; "
             f"{_RETRY}."
         ) from error
-
-
-def _check_golden_digest(folder: Path, card: Card) -> None:
-    """Check that the golden answers belong to this model, labels, task and input. Older bundles have no digest for
-    that."""
-    found = card["golden"].get("digest")
-    if found is None:
-        log_event(
-            "the bundle was made before its labels, task and input were covered by the golden answers' digest; whether "
-            "they were changed since is not known",
-            bundle=str(folder),
-            remedy=_RETRY,
-        )
-        return
-    _expect(
-        found == golden_digest(card),
-        f"has other labels, another task, input, origin or model than its golden answers were given with; {_RETRY}",
-        folder,
-    )
 
 
 def _return_memory() -> None:

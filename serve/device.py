@@ -195,7 +195,8 @@ def _unusable(gpus: list[Device], faults: dict[int, str]) -> str:
 
 def onnxruntime_lacks() -> str | None:
     """Return why the installed ONNX Runtime cannot use a GPU, with the command that fixes it, or None if it can."""
-    installed = [name for name in ("onnxruntime", "onnxruntime-gpu") if _is_installed(name)]
+    names = ("onnxruntime", "onnxruntime-gpu")
+    installed = [name for name in names if any(importlib.metadata.distributions(name=name))]
     if len(installed) == 2:
         return (
             "onnxruntime and onnxruntime-gpu are both installed, and each overwrites the files of the other; "
@@ -218,14 +219,6 @@ def _onnxruntime_cuda() -> str:
 
 
 ONNX_RUNTIME = Runtime("onnxruntime-gpu", onnxruntime_lacks, _onnxruntime_cuda)
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _command(verb: str, *packages: str) -> str:

@@ -20,38 +20,48 @@ JsonObject = dict[str, Any]
 MAX_SHOWN = 200
 """Maximum number of elements of an array that is shown as an example."""
 
-REQUEST_ID = {
-    "X-Request-ID": {
-        "description": "Names the request in the server's log: the client's own, where it sent one, or a new one.",
-        "required": True,
-        "schema": {"type": "string", "pattern": "^[A-Za-z0-9._-]{1,64}$"},
-    }
-}
-RETRY_AFTER = {
-    "Retry-After": {
-        "description": "Seconds after which the same request may find room.",
-        "required": True,
-        "schema": {"type": "integer", "minimum": 1},
-    }
-}
-CHALLENGE = {
-    "WWW-Authenticate": {
-        "description": "How to send the key.",
-        "required": True,
-        "schema": {"type": "string", "pattern": "^Bearer"},
-    }
-}
-
-
-SHOW = {
-    "name": "show",
-    "in": "query",
-    "description": "What each prediction has besides: the picture as it reaches the network.",
-    "schema": {"type": "string", "enum": ["input"]},
-}
+TEXT = {"type": "string"}
+NUMBER = {"type": "number"}
+SHARE = {"type": "number", "minimum": 0, "maximum": 1}
+SIDE = {"type": "integer", "minimum": 1}
+BINARY = {"type": "string", "format": "binary"}
+BASE64 = {"type": "string", "format": "byte"}
 
 _PAGES = {"image": "to drop an image on", "text": "to write a text on", "table": "to fill in a row"}
 _SEVERAL = {"image": "images", "text": "texts", "table": "rows", "array": "arrays"}
+_ANSWERS = {"reconstruction": "Picture", "segmentation": "Mask"}
+"""Schema of one answer by what the task gives; of other tasks `Prediction`. That of several has an s at the end."""
+
+
+def _header(name: str, description: str, **schema: object) -> JsonObject:
+    return {name: {"description": description, "required": True, "schema": schema}}
+
+
+REQUEST_ID = _header(
+    "X-Request-ID",
+    "Names the request in the server's log: the client's own, where it sent one, or a new one.",
+    type="string",
+    pattern="^[A-Za-z0-9._-]{1,64}$",
+)
+RETRY_AFTER = _header("Retry-After", "Seconds after which the same request may find room.", type="integer", minimum=1)
+CHALLENGE = _header("WWW-Authenticate", "How to send the key.", type="string", pattern="^Bearer")
+
+
+def _parameter(name: str, description: str, **schema: object) -> JsonObject:
+    return {"name": name, "in": "query", "description": description, "schema": schema}
+
+
+SHOW = _parameter(
+    "show", "What each prediction has besides: the picture as it reaches the network.", type="string", enum=["input"]
+)
+TOP_K = _parameter(
+    "top_k",
+    "How many classes to name, most probable first; at most all of them.",
+    type="integer",
+    minimum=1,
+    maximum=999_999_999,
+    default=5,
+)
 
 
 def describe(model: "Model", limits: "Limits", secured: bool) -> JsonObject:
@@ -63,24 +73,20 @@ def describe(model: "Model", limits: "Limits", secured: bool) -> JsonObject:
         secured: whether clients must send a key.
     """
     kind = KINDS[model.task]
-    paths = {
-        "/predict": {"post": _predict(model, kind, limits)},
-        "/health": {"get": _get("Answers while the server is alive.", _ref("Status"))},
-        "/ready": {"get": _ready()},
-        "/metrics": {"get": _get("Counts and times for Prometheus.", {"type": "string"}, "text/plain")},
-        "/info": {"get": _get("The task, its labels, its input, its limits, and where it comes from.", _ref("Info"))},
-        "/samples": {
-            "get": _get(
-                "Samples that are kept with the run, to try the model with; none where anybody may ask without a key.",
-                _ref("Samples"),
-            )
-        },
-        "/openapi.json": {"get": _get("This document.", {"type": "object"})},
-        "/docs": {"get": _get("A page that shows this document to people.", {"type": "string"}, "text/html")},
-        "/": {
-            "get": _get(f"A page {_PAGES.get(kind.takes, 'to paste an array on')}.", {"type": "string"}, "text/html")
-        },
+    samples = "Samples that are kept with the run, to try the model with; none where anybody may ask without a key."
+    ready = _get("Answers 200 while requests are welcome: once the model is loaded and checked.", _ref("Status"))
+    ready["responses"]["503"] = _error("Not yet, or not any more: the server starts or stops.")
+    gets = {
+        "/health": _get("Answers while the server is alive.", _ref("Status")),
+        "/ready": ready,
+        "/metrics": _get("Counts and times for Prometheus.", TEXT, "text/plain"),
+        "/info": _get("The task, its labels, its input, its limits, and where it comes from.", _ref("Info")),
+        "/samples": _get(samples, _ref("Samples")),
+        "/openapi.json": _get("This document.", {"type": "object"}),
+        "/docs": _get("A page that shows this document to people.", TEXT, "text/html"),
+        "/": _get(f"A page {_PAGES.get(kind.takes, 'to paste an array on')}.", TEXT, "text/html"),
     }
+    paths = {"/predict": {"post": _predict(model, kind, limits)}} | {path: {"get": one} for path, one in gets.items()}
     document: JsonObject = {
         "openapi": "3.0.3",
         "info": {
@@ -127,8 +133,18 @@ def _predict(model: "Model", kind: Kind, limits: "Limits") -> JsonObject:
     one = what.removesuffix("s")
     large = {"text": ", or a text", "image": ", or an image's number of pixels or side"}.get(kind.takes, "")
     comma = "," if large else " or"
-    operation: JsonObject = {
+    which = "What is in the picture, or in each" if kind.takes == "image" else f"Which class is the {one} of, or each"
+    summary = {
+        "reconstruction": "The picture as the model paints it, or each of several.",
+        "segmentation": "The class of each pixel of the picture, or of each of several.",
+        "regression": f"The numbers that the model predicts for the {one}, or for each of several.",
+        "multilabel": f"Which labels does the {one} have, or each of several?",
+    }.get(kind.gives, f"{which} of several?")
+    parameters = [TOP_K] * (kind.gives == "classification") + [SHOW] * (kind.takes == "image")
+    return {
+        "summary": summary,
         "operationId": "predict",
+        **({"parameters": parameters} if parameters else {}),
         "requestBody": {"required": True, "content": _content(model, kind, limits.max_images)},
         "responses": {
             "200": _success(kind),
@@ -141,26 +157,9 @@ def _predict(model: "Model", kind: Kind, limits: "Limits") -> JsonObject:
             "504": _error("The request waited too long and was not answered."),
         },
     }
-    if kind.takes == "image":
-        operation = {"parameters": [SHOW], **operation}
-    if kind.gives == "reconstruction":
-        return {"summary": "The picture as the model paints it, or each of several.", **operation}
-    if kind.gives == "segmentation":
-        return {"summary": "The class of each pixel of the picture, or of each of several.", **operation}
-    if kind.gives == "regression":
-        return {"summary": f"The numbers that the model predicts for the {one}, or for each of several.", **operation}
-    if kind.gives == "multilabel":
-        return {"summary": f"Which labels does the {one} have, or each of several?", **operation}
-    top_k = {
-        "name": "top_k",
-        "in": "query",
-        "description": "How many classes to name, most probable first; at most all of them.",
-        "schema": {"type": "integer", "minimum": 1, "maximum": 999_999_999, "default": 5},
-    }
-    summary = f"Which class is the {one} of, or each of several?"
-    if kind.takes == "image":
-        summary = "What is in the picture, or in each of several?"
-    return {"summary": summary, **operation, "parameters": [top_k, *operation.get("parameters", [])]}
+
+
+# ---- what goes in
 
 
 def _content(model: "Model", kind: Kind, most: int) -> JsonObject:
@@ -171,7 +170,22 @@ def _content(model: "Model", kind: Kind, most: int) -> JsonObject:
         return _row_bodies(spec, most, example)
     if kind.takes == "array":
         return _array_bodies(spec.shape, most, example)
-    return (_text_bodies if kind.takes == "text" else _bodies)(most)
+    if kind.takes == "text":
+        text = {"type": "string", "minLength": 1}
+        document = _one_key("Either key, not both.", texts=_list(text, 1, most), text=text)
+        return {
+            "application/json": {"schema": document, "example": {"texts": ["a fine film", "dull"]}},
+            "text/plain": {"schema": text, "example": "a fine film"},
+        }
+    encoded = {**BASE64, "minLength": 1}
+    form = {"type": "object", "required": ["image"], "properties": {"image": _list(BINARY, 1, most)}}
+    document = _one_key("Image files as base64. Either key, not both.", images=_list(encoded, 1, most), image=encoded)
+    return {
+        "multipart/form-data": {"schema": form},
+        "image/*": {"schema": BINARY},
+        "application/octet-stream": {"schema": BINARY},
+        "application/json": {"schema": document},
+    }
 
 
 def _row_bodies(spec: "TableSpec", most: int, example: JsonObject | None) -> JsonObject:
@@ -184,7 +198,7 @@ def _row_bodies(spec: "TableSpec", most: int, example: JsonObject | None) -> Jso
         columns[column.name] = schema
     row = _object(**columns)
     bodies: JsonObject = {
-        "application/json": {"schema": _one_key(rows=_list(row, 1, most), row=row)},
+        "application/json": {"schema": _one_key("One key, not several.", rows=_list(row, 1, most), row=row)},
         "text/csv": {
             "schema": {
                 "type": "string",
@@ -207,116 +221,51 @@ def _row_bodies(spec: "TableSpec", most: int, example: JsonObject | None) -> Jso
 
 
 def _array_bodies(shape: tuple[int, ...], most: int, example: object) -> JsonObject:
-    array: JsonObject = {"type": "number"}
+    array: JsonObject = NUMBER
     for side in reversed(shape):
         array = _list(array, side, side)
     names = ("arrays", "array", "signals", "signal")
     keys = {name: _list(array, 1, most) if name.endswith("s") else array for name in names}
-    binary = {"schema": {"type": "string", "format": "binary"}}
-    document: JsonObject = {"schema": _one_key(**keys)}
+    document: JsonObject = {"schema": _one_key("One key, not several.", **keys)}
     if example is not None and math.prod(shape) <= MAX_SHOWN:
         document["example"] = {"arrays": [example]}
-    return {"application/json": document, "application/octet-stream": binary, "application/x-npy": binary}
+    npy = {"schema": BINARY}
+    return {"application/json": document, "application/octet-stream": npy, "application/x-npy": npy}
 
 
-def _list(items: JsonObject, least: int, most: int) -> JsonObject:
-    return {"type": "array", "items": items, "minItems": least, "maxItems": most}
-
-
-def _one_key(**properties: JsonObject) -> JsonObject:
-    """Return the schema of an object that has exactly one of these properties."""
-    return {
-        "type": "object",
-        "description": "One key, not several.",
-        "minProperties": 1,
-        "maxProperties": 1,
-        "additionalProperties": False,
-        "properties": properties,
-    }
-
-
-def _bodies(max_images: int) -> JsonObject:
-    """Return the content types with pictures."""
-    binary = {"type": "string", "format": "binary"}
-    encoded = {"type": "string", "format": "byte", "minLength": 1}
-    form = {
-        "type": "object",
-        "required": ["image"],
-        "properties": {"image": {"type": "array", "items": binary, "minItems": 1, "maxItems": max_images}},
-    }
-    document = {
-        "type": "object",
-        "description": "Image files as base64. Either key, not both.",
-        "minProperties": 1,
-        "maxProperties": 1,
-        "additionalProperties": False,
-        "properties": {
-            "images": {"type": "array", "items": encoded, "minItems": 1, "maxItems": max_images},
-            "image": encoded,
-        },
-    }
-    return {
-        "multipart/form-data": {"schema": form},
-        "image/*": {"schema": binary},
-        "application/octet-stream": {"schema": binary},
-        "application/json": {"schema": document},
-    }
-
-
-def _text_bodies(max_texts: int) -> JsonObject:
-    """Return the content types with texts."""
-    text = {"type": "string", "minLength": 1}
-    document = {
-        "type": "object",
-        "description": "Either key, not both.",
-        "minProperties": 1,
-        "maxProperties": 1,
-        "additionalProperties": False,
-        "properties": {"texts": {"type": "array", "items": text, "minItems": 1, "maxItems": max_texts}, "text": text},
-    }
-    return {
-        "application/json": {"schema": document, "example": {"texts": ["a fine film", "dull"]}},
-        "text/plain": {"schema": text, "example": "a fine film"},
-    }
+# ---- what comes out
 
 
 def _success(kind: Kind) -> JsonObject:
-    one = _SEVERAL[kind.takes].removesuffix("s")
-    if kind.gives not in ("reconstruction", "segmentation"):
-        return _answer(
-            f"One {one} gets a Prediction, several get Predictions in their order.",
-            {"oneOf": [_ref("Prediction"), _ref("Predictions")]},
-        )
-    name = "Picture" if kind.gives == "reconstruction" else "Mask"
-    answer = _answer(
-        f"One image gets a {name}, or the PNG itself where Accept asks for image/png; several get {name}s in their "
-        "order.",
-        {"oneOf": [_ref(name), _ref(f"{name}s")]},
-    )
-    answer["content"]["image/png"] = {"schema": {"type": "string", "format": "binary"}}
+    name = _ANSWERS.get(kind.gives, "Prediction")
+    schema = {"oneOf": [_ref(name), _ref(f"{name}s")]}
+    if name == "Prediction":
+        one = _SEVERAL[kind.takes].removesuffix("s")
+        return _answer(f"One {one} gets a Prediction, several get Predictions in their order.", schema)
+    words = f"One image gets a {name}, or the PNG itself where Accept asks for image/png; several get {name}s"
+    answer = _answer(f"{words} in their order.", schema)
+    answer["content"]["image/png"] = {"schema": BINARY}
     return answer
 
 
 def _schemas(model: "Model", kind: Kind, limits: "Limits") -> JsonObject:
-    text = {"type": "string"}
-    schemas = {"classification": _classes, "regression": _numbers, "multilabel": _labels, "segmentation": _masks}
-    answers = schemas.get(kind.gives)
-    described = _pictures(limits) if answers is None else answers(model.labels, limits)
+    name, answer = _ANSWERS.get(kind.gives, "Prediction"), _answer_schema(kind, model.labels)
     if kind.takes == "image":
-        one = next(name for name in ("Prediction", "Picture", "Mask") if name in described)
-        seen = {"type": "string", "format": "byte", "description": "With show=input: a PNG as base64."}
-        described[one]["properties"]["input"] = seen
-    sample: JsonObject = {"type": "string"} if kind.takes in ("image", "text") else {}
+        answer["properties"]["input"] = {**BASE64, "description": "With show=input: a PNG as base64."}
+    has_classes = kind.gives not in ("reconstruction", "regression")
+    sample = TEXT if kind.takes in ("image", "text") else {}
     return {
-        **described,
+        name: answer,
+        f"{name}s": _object(predictions=_list(_ref(name), 2, limits.max_images)),
+        **({"Label": {"type": "string", "enum": model.labels}} if has_classes else {}),
         "Samples": _object(samples={"type": "array", "description": "As /predict takes them.", "items": sample}),
-        "Status": _object(status=text),
+        "Status": _object(status=TEXT),
         "Info": _object(
             task={"type": "string", "enum": [model.task]},
-            labels={"type": "array", "items": text},
+            labels={"type": "array", "items": TEXT},
             input=_input(kind),
             run={"type": "object"},
-            limits=_object(**{name: {"type": "number"} for name in limits.public(model.task)}),
+            limits=_object(**dict.fromkeys(limits.public(model.task), NUMBER)),
             samples={"type": "integer", "minimum": 0, "description": "How many /samples has."},
         ),
         "Error": {
@@ -326,19 +275,48 @@ def _schemas(model: "Model", kind: Kind, limits: "Limits") -> JsonObject:
     }
 
 
+def _answer_schema(kind: Kind, labels: list[str]) -> JsonObject:
+    """Return the schema of the answer to one input."""
+    if kind.gives == "reconstruction":
+        return _object(image={**BASE64, "description": "A PNG as base64."})
+    most = len(labels)
+    if kind.gives == "regression":
+        prediction = _object(name={"type": "string", "enum": labels}, value=NUMBER)
+        prediction["properties"] |= {"low": NUMBER, "high": NUMBER}
+        return _object(predicted_value=NUMBER, predictions=_list(prediction, most, most))
+    one = {"class": {"type": "integer", "minimum": 0, "maximum": most - 1}, "label": _ref("Label")}
+    if kind.gives == "multilabel":
+        each = _object(**one, probability=SHARE, threshold=SHARE)
+        chosen = "Those whose probability is at least their threshold, most probable first."
+        return _object(
+            labels={**_list(_ref("Label"), 0, most), "description": chosen},
+            predictions={**_list(each, most, most), "description": "All labels, most probable first."},
+        )
+    if kind.gives == "segmentation":
+        colour = {"type": "string", "pattern": "^#[0-9a-f]{6}$", "description": "That the PNG shows the class in."}
+        each = _object(**one, pixels={"type": "integer", "minimum": 0}, share=SHARE, colour=colour)
+        mask = "A palette PNG as base64; the value of a pixel is the number of its class."
+        return _object(mask={**BASE64, "description": mask}, height=SIDE, width=SIDE, classes=_list(each, most, most))
+    each = _object(**one, probability=SHARE)
+    return _object(
+        predicted_class={"type": "string", "pattern": "^[0-9]+$", "description": "The class's number, from 0."},
+        predicted_probability={"type": "string", "pattern": r"^[01]\.[0-9]+$", "description": "0 to 1."},
+        label=_ref("Label"),
+        predictions={**_list(each, 1, most), "description": "The most probable classes, best first."},
+    )
+
+
 def _input(kind: Kind) -> JsonObject:
     """Return the schema of `input` in `/info`."""
-    text = {"type": "string"}
-    numbers = {"type": "array", "items": {"type": "number"}}
-    side = {"type": "integer", "minimum": 1}
+    numbers = {"type": "array", "items": NUMBER}
     if kind.takes == "text":
         return _object(
             tokenizer={"type": "string", "enum": ["words", "hugging_face"]},
-            file=text,
-            size=side,
+            file=TEXT,
+            size=SIDE,
             lower={"type": "boolean"},
-            max_length={**side, "nullable": True},
-            limit={**side, "nullable": True},
+            max_length={**SIDE, "nullable": True},
+            limit={**SIDE, "nullable": True},
         )
     if kind.takes == "table":
         return _object(
@@ -347,10 +325,10 @@ def _input(kind: Kind) -> JsonObject:
             missing={"type": "string", "enum": ["fill", "refuse"]},
         ) | {"description": "With the key format where the table was not written with commas and decimal points."}
     if kind.takes == "array":
-        return _object(shape={"type": "array", "items": side, "minItems": 1}, mean=numbers, std=numbers)
+        return _object(shape={"type": "array", "items": SIDE, "minItems": 1}, mean=numbers, std=numbers)
     return _object(
-        height=side,
-        width=side,
+        height=SIDE,
+        width=SIDE,
         mode={"type": "string", "enum": ["L", "RGB"]},
         resize={"type": "string", "enum": ["stretch", "crop", "pad"]},
         mean=numbers,
@@ -358,101 +336,11 @@ def _input(kind: Kind) -> JsonObject:
     )
 
 
-def _numbers(names: list[str], limits: "Limits") -> JsonObject:
-    number = {"type": "number"}
-    prediction = _object(name={"type": "string", "enum": names}, value=number)
-    prediction["properties"] |= {"low": number, "high": number}
-    return {
-        "Prediction": _object(predicted_value=number, predictions=_list(prediction, len(names), len(names))),
-        "Predictions": _object(predictions=_several(_ref("Prediction"), limits)),
-    }
-
-
-def _labels(labels: list[str], limits: "Limits") -> JsonObject:
-    share = {"type": "number", "minimum": 0, "maximum": 1}
-    number = {"type": "integer", "minimum": 0, "maximum": len(labels) - 1}
-    each = _object(**{"class": number}, label=_ref("Label"), probability=share, threshold=share)
-    return {
-        "Prediction": _object(
-            labels={
-                **_list(_ref("Label"), 0, len(labels)),
-                "description": "Those whose probability is at least their threshold, most probable first.",
-            },
-            predictions={**_list(each, len(labels), len(labels)), "description": "All labels, most probable first."},
-        ),
-        "Predictions": _object(predictions=_several(_ref("Prediction"), limits)),
-        "Label": {"type": "string", "enum": labels},
-    }
-
-
-def _classes(labels: list[str], limits: "Limits") -> JsonObject:
-    share = {"type": "number", "minimum": 0, "maximum": 1}
-    number = {"type": "integer", "minimum": 0, "maximum": len(labels) - 1}
-    return {
-        "Prediction": _object(
-            predicted_class={"type": "string", "pattern": "^[0-9]+$", "description": "The class's number, from 0."},
-            predicted_probability={"type": "string", "pattern": r"^[01]\.[0-9]+$", "description": "0 to 1."},
-            label=_ref("Label"),
-            predictions={
-                "type": "array",
-                "description": "The most probable classes, best first.",
-                "minItems": 1,
-                "maxItems": len(labels),
-                "items": _object(**{"class": number}, label=_ref("Label"), probability=share),
-            },
-        ),
-        "Predictions": _object(predictions=_several(_ref("Prediction"), limits)),
-        "Label": {"type": "string", "enum": labels},
-    }
-
-
-def _masks(labels: list[str], limits: "Limits") -> JsonObject:
-    count = {"type": "integer", "minimum": 0}
-    each = _object(
-        **{"class": {"type": "integer", "minimum": 0, "maximum": len(labels) - 1}},
-        label=_ref("Label"),
-        pixels=count,
-        share={"type": "number", "minimum": 0, "maximum": 1},
-        colour={"type": "string", "pattern": "^#[0-9a-f]{6}$", "description": "That the PNG shows the class in."},
-    )
-    return {
-        "Mask": _object(
-            mask={
-                "type": "string",
-                "format": "byte",
-                "description": "A palette PNG as base64; the value of a pixel is the number of its class.",
-            },
-            height={"type": "integer", "minimum": 1},
-            width={"type": "integer", "minimum": 1},
-            classes=_list(each, len(labels), len(labels)),
-        ),
-        "Masks": _object(predictions=_several(_ref("Mask"), limits)),
-        "Label": {"type": "string", "enum": labels},
-    }
-
-
-def _pictures(limits: "Limits") -> JsonObject:
-    return {
-        "Picture": _object(image={"type": "string", "format": "byte", "description": "A PNG as base64."}),
-        "Pictures": _object(predictions=_several(_ref("Picture"), limits)),
-    }
-
-
-def _several(schema: JsonObject, limits: "Limits") -> JsonObject:
-    return {"type": "array", "minItems": 2, "maxItems": limits.max_images, "items": schema}
-
-
-def _ready() -> JsonObject:
-    operation = _get("Answers 200 while requests are welcome: once the model is loaded and checked.", _ref("Status"))
-    operation["responses"]["503"] = _error("Not yet, or not any more: the server starts or stops.")
-    return operation
+# ---- parts of the document
 
 
 def _get(summary: str, schema: JsonObject, kind: str = "application/json") -> JsonObject:
-    return {
-        "summary": summary,
-        "responses": {"200": _answer(summary, schema, kind), **_faults()},
-    }
+    return {"summary": summary, "responses": {"200": _answer(summary, schema, kind), **_faults()}}
 
 
 def _faults() -> JsonObject:
@@ -473,9 +361,25 @@ def _answer(description: str, schema: JsonObject, kind: str = "application/json"
     return {"description": description, "headers": REQUEST_ID, "content": {kind: {"schema": schema}}}
 
 
+def _list(items: JsonObject, least: int, most: int) -> JsonObject:
+    return {"type": "array", "items": items, "minItems": least, "maxItems": most}
+
+
 def _object(**properties: JsonObject) -> JsonObject:
     """Return the schema of an object that has all of these properties."""
     return {"type": "object", "required": list(properties), "properties": properties}
+
+
+def _one_key(description: str, **properties: JsonObject) -> JsonObject:
+    """Return the schema of an object that has exactly one of these properties."""
+    return {
+        "type": "object",
+        "description": description,
+        "minProperties": 1,
+        "maxProperties": 1,
+        "additionalProperties": False,
+        "properties": properties,
+    }
 
 
 def _ref(name: str) -> JsonObject:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import Any, TypedDict, cast
 
 from deeplightning.kinds import KINDS
 from serve.admission import Admission
@@ -54,20 +54,13 @@ REFUSED_EXIT_CODE = 4
 """Exit code if a model exceeds the limits."""
 
 
-class LayoutReport(TypedDict):
-    """The part of a `Layout` that a report contains."""
-
-    processes: int
-    lanes: int
-    forward_ms: float
-
-
 class Report(TypedDict, total=False):
-    """The one report of a child: the loaded model, its origin and the layout; or, as `fault`, why it was not loaded."""
+    """The one report of a child: the loaded model, its origin, and processes, lanes and forward_ms of its `Layout`; or,
+    as `fault`, why it was not loaded."""
 
     model: str
     run: dict[str, object]
-    layout: LayoutReport
+    layout: dict[str, Any]
     fault: str
     exit_code: int
 
@@ -141,11 +134,7 @@ class WorkerPool:
                     self._layout = self._layout or choose(self._model)
             except Exception as error:
                 self._give_up(_fault(error, CPU, self._memory))
-        wake, self._wakened = os.pipe()
-        os.set_blocking(self._wakened, False)
-        signal.set_wakeup_fd(self._wakened, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
-            signal.signal(number, lambda number, _: self._signals.add(number))
+        wake = collect_signals(self._signals, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
         gc.collect()
         gc.freeze()  # as the parent does
         for slot in range(self._chosen_layout.processes):
@@ -281,15 +270,9 @@ class WorkerPool:
             self._replace_dead_workers()
         for listener in self._setup.listeners:
             listener.close()
-        end = time.monotonic() + GRACE_SECONDS + 0.5
-        while self._workers and time.monotonic() < end:
-            for worker in list(self._workers):
-                if os.waitpid(worker.process, os.WNOHANG)[0]:
-                    self._remove(worker)
-            time.sleep(0.02)
+        wait_or_kill([worker.process for worker in self._workers], GRACE_SECONDS + 0.5)
         for worker in list(self._workers):
-            os.kill(worker.process, signal.SIGKILL)
-            os.waitpid(worker.process, 0)
+            self._remove(worker)
 
     def _replace_dead_workers(self) -> None:
         """Answer the connections that wait on a dead worker's socket: start another worker, and have it shut down."""
@@ -303,6 +286,27 @@ class WorkerPool:
                 log_event("a worker died", process=worker.process, exit_code=os.waitstatus_to_exitcode(status))
                 self._fork(worker.slot)
                 os.kill(self._workers[-1].process, signal.SIGTERM)
+
+
+def collect_signals(received: set[int], *numbers: signal.Signals) -> int:
+    """Add signals to `received` as they come, and return a pipe that becomes readable then."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    for number in numbers:
+        signal.signal(number, lambda number, _: received.add(number))
+    return reading
+
+
+def wait_or_kill(processes: list[int], seconds: float) -> None:
+    """Wait until child processes have ended, and kill those that do not in this time."""
+    left, end = processes, time.monotonic() + seconds
+    while left and time.monotonic() < end:
+        left = [process for process in left if not os.waitpid(process, os.WNOHANG)[0]]
+        time.sleep(0.02 if left else 0)
+    for process in left:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
 
 
 def reset_signals() -> None:

@@ -10,6 +10,7 @@ import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import LifoQueue
+from typing import NamedTuple
 
 import numpy as np
 
@@ -170,11 +171,12 @@ class Bound:
             self._free.put(buffers)
 
 
-class _Buffers:
+class _Buffers(NamedTuple):
     """Buffers of one forward pass, as bytes."""
 
-    def __init__(self, binding: onnxruntime.IOBinding, input: np.ndarray, output: np.ndarray):
-        self.binding, self.input, self.output = binding, input, output
+    binding: onnxruntime.IOBinding
+    input: np.ndarray
+    output: np.ndarray
 
 
 def _memory(size: int, allocate: Callable[[int], int] | None) -> np.ndarray:

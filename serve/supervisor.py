@@ -110,11 +110,7 @@ class Supervisor:
         Raises:
             ModelError: the model cannot be loaded, or exceeds the limits.
         """
-        wake, self._wakened = os.pipe()
-        os.set_blocking(self._wakened, False)
-        signal.set_wakeup_fd(self._wakened, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
-            signal.signal(number, lambda number, _: self._signals.add(number))
+        wake = pool.collect_signals(self._signals, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
         gc.freeze()  # otherwise the collector writes to pages that the processes share
         try:
             while not self._signals & {signal.SIGTERM, signal.SIGINT}:
@@ -234,13 +230,7 @@ class Supervisor:
         left = [child.process for child in children if child is not None]
         for process in left:
             os.kill(process, signal.SIGTERM)
-        end = time.monotonic() + GRACE_SECONDS + 1
-        while left and time.monotonic() < end:
-            left = [process for process in left if not os.waitpid(process, os.WNOHANG)[0]]
-            time.sleep(0.02 if left else 0)
-        for process in left:
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
+        pool.wait_or_kill(left, GRACE_SECONDS + 1)
 
     def _end(self) -> None:
         """Close the port, and wait until all workers have finished."""

@@ -160,14 +160,9 @@ def from_json(body: bytes) -> list[bytes]:
     Raises:
         Refusal: the body has another form.
     """
-    if sum(body.count(mark) for mark in b"[]{},") > MAX_JSON_MARKS:
+    if _marks(body) > MAX_JSON_MARKS:
         raise Refusal(400, f"The JSON has more parts than a list of images needs; {USAGE}.")
-    document = _parsed(body, USAGE)
-    if not isinstance(document, dict) or len(document) != 1 or not document.keys() <= {"images", "image"}:
-        raise Refusal(400, f"The JSON is not an object with the one key images; {USAGE}.")
-    texts = document["images"] if "images" in document else [document["image"]]
-    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        raise Refusal(400, f"images is not a list of one or more texts; {USAGE}.")
+    texts = _strings(body, ("images", "image"), USAGE)
     try:
         return [_from_base64(text.encode("ascii")) for text in texts]
     except (binascii.Error, ValueError) as error:
@@ -194,16 +189,11 @@ def texts_from_json(body: bytes) -> list[bytes]:
     Raises:
         Refusal: the body has another form.
     """
-    if not _TEXTS.fullmatch(body) and sum(body.count(mark) for mark in b"[]{},") > MAX_JSON_MARKS:
+    if not _TEXTS.fullmatch(body) and _marks(body) > MAX_JSON_MARKS:
         raise Refusal(
             400, f"The body is not a JSON object with the one key texts, a list of 1,000 texts at most; {TEXT_USAGE}."
         )
-    document = _parsed(body, TEXT_USAGE)
-    if not isinstance(document, dict) or len(document) != 1 or not document.keys() <= {"texts", "text"}:
-        raise Refusal(400, f"The JSON is not an object with the one key texts; {TEXT_USAGE}.")
-    texts = document["texts"] if "texts" in document else [document["text"]]
-    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        raise Refusal(400, f"texts is not a list of one or more texts; {TEXT_USAGE}.")
+    texts = _strings(body, ("texts", "text"), TEXT_USAGE)
     try:
         return [text.encode() for text in texts]
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON can escape
@@ -279,12 +269,30 @@ def arrays_from_npy(body: bytes, shape: tuple[int, ...]) -> "list[np.ndarray]":
     return list(found) if found.shape[1:] == shape and len(found) else [found]
 
 
-def _parsed(body: bytes, usage: str) -> Any:
-    """Parse a JSON body."""
+def _marks(body: bytes) -> int:
+    """Return the number of brackets, braces and commas."""
+    return sum(body.count(mark) for mark in b"[]{},")
+
+
+def _only_value(body: bytes, keys: tuple[str, ...], usage: str) -> tuple[str, Any]:
+    """Parse a JSON object with one key of `keys`, and return the key and its value; a value under a key without an s at
+    its end becomes a list."""
     try:
-        return json.loads(body, object_pairs_hook=_distinct)
+        document = json.loads(body, object_pairs_hook=_distinct)
     except (ValueError, RecursionError) as error:
         raise Refusal(400, f"The body is not JSON ({str(error)[:200]}); {usage}.") from None
+    if not isinstance(document, dict) or len(document) != 1 or not document.keys() <= set(keys):
+        raise Refusal(400, f"The JSON is not an object with the one key {keys[0]}; {usage}.")
+    ((key, value),) = document.items()
+    return key, value if key.endswith("s") else [value]
+
+
+def _strings(body: bytes, keys: tuple[str, ...], usage: str) -> list[str]:
+    """Return the texts under the only key of a JSON object."""
+    _, texts = _only_value(body, keys, usage)
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise Refusal(400, f"{keys[0]} is not a list of one or more texts; {usage}.")
+    return texts
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -297,18 +305,14 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _listed(body: bytes, keys: tuple[str, ...], most: int, usage: str) -> list[Any]:
-    """Return the inputs under the only key of a JSON object; a key that ends in s contains a list.
+    """Return the inputs under the only key of a JSON object.
 
     Args:
         most: maximum number of brackets, braces and commas in the body.
     """
-    if sum(body.count(mark) for mark in b"[]{},") > most:
+    if _marks(body) > most:
         raise Refusal(413, f"The JSON has more values than a request may have; {usage}.")
-    document = _parsed(body, usage)
-    if not isinstance(document, dict) or len(document) != 1 or not document.keys() <= set(keys):
-        raise Refusal(400, f"The JSON is not an object with the one key {keys[0]}; {usage}.")
-    ((key, value),) = document.items()
-    values = value if key.endswith("s") else [value]
+    key, values = _only_value(body, keys, usage)
     if not isinstance(values, list) or not values:
         raise Refusal(400, f"{key} is not a list with one or more entries; {usage}.")
     return values

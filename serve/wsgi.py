@@ -16,12 +16,11 @@ from os import PathLike
 
 from flask import Flask, Response, request
 
-from serve.admission import Admission, request_id
+from serve.admission import Admission, Hosts, request_id
 from serve.app import application
 from serve.batching import Batcher
 from serve.bundle import Bundle
 from serve.device import LANES, ONNX_RUNTIME, choose_devices, settled_device
-from serve.hosts import Hosts
 from serve.limits import Limits, Refusal
 from serve.metrics import MAX_PROCESSES
 from serve.prediction import JOB

@@ -1,7 +1,8 @@
-"""Run `deeplightning` so that the processes that `engine.launch.Local` starts are forks of it, which has imported all.
+"""Run `deeplightning` so that the processes that `deeplightning.launch.Local` starts are forks of it.
 
-A new process spends five seconds of CPU on imports. The agent, and the environment, sessions, signals and ends of its
-processes are real; only `python -m deeplightning` is called in the forked process instead of a new one.
+It has imported all; a new process spends five seconds of CPU on imports. The launcher, and the environment, sessions,
+signals and ends of its processes are real; only `python -m deeplightning` is called in the forked process instead of a
+new one.
 """
 
 import atexit
@@ -10,18 +11,19 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 
 class Forked:
-    """Replace `subprocess.Popen` for torch's agent.
+    """Replace `subprocess.Popen` for a launcher.
 
     If REFUSES names a file, the first start of rank 1 fails, after rank 0 has written to the rendezvous store.
     """
 
-    def __init__(self, args: tuple[str, ...], env: dict[str, str], **_: Any):
-        assert args[1:3] == ("-m", "deeplightning")
+    def __init__(self, args: Sequence[str], env: dict[str, str], **_: Any):
+        assert [*args[1:3]] == ["-m", "deeplightning"]
         self.returncode: int | None = None
         refuses = Path(env.get("REFUSES", "/nonexistent"))
         if env["RANK"] == "1" and refuses.exists():
@@ -61,7 +63,7 @@ def _wait_for_a_key(port: int) -> None:
         time.sleep(0.05)
 
 
-def _become(argv: tuple[str, ...], env: dict[str, str]) -> None:
+def _become(argv: Sequence[str], env: dict[str, str]) -> None:
     from deeplightning import cli
 
     os.setsid()
@@ -87,9 +89,8 @@ def _become(argv: tuple[str, ...], env: dict[str, str]) -> None:
 
 def main() -> None:
     """Run the command with forked ranks, instead of `deeplightning.cli:main`."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
-
     from deeplightning import cli
+    from deeplightning.launch import local
 
-    subprocess_handler.Popen = Forked
+    local.Popen = Forked
     cli.main()

@@ -86,17 +86,6 @@ class Raises(ImageClassification):
         return super().training_step(batch, batch_idx)
 
 
-class Spiky(ImageClassification):
-    """Multiplies the loss of some steps by a thousand."""
-
-    def __init__(self, cfg, steps):
-        super().__init__(cfg)
-        self.steps = steps
-
-    def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) * (1000 if self.global_step in self.steps else 1)
-
-
 class Stuck(ImageClassification):
     """Waits in its first batch until a file is there."""
 

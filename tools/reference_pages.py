@@ -8,6 +8,7 @@ or metric cannot be left out.
 
 import ast
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
@@ -18,10 +19,10 @@ from typing import Any
 
 import click
 import griffe
+from combination_tables import engines, table
 
 from deeplightning import faults
-from deeplightning.checks.combination_tables import engines, table
-from deeplightning.checks.reference import default, options, sections
+from deeplightning.checks.allowed import default_of, options_of, sections
 from deeplightning.cli import cli, manual
 from deeplightning.config import schema
 from deeplightning.config.tree import dump
@@ -84,7 +85,7 @@ def _page_of(path: str) -> str:
 
 def _type(hint: object, field: Field[object], path: str, page: str) -> str:
     low = field.metadata["low"]
-    words = " or ".join(_word(option, path, page) for option in options(hint))
+    words = " or ".join(_word(option, path, page) for option in options_of(hint))
     return words + (f", at least {low}" if low is not None else "")
 
 
@@ -118,7 +119,7 @@ def _word(option: Any, path: str, page: str) -> str:
 
 
 def _default(field: Field[object]) -> str:
-    value = default(field)
+    value = default_of(field)
     if value is MISSING:
         return "required"
     return "" if is_dataclass(value) else f"`{_flow(value)}`"
@@ -398,7 +399,39 @@ def renewed(name: str) -> str:
     return f"{head.rstrip()}\n\n{START}\n\n{PAGES[name]()}\n"
 
 
+HEADINGS = dict(zip(manual.PARTS, ("Tutorials", "How-to pages", "Reference", "Explanation"), strict=True))
+
+
+def list_of_pages() -> str:
+    """The list of all pages in the format of llms.txt (https://llmstxt.org): titles, paths, first sentences."""
+    lines = [
+        "# Deep Lightning",
+        "",
+        "> A YAML file becomes a tracked, reproducible, distributed training run, and the run an HTTP endpoint.",
+        "",
+        "`deeplightning docs NAME` prints a page in the terminal; NAME is its path without `.md`.",
+    ]
+    part = ""
+    for name, file in manual.pages().items():
+        if (its := name.partition("/")[0]) != part:
+            part = its
+            lines += ["", f"## {HEADINGS.get(part, 'Plug-ins')}", ""]
+        title, *blocks = manual.text_of(file).split("\n\n")
+        about = f": {_first_sentence(blocks)}" if _first_sentence(blocks) else ""
+        lines.append(f"- [{title.removeprefix('# ')}]({file.relative_to(ROOT)}){about}")
+    return "\n".join(lines) + "\n"
+
+
+def _first_sentence(blocks: list[str]) -> str:
+    """The first sentence of the first prose in Markdown; "": there is none."""
+    for block in blocks:
+        if block[:1].isalpha() or block[:1] in "`[":
+            line = " ".join(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", block).split())
+            return re.split(r"(?<=[.:]) (?=[A-Z`])", line)[0].rstrip(":")
+    return ""
+
+
 if __name__ == "__main__":
     for page in PAGES:
         (FOLDER / f"{page}.md").write_text(renewed(page))
-    (ROOT / "llms.txt").write_text(manual.listing())
+    (ROOT / "llms.txt").write_text(list_of_pages())

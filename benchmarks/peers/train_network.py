@@ -38,7 +38,7 @@ class Two(nn.Module):
 
 def build(name: str, seed: int) -> nn.Module:
     """`small`, `small32` (three channels of 32 pixels), `two` or `resnet18` with the weights that a run of ours starts
-    from: its `deeplightning.callbacks.steps.seed_all(seed, 0)`, in three lines."""
+    from: its `deeplightning.callbacks.random_state.seed_all(seed, 0)`, in three lines."""
     high, low = np.random.SeedSequence([seed, 0]).generate_state(2)
     torch.manual_seed(int(high) << 32 | int(low))
     if name == "resnet18":

@@ -8,11 +8,11 @@ beside them in the checkpoint, under `averaging`, and training resumes from thos
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
@@ -28,18 +28,29 @@ KEY = "averaging"
 first average."""
 
 
-class Averaging(pl.Callback):
+class Averaging(Callback):
     """Exchange weights and averages around validations, and save both in checkpoints: the base of EMA and SWA.
 
     All parameters and buffers of the task's `state_dict` are averaged; of those that are no floating-point numbers,
     such as the counters of batch norm, the newest values are kept.
 
+    Args:
+        average: adds weights to averages of a number of weights, in place, as `multi_avg_fn` of torch does.
+        settings: the arguments of the constructor.
+
     Attributes:
         updates: how many weights the averages are of.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, average: Callable[[Any, Any, Any], None], every_n_steps: int | None, **settings: float) -> None:
+        if every_n_steps is not None and (not isinstance(every_n_steps, int) or every_n_steps < 1):
+            raise ValueError(f"every_n_steps: must be a whole number, at least 1, not {every_n_steps}")
+        self.every_n_steps = every_n_steps
+        self.settings: dict[str, Any] = {**settings, "every_n_steps": every_n_steps}
         self.updates = 0
+        self._average = average
+        self._first = 0.0  # step that may be averaged
+        self._first_epoch = 0
         self._steps = 0  # batches after which optimizers had stepped
         self._global_step = -1  # of the last of these
         self._own: dict[str, Tensor] = {}  # of the task that learns
@@ -47,22 +58,9 @@ class Averaging(pl.Callback):
         self._shown = False  # averages are in the task
         self._saved_settings: dict[str, object] | None = None  # of the checkpoint
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The arguments of the constructor."""
-        raise NotImplementedError
-
-    def is_due(self, trainer: pl.Trainer, steps: int) -> bool:
-        """Return whether to average the weights after this number of steps."""
-        raise NotImplementedError
-
-    def average(self, averages: list[Tensor], weights: list[Tensor]) -> None:
-        """Add weights to averages of `updates` weights, in place; `updates` is at least 1."""
-        raise NotImplementedError
-
     # ---- when
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._own = _weights(pl_module)
         if self._shown:  # of a training before this one
             self._swap()
@@ -75,24 +73,26 @@ class Averaging(pl.Callback):
         self._global_step = trainer.global_step
         log.info("%-10s %s: validation, checkpoints, test and export use the averaged weights", "averaging", self.words)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
         if trainer.global_step == self._global_step:
             return
         self._global_step = trainer.global_step
         self._steps += 1
-        if self.is_due(trainer, self._steps):
+        if self._steps < self._first or trainer.current_epoch < self._first_epoch:
+            return
+        if epoch_is_over(trainer) if self.every_n_steps is None else self._steps % self.every_n_steps == 0:
             self._update()
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and self._held and not self._shown:
             self._swap()
             SameBuffers().on_validation_start(trainer, pl_module)
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and self._shown:
             self._swap()
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._held:
             self._swap()
         elif trainer.is_global_zero:
@@ -107,7 +107,7 @@ class Averaging(pl.Callback):
             self._held = {name: weights.detach().clone() for name, weights in own.items()}
         else:
             numbers = [name for name, weights in own.items() if weights.is_floating_point()]
-            self.average([self._held[name] for name in numbers], [own[name].detach() for name in numbers])
+            self._average([self._held[n] for n in numbers], [own[n].detach() for n in numbers], self.updates)
             for name in own.keys() - set(numbers):
                 self._held[name].copy_(own[name])
         self.updates += 1
@@ -121,9 +121,7 @@ class Averaging(pl.Callback):
             self._held[name].copy_(former)
         self._shown = not self._shown
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         own = {name: weights.detach() for name, weights in _weights(pl_module).items()}
         averages, learning = (own, self._held) if self._shown else (self._held, own)
         checkpoint[KEY] = {
@@ -139,9 +137,7 @@ class Averaging(pl.Callback):
             of = {name: averages[names[id(value)]] for name, value in every.items() if id(value) in names}
             checkpoint["state_dict"] = {**checkpoint["state_dict"], **of}
 
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Restore the weights that learn: Lightning has loaded the averages into the task.
 
         Raises:
@@ -186,22 +182,9 @@ class EMA(Averaging):
     """
 
     def __init__(self, decay: float = 0.999, every_n_steps: int = 1):
-        super().__init__()
         if not 0 <= decay < 1:
             raise ValueError(f"decay: must be from 0 to below 1, not {decay}")
-        _check_every(every_n_steps)
-        self.decay, self.every_n_steps = decay, every_n_steps
-        self._average = get_ema_multi_avg_fn(decay)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {"decay": self.decay, "every_n_steps": self.every_n_steps}
-
-    def is_due(self, trainer: pl.Trainer, steps: int) -> bool:
-        return steps % self.every_n_steps == 0
-
-    def average(self, averages: list[Tensor], weights: list[Tensor]) -> None:
-        self._average(averages, weights, self.updates)
+        super().__init__(get_ema_multi_avg_fn(decay), every_n_steps or 0, decay=decay)
 
 
 class SWA(Averaging):
@@ -221,38 +204,27 @@ class SWA(Averaging):
     """
 
     def __init__(self, start: float | int = 0.75, every_n_steps: int | None = None):
-        super().__init__()
         if start < 0 or (isinstance(start, float) and start > 1):
             raise ValueError(f"start: must be a share from 0.0 to 1.0, or a whole number of epochs, not {start}")
-        if every_n_steps is not None:
-            _check_every(every_n_steps)
-        self.start, self.every_n_steps = start, every_n_steps
-        self._average = get_swa_multi_avg_fn()
-        self._first: float = math.inf  # step that may be averaged
+        super().__init__(get_swa_multi_avg_fn(), every_n_steps, start=start)
+        self.start = start
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {"start": self.start, "every_n_steps": self.every_n_steps}
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """
         Raises:
             ConfigError: `start` is a share of a training whose length is not known.
         """
-        total = trainer.estimated_stepping_batches
-        if isinstance(self.start, float) and not math.isfinite(total):
-            message = f"SWA: a share of {self.start} of a training without end; set train.max_steps, or whole epochs"
-            raise ConfigError(Fault(message, "train.callbacks"))
-        self._first = self.start * total if isinstance(self.start, float) else 0
+        if isinstance(self.start, int):
+            self._first_epoch = self.start
+        else:
+            total = trainer.estimated_stepping_batches
+            if not math.isfinite(total):
+                message = (
+                    f"SWA: a share of {self.start} of a training without end; set train.max_steps, or whole epochs"
+                )
+                raise ConfigError(Fault(message, "train.callbacks"))
+            self._first = self.start * total
         super().on_train_start(trainer, pl_module)
-
-    def is_due(self, trainer: pl.Trainer, steps: int) -> bool:
-        if steps < self._first or (isinstance(self.start, int) and trainer.current_epoch < self.start):
-            return False
-        return epoch_is_over(trainer) if self.every_n_steps is None else steps % self.every_n_steps == 0
-
-    def average(self, averages: list[Tensor], weights: list[Tensor]) -> None:
-        self._average(averages, weights, self.updates)
 
 
 def averaged(checkpoint: Mapping[str, object]) -> str | None:
@@ -292,18 +264,13 @@ def _saved(checkpoint: Mapping[str, Any], path: object) -> dict[str, Any] | None
     return dict(saved)
 
 
-def _weights(module: pl.LightningModule) -> dict[str, Tensor]:
+def _weights(module: LightningModule) -> dict[str, Tensor]:
     """Return parameters and buffers of the task's state, each once, under their first names."""
     found: dict[int, tuple[str, Tensor]] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
             found.setdefault(id(value), (name, value))
     return dict(found.values())
-
-
-def _check_every(number: int) -> None:
-    if not isinstance(number, int) or number < 1:
-        raise ValueError(f"every_n_steps: must be a whole number, at least 1, not {number}")
 
 
 def _line(settings: Mapping[str, object]) -> str:

@@ -1,4 +1,5 @@
-"""The checkpoints that a run keeps: `last.ckpt` to resume from, `best.ckpt` by a metric, and the next best."""
+"""Save `last.ckpt` to resume from, `best.ckpt` by a metric, and the next best, in the background and between optimizer
+steps alone: from inside an accumulation, Lightning's ModelCheckpoint saves no gradients."""
 
 import json
 import logging
@@ -7,12 +8,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
-import pytorch_lightning as pl
+from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
 from pytorch_lightning.callbacks import EarlyStopping
 
 from deeplightning.callbacks.average import refuse_without
-from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.record import Record, between_steps, epoch_is_over
 from deeplightning.callbacks.steps import ends_of_parts
 from deeplightning.config.schema import Checkpoint
@@ -32,7 +32,7 @@ PAST_THE_LAST = 2**31  # more batches than an epoch has
 
 
 class Checkpoints(LightningCheckpoint):
-    """Saves `last.ckpt` every n epochs or steps, at the end and when interrupted, and the best k by a metric.
+    """Save `last.ckpt` every n epochs or steps, at the end and when interrupted, and the best k by a metric.
 
     The best is `best.ckpt`, with `best.json` beside it (metric, value, epoch, step, file); the others of the best k are
     `epoch=E-step=S.ckpt`. Without a metric the newest k have such names, where k is more than 1. A value that is not a
@@ -47,8 +47,6 @@ class Checkpoints(LightningCheckpoint):
         background: whether checkpoints may be written while training continues.
         off: save none; a metric that is not there is still an error.
     """
-
-    after = (OWN,)  # a checkpoint holds the states of other callbacks from after their hooks
 
     def __init__(self, settings: Checkpoint, record: Record, background: bool = True, off: bool = False):
         self.settings, self.record, self.background, self.off = settings, record, background, off
@@ -77,13 +75,13 @@ class Checkpoints(LightningCheckpoint):
 
     # ---- when
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._arriving is not None:
             check_optimizers(trainer, self._arriving)
             self._arriving = None
         _drop_early_loader(trainer)
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._take_over(trainer)
         self._find_marks(trainer)
         self._began_at = trainer.global_step
@@ -95,17 +93,16 @@ class Checkpoints(LightningCheckpoint):
             self._validating = False
             restart_validation(trainer)
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._find_marks(trainer)
-
-    def _find_marks(self, trainer: pl.Trainer) -> None:
-        """Finds the batches after which a fraction of an epoch is over."""
+    def _find_marks(self, trainer: Trainer, *_: object, **__: object) -> None:
+        """Find the batches after which a fraction of an epoch is over."""
         share = self.settings.every_n_epochs
         is_part = share is not None and share < 1
         self._marks = ends_of_parts(trainer.num_training_batches, cast(float, share)) if is_part else frozenset()
 
-    def on_train_batch_start(self, trainer: Any, pl_module: pl.LightningModule, batch: object, batch_idx: int) -> None:
-        """A metric of training steps is logged at the step that it judges, whichever others are logged."""
+    on_train_epoch_start = _find_marks
+
+    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
+        """Log a metric of training steps at the step that it judges, whichever others are logged."""
         if not self._of_steps:
             return
         self._former = trainer.callback_metrics.get(self.settings.monitor)
@@ -113,7 +110,7 @@ class Checkpoints(LightningCheckpoint):
             trainer.log_every_n_steps = 1
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         _writer(trainer).check()
         every, step = self.settings.every_n_steps, trainer.global_step
@@ -128,10 +125,10 @@ class Checkpoints(LightningCheckpoint):
                 self._judge(trainer)
             self._save_last(trainer)
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validating = trainer.state.fn == "fit"
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validating = False
         if trainer.state.fn != "fit":
             return
@@ -141,7 +138,7 @@ class Checkpoints(LightningCheckpoint):
             if self._due and between_steps(trainer):
                 self._save_last(trainer)
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._judge(trainer)
         if not epoch_is_over(trainer):
             return  # stopped inside the epoch: a checkpoint from here would count it as whole
@@ -153,7 +150,7 @@ class Checkpoints(LightningCheckpoint):
         if self._due or (every is not None and (trainer.current_epoch + 1) % max(1, int(every)) == 0):
             self._save_last(trainer)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _writer(trainer).wait()
         lacks = self._saved_step != trainer.global_step or not self.record.folder.last.exists()
         if trainer.strategy.broadcast(lacks):  # other machines may not see rank 0's files, and all save or none
@@ -162,11 +159,11 @@ class Checkpoints(LightningCheckpoint):
         if self.settings.monitor is not None and not self.kept and not self.off:
             log.warning("there is no best.ckpt: %s had no value to judge by", self.settings.monitor)
 
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._take_over(trainer)  # nothing was left to train
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """An interrupted run can resume where it stopped."""
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Save, so that an interrupted run can resume where it stopped."""
         try:
             _writer(trainer).wait()
         except Exception as error:
@@ -179,19 +176,15 @@ class Checkpoints(LightningCheckpoint):
 
     # ---- what
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, object]
-    ) -> None:
-        """Notes what Lightning 2.6 forgets when it resumes: a step of schedulers that follow a metric, which is to come
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]) -> None:
+        """Note what Lightning 2.6 forgets when it resumes: a step of schedulers that follow a metric, which is to come
         after this, and a validation that was not finished. That a run was stopped early its callback's state says."""
         epoch: Any = trainer.fit_loop.epoch_progress.current
         if epoch.completed < epoch.processed == epoch.ready and not trainer.fit_loop.restarting:
             checkpoint["plateaus"] = {str(number): value for number, _, value in _by_metrics(trainer)}
         checkpoint["validating"] = self._validating
 
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == "fit":
             refuse_without(trainer.callbacks, checkpoint, trainer.ckpt_path)  # type: ignore[attr-defined]
             check_counters(trainer, checkpoint)
@@ -207,12 +200,12 @@ class Checkpoints(LightningCheckpoint):
                 by_more = state["stopped_epoch"] > 0 and not by_patience
                 trainer.should_stop |= by_more or state["wait_count"] >= callback.patience
 
-    def save_now(self, trainer: pl.Trainer) -> None:
-        """Saves `last.ckpt` at the end of an epoch, unless that has been done."""
+    def save_now(self, trainer: Trainer) -> None:
+        """Save `last.ckpt` at the end of an epoch, unless that has been done."""
         if self._saved_step != trainer.global_step:
             self._save_last(trainer)
 
-    def _save_last(self, trainer: pl.Trainer) -> None:
+    def _save_last(self, trainer: Trainer) -> None:
         self._saved_step, self._due = trainer.global_step, False
         if self.off:
             return
@@ -222,19 +215,19 @@ class Checkpoints(LightningCheckpoint):
             _writer(trainer).then(lambda: self._keep_newest(named))
 
     def _keep_newest(self, named: Path) -> None:
-        """Gives `last.ckpt` a name of its own beside, and removes what is older than the newest k of such names."""
+        """Give `last.ckpt` a name of its own beside, and remove what is older than the newest k of such names."""
         folder = self.record.folder
         copy_checkpoint(folder.last, named)
         there = [path for path in folder.checkpoints() if path not in (folder.last, folder.best)]
         for old in there[self.settings.save_top_k :]:
             remove_checkpoint(old)
 
-    def _save(self, trainer: pl.Trainer, path: Path) -> None:
+    def _save(self, trainer: Trainer, path: Path) -> None:
         with _io(trainer).in_background() if self.background else nullcontext():
             trainer.save_checkpoint(path)
 
-    def _judge(self, trainer: pl.Trainer) -> None:
-        """Keeps the weights if the monitored metric has a new value among the best k."""
+    def _judge(self, trainer: Trainer) -> None:
+        """Keep the weights if the monitored metric has a new value among the best k."""
         name = self.settings.monitor
         is_known = trainer.val_dataloaders is not None  # Lightning asks for them when it first validates
         validates = trainer.enable_validation and (not is_known or any(trainer.num_val_batches))  # type: ignore[attr-defined]
@@ -253,12 +246,8 @@ class Checkpoints(LightningCheckpoint):
         if not math.isfinite(value):
             log.warning("%s is %s after epoch %d: not kept as best", name, value, trainer.current_epoch + 1)
             return
-        entry: dict[str, Any] = {
-            "metric": name,
-            "value": value,
-            "epoch": trainer.current_epoch,
-            "step": trainer.global_step,
-        }
+        at = {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        entry: dict[str, Any] = {"metric": name, "value": value, **at}
         if any(entry.items() <= known.items() for known in self.kept):
             return  # it was kept before the run was killed
         sign = 1 if self.settings.mode == "min" else -1
@@ -269,7 +258,7 @@ class Checkpoints(LightningCheckpoint):
             _writer(trainer).wait()
             remove_checkpoint(self.record.folder.checkpoint(entry["epoch"], entry["step"]))
 
-    def _keep(self, trainer: pl.Trainer, entry: dict[str, Any], place: int) -> None:
+    def _keep(self, trainer: Trainer, entry: dict[str, Any], place: int) -> None:
         folder = self.record.folder
         if place == 0 and self.kept and self.settings.save_top_k > 1:
             former = self.kept[0]
@@ -301,8 +290,8 @@ class Checkpoints(LightningCheckpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = [dict(entry) for entry in state_dict["kept"]]
 
-    def _take_over(self, trainer: pl.Trainer) -> None:
-        """Finds out which of the best are there, and puts them and the last into this run's folder if they are not:
+    def _take_over(self, trainer: Trainer) -> None:
+        """Find out which of the best are there, and put them and the last into this run's folder if they are not:
         what the run may not surpass, and what it has if it ends before its first own."""
         if self._loaded is None or trainer.ckpt_path is None:
             return
@@ -327,7 +316,7 @@ class Checkpoints(LightningCheckpoint):
             write_whole(folder.best_score, json.dumps(self.kept[0], indent=1))
 
     def _still_there(self, former: RunFolder, loaded: list[dict[str, Any]], goes_on: bool) -> list[dict[str, object]]:
-        """The best k that a checkpoint knew, as far as their files are there.
+        """Return the best k that a checkpoint knew, as far as their files are there.
 
         Between the checkpoint and the end of the process later ones may have replaced the best. Where the run resumes,
         they are its own: it will come to them again. Elsewhere they are of another course of things. A best that cannot
@@ -356,16 +345,16 @@ class Checkpoints(LightningCheckpoint):
         ]
 
 
-def _io(trainer: pl.Trainer) -> SafeCheckpointIO:
+def _io(trainer: Trainer) -> SafeCheckpointIO:
     return cast(SafeCheckpointIO, trainer.strategy.checkpoint_io)
 
 
-def _writer(trainer: pl.Trainer) -> Writer:
+def _writer(trainer: Trainer) -> Writer:
     return _io(trainer).writer
 
 
 def _count_for(checkpoint: dict[str, Any], world: int) -> None:
-    """Counts the batches of an epoch, in place, as another number of replicas does: so many samples are done, and an
+    """Count the batches of an epoch, in place, as another number of replicas does: so many samples are done, and an
     epoch that was over is over. A global batch is made of the same samples whoever computes it (see
     `deeplightning.data.samplers`)."""
     engine = checkpoint.get("engine") or {}
@@ -379,15 +368,15 @@ def _count_for(checkpoint: dict[str, Any], world: int) -> None:
         counts[name] = ready - (before - count)
 
 
-def _is_validated(trainer: pl.Trainer) -> bool:
-    """Whether a validation follows the batch that is under way."""
+def _is_validated(trainer: Trainer) -> bool:
+    """Return whether a validation follows the batch that is under way."""
     epochs, batches = cast(int, trainer.check_val_every_n_epoch), cast(float, trainer.val_check_batch)
     in_epoch = sum(trainer.num_val_batches) > 0 and (trainer.current_epoch + 1) % epochs == 0
     return in_epoch and trainer.fit_loop.epoch_loop.batch_progress.current.ready % batches == 0
 
 
-def _by_metrics(trainer: pl.Trainer) -> list[tuple[int, Any, float]]:
-    """The schedulers that follow a metric by epochs and are due at the end of this one: number, scheduler, value."""
+def _by_metrics(trainer: Trainer) -> list[tuple[int, Any, float]]:
+    """Return the schedulers that follow a metric by epochs and are due after this one: number, scheduler, value."""
     return [
         (number, config.scheduler, float(trainer.callback_metrics[config.monitor]))
         for number, config in enumerate(trainer.lr_scheduler_configs)
@@ -398,8 +387,8 @@ def _by_metrics(trainer: pl.Trainer) -> list[tuple[int, Any, float]]:
     ]
 
 
-def _drop_early_loader(trainer: pl.Trainer) -> None:
-    """Has Lightning make the training loader again once the checkpoint's position is known.
+def _drop_early_loader(trainer: Trainer) -> None:
+    """Let Lightning make the training loader again once the checkpoint's position is known.
 
     Whoever asks for `estimated_stepping_batches` in `configure_optimizers`, as a schedule with `auto` does, has
     Lightning make loader and iterator before the position is restored: the run would repeat the first epoch's batches

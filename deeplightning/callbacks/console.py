@@ -1,4 +1,4 @@
-"""What a run prints: a table at its start, its progress, its results at the end."""
+"""Print a table at the start of a run, its progress in a bar or in lines, and its results at the end."""
 
 import logging
 import math
@@ -11,13 +11,12 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.warnings import PossibleUserWarning
+from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import EarlyStopping
 
-from deeplightning.callbacks import commands
+from deeplightning.callbacks import describe
 from deeplightning.callbacks.checkpoints import Checkpoints
 from deeplightning.callbacks.describe import samples_behind
-from deeplightning.callbacks.order import OWN
-from deeplightning.callbacks.progress import BEST, Bar, EpochTable, live, rate
 from deeplightning.callbacks.record import Record, Redacting, print_once, rank_shown
 from deeplightning.callbacks.watch import batch_loss, has_loss, samples_in
 from deeplightning.checks.hints import proposals
@@ -29,10 +28,10 @@ from deeplightning.engine.process_group import replicas
 from deeplightning.faults import count
 from deeplightning.own_code import UNIFIED
 from deeplightning.process.identity import own_rank
-from deeplightning.process.terminal import is_interactive, styled, width, wrapped
+from deeplightning.process.terminal import is_interactive, styled, wrapped
 from deeplightning.transfer import Deferred
 from deeplightning.version import __version__
-from deeplightning.words import printable, stage_of
+from deeplightning.words import stage_of
 
 log = logging.getLogger("deeplightning")
 
@@ -101,26 +100,21 @@ def to_terminal(cfg: Config) -> None:
 
 
 def one_line_warnings() -> None:
-    """Shows Python's warnings as one line each, without the place in a library that a user cannot mend."""
+    """Show Python's warnings as one line each, without the place in a library that a user cannot mend."""
     warnings.showwarning = lambda message, *_, **__: log.warning("%s", str(message).strip())
 
 
-class Console(pl.Callback):
-    """Says on rank 0 what is going on; every rank writes its own losses to its log file."""
-
-    after = ("Record",)
-    before = (OWN, "EarlyStopping")  # a line is printed before one of them ends the run
+class Console(Callback):
+    """Say on rank 0 what is going on; every rank writes its own losses to its log file."""
 
     def __init__(self, cfg: Config, record: Record, checkpoints: Checkpoints):
         self.cfg, self.record, self.checkpoints = cfg, record, checkpoints
         how = cfg.logger.progress
-        terminal = is_interactive(sys.stdout)
-        self.bar = how == "bar" or (how == "auto" and terminal)
+        self.bar = how == "bar" or (how == "auto" and is_interactive(sys.stdout))
         self.lines = how == "lines" or (how == "auto" and not self.bar)
         self.monitor = cfg.train.checkpoint.monitor or (cfg.train.early_stop.metric if cfg.train.early_stop else None)
-        first = [name for name in (self.monitor, "val_loss", "train_loss") if name is not None]
-        self._table = EpochTable(cfg.train.num_epochs, first) if self.bar and terminal else None
-        self._live: Any = None
+        self._progress: Any = None  # of rich
+        self._judged: list[str] = []  # the monitored metric, of the last validation
         self._started = self._drawn = self._spoken = self._epoch_started = 0.0
         self._told_first = False
         self._samples = self._batches = 0  # that this process has learned from in the epoch
@@ -132,7 +126,7 @@ class Console(pl.Callback):
 
     # ---- start
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._started = self._epoch_started = self._spoken = time.monotonic()
         if trainer.is_global_zero:
             for name, text in self._summary(trainer, pl_module).items():
@@ -144,13 +138,12 @@ class Console(pl.Callback):
                 _say("hint", notice.text)
         self._began_at = _share_done(trainer, 0) or 0.0
         if self.bar and trainer.is_global_zero:
-            self._bar = Bar(epochs=self.cfg.train.num_epochs)
-            self._live = live(self._bar)
-            self._live.start()
+            self._progress = _bar()
+            self._progress.start()
         if 0 < trainer.fit_loop.epoch_loop.batch_progress.current.ready < trainer.num_training_batches:
             self._epoch = trainer.current_epoch  # resumed inside an epoch, whose start is not printed again
 
-    def _summary(self, trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
+    def _summary(self, trainer: Trainer, module: LightningModule) -> dict[str, str]:
         cfg, engine = self.cfg, self.cfg.engine
         # ZeRO 3 leaves a parameter empty while it is not used, and notes its size.
         sizes_of = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in module.parameters()]
@@ -165,9 +158,8 @@ class Console(pl.Callback):
         length += [f"at most {count(cfg.train.max_steps, 'step')}"] if cfg.train.max_steps is not None else []
         steps, clip = trainer.estimated_stepping_batches, cfg.train.gradient_clip  # the former makes the loader
         loader = trainer.train_dataloader
-        own_size = getattr(loader, "batch_size", None) or getattr(
-            getattr(loader, "batch_sampler", None), "batch_size", None
-        )
+        by_sampler = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+        own_size = getattr(loader, "batch_size", None) or by_sampler
         own_size = own_size if isinstance(own_size, int) else None
         return {
             **({"config": _origin(cfg)} if cfg.written else {}),
@@ -181,24 +173,24 @@ class Console(pl.Callback):
             **({"clipping": f"{clip.algorithm} at {clip.value}"} if clip else {}),
         }
 
-    def _say_where(self, trainer: pl.Trainer) -> None:
-        """Logs where the run's files are, and the page that shows it."""
+    def _say_where(self, trainer: Trainer) -> None:
+        """Log where the run's files are, and the page that shows it."""
         folder, uri = self.record.folder.path, self.cfg.logger.params.get("tracking_uri")
-        _say("run folder", str(folder), [_labelled("run folder", commands.seen_from_here(folder))])
-        if (address := commands.page(trainer.loggers, uri)) is not None:
-            start = commands.monitor(uri)
+        _say("run folder", str(folder), [_labelled("run folder", describe.seen_from_here(folder))])
+        if (address := describe.page(trainer.loggers, uri)) is not None:
+            start = describe.monitor(uri)
             text = f"{start}, then {address}" if start else address
             _say("watch", text, [_labelled("watch", f"{start}, then open"), f"  {address}"] if start else None)
 
     # ---- progress
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_epoch(trainer)
         self._epoch, self._epoch_started = trainer.current_epoch, time.monotonic()
         self._samples, self._batches, self._learning, self._validating, self._validates = 0, 0, 0.0, 0.0, False
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         now = time.monotonic()
         self._samples += samples_in(batch)
@@ -207,7 +199,7 @@ class Console(pl.Callback):
         if not self._told_first and has_loss(outputs):
             self._told_first = True
             log.info("first loss %.4f, %.1f s after the start", self._loss(trainer, outputs), now - self._started)
-        if self._live and now - self._drawn > DRAW_SECONDS:
+        if self._progress and now - self._drawn > DRAW_SECONDS:
             self._drawn = now
             self._draw(trainer, batch_idx + 1, self._loss(trainer, outputs), now)
         elif self.lines and now - self._spoken > LINE_SECONDS:
@@ -215,30 +207,37 @@ class Console(pl.Callback):
             done = f"batch {batch_idx + 1} of {trainer.num_training_batches}"
             log.info("epoch %d, %s: train_loss %.4f", trainer.current_epoch + 1, done, self._loss(trainer, outputs))
 
-    def _draw(self, trainer: pl.Trainer, done: int, loss: float, now: float) -> None:
-        bar, batches = self._bar, trainer.num_training_batches
-        bar.epoch, bar.step = trainer.current_epoch + 1, done
-        bar.steps = int(batches) if batches != float("inf") else None
-        bar.steps_per_second = self._batches / self._learning if self._learning > 0 else 0.0
-        bar.samples_per_second = self._speed(trainer)
-        share = _share_done(trainer, done)
+    def _draw(self, trainer: Trainer, done: int, loss: float, now: float) -> None:
+        batches, share = trainer.num_training_batches, _share_done(trainer, done)
+        shown = [f"loss {loss:.4f}", *self._judged]
         if share is not None and share > self._began_at:
-            bar.left = (now - self._started) * (1 - share) / (share - self._began_at)
-        bar.values["loss"] = loss
-        self._live.refresh()
+            left = (now - self._started) * (1 - share) / (share - self._began_at)
+            shown.insert(0, f"{_duration(left)} left")
+        if (speed := self._speed(trainer)) > 0:
+            shown.append(f"{_rate(speed)} samples/s")
+        if self._learning > 0:
+            shown.append(f"{_rate(self._batches / self._learning)} it/s")
+        self._show(trainer, done, batches, "  ".join(shown))
 
-    def _speed(self, trainer: pl.Trainer) -> float:
-        """Samples a second in this epoch, of all processes; 0: not known."""
+    def _show(self, trainer: Trainer, done: int, batches: float, text: str) -> None:
+        of = f"/{self.cfg.train.num_epochs}" if self.cfg.train.num_epochs else ""
+        (task,) = self._progress.task_ids
+        total = int(batches) if math.isfinite(batches) else None
+        epoch = f"epoch {trainer.current_epoch + 1}{of}"
+        self._progress.update(task, total=total, completed=done, description=epoch, text=text, refresh=True)
+
+    def _speed(self, trainer: Trainer) -> float:
+        """Return the samples a second in this epoch, of all processes; 0: not known."""
         return self._samples * replicas(trainer)[0] / self._learning if self._learning > 0 else 0.0
 
-    def _loss(self, trainer: pl.Trainer, outputs: object) -> float:
-        """The loss to show: of this batch; on a GPU the one of the last time, for which nothing has to wait."""
+    def _loss(self, trainer: Trainer, outputs: object) -> float:
+        """Return the loss to show: of this batch; on a GPU the one of the last time, for which nothing has to wait."""
         now = Deferred(batch_loss(trainer, outputs))
         before, self._shown = self._shown, now
         return (before if before is not None and before.is_late else now).read()[0]
 
-    def _end_epoch(self, trainer: pl.Trainer) -> None:
-        """Reports the last epoch: at the start of the next, when every hook has logged its values."""
+    def _end_epoch(self, trainer: Trainer) -> None:
+        """Report the last epoch: at the start of the next, when every hook has logged its values."""
         if self._epoch is None:
             return
         shown = self._values(trainer)
@@ -249,18 +248,11 @@ class Console(pl.Callback):
         best = self.checkpoints.best
         is_best = best is not None and best["epoch"] == self._epoch
         values = "  ".join(f"{name} {value:.4f}" for name, value in shown.items()) + "  best" * is_best
-        rows = None
-        if self._table is not None and trainer.is_global_zero:
-            rows = self._table.rows(self._epoch + 1, shown, seconds, speed, is_best, width())
-            rows = [printable(row) for row in rows]
-            rows[:-1] = [styled(header, 2, sys.stdout) for header in rows[:-1]]
-            rows[-1] = styled(rows[-1], 32, sys.stdout) if is_best else rows[-1]
-        pace = f", {rate(speed)} samples/s" if speed > 0 else ""
-        text = f"epoch {self._epoch + 1}{of}"
-        log.info("%s  %s  (%.1f s%s)", text, values, seconds, pace, extra={"terminal": rows})
+        pace = f", {_rate(speed)} samples/s" if speed > 0 else ""
+        log.info("epoch %d%s  %s  (%.1f s%s)", self._epoch + 1, of, values, seconds, pace)
         self._epoch, self._spoken = None, time.monotonic()
 
-    def _values(self, trainer: pl.Trainer) -> dict[str, float]:
+    def _values(self, trainer: Trainer) -> dict[str, float]:
         """Return the metrics of an epoch that are shown: those with the name of a stage, the monitored one, and what is
         logged with `prog_bar=True`; all, where these are none. An earlier epoch's validation is no news."""
         known = {name: v for name, v in sorted(trainer.callback_metrics.items()) if v.numel() == 1}
@@ -270,12 +262,9 @@ class Console(pl.Callback):
 
     # ---- end
 
-    def on_train_end(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         self._stop_bar()
         self._end_epoch(trainer)
-        if self._table is not None and self._table.has_best and trainer.is_global_zero:
-            legend = styled(f"{BEST} the best so far, by {printable(str(self.monitor))}", 2, sys.stdout)
-            print(legend, flush=True)  # noqa: T201  (with its style)
         for callback in trainer.callbacks:
             if isinstance(callback, EarlyStopping) and callback.stopped_epoch:
                 log.info(
@@ -289,48 +278,41 @@ class Console(pl.Callback):
             log.info("best       %s %.4f %s", best["metric"], best["value"], where)
         log.info("duration   %s", _duration(time.monotonic() - self._started))
 
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._started:  # Lightning does not even begin
-            log.info(
-                "done       already: %s, %s",
-                *(count(trainer.current_epoch, "epoch"), count(trainer.global_step, "step")),
-            )
+            done = (count(trainer.current_epoch, "epoch"), count(trainer.global_step, "step"))
+            log.info("done       already: %s, %s", *done)
 
-    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._say_results(trainer)
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validated_at = time.monotonic()
-        if self._live:
-            self._bar.validates = True
-            self._bar.step = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-            self._live.refresh()
+        if self._progress:
+            done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+            self._show(trainer, done, trainer.num_training_batches, "validating")
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validating += time.monotonic() - self._validated_at
         self._validates = True
-        if self._live:
-            self._bar.validates = False
-            if self.monitor is not None and (value := trainer.callback_metrics.get(self.monitor)) is not None:
-                self._bar.values[self.monitor] = float(value)
+        if self._progress and (value := trainer.callback_metrics.get(self.monitor or "")) is not None:
+            self._judged = [f"{self.monitor} {float(value):.4f}"]
         if trainer.state.fn == "validate":
             self._say_results(trainer)
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._stop_bar()
-
-    def _say_results(self, trainer: pl.Trainer) -> None:
+    def _say_results(self, trainer: Trainer, *_: object, **__: object) -> None:
         found = {name: float(value) for name, value in sorted(trainer.callback_metrics.items())}
         log.info("results    %s", "  ".join(f"{name} {value:.4f}" for name, value in found.items()))
 
-    def _stop_bar(self) -> None:
-        if self._live:
-            self._live.stop()
-            self._live = None
+    on_test_end = _say_results
+
+    def _stop_bar(self, *_: object, **__: object) -> None:
+        if self._progress:
+            self._progress.stop()
+            self._progress = None
+
+    on_exception = _stop_bar
 
 
 def _say(label: str, text: str, terminal: list[str] | None = None) -> None:
-    """Logs a text behind a label; a terminal shows other lines where these are given."""
+    """Log a text behind a label; a terminal shows other lines where these are given."""
     log.info("%s", _labelled(label, text), extra={"terminal": terminal})
 
 
@@ -339,7 +321,7 @@ def _labelled(label: str, text: str) -> str:
 
 
 def _origin(cfg: Config) -> str:
-    """The config's file, and what the run changes in what that builds on."""
+    """Return the config's file, and what the run changes in what that builds on."""
     names, changed = cfg.written
     shown, settings = [], cfg.public()
     for key in changed:
@@ -356,14 +338,43 @@ def _shorten(text: str) -> str:
     return text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 1]}…"
 
 
-def _share_done(trainer: pl.Trainer, done: int) -> float | None:
-    """The share of training that is done, 0 to 1, after so many batches of the epoch; None: no length is known."""
+def _share_done(trainer: Trainer, done: int) -> float | None:
+    """Return the share of training that is done, 0 to 1, after so many batches of the epoch; None: not known."""
     shares = []
     if trainer.max_epochs and trainer.max_epochs > 0:
         shares.append((trainer.current_epoch + done / max(trainer.num_training_batches, 1)) / trainer.max_epochs)
     if trainer.max_steps > 0:
         shares.append(trainer.global_step / trainer.max_steps)
     return max(shares, default=None)
+
+
+def _bar() -> Any:
+    """Return rich's progress bar with one task, below what else is printed; nothing refreshes it by itself."""
+    from rich.console import Console as Screen
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+    from rich.table import Column
+    from rich.text import Text
+
+    class Numbers(ProgressColumn):
+        """The column that is cut where a terminal is narrow."""
+
+        def render(self, task: Task) -> Text:
+            return Text(task.fields["text"], no_wrap=True, overflow="ellipsis")
+
+    bar = BarColumn(20, table_column=Column(no_wrap=True))
+    batches = MofNCompleteColumn(table_column=Column(no_wrap=True))
+    progress = Progress(
+        *(TextColumn("{task.description}"), bar, batches, Numbers()),
+        console=Screen(file=sys.stdout, highlight=False),
+        auto_refresh=False,
+        transient=True,
+    )
+    progress.add_task("", total=None, text="")
+    return progress
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.{0 if value >= 10 else 2}f}"
 
 
 def _duration(seconds: float) -> str:

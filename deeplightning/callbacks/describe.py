@@ -1,5 +1,4 @@
-"""The description that MLflow shows of a run: what was trained, how good it is, the commands that use it, and the
-confusion matrix."""
+"""Describe a run: its names in a few words, the description that MLflow shows, and commands that a person can paste."""
 
 from __future__ import annotations
 
@@ -12,53 +11,25 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pytorch_lightning as pl
-from lightning_fabric.utilities.data import sized_len
-
-from deeplightning.callbacks.run_labels import data_name, engine_in_words, network_name
-from deeplightning.config.schema import Config
+from deeplightning.config.packages import HOME
+from deeplightning.config.schema import Config, Target
+from deeplightning.engine.plan import world_size
 from deeplightning.faults import count
 from deeplightning.runfolder import RunFolder, start_folder
+from deeplightning.tracking.mlflow_columns import PORT
+from deeplightning.tracking.store import locate
 from deeplightning.words import printable
 
 if TYPE_CHECKING:
-    from deeplightning.callbacks.record import Record
+    from collections.abc import Iterable
+
 
 MAX_PICTURES = 2
 """Pictures that a description shows: the confusion matrix first, else the newest."""
 
 
-class Describe(pl.Callback):
-    """Keeps the description of the run up to date, on rank 0: at its start and after each stage."""
-
-    after = ("Record", "Results")
-
-    def __init__(self, cfg: Config, record: Record):
-        self.cfg, self.record = cfg, record
-        self._learned = ""  # samples and parameters
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.is_global_zero:
-            total = sum(getattr(p, "ds_numel", p.numel()) for p in pl_module.parameters())
-            sets = {"training": trainer.train_dataloader, "validation": trainer.val_dataloaders}
-            sizes = [f"{size:,} {name}" for name, loader in sets.items() if (size := samples_behind(loader))]
-            self._learned = f"{count(total, 'parameter')}" + (f"; {' and '.join(sizes)} samples" if sizes else "")
-            self._tell(trainer)
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # The next call of Lightning ends the run in the tracker: later it would have to be opened again.
-        if trainer.is_global_zero and self.record.opened and stage in ("fit", "validate", "test"):
-            self._tell(trainer)
-
-    def _tell(self, trainer: pl.Trainer) -> None:
-        loggers: list[Any] = trainer.loggers
-        for logger in loggers:
-            if hasattr(logger, "describe"):
-                logger.describe(note(self.cfg, self.record.folder, logger.run_id, self._learned))
-
-
 def note(cfg: Config, folder: RunFolder, run_id: str | None, learned: str = "") -> str:
-    """The description of a run, in Markdown.
+    """Return the description of a run, in Markdown.
 
     Args:
         run_id: of the tracker, which shows the pictures of the run under it.
@@ -82,7 +53,7 @@ def note(cfg: Config, folder: RunFolder, run_id: str | None, learned: str = "") 
 
 
 def _program(here: Path) -> str:
-    """The command as a shell in a folder finds it: by its name where that is on the path, else by where it lies."""
+    """Return the command as a shell in a folder finds it: by its name where that is on the path, else by its place."""
     beside = Path(sys.executable).with_name("deeplightning")
     if shutil.which("deeplightning") or not beside.exists():
         return "deeplightning"
@@ -90,7 +61,7 @@ def _program(here: Path) -> str:
 
 
 def _figures(folder: RunFolder) -> Any:
-    """Pairs of a name and a text."""
+    """Yield pairs of a name and a text."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         best = json.loads(folder.best_score.read_text())
         where = f"after epoch {best['epoch'] + 1} (step {best['step']})"
@@ -107,11 +78,85 @@ def _pictures(folder: RunFolder) -> list[Path]:
 
 
 def _plain(text: str) -> str:
-    """Text that means nothing in Markdown."""
+    """Escape a text for Markdown."""
     return "".join(f"\\{sign}" if sign in "\\`*_[]<>|#" else sign for sign in printable(text))
 
 
 def samples_behind(loaders: Any) -> int:
-    """Samples behind a loader or several."""
+    """Return the number of samples behind a loader or several."""
+    from lightning_fabric.utilities.data import sized_len
+
     several = loaders if isinstance(loaders, list | tuple) else [loaders]
     return sum(sized_len(getattr(loader, "dataset", None)) or 0 for loader in several)
+
+
+def command(verb: str, script: str, *words: str) -> str:
+    """Return a command as one line of a shell, to be typed in the working directory."""
+    file = HOME / script
+    start = f"bash {shlex.quote(seen_from_here(file))}" if file.is_file() else f"deeplightning {verb}"
+    return " ".join([start, *map(shlex.quote, words)])
+
+
+def serve(folder: Path) -> str:
+    """Return the command that answers HTTP from a run."""
+    return command("serve", "deploy.sh", seen_from_here(folder))
+
+
+def monitor(tracking_uri: str | os.PathLike | None) -> str | None:
+    """Return the command that shows a store in the browser, or None for a server, which has pages of its own."""
+    store = locate(tracking_uri)
+    if store.address is not None and store.address.startswith("http"):
+        return None
+    if store == locate("mlruns"):
+        return command("monitor", "monitor.sh")
+    uri = os.fspath(tracking_uri or os.environ["MLFLOW_TRACKING_URI"])
+    return command("monitor", "monitor.sh", "--tracking-uri", uri)
+
+
+def page(loggers: Iterable[Any], tracking_uri: str | os.PathLike | None) -> str | None:
+    """Return the address of a run's page in MLflow; None: it is tracked elsewhere.
+
+    Args:
+        loggers: of the run, which is open.
+        tracking_uri: of its store.
+    """
+    for logger in loggers:
+        if type(logger).__name__ in ("MLflowLogger", "MLFlowLogger"):
+            store = locate(tracking_uri)
+            is_server = store.address is not None and store.address.startswith("http")
+            top = store.shown.rstrip("/") if is_server else f"http://127.0.0.1:{PORT}"
+            experiment = getattr(logger, "experiment_id", None) or logger.name  # Lightning's and ours
+            return f"{top}/#/experiments/{experiment}/runs/{logger.run_id}"
+    return None
+
+
+def seen_from_here(path: Path) -> str:
+    """Return a path, relative to the working directory where it is below it."""
+    return str(path.relative_to(here) if path.is_relative_to(here := start_folder()) else path)
+
+
+def network_name(cfg: Config) -> str:
+    """Return the name of the network of a run: its class or function, or the model's name that a library is given; of
+    several networks, and where the task has its own, the task's class."""
+    network = cfg.model.network
+    if not isinstance(network, Target):
+        return cfg.model.module.type.rpartition(".")[2]
+    name = network.type.rpartition(".")[2]
+    if name in ("create_model", "get_model", "from_pretrained", "load"):
+        given = (network.params.get(key) for key in ("model_name", "name", "pretrained_model_name_or_path", "model"))
+        name = next((Path(text).name for text in given if isinstance(text, str) and text), name)
+    return name
+
+
+def engine_in_words(cfg: Config) -> str:
+    """Describe how a run is spread and in which numbers it computes, for a column: `ddp, 2 GPU, bf16`."""
+    engine, size = cfg.engine, world_size(cfg.engine)
+    device = "CPU" if engine.gpus is None else "GPU"
+    precision = f"fp{engine.precision}" if str(engine.precision).isdecimal() else str(engine.precision)
+    words = (engine.backend, device if size == 1 else f"{size} {device}", precision)
+    return ", ".join(word for word in words if word)
+
+
+def data_name(cfg: Config) -> str:
+    """Return the name of a run's data: `data.dataset`, else the class of the data module."""
+    return str(cfg.data.dataset or cfg.data.module.type.rpartition(".")[2])

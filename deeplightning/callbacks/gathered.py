@@ -1,13 +1,14 @@
-"""Keep in checkpoints what a task has gathered and not yet used: metrics of an epoch, gradients of a step."""
+"""Keep in checkpoints what Lightning 2.6 drops when it resumes inside an epoch: metrics since its start, and gradients
+that no step has used."""
 
 import logging
 from typing import TYPE_CHECKING, Any
 
-import pytorch_lightning as pl
 import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
+from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 
-from deeplightning.callbacks.order import OWN
 from deeplightning.engine.process_group import replicas
 from deeplightning.engine.sharded import Sharded
 from deeplightning.private.lightning import add_to_logged_means, logged_means
@@ -17,30 +18,28 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("deeplightning")
 
-KEY, GRADIENTS = "gathered", "gradients"
-"""Of a checkpoint from inside an epoch: {"metrics": states by the module's name, "logged": values of `self.log`}; of
-one between the steps of an optimizer: its gradients by the parameter's name."""
+GRADIENTS = "gradients"
+"""The key of a checkpoint from between the steps of an optimizer: its gradients by the parameter's name."""
 
 
-class Gathered(pl.Callback):
-    """Keeps in each checkpoint from inside an epoch the states of the task's torchmetrics objects, over all processes,
+class Gathered(Callback):
+    """Keep in each checkpoint from inside an epoch the states of the task's torchmetrics objects, over all processes,
     and what Lightning has added up of `self.log(on_epoch=True)`.
 
     States that a validation updates are left out: a resumed run repeats the validation that was under way.
     """
 
-    before = (OWN,)
-
     def __init__(self) -> None:
+        self._trainer: Trainer | None = None
         self._counts: dict[str, int] = {}  # updates of each metric when the validation began that is under way
         self._judging: set[str] = set()  # metrics that validations update
         self._saved: dict[str, Any] = {}
         self._logged: dict[str, Any] = {}  # of the checkpoint, until the task logs it again
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._counts = {name: metric.update_count for name, metric in _metrics(pl_module).items()}
 
-    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for name, metric in _metrics(pl_module).items():
             if self._counts.get(name, metric.update_count) != metric.update_count:
                 self._judging.add(name)
@@ -48,27 +47,24 @@ class Gathered(pl.Callback):
     def on_validation_end(self, *_: object) -> None:
         self._counts = {}
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        epoch: Any = trainer.fit_loop.epoch_progress.current
-        if epoch.processed == epoch.ready:
-            return
-        found = {n: m for n, m in _metrics(pl_module).items() if m.update_called and n not in self._judging}
-        found = {
-            n: metric for n, metric in found.items() if self._counts.get(n, metric.update_count) == metric.update_count
-        }
-        logged = logged_means(trainer)
-        for name, value in self._logged.items():  # a run that ends before the task logs it again
-            logged.setdefault(name, value)
-        checkpoint[KEY] = {"metrics": {name: _state_of(metric) for name, metric in found.items()}, "logged": logged}
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._trainer = trainer
 
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        self._saved = checkpoint.get(KEY, {}) if trainer.state.fn == "fit" else {}
+    def state_dict(self) -> dict[str, Any]:
+        """Return {"metrics": states by the module's name, "logged": values of `self.log`}; between epochs nothing."""
+        epoch: Any = self._trainer and self._trainer.fit_loop.epoch_progress.current
+        if self._trainer is None or epoch.processed == epoch.ready:
+            return {}
+        metrics = _metrics(self._trainer.lightning_module)
+        found = {n: m for n, m in metrics.items() if m.update_called and n not in self._judging}
+        found = {n: m for n, m in found.items() if self._counts.get(n, m.update_count) == m.update_count}
+        logged = self._logged | logged_means(self._trainer)  # the former of a run that ends before the task logs again
+        return {"metrics": {name: _state_of(metric) for name, metric in found.items()}, "logged": logged}
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict if self._trainer is not None and self._trainer.state.fn == "fit" else {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         saved, self._saved = self._saved, {}
         if not saved or replicas(trainer)[1] != 0:  # of a tensor-parallel group all processes count the same samples
             return
@@ -76,23 +72,21 @@ class Gathered(pl.Callback):
             _restore(metric, saved.get("metrics", {}).get(name, {}))
         self._logged = dict(saved.get("logged", {}))
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
         if self._logged:
             add_to_logged_means(trainer, self._logged)
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._logged = {}
 
 
-class PendingGradients(pl.Callback):
-    """Keeps in each checkpoint the gradients that no optimizer step has used yet, of a task that steps its optimizers
+class PendingGradients(Callback):
+    """Keep in each checkpoint the gradients that no optimizer step has used yet, of a task that steps its optimizers
     itself.
 
     Where an optimizer steps at each second batch, a run that resumes in between would lose the first batch's gradients.
     Engines that shard parameters do not keep them, and the run says so.
     """
-
-    before = (OWN,)
 
     def __init__(self) -> None:
         self._pending: set[torch.Tensor] = set()
@@ -101,12 +95,10 @@ class PendingGradients(pl.Callback):
         self._saved: dict[str, torch.Tensor] = {}
         self._is_warned = False
 
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._saved = checkpoint.get(GRADIENTS, {}) if trainer.state.fn == "fit" else {}
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         saved, self._saved = self._saved, {}
         for name, parameter in pl_module.named_parameters():
             if name in saved:
@@ -114,10 +106,10 @@ class PendingGradients(pl.Callback):
                 self._pending.add(parameter)
         self._watch(pl_module)
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._watch(pl_module)
 
-    def _watch(self, task: pl.LightningModule) -> None:
+    def _watch(self, task: LightningModule) -> None:
         """Have each parameter that learns tell when it gets a gradient; some begin to learn after an epoch."""
         if task.automatic_optimization:
             return
@@ -126,15 +118,11 @@ class PendingGradients(pl.Callback):
                 self._watched.add(parameter)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._pending.add))
 
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if self._pending:
             self._pending.difference_update(*(group["params"] for group in optimizer.param_groups))
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if not self._pending:
             return
         named = {name: p.grad for name, p in pl_module.named_parameters() if p in self._pending and p.grad is not None}
@@ -148,14 +136,14 @@ class PendingGradients(pl.Callback):
                 *(next(iter(named)), type(trainer.strategy).__name__),
             )
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._watched, self._pending = [], set(), set()
 
 
-def _metrics(task: pl.LightningModule) -> dict[str, Metric]:
-    """The torchmetrics objects of a task by their names."""
+def _metrics(task: LightningModule) -> dict[str, Metric]:
+    """Return the torchmetrics objects of a task by their names."""
     modules = dict(task.named_modules())
     for module in modules.values():
         if isinstance(module, MetricCollection):
@@ -164,7 +152,7 @@ def _metrics(task: pl.LightningModule) -> dict[str, Metric]:
 
 
 def _state_of(metric: Metric) -> dict[str, object]:
-    """What a metric has counted over all processes; asked on each."""
+    """Return what a metric has counted over all processes; call it on each."""
     with metric.sync_context(should_sync=torch.distributed.is_available() and torch.distributed.is_initialized()):
         return {name: [*v] if isinstance(v, list) else v.clone() for name, v in metric.metric_state.items()}
 

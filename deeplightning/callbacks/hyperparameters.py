@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
+from pytorch_lightning import Trainer
 
 from deeplightning.private.lightning import set_logged_hyperparameters
 
@@ -20,13 +20,13 @@ log = logging.getLogger("deeplightning")
 _LEFT_OUT: Any = object()
 
 
-def log_plain_values(trainer: pl.Trainer, redact: Callable[[str], str]) -> None:
+def log_plain_values(trainer: Trainer, redact: Callable[[str], str]) -> None:
     """Have Lightning log the plain values among the hyperparameters, without secrets; before it logs them."""
     for module in _modules(trainer):
         set_logged_hyperparameters(module, _plain_items(module.hparams_initial, redact))
 
 
-def save_plain_values(trainer: pl.Trainer, checkpoint: dict[str, Any], redact: Callable[[str], str]) -> None:
+def save_plain_values(trainer: Trainer, checkpoint: dict[str, Any], redact: Callable[[str], str]) -> None:
     """Leave the plain values among the hyperparameters in a checkpoint, without secrets."""
     for module in _modules(trainer):
         key, kind = module.CHECKPOINT_HYPER_PARAMS_KEY, module.CHECKPOINT_HYPER_PARAMS_TYPE
@@ -35,7 +35,7 @@ def save_plain_values(trainer: pl.Trainer, checkpoint: dict[str, Any], redact: C
             checkpoint[kind] = "AttributeDict"  # which Lightning makes of a text
 
 
-def say_left_out(trainer: pl.Trainer) -> None:
+def say_left_out(trainer: Trainer) -> None:
     """Log which hyperparameters a checkpoint does not hold."""
     for module in _modules(trainer):
         if absent := sorted(module.hparams.keys() - _plain_items(module.hparams, str)):
@@ -45,7 +45,7 @@ def say_left_out(trainer: pl.Trainer) -> None:
             )
 
 
-def _modules(trainer: pl.Trainer) -> list[Any]:
+def _modules(trainer: Trainer) -> list[Any]:
     """Return the modules of a run that have saved hyperparameters."""
     modules = (trainer.lightning_module, getattr(trainer, "datamodule", None))
     return [module for module in modules if module is not None and module.hparams]

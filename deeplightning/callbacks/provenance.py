@@ -1,7 +1,7 @@
-"""What a run keeps so that it can be made again: the code that it was made by, the digest of its data, its metrics.
+"""Keep what makes a run reproducible: its code, the digest of its data, its metrics.
 
-All of it on rank 0, beside the run: nothing here can make it fail, and what takes long, hashing the data, happens in a
-thread of low priority while the network learns.
+All of it happens on rank 0, and no failure here ends the run. A thread of low priority hashes the data while the
+network learns.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deeplightning.address import is_address, shown
-from deeplightning.callbacks.run_labels import data_name
+from deeplightning.callbacks.describe import data_name
 from deeplightning.checks.trust import note_own
 from deeplightning.config.schema import Config
 from deeplightning.config.secret_scan import BLOT
@@ -39,7 +39,7 @@ PATIENCE = 10.0
 
 
 class Origin:
-    """Keeps what a run comes from.
+    """Keep what a run comes from.
 
     Args:
         cfg: the settled config.
@@ -60,7 +60,7 @@ class Origin:
         self._has_ended = False
 
     def begin(self, data: "pl.LightningDataModule | None", began_from: Path | None) -> None:
-        """Keeps the code as it is now, and begins to hash the data.
+        """Keep the code as it is now, and begin to hash the data.
 
         Args:
             data: the data module; None: the run has none.
@@ -87,7 +87,7 @@ class Origin:
             log.warning("code       what the run is made of cannot be kept: %s", error)
 
     def end(self, was_interrupted: bool) -> None:
-        """Keeps what is known only now: modules that were imported late, the digest of the data, the metrics.
+        """Keep what is known only now: modules that were imported late, the digest of the data, the metrics.
 
         Args:
             was_interrupted: somebody waits for the process to end.
@@ -95,26 +95,23 @@ class Origin:
         if self._has_ended:
             return
         self._has_ended = True
-        with permissions_of(self.folder.path):
-            self._end(was_interrupted)
-
-    def _end(self, was_interrupted: bool) -> None:
         if self._digesting is not None:
             self._digesting.join(0 if was_interrupted else PATIENCE)
             self._enough.set()
             self._digesting.join()
-        if self._code is not None:
-            with _or_warned(self.folder.code):
-                code = collect(self._redact, self._code)
-                code.packages = versions_of(code.imported)
-                code.program |= self._program
-                code.changed = self._changed
-                self._keep_code(code)
-        with _or_warned(self.folder.series):
-            self._keep_metrics()
+        with permissions_of(self.folder.path):
+            if self._code is not None:
+                with _or_warned(self.folder.code):
+                    code = collect(self._redact, self._code)
+                    code.packages = versions_of(code.imported)
+                    code.program |= self._program
+                    code.changed = self._changed
+                    self._keep_code(code)
+            with _or_warned(self.folder.series):
+                self._keep_metrics()
 
     def _redact(self, text: str) -> str:
-        """Without the values of the environment, but for those that are too short to be a secret and would be found all
+        """Remove the values of the environment, except those that are too short to be a secret and would be found all
         over some code. Only plain ones are put back when the run is made again."""
         return redact(text, self._values, BLOT)
 
@@ -129,7 +126,7 @@ class Origin:
         self._stored = packed
 
     def _data_files(self, data: "pl.LightningDataModule | None", began_from: Path | None) -> list[Path]:
-        """The files and folders whose digest is kept; weights that the run began with are data too."""
+        """Return the files and folders whose digest is kept; weights that the run began with are data too."""
         cfg = self.cfg
         paths = paths_of(data, self._root(data), cfg.data.module.params)
         for name in (began_from, cfg.model.init_from):
@@ -138,7 +135,7 @@ class Origin:
         return paths
 
     def _root(self, data: "pl.LightningDataModule | None") -> str | None:
-        """The folder of `data.root`; of an address, that of the copy that the data module reads."""
+        """Return the folder of `data.root`; of an address, that of the copy that the data module reads."""
         root: str | None = self.cfg.data.root
         if root is None or not is_address(root):
             return root
@@ -176,7 +173,7 @@ class Origin:
     def _tell(
         self, files: Mapping[str, list[Any]], arrays: Mapping[str, list[Any]], address: str | None = None
     ) -> None:
-        """Describes the data for the tracker, if anything is known of them."""
+        """Describe the data for the tracker, if anything is known of them."""
         listed = files or arrays
         if not listed:
             return
@@ -195,7 +192,7 @@ class Origin:
         self.tell(Dataset(data_name(self.cfg), digest, kind, self._redact(json.dumps(source)), json.dumps(size)))
 
     def _keep_metrics(self) -> None:
-        """Where the store is on this machine, so that a copied folder tells all; else the store is asked."""
+        """Write the metrics if the store is on this machine, so that a copied folder has them."""
         store = locate(self.cfg.logger.params.get("tracking_uri"))
         if store.database is None or self.folder.path.name != "artifacts":
             return
@@ -206,7 +203,7 @@ class Origin:
 
 @contextlib.contextmanager
 def _or_warned(path: Path) -> Iterator[None]:
-    """A file of the run that cannot be written costs the run that file alone."""
+    """Warn instead of ending the run if a file cannot be written."""
     try:
         yield
     except Exception as error:
@@ -214,7 +211,7 @@ def _or_warned(path: Path) -> Iterator[None]:
 
 
 def keep_out(cfg: Config, code: Code | None = None) -> None:
-    """Has messages show none of the secrets that are written in the code of this process.
+    """Remove the secrets that are written in the code of this process from later messages.
 
     Args:
         code: this code; None: it is read.
@@ -225,5 +222,5 @@ def keep_out(cfg: Config, code: Code | None = None) -> None:
 
 
 def is_worth_hiding(value: str) -> bool:
-    """Whether a value of the environment may be a secret: not a short word, and not a small number."""
+    """Return whether a value of the environment may be a secret: not a short word, and not a small number."""
     return len(value) >= (6 if value.isdecimal() else 4)

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import platform
-import re
 import shutil
 import sys
 import time
@@ -18,12 +17,12 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.loggers import Logger
 
+from deeplightning.callbacks.describe import data_name, engine_in_words, network_name
 from deeplightning.callbacks.hyperparameters import log_plain_values, save_plain_values, say_left_out
-from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.provenance import Origin, keep_out
-from deeplightning.callbacks.run_labels import data_name, engine_in_words, network_name
 from deeplightning.checks.trust import note_own
 from deeplightning.config.schema import Config
 from deeplightning.config.source import text_of
@@ -39,7 +38,7 @@ from deeplightning.process.identity import own_rank
 from deeplightning.process.logs import Printable
 from deeplightning.process.streams import Interrupted, say_losses
 from deeplightning.process.terminal import LAYOUT, say
-from deeplightning.runfolder import UMASK, FolderLock, RunFolder, make_private, umask_of, write_whole
+from deeplightning.runfolder import UMASK, FolderLock, RunFolder, make_private, read_object, umask_of, write_whole
 from deeplightning.tracking.build import end, go_on, open_runs, point_at, publish, run_folder
 from deeplightning.tracking.environment import REPRODUCES, describe, git_diff
 from deeplightning.tracking.metric_names import DATA, ENGINE, NETWORK
@@ -90,7 +89,7 @@ class Resumption:
         return f"{self.checkpoint.name} of {stat.st_size} bytes, written at {stat.st_mtime_ns} ns"
 
     def say(self) -> None:
-        """Logs what there is to say."""
+        """Log the notes."""
         for note in self.notes:
             log.info("%s", note)
         if self.kept:
@@ -104,8 +103,8 @@ class Resumption:
             log.warning("This run will not end bit for bit like an uninterrupted one: %s", self.inexact)
 
 
-class Record(pl.Callback):
-    """Opens the run when everything is built and data and network are known to fit, on rank 0; other callbacks ask it
+class Record(Callback):
+    """Open the run when everything is built and data and network are known to fit, on rank 0; other callbacks ask it
     for the run's folder. Where training resumes, the run opens after all of the checkpoint is restored.
 
     Args:
@@ -118,8 +117,6 @@ class Record(pl.Callback):
         resumption: what the launch resumes from; to be set before the run opens. None: nobody asked.
         has_learned: whether training has begun; it does not where a finished run is resumed.
     """
-
-    before = (OWN, "EarlyStopping")  # they find an open run
 
     def __init__(self, cfg: Config, loggers: list[Logger], fallback: Path):
         self.cfg, self.loggers, self.fallback = cfg, loggers, fallback
@@ -135,7 +132,7 @@ class Record(pl.Callback):
 
     @property
     def folder(self) -> RunFolder:
-        """The run's folder, on every rank; there once a stage has started."""
+        """Return the run's folder, on every rank; there once a stage has started."""
         assert self._folder is not None, "asked for the run folder before a stage has started"
         return self._folder
 
@@ -143,7 +140,7 @@ class Record(pl.Callback):
     def opened(self) -> bool:
         return self._folder is not None
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         log_plain_values(trainer, self.cfg.redact)
         data: object = getattr(trainer, "datamodule", None)
         if hasattr(data, "check_stages"):  # a stage that cannot run must not fail after hours of training
@@ -154,21 +151,10 @@ class Record(pl.Callback):
         self._point(trainer)  # the run opens when its checkpoint is restored: a refusal changes no run
         self._expect_user_calls(trainer)
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.open(trainer)
-
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.open(trainer)
-
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.open(trainer)
-
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._has_arrived, self._frozen = True, checkpoint.get("frozen")
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.ckpt_path is not None and not self._has_arrived:  # Lightning 2.6 asks no callback then
             raise CheckpointError(
                 f"{trainer.ckpt_path}: damaged: `callbacks` is missing; resume from another checkpoint"
@@ -190,9 +176,9 @@ class Record(pl.Callback):
                 err=True,
             )
 
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Where nothing was left to learn, Lightning 2.6 leaves the counters as they were in the hook that saved them:
-        later stages would count their points from there."""
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Correct Lightning 2.6's counters where nothing was left to learn: they are those of the hook that saved them,
+        and later stages would count their points from there."""
         self.open(trainer)
         if self.has_learned:
             return
@@ -201,8 +187,8 @@ class Record(pl.Callback):
         batches = loop.epoch_loop.batch_progress.total
         add_logged_steps(trainer, batches.processed - batches.completed)
 
-    def open(self, trainer: pl.Trainer) -> None:
-        """Starts the run, unless it is open, and writes what is known at its start."""
+    def open(self, trainer: Trainer, *_: object, **__: object) -> None:
+        """Start the run, unless it is open, and write what is known at its start."""
         if self._folder is not None:
             self._restrict()
             return
@@ -250,12 +236,14 @@ class Record(pl.Callback):
         self._origin.begin(getattr(trainer, "datamodule", None), began_from)
         resumption.say()
 
-    def _point(self, trainer: pl.Trainer) -> None:
+    on_validation_start = on_test_start = on_predict_start = open
+
+    def _point(self, trainer: Trainer) -> None:
         """Hand the loggers to the trainer; they open their runs at the first use."""
         trainer.loggers = self.loggers
         self._prepare_loggers(trainer)
 
-    def _prepare_loggers(self, trainer: pl.Trainer) -> None:
+    def _prepare_loggers(self, trainer: Trainer) -> None:
         """Tell the loggers, before their first use, the run to continue and the name of a new one."""
         for logger in self.loggers:
             if hasattr(logger, "suggest_name"):
@@ -263,14 +251,14 @@ class Record(pl.Callback):
         if trainer.is_global_zero and self.resumption is not None and self.resumption.run_id is not None:
             point_at(self.loggers, self.resumption.run_id, self.resumption.owed)
 
-    def prepare_autolog(self, trainer: pl.Trainer) -> None:
+    def prepare_autolog(self, trainer: Trainer) -> None:
         """Have MLflow's autolog use this run: it asks for the active one before training starts."""
         if trainer.is_global_zero and autologs() and not self._expect_user_calls(trainer):
             self._prepare_loggers(trainer)
             if (tracked := run_of(self.loggers)) is not None:
                 self._user_calls.begin(tracked)
 
-    def _expect_user_calls(self, trainer: pl.Trainer) -> bool:
+    def _expect_user_calls(self, trainer: Trainer) -> bool:
         """Direct calls of MLflow's functions to the run that training continues; return whether there is one."""
         run_id = self.resumption.run_id if self.resumption is not None else None
         if run_id is None or not hasattr(self.loggers[0], "tracking_uri"):
@@ -279,21 +267,20 @@ class Record(pl.Callback):
         return True
 
     def _restrict(self) -> None:
-        """What this process makes from now on has the permissions of the run's folder."""
+        """Give what this process makes from now on the permissions of the run's folder."""
         before, self._umask = self._umask, UMASK.ask(umask_of(self.folder.path))
         if before is not None:
             UMASK.give_back(before)
 
-    def _unrestrict(self) -> None:
-        """Restores what the user has set."""
+    def _unrestrict(self, *_: object, **__: object) -> None:
+        """Restore what the user has set."""
         if self._umask is not None:
             UMASK.give_back(self._umask)
             self._umask = None
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._unrestrict()
+    teardown = _unrestrict
 
-    def _agreed(self, trainer: pl.Trainer, folder: str, tracked: TrackedRun | None) -> tuple[str, TrackedRun | None]:
+    def _agreed(self, trainer: Trainer, folder: str, tracked: TrackedRun | None) -> tuple[str, TrackedRun | None]:
         """Return the folder and the tracker's run that rank 0 has found, on every rank.
 
         Raises:
@@ -312,20 +299,20 @@ class Record(pl.Callback):
         return folder, run
 
     def _describe(self, environment: dict[str, object], diff: str | None) -> None:
-        """Records what is known at the start of the run; a continued run keeps what was recorded before."""
+        """Record what is known at the start of the run; a continued run keeps what was recorded before."""
         folder, continued = self.folder, self.resumption is not None and self.resumption.run_id is not None
         settings = self._settings(folder)
         for number, logger in enumerate(self.loggers):
             if not hasattr(logger, "go_on"):  # before the files: some loggers warn of a folder that is not empty
                 self._tell(logger, settings, environment, is_new=not continued or number > 0)
-        written = folder.config.read_text() if folder.config.exists() else None
-        is_other = written is None or _but_stages(written) != _but_stages(dump(settings))
+        any_stages = {"stages": None}  # they may differ from launch to launch
+        is_other = dump(_read(folder.config) | any_stages) != dump(settings | any_stages)
         if is_other:
             _replace(folder, folder.config, dump(settings))
         note_own(folder.config)
         if self.cfg.asked and _read(folder.asked) != (asked := _nested(self.cfg.asked)):
             _replace(folder, folder.asked, dump(asked))
-        former = json.loads(folder.environment.read_text()) if folder.environment.exists() else {}
+        former = read_object(folder.environment)
         fleeting = {name: environment[name] for name in ("started", "command", "launch")}
         if former | fleeting != environment:
             _replace(folder, folder.environment, json.dumps(environment, indent=1))
@@ -341,7 +328,7 @@ class Record(pl.Callback):
             _replace(folder, folder.git_diff, diff)
 
     def _tell(self, logger: Any, settings: dict[str, object], environment: dict[str, object], is_new: bool) -> None:
-        """Says the settings to a tracker, and what the run is about. MLflow refuses other settings than the first."""
+        """Log the settings to a tracker, and tags of the run. MLflow refuses other settings than the first."""
         if is_new:
             logger.log_hyperparams(settings)
         if hasattr(logger, "log_tags"):
@@ -354,7 +341,7 @@ class Record(pl.Callback):
             logger.log_tags(_tags(environment) | about | asked | over | fast | fetched)
 
     def _settings(self, folder: RunFolder) -> dict[str, object]:
-        """The config as it may be run again: it names the checkpoint that the run began from, and no other."""
+        """Return the config as it may be run again: it names the checkpoint that the run began from, and no other."""
         settings = self.cfg.public()
         if self.resumption is not None:
             of = self.resumption.checkpoint
@@ -382,7 +369,7 @@ class Record(pl.Callback):
                 logger.log_dataset(dataset)
 
     def log_model(self, kind: str) -> None:
-        """Has the trackers list the MLflow model of the run, if there is one; to be called on rank 0.
+        """Let the trackers list the MLflow model of the run, if there is one; to be called on rank 0.
 
         Args:
             kind: of the task.
@@ -392,17 +379,17 @@ class Record(pl.Callback):
                 logger.log_model(self.folder.model, f"{network_name(self.cfg)}-{data_name(self.cfg)}", kind)
 
     def settle(self) -> None:
-        """Keeps what is known when all stages are done, metrics among it; to be called on rank 0."""
+        """Keep what is known when all stages are done, metrics among it; to be called on rank 0."""
         if self._origin is not None:
             self._origin.end(self._stopped)
 
     def publish(self) -> None:
-        """Hands the run's files to trackers on other machines; to be called on rank 0 when all stages are done."""
+        """Hand the run's files to trackers on other machines; to be called on rank 0 when all stages are done."""
         self.settle()
         if self._folder is not None:
             publish(self.loggers, self._folder.path)
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         with contextlib.suppress(RuntimeError):  # a GPU that has failed gives nothing back
             _log_pending(pl_module)
         self.fail(exception)
@@ -422,13 +409,11 @@ class Record(pl.Callback):
         # Each time: Lightning says `failed` to its own loggers in between, of a killed run as well.
         end(self.loggers, "killed" if stopped else "failed", reason)
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, object]
-    ) -> None:
-        """What a checkpoint holds beside weights, states and counters, in plain types.
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]) -> None:
+        """Add what a checkpoint holds beside weights, states and counters, in plain types.
 
         Random numbers and the position in the data are functions of seed, epoch, batch and rank (see
-        `deeplightning.callbacks.steps.Seeds` and `deeplightning.data.samplers`): the config's seed and Lightning's
+        `deeplightning.callbacks.random_state` and `deeplightning.data.samplers`): the config's seed and Lightning's
         counters are their whole state, on every rank.
         """
         _log_pending(pl_module)
@@ -444,14 +429,14 @@ class Record(pl.Callback):
         checkpoint["frozen"] = _frozen(pl_module)
 
 
-def _frozen(task: pl.LightningModule) -> list[str]:
+def _frozen(task: LightningModule) -> list[str]:
     """Return the parameters that do not learn, and the batch norms whose statistics a fine-tuning callback has
     stopped."""
     untracked = [n for n, m in task.named_modules() if getattr(m, "track_running_stats", None) is False]
     return [name for name, parameter in task.named_parameters() if not parameter.requires_grad] + untracked
 
 
-def _freeze_again(task: pl.LightningModule, frozen: Iterable[object]) -> None:
+def _freeze_again(task: LightningModule, frozen: Iterable[object]) -> None:
     """Restore what `_frozen` returned, since callbacks that freeze parameters have frozen them again in `setup`."""
     frozen = {name for name in frozen if isinstance(name, str)}
     for name, parameter in task.named_parameters():
@@ -462,14 +447,14 @@ def _freeze_again(task: pl.LightningModule, frozen: Iterable[object]) -> None:
             module.track_running_stats = name not in frozen
 
 
-def _log_pending(task: pl.LightningModule) -> None:
-    """Has a task log the points that it has put off: on a GPU those of the last logged step."""
+def _log_pending(task: LightningModule) -> None:
+    """Let a task log the points that it has put off: on a GPU those of the last logged step."""
     if callable(log_pending := getattr(task, "log_pending", None)):
         log_pending()
 
 
 def engine_of(cfg: Config) -> dict[str, object]:
-    """What of the engine decides in which order numbers are added, and how they are rounded."""
+    """Return what of the engine decides in which order numbers are added, and how they are rounded."""
     engine = cfg.engine
     return {
         "backend": engine.backend,
@@ -481,7 +466,7 @@ def engine_of(cfg: Config) -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    """The versions of what computes."""
+    """Return the versions of what computes."""
     return {
         "deeplightning": __version__,
         "torch": str(torch.__version__),  # its own kind of text otherwise
@@ -490,20 +475,20 @@ def versions() -> dict[str, str]:
     }
 
 
-def between_steps(trainer: pl.Trainer) -> bool:
-    """Whether, at the end of a batch and behind it, no gradients wait for their optimizer step."""
+def between_steps(trainer: Trainer) -> bool:
+    """Return whether, at the end of a batch and behind it, no gradients wait for their optimizer step."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     return epoch_is_over(trainer) or progress.current.ready % trainer.accumulate_grad_batches == 0
 
 
-def epoch_is_over(trainer: pl.Trainer) -> bool:
-    """Whether the batch that is under way, or was the last one, is the last of its epoch."""
+def epoch_is_over(trainer: Trainer) -> bool:
+    """Return whether the batch that is under way, or was the last one, is the last of its epoch."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     return bool(progress.is_last_batch or progress.current.ready >= trainer.num_training_batches)
 
 
 def _due(trainer: Any) -> list[tuple[str, float, int, int]]:
-    """The points that Lightning 2.6 is about to log: it does so only behind the hooks in which checkpoints are saved.
+    """Return the points that Lightning 2.6 is about to log: it does so only behind the hooks that save checkpoints.
 
     To be called on every rank: means over an epoch are taken together.
     """
@@ -523,7 +508,7 @@ def _due(trainer: Any) -> list[tuple[str, float, int, int]]:
 
 
 def _replace(folder: RunFolder, path: Path, text: str) -> None:
-    """Writes a file of the run; one that is there is kept beside."""
+    """Write a file of the run; keep one that is there beside it."""
     if path.exists():
         shutil.copyfile(path, folder.former(path))
     write_whole(path, text)
@@ -538,7 +523,7 @@ def _read(config: Path) -> dict[str, Any]:
 
 
 def _nested(values: Mapping[str, object]) -> dict[str, Any]:
-    """Values by dotted keys as a config has them."""
+    """Return values by dotted keys as a config has them."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         section, _, name = key.partition(".")
@@ -546,13 +531,8 @@ def _nested(values: Mapping[str, object]) -> dict[str, Any]:
     return found
 
 
-def _but_stages(text: str) -> str:
-    """The text of a saved config without its stages, which may differ from launch to launch."""
-    return re.sub(r"^stages:.*\n([ -].*\n)*", "", text, flags=re.MULTILINE)
-
-
 def _tags(environment: Mapping[str, Any]) -> dict[str, str]:
-    """What of the environment one wants to search runs by."""
+    """Return what of the environment one wants to search runs by."""
     git = environment.get("git") or {}
     found = {
         "git_commit": git.get("commit"),
@@ -567,7 +547,7 @@ def _tags(environment: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _log_to_file(path: Path, cfg: Config) -> None:
-    """What any logger says, from INFO on, goes to a file as well; a second launch appends."""
+    """Write what any logger says, from INFO on, to a file as well; a second launch appends."""
     root = logging.getLogger()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -610,7 +590,7 @@ class _Others(logging.StreamHandler[Any]):
 
 
 def rank_shown(cfg: Config) -> str:
-    """What a line on the terminal begins with where several processes report there."""
+    """Return what a line on the terminal begins with where several processes report there."""
     return f"[rank {own_rank()}] " if len(cfg.logger.ranks) > 1 else ""
 
 
@@ -633,7 +613,7 @@ _format: logging.Formatter | None = None
 
 
 def keep_format() -> None:
-    """Has terminal and rank files keep the format that `engine.setup_hook` has given a handler of ours, of the logger
+    """Let terminal and rank files keep the format that `engine.setup_hook` has given a handler of ours, of the logger
     `deeplightning`; they are made anew later."""
     global _format
     ours = [h for h in log.handlers if isinstance(h, logging.NullHandler) or type(h).__module__.startswith(__package__)]
@@ -641,7 +621,7 @@ def keep_format() -> None:
 
 
 class Redacting(Printable):
-    """Writes log lines without the values that came from the environment; in another format, if a hook has set one."""
+    """Write log lines without the values that came from the environment; in another format, if a hook has set one."""
 
     def __init__(self, cfg: Config | None, pattern: str):
         super().__init__(pattern)

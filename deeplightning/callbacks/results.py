@@ -1,4 +1,5 @@
-"""What validate, test and predict leave: metrics as JSON, a row per sample as CSV, and the pictures of a validation."""
+"""Write what the stages leave: metrics as JSON, a row per sample as CSV, pictures of a validation, the description in
+the tracker, histograms of weights and gradients, and the operations of a training step."""
 
 import base64
 import csv
@@ -9,14 +10,19 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
+from torch.optim import Optimizer
+from torch.utils.flop_counter import FlopCounterMode
 
+from deeplightning.callbacks.describe import note, samples_behind
 from deeplightning.callbacks.record import Record
-from deeplightning.config.schema import Pictures
+from deeplightning.config.schema import Config, Pictures
 from deeplightning.engine.process_group import replicas
+from deeplightning.faults import count
 from deeplightning.figures.style import Drawing, save
 from deeplightning.runfolder import whole, write_whole
+from deeplightning.tracking.picture import histogram, histogram_figure
 from deeplightning.words import first_line
 
 if TYPE_CHECKING:
@@ -37,8 +43,8 @@ LONGEST = 2000
 """Characters of a text that is kept with an answer."""
 
 
-class Results(pl.Callback):
-    """Writes `<stage>_results.json` and the predictions of validate, test and predict.
+class Results(Callback):
+    """Write `<stage>_results.json` and the predictions of validate, test and predict.
 
     A step that returns a mapping of columns (tensors of shape (B,) or lists of B texts), `index` among them, gives a
     row per sample; rows of all processes are put in data order.
@@ -48,32 +54,17 @@ class Results(pl.Callback):
         self.record = record
         self._rows: list[dict[str, Any]] = []
 
-    def _collect(self, trainer: pl.Trainer, outputs: object) -> None:
+    def _collect(self, trainer: Trainer, pl_module: object, outputs: object, *_: object) -> None:
         if trainer.state.fn == "fit" or not isinstance(outputs, dict) or "index" not in outputs:
             return
         columns = {name: v.tolist() if isinstance(v, torch.Tensor) else list(v) for name, v in outputs.items()}
         self._rows += [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
-    def on_validation_batch_end(self, trainer: pl.Trainer, module: object, outputs: object, *_: object) -> None:
-        self._collect(trainer, outputs)
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _collect  # type: ignore[assignment]
 
-    def on_test_batch_end(self, trainer: pl.Trainer, module: object, outputs: object, *_: object) -> None:
-        self._collect(trainer, outputs)
-
-    def on_predict_batch_end(self, trainer: pl.Trainer, module: object, outputs: object, *_: object) -> None:
-        self._collect(trainer, outputs)
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.state.fn == "validate":
-            self._write(trainer, "validate")
-
-    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._write(trainer, "test")
-
-    def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._write(trainer, "predict")
-
-    def _write(self, trainer: pl.Trainer, stage: str) -> None:
+    def _write(self, trainer: Trainer, *_: object, **__: object) -> None:
+        if (stage := str(trainer.state.fn and trainer.state.fn.value)) == "fit":
+            return
         rows, self._rows = self._rows, []
         if trainer.world_size > 1:
             shares: list[Any] = [None] * trainer.world_size
@@ -97,19 +88,17 @@ class Results(pl.Callback):
         if rows and stage != "predict" and self.record.cfg.logger.pictures is not None:
             self._keep_mistakes(trainer, stage, rows)
 
+    on_validation_end = on_test_end = on_predict_end = _write
+
     def _keep_mistakes(self, trainer: Any, stage: str, rows: list[dict[str, Any]]) -> None:
-        """The worst answers with their samples, where the data module shows these, for pictures and reports."""
+        """Keep the worst answers with their samples, where the data module shows these, for pictures and reports."""
         data: Any = getattr(trainer, "datamodule", None)
         names = [str(name) for name in getattr(trainer.lightning_module, "class_names", ())]
         kept = []
         try:
             for row in worst(rows, names):
-                sample = (
-                    data.sample("val" if stage == "validate" else stage, row["index"])
-                    if hasattr(data, "sample")
-                    else {}
-                )
-                kept.append(row | _kept(sample))
+                part = "val" if stage == "validate" else stage
+                kept.append(row | _kept(data.sample(part, row["index"]) if hasattr(data, "sample") else {}))
         except Exception as error:  # a data module of the user's own
             log.warning("pictures   the mistakes cannot be shown: %s", first_line(error))
         content = {"classes": names, "mistakes": kept}
@@ -117,8 +106,8 @@ class Results(pl.Callback):
 
 
 def worst(rows: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
-    """The worst of the answers to a set: of classes the mistakes, the most confident first; of numbers those that are
-    furthest off; of masks those with the least that is right. Each has `index` and what is to be said of it."""
+    """Return the worst answers to a set: of classes the mistakes, the most confident first; of numbers those that are
+    furthest off; of masks those with the fewest right pixels. Each has `index` and what describes it."""
     first = rows[0]
     if {"label", "predicted_class", "predicted_probability"} <= first.keys():
         wrong = [row for row in rows if row["label"] != row["predicted_class"]]
@@ -144,15 +133,12 @@ def worst(rows: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
             return len(set(row["labels"].split("|")) ^ set(row["predicted_labels"].split("|")) - {""})
 
         far = sorted((row for row in rows if row["labels"] != row["predicted_labels"]), key=apart, reverse=True)
-        return [
-            {"index": row["index"], "true": row["labels"], "predicted": row["predicted_labels"]}
-            for row in far[:MISTAKES]
-        ]
+        return [{"index": r["index"], "true": r["labels"], "predicted": r["predicted_labels"]} for r in far[:MISTAKES]]
     return []
 
 
 def _kept(sample: dict[str, Any]) -> dict[str, str]:
-    """What is kept of a sample: `name`, `text`, and `image` as a PNG in base64."""
+    """Return what is kept of a sample: `name`, `text`, and `image` as a PNG in base64."""
     kept: dict[str, str] = {name: str(sample[name])[:LONGEST] for name in ("name", "text") if name in sample}
     if "image" in sample:
         stream = io.BytesIO()
@@ -161,8 +147,8 @@ def _kept(sample: dict[str, Any]) -> dict[str, str]:
     return kept
 
 
-class ShowPictures(pl.Callback):
-    """Asks the task for `pictures(stage)` at the end of a validation, and stores them in the run folder.
+class ShowPictures(Callback):
+    """Ask the task for `pictures(stage)` at the end of a validation, and store them in the run folder.
 
     A `Drawing`, which has a name of its own whatever the epoch, is drawn when training ends, and in between when the
     last time is `PAUSE` seconds ago; matplotlib takes a quarter of a second for two, more than a short epoch.
@@ -173,7 +159,7 @@ class ShowPictures(pl.Callback):
         self._waiting: dict[str, Drawing] = {}
         self._drawn_at = time.monotonic()
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         last = trainer.max_epochs is not None and trainer.current_epoch + 1 == trainer.max_epochs
         due = (trainer.current_epoch + 1) % self.settings.every_n_epochs == 0
         if not hasattr(pl_module, "pictures") or not (due or last or trainer.state.fn != "fit"):
@@ -190,10 +176,7 @@ class ShowPictures(pl.Callback):
         if trainer.state.fn != "fit" or time.monotonic() - self._drawn_at > PAUSE:
             self._draw()
 
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._draw()
-
-    def _draw(self) -> None:
+    def _draw(self, *_: object, **__: object) -> None:
         waiting, self._waiting = self._waiting, {}
         try:
             for name, drawing in waiting.items():
@@ -202,9 +185,11 @@ class ShowPictures(pl.Callback):
             log.warning("pictures   not drawn: %s", first_line(error))
         self._drawn_at = time.monotonic()
 
+    on_fit_end = _draw
+
 
 def _save_image(pixels: np.ndarray, file: "IO[bytes]", longest: int | None = None) -> None:
-    """(C, H, W), uint8 or floats 0 … 1, as PNG; a larger one is brought to so many pixels."""
+    """Write (C, H, W), uint8 or floats 0 … 1, as PNG; scale a larger one to so many pixels."""
     from PIL import Image
 
     if pixels.dtype != np.uint8:
@@ -213,3 +198,106 @@ def _save_image(pixels: np.ndarray, file: "IO[bytes]", longest: int | None = Non
     if longest is not None:
         image.thumbnail((longest, longest))
     image.save(file, format="PNG")
+
+
+class Describe(Callback):
+    """Keep the description of the run up to date, on rank 0: at its start and after each stage."""
+
+    def __init__(self, cfg: Config, record: Record):
+        self.cfg, self.record = cfg, record
+        self._learned = ""  # samples and parameters
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            total = sum(getattr(p, "ds_numel", p.numel()) for p in pl_module.parameters())
+            sets = {"training": trainer.train_dataloader, "validation": trainer.val_dataloaders}
+            sizes = [f"{size:,} {name}" for name, loader in sets.items() if (size := samples_behind(loader))]
+            self._learned = f"{count(total, 'parameter')}" + (f"; {' and '.join(sizes)} samples" if sizes else "")
+            self._tell(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # The next call of Lightning ends the run in the tracker: later it would have to be opened again.
+        if trainer.is_global_zero and self.record.opened and stage in ("fit", "validate", "test"):
+            self._tell(trainer)
+
+    def _tell(self, trainer: Trainer) -> None:
+        loggers: list[Any] = trainer.loggers
+        for logger in loggers:
+            if hasattr(logger, "describe"):
+                logger.describe(note(self.cfg, self.record.folder, logger.run_id, self._learned))
+
+
+class Histograms(Callback):
+    """Write `histograms/epoch_E/<tensor>.png` and `.json` (counts, edges) for each trainable tensor, and the same with
+    `.grad` for its gradient at the epoch's last optimizer step; E is padded to the width of the epoch count. A task may
+    add its own: `histograms()` gives {name: (counts, edges)}. Lightning has no callback for it.
+
+    Args:
+        every_n_epochs: at the end of every so many epochs.
+    """
+
+    def __init__(self, every_n_epochs: int, record: Record):
+        self.every_n_epochs, self.record = every_n_epochs, record
+        self._gradients: dict[str, torch.Tensor] = {}
+
+    def _due(self, trainer: Trainer) -> bool:
+        return trainer.is_global_zero and (trainer.current_epoch + 1) % self.every_n_epochs == 0
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if self._due(trainer) and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            found = ((n, p.grad) for n, p in pl_module.named_parameters())
+            self._gradients = {f"{n}.grad": g.detach().clone() for n, g in found if g is not None}
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._due(trainer):
+            return
+        weights = {n: p.detach() for n, p in pl_module.named_parameters() if p.requires_grad}
+        found = {name: histogram(values) for name, values in (weights | self._gradients).items()}
+        found |= getattr(pl_module, "histograms", dict)()
+        epoch = str(trainer.current_epoch).zfill(len(str(max(trainer.max_epochs or 1, 1))))
+        folder = self.record.folder.path / "histograms" / f"epoch_{epoch}"
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, (counts, edges) in found.items():
+            write_whole(folder / f"{name}.json", json.dumps({"counts": counts, "edges": edges}))
+            histogram_figure(name, counts, edges).savefig(folder / f"{name}.png", format="png", dpi=100)
+        self._gradients = {}
+
+
+class Flops(Callback):
+    """Write the operations of the first batch to `flops.txt` in the run's folder: the matrix products, convolutions and
+    attentions, forward and backward, of each module, for the first process' share of the samples. Lightning's
+    ThroughputMonitor has to be given the number of operations."""
+
+    def __init__(self, record: Record):
+        self.record = record
+        self._is_counted = False
+        self._counter: FlopCounterMode | None = None  # during the first batch
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
+        if trainer.is_global_zero and not self._is_counted:
+            self._is_counted, self._counter = True, FlopCounterMode(display=False)
+            self._counter.__enter__()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
+        if (counter := self._stop()) is None:
+            return
+        total, path = counter.get_total_flops(), self.record.folder.flops
+        # Names begin with the class of the module that was called first: the task, or its network.
+        tops = {type(module).__name__: f"{name}." for name, module in pl_module.named_children()}
+        tops[type(pl_module).__name__] = ""
+        parts = ((name.partition("."), sum(found.values())) for name, found in counter.get_flop_counts().items())
+        sums = {f"{tops.get(top, '')}{rest}".rstrip("."): count for (top, _, rest), count in parts}
+        # It lays some of the backward pass to metrics, too (torch 2.15): to modules that have no parameters.
+        learning = [n for n, m in pl_module.named_modules() if n and next(m.parameters(), None) is not None]
+        rows = [f"{sums[name]:>20,}  {name}" for name in learning if name in sums]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, "\n".join([*rows, f"{total:>20,}  operations in all"]) + "\n")
+        log.info("%-10s %s operations in a batch, by module in %s", "FLOPs", f"{total:,}", path.name)
+
+    def _stop(self, *_: object) -> FlopCounterMode | None:
+        counter, self._counter = self._counter, None
+        if counter is not None:
+            counter.__exit__(None, None, None)
+        return counter
+
+    on_exception = _stop  # type: ignore[assignment]

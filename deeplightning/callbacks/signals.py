@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM are polite: the batch is finished, `last.ckpt` saved, the run marked KILLED. A second is not.
+"""On Ctrl-C and SIGTERM finish the batch, save `last.ckpt` and mark the run KILLED; on a second signal end at once.
 
 The launcher that has started the process may add signals that do the same, such as those by which a queue takes a job
 back: see `deeplightning.launch.ProcessHooks`. All others are the user's own.
@@ -9,12 +9,11 @@ import threading
 from types import FrameType
 from typing import TYPE_CHECKING
 
-import pytorch_lightning as pl
 import torch
+from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
 from torch import distributed
 
-from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.record import between_steps
 from deeplightning.launch import ProcessHooks
 from deeplightning.private.lightning import keep_signals
@@ -29,15 +28,13 @@ EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
 class Signals(LightningCheckpoint):
-    """Turns a signal into `Interrupted`: at the end of the batch, of several processes on all at the end of the next
+    """Turn a signal into `Interrupted`: at the end of the batch, of several processes on all at the end of the next
     one; before the first stage has begun, and a second signal always, at once.
 
     Of several processes one may be blocked, waiting for another, and heeds nothing: `engine.ranks` sees to that.
 
     Lightning calls callbacks of this base last, a ModelCheckpoint of the user's as well.
     """
-
-    after = ("Record", "EarlyStopping", "Trial", "Checkpoints", OWN)  # a signal ends a batch once all have seen it
 
     def __init__(self, launcher: ProcessHooks) -> None:
         self._launcher = launcher
@@ -47,8 +44,8 @@ class Signals(LightningCheckpoint):
         self._asked: torch.Tensor | None = None
         self._gathered: distributed.Work | None = None
 
-    def setup(self, trainer: pl.Trainer, *_: object, **__: object) -> None:
-        """Takes the signals over. Lightning 2.6 would put its own handler for SIGTERM in place after this, which talks
+    def setup(self, trainer: Trainer, *_: object, **__: object) -> None:
+        """Install the handlers. Lightning 2.6 would put its own handler for SIGTERM in place after this, which talks
         to the other processes from inside the handler."""
         keep_signals(trainer)
         self._install()
@@ -78,15 +75,15 @@ class Signals(LightningCheckpoint):
             self._launcher.before_end(number, self._batches)
         return Interrupted(number.name, EXIT_CODES.get(number, EXIT_CODES[signal.SIGTERM]), at_once)
 
-    def _look(self, trainer: pl.Trainer, *_: object, **__: object) -> None:
+    def _look(self, trainer: Trainer, *_: object, **__: object) -> None:
         if trainer.state.fn == "fit" and not between_steps(trainer):
             return  # what is saved now would lack the gradients that wait
         received = self._received if trainer.world_size == 1 else self._received_by_any(trainer)
         if received:
             raise self._interrupted(received)
 
-    def _received_by_any(self, trainer: pl.Trainer) -> int:
-        """The signal that a process had received when this was last asked, on all the same, or 0.
+    def _received_by_any(self, trainer: Trainer) -> int:
+        """Return the signal that a process had received when this was last asked, on all the same, or 0.
 
         The answer is that of the last look: while it is gathered the processes continue, and none waits for another.
         """
@@ -107,12 +104,12 @@ class Signals(LightningCheckpoint):
 
     on_train_start = on_validation_start = on_test_start = on_predict_start = _begin
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
         self._batches += 1
         if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:  # else the epoch is brought to its end
             self._look(trainer)
 
-    def on_train_end(self, trainer: pl.Trainer, *_: object) -> None:
+    def on_train_end(self, trainer: Trainer, *_: object) -> None:
         self._look(trainer)
         if trainer.world_size > 1:
             self._look(trainer)  # for the answer to the look before

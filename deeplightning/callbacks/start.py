@@ -1,23 +1,28 @@
-"""`model.init_from`: training starts from the weights of a checkpoint, of a run, or of a file of tensors."""
+"""Prepare the network before it learns: weights of a checkpoint, a run or a file of tensors (`model.init_from`), and
+modules that compute their activations twice (`engine.activation_checkpointing`)."""
 
 import logging
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from deeplightning.engine.checkpoint_io import read_weights
 from deeplightning.engine.sharded import whole_shapes
-from deeplightning.faults import CheckpointError, Fault
+from deeplightning.faults import CheckpointError, ConfigError, Fault, nearest
 from deeplightning.runfolder import RunFolder, from_start
 from deeplightning.tracking import resolve_run
 
 log = logging.getLogger("deeplightning")
 
 
-class StartWeights(pl.Callback):
-    """Puts weights from a file into the task before it learns, unless a run is resumed.
+class StartWeights(Callback):
+    """Put weights from a file into the task before it learns, unless a run is resumed.
 
     Tensors are taken by name (that of the task or of its network alone) and shape; the others keep their first values,
     and a warning names them: so a network with another last layer can start from a trained one.
@@ -30,21 +35,19 @@ class StartWeights(pl.Callback):
         CheckpointError: (in the hooks) there are no such weights, or none fits.
     """
 
-    before = ("Record",)  # weights that are missing end the start before a run is opened
-
     def __init__(self, name: str, tracking_uri: str | None):
         self.name, self.tracking_uri = name, tracking_uri
         self._weights: dict[str, Any] | None = None  # {} when they have been put in: what is learned since stays
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage in ("fit", "validate") and trainer.ckpt_path is None and self._weights is None:
             self.path = self._find()
             self._weights = _read(self.path)
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._fill(trainer)
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "validate" and trainer.ckpt_path is None:  # `num_epochs: 0`
             self._fill(trainer)
 
@@ -58,7 +61,7 @@ class StartWeights(pl.Callback):
                 return path
         raise CheckpointError(Fault(f"{folder.path}: there are no weights in this folder", "model.init_from"))
 
-    def _fill(self, trainer: pl.Trainer) -> None:
+    def _fill(self, trainer: Trainer) -> None:
         weights, self._weights = self._weights, {}
         if not weights:
             return
@@ -90,3 +93,38 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(Fault(f"{path} cannot be read: {error}", "model.init_from")) from error
+
+
+class Recompute(Callback):
+    """Let modules run their forward pass again when the backward pass comes to them, with the same random numbers.
+
+    Source: https://arxiv.org/abs/1604.06174
+
+    Args:
+        modules: names in the network, such as `layers.0`, or classes, such as `TransformerEncoderLayer`.
+
+    Raises:
+        ConfigError: (when training begins) the network has no such module.
+    """
+
+    def __init__(self, modules: Sequence[str]):
+        self.modules = modules
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Only now: what a strategy does before and after a module's forward pass belongs around both of them.
+        names = [(name.partition(".")[2], module) for name, module in pl_module.named_modules() if "." in name]
+        for word in self.modules:
+            chosen = [module for name, module in names if word in (name, _class(module))]
+            if not chosen:
+                known = {name for name, _ in names} | {_class(module) for _, module in names}
+                message = f"no module is called, or is a, {word}.{nearest(word, known)}"
+                raise ConfigError(Fault(message, "engine.activation_checkpointing", found=word))
+            for module in chosen:
+                forward: object = module.forward
+                if not isinstance(forward, partial):  # chosen twice: by its name and by its class
+                    module.forward = partial(checkpoint, forward, use_reentrant=False)
+
+
+def _class(module: nn.Module) -> str:
+    """Return the name of a module's class, before `fully_shard` changed it for a unit of its own (torch 2.15)."""
+    return type(module).__name__.removeprefix("FSDP")

@@ -1,38 +1,25 @@
-"""What must be so at each step: random numbers that depend on seed and position alone, gradients that are the mean over
-samples, points at the steps that are due, a loss that is a number."""
+"""Correct at each step what Lightning 2.6 does otherwise: ends of streams, schedules, validations, logging, losses that
+are no numbers."""
 
 import functools
 import hashlib
 import logging
 import math
-import random
 from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytorch_lightning as pl
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from pytorch_lightning.utilities.model_helpers import is_overridden
+from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import distributed
 from torch.utils.data import IterableDataset
 
 from deeplightning import transfer
-from deeplightning.callbacks.order import OWN
-from deeplightning.checks.signature_check import Imported
-from deeplightning.config.schema import Config, Target
 from deeplightning.engine.process_group import replicas
 from deeplightning.faults import RunError, SetupError
-from deeplightning.private.lightning import (
-    batches_ahead,
-    batches_left,
-    logged_steps,
-    read_ahead,
-    restart_epoch,
-    training_loaders,
-)
-from deeplightning.static.signature import Undecided
+from deeplightning.private.lightning import batches_ahead, logged_steps, read_ahead
 from deeplightning.words import stage_of
 
 if TYPE_CHECKING:
@@ -41,179 +28,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("deeplightning")
 
-_WORD = 2**64 - 1
 
-
-def seed_all(seed: int, *position: int) -> None:
-    """Seeds Python, NumPy and torch from a seed and a position, such as a number of the purpose."""
-    word = _word(seed, *position)
-    _seed_from(word)
-    if (module := _device_module()) is not None and not _is_initialized(module):
-        torch.manual_seed(word)  # also notes the seed for a GPU that is first used later
-
-
-def draws_as_lightning(cfg: Config) -> bool:
-    """Return whether a run draws random numbers as `seed_everything` and `Trainer.fit` of Lightning do, see
-    `generators`: a module of it is the user's own and derived from none of ours."""
-    return not (_is_ours(cfg.data.module) and _is_ours(cfg.model.module))
-
-
-def _is_ours(target: Target) -> bool:
-    """Return whether a class, or what a function makes as far as its source shows, is ours or derived from ours."""
-    try:
-        made = Imported(target.type).makes()
-    except (ValueError, Undecided):
-        return False
-    return any(path.startswith("deeplightning.") for each in made for path in each.paths)
-
-
-def _word(seed: int, *position: int) -> int:
-    """64 bits that depend on all of these."""
-    words = np.random.SeedSequence([seed, *position]).generate_state(2)
-    return int(words[0]) << 32 | int(words[1])
-
-
-def _mixed(word: int, number: int) -> int:
-    """64 bits that depend on a word and a number: the generator of Steele, Lea and Flood, "Fast splittable pseudorandom
-    number generators" (2014), at its `number`-th step. A hundredth of what a SeedSequence takes."""
-    z = (word + number * 0x9E3779B97F4A7C15) & _WORD
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _WORD
-    z = (z ^ z >> 27) * 0x94D049BB133111EB & _WORD
-    return z ^ z >> 31
-
-
-def _seed_from(word: int) -> None:
-    """Sets the generators that are there. Not by `torch.manual_seed`, which formats a traceback for each kind of device
-    that is missing or not in use yet: 1.25 ms a call beside an H100 (torch 2.11), 1.5 ms without one (2.15)."""
-    random.seed(word)
-    np.random.seed(word >> 32)
-    torch.default_generator.manual_seed(word)
-    if (module := _device_module()) is not None and _is_initialized(module):
-        seed_all_devices = getattr(module, "manual_seed_all", None) or module.manual_seed
-        seed_all_devices(word)
-
-
-@cache
-def _device_module() -> Any:
-    """torch's module for the kind of accelerator that this machine has, such as `torch.cuda`; None: it has none."""
-    return torch.get_device_module() if torch.accelerator.is_available() else None
-
-
-def _is_initialized(module: object) -> bool:
-    """Whether this process has used the device; false in a process that was forked from one that has."""
-    return not hasattr(module, "is_initialized") or module.is_initialized()
-
-
-class Seeds(pl.Callback):
-    """Seeds Python, NumPy and torch anew for the building of the network, and again before each batch, from seed,
-    epoch, batch and rank. So a resumed run draws what an uninterrupted one would, and validation disturbs nothing.
-
-    Saving and restoring generator states instead was not exact: the loader has drawn ahead (November 2026).
-    """
-
-    after = ("Record",)
-    before = (OWN, "EarlyStopping")  # what they draw follows from the seed
-
-    def __init__(self, seed: int):
-        self.seed = seed
-        self._epoch, self._word = (-1, -1), 0
-        self._begins = False  # whether a resumed run begins an epoch, whose iterator Lightning has made too early
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        seed_all(self.seed, 0)  # the same on every rank: all start from the same weights
-        build_network(trainer, pl_module, stage)
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._restore_position(trainer)
-        self._seed_batch(trainer)
-
-    def _restore_position(self, trainer: pl.Trainer) -> None:
-        """Have a resumed run read the batches that the uninterrupted one reads next, of loaders that do not know their
-        position: each epoch is iterated from its seed, and batches that are done are read and dropped."""
-        loop, loaders = trainer.fit_loop, training_loaders(trainer)
-        number, batches = trainer.current_epoch, loop.epoch_loop.batch_progress
-        if trainer.ckpt_path is None or any(map(knows_position, loaders)):
-            return
-        done, size = batches.current.ready, trainer.num_training_batches
-        self._begins = batches.is_last_batch or done >= size  # the next epoch, when it has its seed
-        if self._begins or done == 0:
-            return
-        if number > 0:  # the iterator of the first epoch is made before training starts, by the same seed
-            # Lightning counts the batches of the last epoch until the next one has its iterator.
-            _seed_from(_mixed(_word(self.seed, 1 + number, replicas(trainer)[1]), int(size) if size < math.inf else 0))
-        restart_epoch(trainer, skip=done, new_iterator=number > 0)
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._seed_batch(trainer)
-        if self._begins:
-            self._begins = False
-            restart_epoch(trainer, skip=0, new_iterator=True)
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
-        self._seed_batch(trainer)
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.state.fn == "fit":
-            self._seed_batch(trainer)
-
-    def _seed_batch(self, trainer: pl.Trainer) -> None:
-        epoch = (1 + trainer.current_epoch, replicas(trainer)[1])
-        if epoch != self._epoch:
-            self._epoch, self._word = epoch, _word(self.seed, *epoch)
-        _seed_from(_mixed(self._word, trainer.fit_loop.epoch_loop.batch_progress.current.ready))
-
-
-def knows_position(loader: Any) -> bool:
-    """Return whether a loader resumes inside an epoch by itself: one of ours, or one with a state."""
-    dataset = getattr(loader, "dataset", None)
-    parts = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
-    parts += [dataset] if isinstance(dataset, IterableDataset) else []
-    iterators = [iterate for part in parts if (iterate := getattr(type(part), "__iter__", None)) is not None]
-    return hasattr(loader, "state_dict") or any(_is_of(part, "deeplightning") for part in iterators)
-
-
-def _sets_up(callback: pl.Callback) -> bool:
-    """Whether a callback is not ours and has a hook `setup`."""
-    return is_overridden("setup", callback, parent=pl.Callback) and not _is_of(type(callback), "deeplightning")
-
-
-def _is_of(named: Any, *packages: str) -> bool:
-    return named.__module__.partition(".")[0] in packages
-
-
-def build_network(trainer: pl.Trainer, task: pl.LightningModule, stage: str) -> None:
-    """Build the network of a task of ours before callbacks of the user's are set up: Lightning's fine-tuning callbacks
-    freeze parts of it there. Lightning builds it only after that, and then finds it built."""
-    own = type(task)
-    if not any(_sets_up(callback) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-        return
-    if not _is_of(own.configure_model, "deeplightning") or not _is_of(own.setup, "deeplightning", "pytorch_lightning"):
-        return
-    task.setup(stage)
-    with (
-        trainer.strategy.tensor_init_context(),
-        trainer.strategy.model_sharded_context(),
-        trainer.precision_plugin.module_init_context(),
-    ):
-        task.configure_model()
-
-
-class SameBuffers(pl.Callback):
-    """Gives every process rank 0's buffers, such as the running means of batch norm, before what is learned is judged:
+class SameBuffers(Callback):
+    """Give every process rank 0's buffers, such as the running means of batch norm, before what is learned is judged:
     a validation's values are those of the checkpoint, and of a run that resumes from it.
 
     Else each process would judge by its own: ddp shares buffers at training steps alone, other engines never (torch
     2.15; a resnet18's val_loss was 0.2 % off under ddp's two processes, and another under fsdp's).
     """
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and trainer.world_size > 1:
             for buffer in pl_module.buffers():
                 distributed.broadcast(buffer, 0)
 
 
-class AccumulateFrom(pl.Callback):
-    """Accumulates the gradients of `factor` batches from an epoch on.
+class AccumulateFrom(Callback):
+    """Accumulate the gradients of `factor` batches from an epoch on.
 
     Lightning's GradientAccumulationScheduler forgets the factor where a run resumes inside an epoch, and a Trainer that
     is made with a factor refuses each task that steps its optimizers itself, also one that heeds the factor (2.6.6).
@@ -222,14 +53,36 @@ class AccumulateFrom(pl.Callback):
     def __init__(self, epoch: int, factor: int):
         self.epoch, self.factor = epoch, factor
 
-    def _set(self, trainer: pl.Trainer, *_: object, **__: object) -> None:
+    def _set(self, trainer: Trainer, *_: object, **__: object) -> None:
         trainer.accumulate_grad_batches = self.factor if trainer.current_epoch >= self.epoch else 1
 
     setup = on_train_start = on_train_epoch_start = _set  # in `setup`, since schedules ask how many steps there are
 
 
-class StreamEnds(pl.Callback):
-    """Ends an epoch where its stream ends, whatever number of batches the stream's length promises; of several
+class StepCountingTrainer(pl.Trainer):
+    """Lightning's Trainer (2.6.6), whose `estimated_stepping_batches` counts each epoch with its own accumulation."""
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Optimizer steps of the training; infinite for data without a length if `max_steps` is not set.
+
+        Lightning applies the current accumulation to all epochs, and returns -1 for data without a length.
+        """
+        total = super().estimated_stepping_batches
+        if total < 0:
+            return math.inf
+        own: Any = self  # Lightning sets `callbacks` without a type
+        later = next((callback for callback in own.callbacks if isinstance(callback, AccumulateFrom)), None)
+        batches, epochs = self.num_training_batches, self.max_epochs
+        if later is None or epochs is None or epochs < 0 or not math.isfinite(batches):
+            return total
+        first = min(later.epoch, epochs)
+        steps = int(first * batches) + (epochs - first) * math.ceil(batches / later.factor)
+        return steps if self.max_steps < 0 else min(steps, self.max_steps)
+
+
+class StreamEnds(Callback):
+    """End an epoch where its stream ends, whatever number of batches the stream's length promises; of several
     processes, where the shortest stream ends.
 
     Lightning 2.6 believes the length: a shorter stream is never validated, and of a longer one the rest is not read.
@@ -244,7 +97,7 @@ class StreamEnds(pl.Callback):
         self._is_cut = self._has_told_cut = False  # whether the stream of another process ended this epoch
         self._flags: Any = None  # the group that tells the end of a stream; None: nothing to tell
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loop = trainer.fit_loop
         self._is_resumed = self._is_first = loop.epoch_loop.batch_progress.current.ready > 0
         if math.isfinite(loop.max_batches) and _is_stream(trainer.train_dataloader) and read_ahead(trainer):
@@ -256,7 +109,7 @@ class StreamEnds(pl.Callback):
             self._flags = distributed.new_group(backend="gloo") if nccl else distributed.group.WORLD
             self._warn_of_copies(trainer, ahead)
 
-    def _warn_of_copies(self, trainer: pl.Trainer, ahead: list[Any]) -> None:
+    def _warn_of_copies(self, trainer: Trainer, ahead: list[Any]) -> None:
         """Warn if two processes have read the same first batch."""
         digests: list[tuple[int, str]] = [(0, "")] * trainer.world_size
         mine = (replicas(trainer)[1], _digest(ahead[0]) if ahead else "")
@@ -270,10 +123,10 @@ class StreamEnds(pl.Callback):
                 *(_stream_name(trainer), len(firsts)),
             )
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._is_resumed = False
 
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
         loop = trainer.fit_loop
         progress = loop.epoch_loop.batch_progress
         if self._flags is not None:
@@ -296,8 +149,9 @@ class StreamEnds(pl.Callback):
         if trainer.val_check_interval == 1:
             trainer.val_check_batch = loop.max_batches
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse data of another length than they promise.
+
         Raises:
             SetupError: the data ended before the number of batches that their length promises.
             RunError: the stream of this process has no samples, and others wait for it.
@@ -321,31 +175,23 @@ class StreamEnds(pl.Callback):
                 f"their length says {loop.max_batches}; correct the length of the loader that data.module makes"
             )
 
-    def _tell_cut(self, trainer: pl.Trainer, batches: int) -> None:
-        """Warn once of streams of unequal length; those that are longer are read on, up to twice the length."""
+    def _tell_cut(self, trainer: Trainer, batches: int) -> None:
+        """Warn once of streams of unequal length."""
         is_cut, self._is_cut = self._is_cut, False
         if self._has_told_cut or trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step:
             return
-        lengths: list[int] = [0] * trainer.world_size
-        cut = torch.tensor(int(is_cut))
-        distributed.all_reduce(cut, distributed.ReduceOp.MAX, self._flags)
-        if not cut:
-            return
-        self._has_told_cut = True
-        mine = batches + (batches_left(trainer, batches) if is_cut else 0)
-        distributed.all_gather_object(lengths, mine, group=self._flags)
-        if trainer.is_global_zero:
+        cut: list[bool] = [False] * trainer.world_size
+        distributed.all_gather_object(cut, is_cut, group=self._flags)
+        self._has_told_cut = any(cut)
+        if self._has_told_cut and trainer.is_global_zero:
             log.warning(
-                "%s has unequal lengths: %s; each epoch ends for all after %d batches. Divide the samples evenly",
-                _stream_name(trainer),
-                ", ".join(
-                    f"{'over ' if n > 2 * batches else ''}{n} batches on rank {r}" for r, n in enumerate(lengths)
-                ),
-                batches,
+                "%s has unequal lengths: each epoch ends for all after %d batches, where rank %s has no more. Divide "
+                "the samples evenly",
+                *(_stream_name(trainer), batches, ", ".join(str(rank) for rank in range(len(cut)) if not cut[rank])),
             )
 
 
-def _stream_name(trainer: pl.Trainer) -> str:
+def _stream_name(trainer: Trainer) -> str:
     """Return what to call the training data: the class of their dataset, else that of the loader."""
     loader = trainer.train_dataloader
     return f"the training stream {type(getattr(loader, 'dataset', loader)).__name__}"
@@ -365,12 +211,12 @@ def _digest(batch: object) -> str:
 
 
 def _is_stream(loader: Any) -> bool:
-    """Whether a training loader reads a stream, and cannot resume in it: that would count the batch that is ahead."""
+    """Return whether a loader reads a stream, and cannot resume in it: that would count the batch that is ahead."""
     return isinstance(getattr(loader, "dataset", None), IterableDataset) and not hasattr(loader, "state_dict")
 
 
-class ScheduleSteps(pl.Callback):
-    """Advances a schedule by steps with each, or each n-th, step that its optimizer has taken, and one by a metric of
+class ScheduleSteps(Callback):
+    """Advance a schedule by steps with each, or each n-th, step that its optimizer has taken, and one by a metric of
     the validation in the epochs that are validated.
 
     Lightning 2.6 counts batches, accumulated ones too, and advances where the scaler of precision 16 has left a step
@@ -382,7 +228,7 @@ class ScheduleSteps(pl.Callback):
         self._hooks: list[RemovableHandle] = []
         self._due: list[LRSchedulerConfig] = []
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         epochs = trainer.check_val_every_n_epoch or 1
         for config in trainer.lr_scheduler_configs:
             if config.interval == "epoch" and config.reduce_on_plateau and stage_of(config.monitor or "")[0] == "val":
@@ -392,9 +238,7 @@ class ScheduleSteps(pl.Callback):
             hook = functools.partial(self._taken, config)
             self._hooks.append(config.scheduler.optimizer.register_step_post_hook(hook))
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._due = [config for config, every in self._every if (trainer.global_step + 1) % every == 0]
         for config, _ in self._every:
             config.frequency = batch_idx + 2  # not after this batch, unless the optimizer steps
@@ -403,7 +247,7 @@ class ScheduleSteps(pl.Callback):
         if config in self._due:
             config.frequency = 1
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for hook in self._hooks:
             hook.remove()
         for config, every in self._every:
@@ -412,15 +256,15 @@ class ScheduleSteps(pl.Callback):
 
 
 def _by_optimizer_steps(config: "LRSchedulerConfig") -> bool:
-    """Whether a schedule goes by steps, of an optimizer that tells when it has taken one."""
+    """Return whether a schedule goes by steps, of an optimizer that tells when it has taken one."""
     optimizer = getattr(config.scheduler, "optimizer", None)
     return config.interval == "step" and isinstance(optimizer, torch.optim.Optimizer)
 
 
 @cache
 def ends_of_parts(batches: float, share: float) -> frozenset[int]:
-    """The batches of an epoch at which its parts end: of 9 and 0.5 the 4th and the 9th. All of them where a part is no
-    more than a batch; none where the epoch's length is not known."""
+    """Return the batches of an epoch at which its parts end: of 9 and 0.5 the 4th and the 9th. All of them where a part
+    is no more than a batch; none where the epoch's length is not known."""
     if not math.isfinite(batches):
         return frozenset()
     if batches * share <= 1:
@@ -428,8 +272,8 @@ def ends_of_parts(batches: float, share: float) -> frozenset[int]:
     return frozenset([int(batches), *(round(batches * share * n) for n in range(1, math.ceil(1 / share)))])
 
 
-class ValidateParts(pl.Callback):
-    """Has each part of an epoch validated when it is over, the last one with the epoch.
+class ValidateParts(Callback):
+    """Validate each part of an epoch when it is over, the last one with the epoch.
 
     Lightning 2.6 validates after each so many batches, rounded down: of 9 and 0.5 after the 4th and the 8th, and never
     what an epoch has learned at its end. `Trainer.val_check_batch` is the number of the batch that is validated next.
@@ -438,7 +282,7 @@ class ValidateParts(pl.Callback):
     def __init__(self, share: float):
         self.share = share
 
-    def _look(self, trainer: pl.Trainer, *_: object, **__: object) -> None:
+    def _look(self, trainer: Trainer, *_: object, **__: object) -> None:
         batch = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         due = batch in ends_of_parts(trainer.num_training_batches, self.share)
         trainer.val_check_batch = batch if due else math.inf
@@ -446,11 +290,11 @@ class ValidateParts(pl.Callback):
     on_train_start = on_train_batch_start = _look
 
 
-class LogSteps(pl.Callback):
-    """Lets through what is logged at steps 0, n, 2n …, the learning rate among it.
+class LogSteps(Callback):
+    """Let through what is logged at steps 0, n, 2n …, the learning rate among it.
 
-    Lightning itself logs at steps n-1, 2n-1 …; `Trainer.log_every_n_steps` is 1 at the steps that are due and 0 at the
-    others, which a task can ask to save itself the work.
+    Lightning itself, its LearningRateMonitor included, logs at steps n-1, 2n-1 …; `Trainer.log_every_n_steps` is 1 at
+    the steps that are due and 0 at the others, which a task can ask to save itself the work.
 
     Args:
         every: steps between points, or a mapping {"per_epoch": points}.
@@ -463,7 +307,7 @@ class LogSteps(pl.Callback):
     def on_train_start(self, *_: object) -> None:
         self._logged = -1
 
-    def on_train_batch_start(self, trainer: Any, pl_module: pl.LightningModule, batch: object, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         every = self.every
         if isinstance(every, Mapping):
             steps = trainer.num_training_batches / trainer.accumulate_grad_batches
@@ -483,8 +327,8 @@ class LogSteps(pl.Callback):
                 logger.log_metrics({"epoch": trainer.current_epoch, **points}, step)
 
 
-class FiniteLoss(pl.Callback):
-    """Ends the run at the first loss that is not a number, before it spoils the weights.
+class FiniteLoss(Callback):
+    """End the run at the first loss that is not a number, before it spoils the weights.
 
     On a GPU, where looking at once costs a wait, the loss of a logged step is looked at when the next one is logged,
     and that of the last step before weights are validated or saved, so that no spoilt ones are kept.
@@ -494,7 +338,7 @@ class FiniteLoss(pl.Callback):
         self._logged: tuple[transfer.Deferred, str] | None = None  # with where it is from
         self._last: tuple[torch.Tensor, int, int] | None = None  # with its step and epoch
 
-    def on_before_backward(self, trainer: Any, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+    def on_before_backward(self, trainer: Any, pl_module: LightningModule, loss: torch.Tensor) -> None:
         if not transfer.is_asynchronous(loss.device):
             if not math.isfinite(value := loss.item()):
                 raise _not_finite(value, _where(trainer.global_step, trainer.current_epoch))

@@ -1,4 +1,4 @@
-"""A run that is one trial of a search tells the search its metric after each validation, and ends where that says so.
+"""Report the metric of a trial to its search after each validation, and end the run if the search gives it up.
 
 The search is another process, perhaps on another machine: a message is one line of JSON over a connection of its own,
 and so is the answer.
@@ -9,9 +9,8 @@ import socket
 import sys
 from typing import Any
 
-import pytorch_lightning as pl
+from pytorch_lightning import Callback, LightningModule, Trainer
 
-from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.record import Record
 from deeplightning.process.streams import Interrupted
 
@@ -26,44 +25,42 @@ class Pruned(Interrupted):
         self.args = (words,)
 
 
-class Trial(pl.Callback):
-    """Reports to the search, on rank 0, and ends the run on all ranks.
+class Trial(Callback):
+    """Report to the search, on rank 0, and end the run on all ranks.
 
     Args:
         record: knows the run's folder.
         address: JSON of `host` and `port` of the search, its `token`, the number of the `trial`, and the `metric`.
     """
 
-    after = ("Record", "EarlyStopping", OWN)  # it reports the metrics that they log
-
     def __init__(self, record: Record, address: str):
         self.record, self.search = record, json.loads(address)
         self._validated = False
 
-    def _ask(self, trainer: pl.Trainer, **words: object) -> dict[str, object]:
-        """The search's answer to rank 0, on all ranks."""
+    def _ask(self, trainer: Trainer, **words: object) -> dict[str, object]:
+        """Return the search's answer to rank 0, on all ranks."""
         answer: dict[str, object] = {}
         if trainer.is_global_zero:
             answer = say(self.search, **words)
         return trainer.strategy.broadcast(answer) if trainer.world_size > 1 else answer
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Names the run, so that a trial that fails before its first step has one; a resumed run opens later."""
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Name the run, so that a trial that fails before its first step has one; a resumed run opens later."""
         if self.record.opened:
             self._name_run(trainer)
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.ckpt_path is not None:
             self._name_run(trainer)
 
-    def _name_run(self, trainer: pl.Trainer) -> None:
+    def _name_run(self, trainer: Trainer) -> None:
         run = getattr(trainer.logger, "run_id", None)
         self._ask(trainer, run=run, folder=str(self.record.folder.path))
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validated = True
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         metric = self.search["metric"]
         if trainer.enable_validation and not self._validated:
             return  # what the metric is now was reported before
@@ -84,7 +81,7 @@ class Trial(pl.Callback):
 
 
 def say(search: dict[str, Any], **words: object) -> dict[str, object]:
-    """Sends the search a message and gives its answer.
+    """Send the search a message and return its answer.
 
     Raises:
         Interrupted: there is no search any more.

@@ -1,19 +1,18 @@
-"""Log losses by step, norms of gradients and the parts of a batch's time: Lightning has no callbacks for these.
-
-`train.callbacks` names them.
-"""
+"""Callbacks for `train.callbacks` that Lightning lacks: losses by step, norms of gradients, the time of a batch; an end
+for a run without progress."""
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import pytorch_lightning as pl
 import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
+from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
+from deeplightning.process import ranks, supervisor
 
 log = logging.getLogger("deeplightning.watch")
 
@@ -33,7 +32,7 @@ def batch_loss(trainer: Any, outputs: Any) -> torch.Tensor:
     return loss.detach() * divided_by
 
 
-class SyncedLoss(pl.Callback):
+class SyncedLoss(Callback):
     """Print a line per optimizer step: the mean loss of accumulated batches and processes.
 
     Args:
@@ -46,12 +45,10 @@ class SyncedLoss(pl.Callback):
         self._losses: list[torch.Tensor] = []
         self._step = 0
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._losses, self._step = [], trainer.global_step
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, *_: object
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: object, *_: object) -> None:
         if has_loss(outputs):
             self._losses.append(batch_loss(trainer, outputs))
         if trainer.global_step == self._step:
@@ -63,7 +60,7 @@ class SyncedLoss(pl.Callback):
         self._losses, self._step = [], trainer.global_step
 
 
-class SmoothedLoss(pl.Callback):
+class SmoothedLoss(Callback):
     """Log `train_loss_ema`: each batch's loss moves it by `weight`; the first of an epoch is taken as it is."""
 
     def __init__(self, weight: float = 0.1):
@@ -75,9 +72,7 @@ class SmoothedLoss(pl.Callback):
     def on_train_epoch_start(self, *_: object) -> None:
         self._value = None
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, *_: object
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: object, *_: object) -> None:
         if not has_loss(outputs):
             return
         loss = batch_loss(trainer, outputs)
@@ -85,16 +80,16 @@ class SmoothedLoss(pl.Callback):
         pl_module.log("train_loss_ema", self._value)
 
 
-class ListParameters(pl.Callback):
+class ListParameters(Callback):
     """Print a line per trainable tensor at the start: name, shape, device, type."""
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for name, p in pl_module.named_parameters():
             if p.requires_grad:
                 log.info("%s %s %s %s", name, tuple(p.shape), p.device, str(p.dtype).removeprefix("torch."))
 
 
-class GradientNorms(pl.Callback):
+class GradientNorms(Callback):
     """Log `grad_norm/<name>` of each trainable tensor before each optimizer step, and `grad_norm` of all.
 
     Args:
@@ -104,9 +99,7 @@ class GradientNorms(pl.Callback):
     def __init__(self, norm_type: float = 2.0):
         self.norm_type = norm_type
 
-    def on_before_optimizer_step(
-        self, trainer: Any, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if not trainer.log_every_n_steps:
             return
         found = {n: p.grad for n, p in pl_module.named_parameters() if p.grad is not None}
@@ -116,83 +109,39 @@ class GradientNorms(pl.Callback):
         pl_module.log_dict(norms)
 
 
-class Timings(pl.Callback):
-    """Log where time goes, in seconds per batch: `batch_time`, and its parts `data_time` (waiting for the batch),
-    `forward_time` (to its loss), `backward_time` and `step_time` (the optimizer, and what else ends a batch); and
-    `batches` so far.
-
-    They are means since the last logged step. On a GPU, which works on while the CPU has gone ahead, forward, backward
-    and step are those of the logged step alone, which waits for the GPU after each of them.
+class Timings(Callback):
+    """Log seconds per batch: `batch_time`, and `data_time` of it waiting for the batch; and `batches` so far. Times are
+    means since the last logged step. `engine.profiler: simple` has the parts of a step.
     """
 
-    def __init__(self) -> None:
-        self._hooks: list[RemovableHandle] = []
-        self._is_on_gpu = self._waits = False
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._is_on_gpu = pl_module.device.type == "cuda"
-        for optimizer in trainer.optimizers:  # between two optimizers of one batch there is no hook of Lightning's
-            if hasattr(optimizer, "register_step_post_hook"):
-                self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._add("step")))
+    def on_train_start(self, *_: object) -> None:
         self._begin()  # Lightning skips the next hook where a run resumes inside an epoch
 
-    def on_train_epoch_start(self, *_: object) -> None:
-        self._begin()
-
-    def _begin(self) -> None:
+    def _begin(self, *_: object, **__: object) -> None:
         self._last = self._logged_at = time.perf_counter()
         self._count = 0
-        self._spent = dict.fromkeys(("data", "forward", "backward", "step"), 0.0)
+        self._waited = 0.0
 
-    def _add(self, part: str) -> None:
-        """Add the time since the last call to this part."""
-        if self._waits:
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        self._spent[part] += now - self._last
-        self._last = now
+    on_train_epoch_start = _begin
 
-    def on_train_batch_start(self, trainer: Any, *_: object) -> None:
-        self._add("data")
-        if self._is_on_gpu:
-            self._waits = bool(trainer.log_every_n_steps)
-            if self._waits:
-                torch.cuda.synchronize()
-            self._last = time.perf_counter()
-            self._spent |= dict.fromkeys(("forward", "backward", "step"), 0.0)
+    def on_train_batch_start(self, *_: object) -> None:
+        self._waited += time.perf_counter() - self._last
 
-    def on_before_backward(self, *_: object) -> None:
-        self._add("forward")
-
-    def on_after_backward(self, *_: object) -> None:
-        self._add("backward")
-
-    def on_train_batch_end(self, trainer: Any, pl_module: pl.LightningModule, *_: object) -> None:
-        self._add("step")
-        self._waits = False
+    def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *_: object) -> None:
+        self._last = time.perf_counter()
         self._count += 1
         if trainer.log_every_n_steps:
-            batches = 1 if self._is_on_gpu else self._count
             pl_module.log_dict(
                 {
                     "batch_time": (self._last - self._logged_at) / self._count,
-                    "data_time": self._spent["data"] / self._count,
-                    "forward_time": self._spent["forward"] / batches,
-                    "backward_time": self._spent["backward"] / batches,
-                    "step_time": self._spent["step"] / batches,
+                    "data_time": self._waited / self._count,
                     "batches": float(trainer.fit_loop.total_batch_idx + 1),
                 }
             )
-            self._logged_at, self._count = self._last, 0
-            self._spent = dict.fromkeys(self._spent, 0.0)
-
-    def on_train_end(self, *_: Any) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+            self._logged_at, self._count, self._waited = self._last, 0, 0.0
 
 
-class ProgressLines(pl.Callback):
+class ProgressLines(Callback):
     """Print a line at each tenth of an epoch's batches, with the loss of the last batch. Up to 15 batches have a line
     each; an epoch of unknown length has one at each hundredth batch.
 
@@ -205,17 +154,66 @@ class ProgressLines(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: object, batch: object, batch_idx: int) -> None:
         done, of = batch_idx + 1, trainer.num_training_batches
-        if trainer.global_rank not in self.ranks:
+        is_finite = math.isfinite(of)
+        due = of <= 15 or done * 10 // of > batch_idx * 10 // of if is_finite else done % 100 == 0
+        if due and trainer.global_rank in self.ranks:
+            share = f" of {of} ({100 * done // of} %)" if is_finite else ""
+            loss = batch_loss(trainer, outputs)
+            log.info("epoch %d, batch %d%s: train_loss %.4f", trainer.current_epoch + 1, done, share, loss)
+
+
+class Watchdog(Callback):
+    """End a run with exit code 5 when a process has begun or ended no batch for some time. Lightning's Timer ends those
+    alone that take too long.
+
+    All processes end, the reason names the one that does not wait for others, with file and line of its main thread,
+    and with `engine.max_restarts` all are started again. What comes between two batches counts as well: the saving of a
+    checkpoint, a callback's work.
+
+    Args:
+        seconds: longer than a batch, or what comes between two of them, may take.
+
+    Raises:
+        ValueError: that is not above 0.
+    """
+
+    def __init__(self, seconds: float = 300.0):
+        if not seconds > 0:
+            raise ValueError(f"seconds must be above 0, not {seconds}")
+        self.seconds = seconds
+        self._progress = 0
+        self._over: threading.Event | None = None
+
+    def _begin(self, *_: object, **__: object) -> None:
+        if self._over is not None:  # a validation inside a training
             return
-        if not math.isfinite(of):
-            if done % 100 == 0:
-                log.info(
-                    "epoch %d, batch %d: train_loss %.4f", trainer.current_epoch + 1, done, batch_loss(trainer, outputs)
-                )
-        elif of <= 15 or done * 10 // of > batch_idx * 10 // of:
-            share = 100 * done // of
-            first = (trainer.current_epoch + 1, done, of, share)
-            log.info("epoch %d, batch %d of %d (%d %%): train_loss %.4f", *first, batch_loss(trainer, outputs))
+        group = supervisor.here() or supervisor.begin(0, starts_others=True)  # a process by itself
+        self._over = threading.Event()
+        threading.Thread(target=self._watch, args=(group, self._over), name="watchdog", daemon=True).start()
+
+    def _watch(self, group: ranks.Ranks, over: threading.Event) -> None:
+        # Looks are counted, not seconds: a machine that slept, or a process that was stopped, has missed them too.
+        pause, looks, seen = min(1.0, self.seconds / 10), 0, self._progress
+        while not over.wait(pause):
+            looks = looks + 1 if self._progress == seen else 0
+            seen = self._progress
+            if looks * pause >= self.seconds:
+                group.report_no_progress(self.seconds)
+                return
+
+    def _step(self, *_: object, **__: object) -> None:
+        self._progress += 1
+
+    def _end(self, *_: object, **__: object) -> None:
+        if self._over is not None:
+            self._over.set()
+            self._over = None
+
+    on_train_batch_start = on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _step
+    on_train_batch_end = on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _step
+
+    on_train_start = on_validation_start = on_test_start = on_predict_start = _begin
+    on_exception = teardown = _end
 
 
 def samples_in(batch: object) -> int:

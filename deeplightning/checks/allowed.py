@@ -2,8 +2,8 @@
 
 import types
 import typing
-from collections.abc import Mapping
-from dataclasses import MISSING, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, is_dataclass
 from typing import Any
 
 from deeplightning.checks.errors import Findings
@@ -15,7 +15,8 @@ from deeplightning.faults import MAX_WORD_CHARACTERS, upwards
 
 
 def known_elsewhere(findings: Findings, key: str, section: str | None = None) -> str:
-    """What a key of another tool is here, as a sentence; `section` is its section, if that is unknown."""
+    """Return a sentence that says what a key of another tool is called here; `section` is its section, if that is
+    unknown."""
     found = other_tools.ours(key, section)
     mean = other_tools.key_of(found) if found is not None else None
     findings.meant |= {above for above in upwards(mean or "") if "." in above}
@@ -23,24 +24,14 @@ def known_elsewhere(findings: Findings, key: str, section: str | None = None) ->
     return f" Did you mean {mean}?" if same else other_tools.hint(found)
 
 
-def key_elsewhere(name: str, cls: type | None = None, path: str = "") -> str:
-    """` Did you mean …?` with the whole key, where a word is a key of another section."""
-    cls = cls or config_class()
-    hints = typing.get_type_hints(cls)
-    for f in schema.keys(cls):
-        here = f"{path}{f.name}"
-        if f.name == name and path:
-            return f" Did you mean {here}?"
-        for option in options_of(hints[f.name]):
-            if is_dataclass(option) and option is not Target:
-                found = key_elsewhere(name, typing.cast(type, option), f"{here}.")
-                if found:
-                    return found
-    return ""
+def key_elsewhere(name: str) -> str:
+    """Return ` Did you mean …?` with the whole key, where a word is a key of another section."""
+    found = (path for path, cls in sections(schema.Config) if path and any(f.name == name for f in schema.keys(cls)))
+    return next((f" Did you mean {path}.{name}?" for path in found), "")
 
 
 def suggestion(key: str, given: Any, options: list[object]) -> str:
-    """` Did you mean …?` for a value that other tools have here, or one that lacks the mapping around it."""
+    """Return ` Did you mean …?` for a value that other tools have here, or one that lacks the mapping around it."""
     role = role_of(key)
     found = other_tools.value(key, given)
     if found is None and given is not None:
@@ -56,7 +47,7 @@ def suggestion(key: str, given: Any, options: list[object]) -> str:
 
 
 def _wrapped(cls: type, given: str | float) -> str | None:
-    """A value inside the mapping that a section is: as its first key where it fits there."""
+    """Return a value inside the mapping that a section is, under its first key if it fits there."""
     first, *others = schema.keys(cls)
     options = options_of(typing.get_type_hints(cls)[first.name])
     fits = type(given) in options or (type(given) is int and float in options) or given in literals_of(options)
@@ -72,7 +63,7 @@ def literals_of(options: list[object]) -> list[object]:
 
 
 def _words(option: object) -> str:
-    """What a type allows, in words."""
+    """Return what a type allows, in words."""
     simple = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
     if option in simple:
         return simple[option]
@@ -89,12 +80,31 @@ def _words(option: object) -> str:
 
 
 def describe(hint: object, metadata: Mapping[str, object] = types.MappingProxyType({})) -> str:
-    """What a key takes, in words."""
+    """Return what a key takes, in words."""
     words = " or ".join(dict.fromkeys(_words(option) for option in options_of(hint)))
     bounds = {"at least": metadata.get("low"), "at most": metadata.get("high")}
     return ", ".join([words, *(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)])
 
 
 def options_of(hint: object) -> list[object]:
+    """Return the types in a hint: those of a union, else the hint itself."""
     union = typing.get_origin(hint) in (types.UnionType, typing.Union)
     return list(typing.get_args(hint)) if union else [hint]
+
+
+def sections(cls: type, path: str = "") -> Iterator[tuple[str, type]]:
+    """Yield each section of a config with its dotted path, the outer before the inner; of `Config` those of installed
+    plug-ins too. A plain target counts as a value."""
+    if cls is schema.Config:
+        cls = config_class()
+    yield path, cls
+    hints = typing.get_type_hints(cls)
+    for field in schema.keys(cls):
+        for option in options_of(hints[field.name]):
+            if is_dataclass(option) and option is not Target:
+                yield from sections(typing.cast(type, option), f"{path}.{field.name}".lstrip("."))
+
+
+def default_of(field: Field[object]) -> Any:
+    """Return the default of a key, or MISSING if it is required."""
+    return field.default if field.default_factory is MISSING else field.default_factory()

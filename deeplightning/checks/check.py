@@ -29,7 +29,7 @@ from deeplightning.static.signature import Undecided
 def check(
     path: str | Path | Given, overrides: list[str] | None = None, *, importing: bool = False, beside: bool = True
 ) -> Report:
-    """Checks the config of a file and its overrides. The tree of a foreign run's config is admitted before any import.
+    """Check the config of a file and its overrides. The tree of a foreign run's config is admitted before any import.
 
     Args:
         importing: import what the config names, which decides what its source cannot; only once the text is in order.
@@ -61,7 +61,7 @@ def check(
 
 
 def section(name: str, source: Source) -> Any:
-    """One section of a config by itself, whatever the others hold.
+    """Return one section of a config, whatever the others hold.
 
     Raises:
         ConfigError: with every fault of this section and of the overrides.
@@ -76,7 +76,7 @@ def section(name: str, source: Source) -> Any:
 
 
 def _resolvers(source: Source, before: Report) -> dict[str, Callable[..., Any]]:
-    """The user's resolvers, imported.
+    """Return the user's resolvers, imported.
 
     Args:
         before: what a check without importing came to.
@@ -102,7 +102,7 @@ def _resolvers(source: Source, before: Report) -> dict[str, Callable[..., Any]]:
 
 @contextlib.contextmanager
 def _variables(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables of the environment for a while."""
+    """Set variables of the environment for a while."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -115,7 +115,7 @@ def _variables(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = text
 
 
-OWN_LOADERS = "deeplightning.data.of_module.OfModule"
+OWN_LOADERS = "deeplightning.data.of_datasets.OfModule"
 
 
 def _use_own_loaders(source: Source) -> None:
@@ -161,8 +161,8 @@ def _examine(report: Report, source: Source, importing: bool) -> None:
 
 
 def _find_own_code(source: Source, beside: bool) -> None:
-    """Names come from the working directory and the folders of the files that the user named; from a run folder never,
-    not even where it is the working directory."""
+    """Let names come from the working directory and the folders of the files that the user named; never from a run
+    folder, not even where it is the working directory."""
     here = Path.cwd()
     if beside:
         use_import_roots(here, *source.folders, *added_roots())
@@ -173,7 +173,7 @@ def _find_own_code(source: Source, beside: bool) -> None:
 
 
 def load(path: str | Path | Given, overrides: list[str] | None = None) -> Config:
-    """The config of a file and its overrides, checked, with everything imported that it names.
+    """Return the config of a file and its overrides, checked, with everything imported that it names.
 
     Raises:
         ConfigError: with every fault that was found.

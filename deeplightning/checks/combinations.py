@@ -4,15 +4,16 @@ A rule sees the config as it will run here, and the engine as it was asked for, 
 DeepSpeed refuses on eight GPUs is reported on a laptop too, where one process needs no backend.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 from deeplightning.checks.conditions import (
     averages_of,
     clips_by,
     clips_by_other_norm,
     communication_hook,
-    guards_spikes,
     is_sharded,
     lacks_fused_kernel,
     lacks_nvme_folder,
@@ -27,7 +28,9 @@ from deeplightning.checks.conditions import (
     uses_optimizer,
     warms_up,
 )
-from deeplightning.config.schema import Config, Engine
+from deeplightning.config.schema import Config, Engine, Serve, Target, plain
+from deeplightning.config.tree import line
+from deeplightning.faults import Fault, upwards
 
 Broken = Callable[[Config, Engine], bool]
 
@@ -343,14 +346,6 @@ RULES = [
     ),
     Rule(
         "train.callbacks",
-        "engine.backend",
-        "LossSpikes, fsdp or DeepSpeed",
-        "it leaves out a step and goes back to a checkpoint by complete gradients and weights",
-        "use `engine.backend=ddp`, or remove the callback",
-        lambda cfg, asked: is_sharded(asked) and guards_spikes(cfg) and "train" in cfg.stages,
-    ),
-    Rule(
-        "train.callbacks",
         "engine.precision",
         "averaged weights (EMA, SWA), precision 16-true or bf16-true",
         "16 bits round the small steps of an average to nothing",
@@ -498,3 +493,44 @@ RULES = [
         exit_code=4,
     ),
 ]
+
+
+def conflicts(
+    cfg: Config, asked: Engine, places: Mapping[str, str], skip: Callable[[str], bool] = lambda key: False
+) -> Iterator[tuple[Rule, Fault]]:
+    """Yield each rule that a config breaks, with the fault to report.
+
+    Args:
+        cfg: a whole config, as it will run.
+        asked: the engine as it was asked for, its backend in today's word.
+        places: dotted key → the place that set it.
+        skip: whether a key is wrong by itself, so that rules about it say nothing.
+    """
+    for rule in RULES:
+        if skip(rule.key) or skip(rule.other) or not rule.broken(cfg, asked):
+            continue
+        value, other = _value(cfg, rule.key, asked), _value(cfg, rule.other, asked)
+        at = f" ({places[rule.other]})" if rule.other in places else ""
+        message = f"{value} does not go with {rule.other}: {other}{at}: {rule.why}; {rule.remedy}"
+        set_ = [key for key in (*upwards(rule.key), *upwards(rule.other)) if key in places]
+        place = places[set_[0]] if set_ else None
+        yield rule, Fault(message, rule.key, place, found=value, allowed=rule.remedy, exit_code=rule.exit_code)
+
+
+def _value(cfg: Config, key: str, asked: Engine) -> str:
+    """Return a key's value in one short line; of a section the names in it."""
+    words: dict[str, object] = {"engine.backend": asked.backend, "engine.precision": asked.precision}
+    value: object = words.get(key, cfg)
+    for name in key.split(".") if key not in words else ():
+        value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+    if isinstance(value, Mapping):
+        return ", ".join(map(str, value))
+    if isinstance(value, list):
+        return "[" + ", ".join(str(v.type if isinstance(v, Target) else v) for v in value) + "]"
+    return value.type if isinstance(value, Target) else line(plain(value))
+
+
+def server_conflicts(serve: Serve) -> Iterator[Rule]:
+    """Return the rules that the section `serve` breaks by itself."""
+    cfg: Any = SimpleNamespace(serve=serve)
+    return (rule for rule in RULES if rule.key.startswith("serve.") and rule.broken(cfg, Engine()))

@@ -1,5 +1,6 @@
 """Questions about a config that the rules and hints of combinations ask: which engine, optimizer, clipping it uses."""
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,6 @@ from deeplightning.checks import strategy
 from deeplightning.checks.signature_check import Meanings
 from deeplightning.config.schema import Config, Engine, Optimizer, Target
 from deeplightning.engine.plan import world_size
-from deeplightning.static.signature import Undecided
 
 
 def uses_deepspeed(asked: Engine) -> bool:
@@ -20,13 +20,13 @@ def is_sharded(asked: Engine) -> bool:
 
 
 def splits_layers(asked: Engine) -> bool:
-    """Whether the engine that was asked for is tensor-parallel."""
+    """Return whether the engine that was asked for is tensor-parallel."""
     size = asked.params.get("tensor_parallel", 1)
     return asked.backend == "fsdp" and isinstance(size, int) and size > 1
 
 
 def leaves_processes_over(cfg: Config) -> bool:
-    """Whether the processes, where their number is known, are no multiple of a tensor-parallel group."""
+    """Return whether the processes, where their number is known, are no multiple of a tensor-parallel group."""
     engine = cfg.engine
     if not splits_layers(engine) or engine.gpus == "auto":
         return False
@@ -43,7 +43,7 @@ def uses_optimizer(cfg: Config, *names: str) -> bool:
 
 
 def lacks_fused_kernel(cfg: Config) -> bool:
-    """Whether an optimizer is one of torch's that has no fused kernel."""
+    """Return whether an optimizer is one of torch's that has no fused kernel."""
     names = [o.type.rpartition(".") for o in optimizers_of(cfg) if isinstance(o.type, str)]
     return any(
         module.startswith("torch.optim") and name not in ("Adam", "AdamW", "Adagrad", "SGD")
@@ -51,18 +51,11 @@ def lacks_fused_kernel(cfg: Config) -> bool:
     )
 
 
-SPIKES = "deeplightning.callbacks.spikes.LossSpikes"
-
-
-def guards_spikes(cfg: Config) -> bool:
-    return any(isinstance(c, Target) and c.type == SPIKES for c in cfg.train.callbacks)
-
-
 AVERAGES = ("deeplightning.callbacks.average.EMA", "deeplightning.callbacks.average.SWA")
 
 
 def averages_of(cfg: Config) -> list[str]:
-    """The callbacks of ours that average weights, by class name."""
+    """Return the callbacks of ours that average weights, by class name."""
     return [c.type.rpartition(".")[2] for c in cfg.train.callbacks if isinstance(c, Target) and c.type in AVERAGES]
 
 
@@ -92,14 +85,14 @@ def names_another_stage(cfg: Config, asked: Engine) -> bool:
 
 
 def lacks_nvme_folder(cfg: Config) -> bool:
-    """Whether an NVMe disk would be used that is not there."""
+    """Return whether an NVMe disk would be used that is not there."""
     runs = cfg.engine.backend
     path = strategy.nvme_path(runs, cfg.engine.params) if (runs or "").startswith("deepspeed") else None
     return path is not None and not Path(path).is_dir()
 
 
 def steps_itself(cfg: Config) -> bool:
-    """Whether the task steps its optimizers itself, as far as its source tells."""
+    """Return whether the task steps its optimizers itself, as far as its source tells."""
     task = _task(cfg)
     return task is not None and task.steps_itself()
 
@@ -111,12 +104,8 @@ def ignores_config(cfg: Config) -> bool:
 
 
 def _task(cfg: Config) -> Any:
-    """What the source says of the task; None: it is missing, or cannot be read."""
-    name: Any = cfg.model.module and cfg.model.module.type  # where it is missing or no target, a fault says so
-    try:
-        return Meanings().of(name) if isinstance(name, str) else None
-    except (ValueError, Undecided):
-        return None
+    """Return what the source says of the task; None where it is missing, or cannot be read."""
+    return Meanings().known(cfg.model.module and cfg.model.module.type)
 
 
 LEAST_EPS = 1e-7
@@ -127,24 +116,17 @@ _OWN_32_BITS = ("apex.", "bitsandbytes.")  # their optimizers compute in 32 bits
 
 
 def loses_eps(cfg: Config) -> bool:
-    """Whether an optimizer divides by an `eps` that half precision rounds to 0."""
+    """Return whether an optimizer divides by an `eps` that half precision rounds to 0."""
     for optimizer in optimizers_of(cfg):
         if not isinstance(optimizer.type, str) or optimizer.type.startswith(_OWN_32_BITS):
             continue
         groups = optimizer.groups if isinstance(optimizer, Optimizer) else []
         given = [group["eps"] for group in groups if isinstance(group, Mapping) and "eps" in group]
-        given.append(optimizer.params["eps"] if "eps" in (optimizer.params or {}) else _default(optimizer.type, "eps"))
+        own = Meanings().parameters(optimizer.type).get("eps")
+        given.append((optimizer.params or {}).get("eps", own and own.default))
         if any(isinstance(eps, int | float) and eps < LEAST_EPS for eps in given):
             return True
     return False
-
-
-def _default(name: str, param: str) -> object:
-    """What a target takes for a parameter that is not given; None where it has none or its source does not say."""
-    try:
-        return next((p.default for p in Meanings().signature(name).parameters if p.name == param), None)
-    except (ValueError, Undecided):
-        return None
 
 
 def lacks_weights(cfg: Config) -> bool:
@@ -152,15 +134,11 @@ def lacks_weights(cfg: Config) -> bool:
 
 
 def has_convolutions(cfg: Config) -> bool:
-    """Whether the source of a network speaks of convolutions of pictures."""
+    """Return whether the source of a network speaks of convolutions of pictures."""
     found = cfg.model.network
     for target in found.values() if isinstance(found, dict) else [found]:
-        name: object = target and target.type
-        try:
-            meaning: object = Meanings().of(name) if isinstance(name, str) else None  # read from source, not imported
-            file = getattr(meaning, "file", None)
+        file = getattr(Meanings().known(target and target.type), "file", None)
+        with contextlib.suppress(OSError):
             if file is not None and any(word in Path(file).read_bytes() for word in (b"Conv2d", b"ConvTranspose2d")):
                 return True
-        except (ValueError, Undecided, OSError):
-            continue
     return False

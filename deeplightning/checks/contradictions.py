@@ -7,7 +7,7 @@ from deeplightning.config.schema import Config, Target
 
 
 def contradictions(findings: Findings, config: Config) -> None:
-    """Keys that are each right and wrong together."""
+    """Report keys that are each right and wrong together."""
     train, data = config.train, config.data or schema.Data(module=_NONE, batch_size=1)
     model = config.model or schema.Model(module=_NONE, optimizer=None)
     gpus = config.engine.gpus if config.engine is not None else None
@@ -44,7 +44,7 @@ def contradictions(findings: Findings, config: Config) -> None:
 
 
 def _devices(findings: Findings, gpus: list[int | str]) -> None:
-    """What a list of GPUs says that no machine could have."""
+    """Report what a list of GPUs says that no machine could have."""
     ids = [entry for entry in gpus if isinstance(entry, str)]
     wrong = [entry for entry in ids if not entry.startswith(("GPU-", "MIG-"))]
     if wrong:

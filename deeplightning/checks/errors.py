@@ -1,6 +1,5 @@
 """What a check has found so far: faults, what could not be checked, and what is still to compare."""
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,7 +8,7 @@ from deeplightning.checks.signature_check import Meanings, Verdict, judge
 from deeplightning.config.secrets import Secrets
 from deeplightning.config.tree import MAX_FAULTS, TAG, Entry, nodes
 from deeplightning.faults import ConfigError, Fault, place_of, upwards
-from deeplightning.static.signature import Options, Undecided
+from deeplightning.static.signature import Options
 
 
 class Findings:
@@ -57,7 +56,7 @@ class Findings:
             self.leave(key, why, settled_by)
 
     def leave(self, key: str, why: str, settled_by: str = "--import") -> None:
-        """Notes what could not be checked, and what settles it."""
+        """Note what could not be checked, and what settles it."""
         remedy = "" if settled_by == "--import" and self.meanings.importing else f"; `{settled_by}` settles it"
         self.unchecked.append(Fault(why + remedy, key, place_of(key, self.places)))
         if len(self.unchecked) > MAX_FAULTS:
@@ -65,7 +64,7 @@ class Findings:
             raise ConfigError([*self.faults, replace(self.unchecked[-1], message=message)])
 
     def param(self, name: str, param: str, value: object, section: str, key: str, given: int = 0) -> None:
-        """Compares one param, at `key`, with the parameters of a class; others check the class itself."""
+        """Compare one param, at `key`, with the parameters of a class; others check the class itself."""
         if not isinstance(name, str):
             return
         asked = f"{section}.params.{param}"
@@ -79,13 +78,5 @@ class Findings:
 
     def allowed(self, name: str, param: str) -> Options:
         """Return what a param of a class may be; None: anything, or not known."""
-        with contextlib.suppress(ValueError, Undecided):
-            return next((p.allowed for p in self.meanings.signature(name).parameters if p.name == param), None)
-        return None
-
-    def names(self, name: str) -> set[str]:
-        """What a class takes by name."""
-        try:
-            return {p.name for p in self.meanings.signature(name).parameters}
-        except (ValueError, Undecided):
-            return set()
+        parameter = self.meanings.parameters(name).get(param)
+        return None if parameter is None else parameter.allowed

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from deeplightning.address import is_address, shown
 from deeplightning.checks import check
-from deeplightning.checks.conflicts import conflicts
+from deeplightning.checks.combinations import conflicts
 from deeplightning.checks.hints import hints
 from deeplightning.checks.report import Report
 from deeplightning.config.addresses import missing_library
@@ -18,14 +18,14 @@ from deeplightning.config.schema import Config, backend_of
 from deeplightning.config.source import Given
 from deeplightning.engine.plan import occupied, settle
 from deeplightning.faults import Fault, Notice, place_of
-from deeplightning.process.decisions import decision
+from deeplightning.process.identity import decision
 from deeplightning.words import stage_of
 
 
 def examine(
     path: str | Path | Given, overrides: list[str] | None = None, *, importing: bool = False, beside: bool = True
 ) -> Report:
-    """All that is wrong with a config here, and the config as it would run.
+    """Load, check and settle a config: all that is wrong with it here, and the config as it would run.
 
     Args:
         importing: import what the config names, which decides what its source cannot.
@@ -69,8 +69,8 @@ def _with_more(
 
 
 def load_config(path: str | Path | Given, overrides: list[str] | None = None, *, beside: bool = True) -> Config:
-    """The config of a file, a dict or an OmegaConf object with its overrides, checked and settled: what runs is what it
-    says.
+    """Return the config of a file, a dict or an OmegaConf object with its overrides, checked and settled: what runs is
+    what it says.
 
     The environment of the process stays as it is: `deeplightning.launch.set_environment` changes it when a run begins.
 
@@ -90,7 +90,7 @@ def load_config(path: str | Path | Given, overrides: list[str] | None = None, *,
 
 
 def clear_secrets(cfg: Config) -> list[Notice]:
-    """A warning for each secret that is written in clear, and each variable that may hold one."""
+    """Return a warning for each secret that is written in clear, and each variable that may hold one."""
     literals = cfg.secrets.literals if cfg.secrets else {}
     return [
         Notice(
@@ -103,7 +103,7 @@ def clear_secrets(cfg: Config) -> list[Notice]:
 
 
 def unjudged(cfg: Config) -> list[Notice]:
-    """A warning where checkpoints inside an epoch are saved at other moments than validations."""
+    """Return a warning where checkpoints inside an epoch are saved at other moments than validations."""
     kept, often = cfg.train.checkpoint, cfg.train.val_every_n_epoch
     share, monitor = kept.every_n_epochs, kept.monitor
     if "train" not in cfg.stages or monitor is None or share is None or not 0 < share < 1:

@@ -1,5 +1,7 @@
 """Where each value of a config comes from: who set it, what it replaced, what it may be and what it means."""
 
+import functools
+import operator
 import re
 import sys
 import typing
@@ -8,7 +10,7 @@ from dataclasses import MISSING, Field, is_dataclass
 from typing import Any
 
 from deeplightning.checks import strategy
-from deeplightning.checks.allowed import describe, key_elsewhere, options_of
+from deeplightning.checks.allowed import default_of, describe, key_elsewhere, options_of
 from deeplightning.checks.conditions import AVERAGES
 from deeplightning.checks.report import Report
 from deeplightning.checks.signature_check import Meanings
@@ -16,11 +18,10 @@ from deeplightning.checks.targets import GIVEN
 from deeplightning.config import schema
 from deeplightning.config.auto_values import source_of
 from deeplightning.config.plugin_sections import config_class
-from deeplightning.config.schema import Config
 from deeplightning.config.tree import Entry, KeyPath, dotted, kind, line
 from deeplightning.faults import ConfigError, Fault, SetupError, nearest, not_installed, plugin_of, upwards
 from deeplightning.process.terminal import LAYOUT, say, wrapped
-from deeplightning.static.signature import UNKNOWN, Parameter, Undecided
+from deeplightning.static.signature import UNKNOWN, Parameter
 from deeplightning.words import printable
 
 ABOUT = 14  # columns before what is said of a key
@@ -46,7 +47,7 @@ def explain(report: Report, key: str = "") -> str:
         if (rows := _unset(report, key)) is None:
             raise
         return "".join(f"{row}\n" for row in rows)
-    value = _at(shown, path)
+    value = functools.reduce(operator.getitem, path, shown)
     if isinstance(value, dict | list) and value:
         return "".join(f"{row}\n" for row in _lines(report, value, path))
     return "".join(f"{row}\n" for row in _about(report, path, value))
@@ -141,7 +142,7 @@ def _changed(report: Report, path: KeyPath) -> str | None:
 def _about(report: Report, path: KeyPath, value: Any) -> Iterator[str]:
     assert report.config is not None
     yield f"{dotted(path)}: {line(value)}"
-    rows = _documentation(*_known(report, path))
+    rows = _documentation(*_known(report, path)[0])
     if path == ("engine", "backend") and value is not None:
         rows += [("means", str(strategy.meaning(value))), ("strategy", ", ".join(strategy.classes_of(value)))]
     if (source := source_of(path, value, report.config)) is not None:
@@ -165,7 +166,7 @@ def _documentation(
         rows.append(("type", describe(hint, field.metadata)))
         example = field.metadata["example"]
         rows.append(("meaning", field.metadata["doc"] + (f"; for example `{example}`" if example else "")))
-        default = _default(field)
+        default = schema.plain(default_of(field))
         rows.append(("default", "none, it must be given" if default is MISSING else line(default)))
     elif parameter is not None:
         rows.append(("type", parameter.annotation or "unknown"))
@@ -186,45 +187,18 @@ def _unset(report: Report, key: str) -> list[str] | None:
         ConfigError: the section that the key would be in has no such key; with the nearest.
         SetupError: the section is that of a plug-in that is not installed.
     """
-    cls: Any = config_class()
-    value: object = report.config
-    null = ""  # the section around the key that is not there
-    parts: list[str | int] = [int(part) if part.isdecimal() else part for part in key.split(".")]
-    for depth, name in enumerate(parts):
-        here, rest = ".".join(map(str, parts[: depth + 1])), tuple(parts[depth + 1 :])
-        if is_dataclass(cls):
-            fields = {f.name: f for f in schema.keys(cls)}
-            if name not in fields:
-                if depth == 0 and (plugin := plugin_of(f"{name}:")):
-                    raise SetupError(Fault(not_installed(plugin), key))
-                if not null or depth == 0:
-                    return None
-                hint = nearest(str(name), fields).replace("mean ", f"mean {null}.", 1)
-                raise ConfigError(Fault(f"{null} has no key `{name}`.{hint} Known here: {', '.join(fields)}", key))
-            field = fields[str(name)]
-            if not rest:
-                return _told(key, _documentation(field, None, cls, None), null)
-            if name == "params" and isinstance(value, schema.Target | schema.Engine):
-                return _unset_param(value, here.removesuffix(".params"), key, rest)
-            options = options_of(typing.get_type_hints(cls)[field.name])
-            value = getattr(value, field.name, None)
-            cls = type(value) if is_dataclass(value) else None if value else next(filter(is_dataclass, options), None)
-            null = null or (here if value is None else "")
-        elif isinstance(value, dict | list):
-            value = _step(value, name)
-            cls = type(value) if is_dataclass(value) else None
-        else:
-            return None
-    return None
-
-
-def _unset_param(of: schema.Target | schema.Engine, role: str, key: str, rest: KeyPath) -> list[str] | None:
-    """Describe an unset parameter that a target or strategy takes by name."""
-    known = _of_strategy(of, rest) if isinstance(of, schema.Engine) else _parameter(of.type, of.params, rest)
-    parameter = known[1]
-    if parameter is None or not parameter.keyword or (parameter.position and role in GIVEN and parameter.required):
+    path = tuple(int(part) if part.isdecimal() else part for part in key.split("."))
+    if path[0] not in {field.name for field in schema.keys(config_class())}:
+        if plugin := plugin_of(f"{path[0]}:"):
+            raise SetupError(Fault(not_installed(plugin), key))
         return None
-    return _told(key, _documentation(*known), "")
+    known, role, null = _known(report, path)
+    field, parameter, *_ = known
+    if field is None and parameter is None:
+        return None
+    if parameter and (not parameter.keyword or (parameter.position and role in GIVEN and parameter.required)):
+        return None
+    return _told(key, _documentation(*known), null)
 
 
 def _told(key: str, rows: list[tuple[str, str]], null: str) -> list[str]:
@@ -265,22 +239,43 @@ def _short(report: Report, entry: Entry, path: KeyPath) -> str:
     return report.source.secrets.redact(text)
 
 
-def _known(report: Report, path: KeyPath) -> tuple[Field[object] | None, Parameter | None, object, str | None]:
-    """Look up a key: its field and section, or its parameter and the target that takes it."""
-    cls: object = Config
+_Known = tuple[Field[object] | None, Parameter | None, object, str | None]
+
+
+def _known(report: Report, path: KeyPath) -> tuple[_Known, str, str]:
+    """Look up a key that is set or could be: its field and section, or its parameter and the target that takes it; then
+    the key of that target, and the key of a section around it that is null.
+
+    Raises:
+        ConfigError: a section that is null has no such key; with the nearest.
+    """
+    nothing, null = (None, None, None, None), ""
+    cls: Any = config_class()
     value: object = report.config
     for depth, name in enumerate(path):
-        if is_dataclass(value):
-            cls = type(value)
+        here, rest = ".".join(map(str, path[: depth + 1])), path[depth + 1 :]
+        if is_dataclass(cls):
             fields = {f.name: f for f in schema.keys(cls)}
-            if depth == len(path) - 1:
-                return fields.get(str(name)), None, cls, None
-            if name == "params" and isinstance(value, schema.Target) and depth < len(path) - 1:
-                return _parameter(value.type, value.params, path[depth + 1 :])
-            if name == "params" and isinstance(value, schema.Engine) and depth < len(path) - 1:
-                return _of_strategy(value, path[depth + 1 :])
-        value = _step(value, name)
-    return None, None, None, None
+            if name not in fields:
+                if not null:
+                    break
+                hint = nearest(str(name), fields).replace("mean ", f"mean {null}.", 1)
+                message = f"{null} has no key `{name}`.{hint} Known here: {', '.join(fields)}"
+                raise ConfigError(Fault(message, ".".join(map(str, path))))
+            if not rest:
+                return (fields[name], None, cls, None), "", null
+            if name == "params" and isinstance(value, schema.Target | schema.Engine):
+                if isinstance(value, schema.Engine):
+                    return _of_strategy(value, rest), here.removesuffix(".params"), ""
+                return _parameter(value.type, value.params, rest), here.removesuffix(".params"), ""
+            options = options_of(typing.get_type_hints(cls)[name])
+            value = getattr(value, name, None)
+            cls = type(value) if is_dataclass(value) else None if value else next(filter(is_dataclass, options), None)
+            null = null or (here if value is None else "")
+        else:
+            value = _step(value, name)
+            cls = type(value) if is_dataclass(value) else None
+    return nothing, "", ""
 
 
 def _of_strategy(engine: schema.Engine, path: KeyPath) -> tuple[None, Parameter | None, str | None, str | None]:
@@ -298,18 +293,9 @@ def _parameter(name: str, params: object, path: KeyPath) -> tuple[None, Paramete
         value = _step(value, step)
     if len(path) != 1:
         return None, None, None, None
-    try:
-        found: Any = Meanings().of(name)
-        parameter = next((p for p in found.signature().parameters if p.name == path[0]), None)
-    except (ValueError, Undecided):
-        return None, None, name, None
-    return None, parameter, name, found.documentation(path[0]) if parameter else None
-
-
-def _default(field: Field[object]) -> object:
-    if field.default_factory is not MISSING:
-        return schema.plain(field.default_factory())
-    return field.default
+    meanings = Meanings()
+    parameter = meanings.parameters(name).get(path[0])
+    return None, parameter, name, meanings.known(name).documentation(path[0]) if parameter else None
 
 
 # ---- paths
@@ -352,26 +338,12 @@ def _path(key: str, shown: Any) -> KeyPath:
     return path
 
 
-def _at(value: Any, path: KeyPath) -> object:
-    for name in path:
-        value = value[name]
-    return value
-
-
 def _entry(report: Report, path: KeyPath) -> Entry | None:
     """Return the entry that set the value at a path, if a file or an override did."""
     assert report.source is not None
-    return _inside(report.source.root, path)
-
-
-def _inside(entry: Entry | None, path: KeyPath) -> Entry | None:
+    entry: Entry | None = report.source.root
     for name in path:
-        if entry is None or not isinstance(entry.value, dict | list):
-            return None
-        if isinstance(entry.value, dict):
-            entry = entry.value.get(name)
-        else:
-            entry = entry.value[name] if isinstance(name, int) and name < len(entry.value) else None
+        entry = typing.cast("Entry | None", _step(entry.value, name)) if entry is not None else None
     return entry
 
 

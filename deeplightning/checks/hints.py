@@ -20,7 +20,7 @@ _NULL = "null 735 samples/s and 15.9 GiB"
 
 
 def hints(cfg: Config, asked: Engine) -> Iterator[Notice]:
-    """What is right and could be better."""
+    """Yield what is right and could be better."""
     yield from _hints_for_one_gpu(cfg.engine)
     if cfg.data.sampler == BALANCED:
         for key, _, name in unfilled(cfg):
@@ -70,8 +70,8 @@ def rates_without_effect(cfg: Config, searched: Collection[str] = ()) -> Iterato
 
 
 def proposals(cfg: Config, asked: Engine) -> Iterator[Notice]:
-    """What would make a run on GPUs faster and changes its digits or suits not every network, so that a person has to
-    choose it."""
+    """Yield what would make a run on GPUs faster and changes its digits or suits not every network, so that a person
+    has to choose it."""
     if cfg.engine.gpus is None:
         return
     if cfg.engine.compile is False and not is_sharded(asked):
@@ -95,7 +95,7 @@ def proposals(cfg: Config, asked: Engine) -> Iterator[Notice]:
 
 
 def _hints_for_one_gpu(engine: Engine) -> Iterator[Notice]:
-    """Recommends `null` where one process on one GPU would shard, unless it moves tensors to the CPU or a disk.
+    """Recommend `null` where one process on one GPU would shard, unless it moves tensors to the CPU or a disk.
 
     Args:
         engine: as it will run here.
@@ -115,7 +115,7 @@ def _hints_for_one_gpu(engine: Engine) -> Iterator[Notice]:
 
 
 def _offloads(engine: Engine) -> bool:
-    """Whether parameters or the optimizer's state leave the GPU."""
+    """Return whether parameters or the optimizer's state leave the GPU."""
     config = engine.params.get("config")
     zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
     words = [engine.params.get(name) for name in ("cpu_offload", "offload_optimizer", "offload_parameters")]

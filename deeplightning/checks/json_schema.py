@@ -13,8 +13,7 @@ from collections.abc import Collection
 from dataclasses import MISSING, Field, is_dataclass
 from typing import Any
 
-from deeplightning.checks.allowed import describe
-from deeplightning.checks.reference import default, options, sections
+from deeplightning.checks.allowed import default_of, describe, options_of, sections
 from deeplightning.checks.value_check import SIMPLE
 from deeplightning.config import schema
 from deeplightning.config.plugin_sections import config_class
@@ -132,8 +131,8 @@ def _section(cls: type, path: str) -> Json:
 def _key(cls: type, field: Field[object], hint: object, path: str) -> Json:
     doc, example = field.metadata["doc"], field.metadata["example"]
     # Editors show title, description and examples when the mouse points at a key, and few of them type and default.
-    value = default(field)
-    is_section = all(is_dataclass(option) and option is not schema.Target for option in options(hint))
+    value = default_of(field)
+    is_section = all(is_dataclass(option) and option is not schema.Target for option in options_of(hint))
     facts = [] if is_section else [f"Type: {describe(hint, field.metadata)}"]
     if value is MISSING:
         facts.append("Default: none, it must be given")
@@ -144,7 +143,7 @@ def _key(cls: type, field: Field[object], hint: object, path: str) -> Json:
         about["default"] = value
     if example:
         written = plain(parse(example, "example", []))
-        is_type = isinstance(written, str) and _sections_in(options(hint))[0]
+        is_type = isinstance(written, str) and _sections_in(options_of(hint))[0]
         about["examples"] = [{"type": written} if is_type else written]
     bounds = {
         **{word: field.metadata[n] for word, n in (("minimum", "low"), ("maximum", "high"))},
@@ -154,7 +153,7 @@ def _key(cls: type, field: Field[object], hint: object, path: str) -> Json:
 
 
 def _value(hint: object, bounds: Json) -> Json:
-    found = options(hint)
+    found = options_of(hint)
     section, named = _sections_in(found)
     if section is None and named is None:
         return _simple(found, bounds)
@@ -215,7 +214,7 @@ def _reference(else_allowed: str) -> Json:
 def _item(hint: object) -> Json:
     """Return the schema of a list item. It is complete in each file: a list replaces that of a base file."""
     if not is_dataclass(hint):
-        return _simple(options(hint), {})
+        return _simple(options_of(hint), {})
     name = typing.cast(type, hint).__name__
     return {"allOf": [{"$ref": f"#/$defs/{name}"}, {"$ref": f"#/$defs/{name}.whole"}], "type": ["object", "string"]}
 
@@ -238,7 +237,7 @@ def _is_named(section: object) -> Json:
 def _whole(cls: type) -> Json:
     hints = typing.get_type_hints(cls)
     inner = {field.name: _whole_value(hints[field.name]) for field in schema.keys(cls)}
-    required = [field.name for field in schema.keys(cls) if default(field) is MISSING]
+    required = [field.name for field in schema.keys(cls) if default_of(field) is MISSING]
     return {
         **({"required": required} if required else {}),
         "properties": {name: value for name, value in inner.items() if value},
@@ -247,12 +246,12 @@ def _whole(cls: type) -> Json:
 
 
 def _whole_value(hint: object) -> Json:
-    found = options(hint)
+    found = options_of(hint)
     section, named = _sections_in(found)
     one: Json = {}
     if section is not None:
         one["$ref"] = f"#/$defs/{section.__name__}.whole"
-        if len(found) == 1 and any(default(field) is MISSING for field in schema.keys(section)):
+        if len(found) == 1 and any(default_of(field) is MISSING for field in schema.keys(section)):
             one["type"] = ["object", "string"]  # an empty one lacks what is required
     if named is None:
         return one

@@ -76,15 +76,9 @@ def settle_modes(findings: Findings, config: Config) -> None:
 def _own_mode(findings: Findings, config: Config, target: Target, metric: object, asked: str) -> None:
     """Set `mode` for a class of torch or Lightning, whose default is `min` whatever the metric; a user's own class
     keeps the default of its author."""
-    params = target.params
-    if not isinstance(target.type, str):
-        return
-    try:
-        found: Any = Meanings().of(target.type)
-        home = found.path.partition(".")[0]
-    except (ValueError, Undecided):
-        return
-    is_theirs = home in ("torch", "pytorch_lightning") and "mode" in findings.names(target.type)
+    params, found = target.params, Meanings().known(target.type)
+    home = found.path.partition(".")[0] if found is not None else ""
+    is_theirs = home in ("torch", "pytorch_lightning") and "mode" in findings.meanings.parameters(target.type)
     if is_theirs and isinstance(params, dict) and params.get("mode") is None:
         mode = _mode(findings, config, metric, asked, f"{target.name}.params.mode")
         if mode is not None:
@@ -119,11 +113,10 @@ def _logged(findings: Findings, config: Config) -> tuple[set[str], str | None]:
     """Return the metrics that task and callbacks log according to their source, and which of them may log others."""
     found, vague, sources, usual = {"lr"}, None, Meanings(), set[str]()
     for target in (config.model.module, *config.train.callbacks):
-        try:
-            definition: Any = sources.of(target.type)
-            names, all_of_them = definition.logged_names()
-        except (ValueError, Undecided):
+        definition = sources.known(target.type)
+        if definition is None:
             return found, str(target.type)
+        names, all_of_them = definition.logged_names()
         found, vague = found | names, vague if all_of_them else target.type
         usual |= definition.declared_words("metric_names") or set()
     metrics = usual if config.model.metrics is None else set(config.model.metrics)

@@ -33,7 +33,7 @@ class Report:
     source: Source | None = None
 
     def add(self, *faults: Fault) -> None:
-        """Takes up further faults: those without a place get that of their key, or of the nearest section above. None
+        """Add further faults: those without a place get that of their key, or of the nearest section above. None
         of a value that is not known without importing."""
         unknown = {fault.key for fault in self.source.unchecked} if self.source is not None else set()
         faults = tuple(f for f in faults if unknown.isdisjoint(upwards(f.key or "")))
@@ -43,26 +43,27 @@ class Report:
 
     @property
     def notices(self) -> list[Notice]:
-        """What was changed in the config, and why; then the hints."""
+        """Return what was changed in the config, and why; then the hints."""
         changed = self.config.notices if self.config is not None else None
         return [*(changed or []), *self.hints]
 
     @property
     def exit_code(self) -> int:
-        """Of a process that says no more than this."""
+        """Return the exit code of a process that reports no more than this."""
         return error_of(self.faults).exit_code if self.faults else 0
 
     @property
     def keeps_from_trying(self) -> bool:
-        """Whether what is wrong is more than that this machine lacks the GPUs, which a dry run pretends to have."""
+        """Return whether what is wrong is more than that this machine lacks the GPUs, which a dry run pretends to
+        have."""
         return any(fault.key != "engine.gpus" or fault.exit_code != 3 for fault in self.faults)
 
     def redact(self, text: str) -> str:
-        """Text without the values that came from the environment."""
+        """Return a text without the values that came from the environment."""
         return self.source.secrets.redact_message(text) if self.source is not None else text
 
     def to_dict(self) -> dict[str, object]:
-        """The report for programs; the config only where nothing is wrong with it."""
+        """Return the report for programs; the config only where nothing is wrong with it."""
         right = not self.faults and self.config is not None
         return {
             "valid": right,
@@ -74,7 +75,7 @@ class Report:
         }
 
     def checked(self) -> Config:
-        """The config, if nothing is wrong.
+        """Return the config, if nothing is wrong.
 
         Raises:
             UserError: with every fault; of the kind of the worst.
@@ -85,7 +86,7 @@ class Report:
 
 
 def in_order(faults: Iterable[Fault], source: Source) -> list[Fault]:
-    """Faults in the order of the file, each once; no value from the environment in their words."""
+    """Return faults in the order of the file, each once, without values from the environment."""
 
     def position(fault: Fault) -> tuple[str, int, int]:
         name, line, column = ([*(fault.place or "").rsplit(":", 2), "", ""])[:3]

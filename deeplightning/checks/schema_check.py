@@ -21,7 +21,7 @@ MAX_UNKNOWN = 50  # unknown keys of one section that are reported one by one
 
 
 def read_section(findings: Findings, cls: type, entry: Entry, key: str, path: KeyPath) -> Any:
-    """An instance of a schema class."""
+    """Return an instance of a schema class."""
     if entry.value is None:
         entry = Entry({}, entry.place, entry.at)
     if not isinstance(entry.value, dict):
@@ -82,7 +82,7 @@ def read_section(findings: Findings, cls: type, entry: Entry, key: str, path: Ke
 def _value(
     findings: Findings, hint: object, entry: Entry, key: str, path: KeyPath, metadata: Mapping[str, object] = {}
 ) -> object:
-    """A value of the type that the schema gives, or _BAD after a fault was noted."""
+    """Return a value of the type that the schema gives, or _BAD after a fault was noted."""
     options = options_of(hint)
     is_text = Any in options or (str in options and int not in options)
     if isinstance(entry.value, str) and not is_text and findings.secrets.is_word(path):
@@ -110,7 +110,7 @@ def _value(
 
 
 def _foreign(findings: Findings, entry: Entry, key: str) -> None:
-    """Tells what the keys of other tools inside a value are here, where nothing inside it is a key of ours."""
+    """Report what the keys of other tools inside a value are here, where nothing inside it is a key of ours."""
     known = [(path, item) for path, item in nodes(entry) if path and path[-1] in other_tools.NAMES]
     for path, item in reversed(known):
         here = ".".join([key, *map(str, path)])
@@ -128,17 +128,17 @@ def _in_range(
     found = f"what {written} gives" if written else value
     if low is not None and not value >= low:
         findings.wrong(f"at least {low}", found, key, entry.place, suggestion(key, value, []))
-        return False
-    if high is not None and not value <= high:
+    elif high is not None and not value <= high:
         findings.wrong(f"at most {high}", found, key, entry.place)
-        return False
-    return True
+    else:
+        return True
+    return False
 
 
 def _fit(
     findings: Findings, option: object, entry: Entry, key: str, path: KeyPath, one_of_several: bool
 ) -> tuple[bool, object]:
-    """Whether this is the option that the value is meant for, and what it makes of it."""
+    """Return whether this is the option that the value is meant for, and what it makes of it."""
     value, origin = entry.value, typing.get_origin(option)
     if option is Any:
         return True, plain(entry)
@@ -186,7 +186,7 @@ _BAD: object = object()
 
 
 def _are_named(entry: Entry, cls: type) -> bool:
-    """Whether a mapping holds several targets by name rather than being one."""
+    """Return whether a mapping holds several targets by name rather than being one."""
     if not entry.value or any(f.name in entry.value for f in schema.keys(cls)):
         return False
     return all(isinstance(item.value, dict) for item in entry.value.values())

@@ -4,19 +4,27 @@ The answer comes from the source, which costs milliseconds and executes nothing 
 What the source does not show is undecided, never guessed.
 """
 
+import contextlib
 import inspect
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from deeplightning import own_code
 from deeplightning.checks.value_check import misfits
 from deeplightning.config import other_tools
 from deeplightning.config.section_kinds import KINDS, REMOVED_HOOKS, is_bound, misfit, no_part
 from deeplightning.config.target import find, path_of, signature_of
 from deeplightning.faults import Fault, nearest
-from deeplightning.static.signature import Instance, Options, Signature, Undecided, factory_of, positional
+from deeplightning.static.signature import (
+    Instance,
+    Options,
+    Parameter,
+    Signature,
+    Undecided,
+    factory_of,
+    positional,
+)
 
 if TYPE_CHECKING:
     from deeplightning.static.definition import Definition
@@ -51,11 +59,11 @@ class Imported:
 
     @property
     def path(self) -> str:
-        """Where it is defined; where that is unknown, the name."""
+        """Return where it is defined; where that is unknown, the name."""
         return path_of(self.thing) or self.name
 
     def makes(self) -> list[Instance]:
-        """What calling it gives; of a function its source tells, if anything does.
+        """Return what calling it gives; of a function its source tells, if anything does.
 
         Raises:
             Undecided: that cannot be known without calling it.
@@ -78,11 +86,11 @@ class Imported:
         return hasattr(self.thing, name)
 
     def constant(self, name: str) -> object:
-        """An attribute of a class; None where it has none."""
+        """Return an attribute of a class; None where it has none."""
         return getattr(self.thing, name, None) if self.kind == "class" else None
 
     def signature(self) -> Signature:
-        """Its parameters. Those that `**kwargs` hand on are known from the source alone.
+        """Return its parameters. Those that `**kwargs` hand on are known from the source alone.
 
         Raises:
             Undecided: it has none (a function written in C).
@@ -103,7 +111,7 @@ class Meanings:
         self._names: Names | None = None
 
     def of(self, name: str) -> "Imported | Definition":
-        """What a name means.
+        """Return what a name means.
 
         Raises:
             ValueError: in words, when there is no such thing.
@@ -118,8 +126,20 @@ class Meanings:
         self._names = self._names or Names()
         return definition.look_up(name, self._names)
 
+    def known(self, name: object) -> Any:
+        """Return what a name means; None where there is no such thing, or only importing can tell."""
+        with contextlib.suppress(ValueError, Undecided):
+            return self.of(name) if isinstance(name, str) else None
+        return None
+
+    def parameters(self, name: object) -> dict[str, Parameter]:
+        """Return the parameters of what a name means, by their names; none where they are not known."""
+        with contextlib.suppress(ValueError, Undecided):
+            return {p.name: p for p in self.signature(name).parameters} if isinstance(name, str) else {}
+        return {}
+
     def makes(self, name: str) -> list[Instance]:
-        """What calling it gives.
+        """Return what calling it gives.
 
         Raises:
             ValueError, Undecided: as `of`.
@@ -127,7 +147,7 @@ class Meanings:
         return self._once(f"{name} makes", lambda: self.of(name).makes())
 
     def signature(self, name: str) -> Signature:
-        """What it takes.
+        """Return what it takes.
 
         Raises:
             ValueError, Undecided: as `of`.
@@ -139,8 +159,7 @@ class Meanings:
             try:
                 self._found[key] = ask()
             except (ValueError, Undecided) as error:
-                words = (own_code.shown(arg) if isinstance(arg, str) else arg for arg in error.args)
-                self._found[key] = type(error)(*words)  # without the frames that it came through
+                self._found[key] = type(error)(*error.args)  # without the frames that it came through
         found = self._found[key]
         if isinstance(found, Exception):
             raise found.with_traceback(None)
@@ -159,7 +178,7 @@ def judge(
     called_with: int | None = None,
     wanted: Callable[[], Options] | None = None,
 ) -> Verdict:
-    """What is wrong with the target at `key`.
+    """Return what is wrong with the target at `key`.
 
     Args:
         role: what it is for, one of `KINDS`; None: anything.
@@ -205,7 +224,7 @@ def judge(
 
 
 def _kind(meanings: Meanings, name: str, key: str, role: str, called_with: int | None) -> Verdict:
-    """Whether what a class or function makes is of the kind that its role needs."""
+    """Return whether what a class or function makes is of the kind that its role needs."""
     words = KINDS[role].words
     try:
         made, is_class = meanings.makes(name), meanings.of(name).kind == "class"
@@ -224,7 +243,7 @@ def _kind(meanings: Meanings, name: str, key: str, role: str, called_with: int |
 
 
 def _misfit(made: Instance, role: str, called_with: int | None) -> str | None:
-    """As `kinds.misfit`; a loss must take as many arguments as the task calls it with."""
+    """Return the same as `section_kinds.misfit`; a loss must take as many arguments as the task calls it with."""
     mismatch = misfit(made.paths, made.complete, role)
     if mismatch != "" or role != "model.loss" or called_with is None or (takes := made.forward()) is None:
         return mismatch
@@ -246,7 +265,7 @@ def _call(
     hidden: Mapping[str, str],
     wanted: Callable[[], Options] | None,
 ) -> Verdict:
-    """Whether it takes these params beside the arguments that we give."""
+    """Return whether it takes these params beside the arguments that we give."""
     try:
         signature = meanings.signature(name)
     except Undecided as why:

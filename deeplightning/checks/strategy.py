@@ -16,15 +16,15 @@ DEEPSPEED = ("deeplightning.engine.zero.DeepSpeed",)
 
 
 def classes_of(backend: str | None) -> tuple[str, ...]:
-    """The classes that `engine.params` go to: what the first does not name is passed to the second, which is given the
-    network."""
+    """Return the classes that `engine.params` go to: what the first does not name is passed to the second, which is
+    given the network."""
     if backend is not None and backend.startswith("deepspeed"):
         return DEEPSPEED
     return {"ddp": DDP, "fsdp": FSDP}.get(backend or "", ())
 
 
 def meaning(backend: str | None) -> str | None:
-    """What a backend of today's words does, in a few words; None without one."""
+    """Return what a backend of today's words does, in a few words; None without one."""
     if backend is None:
         return None
     if backend == "ddp":
@@ -92,39 +92,6 @@ _ZERO = [
     "zero_quantized_gradients", "zero_quantized_nontrainable_weights", "zero_quantized_weights",
 ]  # fmt: skip
 
-# Words that DeepSpeed has given up, and what says the same today; None: nothing does.
-_RETIRED_JSON: dict[str, str | None] = {
-    "fp32_allreduce": "communication_data_type: fp32",
-    "allreduce_always_fp32": "communication_data_type: fp32",
-    "amp": "engine.precision: 16",
-    "bfloat16": "engine.precision: bf16",
-    "disable_allgather_buckets": "disable_allgather",
-    "curriculum_learning": "data_efficiency.data_sampling.curriculum_learning",
-    "elasticity": None,
-    "progressive_layer_drop": None,
-    "sparse_attention": None,
-    "sparse_gradients": None,
-    "quantize_training": None,
-    "compression_training": None,
-    "eigenvalue": None,
-    "graph_harvesting": None,
-    "nebula": None,
-}
-_RETIRED_ZERO: dict[str, str | None] = {
-    "cpu_offload": "offload_optimizer: {device: cpu}",
-    "cpu_offload_params": "offload_param: {device: cpu}",
-    "cpu_offload_param": "offload_param: {device: cpu}",
-    "cpu_offload_use_pin_memory": "offload_optimizer: {device: cpu, pin_memory: true}",
-    "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
-    "gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
-    "allgather_size": "allgather_bucket_size",
-    "legacy_stage1": None,
-    "grad_hooks": None,
-    "mics_shard_size": None,
-    "mics_hierarchical_params_gather": None,
-    "zeropp_loco_param": None,
-}
-
 
 class Misfit(NamedTuple):
     """A param of a strategy that its signature alone does not show to be wrong.
@@ -143,7 +110,7 @@ class Misfit(NamedTuple):
 
 
 def misfits(backend: str, params: Mapping[str, Any]) -> Iterator[Misfit]:
-    """What of `engine.params` is wrong for reasons that no signature tells."""
+    """Return what of `engine.params` is wrong for reasons that no signature tells."""
     for name in params:
         if name in _DECIDED:
             yield Misfit(name, f"{_DECIDED[name]} decides it; remove it", name)
@@ -190,8 +157,8 @@ def _json_misfits(config: Mapping[str, object]) -> Iterator[Misfit]:
     for word in config:
         if word in _DECIDED_JSON:
             yield Misfit(f"config.{word}", f"{_DECIDED_JSON[word]} decides it; remove it", word)
-        else:
-            yield from _word("config", word, _JSON, _RETIRED_JSON)
+        elif word not in _JSON:
+            yield _unknown("config", word, _JSON)
     zero = config.get("zero_optimization")
     if zero is not None and not isinstance(zero, Mapping):
         message = (
@@ -199,23 +166,18 @@ def _json_misfits(config: Mapping[str, object]) -> Iterator[Misfit]:
         )
         yield Misfit("config.zero_optimization", f"{message} switches ZeRO off", str(zero), "a mapping")
     for word in zero if isinstance(zero, Mapping) else ():
-        yield from _word("config.zero_optimization", word, _ZERO, _RETIRED_ZERO)
+        if word not in _ZERO:
+            yield _unknown("config.zero_optimization", word, _ZERO)
 
 
-def _word(section: str, word: str, known: list[str], retired: Mapping[str, str | None]) -> Iterator[Misfit]:
-    if word in retired:
-        today = retired[word]
-        message = (
-            f"DeepSpeed has given it up; today it is `{today}`" if today else "DeepSpeed has given it up; remove it"
-        )
-        yield Misfit(f"{section}.{word}", message, word, today)
-    elif word not in known:
-        words = ", ".join(known)
-        yield Misfit(f"{section}.{word}", f"unknown to DeepSpeed.{nearest(word, known)} It knows {words}", word, words)
+def _unknown(section: str, word: str, known: list[str]) -> Misfit:
+    words = ", ".join(known)
+    return Misfit(f"{section}.{word}", f"unknown to DeepSpeed.{nearest(word, known)} It knows {words}", word, words)
 
 
 def nvme_path(backend: str | None, params: Mapping[str, Any]) -> str | None:
-    """The folder that DeepSpeed would move parameters or the optimizer's state to; None where it stays in memory."""
+    """Return the folder that DeepSpeed would move parameters or the optimizer's state to; None where it stays in
+    memory."""
     zero = (params.get("config") or {}).get("zero_optimization") or {}
     for section in (zero.get("offload_optimizer"), zero.get("offload_param")):
         if isinstance(section, Mapping) and section.get("device") == "nvme":

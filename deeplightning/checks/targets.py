@@ -149,11 +149,10 @@ def _note_reference(findings: Findings, entry: Entry, key: str) -> None:
 
 
 def compare(findings: Findings, config: Config) -> None:
-    """Compares what the config names with what is there."""
-    task: object = config.model and config.model.module and config.model.module.type
-    with contextlib.suppress(ValueError, Undecided):
-        definition: Any = Meanings().of(str(task))
-        findings.loss_arguments = len(definition.declared_words("loss_arguments") or ()) or None
+    """Compare what the config names with what is there."""
+    task = Meanings().known(config.model and config.model.module and config.model.module.type)
+    if task is not None:
+        findings.loss_arguments = len(task.declared_words("loss_arguments") or ()) or None
     for compare in findings.targets:
         compare()
     _resolvers(findings, config.resolvers or {})
@@ -170,20 +169,20 @@ def compare(findings: Findings, config: Config) -> None:
 
 
 def _strategy(findings: Findings, engine: schema.Engine) -> None:
-    """Compares `engine.params` with what the backend's strategy takes."""
+    """Compare `engine.params` with what the backend's strategy takes."""
     backend = schema.backend_of(engine) or ("ddp" if engine.processes > 1 else None)  # as it will be settled
     classes = strategy.classes_of(backend)
     for wrong in strategy.misfits(backend, engine.params) if backend is not None else ():
         findings.fault(wrong.message, f"engine.params.{wrong.key}", found=wrong.found, allowed=wrong.allowed)
     for param, value in engine.params.items() if classes else ():
         name, given = classes[0], 0
-        if len(classes) > 1 and param not in findings.names(name):
+        if len(classes) > 1 and param not in findings.meanings.parameters(name):
             name, given = classes[1], 1
         findings.param(name, param, value, "engine", f"engine.params.{param}", given)
 
 
 def _resolvers(findings: Findings, functions: dict[str, str]) -> None:
-    """Looks for the functions that references may call."""
+    """Look for the functions that references may call."""
     for name, target in functions.items():
         key = f"resolvers.{name}"
         if not _RESOLVER.fullmatch(name) or name.startswith("oc."):
@@ -205,7 +204,7 @@ def _resolvers(findings: Findings, functions: dict[str, str]) -> None:
 
 
 def _hook(findings: Findings, name: str | None) -> None:
-    """Looks for `engine.setup_hook`, which is called without arguments."""
+    """Look for `engine.setup_hook`, which is called without arguments."""
     verdict = judge(findings.meanings, name, {}, HOOK, role=HOOK) if name is not None else Verdict()
     for f in verdict.faults:
         called = "; it is called without arguments" if f.key == "engine.setup_hook.params" else ""
@@ -215,7 +214,7 @@ def _hook(findings: Findings, name: str | None) -> None:
 
 
 def _loader(findings: Findings, options: dict[str, object]) -> None:
-    """Compares `data.loader` with the signature of torch's DataLoader."""
+    """Compare `data.loader` with the signature of torch's DataLoader."""
     for name, value in options.items():
         key = f"data.loader.{name}"
         if name in _LOADER_GIVEN:
@@ -225,12 +224,11 @@ def _loader(findings: Findings, options: dict[str, object]) -> None:
 
 
 def _networks(findings: Findings, model: schema.Model) -> None:
-    """Compares the names of several networks, optimizers and schedulers with those that the task needs, and with
+    """Compare the names of several networks, optimizers and schedulers with those that the task needs, and with
     one another."""
-    task, needed = model.module and model.module.type, None
-    with contextlib.suppress(ValueError, Undecided):
-        definition: Any = (Meanings() if findings.meanings.importing else findings.meanings).of(str(task))
-        needed = definition.declared_words("network_names")
+    task = model.module and model.module.type
+    definition = (Meanings() if findings.meanings.importing else findings.meanings).known(task)
+    needed = definition.declared_words("network_names") if definition is not None else None
     for section in ("network", "optimizer", "scheduler"):
         key, given = f"model.{section}", getattr(model, section)
         if isinstance(given, dict) and needed == set():
@@ -250,7 +248,7 @@ def _networks(findings: Findings, model: schema.Model) -> None:
 
 
 def _groups(findings: Findings, model: schema.Model) -> None:
-    """Compares parameter groups with the optimizer's signature; patterns must be regular expressions."""
+    """Compare parameter groups with the optimizer's signature; patterns must be regular expressions."""
     for key, optimizer in with_keys(model.optimizer, "model.optimizer"):
         for number, group in enumerate(optimizer.groups):
             here = f"{key}.groups.{number}"
@@ -273,7 +271,7 @@ def _groups(findings: Findings, model: schema.Model) -> None:
 
 
 def _rates(findings: Findings, model: schema.Model) -> None:
-    """Asks for the learning rate where an optimizer would take its own default for it."""
+    """Ask for the learning rate where an optimizer would take its own default for it."""
     for key, optimizer in with_keys(model.optimizer, "model.optimizer"):
         if not isinstance(optimizer.type, str) or not isinstance(optimizer.params, dict):
             continue
@@ -301,7 +299,7 @@ def _pattern(findings: Findings, text: str, key: str) -> None:
 
 
 def with_keys(targets: object, key: str) -> list[tuple[str, Any]]:
-    """The targets of a key that takes one or several by name, each with its own key."""
+    """Return the targets of a key that takes one or several by name, each with its own key."""
     if isinstance(targets, dict):
         return [(f"{key}.{name}", target) for name, target in targets.items() if isinstance(target, Target)]
     return [(key, targets)] if isinstance(targets, Target) else []

@@ -75,7 +75,7 @@ def _refuse(
     same = [
         leaf
         for leaf, name in names.items()
-        if name in known and _value(config, leaf) == _own_value(known[name], module)
+        if name in known and _value(config, leaf) == module.params.get(name, known[name].default)
     ]
     if not own or (same and len(same) == len(names)):
         where = f"the same value as {params}.{names[same[0]]}" if same else "set by a base file"
@@ -105,7 +105,3 @@ def _value(config: Config, key: str) -> object:
     for name in key.split("."):
         value = value[name] if isinstance(value, dict) else getattr(value, name)
     return value
-
-
-def _own_value(parameter: Parameter, module: Target) -> object:
-    return module.params.get(parameter.name, parameter.default)

@@ -27,7 +27,7 @@ class Misfit(NamedTuple):
 
 
 def misfits(value: object, parameter: Parameter) -> list[Misfit]:
-    """What of a plain value certainly is not allowed. Doubt counts as right."""
+    """Return what of a plain value certainly is not allowed. Doubt counts as right."""
     if not _is_annotated(parameter.allowed):
         allowed = None if _is_open(value) else _unlike_default(value, parameter)
         return [Misfit("", value, allowed, _hint(value, ()))] if allowed else []
@@ -39,12 +39,12 @@ def _is_annotated(allowed: Options) -> bool:
 
 
 def _is_open(value: object) -> bool:
-    """Whether a value does not show what it will be."""
+    """Return whether a value does not show what it will be."""
     return value is None or is_target(value) or is_reference(value)
 
 
 def _unlike_default(value: object, parameter: Parameter) -> str | None:
-    """What is allowed where only a default tells, if the value certainly is not."""
+    """Return what is allowed where only a default tells, if the value certainly is not."""
     default = parameter.default
     if parameter.annotation is not None:  # it says something that is not understood
         return None
@@ -71,7 +71,7 @@ def _compared(value: object, allowed: Options, at: str) -> list[Misfit]:
 
 
 def _fits(value: object, option: object) -> bool:
-    """Whether a value is of that kind, whatever its items are."""
+    """Return whether a value is of that kind, whatever its items are."""
     if isinstance(option, ListOf):
         right = isinstance(value, list) and (not option.fixed or len(value) == len(option.items))
         return right or isinstance(value, option.also)
@@ -90,7 +90,7 @@ def _words(option: Any) -> str:
 
 
 def _hint(value: object, allowed: tuple[object, ...]) -> str:
-    """The word that was meant: one of the literal words, or a key of a target."""
+    """Return the word that was meant: one of the literal words, or a key of a target."""
     if isinstance(value, str):
         return nearest(value, [option for option in allowed if isinstance(option, str)])
     if isinstance(value, Mapping) and len(value) < 4:  # more is not meant for a target

@@ -151,7 +151,7 @@ def check(
         if dry_run and not importing and not report.keeps_from_trying:
             report = examine_config(config, overrides, importing=True)
         if dry_run and not report.keeps_from_trying:
-            from deeplightning.dry_run.trial import dry_run as try_out
+            from deeplightning.dry_run.try_config import dry_run as try_out
 
             gc.enable()
             faults, report.unchecked = try_out(report.config)
@@ -228,6 +228,6 @@ def configs(name: str | None, to: Path | None) -> None:
 @click.argument("name", required=False)
 def docs(name: str | None) -> None:
     """Print the page NAME of the manual, or the list of all pages."""
-    from deeplightning.cli import manual
+    from deeplightning.cli.manual import show
 
-    manual.show(manual.listing() if name is None else manual.page(name))
+    show(name)

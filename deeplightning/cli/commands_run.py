@@ -7,11 +7,11 @@ from pathlib import Path
 
 import click
 
-from deeplightning.cli.completion import complete_run
 from deeplightning.cli.group import (
     LOOSE,
     OVERRIDES,
     cli,
+    complete_run,
     folder_of,
     newest_run,
     no_files,
@@ -179,12 +179,12 @@ def diff(first: str, second: str, patch: bool, format: str, exit_code: bool) -> 
 
 
 def note(line: str) -> None:
-    """Says a line, in which a name may have line ends, on stderr."""
+    """Print a line on stderr; a name in it may have line ends."""
     say(printable(line), err=True)
 
 
 def newest_runs(ctx: click.Context, param: click.Parameter, runs: tuple[str, ...]) -> tuple[str, ...]:
-    """Each RUN, `last` as the newest."""
+    """Return each RUN, `last` as the newest."""
     return tuple(newest_run(ctx, param, run) for run in runs)
 
 

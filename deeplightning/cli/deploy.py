@@ -1,4 +1,4 @@
-"""A run becomes the command that serves it: its bundle, and what its config and the command line say of the server.
+"""Turn a run into the command that serves it, with the settings of its config and of the command line.
 
 A run with a bundle is served without torch, and nothing that its config names is imported. Without one, a bundle is
 made first; where ONNX cannot express the network, torch answers (`deeplightning.torch_server`). Both import what the
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from deeplightning.checks.check import section
-from deeplightning.checks.conflicts import server_conflicts
+from deeplightning.checks.combinations import server_conflicts
 from deeplightning.checks.trust import RunConfig, entry, refuse_links, run_config
 from deeplightning.config.schema import Serve, keys
 from deeplightning.config.source import Source, read
@@ -28,7 +28,7 @@ COST = "at 0.6 GB where a bundle takes 0.1, and 3 to 12 times the CPU time of an
 
 
 def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) -> list[str]:
-    """The program and the arguments that answer HTTP from a run.
+    """Return the program and the arguments that answer HTTP from a run.
 
     Args:
         run: as `deeplightning.tracking.resolve_run` takes it, or the folder of a bundle or of an MLflow model.
@@ -86,14 +86,14 @@ def _flag(name: str, value: object) -> str:
 
 
 def _changed(settings: Serve) -> Iterator[tuple[str, object]]:
-    """What differs from the defaults, which the server has as well."""
+    """Return the settings that differ from the defaults, which the server has as well."""
     values = ((field, getattr(settings, field.name)) for field in keys(Serve))
     server = Serve()
     return ((field.name, value) for field, value in values if value != getattr(server, field.name))
 
 
 def _settings(config: RunConfig | None, overrides: Sequence[str]) -> Serve:
-    """The section `serve` of a run's config; nothing else of it is looked at.
+    """Return the section `serve` of a run's config, without a look at the rest.
 
     A foreign config decides neither where this machine listens, nor which of its variables is the server's key.
     """
@@ -140,7 +140,7 @@ def _settings(config: RunConfig | None, overrides: Sequence[str]) -> Serve:
 
 
 def _check_key(settings: Serve, source: Source) -> None:
-    """The server's key is there; it is never on a command line, only the name of its variable."""
+    """Check that the server's key is set. It is never on a command line, only the name of its variable."""
     name = settings.api_key_env
     if name is None:
         return

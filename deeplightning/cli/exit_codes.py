@@ -1,4 +1,4 @@
-"""Errors become notes and exit codes: the one place that decides what the command ends with."""
+"""Turn errors into notes and exit codes: the one place that decides what the command ends with."""
 
 import os
 import sys
@@ -18,7 +18,7 @@ from deeplightning.words import first_line, lacks_memory, printable
 
 @dataclass
 class Session:
-    """What one call of the command knows.
+    """State of one call of the command.
 
     Attributes:
         redact: takes the secrets of the config that was read out of a message.
@@ -50,7 +50,7 @@ def run_verb(verb: click.Command) -> int:
 
 
 def interrupted() -> int:
-    """Says that a signal has ended the command; the exit code of that."""
+    """Report that a signal has ended the command, and return the exit code."""
     if streams.heard:
         say("error: interrupted by SIGTERM", err=True)
         return streams.TERMINATED_CODE

@@ -3,15 +3,18 @@
 import contextlib
 import functools
 import os
+import re
+import sqlite3
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
+from click.shell_completion import CompletionItem
 
-from deeplightning.cli.completion import complete_config, complete_run
 from deeplightning.cli.exit_codes import Session
 from deeplightning.faults import PLUGINS, SetupError, nearest, not_installed, plugin_of
 from deeplightning.process import garbage
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
     from deeplightning.runfolder import RunFolder
 
 Verb = TypeVar("Verb", bound=Callable[..., object])
+
+MAX_OFFERED_RUNS = 200
+"""Number of runs, the newest ones, that a shell is offered."""
 
 OVERRIDES = "key=value sets, ~key removes, +list=[x] appends; for example model.optimizer.params.lr=0.1"
 
@@ -90,7 +96,7 @@ def cli() -> None:
 
     RUN is a run folder, a run's name or MLflow id, runs:/ID, models:/NAME/VERSION, or last, the newest. Exit codes: 0
     done, 2 config, 3 machine, data or tracking, 4 checkpoint or bundle, 5 the run failed, 130 or 143 interrupted, 1 a
-    fault of ours.
+    bug in Deep Lightning.
     """
 
 
@@ -99,27 +105,57 @@ HERE = "config.yaml"
 
 
 def _names_no_file(words: list[str]) -> bool:
-    """Whether the command line names no config file: it has no words, or the first word is an override."""
+    """Return whether the command line names no config file: it has no words, or the first word is an override."""
     return not words or (is_override(words[0]) and not os.path.isfile(words[0]))  # noqa: PTH113
 
 
 def is_override(word: str) -> bool:
-    """Whether a word is `key=value`, `~key` or `+list=[x]` and no path such as `~/c.yaml`."""
+    """Return whether a word is `key=value`, `~key` or `+list=[x]` and no path such as `~/c.yaml`."""
     return "=" in word.partition("://")[0] or (word.startswith(("~", "+")) and "/" not in word)
 
 
 LOOSE = {"ignore_unknown_options": True}
 
 
-def with_config(
-    words: str = "[key=value …]",
-    instead: Callable[[dict[str, Any]], Path | None] = lambda options: None,
-) -> Callable[[Verb], Verb]:
-    """Gives a verb its `config` and its `overrides`, in which further config files come first.
+def complete_file(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Let the shell complete files."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return `last`, the names of runs in the store that is in use here, of runs that share a name their ids, and
+    folders."""
+    last = CompletionItem("last", help="the newest run")
+    items = [item for item in (last, *_runs()) if str(item.value).startswith(incomplete)]
+    return [*items, CompletionItem(incomplete, type="dir")]
+
+
+def _runs() -> list[CompletionItem]:
+    from datetime import UTC, datetime
+
+    from deeplightning.faults import UserError
+    from deeplightning.tracking.sqlite import recent
+    from deeplightning.tracking.store import locate
+
+    try:
+        store = locate(None)
+        found = recent(store.database, MAX_OFFERED_RUNS) if store.database is not None else []
+    except (UserError, OSError, sqlite3.Error):
+        return []
+    often = Counter(name for _, name, *_ in found)
+    items = []
+    for run_id, name, status, started in found:
+        begun = datetime.fromtimestamp(started / 1000, UTC).strftime("%Y-%m-%d %H.%M")  # a colon ends a word in zsh
+        shown = name if re.fullmatch(r"[A-Za-z0-9][\w-]*", name) and often[name] == 1 else run_id
+        items.append(CompletionItem(shown, help=f"{status.lower()}, {begun} UTC"))
+    return items
+
+
+def with_config(words: str = "[key=value …]") -> Callable[[Verb], Verb]:
+    """Give a verb its `config` and its `overrides`, in which further config files come first.
 
     Args:
         words: what may follow CONFIG, for the help.
-        instead: the config that the verb's options stand for where the command line names none; None: there is none.
     """
 
     def decorate(verb: Verb) -> Verb:
@@ -131,9 +167,7 @@ def with_config(
 
             given = [*([] if config is None else [config]), *overrides]
             files = [*configs]
-            if not files and _names_no_file(given) and (found := instead(options)) is not None:
-                files = [str(found)]
-            elif not files and os.path.isfile(HERE) and _names_no_file(given):  # noqa: PTH113
+            if not files and os.path.isfile(HERE) and _names_no_file(given):  # noqa: PTH113
                 files = [HERE]
             elif not files and given:
                 files = [given.pop(0)]
@@ -145,23 +179,23 @@ def with_config(
             files, given = [*map(_fetched, files)], [*map(_fetched, given)]
             return verb(config=Path(files[0]), overrides=(*files[1:], *given), **options)
 
-        more = click.argument("overrides", nargs=-1, metavar=f"[CONFIG …] {words}", shell_complete=complete_config)
+        more = click.argument("overrides", nargs=-1, metavar=f"[CONFIG …] {words}", shell_complete=complete_file)
         option = click.option(
             "--config",
             "configs",
             metavar="CONFIG",
             multiple=True,
-            shell_complete=complete_config,
+            shell_complete=complete_file,
             help="The config, instead of the first word; repeatable. Each further CONFIG lies over those before it.",
         )
-        first = click.argument("config", metavar="CONFIG", required=False, shell_complete=complete_config)
+        first = click.argument("config", metavar="CONFIG", required=False, shell_complete=complete_file)
         return cast(Verb, first(more(option(called))))
 
     return decorate
 
 
 def _fetched(word: str) -> str:
-    """The local file of a config's address; any other word as it is. So all processes of this command read the same."""
+    """Return the local file of a config's address, so that all processes of this command read the same, or the word."""
     from deeplightning.address import is_address
     from deeplightning.config.source import located
 
@@ -174,7 +208,7 @@ def _fetched(word: str) -> str:
 
 
 def no_files(ctx: click.Context, param: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:
-    """Overrides of a run's config: no file lies over that."""
+    """Return the overrides of a run's config, which no file may override."""
     from deeplightning.config.source import is_file
 
     if file := next((word for word in words if is_file(word)), None):
@@ -188,13 +222,9 @@ with_allow = click.option(
 )
 
 
-@overload
-def newest_run(ctx: click.Context, param: click.Parameter, run: str) -> str: ...
-@overload
-def newest_run(ctx: click.Context, param: click.Parameter, run: str | None) -> str | None: ...
-def newest_run(ctx: click.Context, param: click.Parameter, run: str | None) -> str | None:
-    """`last` in place of a RUN is the newest one; a folder of that name is `./last`."""
-    if run is None or ctx.resilient_parsing:
+def newest_run(ctx: click.Context, param: click.Parameter, run: str) -> str:
+    """Return `runs:/ID` of the newest run for `last`, and any other RUN as it is; a folder of that name is `./last`."""
+    if ctx.resilient_parsing:
         return run
     from deeplightning.process.logs import escape_warnings
 
@@ -241,7 +271,7 @@ def examine_config(config: Path, overrides: tuple[str, ...], importing: bool) ->
 
 @contextlib.contextmanager
 def stdout_for_the_result() -> Iterator[None]:
-    """What imported code prints goes to stderr, also what it writes past Python: stdout is for the result alone."""
+    """Send what imported code prints to stderr, also what it writes past Python: stdout is for the result alone."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)
@@ -254,7 +284,7 @@ def stdout_for_the_result() -> Iterator[None]:
 
 
 def show_notices(report: "Report") -> None:
-    """What a report holds beside faults, on stderr."""
+    """Print what a report holds beside faults on stderr."""
     redact = session().redact
     for notice in report.notices:
         say(f"{'warning: ' if notice.unasked else ''}{redact(notice.text)}", err=True)
@@ -279,7 +309,7 @@ def folder_of(run: str, code: str | None = None, allow: tuple[str, ...] = ()) ->
 
 
 def absolute(overrides: tuple[str, ...]) -> tuple[str, ...]:
-    """The same with absolute paths of config files."""
+    """Return the overrides with absolute paths of config files."""
     from deeplightning.config.source import is_file, located
 
     return tuple(str(located(word).absolute()) if is_file(word) else word for word in overrides)

@@ -1,23 +1,29 @@
-"""What `init --data` finds out about data, and what the modules for each kind of data share."""
+"""Find out what the data of `init --data` are: what the kinds of data share, and signals in a folder per class."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deeplightning.faults import SetupError
+from deeplightning.faults import SetupError, count
 from deeplightning.words import printable
 
 MAX_LOOKED_AT = 300
 """Files that are decoded, evenly from all."""
 
+MAX_SHOWN = 20_000
+"""Numbers of a signal that is written down as an example."""
+
 
 @dataclass
 class Guess:
-    """What was found.
+    """The values and notes that a look at the data gives.
 
     Attributes:
         values: for the template, by name.
@@ -50,7 +56,7 @@ class Columns:
 
 
 def evenly(files: Sequence[Path]) -> Sequence[Path]:
-    """At most `MAX_LOOKED_AT` of them, from all parts of the list."""
+    """Return at most `MAX_LOOKED_AT` files, from all parts of the list."""
     return files[:: math.ceil(len(files) / MAX_LOOKED_AT)]
 
 
@@ -64,7 +70,7 @@ def folders(path: Path) -> list[str]:
 
 
 def stages(data: Path, top: Path) -> tuple[list[str], list[str]]:
-    """The stages of a project, and a note where one is left out.
+    """Return the stages of a project, and a note where one is left out.
 
     Args:
         data: the folder that was given.
@@ -76,6 +82,90 @@ def stages(data: Path, top: Path) -> tuple[list[str], list[str]]:
 
 
 def some(words: Sequence[object]) -> str:
-    """The first of them, for a line."""
+    """Return the first of some words, for a line."""
     listed = ", ".join(printable(str(word)) for word in words[:8])
     return f"{listed}, … ({len(words)})" if len(words) > 8 else listed
+
+
+@dataclass
+class ClassFolders:
+    """Files in a folder per class: all of them, the values that every such project has, and notes."""
+
+    files: list[Path]
+    values: dict[str, Any]
+    note: str
+    left_out: list[str]
+
+
+def class_folders(data: Path, top: Path, noun: str, endings: tuple[str, ...]) -> ClassFolders:
+    """Find the classes, which are the folders of `top`, and their files.
+
+    Raises:
+        SetupError: there are fewer than two folders, or a folder has no such file.
+    """
+    from deeplightning.image_spec import files_below
+
+    classes = folders(top)
+    if len(classes) < 2:
+        raise SetupError(f"{top} must hold a folder for each of two or more classes; it has: {some(classes) or 'none'}")
+    by_class = {
+        name: sorted(path for path in files_below(top / name) if path.name.lower().endswith(endings))
+        for name in classes
+    }
+    if empty := next((name for name, files in by_class.items() if not files), None):
+        known = f"{', '.join(endings[:-1])} or {endings[-1]}"
+        raise SetupError(f"{top / empty} holds no {noun} ({known}); put some there, or remove the folder")
+    files = [path for found in by_class.values() for path in found]
+    which, left_out = stages(data, top)
+    values = {"stages": which, "count": len(files), "number": len(classes), "classes": some(classes)}
+    counted = some([f"{name} ({len(found)})" for name, found in by_class.items()])
+    return ClassFolders(files, values, f"{len(classes)} classes, the folders of {top}: {counted}", left_out)
+
+
+@contextlib.contextmanager
+def errors_of_data() -> Iterator[None]:
+    """Turn an error of a part that reads data, with the exit code of a `SetupError`, into one."""
+    try:
+        yield
+    except Exception as error:
+        if getattr(error, "exit_code", None) != SetupError.exit_code:
+            raise
+        raise SetupError(str(error)) from None
+
+
+def signals(data: Path) -> Guess:
+    """Look at a folder per class with .npy, .csv or .wav files, or at `train` and perhaps `val` and `test` with these.
+
+    Raises:
+        SetupError: it is something else.
+    """
+    from deeplightning.config.target import find
+
+    read_signal: Any = find("deeplightning.data.signal.read_signal")
+    need_folder(data)
+    top = data / "train" if (data / "train").is_dir() and folders(data / "train") else data
+    found = class_folders(data, top, "signal", (".npy", ".csv", ".wav"))
+    first, shapes = None, Counter[tuple[int, int]]()
+    for path in evenly(found.files):
+        with errors_of_data():
+            signal = read_signal(path)  # (C, T)
+        first = signal if first is None else first
+        shapes[signal.shape] += 1
+    channels = sorted({shape[0] for shape in shapes})
+    if len(channels) > 1:
+        raise SetupError(f"the signals in {top} have {some(channels)} channels; all must have the same number")
+    lengths = sorted(shape[1] for shape in shapes.elements())
+    length = None if lengths[0] == lengths[-1] else lengths[len(lengths) // 2]
+    values = found.values | {"channels": channels[0], "length": length}
+    notes = [
+        found.note,
+        f"{count(len(found.files), 'signal')} of {count(channels[0], 'channel')} and "
+        + (f"{lengths[0]} steps" if length is None else f"{lengths[0]} to {lengths[-1]} steps, brought to {length}"),
+        *found.left_out,
+    ]
+    steps = length or lengths[0]
+    if first is None or channels[0] * steps > MAX_SHOWN:
+        return Guess(values, notes, found.files[0] if found.files[0].suffix.lower() == ".npy" else None)
+    rows = [[round(float(value), 6) for value in row[:steps]] for row in first]
+    body = json.dumps({"signal": [row + [0.0] * (steps - len(row)) for row in rows]})
+    return Guess(values, notes, "signal.json", {"signal.json": f"{body}\n"})

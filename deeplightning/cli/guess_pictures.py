@@ -1,5 +1,5 @@
-"""What pictures look like, with a folder per class, a file of labels or masks: classes, channels, sizes, mean and std,
-for the config of a new project. numpy and Pillow are imported where pictures are looked at."""
+"""Find classes, channels, sizes, mean and std of pictures with a folder per class, a file of labels or masks, for the
+config of a new project. numpy and Pillow are imported where pictures are looked at."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deeplightning.cli.guess import Guess, evenly, folders, need_folder, some, stages
+from deeplightning.cli.guess import Guess, class_folders, errors_of_data, evenly, folders, need_folder, some, stages
 from deeplightning.faults import SetupError, count
 
 if TYPE_CHECKING:
@@ -25,63 +25,35 @@ MAX_NUMBERED, MAX_VALUES = 200, 32
 
 
 def images(data: Path) -> Guess:
-    """A folder per class, or `train` and perhaps `val` and `test` with these; or a file `labels.csv` or `labels.jsonl`
-    that names the labels of each picture.
+    """Look at a folder per class, or at `train` and perhaps `val` and `test` with these; or at a file `labels.csv` or
+    `labels.jsonl` that names the labels of each picture.
 
     Raises:
         SetupError: it is something else.
     """
-    from deeplightning.image_spec import EXTENSIONS, files_below
+    from deeplightning.image_spec import EXTENSIONS
 
     need_folder(data)
     for name in ("labels.csv", "labels.jsonl"):
         if (data / name).is_file() and _names_labels(data / name):
             return _labelled(data, name)
-    top = data / "train" if _is_divided(data) else data
-    classes = folders(top)
-    if not classes:
-        raise SetupError(f"{top} holds no folder; put the pictures of each class into a folder of the class's name")
-    if len(classes) == 1:
-        raise SetupError(f"{top} holds one folder, {classes[0]}; there must be one for each of two or more classes")
-    files: list[Path] = []
-    counts = {}
-    for name in classes:
-        found = sorted(path for path in files_below(top / name) if path.name.lower().endswith(EXTENSIONS))
-        if not found:
-            raise SetupError(f"{top / name} holds no picture; put some there, or remove the folder")
-        counts[name] = len(found)
-        files += found
-    look = _look_at(files)
-    network, params = _network_for(look, len(classes))
-    which, left_out = stages(data, top)
-    values = {
-        "stages": which,
-        "count": len(files),
-        "number": len(classes),
-        "classes": some(classes),
-        "network": network,
-        "params": params,
-        "on_bad": "skip" if look.bad else "error",
-        **look.values(),
-    }
-    notes = [
-        f"{len(classes)} classes, the folders of {top}: {some([f'{name} ({n})' for name, n in counts.items()])}",
-        *look.notes(),
-        *left_out,
-        f"a network for them: {network.rpartition('.')[2]}",
-    ]
-    return Guess(values, notes, files[0])
+    found = class_folders(data, data / "train" if _is_divided(data) else data, "picture", EXTENSIONS)
+    look = _look_at(found.files)
+    network, params = _network_for(look, found.values["number"])
+    values = {"network": network, "params": params, "on_bad": "skip" if look.bad else "error", **look.values()}
+    notes = [found.note, *look.notes(), *found.left_out, f"a network for them: {network.rpartition('.')[2]}"]
+    return Guess(found.values | values, notes, found.files[0])
 
 
 def _names_labels(path: Path) -> bool:
-    """Whether a file is one of labels, and not just so called beside a folder per class."""
+    """Return whether a file has labels, and not just this name beside a folder per class."""
     with path.open(encoding="utf-8-sig", errors="replace") as stream:
         first = stream.readline(10_000)
     return {"file", "labels"} <= set(re.findall(r"\w+", first)) or len(folders(path.parent)) < 2
 
 
 def _labelled(data: Path, name: str) -> Guess:
-    """Pictures whose labels are in a file of the folder.
+    """Look at pictures whose labels are in a file of the folder.
 
     Raises:
         SetupError: the file is not as it should be, or names a picture that is not there.
@@ -89,12 +61,8 @@ def _labelled(data: Path, name: str) -> Guess:
     from deeplightning.config.target import find
 
     read: Any = find("deeplightning.data.multilabel.LabelFile")
-    try:
+    with errors_of_data():
         lines = list(read(data / name).lines())
-    except Exception as error:
-        if getattr(error, "exit_code", None) != SetupError.exit_code:
-            raise
-        raise SetupError(str(error)) from None
     counts = Counter(label for line in lines for label in line.labels)
     if not counts:
         raise SetupError(f"{data / name} gives no picture a label; as in `1.jpg,cat|dog`")
@@ -119,7 +87,7 @@ def _labelled(data: Path, name: str) -> Guess:
 
 
 def _network_for(look: _Look, outputs: int) -> tuple[str, dict[str, object]]:
-    """A network for pictures, by its name, and its params."""
+    """Return the name of a network for pictures, and its params."""
     small = max(look.sides) <= SMALL
     params: dict[str, object] = {"num_classes": outputs, "num_channels": look.channels}
     params |= {"image_size": look.size} if small else {"small_images": max(look.sides) <= 64}
@@ -127,7 +95,7 @@ def _network_for(look: _Look, outputs: int) -> tuple[str, dict[str, object]]:
 
 
 def segmentation(data: Path) -> Guess:
-    """The folders `images` and `masks`, or `train` and perhaps `val` and `test` with these.
+    """Look at the folders `images` and `masks`, or at `train` and perhaps `val` and `test` with these.
 
     Raises:
         SetupError: it is something else.
@@ -273,7 +241,7 @@ class _Look:
 
 
 def _look_at(files: Sequence[Path], multiple: int = 1) -> _Look:
-    """Decodes some pictures; their size is brought to a multiple of so many pixels."""
+    """Decode some pictures; the proposed sides are multiples of `multiple` pixels."""
     import numpy as np
     from PIL import Image
 
@@ -316,7 +284,7 @@ def _look_at(files: Sequence[Path], multiple: int = 1) -> _Look:
 
 
 def _is_divided(top: Path) -> bool:
-    """Whether there is a folder `train` that holds folders and no picture, as `data.image_folder` has it."""
+    """Return whether there is a folder `train` that holds folders and no picture, as in `data.image_folder`."""
     from deeplightning.image_spec import EXTENSIONS
 
     train = top / "train"

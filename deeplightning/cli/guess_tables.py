@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from deeplightning.cli.guess import Columns, Guess, some
+from deeplightning.cli.guess import Columns, Guess, errors_of_data, some
 from deeplightning.config.target import find
 from deeplightning.faults import ConfigError, Fault, SetupError, count, nearest
 from deeplightning.table_spec import MISSING, NAMED_DAY, TableFormat
@@ -142,13 +142,9 @@ def table(path: Path, missing_words: Sequence[str] = _GAPS) -> Table:
         SetupError: it cannot be read, or is something else.
     """
     path = _file_of(path)
-    try:
+    with errors_of_data():
         form = replace(find("deeplightning.data.table_files.guess_format")(path), missing_words=tuple(missing_words))
         rows: Any = find("deeplightning.data.table_files.FirstRows")(path, form, MAX_ROWS)
-    except Exception as error:
-        if getattr(error, "exit_code", None) != SetupError.exit_code:
-            raise
-        raise SetupError(str(error)) from None
     if rows.rows < 10:
         raise SetupError(
             f"{path} has {count(rows.rows, 'row')} below its header; at least 10 are needed to divide them "

@@ -1,22 +1,25 @@
-"""A new project: templates and a look at the data become a config, the modules that it names, a README.md and a
-.gitignore. Nothing is overwritten.
+"""Begin a project: write a config, the modules that it names, a README.md and a .gitignore from templates and a look at
+the data. Nothing is overwritten.
 
 The templates of a kind are in `templates/KIND`: the files of `sample` where no data are named, those of `data` where
 they are, or where a sample is written for the project; of pictures with several labels, `labels`. `$name` in a YAML
 file is replaced by a value.
 """
 
+import csv
+import io
 import os
 import re
 import shlex
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from string import Template
+from typing import Any
 
-from deeplightning.cli import guess_pictures, guess_signals, guess_tables, sample
-from deeplightning.cli.guess import Columns, Guess
+from deeplightning.cli import guess_pictures, guess_tables
+from deeplightning.cli.guess import Columns, Guess, signals
 from deeplightning.cli.shipped import schema_line, write_new
 from deeplightning.config.packages import HOME
 from deeplightning.config.tree import line
@@ -49,6 +52,32 @@ class Kind:
     options: tuple[str, ...] = ()
 
 
+def _wine() -> str:
+    """Write 178 wines as CSV: 13 measurements, and one of three kinds in the column `kind`."""
+    from sklearn.datasets import load_wine  # imported lazily: it takes a second
+
+    found: Any = load_wine()
+    rows = zip(found.data.tolist(), found.target, strict=True)
+    return _csv([*found.feature_names, "kind"], ([*row, str(found.target_names[kind])] for row, kind in rows))
+
+
+def _diabetes() -> str:
+    """Write 442 patients as CSV: 10 measurements, and the progress of the disease after a year in `progression`."""
+    from sklearn.datasets import load_diabetes
+
+    found: Any = load_diabetes(scaled=False)
+    rows = zip(found.data.tolist(), found.target.tolist(), strict=True)
+    return _csv([*found.feature_names, "progression"], ([*row, value] for row, value in rows))
+
+
+def _csv(names: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(names)
+    writer.writerows(rows)
+    return text.getvalue()
+
+
 _OF_ROWS = ("target", "ignore", "task")
 _DIGITS = "                  # the sample digits; any other picture: deeplightning ask FILE"
 
@@ -70,17 +99,17 @@ KINDS = {
     "table": Kind(
         "Predicts a column of a table from the others.",
         guess_tables.rows,
-        sample=("wine.csv", sample.wine),
+        sample=("wine.csv", _wine),
         options=_OF_ROWS,
     ),
     "regression": Kind(
         "Predicts a number from the columns of a table.",
         guess_tables.regression,
-        sample=("diabetes.csv", sample.diabetes),
+        sample=("diabetes.csv", _diabetes),
         template="table",
         options=_OF_ROWS,
     ),
-    "signal": Kind("Tells classes of signals apart.", guess_signals.signals, ask="signal.json"),
+    "signal": Kind("Tells classes of signals apart.", signals, ask="signal.json"),
     "own": Kind(
         "Own data, network, loss and task.",
         None,
@@ -168,7 +197,7 @@ def init(folder: Path, kind: str, data: Path | None, columns: Columns | None = N
 
 
 def _files(templates: Path, chosen: Kind, has_data: bool, values: dict[str, str]) -> dict[str, str]:
-    """The content of the config and the modules, by name."""
+    """Return the content of the config and the modules, by name."""
     content = {}
     for path in sorted(templates.iterdir()):
         if path.suffix in (".yaml", ".py", ".json"):
@@ -191,7 +220,7 @@ def _readme(project: str, about: str, ask: str | None, modules: list[str], notes
 
 
 def _seen_from(folder: Path, data: Path) -> str:
-    """The path of the data as the config has it: relative where they lie in the project or beside it."""
+    """Return the path of the data for the config: relative where they lie in the project or beside it."""
     top = Path(os.path.abspath(folder))  # noqa: PTH100 (without `..`)
     there = Path(os.path.abspath(data))  # noqa: PTH100
     return os.path.relpath(there, top) if there.is_relative_to(top.parent) else str(there)

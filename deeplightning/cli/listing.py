@@ -1,6 +1,6 @@
-"""What can be done with runs that are over: list, remove failed ones, and write down what a killed one or a dead server
-has left unwritten. To make one again, or to tell two apart: `deeplightning.reproduce`."""
+"""List runs, remove unfinished ones, and write what a killed run or a dead server has left unwritten."""
 
+import contextlib
 import operator
 import re
 import sys
@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.process.terminal import styled
@@ -18,9 +18,6 @@ from deeplightning.tracking.mlflow_store import attach
 from deeplightning.tracking.sqlite import PRUNED, Listed, open_directly
 from deeplightning.tracking.store import explain, local_path, locate, remove_files
 from deeplightning.words import printable
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 UNFINISHED = ("FAILED", "KILLED")
 REMOVABLE = (*UNFINISHED, "FINISHED", "PRUNED")
@@ -34,7 +31,7 @@ def listing(
     name: str | None = None,
     experiment: str | None = None,
 ) -> list[dict[str, str]]:
-    """The runs of a store, the newest first: id, status, started (UTC), experiment, name, result, folder.
+    """Return the runs of a store, the newest first: id, status, started (UTC), experiment, name, result, folder.
 
     A run that the store has as RUNNING, and whose process on this machine was killed, is DEAD; a trial that its search
     has given up, which the store has as KILLED, is PRUNED.
@@ -72,7 +69,7 @@ def listing(
 
 
 def lines(rows: Sequence[dict[str, str]], columns: int | None) -> Iterator[str]:
-    """The rows of `listing` as text that is safe to print.
+    """Yield the rows of `listing` as text that is safe to print.
 
     Args:
         columns: of a terminal, which shows a table: without folder, experiment and id, in this order, where there is no
@@ -92,7 +89,7 @@ def lines(rows: Sequence[dict[str, str]], columns: int | None) -> Iterator[str]:
 
 
 def newest(tracking_uri: str | None, *filters: Any) -> str:
-    """`runs:/ID` of the run of a store that began last.
+    """Return `runs:/ID` of the run of a store that began last.
 
     Args:
         filters: which runs are looked at, as `listing` has them.
@@ -143,8 +140,7 @@ def remove(
     statuses: Collection[str] = UNFINISHED,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[dict[str, str]]:
-    """Deletes runs, with their files where the store keeps these on this machine; a run that has started again since is
-    left alone.
+    """Delete runs, with their files where the store keeps these on this machine; keep a run that has started again.
 
     Args:
         statuses: a run that has none of these by now is left alone. RUNNING can be none of them.
@@ -167,12 +163,12 @@ def remove(
 
 
 def settled(tracking_uri: str | None) -> Iterator[str]:
-    """Writes what killed processes of this machine have left; a line for each run that is FAILED from now on."""
+    """Write what killed processes of this machine have left; yield a line for each run that is FAILED from now on."""
     return settle_quietly(locate(tracking_uri))
 
 
 def sync(tracking_uri: str | None) -> Iterator[str]:
-    """Writes the journals that ended processes have left for a store; a line for each run, as it is written.
+    """Write the journals that ended processes have left for a store; yield a line for each run, as it is written.
 
     Raises:
         SetupError: the store cannot be used, or does not answer; what is not written stays.
@@ -192,30 +188,30 @@ def sync(tracking_uri: str | None) -> Iterator[str]:
             yield f"{found.run_id}  {found.points} points and {found.others} other entries written{losses}"
 
 
-class _runs:
-    """The runs of a store, to list and to delete; an error inside the block is reported as a fault of the store.
-    MLflow is imported only where the store is not an SQLite file of the schema that we know."""
+@contextlib.contextmanager
+def _runs(tracking_uri: str | None) -> Iterator[Any]:
+    """Open the runs of a store, to list and to delete; report an error inside the block as a fault of the store.
 
-    def __init__(self, tracking_uri: str | None):
-        self.store = locate(tracking_uri)
-        self.opened: Any = None
-
-    def __enter__(self) -> Any:
-        if self.store.database is not None:
-            if not self.store.database.exists():  # MLflow would make one
-                raise SetupError(f"{self.store.shown}: there are no runs; `deeplightning train` makes the first one")
-            self.opened = open_directly(self.store)
-        return self.opened or _ByMLflow(attach(self.store))
-
-    def __exit__(self, kind: object, error: object, trace: "TracebackType | None") -> None:
-        if self.opened is not None:
-            self.opened.close()
-        if isinstance(error, Exception) and not hasattr(error, "exit_code"):
-            raise explain(error, self.store) from error
+    MLflow is imported only where the store is not an SQLite file of the schema that we know.
+    """
+    store, opened = locate(tracking_uri), None
+    try:
+        if store.database is not None:
+            if not store.database.exists():  # MLflow would make one
+                raise SetupError(f"{store.shown}: there are no runs; `deeplightning train` makes the first one")
+            opened = open_directly(store)
+        yield opened or _ByMLflow(attach(store))
+    except Exception as error:
+        if hasattr(error, "exit_code"):
+            raise
+        raise explain(error, store) from error
+    finally:
+        if opened is not None:
+            opened.close()
 
 
 class _ByMLflow:
-    """The same by MLflow's client, of any store."""
+    """List and delete runs with MLflow's client, in any store."""
 
     def __init__(self, uri: str):
         from mlflow.tracking import MlflowClient

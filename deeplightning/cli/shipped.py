@@ -1,4 +1,4 @@
-"""The configs that ship with Deep Lightning: their list, and a copy of one that works in any folder."""
+"""List the configs that ship with Deep Lightning, and copy one so that it works in any folder."""
 
 import re
 from collections.abc import Sequence
@@ -13,20 +13,20 @@ _BASE = re.compile(r"^_base_: *(?P<path>[^\s#\[]+)", re.MULTILINE)
 
 
 def names() -> list[str]:
-    """`base`, `mnist` … of `configs`, and `examples/FOLDER/NAME` of the examples."""
+    """Return `base`, `mnist` … of `configs`, and `examples/FOLDER/NAME` of the examples."""
     inner = (address.removeprefix(PREFIX).removesuffix(".yaml") for address in shipped())
     return [name.removeprefix("configs/") for name in inner]
 
 
 def listing() -> list[str]:
-    """A line for each: its name, and the first sentence about it."""
+    """Return a line for each: its name, and the first sentence about it."""
     found = names()
     width = max(map(len, found))
     return [f"{name:{width}}  {_about(_file(name).read_text())}" for name in found]
 
 
 def text_of(name: str, called: str) -> str:
-    """A shipped config as a file of its own: what it builds on has its `pkg://` address.
+    """Return a shipped config as a file of its own: what it builds on has its `pkg://` address.
 
     Args:
         called: the name of the file, for the command in its first line.
@@ -45,13 +45,13 @@ def text_of(name: str, called: str) -> str:
 
 
 def schema_line() -> str:
-    """The comment by which editors complete and check a config anywhere on this machine: the address of the schema that
-    is installed."""
+    """Return the comment with the address of the installed schema, by which editors complete and check a config
+    anywhere on this machine."""
     return f"# yaml-language-server: $schema={(HOME / 'configs' / 'schema.json').as_uri()}\n"
 
 
 def copy(name: str, to: Path) -> list[Path]:
-    """Writes a shipped config, and beside it the modules of an example's own; the files that were written.
+    """Write a shipped config, and beside it the modules of an example's own; return the files.
 
     Args:
         to: a file that is not there, or a folder.
@@ -69,7 +69,7 @@ def copy(name: str, to: Path) -> list[Path]:
 
 
 def write_new(content: dict[Path, str]) -> None:
-    """Writes files that are not there yet; all of them or, where one is there, none.
+    """Write files that are not there yet: all of them or, where one is there, none.
 
     Raises:
         SetupError: one is there already, or cannot be written.
@@ -92,7 +92,7 @@ def write_new(content: dict[Path, str]) -> None:
 
 
 def _file(name: str) -> Path:
-    """The file that a name means, also `NAME.yaml`, its path in the clone, or its address."""
+    """Return the file of a name; `NAME.yaml`, its path in the clone and its address are names too."""
     inner = PurePosixPath(name.removeprefix(PREFIX).removesuffix(".yaml").removeprefix("configs/"))
     known = names()
     if str(inner) not in known:
@@ -107,7 +107,7 @@ def _listed(known: Sequence[str]) -> str:
 
 
 def _about(text: str) -> str:
-    """The first sentence of the comment that opens a config, behind the command."""
+    """Return the first sentence of the comment that opens a config, behind the command."""
     head = re.match(r"(?:#.*\n)+", text)
     paragraphs = re.split(r"^#\n", _SCHEMA.sub("", head[0] if head else ""), flags=re.MULTILINE)
     about = " ".join(line.lstrip("# ") for line in paragraphs[min(1, len(paragraphs) - 1)].splitlines())

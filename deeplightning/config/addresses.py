@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NoReturn
+from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from deeplightning.address import shown, whole
@@ -24,8 +24,6 @@ from deeplightning.own_code import seal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from http.client import HTTPMessage
-    from urllib import request
 
 MAX_BYTES = 1_000_000
 """Of a config."""
@@ -34,9 +32,17 @@ TIMEOUT = 20.0
 FRESH = 60.0
 """Seconds in which one process does not fetch an address again: one command reads its config several times."""
 
+_OPEN = (
+    "without TLS others can change a config on its way, and it names code that is imported; use https://, or download "
+    "it and name the file"
+)
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _NOTE = "address"  # the file beside a copy that holds its address
 _fetched: dict[str, tuple[float, Path]] = {}
+
+
+class _Refused(Exception):
+    """An address is wrong, or there is no config at it; the arguments are the address and why."""
 
 
 def fetch(address: str | os.PathLike[str], key: str | None = None, place: str | None = None) -> Path:
@@ -61,18 +67,18 @@ def fetch(address: str | os.PathLike[str], key: str | None = None, place: str | 
         message = "a user name or a password in an address ends up in histories and logs; leave it out"
         hint = "A store such as s3:// takes credentials from its own settings"
         raise ConfigError(Fault(f"{message}. {hint}", key, place or f"{scheme}://…@{rest.partition('@')[2]}"))
-    if scheme == "runs":
-        content = _of_run(complete, key, place)
-    elif scheme in ("http", "https"):
-        content = _from_web(complete, key, place)
-    else:
-        content = _from_store(complete, key, place)
-    if len(content) > MAX_BYTES:
-        _refuse(complete, f"a config has at most {MAX_BYTES // 1000} kB; is this the right file?", key, place)
-    if content.lstrip()[:15].lower().startswith((b"<!doctype html", b"<html")):
-        _refuse(
-            complete, "this is a web page, not YAML; sites of repositories have an address of the raw file", key, place
-        )
+    read = {"runs": _of_run, "http": _from_web, "https": _from_web}.get(scheme, _from_store)
+    try:
+        content = read(complete)
+        if len(content) > MAX_BYTES:
+            raise _Refused(complete, f"a config has at most {MAX_BYTES // 1000} kB; is this the right file?")
+        if content.lstrip()[:15].lower().startswith((b"<!doctype html", b"<html")):
+            message = "this is a web page, not YAML; sites of repositories have an address of the raw file"
+            raise _Refused(complete, message)
+    except _Refused as refused:
+        of, why = refused.args
+        message = f"{shown(of)}: {why}" if place or of != complete else why
+        raise ConfigError(Fault(message, key, place or shown(complete))) from None
     path = _kept(complete, content)
     _fetched[complete] = time.monotonic(), path
     return path
@@ -118,62 +124,56 @@ def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deeplightning" / "configs"
 
 
-def _of_run(address: str, key: str | None, place: str | None) -> bytes:
+def _of_run(address: str) -> bytes:
     """Return a copy of the config of a run in the tracking store, outside its folder, which holds no code to import."""
     run_id = address.removeprefix("runs://").strip("/")
     if not run_id or "/" in run_id:
-        _refuse(address, "the config of a run is runs:/ID", key, place)
+        raise _Refused(address, "the config of a run is runs:/ID")
     resolve_run: Callable[..., Path] = find("deeplightning.tracking.resolve.resolve_run")  # above this layer
-    folder: Path = resolve_run(f"runs:/{run_id}")
+    path = resolve_run(f"runs:/{run_id}") / "cfg.yaml"
     try:
-        return (folder / "cfg.yaml").read_bytes()
+        return path.read_bytes()
     except OSError:
-        _refuse(address, f"this run has no config: {folder / 'cfg.yaml'} is missing", key, place)
+        raise _Refused(address, f"this run has no config: {path} is missing") from None
 
 
-def _from_web(address: str, key: str | None, place: str | None) -> bytes:
+def _from_web(address: str) -> bytes:
     import http.client
     import urllib.error
     import urllib.request
 
     class Redirects(urllib.request.HTTPRedirectHandler):
-        def redirect_request(
-            self, req: "request.Request", fp: IO[bytes], code: int, msg: str, headers: "HTTPMessage", newurl: str
-        ) -> "request.Request | None":
-            try:
-                _refuse_plain(newurl, key, place or shown(address))
-            except ConfigError:
+        def redirect_request(self, req: Any, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str) -> Any:
+            if _is_open(newurl):
                 fp.close()
-                raise
+                raise _Refused(newurl, _OPEN)
             return super().redirect_request(req, fp, code, msg, headers, newurl)
 
-    _refuse_plain(address, key, place)
     try:
+        if _is_open(address):
+            raise _Refused(address, _OPEN)
         with urllib.request.build_opener(Redirects).open(address, timeout=TIMEOUT) as answer:
             content: bytes = answer.read(MAX_BYTES + 1)
             return content
     except urllib.error.HTTPError as error:
         with error:
             if error.code in (401, 403):
-                _refuse(
-                    address, f"the server refuses access ({error.code}); download it, and name the file", key, place
-                )
+                why = f"the server refuses access ({error.code}); download it, and name the file"
+                raise _Refused(address, why) from None
             if error.code < 500:
-                _refuse(address, f"there is no such config ({error.code} {error.reason})", key, place)
-            _no_answer(address, f"{error.code} {error.reason}")
+                raise _Refused(address, f"there is no such config ({error.code} {error.reason})") from None
+            raise _no_answer(address, f"{error.code} {error.reason}") from None
     except (urllib.error.URLError, http.client.HTTPException, ValueError, OSError) as error:
-        _no_answer(address, getattr(error, "reason", None) or error)
+        raise _no_answer(address, getattr(error, "reason", None) or error) from None
 
 
-def _refuse_plain(address: str, key: str | None, place: str | None) -> None:
-    """Refuse an address without TLS: anybody on the way could name the code that the config imports."""
+def _is_open(address: str) -> bool:
+    """Return whether anybody on the way can change what an address gives."""
     asked = urlsplit(address)
-    if asked.scheme != "https" and asked.hostname not in _LOOPBACK:
-        message = "without TLS others can change a config on its way, and it names code that is imported"
-        _refuse(address, f"{message}; use https://, or download it and name the file", key, place)
+    return asked.scheme != "https" and asked.hostname not in _LOOPBACK
 
 
-def _from_store(address: str, key: str | None, place: str | None) -> bytes:
+def _from_store(address: str) -> bytes:
     import fsspec
 
     def read() -> None:
@@ -188,32 +188,22 @@ def _from_store(address: str, key: str | None, place: str | None) -> bytes:
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     reader.join(3 * TIMEOUT)
-    try:
-        if not found:
-            raise TimeoutError(f"no answer in {3 * TIMEOUT:.0f} s")
-        if isinstance(found[0], Exception):
-            raise found[0]
-        return found[0]
-    except (FileNotFoundError, IsADirectoryError):
-        _refuse(address, "there is no such config", key, place)
-    except ImportError as error:
-        package = re.match(r"Install (\S+)", str(error))  # as fsspec words it
-        remedy = f"pip install {package[1]}" if package else str(error)
-        raise SetupError(f"{shown(address)}: a library for this address is missing: {remedy}") from None
-    except ValueError as error:  # no such protocol
+    content = found[0] if found else TimeoutError(f"no answer in {3 * TIMEOUT:.0f} s")
+    if isinstance(content, bytes):
+        return content
+    if isinstance(content, FileNotFoundError | IsADirectoryError):
+        raise _Refused(address, "there is no such config")
+    if isinstance(content, ImportError):
+        package = re.match(r"Install (\S+)", str(content))  # as fsspec words it
+        remedy = f"pip install {package[1]}" if package else str(content)
+        raise SetupError(f"{shown(address)}: a library for this address is missing: {remedy}")
+    if isinstance(content, ValueError):  # no such protocol
         schemes = "https://, an address that fsspec knows, such as s3:// or gs://, runs:/ID and pkg://PACKAGE/PATH"
-        _refuse(address, f"{error}; a config is a file, or at {schemes}", key, place)
-    except Exception as error:  # each store has its own
-        _no_answer(address, error)
+        raise _Refused(address, f"{content}; a config is a file, or at {schemes}")
+    raise _no_answer(address, content)  # each store has errors of its own
 
 
-def _refuse(address: str, message: str, key: str | None, place: str | None) -> NoReturn:
-    if place is not None:
-        message = f"{shown(address)}: {message}"
-    raise ConfigError(Fault(message, key, place or shown(address)))
-
-
-def _no_answer(address: str, error: object) -> NoReturn:
+def _no_answer(address: str, error: object) -> SetupError:
     words = " ".join(str(error).split())[:200] or type(error).__name__
     kept = sorted(_folder(address).glob("*/*.y*ml"), key=lambda path: path.stat().st_mtime)
     first = "set those of the store, such as ~/.aws" if "credentials" in words.lower() else "try again later"
@@ -221,7 +211,7 @@ def _no_answer(address: str, error: object) -> NoReturn:
     if kept:
         moment = datetime.datetime.fromtimestamp(kept[-1].stat().st_mtime).isoformat(" ", "minutes")
         remedy = f"{first}, or name the copy of {moment}: {kept[-1]}"
-    raise SetupError(f"{shown(address)}: the config cannot be fetched ({words}); {remedy}") from None
+    return SetupError(f"{shown(address)}: the config cannot be fetched ({words}); {remedy}")
 
 
 def _folder(address: str) -> Path:

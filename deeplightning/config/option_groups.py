@@ -1,6 +1,7 @@
 """Option groups: `_base_: [{model: resnet18}]` takes one file of the folder `model`, `model=vit` on the command line
 another one."""
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable
@@ -42,7 +43,7 @@ class Group:
 
     @property
     def key(self) -> str:
-        """The dotted key under which the options' content is placed."""
+        """Return the dotted key under which the options' content is placed."""
         return self.name.replace("/", ".")
 
     def options(self) -> list[str]:
@@ -104,16 +105,11 @@ def chosen(entry: Entry) -> tuple[str, ...]:
         return ()
     items = entry.value if isinstance(entry.value, list) else [entry]
     for item in items:
-        if not is_option(item):
+        if not (isinstance(item.value, str) and item.value):
             message = "a `_base_` is the path of a file, not a mapping; one that takes an option of a group is "
             message += f"{{GROUP: OPTION}}, and an option is the name of a file, not {kind(item)}"
             raise ConfigError(Fault(message, "_base_", item.place))
     return tuple(item.value for item in items)
-
-
-def is_option(entry: Entry) -> bool:
-    """Return whether a value can be the name of an option."""
-    return isinstance(entry.value, str) and entry.value != ""
 
 
 def choices(overrides: Iterable[str]) -> dict[str, Entry]:
@@ -125,11 +121,8 @@ def choices(overrides: Iterable[str]) -> dict[str, Entry]:
         if not equals or not _NAME.fullmatch(name):
             continue
         place = f"override {text}"
-        try:
+        with contextlib.suppress(ConfigError):  # which the override itself reports
             entry = parse(value, place, [], is_override=True)
-        except ConfigError:  # which the override itself reports
-            continue
-        items = entry.value if isinstance(entry.value, list) else [entry]
-        if entry.value is None or (items and all(map(is_option, items))):
-            found[name] = Entry(entry.value, place)
+            if chosen(entry) or entry.value is None:
+                found[name] = Entry(entry.value, place)
     return found

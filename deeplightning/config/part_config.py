@@ -1,4 +1,4 @@
-"""The type of the config that a part (data, task) gets, for annotations alone: a part imports it under `TYPE_CHECKING`.
+"""The type of the config that a part (data, task) gets, for annotations alone.
 
 It is the `Config` of the schema, narrowed to what loading and the checks have made sure of: the seed is drawn, a data
 module that takes it has a batch size, and there is one network. A task with several networks checks that it has a

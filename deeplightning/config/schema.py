@@ -70,12 +70,7 @@ Stage = Literal["train", "validate", "test", "predict"]
 
 
 def key(
-    doc: str,
-    default: Any = MISSING,
-    *,
-    example: str | None = None,
-    low: float | None = None,
-    high: float | None = None,
+    doc: str, default: Any = MISSING, *, example: str | None = None, low: float | None = None, high: float | None = None
 ) -> Any:
     """Define a key: its description, default (required without one), an example, and the smallest and largest legal
     number.
@@ -133,7 +128,7 @@ class Section:
         """Return a copy as OmegaConf's `DictConfig`, including params."""
         from omegaconf import OmegaConf  # 0.1 CPU s
 
-        return OmegaConf.create(_literal(plain(self)))
+        return OmegaConf.create(_public(plain(self), (), {}))
 
 
 @dataclass
@@ -195,12 +190,7 @@ class Data(Section):
         "a LightningDataModule; a first parameter named `cfg` gets the whole config",
         example="{type: deeplightning.data.digits.Digits}",
     )
-    batch_size: int | None = key(
-        "samples per step and process; null: the data module's own",
-        None,
-        example="64",
-        low=1,
-    )
+    batch_size: int | None = key("samples per step and process; null: the data module's own", None, example="64", low=1)
     root: str | None = key("folder of the data set", None, example="~/data")
     dataset: str | None = key("a name for people; nothing depends on it", None, example="MNIST")
     num_workers: int = key("loader processes per training process; 0 loads in the process itself", 0, low=0)
@@ -287,9 +277,8 @@ class Engine(Section):
     channels_last: bool = key(
         "lay pictures in memory with their channels last: convolutions are faster, and round otherwise", False
     )
-    threads: int | Literal["auto"] | None = key(
-        "threads that one process computes with; null: OMP_NUM_THREADS, else the cores, divided among the processes; "
-        "auto: one or all of these, whichever the first batches show to be faster",
+    threads: int | None = key(
+        "threads that one process computes with; null: OMP_NUM_THREADS, else the cores, divided among the processes",
         None,
         low=1,
     )
@@ -335,8 +324,7 @@ class Clip(Section):
         low=0,
     )
     algorithm: Literal["norm", "value", "agc"] = key(
-        "clip the `norm` of all gradients, or each `value`; agc: the norm of each unit by that of its weights",
-        "norm",
+        "clip the `norm` of all gradients, or each `value`; agc: the norm of each unit by that of its weights", "norm"
     )
     norm_type: float = key("which norm", 2.0)
 
@@ -524,12 +512,7 @@ class Serve(Section):
 class Config(Section):
     """One run, described whole."""
 
-    version: int = key(
-        "of the keys; a file without it has version 1",
-        VERSION,
-        low=1,
-        high=VERSION,
-    )
+    version: int = key("of the keys; a file without it has version 1", VERSION, low=1, high=VERSION)
     seed: int | None = key("everything random follows from it; null: drawn and recorded", 42, low=0, high=2**32 - 1)
     stages: list[Stage] = key("what is done, in this order: train, validate, test, predict", lambda: ["train"])
     data: Data = key("where samples come from")
@@ -591,27 +574,15 @@ def plain(value: object) -> Any:
 
 
 def _public(value: object, path: tuple[str | int, ...], texts: dict[tuple[str | int, ...], str]) -> Any:
+    """Return plain values with some texts in their places, and the others escaped, so that none becomes a reference."""
     if path in texts:
         return texts[path]
     if isinstance(value, dict):
         return {name: _public(item, (*path, name), texts) for name, item in value.items()}
     if isinstance(value, list):
         return [_public(item, (*path, number), texts) for number, item in enumerate(value)]
-    if isinstance(value, str) and ("${" in value or "???" in value):  # no reference, and must not be read as one
+    if isinstance(value, str) and ("${" in value or "???" in value):
         from deeplightning.config.secrets import literal  # not for `schema`, which resolves nothing
 
-        return literal(value)
-    return value
-
-
-def _literal(value: object) -> Any:
-    """Escape plain values for OmegaConf, so that `${` and `???` remain text."""
-    from deeplightning.config.secrets import literal
-
-    if isinstance(value, dict):
-        return {name: _literal(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_literal(item) for item in value]
-    if isinstance(value, str):
         return literal(value)
     return value

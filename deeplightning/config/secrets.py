@@ -41,15 +41,15 @@ class Secrets:
     )  # variable → path and value, written in clear
 
     def is_word(self, path: KeyPath) -> bool:
-        """Whether a text at a path may be read as a number: a variable holds nothing but text."""
+        """Return whether a text at a path may be read as a number: a variable holds nothing but text."""
         return any(path[:n] in self.words for n in range(len(path), 0, -1))
 
     def text_of(self, path: KeyPath) -> str | None:
-        """How the value at a path was written, if it, or the section it lies in, came from the environment."""
+        """Return how the value at a path was written, if it, or the section it lies in, came from the environment."""
         return next((self.texts[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.texts), None)
 
     def note(self, path: KeyPath, text: str, seen: Mapping[str, str | None]) -> None:
-        """Notes that a text at a path asked for these variables."""
+        """Note that a text at a path asked for these variables."""
         if seen:
             self.words.add(path)
         found = {name: value for name, value in seen.items() if value is not None}
@@ -58,24 +58,24 @@ class Secrets:
             self.values.update((value, f"${{oc.env:{name}}}") for name, value in found.items() if tells(value))
 
     def redact(self, text: str) -> str:
-        """Text without what came from the environment, in every form that `redact` knows."""
+        """Return a text without what came from the environment, in every form that `redact` knows."""
         return redact(text, self.values)
 
     def redact_message(self, text: str) -> str:
-        """Redacts a message, and removes what looks like a secret too."""
+        """Redact a message, and remove what looks like a secret too."""
         from deeplightning.config.secret_scan import conceal  # 10 ms
 
         return conceal(redact(text, self.values), ".txt")[0]
 
     def variables(self) -> dict[str, str]:
-        """The variables that replace secrets written in clear: with them set, what this run saves can be read by it and
-        by the processes that it starts."""
+        """Return the variables that replace secrets written in clear: with them set, what this run saves can be read by
+        it and by the processes that it starts."""
         return {name: value for name, (_, value) in self.literals.items()}
 
 
 def redact(text: str, values: Mapping[str, str], other: str | None = None) -> str:
-    """Text without values: plain, as Python's repr and JSON write them, quoted for a URL, in base64 (also as a part of
-    what was encoded), and of each of these the first 20 characters or more.
+    """Return a text without values: plain, as Python's repr and JSON write them, quoted for a URL, in base64 (also as a
+    part of what was encoded), and of each of these the first 20 characters or more.
 
     Args:
         values: what replaces each.
@@ -98,7 +98,7 @@ def redact(text: str, values: Mapping[str, str], other: str | None = None) -> st
 
 @cache
 def _forms(value: str) -> tuple[str, ...]:
-    """How messages of other libraries may write a value."""
+    """Return how messages of other libraries may write a value."""
     forms = [value, repr(value)[1:-1], json.dumps(value)[1:-1]]
     content = value.encode("utf-8", "surrogateescape")
     forms += [quote(content), quote(content, safe=""), quote_plus(content), quote(content, safe="").lower()]
@@ -112,7 +112,7 @@ def _forms(value: str) -> tuple[str, ...]:
 
 
 def note_literals(root: Entry, secrets: Secrets) -> None:
-    """Notes secrets that are written in clear, and which values refer to them."""
+    """Note secrets that are written in clear, and which values refer to them."""
     for path, entry in leaves(root):
         text = str(entry.value)
         name = next((part for part in reversed(path) if isinstance(part, str)), "")
@@ -156,7 +156,7 @@ def note_literals(root: Entry, secrets: Secrets) -> None:
 
 
 def escaped(text: str) -> str:
-    """The text as a config writes it literally: `${` in it is no reference."""
+    """Return the text as a config writes it literally: `${` in it is no reference."""
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 
@@ -166,6 +166,6 @@ def literal(text: str) -> str:
 
 
 def tells(value: str) -> bool:
-    """Whether a variable's value is distinguishable from other words: it is not among the shortest, and is no folder
-    or file of this machine, which every message about it contains."""
+    """Return whether a variable's value is distinguishable from other words: it is not among the shortest, and is no
+    folder or file of this machine, which every message about it contains."""
     return len(value) >= 4 and not os.path.exists(value)  # noqa: PTH110  (Path's fails for a text that is too long)

@@ -1,4 +1,4 @@
-"""A config file becomes one tree of values: `_base_` files under their children, overrides on top, references resolved.
+"""Read a config file as one tree of values: `_base_` files under their children, overrides on top, references resolved.
 Every value knows the place that set it.
 
 `OmegaConf.merge` is not used: it drops the places, has no `~key`, and its import costs every command 0.1 CPU s, which a
@@ -79,8 +79,9 @@ class Source:
         return _is_set_by(place, self.names)
 
     def changes(self) -> list[str]:
-        """The dotted keys whose values differ from what the config builds on, `~key` for one that is removed: those of
-        overrides and of further files, and those of the first file if it has `_base_` files. A list counts whole."""
+        """Return the dotted keys whose values differ from what the config builds on, `~key` for one that is removed:
+        those of overrides and of further files, and those of the first file if it has `_base_` files. A list counts
+        whole."""
         files = self.names if self.has_bases else self.names[1:]
         found: dict[str, None] = {}
         for path, entry in nodes(self.root):
@@ -93,13 +94,13 @@ class Source:
         return list(found)
 
     def resolvers(self) -> dict[str, Entry]:
-        """The user's functions that references may call, by name: each a text, MODULE.FUNCTION."""
+        """Return the user's functions that references may call, by name: each a text, MODULE.FUNCTION."""
         section = self.root.value.get("resolvers")
         items = section.value if section is not None and isinstance(section.value, dict) else {}
         return {name: entry for name, entry in items.items() if isinstance(entry.value, str)}
 
     def resolve(self, functions: Mapping[str, Callable[..., object]] | None = None) -> None:
-        """Resolves the references in place.
+        """Resolve the references in place.
 
         Args:
             functions: the user's resolvers by name; without them, what needs one is unchecked.
@@ -115,7 +116,7 @@ class Source:
                 self._in_full(path, entry)
 
     def _in_full(self, path: KeyPath, entry: Entry) -> None:
-        """Puts the full name in the place of a short one, `type: Adam`."""
+        """Put the full name in the place of a short one, `type: Adam`."""
         key = ".".join(map(str, path[:-1]))
         role = key if key == LAUNCHER else role_of(key)
         is_there = path[-1] == "type" and 2 <= len(path) <= 4 and "params" not in path
@@ -137,7 +138,7 @@ def _is_set_by(place: str, files: list[str]) -> bool:
 
 
 def is_file(word: str) -> bool:
-    """Whether a word among the overrides is a further config file: it ends in `.yaml` or `.yml` and is neither
+    """Return whether a word among the overrides is a further config file: it ends in `.yaml` or `.yml` and is neither
     `key=value`, `~key` nor `+list=[x]`."""
     if not word.endswith((".yaml", ".yml")) or (word.startswith(("~", "+")) and not word.startswith("~/")):
         return False
@@ -145,7 +146,7 @@ def is_file(word: str) -> bool:
 
 
 def read(path: str | Path | Given | None, overrides: list[str] | None = None) -> Source:
-    """Reads a config file, the files it builds on, and the overrides; without a file, the overrides alone. It calls no
+    """Read a config file, the files it builds on, and the overrides; without a file, the overrides alone. It calls no
     resolver of the user's.
 
     Args:
@@ -163,7 +164,7 @@ def read(path: str | Path | Given | None, overrides: list[str] | None = None) ->
 
 
 def compose(path: str | Path | Given | None, overrides: list[str] | None = None) -> Source:
-    """The same with its references as they are written.
+    """Do the same, with the references as they are written.
 
     Raises:
         ConfigError: when there is no tree.
@@ -180,7 +181,7 @@ def compose(path: str | Path | Given | None, overrides: list[str] | None = None)
     local = [_folder(file) for file in tops if addresses.address_of(file) is None]
     reading = _Reading(faults, choices(words), local, given)
     # The last file chooses before the others where several name an option group.
-    trees = [reading.tree(file, order=(number,)) for number, file in reversed([*enumerate(tops)])]
+    trees = [reading.tree(file, (number,)) for number, file in reversed([*enumerate(tops)])]
     root = functools.reduce(_lay, reversed(trees)) if trees else Entry({}, "")
     _refuse_other_form(root, [short(file) for file in tops])
     for text in words:
@@ -192,11 +193,11 @@ def compose(path: str | Path | Given | None, overrides: list[str] | None = None)
             _override(root, text)
         except ConfigError as error:
             faults += error.faults
-    files = sorted(reading.files, key=lambda found: (found.depth, found.order))
-    folders = dict.fromkeys(file.folder for file in files if file.origin is None)
+    files = sorted(reading.files, key=lambda file: (len(file.above), file.order))
+    folders = dict.fromkeys(file.root for file in files if file.origin is None)
     source = Source(root, list(folders), faults, reading.groups, files=[file.path for file in files])
     source.names = [short(file) for file in tops]
-    source.has_bases = any(file.depth and not file.group for file in files)
+    source.has_bases = any(file.above and not file.inside for file in files)
     source.origins = {file.origin[0]: file.origin[1] for file in files if file.origin is not None}
     source.notices = [
         Notice(f"config: {address}, SHA-256 {digest}", unasked=False) for address, digest in source.origins.items()
@@ -205,7 +206,7 @@ def compose(path: str | Path | Given | None, overrides: list[str] | None = None)
 
 
 def located(path: str | Path) -> Path:
-    """The path of a config as the command line or a program gives it; an address becomes a local file.
+    """Return the path of a config as the command line or a program gives it; an address becomes a local file.
 
     Raises:
         ConfigError: there is no such package, file or address.
@@ -223,17 +224,28 @@ def located(path: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class _File:
-    """A file that was read: its path, the folder that names may come from, its bytes, how many files lead to it, and
-    its place among those of the same depth; the address and digest of one that was fetched, whose folder holds no code;
-    the group that it is an option of."""
+    """A file that was read.
+
+    Attributes:
+        above: the files that lead to it.
+        order: its place among the files of the config.
+        inside: the option group that it belongs to.
+        root: the folder that names may come from: the one that holds the folder of its group, else its own.
+        size: in bytes.
+        origin: address and digest of one that was fetched, whose folder holds no code.
+    """
 
     path: Path
-    folder: Path
-    size: int
-    depth: int
+    above: "tuple[_File, ...]"
     order: tuple[int, ...]
-    origin: tuple[str, str] | None = None
-    group: str = ""
+    inside: str
+    root: Path
+    size: int
+    origin: tuple[str, str] | None
+
+    def roots(self) -> list[Path]:
+        """Return the folders that may hold those of option groups."""
+        return [file.root for file in (*self.above, self) if file.origin is None]
 
 
 @dataclass
@@ -258,25 +270,20 @@ class _Reading:
     def tree(
         self,
         path: Path,
-        trail: tuple[Path, ...] = (),
-        place: str | None = None,
-        *,
         order: tuple[int, ...],
+        above: tuple[_File, ...] = (),
+        place: str | None = None,
         inside: str = "",
         root: Path | None = None,
-        roots: tuple[Path, ...] = (),
     ) -> Entry:
-        """The tree of a file, laid over the trees of its `_base_` files.
+        """Return the tree of a file, laid over the trees of its `_base_` files.
 
         Args:
-            trail: the files that lead to it.
             place: that of the `_base_` that names it.
-            order: its place among the files of the config.
-            inside: the option group that it belongs to.
-            root: the folder that holds the folder of that group; None: its own.
-            roots: the same of the files that lead to it.
+            order, above, inside, root: as in `_File`.
         """
-        here = Path(os.path.realpath(path))  # unlike Path.resolve, without an error for links that go round
+        # Unlike Path.resolve, it has no error for links that go round.
+        *trail, here = (Path(os.path.realpath(each)) for each in (*(file.path for file in above), path))
         if here in trail:
             chain = " → ".join(short(p) for p in [*trail[trail.index(here) :], here])
             message = f"these files build on each other in a circle: {chain}; remove one `_base_`"
@@ -284,10 +291,10 @@ class _Reading:
         if len(self.files) >= MAX_BASES:
             raise ConfigError(Fault(f"more than {MAX_BASES} files build on each other", place=short(path)))
         text = self.given[path] if path in self.given else text_of(path)
-        folder = root or _folder(path)
         address = addresses.address_of(path)
         origin = None if address is None else (address, addresses.digest_of(path))
-        self.files.append(_File(path, folder, len(text), len(trail), order, origin, inside))
+        this = _File(path, above, order, inside, root or _folder(path), len(text), origin)
+        self.files.append(this)
         if sum(file.size for file in self.files) > MAX_BYTES:
             message = f"the files that build on each other have at most {MAX_BYTES // 1000} kB together"
             raise ConfigError(Fault(message, place=short(path)))
@@ -309,15 +316,12 @@ class _Reading:
         if base is None or base.value is None:
             return tree
         names = base.value if isinstance(base.value, list) else [base]
-        trail = (*trail, here)
-        if origin is None:
-            roots = tuple(dict.fromkeys([*roots, folder]))
         parts: dict[int, list[Entry]] = {}
         # Its own choices count before those of its files, those of a later file before those of an earlier one.
         named: set[str] = set()
         for number, name in enumerate(names):
             if isinstance(name.value, dict):
-                parts[number] = self._options(name.value, named, trail, (*order, number), inside, roots)
+                parts[number] = self._options(name.value, named, this, number)
         files = {}
         for number, name in enumerate(names):
             if isinstance(name.value, str):
@@ -326,22 +330,12 @@ class _Reading:
                 message = f"a `_base_` is the path of a file, not {kind(name)}; an option is {{GROUP: OPTION}}"
                 raise ConfigError(Fault(message, "_base_", name.place))
         for number, (file, named_at) in reversed(files.items()):
-            parts[number] = [
-                self.tree(file, trail, named_at, order=(*order, number), inside=inside, root=root, roots=roots)
-            ]
+            parts[number] = [self.tree(file, (*order, number), (*above, this), named_at, inside, root)]
         laid = [part for number in sorted(parts) for part in parts[number]]
         return functools.reduce(_merge if inside else _lay, [*laid, tree])
 
-    def _options(
-        self,
-        items: dict[str, Entry],
-        named: set[str],
-        trail: tuple[Path, ...],
-        order: tuple[int, ...],
-        inside: str,
-        roots: tuple[Path, ...],
-    ) -> list[Entry]:
-        """The trees of the options that `{group: option}` names, each below the group's key.
+    def _options(self, items: dict[str, Entry], named: set[str], file: _File, at: int) -> list[Entry]:
+        """Return the trees of the options that `{group: option}` names, each below the group's key.
 
         Args:
             named: the groups that the same `_base_` has named.
@@ -349,29 +343,27 @@ class _Reading:
         found = []
         for name, entry in items.items():
             check_name(name, entry.place)
-            whole = f"{inside}/{name}" if inside else name
+            whole = f"{file.inside}/{name}" if file.inside else name
             if whole in named:
-                raise ConfigError(
-                    Fault(f"the option group `{whole}` is named twice; remove one", "_base_", entry.place)
-                )
+                message = f"the option group `{whole}` is named twice; remove one"
+                raise ConfigError(Fault(message, "_base_", entry.place))
             named.add(whole)
             if whole in self.groups:  # somebody nearer to the user has chosen
                 continue
             choice = self.words.get(whole, entry)
-            looked = list(dict.fromkeys([*self.tops, *roots, shipped_folder()]))
-            group = Group(whole, chosen(choice), choice.place, looked)
-            self.groups[whole] = group
+            looked = list(dict.fromkeys([*self.tops, *file.roots(), shipped_folder()]))
+            group = self.groups[whole] = Group(whole, chosen(choice), choice.place, looked)
             for number, option in enumerate(group.chosen):
-                root, file = group.find(option)
-                at = (*order, number)
-                tree = self.tree(file, trail, choice.place, order=at, inside=whole, root=root, roots=roots)
+                root, path = group.find(option)
+                order = (*file.order, at, number)
+                tree = self.tree(path, order, (*file.above, file), choice.place, whole, root)
                 for part in reversed(name.split("/")):
                     tree = Entry({part: tree}, tree.place)
                 found.append(tree)
         return found
 
     def refuse_choice(self, name: str) -> None:
-        """Refuses an override that chooses an option of a group that no file names.
+        """Refuse an override that chooses an option of a group that no file names.
 
         Raises:
             ConfigError: with what would name it.
@@ -392,9 +384,10 @@ class _Reading:
 
 
 def _check_version(entry: Entry | None) -> None:
-    """
+    """Refuse a value at a file's key `version` that is no version that this release reads.
+
     Raises:
-        ConfigError: the value at a file's key `version` is no version that this release reads.
+        ConfigError: with what is allowed.
     """
     found = None if entry is None else entry.value
     if entry is None or (found == VERSION and not isinstance(found, bool)):
@@ -410,7 +403,7 @@ def _folder(path: Path) -> Path:
 
 
 def _base(name: str, path: Path, place: str) -> Path:
-    """The file that a `_base_` names in the file at this path."""
+    """Return the file that a `_base_` names in the file at this path."""
     folder = path.parent
     if packages.is_address(name):
         return packages.locate(name, folder, "_base_", place)
@@ -426,7 +419,7 @@ def _base(name: str, path: Path, place: str) -> Path:
 
 
 def _given_text(config: Mapping[str, Any]) -> str:
-    """A config that is no file as YAML; references of OmegaConf stay references."""
+    """Write a config that is no file as YAML; references of OmegaConf stay references."""
     content: Any = config
     if type(config).__module__.startswith("omegaconf."):
         from omegaconf import OmegaConf
@@ -444,7 +437,7 @@ def _given_text(config: Mapping[str, Any]) -> str:
 
 
 def text_of(path: Path) -> str:
-    """The text of a config file.
+    """Return the text of a config file.
 
     Raises:
         ConfigError: there is none that can be read.
@@ -476,8 +469,8 @@ def text_of(path: Path) -> str:
 
 
 def short(path: Path) -> str:
-    """A path as the user would write it: relative where it lies below the working directory; the address of a file
-    that was fetched, or that ships with an installed Deep Lightning."""
+    """Return a path as the user would write it: relative where it is below the working directory; the address of a
+    file that was fetched, or that ships with an installed Deep Lightning."""
     if (address := addresses.address_of(path)) is not None:
         return address
     try:
@@ -487,7 +480,7 @@ def short(path: Path) -> str:
 
 
 def _merge(base: Entry, top: Entry) -> Entry:
-    """`top` over `base`: mappings are merged at any depth, anything else is replaced; a key `~name` removes `name`."""
+    """Lay `top` over `base`: merge mappings at any depth, replace anything else; a key `~name` removes `name`."""
     if not (isinstance(base.value, dict) and isinstance(top.value, dict)):
         return _laid(top, base)
     merged, gone = dict(base.value), dict(base.gone)
@@ -523,7 +516,7 @@ def _for_logger(base: Entry, top: Entry) -> Entry:
 
 
 def _laid(top: Entry, base: Entry | None) -> Entry:
-    """`top` with `base` under everything that it replaces already."""
+    """Return `top` with `base` under everything that it replaces already."""
     return top if base is None else replace(top, over=_laid(top.over, base) if top.over else base)
 
 
@@ -558,7 +551,7 @@ def _refuse_other_form(root: Entry, files: list[str]) -> None:
 
 
 def _override(root: Entry, text: str) -> None:
-    """Applies one override to the tree: `key=value`, `~key`, or `+list=[x]`."""
+    """Apply one override to the tree: `key=value`, `~key`, or `+list=[x]`."""
     place = f"{_OVERRIDE}{text}"
     sign = text[:1] if text[:1] in ("~", "+") else ""
     name, equals, value = text.removeprefix(sign).partition("=")
@@ -601,7 +594,7 @@ def _override(root: Entry, text: str) -> None:
 
 
 def _meant(name: str, value: str) -> str:
-    """` Did you mean …?`, an override in our spelling."""
+    """Return ` Did you mean …?` with an override in our spelling."""
     found = other_tools.ours(name)
     return f" Did you mean {(found and other_tools.key_of(found)) or name}={value:.80}?"
 
@@ -621,7 +614,7 @@ def _override_value(text: str, name: str, place: str) -> Entry:
 
 
 def _reach(entry: Entry, parts: list[str], place: str, make: bool) -> tuple[Entry, Any]:
-    """The entry of the mapping or list that the last of `parts` stands in, and its key or index there. `make` adds
+    """Return the entry of the mapping or list that holds the last of `parts`, and its key or index there. `make` adds
     mappings on the way where there is nothing."""
     for depth, part in enumerate(parts):
         above = ".".join(parts[:depth])

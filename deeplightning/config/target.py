@@ -39,12 +39,12 @@ from deeplightning.words import first_line
 
 
 def is_installed(package: str) -> bool:
-    """Whether a top-level package is there, without importing it."""
+    """Return whether a top-level package is there, without importing it."""
     return importlib.util.find_spec(package) is not None
 
 
 def is_target(value: object) -> bool:
-    """Whether a mapping inside params is a target: just `type` (with a dot) and perhaps `params`."""
+    """Return whether a mapping inside params is a target: just `type` (with a dot) and perhaps `params`."""
     return (
         isinstance(value, Mapping)
         and isinstance(value.get("type"), str)
@@ -55,14 +55,14 @@ def is_target(value: object) -> bool:
 
 
 def is_reference(value: object) -> bool:
-    """Whether a mapping inside params names something without calling it: just `{ref: MODULE.NAME}`."""
+    """Return whether a mapping inside params names something without calling it: just `{ref: MODULE.NAME}`."""
     return (
         isinstance(value, Mapping) and set(value) == {"ref"} and isinstance(value["ref"], str) and "." in value["ref"]
     )
 
 
 def find(name: str) -> Any:
-    """The object that `MODULE.NAME` (or `MODULE.CLASS.METHOD`) names.
+    """Return the object that `MODULE.NAME` (or `MODULE.CLASS.METHOD`) names.
 
     Raises:
         ValueError: no object has this name (the message suggests the nearest), or its module cannot be imported;
@@ -75,7 +75,7 @@ def find(name: str) -> Any:
     found: object = None
     depth = 0
     for depth in range(len(parts) - 1, 0, -1):
-        found = _module(".".join(parts[:depth]), name, parts[depth : depth + 1])
+        found = _module(".".join(parts[:depth]), name)
         if found is not None:
             break
     if found is None:
@@ -101,7 +101,7 @@ def find(name: str) -> Any:
 
 
 def find_function(name: str) -> Any:
-    """A function that a config names to be called, which `find` gives, unless it makes no part of a run.
+    """Return a function that a config names to be called, as `find` does, unless it makes no part of a run.
 
     Raises:
         ValueError: as `find`, or it is not to be called.
@@ -116,8 +116,8 @@ def find_function(name: str) -> Any:
     return found
 
 
-def _module(module: str, wanted: str, inside: Iterable[str]) -> types.ModuleType | None:
-    full = own_code.full_name(module, inside)
+def _module(module: str, wanted: str) -> types.ModuleType | None:
+    full = own_code.full_name(module)
     try:
         return importlib.import_module(full)
     except (Exception, SystemExit) as error:
@@ -127,7 +127,7 @@ def _module(module: str, wanted: str, inside: Iterable[str]) -> types.ModuleType
 
 
 def _failed(error: BaseException, module: str, wanted: str) -> ValueError:
-    """What to raise where importing a module failed."""
+    """Return what to raise where importing a module failed."""
     lacks = isinstance(error, ImportError | OSError) and not str(error).startswith("cannot import name")
     if isinstance(error, ModuleNotFoundError) and error.name:
         lacks = not is_installed(error.name.partition(".")[0])
@@ -136,7 +136,7 @@ def _failed(error: BaseException, module: str, wanted: str) -> ValueError:
 
 
 def needs(error: BaseException) -> str | None:
-    """Which package an error comes from that is not installed, and the command that installs it."""
+    """Return which package an error comes from that is not installed, and the command that installs it."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     if not name or is_installed(name.partition(".")[0]):
         return None
@@ -144,14 +144,14 @@ def needs(error: BaseException) -> str | None:
 
 
 def path_of(found: object) -> str | None:
-    """Where a live class or function is defined, `posix.system` of `os.system`; None: it does not tell."""
+    """Return where a live class or function is defined, `posix.system` of `os.system`; None: it does not tell."""
     if not isinstance(found, type | types.FunctionType | types.BuiltinFunctionType) or not found.__module__:
         return None
     return f"{found.__module__}.{found.__qualname__}"
 
 
 def import_again(names: Iterable[str]) -> None:
-    """Imports modules that another process of this program has imported, in its order; one that cannot be is left."""
+    """Import the modules that another process of this program has imported, in its order; skip those that fail."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in names:
@@ -161,7 +161,7 @@ def import_again(names: Iterable[str]) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """The error, and the line of the user's own code that it came from, if it did."""
+    """Return the error, and the line of the user's own code that it came from, if it did."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({own_code.short(error.filename or '?')}:{error.lineno})"
     words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -257,7 +257,7 @@ def _build(
 
 
 def _unbuilt(error: Exception, target: Target) -> UserError:
-    """What to raise where a target's constructor, or its function, raised an error."""
+    """Return what to raise where a target's constructor, or its function, raised an error."""
     message = f"{target.type} cannot be built: {reason(error)}"
     kind: type[UserError] = ConfigError
     if isinstance(error, ImportError):
@@ -278,7 +278,8 @@ def _unbuilt(error: Exception, target: Target) -> UserError:
 
 
 def _is_of_config(error: Exception) -> bool:
-    """Whether an error of a constructor speaks of the config: not of memory or a full disk, nor of a slip of ours."""
+    """Return whether an error of a constructor speaks of the config: not of memory or a full disk, nor of a slip of
+    ours."""
     if type(error).__name__ == "OutOfMemoryError" or (isinstance(error, OSError) and is_full(error)):
         return False
     is_slip = not isinstance(error, ImportError | OSError | TypeError | ValueError)
@@ -286,7 +287,8 @@ def _is_of_config(error: Exception) -> bool:
 
 
 def _with_tensors(found: object, params: dict[str, object]) -> dict[str, object]:
-    """Params with a tensor, float32, for each list of numbers whose argument is annotated `Tensor`, or that or None.
+    """Return params with a tensor, float32, for each list of numbers whose argument is annotated `Tensor`, or that or
+    None.
 
     Raises:
         ValueError: such a list is ragged.
@@ -305,7 +307,7 @@ def _with_tensors(found: object, params: dict[str, object]) -> dict[str, object]
 
 
 def _is_numbers(value: object) -> bool:
-    """Whether a value is a number, or a list of such at any depth."""
+    """Return whether a value is a number, or a list of such at any depth."""
     if isinstance(value, list):
         return all(map(_is_numbers, value))
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -4,19 +4,16 @@ The grammar of scalars is YAML 1.2's (`off` is a word, `1e-3` a number), with `_
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.words import first_line, printable
-
-if TYPE_CHECKING:
-    pass
 
 MAX_VALUES = 50_000  # after aliases are followed: a few lines of anchors can stand for billions of values
 MAX_DEPTH = 60
@@ -144,13 +141,15 @@ def leaves(entry: Entry) -> Iterator[tuple[KeyPath, Entry]]:
     return ((path, item) for path, item in nodes(entry) if not isinstance(item.value, dict | list))
 
 
-def plain(entry: Entry, change: Callable[[object], object] = lambda value: value) -> Any:
-    """Return a tree without its places."""
+def plain(entry: Entry, written: bool = False) -> Any:
+    """Return a tree without its places; `written`: with references as written."""
+    if written and entry.written is not None:
+        return entry.written
     if isinstance(entry.value, dict):
-        return {name: plain(item, change) for name, item in entry.value.items()}
+        return {name: plain(item, written) for name, item in entry.value.items()}
     if isinstance(entry.value, list):
-        return [plain(item, change) for item in entry.value]
-    return change(entry.value)
+        return [plain(item, written) for item in entry.value]
+    return entry.value
 
 
 def flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
@@ -169,13 +168,7 @@ def dotted(path: Sequence[Any]) -> str:
 
 def as_written(entry: Entry) -> Any:
     """Return a tree as plain values, with references as written."""
-    if entry.written is not None:
-        return entry.written
-    if isinstance(entry.value, dict):
-        return {name: as_written(item) for name, item in entry.value.items()}
-    if isinstance(entry.value, list):
-        return [as_written(item) for item in entry.value]
-    return plain(entry)
+    return plain(entry, written=True)
 
 
 # ---- text
@@ -193,17 +186,13 @@ def parse(text: str, name: str, faults: list[Fault], above: Sequence[str] = (), 
         ConfigError: the text is not YAML, or passes a bound.
     """
     try:
-        beyond = _beyond_bounds(text)
-        if beyond is not None:
-            message, mark = beyond
-            raise ConfigError(Fault(message, place=f"{name}:{mark.line + 1}:{mark.column + 1}"))
+        _check_bounds(text, name)
         node = yaml.compose(text, Loader=_Loader)
         if is_override:
             node = _whole(node, text, name)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
-        raise ConfigError(Fault(_syntax(error, text, mark), place=place)) from None
+        raise ConfigError(Fault(_syntax(error, text, mark), place=_place(name, mark) if mark else name)) from None
     except UnicodeEncodeError as error:  # of a shell's arguments; files are decoded before
         raise ConfigError(Fault(f"not text in UTF-8 (character {error.start})", place=name)) from None
     except yaml.YAMLError as error:
@@ -228,17 +217,23 @@ def _whole(node: Node | None, text: str, name: str) -> Node | None:
     return node
 
 
-def _beyond_bounds(text: str) -> tuple[str, Any] | None:
-    """Return which bound is exceeded, and where. Composing recurses on the C stack, which deep nesting would overflow,
-    and creates an object for each value."""
+def _check_bounds(text: str, name: str) -> None:
+    """Refuse text that is too deep or too long: composing recurses on the C stack, and creates an object per value.
+
+    Raises:
+        ConfigError: it passes a bound.
+    """
     depth = 0
     for number, event in enumerate(yaml.parse(text, Loader=_Loader)):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
-            return f"nested more than {MAX_DEPTH} deep", event.start_mark
-        if number > 4 * MAX_VALUES:  # a value has a key, a start and an end
-            return f"this file holds more than {MAX_VALUES} values", event.start_mark
-    return None
+        if depth > MAX_DEPTH or number > 4 * MAX_VALUES:  # a value has a key, a start and an end
+            message = f"nested more than {MAX_DEPTH} deep"
+            message = message if depth > MAX_DEPTH else f"this file holds more than {MAX_VALUES} values"
+            raise ConfigError(Fault(message, place=_place(name, event.start_mark)))
+
+
+def _place(name: str, mark: Any) -> str:
+    return f"{name}:{mark.line + 1}:{mark.column + 1}"
 
 
 def _syntax(error: yaml.MarkedYAMLError, text: str, mark: yaml.Mark | None) -> str:
@@ -260,7 +255,7 @@ class _Builder:
         self.above = [*above]  # the keys that lead to what is being built
 
     def place(self, node: Node) -> str:
-        return f"{self.name}:{node.start_mark.line + 1}:{node.start_mark.column + 1}"
+        return _place(self.name, node.start_mark)
 
     def stop(self, node: Node, message: str) -> ConfigError:
         return ConfigError([*self.faults, Fault(message, place=self.place(node))])

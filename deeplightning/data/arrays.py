@@ -10,18 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from deeplightning.array_spec import ArrayError, ArraySpec
-from deeplightning.data.columns import ColumnData, Moments
+from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, InMemory, OnDemand
-
-if TYPE_CHECKING:
-    from deeplightning.config.part_config import PartConfig
+from deeplightning.data.loading import ColumnData, Moments, checked_names
 
 IN_MEMORY_LIMIT = 2**30
 """Bytes of prepared arrays, all sets together, up to which they are held in memory: per process, 1 GiB."""
@@ -82,16 +80,13 @@ class ArrayData(ColumnData):
 
     Attributes:
         array_spec: how an array is prepared; there after `setup`.
-
-    Raises:
-        DataConfigError: a value of the config is impossible. It is a ValueError.
     """
 
     samples = "samples"
 
     def __init__(
         self,
-        cfg: "PartConfig",
+        cfg: PartConfig,
         train: str | None = None,
         validation: str | None = None,
         test: str | None = None,
@@ -108,19 +103,10 @@ class ArrayData(ColumnData):
             raise DataConfigError("data.module.params.train must name the training file; it is null.")
         self.name_files(train=train, val=validation, test=test)
         self.inputs, self.targets, self.normalise = inputs, targets, normalise
-        if class_names is not None:
-            self.class_names = [str(name) for name in class_names]
-            if len(set(self.class_names)) != len(self.class_names) or not self.class_names:
-                raise DataConfigError(
-                    f"data.module.params.class_names must be a list of different texts, not {class_names!r}."
-                )
+        self.class_names = checked_names(None if class_names is None else [str(name) for name in class_names])
 
     def read(self) -> dict[str, Any]:
-        """Finds the samples: under "train", and where there are such under "val" and "test"; or under "all".
-
-        Raises:
-            DataError: a file is not as it should be.
-        """
+        """Read the samples of each set, or of all; raise DataError if a file is not as it should be."""
         found = {name: self.samples_of(*self._arrays(path), str(path)) for name, path in self.files.items()}
         return found if len(found) > 1 else {"all": found["train"]}
 
@@ -177,34 +163,26 @@ class ArrayData(ColumnData):
     # ---- preparing
 
     def learn(self, train: Arrays) -> None:
-        """
-        Raises:
-            DataError: an input is not finite.
-        """
-        shape, axes = train.inputs.shape[1:], (0, *range(2, train.inputs.ndim))
-        mean: tuple[float, ...] = ()
-        std: tuple[float, ...] = ()
+        """Compute mean and deviation; raise DataError if an input is not finite."""
+        shape, moments = train.inputs.shape[1:], Moments()
         if self.normalise:
-            sums, squares = np.zeros(shape[0]), np.zeros(shape[0])
-            first = train.load(slice(_CHUNK)).astype(np.float64).mean(axes)  # near the mean, so that squares stay small
+            # The first numbers are subtracted, so that constants have no deviation at all.
+            first = train.load(slice(1)).astype(np.float64).reshape(shape[0], -1)[:, 0]
             for start in range(0, len(train), _CHUNK):
-                part = train.load(slice(start, start + _CHUNK)).astype(np.float64)
-                part -= first.reshape(-1, *(1,) * (len(shape) - 1))
-                sums += part.sum(axes)
-                squares += np.square(part).sum(axes)
-            count = len(train) * (np.prod(shape[1:]) if len(shape) > 1 else 1)
-            variance = squares / count - (sums / count) ** 2
-            if not np.isfinite(variance).all():
+                part = np.moveaxis(train.load(slice(start, start + _CHUNK)).astype(np.float64), 1, -1)
+                moments.add(part.reshape(-1, shape[0]) - first)
+            if not np.isfinite(moments.std).all():
                 raise DataError(f"{self._describe()}: the training inputs have numbers that are not finite.")
-            mean = tuple((first + sums / count).tolist())
-            std = tuple(np.where(variance > 0, np.sqrt(np.maximum(variance, 0)), 1.0).tolist())
-        self.array_spec = ArraySpec(shape, mean, std)
+            std = np.where(moments.std > 0, moments.std, 1.0)
+            self.array_spec = ArraySpec(shape, tuple((first + moments.mean).tolist()), tuple(std.tolist()))
+        else:
+            self.array_spec = ArraySpec(shape)
         if not self.class_names:
             targets = train.targets
             names = [f"target_{n}" for n in range(targets.shape[1])] if targets.shape[1] > 1 else ["target"]
-            moments = Moments()
-            moments.add(targets)
-            self.learn_targets(names, moments)
+            of_targets = Moments()
+            of_targets.add(targets)
+            self.learn_targets(names, of_targets)
 
     def _prepare(self, samples: Arrays) -> InMemory | OnDemand:
         spec = self.array_spec

@@ -10,11 +10,7 @@ from torch import nn
 
 
 class RandomHorizontalFlip(nn.Module):
-    """Mirrors each image left to right with probability `p`.
-
-    Raises:
-        ValueError: if `p` is not from 0 to 1.
-    """
+    """Mirrors each image left to right with probability `p`, from 0 to 1."""
 
     def __init__(self, p: float = 0.5):
         super().__init__()
@@ -29,11 +25,7 @@ class RandomHorizontalFlip(nn.Module):
 
 
 class RandomCrop(nn.Module):
-    """Shifts each image by up to `padding` pixels up or down and left or right; what comes in is black.
-
-    Raises:
-        ValueError: if `padding` is not a whole number of at least 0.
-    """
+    """Shifts each image by up to `padding` pixels up or down and left or right; what comes in is black."""
 
     def __init__(self, padding: int):
         super().__init__()

@@ -1,115 +1,59 @@
 """Image files decoded once: pixels in a file that later runs, and all processes of one, map into their memory.
 
-`ImageCache.rows_of` takes paths and gives the mapped pixels, and the row of each path in them. Which row is a path's is
-decided by what its file holds, never by its name:
+`ImageCache.rows_of` takes paths and gives the mapped pixels, and the row of each path in them. The row of a file
+follows from what it holds, never from its name:
 
 - A file's content is told by its SHA-256. It is read again only where its device, inode, size, time of change or time
-  of status change is another than when it was hashed. The last cannot be set by hand: a file replaced by one of the
-  same size and time is seen, as is a link that leads elsewhere now. What was moved or touched is hashed, not decoded.
-  A file that changed less than `SETTLED` before it was read is hashed at the next start again.
+  of status change is another than when it was hashed. What was moved or touched is hashed, not decoded. A file that
+  changed less than `SETTLED` before it was read is hashed at the next start again.
 - What a content becomes stands in the name of the folder: the `ImageSpec`, `deeplightning/image_spec.py` itself, the
   versions of Pillow and of its decoders, `max_pixels`. Where one changes, all is decoded again, into another folder.
 
-The cache is a folder with one folder for each such rule and source of images. In each are four files:
+A folder (`deeplightning.data.cache_files`) has two files:
 
     pixels   row after row, uint8 (C, H, W)
-    rows     of each content SHA-256 (its first half), check sum of all, row; written once the pixels are on the disk
-    files    of each file seen: device, inode, size, both times, SHA-256, check sum of these
-    lock     held by the one process that adds rows; those that wait for it take what it has decoded
+    index    a `RECORD` for each file seen; written once the pixels are on the disk
 
-Rows are only ever added behind all others, so a map stays right whatever happens. A process that maps `pixels` holds a
-shared lock on it. A folder is removed as a whole by a process that holds its `lock`: when there is no room (the longest
-unused goes first, none in use) or a row is damaged. Deleting it by hand is safe at any time: what is mapped stays
-readable, a folder is made whole and one that lacks a file is not used, and all files are opened relative to the opened
-folder, so nothing is ever mixed with a later one of the same name. A folder or file that belongs to another user than
-this one and root, or that others may write, is never used.
+Rows are only ever added behind all others, so a map stays right whatever happens.
 
 N samples, R rows, C channels, H height, W width.
 """
 
 import contextlib
-import errno
 import hashlib
 import logging
 import math
+import mmap
 import os
 import sys
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Container, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import PIL
 from PIL import features
 
 from deeplightning import image_spec
-from deeplightning.data.cache_files import (
-    FILE,
-    NAMES,
-    ROW,
-    CacheFolder,
-    Damaged,
-    Unusable,
-    find_rows,
-    limit_in_bytes,
-    make_room,
-    marks,
-    new_folder,
-    remove_folder,
-    short_hash,
-    stat_of,
-    stats_of,
-    sums,
-    texts,
-)
+from deeplightning.data import cache_files
+from deeplightning.data.cache_files import Damaged, Unusable, stat_of
 from deeplightning.data.data_errors import DataError
 from deeplightning.data.datasets import in_threads, report_messages
 from deeplightning.image_spec import ImageError, ImageSpec
 
+RECORD = np.dtype([("stat", "<u8", 5), ("digest", "V16"), ("row", "<i8"), ("sum", "<u8")])
+"""Of a file: its state (all 0: not settled), the first half of its SHA-256, its row, the check sum of this row."""
+
 CHECKED = 2**30
 """Bytes of which check sums are compared when a set is opened: all of a smaller set, rows spread over a larger one."""
 
-SETTLED = 2.0
-"""Seconds. A file system's clock ticks every few milliseconds, on some every other second: what is read within the tick
-of its last change may change again without a trace."""
-
-_LAYOUT = 2  # of the files
+_LAYOUT = 3  # of the files
 _CHUNK = 4 * 2**20  # bytes that one thread prepares at a time
+_COMMIT = 2**28  # bytes of new rows after which the index is written
 
 log = logging.getLogger(__name__)
-
-
-_Elsewhere = dict[bytes, tuple[np.ndarray, int]]
-"""By digest, pixels of another folder and their check sum."""
-
-
-class _Read(NamedTuple):
-    """A file's content; `pixels`: uint8 (bytes of a row,), None: they are there already."""
-
-    stat: tuple[int, ...]
-    digest: bytes
-    pixels: np.ndarray | None
-
-
-def cache_folder(cache: bool | str, kind: str = "images") -> Path | None:
-    """Where decoded images go; None: nowhere.
-
-    Args:
-        cache: a folder; false: none; true: the one that `DEEPLIGHTNING_CACHE` names ("off": none), else
-            `deeplightning/images` in the user's cache folder.
-        kind: another folder in that of the user, for what is no image.
-    """
-    given = cache if isinstance(cache, str) else os.environ.get("DEEPLIGHTNING_CACHE", "")
-    if cache is False or given.lower() == "off":
-        return None
-    try:
-        if given:
-            return Path(given).expanduser().absolute()
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deeplightning" / kind
-    except RuntimeError:  # a user without a home
-        return None
 
 
 class ImageCache:
@@ -132,16 +76,17 @@ class ImageCache:
 
     @cached_property
     def folder(self) -> Path:
-        """Of these images."""
+        """The folder of these images."""
         spec = self._spec
         decoders = [features.version(name) for name in ("jpg", "webp", "avif", "libtiff")]
-        code = hashlib.sha256(Path(image_spec.__file__).read_bytes()).hexdigest()
+        code = Path(image_spec.__file__).read_bytes()
         parts = (spec.height, spec.width, spec.mode, spec.resize, self._max_pixels)
-        rule = (_LAYOUT, sys.byteorder, *parts, code, PIL.__version__, *decoders)
-        return self.top / f"{short_hash(repr(rule))}-{short_hash(self._source)}"
+        return self.top / cache_files.folder_name(
+            (_LAYOUT, sys.byteorder, *parts, code, PIL.__version__, *decoders), self._source
+        )
 
     def rows_of(self, paths: Sequence[str]) -> tuple[np.ndarray, np.ndarray] | None:
-        """The pixels of image files; what has not been seen is decoded.
+        """Return the pixels of image files; what has not been seen is decoded.
 
         Returns:
             uint8 (R, C, H, W), read-only, mapped; and the row of each path, int64 (N,). None: the cache cannot be used,
@@ -151,177 +96,172 @@ class ImageCache:
             DataError: if a file cannot be read as an image.
         """
         try:
-            return self._rows_of(paths)
+            stats = stats_of(paths)
+            for _ in range(5):  # another process may remove the folder between two steps, which then find nothing
+                if (found := self._find(stats)) is not None:
+                    return found
+                with contextlib.suppress(FileNotFoundError), cache_files.alone(self.folder / "pixels"):
+                    # What this process waited for may be what it looks for.
+                    return self._find(stats) or self._add(paths, stats)
+            raise Unusable("other processes remove it over and over")
         except Unusable as error:
             log.warning("Decoded images are not cached in %s: %s.", self.top, error)
         except OSError as error:
             log.warning("Decoded images are not cached in %s: %s.", self.top, error.strerror or error)
         return None
 
-    def _rows_of(self, paths: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        stats = stats_of(paths)
-        for _ in range(5):  # another process may remove the folder between two steps, which then find nothing
-            with contextlib.suppress(FileNotFoundError, Damaged), CacheFolder(self.folder, self._row) as folder:
-                if (found := self._look_up(folder, stats)) is not None:
-                    return found
-            self._make_folder()
-            with contextlib.suppress(FileNotFoundError), CacheFolder(self.folder, self._row) as folder, folder.locked():
-                try:  # what this process waited for may be what it looks for
-                    return self._look_up(folder, stats) or self._add(folder, paths, stats)
-                except Damaged:
-                    log.warning("The decoded images in %s are damaged: they are decoded again.", self.folder)
-                    folder.remove()
-        raise Unusable("other processes remove it over and over")
+    def _find(self, stats: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the pixels and rows of files in these states; None: some are missing."""
+        with contextlib.suppress(FileNotFoundError, Damaged):
+            records, pixels = self._load()
+            if ((known := find_rows(records["stat"], stats)) >= 0).all():
+                self._check(pixels, records[known])
+                with contextlib.suppress(OSError):  # a folder that may only be read
+                    os.utime(self.folder / "pixels")  # it was used
+                return pixels.reshape(-1, *self._shape), records["row"][known]
+        return None
 
-    def _make_folder(self) -> None:
-        """Make sure that there is a complete one, at least for a moment."""
-        self.top.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # there is none
-            if {path.name for path in self.folder.iterdir()} >= {*NAMES}:
-                return
-            remove_folder(self.folder)  # a part of it was deleted
-        try:
-            with new_folder(self.folder, "Decoded images") as made:
-                for name in NAMES:
-                    (made / name).touch(mode=0o600)
-        except OSError as error:  # another process does the same, or removes it
-            if error.errno not in (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY):
-                raise
-
-    def _look_up(self, folder: "CacheFolder", stats: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """None: some are missing.
+    def _load(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the records of the folder, and its pixels, uint8 (R, bytes of a row), mapped.
 
         Raises:
-            Damaged: if a row is not what was written.
-            FileNotFoundError: if there is no such folder.
+            FileNotFoundError: the folder is not complete.
+            Damaged: there are fewer rows than it says.
         """
-        rows, files = folder.open(), folder.files()
-        known = find_rows(files["stat"], stats)
-        found = find_rows(rows["digest"], files["digest"][known]) if (known >= 0).all() else known
-        if (found < 0).any():
-            return None
-        pixels = folder.map()
-        self._check(pixels, rows[np.unique(found)])
-        folder.touch()
-        return pixels.reshape(-1, *self._shape), rows["row"][found].astype(np.int64)
+        with cache_files.in_use(self.folder / "pixels") as file:
+            records = np.frombuffer(cache_files.read_index(self.folder), RECORD)
+            size = (int(records["row"].max(initial=0)) + 1) * self._row
+            if os.fstat(file).st_size < size:
+                raise Damaged
+            mapped = mmap.mmap(file, size, access=mmap.ACCESS_READ)
+        return records, np.frombuffer(mapped, np.uint8).reshape(-1, self._row)
 
     def _check(self, pixels: np.ndarray, records: np.ndarray) -> None:
-        """Compares check sums: of all these rows, or of `CHECKED` bytes of them, the first and last included."""
-        most = max(2, CHECKED // self._row)
-        if len(records) > most:
-            records = records[np.linspace(0, len(records) - 1, most).astype(np.int64)]
-        step = max(1, 2**20 // self._row)
-        for start in range(0, len(records), step):
-            some = records[start : start + step]
-            rows = some["row"].astype(np.int64)
-            together = (np.diff(rows) == 1).all()
-            found = sums(pixels[rows[0] : rows[-1] + 1] if together else pixels[rows])
-            if (found + marks(some) != some["sum"]).any():
-                raise Damaged
-
-    def _add(self, folder: "CacheFolder", paths: Sequence[str], stats: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Decodes what is missing, with the lock held.
+        """Compare the check sums of all these rows, or of `CHECKED` bytes of them, the first and last included.
 
         Raises:
-            Damaged: if a row is not what was written.
+            Damaged: a row is not what was written.
         """
-        rows, files, begun = folder.open(), folder.files(), time.time()
-        if len(rows):  # what has one of these contents is not decoded again
-            self._check(folder.map(), rows)
-        known = find_rows(files["stat"], stats)
-        digests = np.zeros((len(paths), 2), dtype="<u8")
-        digests[known >= 0] = files["digest"][known[known >= 0]]
-        missing = np.flatnonzero((known < 0) | (find_rows(rows["digest"], digests) < 0))
+        rows, first = np.unique(records["row"], return_index=True)
+        chosen = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), max(2, CHECKED // self._row))).astype(int))
+        for row, checked in zip(rows[chosen].tolist(), records["sum"][first[chosen]].tolist(), strict=True):
+            if zlib.crc32(pixels[row]) != checked:
+                raise Damaged
+
+    def _add(self, paths: Sequence[str], stats: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Decode what is missing, with the lock held."""
+        records = np.empty(0, RECORD)
         try:
-            self._make_room(folder, len(missing))
-        except Unusable:
-            if not len(rows):  # it was made in vain
-                folder.remove()
-            raise
+            there, pixels = self._load()
+            self._check(pixels, there)  # what has one of these contents is not decoded again
+            records = there
+        except FileNotFoundError:
+            cache_files.remove(self.folder)
+        except Damaged:
+            log.warning("The decoded images in %s are damaged: they are decoded again.", self.folder)
+            cache_files.remove(self.folder)
+        known = find_rows(records["stat"], stats)
+        missing = np.flatnonzero(known < 0)
+        self._make_room(len(np.unique(records["row"])), len(missing))
         log.info("Decoding %s images into %s", f"{len(missing):,}", self.folder)
-        have = set(texts(rows["digest"]))
-        elsewhere = self._elsewhere()
-        read = [False] * len(paths)
+        cache_files.make_folder(self.folder)
+        with cache_files.in_use(self.folder / "pixels", os.O_RDWR | os.O_CREAT) as file:
+            found = self._decode(file, records, known, paths)
+        return self._load()[1].reshape(-1, *self._shape), found["row"].copy()
 
-        def prepare(position: int) -> _Read:
-            return self._read(paths[position], have, elsewhere)
+    def _decode(self, file: int, records: np.ndarray, known: np.ndarray, paths: Sequence[str]) -> np.ndarray:
+        """Return the record of each path; those that are not among `records`, at the places `known`, are made."""
+        there, begun = known >= 0, time.time()
+        found = np.zeros(len(paths), RECORD)
+        found[there] = records[known[there]]
+        rows = dict(zip(records["digest"].tolist(), records[["row", "sum"]].tolist(), strict=True))
+        committed = first = number = int(records["row"].max(initial=-1)) + 1
 
-        def take(chunk: np.ndarray, contents: list[_Read]) -> None:
-            new = {one.digest: one.pixels for one in contents if one.pixels is not None and one.digest not in have}
-            if new:
-                folder.add(np.stack([*new.values()]), b"".join(new))
-                have.update(new)
-            for position, one in zip(chunk, contents, strict=True):
-                stats[position] = one.stat
-                digests[position] = np.frombuffer(one.digest, dtype="<u8")
-                read[position] = True
-            folder.sign()
+        def commit() -> None:
+            os.fsync(file)
+            if there.any():
+                cache_files.write_index(self.folder / "pixels", file, _merged(records, found[there]).tobytes())
 
         try:
-            step = max(1, min(64, _CHUNK // self._row))
+            missing, step = np.flatnonzero(~there), max(1, min(64, _CHUNK // self._row))
             chunks = (missing[start : start + step] for start in range(0, len(missing), step))
-            for chunk, contents in in_threads(lambda some: [prepare(one) for one in some], chunks):
-                take(chunk, contents)
-            folder.commit()
-        except OSError:
-            folder.give_up(everything=len(rows) == 0)
+            for chunk, read in in_threads(lambda some: [self._read(paths[n], rows) for n in some], chunks):
+                for position, (stat, digest, pixels) in zip(chunk, read, strict=True):
+                    if digest not in rows:
+                        assert pixels is not None, "a row that was there stays there"
+                        cache_files.write(file, pixels, number * self._row)
+                        rows[digest], number = (number, zlib.crc32(pixels)), number + 1
+                    # One that changed just before it was read is hashed again.
+                    settled = stat if stat[4] < (begun - cache_files.SETTLED) * 1e9 else (0,) * 5
+                    found[position], there[position] = (settled, digest, *rows[digest]), True
+                os.utime(file)  # a sign of life
+                if (number - committed) * self._row >= _COMMIT:
+                    commit()
+                    committed = number
+            commit()
+        except OSError:  # nothing is left of what could not be written: the disk may be full
+            if not first:
+                cache_files.remove(self.folder)
+            with contextlib.suppress(OSError):
+                os.ftruncate(file, committed * self._row)
             raise
         except BaseException:  # what is done stays done
             with contextlib.suppress(OSError):
-                folder.commit()
+                commit()
             raise
-        finally:
-            # Those that changed just before they were read are left out, to be hashed again.
-            settled = np.flatnonzero(np.array(read) & (stats[:, 4] < (begun - SETTLED) * 1e9))
-            with contextlib.suppress(OSError):
-                folder.note(files, stats[settled], digests[settled])
-        rows = folder.open()
-        found = rows["row"][find_rows(rows["digest"], digests)]
-        return folder.map().reshape(-1, *self._shape), found.astype(np.int64)
+        return found
 
-    def _read(self, path: str, have: set[bytes], elsewhere: _Elsewhere) -> _Read:
+    def _read(self, path: str, have: Container[bytes]) -> tuple[tuple[int, ...], bytes, np.ndarray | None]:
+        """Return state, digest and pixels of a file, uint8 (bytes of a row,); None: these are there already."""
         try:
             with open(path, "rb") as file:  # noqa: PTH123 (40,000 times a minute)
                 stat = stat_of(os.fstat(file.fileno()))
                 data = file.read()
             digest = hashlib.sha256(data).digest()[:16]
             if digest in have:
-                return _Read(stat, digest, None)
-            if digest in elsewhere:
-                pixels, checked = elsewhere[digest]
-                if sums(pixels[None])[0] == checked:
-                    return _Read(stat, digest, pixels)
-            return _Read(stat, digest, self._spec.decode(data, self._max_pixels).transpose(2, 0, 1).reshape(-1))
+                return stat, digest, None
+            return stat, digest, self._spec.decode(data, self._max_pixels).transpose(2, 0, 1).reshape(-1)
         except (ImageError, OSError) as error:
             raise DataError(f"{path}: cannot be used as an image. {error}") from error
         finally:
             report_messages(path)
 
-    def _elsewhere(self) -> _Elsewhere:
-        """What the same rule made of other sources: a data set that was copied is not decoded again."""
-        found: _Elsewhere = {}
-        for path in self.top.glob(f"{self.folder.name.partition('-')[0]}-*"):
-            with contextlib.suppress(OSError, Damaged, Unusable), CacheFolder(path, self._row) as other:
-                if path != self.folder and len(rows := other.open()):
-                    pixels, expected = other.map(), rows["sum"] - marks(rows)
-                    found |= {
-                        text: (pixels[row], checked)
-                        for text, row, checked in zip(texts(rows["digest"]), rows["row"], expected, strict=True)
-                    }
-        return found
-
-    def _make_room(self, folder: "CacheFolder", new: int) -> None:
+    def _make_room(self, have: int, new: int) -> None:
         """Remove what is longest unused, so that so many rows fit.
 
         Raises:
-            Unusable: if they do not.
+            Unusable: they do not fit.
+            FileNotFoundError: this folder was removed: most of its rows are of files that are gone.
         """
-        limit, row = limit_in_bytes(), self._row + ROW.itemsize + FILE.itemsize
-        size, words = self._size * row, f"{self._size:,} images take {self._size * row / 2**30:.3g} GiB"
-        if size > limit:
-            raise Unusable(f"{words}, more than the {limit / 2**30:.3g} that DEEPLIGHTNING_CACHE_LIMIT allows")
-        have = folder.rows_taken()
-        if (have + new) * row > limit:  # most of them of files that are gone
-            folder.remove()
+        row = self._row + RECORD.itemsize
+        whole, size = self._size * row, (have + new) * row
+        if size > cache_files.limit_in_bytes() >= whole:
+            cache_files.remove(self.folder)
             raise FileNotFoundError
-        make_room(self.folder, (have + new) * row, new * row, words)
+        words = f"{self._size:,} images take {whole / 2**30:.3g} GiB"
+        cache_files.make_room(self.folder / "pixels", max(whole, size), new * row, words)
+
+
+def stats_of(paths: Sequence[str]) -> np.ndarray:
+    """Return the states of files, uint64 (N, 5); raise DataError if one is missing."""
+    found = []
+    for path in paths:
+        try:
+            found.append(stat_of(os.stat(path)))  # noqa: PTH116 (a Path for each would take five times as long)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be used as an image. {error}") from error
+    return np.array(found, dtype=np.uint64).reshape(-1, 5)
+
+
+def find_rows(table: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Return for each row of `wanted` where `table` has the same, int64 (n,); -1: nowhere."""
+    places = {row.tobytes(): place for place, row in enumerate(np.ascontiguousarray(table))}
+    return np.array([places.get(row.tobytes(), -1) for row in np.ascontiguousarray(wanted)], np.int64)
+
+
+def _merged(records: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Return records with new ones in the place of those of the same files; of files that are not settled, of those of
+    the same content."""
+    of_file = find_rows(new["stat"][:, :2], records["stat"][:, :2])
+    outdated = np.where(records["stat"][:, 1] > 0, of_file, find_rows(new["digest"], records["digest"]))
+    return np.concatenate([records[outdated < 0], new])

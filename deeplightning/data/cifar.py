@@ -1,25 +1,20 @@
 """CIFAR-10: torchvision's class reads its own files, all images at once."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Any
 
 import numpy as np
-from torch import nn
 
+from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataError
 from deeplightning.data.datasets import Samples
-from deeplightning.data.downloaded import DownloadedImages
-from deeplightning.data.images import height_width
+from deeplightning.data.images import DownloadedImages, height_width
 from deeplightning.image_spec import ImageSpec
-
-if TYPE_CHECKING:
-    from deeplightning.config.part_config import PartConfig
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 """Of the 50,000 training images per channel on the scale 0 to 1, as everybody uses them."""
 
 _FOLDER = "cifar-10-batches-py"
-_FILES = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch", "batches.meta"]
 
 
 class CIFAR10(DownloadedImages):
@@ -32,29 +27,20 @@ class CIFAR10(DownloadedImages):
         cfg: the whole config.
         download: fetch the files that are not there.
         image_size: pixels, one number for a square or [height, width]; 32 leaves the images as they are.
-        augment, in_memory, limit: see `deeplightning.data.images.ImageData`.
+        options: augment, in_memory and limit of `deeplightning.data.images.ImageData`.
     """
 
-    def __init__(
-        self,
-        cfg: "PartConfig",
-        download: bool = False,
-        image_size: int | Sequence[int] = 32,
-        augment: Sequence[nn.Module] = (),
-        in_memory: bool | Literal["auto", "device"] | None = "auto",
-        limit: int | None = None,
-    ):
+    source = "CIFAR10"
+    needed = (
+        *(f"{_FOLDER}/data_batch_{number}" for number in range(1, 6)),
+        f"{_FOLDER}/test_batch",
+        f"{_FOLDER}/batches.meta",
+    )
+
+    def __init__(self, cfg: PartConfig, download: bool = False, image_size: int | Sequence[int] = 32, **options: Any):
         spec = ImageSpec(*height_width(image_size), mode="RGB", mean=MEAN, std=STD)
-        super().__init__(cfg, spec, download, augment=augment, in_memory=in_memory, limit=limit)
+        super().__init__(cfg, spec, download, **options)
         self.class_names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
-
-    def files(self) -> list[str]:
-        return [f"{_FOLDER}/{name}" for name in _FILES]
-
-    def fetch(self) -> None:
-        from torchvision.datasets import CIFAR10 as Source
-
-        Source(str(self.root), download=True)
 
     def read(self) -> dict[str, Samples]:
         from torchvision.datasets import CIFAR10 as Source

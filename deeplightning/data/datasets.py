@@ -32,6 +32,9 @@ _CHUNK = 64  # pictures that one thread prepares at a time, at most
 _MOVED = 2**26  # bytes that go to a GPU at a time
 _NO_POSITIONS = np.empty(0, np.int64)
 
+SHARE_OF_GPU = 0.5
+"""Of the GPU's memory that is left beside the largest demand of a step, pictures take at most this share."""
+
 
 _reported = mmap.mmap(-1, 1)
 """Whether a message of a decoder has been reported, shared by the processes that are forked from this one: the workers
@@ -62,11 +65,7 @@ class Samples:
         return Samples([self.items[position] for position in positions], self.labels[positions])
 
     def size_of(self, position: int) -> tuple[int, int]:
-        """Width and height of one picture as it comes.
-
-        Raises:
-            OSError: if a file cannot be read as an image.
-        """
+        """Return width and height of one picture as it comes; raise OSError if it cannot be read."""
         item = self.items[position]
         if isinstance(item, np.ndarray):
             return item.shape[1], item.shape[0]
@@ -74,11 +73,7 @@ class Samples:
             return image.size
 
     def prepare(self, position: int, spec: ImageSpec, max_pixels: int) -> np.ndarray:
-        """One picture, uint8 (C, H, W).
-
-        Raises:
-            DataError: if a file cannot be read as an image.
-        """
+        """Return one picture, uint8 (C, H, W); raise DataError if it cannot be read as an image."""
         item = self.items[position]
         if isinstance(item, np.ndarray):
             return spec.from_array(item).transpose(2, 0, 1)
@@ -201,6 +196,62 @@ def _gathered(values: torch.Tensor, rows: torch.Tensor, device: torch.device) ->
     return torch.index_select(values, 0, rows, out=picked).to(device, non_blocking=True)
 
 
+class Room:
+    """Settle once, by the memory that the first step leaves, whether pictures go to the GPU (`in_memory: auto`)."""
+
+    def __init__(self) -> None:
+        self._first: int | None = None  # the step before which the first batch comes
+
+    def settle(self, step: int, sets: Sequence[InMemory], device: torch.device) -> bool:
+        """Copy sets to a GPU that has room for them, all or the first; to be called before each batch.
+
+        Args:
+            step: the optimizer steps that are done. The first one of this process shows what a step takes.
+            sets: the training set, then the validation set.
+            device: the GPU.
+
+        Returns:
+            Whether it is settled.
+        """
+        if self._first is None:
+            self._first = step
+        if step == self._first:
+            return False
+        free = left(device)
+        for chosen in (sets, sets[:1]):
+            size = sum(one.size for one in chosen)
+            if chosen and size <= free * SHARE_OF_GPU and _moved(chosen, device):
+                words = "%-10s on %s: %s of pictures, of %s that a step leaves"
+                log.info(words, "data", device, size_of(size), size_of(free))
+                return True
+        if sets:
+            words = "%-10s in the memory of the CPU, batches pinned: %s of pictures, and a step leaves %s on %s"
+            log.info(words, "data", size_of(sum(one.size for one in sets)), size_of(free), device)
+        return True
+
+
+def left(device: torch.device) -> int:
+    """Return the bytes of a GPU that neither this process at its peak nor another one has taken."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+
+
+def _moved(sets: Sequence[InMemory], device: torch.device) -> bool:
+    try:
+        for one in sets:
+            one.move(device)
+    except torch.OutOfMemoryError:  # in the meantime another process has taken it
+        for one in sets:
+            one.on_device = {}
+        return False
+    return True
+
+
+def size_of(size: int) -> str:
+    """Format bytes for people."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 // 10 else f"{size / 2**20:.2f} MiB"
+
+
 class OnDemand(Dataset):
     """Samples that are prepared when a batch asks for them, for sets that do not fit into memory; belongs into loader
     workers, so all that it holds can be pickled.
@@ -282,11 +333,7 @@ def in_threads(work: Callable[[Any], Any], parts: Iterable[Any]) -> Iterator[tup
 
 
 def prepare_all(samples: Any, prepare: "Prepare") -> Batch:
-    """Return all samples, prepared in threads, by name (N, …).
-
-    Raises:
-        DataError: if a file cannot be read.
-    """
+    """Return all samples, prepared in threads, by name (N, …); raise DataError if a file cannot be read."""
     found: Batch = {}
     every, size = np.arange(len(samples)), len(samples)
     step = max(1, min(_CHUNK, size // (4 * threads())))
@@ -312,11 +359,7 @@ class Pictures:
     max_pixels: int = MAX_PIXELS
 
     def __call__(self, samples: Samples, positions: np.ndarray) -> Batch:
-        """Return `image`, uint8 (B, C, H, W).
-
-        Raises:
-            DataError: if a file cannot be read as an image.
-        """
+        """Return `image`, uint8 (B, C, H, W); raise DataError if a file cannot be read as an image."""
         spec = self.spec
         if isinstance(getattr(samples, "items", None), np.ndarray):
             pixels = samples.items[positions]  # type: ignore[call-overload]

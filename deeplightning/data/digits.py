@@ -1,17 +1,14 @@
 """scikit-learn's 1,797 handwritten digits, 8x8 grey: real data that come with a dependency, ready in a second."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Any
 
 import numpy as np
-from torch import nn
 
+from deeplightning.config.part_config import PartConfig
 from deeplightning.data.datasets import Samples
 from deeplightning.data.images import ImageData, height_width
 from deeplightning.image_spec import ImageSpec
-
-if TYPE_CHECKING:
-    from deeplightning.config.part_config import PartConfig
 
 MEAN, STD = 0.3053, 0.3759
 """Of all pixels of the 1,797 images on the scale 0 to 1."""
@@ -25,19 +22,12 @@ class Digits(ImageData):
     Args:
         cfg: the whole config.
         image_size: pixels, one number for a square or [height, width]; 8 leaves the images as they are.
-        augment, in_memory, limit: see `deeplightning.data.images.ImageData`.
+        options: augment, in_memory and limit of `deeplightning.data.images.ImageData`.
     """
 
-    def __init__(
-        self,
-        cfg: "PartConfig",
-        image_size: int | Sequence[int] = 8,
-        augment: Sequence[nn.Module] = (),
-        in_memory: bool | Literal["auto", "device"] | None = "auto",
-        limit: int | None = None,
-    ):
+    def __init__(self, cfg: PartConfig, image_size: int | Sequence[int] = 8, **options: Any):
         spec = ImageSpec(*height_width(image_size), mode="L", mean=(MEAN,), std=(STD,))
-        super().__init__(cfg, spec, augment=augment, in_memory=in_memory, limit=limit)
+        super().__init__(cfg, spec, **options)
         self.class_names = [str(digit) for digit in range(10)]
 
     def read(self) -> dict[str, Samples]:

@@ -5,27 +5,22 @@ A data module of your own subclasses `ImageData` and says in `read` which sample
 
 import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Generator, nn, uint8
+from torch import Generator, Tensor, nn, uint8
 
-from deeplightning.data.cache import ImageCache, cache_folder
+from deeplightning.config.part_config import PartConfig
+from deeplightning.data.cache import ImageCache
+from deeplightning.data.cache_files import cache_folder
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, InMemory, OnDemand, Pictures, Prepare, Samples, prepare_all
 from deeplightning.data.loading import DataOfSets, is_whole
 from deeplightning.data.remote_files import folder_of
 from deeplightning.image_spec import MAX_PIXELS, ImageSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
-    from deeplightning.config.part_config import PartConfig
 
 IN_MEMORY_LIMIT = 2**30
 """Bytes of prepared images, all splits together, up to which they are held in memory: per process, 1 GiB."""
@@ -66,9 +61,6 @@ class ImageData(DataOfSets):
     Attributes:
         image_spec: as given.
         class_names: the name of each label, in order; there after `setup`.
-
-    Raises:
-        DataConfigError: if a value of the config is impossible. It is a ValueError.
     """
 
     has_labels = True
@@ -76,7 +68,7 @@ class ImageData(DataOfSets):
 
     def __init__(
         self,
-        cfg: "PartConfig",
+        cfg: PartConfig,
         image_spec: ImageSpec,
         *,
         augment: Sequence[nn.Module] = (),
@@ -164,7 +156,7 @@ class ImageData(DataOfSets):
         """Samples of all sets."""
         return sum(map(len, self._samples.values()))
 
-    def on_after_batch_transfer(self, batch: "Mapping[str, Tensor]", dataloader_idx: int) -> object:
+    def on_after_batch_transfer(self, batch: Mapping[str, Tensor], dataloader_idx: int) -> object:
         """Changes training images at random, on the device."""
         if len(self._augment) == 0 or self.trainer is None or not self.trainer.training:
             return batch
@@ -175,12 +167,92 @@ class ImageData(DataOfSets):
         return {**batch, "image": images}
 
 
-def height_width(image_size: int | Sequence[int]) -> tuple[int, int]:
-    """`image_size` of a config as (height, width).
+class ImageFiles(ImageData):
+    """Base of the data modules whose pictures are files in `data.root`.
+
+    Args:
+        cfg: the whole config.
+        image_size: pixels, one number for a square or [height, width].
+        mode: "RGB" or "L" (grey).
+        resize: "crop", "stretch" or "pad", see `deeplightning.image_spec.ImageSpec`.
+        mean: per channel, on the scale 0 to 1; None: ImageNet's, as pretrained networks expect, of grey pictures their
+            averages.
+        std: per channel, on the scale 0 to 1; None: as `mean`.
+        options: augment, in_memory, limit, max_pixels and cache of `ImageData`.
+    """
+
+    def __init__(
+        self,
+        cfg: PartConfig,
+        image_size: int | Sequence[int] = 64,
+        mode: Literal["RGB", "L"] = "RGB",
+        resize: Literal["crop", "stretch", "pad"] = "crop",
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        **options: Any,
+    ):
+        usual = _STATISTICS.get(mode, ((), ()))
+        means, deviations = usual[0] if mean is None else tuple(mean), usual[1] if std is None else tuple(std)
+        super().__init__(cfg, ImageSpec(*height_width(image_size), mode, resize, means, deviations), **options)
+
+
+class DownloadedImages(ImageData):
+    """Base of the data modules whose files torchvision downloads into `data.root`.
+
+    Args:
+        cfg: the whole config; also `data.root` is read.
+        image_spec: how images are prepared.
+        download: fetch the files that are not there.
+        options: see `deeplightning.data.images.ImageData`.
 
     Raises:
-        DataConfigError: if it is not one positive whole number, or two.
+        DataConfigError: also if `data.root` is null.
     """
+
+    source: str
+    needed: Sequence[str]
+    """The files that are read, relative to `data.root`."""
+
+    remedy = "let it be downloaded: data.module.params.download=true"
+
+    def __init__(self, cfg: PartConfig, image_spec: ImageSpec, download: bool, **options: Any):
+        super().__init__(cfg, image_spec, **options)
+        self.root = self.root_folder(f"{self.needed[0]}, or for it where data.module.params.download is true")
+        self._named = {name: self.root / name for name in self.needed}
+        self.download = download
+
+    def fetch(self) -> None:
+        """Download what is not there, by torchvision's class of the name `source`."""
+        from torchvision import datasets
+
+        getattr(datasets, self.source)(str(self.root), download=True)
+
+    def check(self) -> None:
+        if not self.download:
+            super().check()
+
+    def setup(self, stage: str | None = None) -> None:
+        super().check()
+        super().setup(stage)
+
+    def prepare_data(self) -> None:
+        """Download under a lock, so that of many processes that share the folder one does it."""
+        self.check()
+        if not self.download:
+            return
+        from filelock import FileLock
+
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            with FileLock(self.root / f".{type(self).__name__}.lock"):
+                if not all(path.is_file() for path in self._named.values()):
+                    self.fetch()
+        except (OSError, RuntimeError) as error:  # RuntimeError: torchvision's, for a wrong hash or no mirror left
+            raise DataError(f"{type(self).__name__} cannot be downloaded into {self.root}: {error}") from error
+
+
+def height_width(image_size: int | Sequence[int]) -> tuple[int, int]:
+    """Return `image_size` of a config as (height, width); raise DataConfigError unless it is one size, or two."""
     sides = image_size if isinstance(image_size, Sequence) else (image_size, image_size)
     if len(sides) != 2 or not all(is_whole(side, 1) for side in sides):
         raise DataConfigError(
@@ -190,30 +262,8 @@ def height_width(image_size: int | Sequence[int]) -> tuple[int, int]:
     return sides[0], sides[1]
 
 
-def picture_spec(
-    image_size: int | Sequence[int],
-    mode: str,
-    resize: str,
-    mean: Sequence[float] | None,
-    std: Sequence[float] | None,
-) -> ImageSpec:
-    """Return how pictures are prepared, by values of a config; mean and deviation that are None are ImageNet's, as
-    pretrained networks expect, of grey pictures their averages.
-
-    Raises:
-        DataConfigError: if a value is impossible.
-    """
-    usual = _STATISTICS.get(mode, ((), ()))
-    means, deviations = usual[0] if mean is None else tuple(mean), usual[1] if std is None else tuple(std)
-    return ImageSpec(*height_width(image_size), mode, resize, means, deviations)  # type: ignore[arg-type]
-
-
 def endings(extensions: Sequence[str]) -> tuple[str, ...]:
-    """Return the endings of files, such as .jpg, in lower case.
-
-    Raises:
-        DataConfigError: if they are no list of endings.
-    """
+    """Return the endings of files, such as .jpg, in lower case; raise DataConfigError if they are no such list."""
     if isinstance(extensions, str) or not all(isinstance(end, str) and end.startswith(".") for end in extensions):
         raise DataConfigError(f'data.module.params.extensions must be a list like [".jpg"], not {extensions!r}.')
     return tuple(end.lower() for end in extensions)

@@ -1,11 +1,10 @@
 """Load batches of sets in an order that follows from the seed: what all our data modules share."""
 
-import inspect
 import multiprocessing
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytorch_lightning as pl
@@ -13,17 +12,13 @@ import torch
 from torch import Generator
 from torch.utils.data import DataLoader
 
+from deeplightning.config.part_config import PartConfig
 from deeplightning.config.target import build
 from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.data.datasets import EndsWithItsRun, InMemory, OnDemand
-from deeplightning.data.gpu_cache import Room
-from deeplightning.data.loader import InMemoryLoader
+from deeplightning.data.datasets import Batch, EndsWithItsRun, InMemory, OnDemand, Room
 from deeplightning.data.remote_files import folder_of
-from deeplightning.data.samplers import BatchIndices, go_on, is_made_for, replicas, train_sampler
+from deeplightning.data.samplers import BatchIndices, go_on, replicas, train_sampler
 from deeplightning.data.splits import deal, keep_classes, shuffled
-
-if TYPE_CHECKING:
-    from deeplightning.config.part_config import PartConfig
 
 SPLITS: dict[str | None, tuple[str, ...]] = {
     "fit": ("train", "val"),
@@ -33,6 +28,9 @@ SPLITS: dict[str | None, tuple[str, ...]] = {
     None: ("train", "val", "test"),
 }
 """The sets that a stage needs; None: all stages."""
+
+SET_NAMES = {"train": "train", "val": "val", "validation": "val", "valid": "val", "test": "test"}
+"""The words of a column that names the set of each sample."""
 
 _OWN_KEYS = {
     "dataset": "it comes from data.module",
@@ -66,12 +64,15 @@ class DataOfSets(pl.LightningDataModule):
     samples = "images"
     """A word for them, in messages."""
 
+    remedy = "name another file under data.module.params"
+    """What else to do where a file is missing, in messages."""
+
     holds_out = True
     """Whether a part of the training set validates where there is no validation set and no `data.num_splits`."""
 
     def __init__(
         self,
-        cfg: "PartConfig",
+        cfg: PartConfig,
         in_memory: bool | Literal["auto", "device"] | None = None,
         limit: int | None = None,
     ):
@@ -86,11 +87,15 @@ class DataOfSets(pl.LightningDataModule):
         self.in_memory = None if in_memory == "auto" else in_memory
         self.limit = limit
         self._room = Room() if in_memory == "auto" else None
-        check_folds(cfg.data.num_splits, cfg.data.fold)
         self._loader_options = build({"type": "builtins.dict", "params": cfg.data.loader})  # refs are functions
         self._drop_last = self._loader_options.pop("drop_last", False)
-        check_loader(self._loader_options, self._drop_last, cfg.data.num_workers)
-        self._named: dict[str, Path] = {}  # the files that the config names
+        for name in _OWN_KEYS.keys() & self._loader_options:
+            raise DataConfigError(f"data.loader.{name} cannot be given: {_OWN_KEYS[name]}.")
+        try:
+            DataLoader([], batch_size=None, num_workers=cfg.data.num_workers, **self._loader_options)  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:
+            raise DataConfigError(f"data.loader is refused by torch's DataLoader: {error}") from error
+        self._named: dict[str, Path] = {}  # what must be there, such as the files that the config names
         self._samples: dict[str, Any] = {}  # of each split, anything with a length; there after `setup`
         self._datasets: dict[str, Any] = {}
         self._has_own_order = getattr(cfg.data, "sampler", None) is not None
@@ -138,16 +143,12 @@ class DataOfSets(pl.LightningDataModule):
         return folder_of(self.cfg.data.root, files)
 
     def check(self) -> None:
-        """Check that the files exist, without reading or writing any.
-
-        Raises:
-            DataError: a file is missing.
-        """
+        """Raise DataError if a file is missing; read and write none."""
         for path in self._named.values():
             if not path.exists():
                 raise DataError(
-                    f"{path} is missing. Set data.root (now {self.cfg.data.root}) to the folder that holds it, or name "
-                    "another file under data.module.params."
+                    f"{path} is missing. Set data.root (now {self.cfg.data.root}) to the folder that holds it, or "
+                    f"{self.remedy}."
                 )
 
     def learn(self, train: Any) -> None:
@@ -174,11 +175,7 @@ class DataOfSets(pl.LightningDataModule):
         return name if root is None else f"{name} in {root}"
 
     def _found(self) -> dict[str, Any]:
-        """Return what `read` finds.
-
-        Raises:
-            DataError: the data are not there or damaged.
-        """
+        """Return what `read` finds; raise DataError if the data are not there or damaged."""
         try:
             self.check()
             return self.read()
@@ -196,11 +193,7 @@ class DataOfSets(pl.LightningDataModule):
             self._train_sampler()
 
     def check_stages(self, stages: Sequence[str]) -> None:
-        """Checks, after `setup` and before a training, that there is a set for the stages that follow it.
-
-        Raises:
-            DataError: there is no test set, and a stage needs it.
-        """
+        """Raise DataError, after `setup` and before a training, if a later stage needs a test set and there is none."""
         if {"test", "predict"} & {*stages}:
             self._expect("test")
 
@@ -209,11 +202,7 @@ class DataOfSets(pl.LightningDataModule):
             raise DataError(f"There is no {split} set: {self._describe()} has none. Leave out the stage, or add one.")
 
     def dataset(self, split: str) -> Any:
-        """Returns the set "train", "val" or "test". Call `setup` first.
-
-        Raises:
-            DataError: the data have no such set, or a sample is damaged.
-        """
+        """Return the set "train", "val" or "test", after `setup`; raise DataError if there is none or it is damaged."""
         if split not in self._datasets:
             self._expect(split)
             self._datasets[split] = self._prepare(self._samples[split])
@@ -326,7 +315,7 @@ class DataOfSets(pl.LightningDataModule):
         return loader
 
     def _train_sampler(self) -> BatchIndices:
-        if self._sampler is None or not self._has_own_order or not is_made_for(self._sampler, self.trainer):
+        if self._sampler is None or not self._has_own_order or self._sampler.made_for != replicas(self.trainer):
             self._sampler = train_sampler(self.cfg, self.dataset("train"), self.trainer, drop_last=self._drop_last)
         elif self.trainer:
             go_on(self._sampler, self.trainer)
@@ -338,38 +327,123 @@ class DataOfSets(pl.LightningDataModule):
         return device if device is not None and device.type == "cuda" else None
 
 
+class Moments:
+    """Compute mean and deviation of numbers that come in parts (Chan, Golub and LeVeque 1983).
+
+    Those of a single part are numpy's, bit by bit.
+
+    Attributes:
+        count: numbers so far, per column.
+        mean: float64, a number or (T,).
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean: Any = 0.0
+        self._squares: Any = 0.0  # sum of squared distances from the mean
+
+    def add(self, values: np.ndarray) -> None:
+        """Add numbers, float64 (n,) or (n, T)."""
+        if not (size := len(values)):
+            return
+        mean = values.mean(0)
+        squares = np.square(values - mean).sum(0)
+        total, distance = self.count + size, mean - self.mean
+        self.mean = self.mean + distance * (size / total)
+        self._squares = self._squares + squares + np.square(distance) * (self.count * (size / total))
+        self.count = total
+
+    @property
+    def std(self) -> Any:
+        """float64, a number or (T,)."""
+        return np.sqrt(self._squares / self.count)
+
+
+class ColumnData(DataOfSets):
+    """Base of data modules whose samples are columns, with classes or with numbers to be predicted.
+
+    Attributes:
+        class_names: the name of each label, in order; empty where the targets are numbers.
+        target_names: the name of each number that is to be predicted; empty where there are classes.
+        target_mean, target_std: of each, over the training samples.
+    """
+
+    samples = "rows"
+
+    def __init__(self, cfg: PartConfig, limit: int | None = None):
+        super().__init__(cfg, "auto", limit)
+        self.class_names: list[str] = []
+        self.target_names: list[str] = []
+        self.target_mean: list[float] = []
+        self.target_std: list[float] = []
+
+    def learn_targets(self, names: Sequence[str], targets: Moments) -> None:
+        """Keep mean and deviation of the numbers to be predicted, (T,)."""
+        self.target_names = list(names)
+        self.target_mean = targets.mean.tolist()
+        self.target_std = np.where(targets.std > 0, targets.std, 1.0).tolist()
+
+    def example_batch(self, size: int) -> Batch:
+        """Return the first training samples, to try whether the parts of a config fit; reads the data.
+
+        Args:
+            size: samples; of a smaller set, some come more than once.
+        """
+        self.setup("fit")
+        found = self.dataset("train")
+        return found[np.arange(size) % len(found)]
+
+
+class InMemoryLoader(DataLoader):
+    """Batches of an `InMemory` set in the order of a `BatchIndices`; any other use of it is torch's.
+
+    A batch of torch's costs 30 µs beside the indexing: a list of positions, a look at each tensor, a profiler's mark.
+
+    Attributes:
+        device: the GPU that batches are to be on; None: they are made on the CPU. It is no argument, since Lightning
+            makes some loaders again with the arguments of torch's.
+    """
+
+    device: torch.device | None = None
+
+    def __iter__(self) -> Any:
+        dataset, sampler = self.dataset, self.sampler
+        if not isinstance(dataset, InMemory) or not isinstance(sampler, BatchIndices) or self.num_workers:
+            return super().__iter__()
+        if self.device is not None:
+            return dataset.batches(sampler.arrays(), self.device)
+        return map(dataset.__getitem__, sampler.arrays())
+
+
+def by_set(samples: Any, sets: np.ndarray, source: str) -> dict[str, Any]:
+    """Divide samples by the place of each one's set in `SPLITS[None]`, (N,).
+
+    Raises:
+        DataError: none is for the training; it names the source.
+    """
+    found = {name: samples.take(np.flatnonzero(sets == place)) for place, name in enumerate(SPLITS[None])}
+    if not len(found["train"]):
+        raise DataError(f"{source}: none of the {len(samples)} samples is of train.")
+    return {name: part for name, part in found.items() if len(part)}
+
+
+def checked_names(names: Sequence[object] | None, most: int | None = None) -> list[str]:
+    """Return the names of `class_names` in a config; of null none.
+
+    Raises:
+        DataConfigError: they are not a list of different texts, or more than `most`.
+    """
+    found = [name for name in names or () if isinstance(name, str) and not isinstance(names, str)]
+    if names is not None and not 1 <= len(names) == len(set(found)) <= (most or len(names)):
+        raise DataConfigError(
+            f"data.module.params.class_names must be a list of {f'1 to {most} ' if most else ''}different names, that "
+            f"of class 0 first, not {names!r}; a number or a word such as no needs quotes."
+        )
+    return found
+
+
 def is_whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def check_folds(num_splits: Any, fold: object) -> None:
-    if num_splits is None:
-        if fold != 0:
-            raise DataConfigError(f"data.fold={fold!r} needs data.num_splits, the number of folds; it is null.")
-        return
-    if not is_whole(num_splits, 2):
-        raise DataConfigError(f"data.num_splits must be null or a whole number of at least 2, not {num_splits!r}.")
-    if not is_whole(fold, 0) or fold >= num_splits:
-        raise DataConfigError(
-            f"data.fold must be from 0 to {num_splits - 1}, since data.num_splits is {num_splits}, not {fold!r}."
-        )
-
-
-def check_loader(options: dict[str, object], drop_last: object, num_workers: int) -> None:
-    known = [name for name in inspect.signature(DataLoader).parameters if name not in _OWN_KEYS]
-    for key in options:
-        if key in _OWN_KEYS:
-            raise DataConfigError(f"data.loader.{key} cannot be given: {_OWN_KEYS[key]}.")
-        if key not in known:
-            raise DataConfigError(
-                f"data.loader.{key} is not an argument of torch's DataLoader; {', '.join(known)} are."
-            )
-    if not isinstance(drop_last, bool):
-        raise DataConfigError(f"data.loader.drop_last must be true or false, not {drop_last!r}.")
-    try:
-        DataLoader([], batch_size=None, num_workers=num_workers, **options)  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
-        raise DataConfigError(f"data.loader is refused by torch's DataLoader: {error}") from error
 
 
 def start_method() -> str:

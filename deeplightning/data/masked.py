@@ -107,11 +107,7 @@ class Masks:
     by_colour: bool
 
     def __call__(self, samples: MaskedSamples, positions: np.ndarray) -> Batch:
-        """Return `image`, uint8 (B, C, H, W), and `mask`, uint8 (B, H, W).
-
-        Raises:
-            DataError: if a file cannot be read, or they do not fit together.
-        """
+        """Return `image`, uint8 (B, C, H, W), and `mask`, uint8 (B, H, W); raise DataError if files do not fit."""
         spec = self.spec
         images = np.empty((len(positions), spec.channels, spec.height, spec.width), dtype=np.uint8)
         masks = np.empty((len(positions), spec.height, spec.width), dtype=np.uint8)
@@ -166,7 +162,7 @@ class Masks:
 
 
 def resized(values: np.ndarray, spec: ImageSpec) -> np.ndarray:
-    """A mask brought to a picture's size as `ImageSpec` brings the picture there, each pixel as its nearest one was.
+    """Bring a mask to a picture's size as `ImageSpec` brings the picture there, each pixel as its nearest one was.
 
     Args:
         values: uint8 (H', W').
@@ -174,19 +170,8 @@ def resized(values: np.ndarray, spec: ImageSpec) -> np.ndarray:
     Returns:
         uint8 (H, W); what padding adds is `NO_CLASS`.
     """
-    mask = Image.fromarray(values)
-    goal = (spec.width, spec.height)
-    if mask.size == goal:
-        return values
-    scales = [wanted / side for wanted, side in zip(goal, mask.size, strict=True)]
-    box = (0.0, 0.0, float(mask.width), float(mask.height))
-    if spec.resize == "pad":
-        goal = (max(1, round(mask.width * min(scales))), max(1, round(mask.height * min(scales))))
-    elif spec.resize == "crop":
-        kept = [min(side, wanted / max(scales)) for side, wanted in zip(mask.size, goal, strict=True)]
-        left, top = (mask.width - kept[0]) / 2, (mask.height - kept[1]) / 2
-        box = (left, top, left + kept[0], top + kept[1])
-    mask = mask.resize(goal, Image.Resampling.NEAREST, box=box)
-    whole = Image.new("L", (spec.width, spec.height), NO_CLASS)
+    mask, goal = Image.fromarray(values), (spec.width, spec.height)
+    mask = spec.fit(mask, mask.size, goal, Image.Resampling.NEAREST)
+    whole = Image.new("L", goal, NO_CLASS)
     whole.paste(mask, ((spec.width - mask.width) // 2, (spec.height - mask.height) // 2))
     return np.array(whole)

@@ -4,31 +4,26 @@ B batch, C channels, H height, W width of the prepared picture, K classes.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Generator, nn, uint8
+from torch import Generator, Tensor, uint8
 
+from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, Samples
-from deeplightning.data.images import ImageData, endings, picture_spec
+from deeplightning.data.images import ImageFiles, endings
+from deeplightning.data.loading import checked_names
 from deeplightning.data.masked import NO_CLASS, MaskedSamples, Masks, code_of, value_of
-from deeplightning.image_spec import EXTENSIONS, MAX_PIXELS, files_below
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
-    from deeplightning.config.part_config import PartConfig
+from deeplightning.image_spec import EXTENSIONS, files_below
 
 log = logging.getLogger(__name__)
 
 
-class MaskFolder(ImageData):
+class MaskFolder(ImageFiles):
     """Pictures and masks in `data.root`, in one of two layouts; files may also lie deeper, hidden ones do not count.
 
     - `images/*.jpg` and `masks/*.png`: divided 80/10/10 by the seed.
@@ -46,56 +41,31 @@ class MaskFolder(ImageData):
         cfg: the whole config.
         class_names: of class 0, 1 … in order; at most 255.
         ignore: the value or colour of pixels that do not count; None: each pixel counts.
-        image_size: pixels, one number for a square or [height, width].
-        mode: "RGB" or "L" (grey).
-        resize: "crop", "stretch" or "pad", see `deeplightning.image_spec.ImageSpec`.
-        mean: per channel, on the scale 0 to 1; None: ImageNet's.
-        std: per channel, on the scale 0 to 1; None: ImageNet's.
-        extensions: endings of the pictures' files, with their dot.
-        max_pixels: largest picture that is decoded.
         augment: modules that move pixels, applied in turn to training batches on their device: those of
             `deeplightning.data.augment`. Each is given pictures with their masks as a last channel, uint8
             (B, C + 1, H, W), so that both are moved alike. One that changes colours would change classes.
         in_memory: true: each process holds the prepared files in its memory; "device": on its GPU as well; false: they
             are prepared for each batch. None: true if they take at most `deeplightning.data.images.IN_MEMORY_LIMIT`.
             "auto": like None, and on the GPU if there is room, see `deeplightning.data.images.ImageData`.
-        limit: see `deeplightning.data.images.ImageData`.
         values: what the pixels of class 0, 1 … hold in the files: a number from 0 to 65535 (of a palette the index), or
             a colour [red, green, blue]. With colours, a pixel of a palette is its colour. None: 0, 1, 2 …
+        extensions: endings of the pictures' files, with their dot.
+        options: see `deeplightning.data.images.ImageFiles`, such as image_size and limit.
     """
 
     has_labels = False
 
     def __init__(
         self,
-        cfg: "PartConfig",
+        cfg: PartConfig,
         class_names: Sequence[str],
         ignore: int | Sequence[int] | None = NO_CLASS,
-        image_size: int | Sequence[int] = 64,
-        mode: Literal["RGB", "L"] = "RGB",
-        resize: Literal["crop", "stretch", "pad"] = "crop",
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
-        extensions: Sequence[str] = EXTENSIONS,
-        max_pixels: int = MAX_PIXELS,
-        augment: Sequence[nn.Module] = (),
-        in_memory: bool | Literal["auto", "device"] | None = "auto",
-        limit: int | None = None,
         values: Sequence[int | Sequence[int]] | None = None,
+        extensions: Sequence[str] = EXTENSIONS,
+        **options: Any,
     ):
-        spec = picture_spec(image_size, mode, resize, mean, std)
-        options: dict[str, Any] = {"augment": augment, "in_memory": in_memory, "limit": limit, "max_pixels": max_pixels}
-        super().__init__(cfg, spec, **options, cache=False)
-        names = [] if isinstance(class_names, str) else list(class_names)
-        if (
-            not 1 <= len(names) <= NO_CLASS
-            or len(set(names)) < len(names)
-            or not all(isinstance(n, str) for n in names)
-        ):
-            raise DataConfigError(
-                "data.module.params.class_names must be a list of 1 to 255 different names, that of class 0 first, not "
-                f"{class_names!r}."
-            )
+        super().__init__(cfg, **options, cache=False)
+        self.class_names = names = checked_names(class_names, most=NO_CLASS)
         codes = list(range(len(names))) if values is None else _codes("values", values)
         if len(codes) != len(names) or len(set(codes)) < len(codes):
             raise DataConfigError(
@@ -108,11 +78,9 @@ class MaskFolder(ImageData):
                 f"data.module.params.ignore must be null or a value that is no class, not {ignore!r}, the value of "
                 f"{names[codes.index(ignored)]}."
             )
-        self.class_names = names
-        self.root = self.root_folder("images and masks")
-        self.extensions = endings(extensions)
+        self.root, self.extensions = self.root_folder("images and masks"), endings(extensions)
         by_colour = any(not isinstance(value, int) for value in (*(values or ()), ignore) if value is not None)
-        self._preparing = self.masks = Masks(spec, max_pixels, codes, ignored, by_colour)
+        self._preparing = self.masks = Masks(self.image_spec, self.max_pixels, codes, ignored, by_colour)
 
     def check(self) -> None:
         if not self.root.is_dir():
@@ -174,10 +142,7 @@ class MaskFolder(ImageData):
             self._need_two_classes()
 
     def _need_two_classes(self) -> None:
-        """
-        Raises:
-            DataError: the masks of the training set hold fewer than two classes: there is nothing to tell apart.
-        """
+        """Raise DataError if the masks of the training set hold fewer than two classes."""
         dataset, seen = self.dataset("train"), set[int]()
         for position in range(len(dataset)):  # most masks hold two classes: the first one ends this loop
             seen |= {*dataset[[position]]["mask"].unique().tolist()} - {NO_CLASS}
@@ -192,7 +157,7 @@ class MaskFolder(ImageData):
             f"{self._describe()}: the {len(dataset)} training masks hold {only}; a training needs two or more.{ignored}"
         )
 
-    def on_after_batch_transfer(self, batch: "Mapping[str, Tensor]", dataloader_idx: int) -> object:
+    def on_after_batch_transfer(self, batch: Mapping[str, Tensor], dataloader_idx: int) -> object:
         """Moves the pixels of training pictures and their masks at random, on the device."""
         if len(self._augment) == 0 or self.trainer is None or not self.trainer.training:
             return batch
@@ -213,11 +178,7 @@ class MaskFolder(ImageData):
 
 
 def _codes(param: str, values: Sequence[int | Sequence[int]]) -> list[int]:
-    """Return the codes of the values of a param.
-
-    Raises:
-        DataConfigError: if one is no value of a mask.
-    """
+    """Return the codes of the values of a param; raise DataConfigError if one is no value of a mask."""
     try:
         return [code_of(value) for value in values]
     except (TypeError, ValueError) as error:

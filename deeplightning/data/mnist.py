@@ -3,19 +3,15 @@
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any
 
 import numpy as np
-from torch import nn
 
+from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataError
 from deeplightning.data.datasets import Samples
-from deeplightning.data.downloaded import DownloadedImages
-from deeplightning.data.images import height_width
+from deeplightning.data.images import DownloadedImages, height_width
 from deeplightning.image_spec import ImageSpec
-
-if TYPE_CHECKING:
-    from deeplightning.config.part_config import PartConfig
 
 MEAN, STD = 0.1307, 0.3081
 """Of the 60,000 training images on the scale 0 to 1, as everybody uses them."""
@@ -35,29 +31,16 @@ class MNIST(DownloadedImages):
         cfg: the whole config.
         download: fetch the files that are not there.
         image_size: pixels, one number for a square or [height, width]; 28 leaves the images as they are.
-        augment, in_memory, limit: see `deeplightning.data.images.ImageData`.
+        options: augment, in_memory and limit of `deeplightning.data.images.ImageData`.
     """
 
-    def __init__(
-        self,
-        cfg: "PartConfig",
-        download: bool = False,
-        image_size: int | Sequence[int] = 28,
-        augment: Sequence[nn.Module] = (),
-        in_memory: bool | Literal["auto", "device"] | None = "auto",
-        limit: int | None = None,
-    ):
+    source = "MNIST"
+    needed = (*_FILES[True], *_FILES[False])
+
+    def __init__(self, cfg: PartConfig, download: bool = False, image_size: int | Sequence[int] = 28, **options: Any):
         spec = ImageSpec(*height_width(image_size), mode="L", mean=(MEAN,), std=(STD,))
-        super().__init__(cfg, spec, download, augment=augment, in_memory=in_memory, limit=limit)
+        super().__init__(cfg, spec, download, **options)
         self.class_names = [str(digit) for digit in range(10)]
-
-    def files(self) -> list[str]:
-        return [*_FILES[True], *_FILES[False]]
-
-    def fetch(self) -> None:
-        from torchvision.datasets import MNIST as Source
-
-        Source(str(self.root), download=True)
 
     def read(self) -> dict[str, Samples]:
         return {"train": self._read(True), "test": self._read(False)}

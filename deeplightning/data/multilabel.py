@@ -4,32 +4,26 @@ B batch, N pictures, K labels.
 """
 
 import csv
-import difflib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Generator, nn
+from torch import Generator
 
+from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, Samples
-from deeplightning.data.images import ImageData, picture_spec
+from deeplightning.data.images import ImageFiles
+from deeplightning.data.loading import SET_NAMES, SPLITS, by_set, checked_names
 from deeplightning.data.splits import deal
-from deeplightning.image_spec import MAX_PIXELS
-
-if TYPE_CHECKING:
-    from typing import TextIO
-
-    from deeplightning.config.part_config import PartConfig
+from deeplightning.words import did_you_mean
 
 log = logging.getLogger(__name__)
-
-SETS = {"train": "train", "val": "val", "validation": "val", "valid": "val", "test": "test"}
 
 
 class Line(NamedTuple):
@@ -57,79 +51,70 @@ class LabelFile:
     labels_column: str = "labels"
 
     def lines(self) -> Iterator[Line]:
-        """One for each picture.
-
-        Raises:
-            DataError: a line is not as it should be.
-        """
-        seen: str | None = None
-        for first, (number, name, labels, split) in enumerate(self._given()):
+        """Yield one for each picture; raise DataError if a line is not as it should be."""
+        are_divided: bool | None = None
+        for number, row in self._rows():
+            name, labels, given = row[self.file_column], row[self.labels_column], row.get("split")
             if not isinstance(name, str) or not name:
-                raise DataError(f"{self.path}, line {number}: {self.file_column} must name a picture, not {name!r}.")
+                raise self._fault(number, f"{self.file_column} must name a picture, not {name!r}.")
             if isinstance(labels, str):
                 labels = [label.strip() for label in labels.split(self.separator) if label.strip()]
             if not isinstance(labels, list) or not all(isinstance(label, str) and label for label in labels):
-                raise DataError(
-                    f"{self.path}, line {number}: {self.labels_column} must be a list of names, not {labels!r:.100}."
-                )
-            word = SETS.get(str(split).strip().lower()) if split is not None else None
-            if (split is not None and word is None) or (first and (word is None) != (seen is None)):
-                raise DataError(
-                    f"{self.path}, line {number}: the split must be train, val or test in each line, or in none, not "
-                    f"{split!r:.100}."
-                )
-            seen = word
-            yield Line(number, name, labels, word)
+                raise self._fault(number, f"{self.labels_column} must be a list of names, not {labels!r:.100}.")
+            split = SET_NAMES.get(str(given).strip().lower())
+            if (split is None) != (given is None) or are_divided not in (None, split is not None):
+                words = "the split must be train, val or test in each line, or in none"
+                raise self._fault(number, f"{words}, not {given!r:.100}.")
+            are_divided = split is not None
+            yield Line(number, name, labels, split)
 
-    def _given(self) -> Iterator[tuple[int, object, object, object]]:
-        """Of each line its number, file, labels and split, as they are written."""
-        try:
-            with self.path.open(encoding="utf-8-sig", newline="") as stream:
-                if self.path.suffix.lower() == ".jsonl":
-                    yield from self._given_as_json(stream)
-                else:
-                    yield from self._given_as_csv(stream)
-        except UnicodeDecodeError as error:
-            raise DataError(f"{self.path} is not in UTF-8 ({error}); save it as UTF-8.") from error
-
-    def _given_as_csv(self, stream: "TextIO") -> Iterator[tuple[int, object, object, object]]:
-        reader = csv.DictReader(stream, strict=True)
-        try:
-            columns = reader.fieldnames or []
-            self._require(columns, "column", "header")
-            for row in reader:
-                if None in row or None in row.values():
-                    raise DataError(
-                        f"{self.path}, line {reader.line_num}: this line has another number of columns than the "
-                        f"header. Labels are divided by {self.separator!r}, or a comma in them is in quotes."
-                    )
-                yield reader.line_num, row[self.file_column], row[self.labels_column], row.get("split")
-        except csv.Error as error:
-            raise DataError(f"{self.path}, line {reader.line_num}: cannot be read as CSV: {error}.") from error
-
-    def _given_as_json(self, stream: "TextIO") -> Iterator[tuple[int, object, object, object]]:
-        for number, text in enumerate(stream, 1):
-            if not text.strip():
-                continue
+    def _rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield the number of each line, and what is in it."""
+        with self.path.open(encoding="utf-8-sig", newline="") as stream:
             try:
-                row = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{self.path}, line {number}: this is not JSON: {error}.") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{self.path}, line {number}: this is no JSON object, as {{...}}.")
-            self._require(list(row), "key", f"line {number}")
-            yield number, row[self.file_column], row[self.labels_column], row.get("split")
+                if self.path.suffix.lower() == ".jsonl":
+                    for number, text in enumerate(stream, 1):
+                        if text.strip():
+                            yield number, self._object(number, text)
+                    return
+                reader = csv.DictReader(stream, strict=True)
+                self._require(reader.fieldnames or [], "header: there is no column")
+                for row in reader:
+                    if None in row or None in row.values():
+                        raise self._fault(
+                            reader.line_num,
+                            "this line has another number of columns than the header. Labels are divided by "
+                            f"{self.separator!r}, or a comma in them is in quotes.",
+                        )
+                    yield reader.line_num, row
+            except UnicodeDecodeError as error:
+                raise DataError(f"{self.path} is not in UTF-8 ({error}); save it as UTF-8.") from error
+            except csv.Error as error:
+                raise self._fault(reader.line_num, f"cannot be read as CSV: {error}.") from error
 
-    def _require(self, names: Sequence[str], what: str, where: str) -> None:
+    def _object(self, number: int, text: str) -> dict[str, Any]:
+        try:
+            row = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise self._fault(number, f"this is not JSON: {error}.") from error
+        if not isinstance(row, dict):
+            raise self._fault(number, "this is no JSON object, as {...}.")
+        self._require(list(row), f"line {number}: there is no key")
+        return row
+
+    def _require(self, names: Sequence[str], words: str) -> None:
         for key, name in (("file_column", self.file_column), ("labels_column", self.labels_column)):
             if name not in names:
                 raise DataError(
-                    f"{self.path}, {where}: there is no {what} {name!r}.{_near(name, names)} There are: "
+                    f"{self.path}, {words} {name!r}.{did_you_mean(name, names)} There are: "
                     f"{', '.join(map(str, names)) or 'none'}. data.module.params.{key} names another."
                 )
 
+    def _fault(self, line: int, words: str) -> DataError:
+        return DataError(f"{self.path}, line {line}: {words}")
 
-class LabelledImages(ImageData):
+
+class LabelledImages(ImageFiles):
     """Pictures in `data.root` whose labels are in a file there:
 
     - CSV with a header (`.csv`): a column `file`, and a column `labels`, as `cat|dog`; empty: the picture has none.
@@ -147,70 +132,31 @@ class LabelledImages(ImageData):
         class_names: the labels, in order; None: all that occur, sorted.
         separator: between the labels of a picture in a CSV file.
         file_column, labels_column: what these columns, or keys, are called.
-        image_size: pixels, one number for a square or [height, width].
-        mode: "RGB" or "L" (grey).
-        resize: "crop", "stretch" or "pad", see `deeplightning.image_spec.ImageSpec`.
-        mean: per channel, on the scale 0 to 1; None: ImageNet's.
-        std: per channel, on the scale 0 to 1; None: ImageNet's.
-        max_pixels: largest picture that is decoded.
-        augment, in_memory, limit, cache: see `deeplightning.data.images.ImageData`.
-
-    Raises:
-        DataConfigError: a value of the config is impossible. It is a ValueError.
+        options: see `deeplightning.data.images.ImageFiles`, such as image_size.
     """
 
     def __init__(
         self,
-        cfg: "PartConfig",
+        cfg: PartConfig,
         labels: str = "labels.csv",
         images: str = ".",
         class_names: Sequence[str] | None = None,
         separator: str = "|",
         file_column: str = "file",
         labels_column: str = "labels",
-        image_size: int | Sequence[int] = 64,
-        mode: Literal["RGB", "L"] = "RGB",
-        resize: Literal["crop", "stretch", "pad"] = "crop",
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
-        max_pixels: int = MAX_PIXELS,
-        augment: Sequence[nn.Module] = (),
-        in_memory: bool | Literal["auto", "device"] | None = "auto",
-        limit: int | None = None,
-        cache: bool | str = True,
+        **options: Any,
     ):
-        spec = picture_spec(image_size, mode, resize, mean, std)
-        super().__init__(
-            cfg, spec, augment=augment, in_memory=in_memory, limit=limit, max_pixels=max_pixels, cache=cache
-        )
+        super().__init__(cfg, **options)
         if Path(labels).suffix.lower() not in (".csv", ".jsonl"):
             raise DataConfigError(f"data.module.params.labels must be a file *.csv or *.jsonl, not {labels!r}.")
         if not isinstance(separator, str) or not separator:
             raise DataConfigError(f"data.module.params.separator must be one or more signs, not {separator!r}.")
-        names = None if class_names is None else list(class_names)
-        if names is not None and (
-            not names
-            or isinstance(class_names, str)
-            or len(set(names)) < len(names)
-            or not all(isinstance(name, str) for name in names)
-        ):
-            raise DataConfigError(
-                f"data.module.params.class_names must be a list of different names, or null, not {class_names!r}."
-            )
         self.root = self.root_folder(labels)
         self.file = self.root / labels
         self.folder = self.root / images
-        self.named = names
+        self._named = {"labels": self.file, "images": self.folder}
         self.label_file = LabelFile(self.file, separator, file_column, labels_column)
-        self.class_names = names or []
-
-    def check(self) -> None:
-        for path, key in ((self.file, "labels"), (self.folder, "images")):
-            if not path.exists():
-                raise DataError(
-                    f"{path} is missing. Set data.root (now {self.cfg.data.root}) to the folder that holds it, or name "
-                    f"another in data.module.params.{key}."
-                )
+        self.named = self.class_names = checked_names(class_names)
 
     def example_batch(self, size: int) -> Batch:
         """As of every `ImageData`; each label is one of the first row's, and then of every other's. Reads the labels
@@ -242,7 +188,7 @@ class LabelledImages(ImageData):
                 if label not in numbers:
                     raise DataError(
                         f"{self.file}, line {line.number}: {label!r} is none of data.module.params.class_names."
-                        f"{_near(label, numbers)} There are: {', '.join(numbers):.300}."
+                        f"{did_you_mean(label, numbers)} There are: {', '.join(numbers):.300}."
                     )
                 labels[row, numbers[label]] = 1
         missing = [path for path in paths if not Path(path).is_file()]
@@ -258,11 +204,7 @@ class LabelledImages(ImageData):
         whole = Samples([*paths], labels)
         if all(line.split is None for line in lines):
             return {"all": whole}
-        sets = np.array([line.split for line in lines])
-        found = {name: whole.take(np.flatnonzero(sets == name)) for name in ("train", "val", "test")}
-        if not len(found["train"]):
-            raise DataError(f"{self.file}: no picture is of train.")
-        return {name: samples for name, samples in found.items() if len(samples)}
+        return by_set(whole, np.array([SPLITS[None].index(str(line.split)) for line in lines]), str(self.file))
 
     def _name_classes(self, lines: list[Line]) -> None:
         self.class_names = self.named or sorted({label for line in lines for label in line.labels})
@@ -278,8 +220,3 @@ class LabelledImages(ImageData):
 
     def _describe(self) -> str:
         return f"LabelledImages of {self.file}"
-
-
-def _near(word: str, words: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(words), 1)
-    return f" Do you mean {close[0]}?" if close else ""

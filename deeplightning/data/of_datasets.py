@@ -1,25 +1,31 @@
-"""Datasets of torch become a data module: a function of the config makes one, two or three, and is `data.module.type`.
+"""Make a data module of datasets of torch (a function of the config, `data.module.type`), or of a module's own loaders.
 
 B batch. What a sample is, is the datasets' own matter; tasks understand a mapping of names to numbers or tensors, and
 tuples such as (input, target).
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.data import sized_len
 from torch.utils.data import Dataset, Subset, default_collate
 
 from deeplightning.batches import by_name
+from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataConfigError
 from deeplightning.data.loading import DataOfSets
 from deeplightning.data.samplers import BatchIndices
 from deeplightning.data.splits import deal
 
-if TYPE_CHECKING:
-    from deeplightning.config.part_config import PartConfig
+
+class OfModule(pl.LightningDataModule):
+    """Mark a run without a data module: Lightning asks the LightningModule for its loaders.
+
+    A config without `data` gets this target where the class of `model.module` defines `train_dataloader`.
+    """
 
 
 class OfDatasets(DataOfSets):
@@ -41,7 +47,7 @@ class OfDatasets(DataOfSets):
 
     def __init__(
         self,
-        cfg: "PartConfig",
+        cfg: PartConfig,
         train: Dataset | None = None,
         val: Dataset | None = None,
         test: Dataset | None = None,

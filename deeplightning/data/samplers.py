@@ -16,13 +16,12 @@ import torch
 from torch import distributed
 from torch.utils.data import DistributedSampler, IterableDataset
 
+from deeplightning.config.part_config import PartConfig, Target
 from deeplightning.config.target import build
 from deeplightning.data.data_errors import DataConfigError
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
-
-    from deeplightning.config.part_config import PartConfig, Target
 
 log = logging.getLogger("deeplightning.data")
 
@@ -56,7 +55,8 @@ class BatchIndices(DistributedSampler):
     Attributes:
         start: batches to leave out in this epoch, to go on in the middle of it; another epoch begins at 0. `len()` does
             not count it.
-        made_for: R and rank of the run that `train_sampler` made it for.
+        made_for: R and rank of the run that `train_sampler` made it for; a data module that is set up before there is a
+            trainer makes one for a single process.
 
     Raises:
         ValueError: if the batch size is not positive, or the rank not one of R.
@@ -172,21 +172,10 @@ class SampledBatches(BatchIndices):
         sampler: as given.
     """
 
-    def __init__(
-        self,
-        sampler: Any,
-        batch_size: int,
-        *,
-        num_replicas: int = 1,
-        rank: int = 0,
-        seed: int = 0,
-        drop_last: bool = False,
-    ):
+    def __init__(self, sampler: Any, batch_size: int, **options: Any):
         if isinstance(sampler, DistributedSampler):
-            num_replicas, rank = 1, 0
-        super().__init__(
-            sampler, batch_size, num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed, drop_last=drop_last
-        )
+            options |= {"num_replicas": 1, "rank": 0}
+        super().__init__(sampler, batch_size, shuffle=True, **options)
         self.sampler = sampler
 
     def set_epoch(self, epoch: int) -> None:
@@ -270,6 +259,8 @@ class BucketedDistributedSampler(DistributedSampler):
         for name, value in (("buckets", buckets), ("batch_size", batch_size)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+        if seed < 0:
+            raise ValueError(f"seed must be at least 0, not {seed}")
         if on_small_bucket not in ("error", "warn"):
             raise ValueError(f"on_small_bucket must be error or warn, not {on_small_bucket!r}")
         if allow_bucket_overlap and not drop_last:
@@ -278,12 +269,11 @@ class BucketedDistributedSampler(DistributedSampler):
                 "drop_last too, or leave allow_bucket_overlap out"
             )
         assert batch_size is not None
-        if seed < 0:
-            raise ValueError(f"seed must be at least 0, not {seed}")
         self.buckets, self.batch_size, self.start = buckets, batch_size, 0
         self.slice_size = batch_size * num_replicas
-        per_bucket = _divided(size, buckets, drop_last)
-        self.slices_per_bucket = _divided(per_bucket, self.slice_size, drop_last)
+        rest = 0 if drop_last else 1  # of a division: left out, or rounded up
+        per_bucket = (size + rest * (buckets - 1)) // buckets
+        self.slices_per_bucket = (per_bucket + rest * (self.slice_size - 1)) // self.slice_size
         kept = self.slices_per_bucket * self.slice_size
         self.mixed_slices = max(0, size - kept * buckets) // self.slice_size if allow_bucket_overlap else 0
         self._check_buckets(per_bucket, min_samples_per_bucket, on_small_bucket)
@@ -292,26 +282,23 @@ class BucketedDistributedSampler(DistributedSampler):
         order = np.argsort(sort_values(dataset, sort_key), kind="stable") if sort_key is not None else sorted_idx
         self._buckets = np.array_split(_permutation(order, size), buckets)
         self._is_compared = not grouped or distributed.get_world_size() != num_replicas
-        self._say_what_is_lost(size)
 
     def _check_buckets(self, samples: int, least: int, on_small_bucket: str) -> None:
+        """Refuse buckets of too few samples, or warn of them; warn of samples that come twice or are left out."""
         of_a_slice = f"{self.slice_size} (batch_size {self.batch_size} x {self.num_replicas} process(es))"
         if samples < self.slice_size:
             raise ValueError(
                 f"a bucket has {samples} samples, fewer than a step takes: {of_a_slice}; use fewer buckets"
             )
-        small = ""
+        size, seen, warning = len(self.dataset), len(self) * self.num_replicas, ""  # type: ignore[arg-type]
         if self.slices_per_bucket < 2:
-            small = f"a bucket has {samples} samples, fewer than two steps take, each {of_a_slice}"
+            warning = f"a bucket has {samples} samples, fewer than two steps take, each {of_a_slice}"
         elif samples < least:
-            small = f"a bucket has {samples} samples, fewer than min_samples_per_bucket={least}"
-        if small and on_small_bucket == "error":
-            raise ValueError(f"{small}; use fewer buckets, or set on_small_bucket: warn")
-        if small:
-            warnings.warn(f"{small}: batches of one bucket are much alike", stacklevel=4)
-
-    def _say_what_is_lost(self, size: int) -> None:
-        seen = len(self) * self.num_replicas
+            warning = f"a bucket has {samples} samples, fewer than min_samples_per_bucket={least}"
+        if warning and on_small_bucket == "error":
+            raise ValueError(f"{warning}; use fewer buckets, or set on_small_bucket: warn")
+        if warning:
+            warnings.warn(f"{warning}: batches of one bucket are much alike", stacklevel=4)
         if seen > size * (1 + NOTABLE):
             warnings.warn(
                 f"buckets are filled up with {seen - size} samples that come twice: an epoch is {seen / size:.2f} "
@@ -441,7 +428,7 @@ def _size(value: Any, sort_key: object) -> float:
     raise ValueError(f"sort_key {sort_key!r} gives {value!r:.60}, which is no number and has no length")
 
 
-def train_sampler(cfg: "PartConfig", dataset: Any, trainer: object = None, *, drop_last: bool = False) -> BatchIndices:
+def train_sampler(cfg: PartConfig, dataset: Any, trainer: object = None, *, drop_last: bool = False) -> BatchIndices:
     """The batches of a training: `BatchIndices`, shuffled, or those of `data.sampler`. They begin where a resumed run
     goes on.
 
@@ -461,6 +448,11 @@ def train_sampler(cfg: "PartConfig", dataset: Any, trainer: object = None, *, dr
     world, rank = replicas(trainer)
     spread: dict[str, Any] = {"num_replicas": world, "rank": rank, "seed": cfg.seed}
     asked = getattr(cfg.data, "sampler", None)
+    if asked is not None and (isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")):
+        raise DataConfigError(
+            f"data.sampler needs a training set of known length, not {type(dataset).__name__}, which can only be read "
+            "in its own order; leave data.sampler out."
+        )
     if asked is None:
         sampler = BatchIndices(dataset, cfg.data.batch_size, shuffle=True, drop_last=drop_last, **spread)
     elif asked == "balanced":
@@ -474,12 +466,6 @@ def train_sampler(cfg: "PartConfig", dataset: Any, trainer: object = None, *, dr
     if trainer:
         go_on(sampler, trainer)
     return sampler
-
-
-def is_made_for(sampler: BatchIndices, trainer: Any) -> bool:
-    """Whether a sampler is of `train_sampler` for this trainer's process: a data module that is set up before there is
-    a trainer makes one for a single process."""
-    return sampler.made_for == replicas(trainer)
 
 
 def replicas(trainer: Any) -> tuple[int, int]:
@@ -508,31 +494,18 @@ def go_on(sampler: BatchIndices, trainer: Any) -> None:
     sampler.start = done if done < length else 0
 
 
-def _labels(dataset: object, trainer: Any) -> np.ndarray:
+def _labels(dataset: Any, trainer: Any) -> np.ndarray:
     """The class of each sample, int64 (N,): the set's attribute `labels`, or the entry `label` of its samples.
 
     Raises:
-        DataConfigError: the set has no length, or no classes of samples.
+        DataConfigError: the samples have no classes.
     """
     hint = "leave data.sampler out, or name a sampler of your own"
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise DataConfigError(
-            f"data.sampler=balanced needs a set of known length, not {type(dataset).__name__}; {hint}."
-        )
-    column: object = getattr(dataset, "labels", None)
-
-    def read() -> np.ndarray:
-        try:
-            return sort_values(dataset, "label", batched=True)
-        except ValueError as error:
-            raise ValueError(
-                f"the training set ({type(dataset).__name__}) has no class for each sample; {hint}"
-            ) from error
-
-    if hasattr(column, "__len__") and len(column) == len(dataset):
-        found = np.asarray(column)
-    else:
-        found = _of_rank_0(read, trainer, "data.sampler=balanced: ")
+    column: Any = getattr(dataset, "labels", None)
+    if not hasattr(column, "__len__") or len(column) != len(dataset):
+        refusal = f"data.sampler=balanced: the training set ({type(dataset).__name__}) has no class for each sample"
+        column = _of_rank_0(lambda: sort_values(dataset, "label", batched=True), trainer, f"{refusal}; {hint}: ")
+    found = np.asarray(column)
     if found.ndim != 1 or found.dtype.kind not in "iub" or not len(found):
         words = f"{found.dtype} {found.shape}"
         raise DataConfigError(f"data.sampler=balanced needs one class for each sample, not labels {words}; {hint}.")
@@ -548,15 +521,10 @@ def _say_shares(sampler: BalancedBatches) -> None:
     )
 
 
-def _build_sampler(target: "Target", dataset: object, trainer: Any, spread: dict[str, Any]) -> object:
+def _build_sampler(target: Target, dataset: object, trainer: Any, spread: dict[str, Any]) -> object:
     for name, instead in (("batch_size", "data.batch_size"), ("num_replicas", "engine"), ("rank", "engine")):
         if name in target.params:
             raise DataConfigError(f"data.sampler.params.{name} cannot be given: it comes from {instead}.")
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise DataConfigError(
-            f"data.sampler needs a training set of known length, not {type(dataset).__name__}, which can only be read "
-            "in its own order; leave data.sampler out."
-        )
     given = dict(spread)
     if "seed" in target.params:
         given["seed"] = target.params["seed"]
@@ -601,16 +569,8 @@ def _say_padding(sampler: BucketedDistributedSampler, sizes: np.ndarray) -> None
     )
 
 
-def _divided(number: int, by: int, down: bool) -> int:
-    return number // by if down else -(-number // by)
-
-
 def _permutation(order: object, size: int) -> np.ndarray:
-    """Sorted positions, int64 (N,).
-
-    Raises:
-        ValueError: if they are not each position once.
-    """
+    """Return sorted positions, int64 (N,); raise ValueError unless each position is there once."""
     found = np.asarray(order)
     if found.shape != (size,):
         raise ValueError(f"sorted_idx has {found.size} positions, the set {size} samples")

@@ -5,21 +5,18 @@ C channels, T steps.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from deeplightning.array_spec import SIGNALS as EXTENSIONS
 from deeplightning.array_spec import ArrayError
 from deeplightning.array_spec import read_signal as read_file
+from deeplightning.config.part_config import PartConfig
 from deeplightning.data.arrays import ArrayData
+from deeplightning.data.class_folders import ClassFolders
 from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.image_spec import files_below
-
-if TYPE_CHECKING:
-    from deeplightning.config.part_config import PartConfig
-
-_SPLITS = ("train", "val", "test")
+from deeplightning.data.loading import is_whole
 
 
 class SignalFolder(ArrayData):
@@ -27,7 +24,7 @@ class SignalFolder(ArrayData):
 
     - `CLASS/*.npy`: divided 80/10/10 within each class by the seed.
     - `train/CLASS/*.npy`, and where there are such `val/…` and `test/…` with the same classes. Without `val`, or with
-      `data.num_splits`, a tenth or a fold of `train` validates. It is this layout when `train` holds folders.
+      `data.num_splits`, a tenth or a fold of `train` validates. `deeplightning.data.class_folders` has the rules.
 
     A .npy file has a signal of shape (C, T) or (T,); a .csv file a line for each step and a column for each channel,
     with or without a header; a .wav file samples of 8, 16, 24 or 32 bits, which become numbers from -1 to 1.
@@ -41,56 +38,27 @@ class SignalFolder(ArrayData):
 
     samples = "signals"
 
-    def __init__(
-        self, cfg: "PartConfig", length: int | None = None, *, normalise: bool = True, limit: int | None = None
-    ):
+    def __init__(self, cfg: PartConfig, length: int | None = None, *, normalise: bool = True, limit: int | None = None):
         super().__init__(cfg, normalise=normalise, limit=limit)
-        if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
+        if length is not None and not is_whole(length, 1):
             raise DataConfigError(f"data.module.params.length must be null or a number of at least 1, not {length!r}.")
         self.root, self.length = self.root_folder("the signals"), length
+        self.folders = ClassFolders(self.root, "signal", EXTENSIONS)
 
     def check(self) -> None:
-        """
-        Raises:
-            DataError: the folder is not there.
-        """
-        if not self.root.is_dir():
-            raise DataError(f"There is no folder {self.root}; set data.root to the one with a folder for each class.")
+        """Raise DataError if the folder is not there."""
+        self.folders.classes()
 
     def read(self) -> dict[str, Any]:
-        """
-        Raises:
-            DataError: there are no classes or signals, or a file is not as it should be.
-        """
-        if not any(path.is_dir() for path in _visible(self.root / "train")):
-            self.class_names = self._classes(self.root)
-            return {"all": self._read(self.root)}
-        self.class_names = self._classes(self.root / "train")
+        """Read the signals; raise DataError if there are none, or a file is not as it should be."""
+        self.class_names = self.folders.classes()
         found = {}
-        for split in _SPLITS:
-            if (top := self.root / split).is_dir():
-                if strange := sorted(set(self._classes(top)) - set(self.class_names)):
-                    raise DataError(f"{top} has folders that {self.root / 'train'} lacks: {', '.join(strange)}.")
-                found[split] = self._read(top)
+        for name, (paths, labels) in self.folders.find().items():
+            signals = list[np.ndarray]()
+            for path in paths:
+                signals.append(self._fitted(Path(path), signals))
+            found[name] = self.samples_of(np.stack(signals), labels, str(self.root))
         return found
-
-    def _classes(self, top: Path) -> list[str]:
-        names = sorted(path.name for path in _visible(top) if path.is_dir())
-        if not names:
-            raise DataError(f"{top} has no folders; each class has one, with its signals in it.")
-        return names
-
-    def _read(self, top: Path) -> Any:
-        signals: list[np.ndarray] = []
-        labels: list[int] = []
-        for number, name in enumerate(self.class_names):
-            for path in files_below(top / name) if (top / name).is_dir() else ():
-                if path.suffix.lower() in EXTENSIONS:
-                    signals.append(self._fitted(path, signals))
-                    labels.append(number)
-        if not signals:
-            raise DataError(f"{top} has no signals; their files end in {', '.join(EXTENSIONS)}.")
-        return self.samples_of(np.stack(signals), np.array(labels, np.int64), str(top))
 
     def _fitted(self, path: Path, others: Sequence[np.ndarray]) -> np.ndarray:
         signal = read_signal(path)
@@ -107,11 +75,7 @@ class SignalFolder(ArrayData):
 
 
 def read_signal(path: Path) -> np.ndarray:
-    """The signal of a file, float32 or float64 (C, T).
-
-    Raises:
-        DataError: it cannot be read, or is of another shape.
-    """
+    """Return the signal of a file, float (C, T); raise DataError if it cannot be read, or has another shape."""
     try:
         signal = read_file(path)
     except (OSError, ArrayError) as error:
@@ -120,7 +84,3 @@ def read_signal(path: Path) -> np.ndarray:
         channel, step = np.argwhere(~np.isfinite(signal))[0]
         raise DataError(f"{path}: the number of channel {channel} at step {step} is not finite.")
     return signal
-
-
-def _visible(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []

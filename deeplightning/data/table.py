@@ -5,32 +5,36 @@
 N rows, F columns that the network takes, T columns that it predicts.
 """
 
-import difflib
 import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import torch
 
+from deeplightning.config.part_config import PartConfig
 from deeplightning.data.cache_files import Unusable
-from deeplightning.data.columns import ColumnData, Moments
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, InMemory, OnDemand
-from deeplightning.data.gpu_cache import free_memory
+from deeplightning.data.loading import SET_NAMES, SPLITS, ColumnData, Moments, by_set
 from deeplightning.data.splits import deal
 from deeplightning.data.table_files import TableFile
-from deeplightning.data.table_rows import CHUNK, Rows, Table, check_parts, encoded, numbers_of
-from deeplightning.data.table_store import TableStore, stored
+from deeplightning.data.table_rows import (
+    Rows,
+    Table,
+    TableStore,
+    check_parts,
+    encoded,
+    numbers_of,
+    stored,
+)
 from deeplightning.table_spec import DELIMITERS, MISSING, Column, TableError, TableFormat, TableSpec, Words
-
-if TYPE_CHECKING:
-    from deeplightning.config.part_config import PartConfig
+from deeplightning.words import did_you_mean, free_memory
 
 log = logging.getLogger("deeplightning.data")
 
@@ -38,8 +42,6 @@ KINDS = ("number", "category", "ignore")
 
 MAX_CATEGORIES = 1000
 """The most different words of a text column that is a category by default; `columns` in the config allows more."""
-
-_SETS = {"train": "train", "val": "val", "validation": "val", "valid": "val", "test": "test"}
 
 
 class TableData(ColumnData):
@@ -54,7 +56,7 @@ class TableData(ColumnData):
     or (B, T), and `index`.
 
     Tables that do not fit into memory are read in parts, once, into the user's cache
-    (`deeplightning.data.table_store`), and batches are made of that. Both ways give the same. Then memory holds some
+    (`deeplightning.data.table_rows`), and batches are made of that. Both ways give the same. Then memory holds some
     bytes for each row (its place, class and order) and the different words of each column.
 
     Args:
@@ -71,7 +73,8 @@ class TableData(ColumnData):
         unknown: "other": a category that no training row has gets the same word of its own; or "refuse".
         split: the column that says of each row whether it is of train, val or test.
         group: the column of which no value is in two sets, such as a customer.
-        time: the column by which the latest rows test, and the latest of the others validate.
+        time: the column by which the latest rows test, and the latest of the others validate; a row without a time is
+            the oldest.
         limit: use at most this many training rows (validation included) and as many test rows, a seeded choice.
         in_memory: true: the tables are held in memory; false: they are read into the cache; "auto": into the cache
             where they would take more memory than is free.
@@ -83,14 +86,11 @@ class TableData(ColumnData):
 
     Attributes:
         table_spec: how a row is prepared; there after `setup`.
-
-    Raises:
-        DataConfigError: a value of the config is impossible. It is a ValueError.
     """
 
     def __init__(
         self,
-        cfg: "PartConfig",
+        cfg: PartConfig,
         train: str,
         target: str | Sequence[str],
         validation: str | None = None,
@@ -129,12 +129,6 @@ class TableData(ColumnData):
                 raise DataConfigError(
                     f"data.module.params.columns.{name} must be {', '.join(KINDS[:-1])} or {KINDS[-1]}, not {kind!r}."
                 )
-        for name, value, words in (
-            ("missing", missing, ("refuse", "fill")),
-            ("unknown", unknown, ("other", "refuse")),
-        ):
-            if value not in words:
-                raise DataConfigError(f"data.module.params.{name} must be {' or '.join(words)}, not {value!r}.")
         ways = {"split": split, "group": group, "time": time}
         given = [name for name, column in ways.items() if column is not None]
         if len(given) > 1:
@@ -155,10 +149,7 @@ class TableData(ColumnData):
     # ---- reading
 
     def read(self) -> dict[str, Any]:
-        """
-        Raises:
-            DataError: a table cannot be read, lacks a column, or has values that are not of its kind.
-        """
+        """Read the tables; raise DataError if one cannot be read, lacks a column, or has a value of another kind."""
         types = self._types(TableFile(self.files["train"], self.format))
         found = self._stored(types) or {
             name: self._rows(path, Table(TableFile(path, self.format).read(types))) for name, path in self.files.items()
@@ -183,11 +174,10 @@ class TableData(ColumnData):
         ):
             for name in names:
                 if name not in schema.names:
-                    close = difflib.get_close_matches(name, schema.names, 1)
-                    near = f" Do you mean {close[0]}?" if close else ""
                     columns = ", ".join(schema.names)
                     sign = next((sign for sign in DELIMITERS if len(schema) == 1 and sign in columns), None)
                     hint = f" Its header is one column; set data.module.params.delimiter to {sign!r}." if sign else ""
+                    near = did_you_mean(name, schema.names)
                     raise DataConfigError(
                         f"data.module.params.{key}: {path} has no column {name!r}.{near} Its columns: {columns:.300}."
                         f"{hint}"
@@ -204,7 +194,9 @@ class TableData(ColumnData):
                         "number nor a category; data.module.params.columns can make it a category."
                     )
             elif field.name == self.divider and not self._is_named(field.name):
-                kind = "number" if self.way == "time" and _kind_of(field.type) == "number" else "word"
+                is_moment = pa.types.is_date(field.type) or pa.types.is_timestamp(field.type)
+                is_number = _kind_of(field.type) == "number" or is_moment  # of a moment the days since 1970
+                kind = "number" if self.way == "time" and is_number else "word"
             elif kind is None:
                 kind = _kind_of(field.type)
                 if kind is None:
@@ -259,16 +251,9 @@ class TableData(ColumnData):
         return None
 
     def _store(self, path: Path, types: Mapping[str, str]) -> TableStore:
-        bounded = [name for name, kind in types.items() if kind == "category" and name not in self.kinds]
-        times = self.divider if self.way == "time" and types[str(self.divider)] == "word" else None
-        return stored(
-            path,
-            TableFile(path, self.format).parts(types, CHUNK),
-            [*types.items(), self.format],
-            bounded=[name for name in bounded if name not in self.targets],
-            times=times,
-            code=[Path(__file__).with_name("table_files.py")],
-        )
+        free = {*self.kinds, *self.targets}
+        bounded = [name for name, kind in types.items() if kind == "category" and name not in free]
+        return stored(TableFile(path, self.format), types, bounded)
 
     def _labels(self, path: Path, targets: Mapping[str, "np.ndarray | Words"]) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the class of each row by the position of its word, int64 (N,), 0 where the targets are numbers; and
@@ -301,20 +286,16 @@ class TableData(ColumnData):
     def _by_column(self, rows: Rows) -> dict[str, Any]:
         words = rows.column(str(self.divider))
         assert isinstance(words, Words), "`_types` has taken it for words"
-        names = ("train", "val", "test", "?")
-        of_words = [names.index(_SETS.get(word.lower(), "?")) for word in words.words]
-        sets = np.array([*of_words, 3], np.int8)[words.indices]
-        if (sets == 3).any():
-            row = int((sets == 3).argmax())
+        names = [SET_NAMES.get(word.lower()) for word in words.words]
+        sets = np.array([*(SPLITS[None].index(name) if name else -1 for name in names), -1], np.int8)[words.indices]
+        if (sets < 0).any():
+            row = int((sets < 0).argmax())
             word = "nothing" if words.indices[row] < 0 else repr(words.words[words.indices[row]])
             raise DataError(
                 f"{self.files['train']}, column {self.divider}, row {row + 1}: {word} is no set; it must be train, val "
                 "or test."
             )
-        found = {name: rows.take(np.flatnonzero(sets == number)) for number, name in enumerate(names[:3])}
-        if not len(found["train"]):
-            raise DataError(f"{self.files['train']}, column {self.divider}: no row is of train.")
-        return {name: part for name, part in found.items() if len(part)}
+        return by_set(rows, sets, f"{self.files['train']}, column {self.divider}")
 
     def _folds(self, samples: Any, number: int, purpose: int) -> np.ndarray:
         if self.way == "group":
@@ -330,7 +311,11 @@ class TableData(ColumnData):
             return of_group[groups]
         if self.way == "time":
             values = samples.column(str(self.divider))
-            keys = np.array([*values.words, ""], object)[values.indices] if isinstance(values, Words) else values
+            if isinstance(values, Words):
+                _, ranks = np.unique(np.array(values.words, object), return_inverse=True)
+                keys = np.array([*ranks, -1])[values.indices]
+            else:
+                keys = np.where(np.isnan(values), -np.inf, values)
             latest_first = np.argsort(keys, kind="stable")[::-1]
             folds = np.empty(len(keys), np.int64)
             folds[latest_first] = np.arange(len(keys)) * number // len(keys)
@@ -340,10 +325,7 @@ class TableData(ColumnData):
     # ---- preparing
 
     def learn(self, train: Rows) -> None:
-        """
-        Raises:
-            DataError: a column has too many categories, or nothing but missing values.
-        """
+        """Make the spec; raise DataError if a column has too many categories, or nothing but missing values."""
         path, moments = self.files["train"], dict[str, Moments]()
         words, seen = dict[str, Sequence[str]](), dict[str, np.ndarray]()
         of_targets = Moments()
@@ -352,7 +334,7 @@ class TableData(ColumnData):
                 if isinstance(values, Words):
                     words[name] = values.words
                     seen.setdefault(name, np.zeros(len(values.words) + 1, bool))[values.indices] = True
-                elif values.dtype.kind == "f":
+                else:
                     moments.setdefault(name, Moments()).add(values[np.isfinite(values)])
             if self.targets[0] not in words:
                 of_targets.add(np.stack([part[name] for name in self.targets], 1))

@@ -164,11 +164,7 @@ class TableFile:
             before += len(batch)
 
     def read(self, types: Types) -> dict[str, "np.ndarray | Words"]:
-        """Return all rows, by column.
-
-        Raises:
-            DataError: as `parts`.
-        """
+        """Return all rows, by column; raise DataError as `parts` does."""
         if self.kind == "parquet" and self.path.is_dir():
             with self._as_data_errors():
                 return self._columns(parquet.read_table(self.path, columns=list(types)), types)
@@ -338,19 +334,15 @@ class FirstRows:
 
     def __init__(self, path: Path, form: TableFormat, most: int):
         self.file = TableFile(path, form)
-        batches, self.rows, self.is_whole = list[pa.RecordBatch](), 0, True
+        batches = list[pa.RecordBatch]()
         for batch in self.file.batches(dict.fromkeys(self.file.names, "word"), 2**16):
-            if self.rows + len(batch) > most:
-                batch, self.is_whole = batch.slice(0, most - self.rows), False
             batches.append(batch)
-            self.rows += len(batch)
-            if not self.is_whole:
+            if sum(map(len, batches)) > most:
                 break
-        self._table = (
-            pa.Table.from_batches(batches)
-            if batches
-            else pa.table({name: pa.array([], pa.string()) for name in self.file.names})
-        )
+        nothing = pa.schema([(name, pa.string()) for name in self.file.names])
+        found = pa.Table.from_batches(batches) if batches else nothing.empty_table()
+        self._table, self.is_whole = found.slice(0, most), len(found) <= most
+        self.rows = len(self._table)
         self.types = {field.name: str(field.type) for field in self._table.schema if pa.types.is_nested(field.type)}
 
     def first(self) -> dict[str, str]:
@@ -386,11 +378,7 @@ def kind_of_file(path: Path) -> str:
 
 
 def head(path: Path) -> bytes:
-    """Return the first bytes of a file, decompressed.
-
-    Raises:
-        DataError: it cannot be read.
-    """
+    """Return the first bytes of a file, decompressed; raise DataError if it cannot be read."""
     try:
         with pa.input_stream(str(path)) as file:
             return file.read(HEAD)

@@ -1,27 +1,67 @@
-"""Rows of a table before they are prepared: in memory, or in a copy on the disk; both give the same numbers.
+"""Rows of a table before they are prepared: in memory, or, of a table larger than memory, in a copy on the disk, which
+all processes of this run and of later ones map. Both give the same numbers.
 
-N rows, B batch, F columns that the network takes.
+The copy keeps the values of the table, not the inputs of one network, so that other seeds, folds and sets of the same
+columns read the same copy. The name of its folder (`deeplightning.data.cache_files`) is a digest of the kinds of the
+columns, of the file's state, and of the code that reads it; when one of them changes, the table is read again into
+another folder. It has these files:
+
+    numbers   row after row, float64 (N, n), the columns of numbers; NaN: missing
+    codes     row after row, int32 (N, c), the columns of words: the position of the row's word; -1: missing
+    index     JSON: N, the columns, and the words of each
+
+N rows, B batch, F columns that the network takes, n columns of numbers, c of words.
 """
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import json
+import logging
+import mmap
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from deeplightning.data import cache_files
+from deeplightning.data.cache_files import Damaged, Unusable, stat_of
+from deeplightning.data.data_errors import DataError
 from deeplightning.data.datasets import Batch
-from deeplightning.data.table_store import Part, TableStore
 from deeplightning.table_spec import Fault, TableError, TableSpec, Words
+
+if TYPE_CHECKING:  # a loader worker needs no pyarrow
+    from deeplightning.data.table_files import TableFile
 
 CHUNK = 2**16
 """Rows of which statistics are made at a time, in memory and on the disk: so both have equal bits."""
+
+MOST_WORDS = 1_000_000
+"""The most different words that are held in memory of a column that nobody has called a category."""
+
+_FILES = ("numbers", "codes")
+_STEP = 2**12  # rows that are read at a time
+_KEPT = 2**15  # rows after which what was mapped for them is released: 2 GiB at most, where each maps 64 KiB
+_SIGN = 2**28  # bytes after which it is looked whether there is room for more
+
+log = logging.getLogger("deeplightning.data")
+
+Column = np.ndarray | Words
+"""float64 (n,), or words."""
+
+Part = Mapping[str, Any]
+"""Some rows that follow each other, by column."""
 
 
 class Table:
     """A table in memory, with the same methods as a `TableStore`.
 
     Args:
-        columns: by name, float64 (N,), or words.
+        columns: by name.
     """
 
     def __init__(self, columns: Part):
@@ -34,10 +74,80 @@ class Table:
         """Return some rows, int (n,), by column."""
         return {name: self.column(name, positions) for name in self._columns}
 
-    def column(self, name: str, positions: np.ndarray) -> "np.ndarray | Words":
+    def column(self, name: str, positions: np.ndarray) -> Column:
         """Return one column of some rows, int (n,)."""
         values = self._columns[name]
         return Words(values.words, values.indices[positions]) if isinstance(values, Words) else values[positions]
+
+
+class TableStore:
+    """The numbers of one table, mapped; a copy in a loader worker maps them again.
+
+    Args:
+        path: of the folder.
+
+    Raises:
+        FileNotFoundError: the folder is not complete, or it is being removed.
+        Damaged: it is not what was written.
+        Unusable: another user could have written it.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        with contextlib.ExitStack() as opened:
+            files = [opened.enter_context(cache_files.in_use(path / name)) for name in _FILES]
+            found = json.loads(cache_files.read_index(path))
+            self._rows: int = found["rows"]
+            self._columns: list[str] = found["columns"]
+            self._words: dict[str, list[str]] = found["words"]
+            self._numbers: list[str] = found["numbers"]
+            self._maps: list[mmap.mmap] = []
+            self._read = 0  # rows since the last release
+            self._values = self._map(files[0], np.dtype("<f8"), len(self._numbers))
+            self._codes = self._map(files[1], np.dtype("<i4"), len(self._words))
+        with contextlib.suppress(OSError):  # a folder that may only be read
+            os.utime(path / "numbers")  # it was used
+
+    def _map(self, file: int, kind: np.dtype, width: int) -> np.ndarray:
+        size = self._rows * width * kind.itemsize
+        if os.fstat(file).st_size != size:
+            raise Damaged
+        if not size:
+            return np.empty((self._rows, width), kind)
+        self._maps.append(mmap.mmap(file, size, access=mmap.ACCESS_READ))
+        return np.frombuffer(self._maps[-1], kind).reshape(self._rows, width)
+
+    def __reduce__(self) -> Any:
+        return TableStore, (self.path,)
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def read(self, positions: np.ndarray) -> Part:
+        """Return some rows, int (n,), by column: copies, in memory."""
+        values, codes = self._gathered(self._values, positions), self._gathered(self._codes, positions).astype(np.int64)
+        found: dict[str, Any] = {name: values[:, place] for place, name in enumerate(self._numbers)}
+        found |= {name: Words(words, codes[:, place]) for place, (name, words) in enumerate(self._words.items())}
+        return {name: found[name] for name in self._columns}
+
+    def column(self, name: str, positions: np.ndarray) -> Column:
+        """Return one column of some rows, int (n,)."""
+        if name in self._words:
+            codes = self._codes[:, list(self._words).index(name)]
+            return Words(self._words[name], self._gathered(codes, positions).astype(np.int64))
+        return self._gathered(self._values[:, self._numbers.index(name)], positions)
+
+    def _gathered(self, source: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        found = np.empty((len(positions), *source.shape[1:]), source.dtype)
+        for start in range(0, len(positions), _STEP):
+            some = positions[start : start + _STEP]
+            found[start : start + _STEP] = source[some]
+            self._read += len(some)
+            if self._read >= _KEPT and hasattr(mmap, "MADV_DONTNEED"):
+                self._read = 0
+                for one in self._maps:  # the system keeps it while it likes, and not as memory of this process
+                    one.madvise(mmap.MADV_DONTNEED)
+        return found
 
 
 @dataclass(frozen=True)
@@ -65,8 +175,8 @@ class Rows:
         """Return some rows in memory."""
         return self.table.read(self.positions[positions])
 
-    def column(self, name: str) -> "np.ndarray | Words":
-        """Return one column, in memory; of a time in a `TableStore` its texts, bytes (N,)."""
+    def column(self, name: str) -> Column:
+        """Return one column, in memory."""
         return self.table.column(name, self.positions)
 
     def parts(self) -> Iterator[Part]:
@@ -75,11 +185,7 @@ class Rows:
 
 
 def check_parts(spec: TableSpec, rows: Rows) -> None:
-    """Raise what `TableSpec.encode` raises for all rows at a time.
-
-    Raises:
-        TableError: a value is refused; the message names column and row.
-    """
+    """Raise what `TableSpec.encode` raises for all rows at a time: a TableError that names column and row."""
     found: dict[str, Fault] = {}
     for number, part in enumerate(rows.parts()):
         for name, fault in spec.encode_part(part)[1].items():
@@ -102,3 +208,94 @@ def numbers_of(targets: Sequence[str], rows: Part) -> Batch:
         return {}
     values = np.stack([rows[name] for name in targets], 1).astype(np.float32)
     return {"target": torch.from_numpy(values[:, 0].copy() if values.shape[1] == 1 else values)}
+
+
+# ---- the copy
+
+
+def stored(file: "TableFile", types: Mapping[str, str], bounded: list[str]) -> TableStore:
+    """Return the numbers of a table; what has not been read before is read.
+
+    Args:
+        bounded: columns of which more than `MOST_WORDS` different words are refused.
+
+    Raises:
+        DataError: the table is not as it should be.
+        Unusable: there is no cache, or no room in it; the message says why.
+        OSError: likewise.
+    """
+    top = cache_files.cache_folder(True, "tables")
+    if top is None:
+        raise Unusable("DEEPLIGHTNING_CACHE is off")
+    programs = [Path(__file__).with_name(name).read_bytes() for name in ("table_rows.py", "table_files.py")]
+    path, before = file.path, file.path.stat()
+    if (young := before.st_ctime + cache_files.SETTLED - time.time()) > 0:  # it may change again without a trace
+        time.sleep(min(young, cache_files.SETTLED))
+        before = path.stat()
+    rule = (sys.byteorder, programs, *types.items(), file.form, bounded)
+    folder = top / cache_files.folder_name(rule, stat_of(before))
+    with contextlib.suppress(FileNotFoundError, Damaged):
+        return TableStore(folder)
+    with cache_files.alone(folder / "numbers"):
+        for _ in range(5):  # another process may remove a folder before this one has opened it
+            with contextlib.suppress(FileNotFoundError, Damaged):
+                return TableStore(folder)
+            cache_files.remove(folder)
+            try:
+                _make(folder, file, types, bounded)
+                if stat_of(path.stat()) != stat_of(before):
+                    raise DataError(f"{path} was changed while it was read. Run again when it is whole.")
+            except BaseException:
+                cache_files.remove(folder)
+                raise
+    raise Unusable("other processes remove it over and over")
+
+
+def _make(folder: Path, table: "TableFile", types: Mapping[str, str], bounded: Sequence[str]) -> None:
+    path = table.path
+    log.info("Reading %s, which is large, into %s", path, folder)
+    known: dict[str, dict[str, int]] = {}  # of each column of words, the position of each
+    columns: list[str] = []
+    numbers: list[str] = []
+    rows = size = looked = 0
+
+    def make_room() -> None:
+        cache_files.make_room(folder / "numbers", size, size, f"{path} takes {size / 2**30:.3g} GiB", size)
+
+    cache_files.make_folder(folder)
+    with contextlib.ExitStack() as opened:
+        in_use = (cache_files.in_use(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL) for name in _FILES)
+        files = [opened.enter_context(one) for one in in_use]
+        for part in table.parts(types, CHUNK):
+            if not columns:
+                columns = list(part)
+                numbers = [name for name, values in part.items() if not isinstance(values, Words)]
+                known = {name: {} for name in columns if name not in numbers}
+            count = len(part[columns[0]])
+            values = np.empty((count, len(numbers)), "<f8")
+            for place, name in enumerate(numbers):
+                values[:, place] = part[name]
+            codes = np.empty((count, len(known)), "<i4")
+            for place, (name, positions) in enumerate(known.items()):
+                found = part[name]
+                assert isinstance(found, Words), "the columns of each part are of the same kinds"
+                numbered = [positions.setdefault(word, len(positions)) for word in found.words]
+                codes[:, place] = np.array([*numbered, -1])[found.indices]
+                if name in bounded and len(positions) > MOST_WORDS:
+                    raise DataError(
+                        f"{path}, column {name}: more than {MOST_WORDS:,} different texts. Set "
+                        f"data.module.params.columns.{name} to ignore, or to category if you mean that many."
+                    )
+            for file, array in zip(files, (values, codes), strict=True):
+                cache_files.write(file, array, rows * array[:1].nbytes)
+                size += array.nbytes
+            rows += count
+            if size - looked >= _SIGN:
+                make_room()
+                looked = size
+        make_room()
+        for file in files:
+            os.fsync(file)
+        words = {name: list(positions) for name, positions in known.items()}
+        index = {"rows": rows, "columns": columns, "numbers": numbers, "words": words}
+        cache_files.write_index(folder / "numbers", files[0], json.dumps(index).encode())

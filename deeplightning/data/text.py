@@ -13,19 +13,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.data.loading import DataOfSets, is_whole
+from deeplightning.data.loading import DataOfSets, checked_names, is_whole
 from deeplightning.text_spec import TextSpec, VocabularyError, from_lines, vocabulary
-
-if TYPE_CHECKING:
-    from deeplightning.config.part_config import PartConfig
 
 Batch = dict[str, Tensor]
 """`tokens` int64 (B, L), `label` int64 (B,) where there are labels, `index` int64 (B,): position in the set, -1: row
@@ -175,9 +173,6 @@ class TextData(DataOfSets):
     Attributes:
         text_spec: how texts are prepared; there after `setup`.
         class_names: the name of each label, in order; there after `setup`, or from the start where they are given.
-
-    Raises:
-        DataConfigError: a value of the config is impossible. It is a ValueError.
     """
 
     samples = "texts"
@@ -185,7 +180,7 @@ class TextData(DataOfSets):
 
     def __init__(
         self,
-        cfg: "PartConfig",
+        cfg: PartConfig,
         train: str | None = None,
         validation: str | None = None,
         test: str | None = None,
@@ -216,26 +211,17 @@ class TextData(DataOfSets):
                 )
         if vocabulary is not None and tokenizer is not None:
             raise DataConfigError("data.module.params.vocabulary cannot be beside tokenizer, which has its own.")
-        if class_names is not None and not (_are_names(class_names) and class_names):
-            raise DataConfigError(
-                f"data.module.params.class_names must be a list of different texts, not {class_names!r}; "
-                "a number or a word such as no needs quotes."
-            )
         if cut_always and max_length is None:
             raise DataConfigError("data.module.params.cut_always needs max_length, which is null.")
         self.min_count, self.max_size, self.lower = min_count, max_size, lower
         self.max_length, self.cut_always = max_length, cut_always
-        self.class_names: list[str] = list(class_names or [])
+        self.class_names: list[str] = checked_names(class_names)
         self.text_spec: TextSpec | None = None
 
     # ---- reading
 
     def read(self) -> dict[str, Texts]:
-        """Return the texts: under "train", and where there are such under "val" and "test".
-
-        Raises:
-            DataError: a file is not as it should be.
-        """
+        """Return the texts of each set; raise DataError if a file is not as it should be."""
         return {split: read_tsv(path, labelled=split != "test") for split, path in self.files.items()}
 
     def _found(self) -> dict[str, Any]:
@@ -329,10 +315,7 @@ class TextData(DataOfSets):
         return texts
 
     def test_dataloader(self) -> DataLoader:
-        """
-        Raises:
-            DataError: there is no test set, or it has no labels.
-        """
+        """Return the loader of the tests; raise DataError if there is no test set, or it has no labels."""
         if self.dataset("test").labels is None:
             raise DataError(
                 f"{self._samples['test'].path} has no labels to test with; stages=[predict] answers each of its texts."
@@ -345,12 +328,3 @@ def _text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}.") from error
-
-
-def _are_names(names: object) -> bool:
-    return (
-        isinstance(names, Sequence)
-        and not isinstance(names, str)
-        and all(isinstance(name, str) for name in names)
-        and len(set(names)) == len(names)
-    )

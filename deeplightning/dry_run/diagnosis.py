@@ -1,4 +1,4 @@
-"""Make an exception faults of the config: the objects on its stack show which part raised it."""
+"""One attempt at a config, and the faults behind its exception: the objects on the stack show which part raised it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 import sys
 import traceback
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -15,12 +17,47 @@ from torch import nn
 from torchmetrics import Metric
 
 from deeplightning import own_code
-from deeplightning.config.schema import Target
+from deeplightning.config.schema import Config, Target
 from deeplightning.config.target import find, needs
-from deeplightning.dry_run.attempt import Attempt, DeviceError
 from deeplightning.faults import Fault, UserError
 from deeplightning.private.messages import Sentence, says
 from deeplightning.words import first_line
+
+
+class DeviceError(RuntimeError):
+    """Raised, with torch's message, where another device would refuse what the CPU accepts."""
+
+
+@dataclass
+class Attempt:
+    """One pass through a config, up to the first error.
+
+    Attributes:
+        cfg: as it is tried.
+        asked: as the user wrote it.
+        folder: for what is written beside a run; it is removed.
+        stage: which step is tried, in words.
+        saved: the name of the checkpoint of the training.
+        logged: the names of metrics that are there at the end of a `step`, a `validation` and an `epoch`.
+    """
+
+    cfg: Config
+    asked: Config
+    folder: Path
+    stage: str = "before the first step"
+    faults: list[Fault] = field(default_factory=list)
+    untried: list[Fault] = field(default_factory=list)
+    data: Any = None
+    task: Any = None
+    batch: Any = None
+    trainer: Any = None
+    callbacks: list[tuple[Target, Any]] = field(default_factory=list)
+    logged: dict[str, set[str]] = field(default_factory=dict)
+    saved: str | None = None
+
+    def fault(self, message: str, key: str) -> None:
+        if key not in {fault.key for fault in self.faults if fault.key != "model.module"}:
+            self.faults.append(Fault(message, key))
 
 
 def faults_of(attempt: Attempt, error: BaseException, building: Target | None = None) -> list[Fault]:

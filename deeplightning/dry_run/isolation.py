@@ -12,7 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+from lightning_fabric.plugins import CheckpointIO
 from pytorch_lightning.loggers.logger import DummyLogger
+from pytorch_lightning.utilities import move_data_to_device
 
 from deeplightning.config.schema import Config
 from deeplightning.dry_run.diagnosis import targets_of
@@ -45,7 +48,7 @@ def on_one_cpu(cfg: Config) -> Config:
 
 
 def drop_weights(cfg: Config) -> list[str]:
-    """Have networks made with random weights instead of those that they would download.
+    """Replace the weights that networks would download by random ones.
 
     Returns:
         The keys of the params that were changed.
@@ -73,6 +76,33 @@ class Nowhere(DummyLogger):
     @property
     def log_dir(self) -> str:
         return str(self.artifact_folder)
+
+
+_WEIGHTS = ("state_dict", "optimizer_states")
+"""Keys of a checkpoint whose tensors are large, and are copied when they are loaded."""
+
+
+class InMemory(CheckpointIO):
+    """Keep the last checkpoint in memory, and load it as from a file: values that the user added are on the CPU.
+
+    Attributes:
+        kept: the checkpoint; every rank has one, although Lightning saves on the first only.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Any] = {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        self.kept = checkpoint
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        return {
+            name: value if name in _WEIGHTS else move_data_to_device(value, torch.device("cpu"))
+            for name, value in self.kept.items()
+        }
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self.kept = {}
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from deeplightning.private.torch import storage_id
-from deeplightning.process.agreement import free_memory
 from deeplightning.transfer import is_asynchronous
+from deeplightning.words import free_memory
 
 MIN_BYTES = 8 * 2**20
 """Minimum size of the tensors on GPUs for writing a checkpoint in the background."""
@@ -88,57 +88,28 @@ def gains(checkpoint: dict[str, object]) -> bool:
 class Snapshot:
     """A copy of a checkpoint on the CPU. Tensors that share memory share it in the copy too.
 
-    A GPU's tensors are copied on a separate stream, into pinned memory. If the GPU has room for a second copy of them,
-    training continues at once; else its next kernel waits for the copy, but the process does not.
+    A GPU's tensors are copied into pinned memory on the stream of the training: its next kernel waits for the copy, but
+    the process does not.
     """
 
     def __init__(self, checkpoint: dict[str, object]) -> None:
-        self._copied: list[torch.cuda.Event] = []
-        self._kept: list[Tensor] = []  # on a GPU, until the copy is done
         copies: dict[int, Tensor] = {}  # of storages, as bytes
         tensors = list(_tensors(checkpoint))
-        on_gpus: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         for tensor in tensors:
             if (key := storage_id(tensor)) not in copies:
                 whole = _bytes(tensor)
-                copies[key] = _pinned(whole) if tensor.is_cuda else whole.to("cpu", copy=True)
-                if tensor.is_cuda:
-                    on_gpus.setdefault(tensor.device, []).append((whole, copies[key]))
-        for device, pairs in on_gpus.items():
-            self._copy(device, *map(list, zip(*pairs, strict=True)))
+                pinned = _pinned(whole) if tensor.is_cuda else torch.empty_like(whole, device="cpu")
+                copies[key] = pinned.copy_(whole, non_blocking=tensor.is_cuda)
+        on_gpus = {tensor.device for tensor in tensors if tensor.is_cuda}
+        self._copied = [torch.cuda.current_stream(device).record_event() for device in on_gpus]
         memo: dict[int, object] = {id(tensor): _like(tensor, copies[storage_id(tensor)]) for tensor in tensors}
         self.checkpoint: dict[str, object] = copy.deepcopy(checkpoint, memo)
-
-    def _copy(self, device: torch.device, sources: list[Tensor], targets: list[Tensor]) -> None:
-        training, beside = torch.cuda.current_stream(device), _stream(device)
-        free, _ = torch.cuda.mem_get_info(device)
-        room = free > 2 * sum(source.numel() for source in sources)
-        if room:
-            sources = [source.clone() for source in sources]
-        beside.wait_stream(training)
-        with torch.cuda.stream(beside):
-            for source, target in zip(sources, targets, strict=True):
-                target.copy_(source, non_blocking=True)
-            self._copied.append(beside.record_event())
-        self._kept += sources
-        if not room:
-            training.wait_stream(beside)
 
     def finished(self) -> dict[str, object]:
         """Return the copy once it is complete."""
         for event in self._copied:
             event.synchronize()
-        self._kept.clear()
         return self.checkpoint
-
-
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
 
 
 def _tensors(value: object) -> Iterator[Tensor]:

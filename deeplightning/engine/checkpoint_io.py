@@ -5,7 +5,6 @@ A checkpoint is one file. If processes share the tensors, each writes its shards
 """
 
 import contextlib
-import itertools
 import os
 import pickle
 import re
@@ -49,7 +48,7 @@ _TYPES: dict[str, type] = {
 """Types of the values under the keys that are read here; all keys but the first may be missing or None."""
 
 _TOKEN = re.compile(r"[0-9a-f]{8}")
-_MAX_NAMED = 3  # missing shards that a message names
+_MAX_PROCESSES = 2**16
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
@@ -217,26 +216,16 @@ def _shared_files(path: Path, manifest: object) -> list[Path]:
     number = manifest.get("processes") if isinstance(manifest, dict) else None
     if not isinstance(token, str) or not _TOKEN.fullmatch(token):
         raise _damaged(path, "`pieces` has no token of 8 hexadecimal digits")
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise _damaged(path, f"`pieces` is of {described(number)} processes, and has to be of 1 or more")
-    there = {file.name for file in _folder_of(path).glob(f"{token}-*.pt") if file.is_file()}
-    found = sum(_shards_of(path, token, rank).name in there for rank in range(min(number, len(there))))
-    if found == number:
-        return [_shards_of(path, token, rank) for rank in range(number)]
-    missing = (_shards_of(path, token, rank) for rank in range(number))
-    first = list(itertools.islice((file for file in missing if file.name not in there), _MAX_NAMED))
-    names = ", ".join(f"{file.parent.name}/{file.name}" for file in first)
-    count = number - sum(_rank_of(name) < number for name in there)
-    more = f" and {count - len(first)} more" if count > len(first) else ""
-    raise CheckpointError(
-        f"{path}: {count} of its {number} pieces are missing: {names}{more}. They belong beside the checkpoint: "
-        "copy both, or take another checkpoint"
-    )
-
-
-def _rank_of(name: str) -> float:
-    rank = name.removesuffix(".pt").rpartition("-")[2]
-    return int(rank) if rank.isdecimal() and str(int(rank)) == rank else float("inf")
+    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= _MAX_PROCESSES:
+        raise _damaged(path, f"`pieces` says {described(number)} processes; 1 to {_MAX_PROCESSES} are possible")
+    files = [_shards_of(path, token, rank) for rank in range(number)]
+    if missing := [f"{file.parent.name}/{file.name}" for file in files if not file.is_file()]:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise CheckpointError(
+            f"{path}: {len(missing)} of its {number} pieces are missing: {', '.join(missing[:3])}{more}. They belong "
+            "beside the checkpoint: copy both, or take another checkpoint"
+        )
+    return files
 
 
 def _shares(file: Path) -> dict[str, object]:

@@ -17,13 +17,12 @@ from pytorch_lightning.strategies import ModelParallelStrategy
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import distributed, nn
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from deeplightning.engine.sharded import Sharded, Share, places, replace
-from deeplightning.engine.tensor_layout import share_of
-from deeplightning.engine.tensor_parallel import clip_by_norm, parallelize, raise_for_other_batch
+from deeplightning.engine.tensor_parallel import clip_by_norm, parallelize, raise_for_other_batch, share_of
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.private.torch import apply
 
@@ -74,13 +73,13 @@ class Fsdp(Sharded, ModelParallelStrategy):
         self.wrap = wrap
         self.tensor_parallel, self.tensor_plan = tensor_parallel, tensor_plan
         self._compares_batch = tensor_parallel > 1
+        self._offloads = cpu_offload
         self._options: dict[str, Any] = {
             "reshard_after_forward": reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(_dtype(param_dtype), _dtype(reduce_dtype), _dtype(output_dtype)),
-            "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-            if cpu_offload
-            else OffloadPolicy(),
         }
+        if cpu_offload:
+            self._options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
 
     def setup_environment(self) -> None:
         world = self.num_nodes * self.num_processes
@@ -142,20 +141,12 @@ class Fsdp(Sharded, ModelParallelStrategy):
         else:
             super().model_to_device()
 
-    @property
-    def _offloads(self) -> bool:
-        return isinstance(self._options["offload_policy"], CPUOffloadPolicy)
-
     def _shard(self, task: nn.Module) -> None:
         loose = [name for name, _ in task.named_parameters(recurse=False)]
         if loose:
-            raise ConfigError(
-                Fault(
-                    f"fsdp shards modules, and {', '.join(loose)} of {type(task).__name__} belong to none; "
-                    "put them into a module of their own, or use `engine.backend=ddp`",
-                    "engine.backend",
-                )
-            )
+            message = f"fsdp shards modules, and {', '.join(loose)} of {type(task).__name__} belong to none; put them "
+            message += "into a module of their own, or use `engine.backend=ddp`"
+            raise ConfigError(Fault(message, "engine.backend"))
         whole = [parameter.detach() for parameter in places(task)]
         for parameter, found in places(task).items():
             replace(found, nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad))
@@ -203,10 +194,7 @@ class Fsdp(Sharded, ModelParallelStrategy):
         ours = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict(
             {
-                "state": {
-                    numbers[p]: {name: _like(p, v) if _is_part(v, p) else v for name, v in kept.items()}
-                    for p, kept in states.items()
-                },
+                "state": {numbers[p]: {name: _like(p, v) for name, v in kept.items()} for p, kept in states.items()},
                 "param_groups": [{**new, "params": old["params"]} for new, old in zip(groups, ours, strict=True)],
             }
         )
@@ -271,13 +259,11 @@ def _share(parameter: Any) -> Share:
     return Share(tuple(parameter.shape), first * (parameter.numel() // rows), values)
 
 
-def _is_part(value: object, parameter: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == (parameter.to_local().numel(),)
-
-
-def _like(parameter: Any, values: torch.Tensor) -> DTensor:
-    """Return this process's values (n,) as a DTensor that is sharded like a parameter."""
+def _like(parameter: Any, values: Any) -> Any:
+    """Return this process's values (n,) as a DTensor that is sharded like a parameter; any other value as it is."""
     local = parameter.to_local()
+    if not isinstance(values, torch.Tensor) or values.shape != (local.numel(),):
+        return values
     return DTensor.from_local(
         values.to(local).view(local.shape),
         parameter.device_mesh,

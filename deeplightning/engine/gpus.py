@@ -201,9 +201,8 @@ def _count(number: int) -> str:
 
 
 def _has(number: int) -> str:
-    return {0: "this machine has none", 1: "this machine has one GPU, index 0"}.get(
-        number, f"this machine has {number} GPUs, {_range(number)}"
-    )
+    words = {0: "none", 1: "one GPU, index 0"}.get(number, f"{number} GPUs, {_range(number)}")
+    return f"this machine has {words}"
 
 
 def _range(number: int) -> str:

@@ -71,7 +71,7 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
     if not missing and (engine.backend or "").startswith("deepspeed") and not is_installed("deepspeed"):
         message = f"{engine.backend} needs the package deepspeed: install the extra `deeplightning[deepspeed]`"
         faults.append(Fault(message, "engine.backend", exit_code=3))
-    if engine.params.get("process_group_backend") == "mpi" and not _has_mpi():
+    if engine.params.get("process_group_backend") == "mpi" and not _has("mpi"):
         message = "this build of torch knows no MPI; use gloo, or nccl on GPUs, or build torch with MPI"
         faults.append(Fault(message, "engine.params.process_group_backend", exit_code=3))
     if not missing:
@@ -185,29 +185,23 @@ def _lacks_address(engine: Engine) -> list[Fault]:
     return []
 
 
-def _has_mpi() -> bool:
-    import torch.distributed
+def _has(backend: str) -> bool:
+    """Return whether torch is built with a backend for process groups."""
+    from torch import distributed
 
-    return torch.distributed.is_available() and torch.distributed.is_mpi_available()
-
-
-def _has_nccl() -> bool:
-    import torch.distributed
-
-    return torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    return distributed.is_available() and distributed.is_backend_available(backend)
 
 
 def _lacks_nccl(engine: Engine) -> list[Fault]:
     """Return a fault if GPUs need NCCL and torch has none; a strategy starts it even for a single process."""
     word = engine.params.get("process_group_backend")
-    if engine.gpus is None or engine.backend is None or word not in (None, "nccl") or _has_nccl():
+    if engine.gpus is None or engine.backend is None or word not in (None, "nccl") or _has("nccl"):
         return []
     one = ", or `engine.backend=null` for the one GPU" if world_size(engine) == 1 else ""
     message = (
-        f"this torch is built without NCCL, by which GPUs exchange tensors; {TORCH_BUILD} installs a "
-        "build with it on Linux; elsewhere set `engine.backend=ddp` and `engine.params.process_group_backend=gloo`"
+        f"this torch is built without NCCL, by which GPUs exchange tensors; {TORCH_BUILD} installs a build with it on "
+        f"Linux; elsewhere set `engine.backend=ddp` and `engine.params.process_group_backend=gloo`{one}"
     )
-    message += one
     return [Fault(message, "engine.backend", exit_code=3)]
 
 
@@ -286,7 +280,7 @@ def _strategy(engine: Engine) -> "str | Strategy":
             params["timeout"] = timedelta(seconds=params["timeout"])
         if engine.backend == "ddp":
             params.setdefault("process_group_backend", "gloo" if engine.gpus is None else "nccl")
-            from deeplightning.engine.ddp import Ddp
+            from deeplightning.engine.process_group import Ddp
 
             return Ddp(**params)
         if engine.backend == "fsdp":
@@ -337,8 +331,3 @@ def effective_batch(cfg: Config, size: int | None = None, samples: int = 0) -> s
     step = batch * world * factor
     most = f"{samples} samples a step, the whole training set" if 0 < samples < step else f"{step} samples a step"
     return f"{most}: {' x '.join(parts)}{late}"
-
-
-def asks_for_gpus(cfg: Config) -> bool:
-    """Return whether a worker needs a GPU."""
-    return cfg.engine.gpus not in (None, 0, [])

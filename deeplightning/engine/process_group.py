@@ -1,23 +1,93 @@
-"""Process groups: how data are split over processes, teardown, and explanations of failed DeepSpeed builds."""
+"""Process groups: Lightning's cluster environment, how data are split over processes, data parallelism, teardown, and
+explanations of failed DeepSpeed builds."""
 
 import atexit
 import contextlib
 import io
 import logging
+import os
 import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from lightning_fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
-from torch import Tensor, distributed
+from lightning_fabric.utilities.rank_zero import rank_zero_only
+from pytorch_lightning.strategies import DDPStrategy
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from deeplightning.process.identity import Identity, identity
 from deeplightning.words import first_line
 
 log = logging.getLogger("deeplightning")
 
 _PACKAGES = "`sudo apt-get install libaio-dev` (Debian, Ubuntu), `sudo dnf install libaio-devel` (Fedora, RHEL)"
+
+
+def cluster() -> ClusterEnvironment:
+    """Return the cluster environment of this process: of an external launcher, or one that starts its own processes.
+
+    Lightning 2.6 would use Slurm's variables even in a shell for which Slurm has only allocated a machine.
+    """
+    # If Slurm is installed, Lightning suggests to use it.
+    warnings.filterwarnings("ignore", "The `srun` command is available")
+    found = identity()
+    return Own() if found is None or not found.is_binding else Cluster(found)
+
+
+class Own(LightningEnvironment):
+    """The processes of a machine, started by the first of them."""
+
+    def teardown(self) -> None:
+        """Keep WORLD_SIZE, which Lightning's version deletes and later stages read."""
+
+
+class Cluster(ClusterEnvironment):
+    """The processes of a launch that were all started externally; see `deeplightning.process.identity`."""
+
+    def __init__(self, place: Identity):
+        self.place = place
+        rank_zero_only.rank = place.rank  # type: ignore[attr-defined]
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return self.place.address or "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        return int(os.environ.get("MASTER_PORT") or self.place.port or 29500)  # torch's own default
+
+    @staticmethod
+    def detect() -> bool:
+        return identity() is not None
+
+    def world_size(self) -> int:
+        return self.place.world
+
+    def set_world_size(self, size: int) -> None:
+        """Ignore the size, which is fixed."""
+
+    def global_rank(self) -> int:
+        return self.place.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """Ignore the rank, which is fixed."""
+
+    def local_rank(self) -> int:
+        return self.place.local_rank
+
+    def node_rank(self) -> int:
+        return self.place.node
+
+
+# ---- the data
 
 
 def replicas(trainer: Any) -> tuple[int, int]:
@@ -83,6 +153,18 @@ class CountsOnce:
         if reduce_op in ("mean", "avg") and isinstance(tensor, Tensor) and not tensor.is_floating_point():
             tensor = tensor.double()
         return super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
+
+
+class Ddp(CountsOnce, DDPStrategy):
+    """Data parallelism with torch's `DistributedDataParallel`: each process has the network, gradients are averaged.
+
+    It computes on the stream on which gradients are reduced. Lightning 2.6.6 wraps the network on a side stream, as
+    torch requires for capturing a CUDA graph of the step. All else runs on the current stream, so autograd synchronises
+    the two at each parameter, and torch (2.11 and newer) warns.
+    """
+
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
 
 
 def scale_gradients(strategy: Any, optimizer: Any, scale: float) -> None:

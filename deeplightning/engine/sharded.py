@@ -19,7 +19,7 @@ from torchmetrics import Metric
 
 from deeplightning.engine.checkpoint_io import raise_for_misfits, read_checkpoint, save_sharded
 from deeplightning.engine.process_group import CountsOnce
-from deeplightning.engine.shards import Scattered, Shard, part_of, whole_of
+from deeplightning.engine.shards import Scattered, Shard, whole_of
 from deeplightning.faults import CheckpointError, ConfigError, Fault
 
 if TYPE_CHECKING:
@@ -41,13 +41,10 @@ class Share:
     start: int
     values: Tensor
 
-    @property
-    def stop(self) -> int:
-        return self.start + self.values.numel()
-
     def part(self, tensor: Tensor | Scattered) -> Tensor:
         """Return this process's part of a whole tensor of the parameter's shape, (n,)."""
-        return part_of(tensor, self.start, self.stop)
+        start, stop = self.start, self.start + self.values.numel()
+        return tensor.part(start, stop) if isinstance(tensor, Scattered) else tensor.reshape(-1)[start:stop]
 
     def piece(self, values: Tensor) -> Shard:
         """Return this process's shard of a tensor that is split like the parameter. Call it on every process.
@@ -137,10 +134,7 @@ class Sharded(CountsOnce, ABC):
                 setattr(module, name, buffer.to(device))
 
     def teardown(self) -> None:
-        """Give values to meta parameters: Lightning's error about them would hide why the set-up failed.
-
-        Its error would hide why the set-up failed.
-        """
+        """Give values to meta parameters: Lightning's error about them would hide why the set-up failed."""
         if any(parameter.is_meta for parameter in self.lightning_module.parameters()):
             self.lightning_module.to_empty(device="cpu")
         super().teardown()  # type: ignore[misc]
@@ -225,8 +219,7 @@ class Sharded(CountsOnce, ABC):
 def _piece(value: Any, share: Share | None) -> object:
     if share is None:  # complete on every process, as at stage 0
         return value
-    is_like = isinstance(value, Tensor) and value.ndim == 1 and value.shape == share.values.shape
-    if is_like:
+    if isinstance(value, Tensor) and value.shape == share.values.shape:  # (n,)
         return share.piece(value)
     # DeepSpeed has one step count for many parameters; if they shared it after loading, each would increment it.
     return value.clone() if isinstance(value, Tensor) else value
@@ -275,8 +268,6 @@ def whole_shapes(module: nn.Module) -> dict[str, Any]:
     parameters = dict(module.named_parameters(remove_duplicate=False))
     found = module.state_dict()
     for name, value in found.items():
-        shape = getattr(
-            parameters.get(name), "ds_shape", None
-        )  # DeepSpeed's, of a parameter whose values are elsewhere
+        shape = getattr(parameters.get(name), "ds_shape", None)  # DeepSpeed's; the values are on several processes
         found[name] = torch.empty(shape, dtype=value.dtype, device="meta") if shape is not None else value
     return found

@@ -49,11 +49,6 @@ class Scattered:
         return self.part(0, torch.Size(self.shape).numel()).view(self.shape)
 
 
-def part_of(tensor: Any, start: int, stop: int) -> Tensor:
-    """Return elements `start` to `stop` of a flattened tensor, whole or scattered."""
-    return tensor.part(start, stop) if isinstance(tensor, Scattered) else tensor.reshape(-1)[start:stop]
-
-
 def whole_of(value: object) -> Any:
     """Return a value of a checkpoint with each scattered tensor assembled."""
     return _replaced(value, Scattered, lambda scattered, _: scattered.whole())

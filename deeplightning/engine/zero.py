@@ -246,7 +246,9 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
             return optimizer.state.get(parameter, {})
         flat, start, size = self._place(parameter)
         kept = self._zero.optimizer.state.get(flat, {})
-        return {name: v[start : start + size] if _is_flat(v, flat) else v for name, v in kept.items()}
+        return {
+            name: v[start : start + size] if getattr(v, "shape", None) == flat.shape else v for name, v in kept.items()
+        }
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Add the loss scale of half precision and its counters; other engines ignore them."""
@@ -369,10 +371,6 @@ def _share_of_2(parameter: Tensor, group: int, zero: Any) -> Share:
     return Share(
         tuple(parameter.shape), fragment.lp_fragment_address.start, flat[place.start : place.start + place.numel]
     )
-
-
-def _is_flat(value: object, flat: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == flat.shape
 
 
 def _lay_over(under: dict[str, Any], over: Mapping[str, object]) -> None:

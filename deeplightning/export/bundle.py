@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 import shutil
+import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,11 +33,11 @@ from torch import nn
 from deeplightning.array_spec import ArraySpec
 from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.image_spec import ImageSpec
-from deeplightning.kinds import KINDS, Kind
+from deeplightning.kinds import KINDS, Kind, row_spec
 from deeplightning.private.messages import Sentence, says
 from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, card_digest, golden_digest, permissions_of
 from deeplightning.table_spec import TableSpec
-from deeplightning.text_spec import TextError, TextSpec
+from deeplightning.text_spec import TextSpec
 from deeplightning.words import first_line
 
 TOLERANCE = 1e-4
@@ -52,7 +53,8 @@ LARGE_WEIGHTS_BYTES = 2**28
 """Size above which the weights are stored in a file beside the graph: writing a single file takes three copies of them
 in memory, and an ONNX file cannot contain more than 2 GB."""
 
-BATCH_SIZES = (1, 3, 16)
+BATCH = 16
+BATCH_SIZES = (1, 3, BATCH)
 """Batch sizes that an exported graph is tested with, besides the one it was traced with."""
 
 EXTRA_TOKENS = 5
@@ -121,59 +123,57 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
     """
     if task.kind not in KINDS:
         raise CheckpointError(f"Only {', '.join(KINDS)} can be exported; this task is {task.kind!r}.")
-    kind = KINDS[task.kind]
+    kind, model = KINDS[task.kind], task.inference_model()
+    spec: Any = getattr(task, {"image": "image_spec", "text": "text_spec"}.get(kind.takes, "row_spec"))
+    given, rows = _prepared(kind, spec, samples)
+    free = {0: torch.export.Dim("batch", min=1)}  # torch.export would treat a dimension of 1 as a constant
+    tests, longer = [rows], max(map(len, rows)) + EXTRA_TOKENS
     if kind.takes == "text":
-        return _export_texts(task, folder, [str(text) for text in samples], run)
-    if kind.takes in ("table", "array"):
-        return _export_rows(task, folder, samples, run)
-    spec, pictures = task.image_spec, kind.gives == "reconstruction"
-    labels = [] if pictures else [str(name) for name in task.class_names]
-    shape = (spec.channels, spec.height, spec.width)
-    if samples.dtype != np.uint8 or samples.shape[1:] != shape or not len(samples):
-        raise CheckpointError(
-            "Export compares the network with its ONNX form on samples of uint8 "
-            f"(N, {spec.channels}, {spec.height}, {spec.width}), N ≥ 1; got {samples.dtype} {samples.shape}."
-        )
-    model = task.inference_model()
-    expected = _torch_answers(model, _batches(samples, 16))  # (N, K) or (N, C, H, W)
-    if pictures and expected.shape != samples.shape:
-        raise CheckpointError(f"The network answers pictures of {samples.shape} with {expected.shape}, not the same.")
-    _check(expected, kind, labels, shape)
-    if pictures and not (expected.min() >= 0 and expected.max() <= 1):
-        raise CheckpointError(
-            f"The network's pictures run from {expected.min():.3g} to {expected.max():.3g}, not from 0 to 1; "
-            "end inference_model() with a sigmoid or a clamp."
-        )
-    example = np.resize(samples, (2, *samples.shape[1:]))  # torch.export treats a batch size of 1 as a constant
-    graph = _trace(model, example, "images", {0: torch.export.Dim("batch", min=1)}, kind.output)
+        expected = _torch_answers(model, [row[None] for row in rows])  # each text alone, so without padding
+        longer = min(longer, spec.limit or longer)
+        tests += [[np.pad(row, (0, longer - len(row)), constant_values=spec.padding) for row in rows]]
+        example = spec.stack([rows[0], rows[-1], [spec.padding] * 2])[:2]
+        free[1] = torch.export.Dim("length", min=1, max=spec.limit)
+    else:
+        expected = _torch_answers(model, [np.stack(rows[at : at + BATCH]) for at in range(0, len(rows), BATCH)])
+        example = np.resize(np.stack(rows[:2]), (2, *rows[0].shape))
+    _check(expected, kind, [str(name) for name in task.class_names] if kind.has_labels else [], rows[0].shape)
+    graph = _trace(model, example, kind.input, free, kind.output)
+    stack = spec.stack if kind.takes == "text" else np.stack
 
     def verify(file: Path) -> dict[str, object]:
-        return _golden(samples, kind.compared(_verified_answers(file, samples, expected)))
+        answers = kind.compared(_verified_answers(file, tests, stack, expected))
+        kept = _limit_samples(given, answers)
+        name = {"image": "pictures", "text": "texts"}.get(kind.takes, kind.input)
+        return {name: kept, "fp32": packed(answers[: len(kept)])}
 
-    return _write(folder, model, graph, _described(task, spec.to_dict()), run, verify)
+    more = {spec.file: spec.content} if kind.takes == "text" else {}
+    return _write(folder, model, graph, _described(task, spec.to_dict()), run, verify, more)
 
 
-def _export_rows(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[str, object]) -> Path:
-    """Export a task that takes rows of a table, or arrays (see `export`)."""
-    model, kind, spec = task.inference_model(), KINDS[task.kind], task.row_spec
+def _prepared(kind: Kind, spec: Any, samples: np.ndarray) -> tuple[Iterable[object], list[np.ndarray]]:
+    """Return the samples as clients send them, of JSON types, and as the model takes them.
+
+    Raises:
+        CheckpointError: there are none, or one cannot be used.
+    """
+    if kind.takes == "image":
+        shape = (spec.channels, spec.height, spec.width)
+        if samples.dtype != np.uint8 or samples.shape[1:] != shape or not len(samples):
+            raise CheckpointError(
+                "Export compares the network with its ONNX form on samples of uint8 "
+                f"(N, {spec.channels}, {spec.height}, {spec.width}), N ≥ 1; got {samples.dtype} {samples.shape}."
+            )
+        return map(_png, samples), list(samples)
     if not len(samples):
         raise CheckpointError("Export compares the network with its ONNX form on samples, and there are none.")
-    given = [json.loads(row) for row in samples] if kind.takes == "table" else list(samples)
+    readers: dict[str, Callable[[Any], Any]] = {"table": json.loads, "text": str, "array": np.asarray}
+    given = [readers[kind.takes](sample) for sample in samples]
     try:
-        rows = spec.stack([spec.prepare(one) for one in given])  # (N, …)
+        rows = [spec.prepare(one) for one in given]
     except ValueError as error:
         raise CheckpointError(f"A sample cannot be used to prove the export with: {error}") from error
-    expected = _torch_answers(model, _batches(rows, 16))
-    _check(expected, kind, [str(name) for name in task.class_names], spec.shape)
-    example = np.resize(rows, (2, *rows.shape[1:]))
-    graph = _trace(model, example, kind.input, {0: torch.export.Dim("batch", min=1)}, kind.output)
-
-    def verify(file: Path) -> dict[str, object]:
-        answers = _verified_answers(file, rows, expected)
-        kept = _limit_samples([one if kind.takes == "table" else _npy(one) for one in given], answers)
-        return {"rows" if kind.takes == "table" else "arrays": kept, "fp32": packed(answers[: len(kept)])}
-
-    return _write(folder, model, graph, _described(task, spec.to_dict()), run, verify)
+    return map(_npy, given) if kind.takes == "array" else given, rows
 
 
 def _npy(values: np.ndarray) -> str:
@@ -190,37 +190,15 @@ def _described(task: Exportable, input: dict[str, object]) -> dict[str, Any]:
     return {"task": task.kind, "input": input, "labels": labels} | ({"output": details} if details else {})
 
 
-def _export_texts(task: Exportable, folder: RunFolder, texts: list[str], run: dict[str, Any]) -> Path:
-    """Export a task that takes texts (see `export`)."""
-    model = task.inference_model()
-    spec = task.text_spec
-    if not texts:
-        raise CheckpointError("Export compares the network with its ONNX form on samples, and there are none.")
-    try:
-        rows = [spec.prepare(text) for text in texts]
-    except TextError as error:
-        raise CheckpointError(f"A text of the samples cannot be used to prove the export with: {error}") from error
-    expected = _torch_answers(model, [row[None] for row in rows])  # (N, K), each text alone, so without padding
-    kind = KINDS[task.kind]
-    _check(expected, kind, [str(name) for name in task.class_names], ())
-    # No dimension may be 1: torch.export would treat it as a constant.
-    example = spec.stack([rows[0], rows[-1], [spec.padding] * 2])[:2]
-    dynamic = {0: torch.export.Dim("batch", min=1), 1: torch.export.Dim("length", min=1, max=spec.limit)}
-    graph = _trace(model, example, kind.input, dynamic, kind.output)
-
-    def verify(file: Path) -> dict[str, Any]:
-        answers = _verified_text_answers(file, spec, rows, expected)[:MAX_GOLDEN]
-        return {"texts": texts[: len(answers)], "fp32": packed(answers)}
-
-    return _write(folder, model, graph, _described(task, spec.to_dict()), run, verify, {spec.file: spec.content})
-
-
 def _check(expected: np.ndarray, kind: Kind, labels: list[str], shape: tuple[int, ...]) -> None:
     """Check the network's answers to inputs of a shape.
 
     Raises:
-        CheckpointError: answers are not finite, or do not match the labels.
+        CheckpointError: answers are not finite, do not match the labels, or are no pictures of the inputs' shape.
     """
+    if not kind.has_labels and expected.shape[1:] != shape:
+        given = (len(expected), *shape)
+        raise CheckpointError(f"The network answers pictures of {given} with {expected.shape}, not the same.")
     if kind.has_labels and expected.shape[1:] != kind.answer(len(labels), shape):
         found = " x ".join(map(str, expected.shape[1:]))
         names = {"regression": "target", "multilabel": "label"}.get(kind.gives, "class")
@@ -232,6 +210,11 @@ def _check(expected: np.ndarray, kind: Kind, labels: list[str], shape: tuple[int
         raise CheckpointError(
             f"The network's {kind.output} are not finite: its weights are damaged, or training diverged."
         )
+    if not kind.has_labels and not (expected.min() >= 0 and expected.max() <= 1):
+        raise CheckpointError(
+            f"The network's pictures run from {expected.min():.3g} to {expected.max():.3g}, not from 0 to 1; "
+            "end inference_model() with a sigmoid or a clamp."
+        )
 
 
 def _write(
@@ -241,7 +224,7 @@ def _write(
     description: dict[str, object],
     run: dict[str, object],
     verify: Callable[[Path], dict[str, object]],
-    more: Mapping[str, str] | None = None,
+    more: Mapping[str, str],
 ) -> Path:
     """Write the bundle, verify its graph, and put it in place.
 
@@ -257,7 +240,7 @@ def _write(
             graph.save(new / folder.bundle_model.name, external_data=is_large or None)
             save_model(model, str(new / folder.bundle_weights.name))
             (new / folder.bundle_weights.name).chmod((new / folder.bundle_model.name).stat().st_mode)  # it was private
-            for name, text in (more or {}).items():
+            for name, text in more.items():
                 (new / name).write_bytes(text.encode())
             golden = verify(new / folder.bundle_model.name)
             files = {file.name: digest_of(file) for file in sorted(new.iterdir())}
@@ -279,10 +262,6 @@ def _torch_answers(model: nn.Module, batches: Sequence[np.ndarray]) -> np.ndarra
     with torch.inference_mode():
         answers = [model(torch.from_numpy(part.copy())) for part in batches]
     return torch.cat(answers).numpy()
-
-
-def _batches(samples: np.ndarray, size: int) -> list[np.ndarray]:
-    return [samples[start : start + size] for start in range(0, len(samples), size)]
 
 
 def _trace(
@@ -327,59 +306,36 @@ def reason(error: BaseException) -> str:
     return first_line(error)
 
 
-def _verified_answers(file: Path, samples: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Return ONNX Runtime's answers to `samples`, float32, after comparing them with `expected` at several batch sizes.
+def _verified_answers(
+    file: Path, tests: Sequence[list[np.ndarray]], stack: Callable[[list[np.ndarray]], np.ndarray], expected: np.ndarray
+) -> np.ndarray:
+    """Return ONNX Runtime's answers to samples, float32, after comparing them with `expected` at several batch sizes.
+
+    Args:
+        tests: the prepared samples; of texts also the same with more padding.
+        stack: makes a batch of some samples.
 
     Raises:
         CheckpointError: they differ by more than `TOLERANCE`, or ONNX Runtime rejects the graph.
     """
-    worst = 0.0
+    number, answers, worst = len(expected), np.empty_like(expected), 0.0
+    batches = [np.arange(size) % number for size in BATCH_SIZES]
+    batches += [np.arange(start, min(start + BATCH, number)) for start in range(0, number, BATCH)]
     try:
         session = session_of(file)
-        answers = np.concatenate([answers_of(session, part) for part in _batches(samples, 16)])
-        for size in BATCH_SIZES:
-            batch = np.resize(samples, (size, *samples.shape[1:]))
-            wanted = np.resize(expected, (size, *expected.shape[1:]))
-            worst = np.maximum(worst, np.abs(answers_of(session, batch) - wanted).max())
+        for inputs in reversed(tests):  # the answers to return come last
+            for chosen in batches:
+                given = answers_of(session, stack([inputs[n] for n in chosen]))
+                worst = float(np.maximum(worst, np.abs(given - expected[chosen]).max()))
+                answers[chosen] = given
     except Exception as error:  # onnxruntime's exceptions have no common class of their own
         raise CheckpointError(f"ONNX Runtime does not take the exported network: {reason(error)}") from error
-    worst = float(np.maximum(worst, np.abs(answers - expected).max()))
     allowed = TOLERANCE * max(1.0, float(np.abs(expected).max()))
     if not worst <= allowed:  # so that nan is refused as well
+        padding = "; a network of texts must not see the padding" if len(tests) > 1 else ""
         raise CheckpointError(
             f"The exported network answers otherwise than the checkpoint: {session.get_outputs()[0].name} differ by up "
-            f"to {worst:.3g}, allowed are {allowed:g}. No bundle was written."
-        )
-    return answers
-
-
-def _verified_text_answers(file: Path, spec: TextSpec, rows: list[np.ndarray], expected: np.ndarray) -> np.ndarray:
-    """Return ONNX Runtime's answers to texts, float32 (N, K), after comparing them with `expected` at several batch
-    sizes, padded to the longest text of the batch and further.
-
-    Raises:
-        CheckpointError: they differ by more than `TOLERANCE`, or ONNX Runtime rejects the graph.
-    """
-    number = len(rows)
-    sets = [np.arange(start, min(start + 16, number)) for start in range(0, number, 16)]
-    sets += [np.arange(size) % number for size in BATCH_SIZES]
-    longest = min(max(map(len, rows)) + EXTRA_TOKENS, spec.limit or len(max(rows, key=len)) + EXTRA_TOKENS)
-    filled = [np.pad(row, (0, longest - len(row)), constant_values=spec.padding) for row in rows]
-    answers, worst = np.empty_like(expected), 0.0
-    try:
-        session = session_of(file)
-        for texts in (rows, filled):
-            for chosen in reversed(sets):  # the answers to return come last
-                given = session.run(None, {"tokens": spec.stack([texts[n] for n in chosen])})[0]
-                worst = float(np.maximum(worst, np.abs(given - expected[chosen]).max()))
-                if texts is rows:
-                    answers[chosen] = given
-    except Exception as error:  # onnxruntime's exceptions have no common class of their own
-        raise CheckpointError(f"ONNX Runtime does not take the exported network: {reason(error)}") from error
-    if not worst <= TOLERANCE:  # so that nan is refused as well
-        raise CheckpointError(
-            f"The exported network answers otherwise than the checkpoint: probabilities differ by up to {worst:.3g}, "
-            f"allowed are {TOLERANCE:g}; a network of texts must not see the padding. No bundle was written."
+            f"to {worst:.3g}, allowed are {allowed:g}{padding}. No bundle was written."
         )
     return answers
 
@@ -397,11 +353,6 @@ def session_of(file: Path) -> onnxruntime.InferenceSession:
 def answers_of(session: onnxruntime.InferenceSession, batch: np.ndarray) -> np.ndarray:
     """Return a model's answers to a batch of prepared samples, (N, …)."""
     return session.run(None, {session.get_inputs()[0].name: batch})[0]
-
-
-def _golden(samples: np.ndarray, answers: np.ndarray) -> dict[str, object]:
-    kept = _limit_samples(map(_png, samples), answers)
-    return {"pictures": kept, "fp32": packed(answers[: len(kept)])}
 
 
 def _png(pixels: np.ndarray) -> str:
@@ -463,3 +414,67 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+# ---- further models
+
+
+def card_of(folder: RunFolder) -> Card:
+    """Return the content of `bundle.json`, after checking its digests."""
+    again = "write it again with `deeplightning export RUN`"
+    try:
+        card = json.loads(folder.bundle_card.read_bytes())
+        whole = card["format"] == BUNDLE_FORMAT and card["digest"] == card_digest(card)
+        whole = whole and card["files"][folder.bundle_model.name] == digest_of(folder.bundle_model)
+        whole = whole and card["golden"]["digest"] == golden_digest(card)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"The bundle {folder.bundle} cannot be read ({error}); {again}.") from error
+    if not whole:
+        raise CheckpointError(f"The bundle {folder.bundle} is damaged, or of another format; {again}.")
+    return card
+
+
+@contextlib.contextmanager
+def added(folder: RunFolder, card: Card, name: str) -> Iterator[Path]:
+    """Yield the path of a new file, which becomes the file `name` of the bundle when the block succeeds. The block may
+    change the card.
+
+    Raises:
+        SetupError: the folder cannot be written.
+    """
+    try:
+        with tempfile.TemporaryDirectory() as place:
+            file = Path(place) / name
+            yield file
+            card["files"][name] = digest_of(file)
+            with replacement_for(folder.bundle) as new:
+                for other in card["files"].keys() - {name}:
+                    _link_or_copy(folder.bundle / other, new / other)
+                shutil.copyfile(file, new / name)
+                (new / folder.bundle_card.name).write_text(card_text(card), encoding="utf-8")
+    except OSError as error:
+        raise SetupError(f"The bundle {folder.bundle} cannot be written: {error}.") from error
+
+
+def golden_inputs(folder: RunFolder, card: Card) -> dict[str, np.ndarray]:
+    """Return the golden samples as the model takes them, by the name of its input."""
+    kind = KINDS[card["task"]]
+    golden, values = card["golden"], card["input"]
+    if kind.takes == "image":
+        pictures = ImageSpec.from_dict(values)
+        decoded = [pictures.decode(base64.b64decode(png)) for png in golden["pictures"]]
+        return {kind.input: np.stack(decoded).transpose(0, 3, 1, 2).copy()}
+    if kind.takes == "text":
+        texts = TextSpec.from_dict(values, (folder.bundle / values["file"]).read_text(encoding="utf-8"))
+        return {kind.input: texts.stack([texts.prepare(text) for text in golden["texts"]])}
+    rows, given = row_spec(kind.takes, values), golden[kind.input]
+    inputs: Any = given if kind.takes == "table" else map(base64.b64decode, given)
+    return {kind.input: rows.stack([rows.prepare(one) for one in inputs])}
+
+
+def _link_or_copy(file: Path, target: Path) -> None:
+    """Put a file into another folder, as a hard link if the file system supports it, since weights are large."""
+    try:
+        os.link(file, target)
+    except OSError:
+        shutil.copy2(file, target)

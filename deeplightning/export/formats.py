@@ -7,7 +7,6 @@ size, and texts of any length. No server opens them: untrusted files are not saf
 
 import contextlib
 import io
-import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -18,9 +17,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from deeplightning.export.added import add_model, card_of, golden_inputs
-from deeplightning.export.bundle import BATCH_SIZES, EXTRA_TOKENS, TOLERANCE, Exportable, FormatError, digest_of, reason
-from deeplightning.faults import SetupError
+from deeplightning.export.bundle import (
+    BATCH_SIZES,
+    EXTRA_TOKENS,
+    TOLERANCE,
+    Exportable,
+    FormatError,
+    added,
+    card_of,
+    golden_inputs,
+    reason,
+)
 from deeplightning.kinds import KINDS
 from deeplightning.runfolder import RunFolder
 
@@ -61,36 +68,30 @@ def add_format(task: Exportable, folder: RunFolder, name: str) -> Path:
         length = min(samples.shape[1] + EXTRA_TOKENS, spec.limit or samples.shape[1] + EXTRA_TOKENS)
         longer = np.pad(samples, ((0, 0), (0, length - samples.shape[1])), constant_values=spec.padding)
     example = torch.from_numpy(np.resize(longer, (2, *longer.shape[1:])))
-    try:
-        with tempfile.TemporaryDirectory() as place:
-            file = Path(place) / file_name
-            try:
-                with _quiet():
-                    write(model, example, free, file)
-                    again = read(file)
-                    worst = max(
-                        _difference(model, again, batch) for inputs in (samples, longer) for batch in _batches(inputs)
-                    )
-            except OSError:
-                raise
-            except Exception as error:  # whatever torch raises, the network cannot be expressed
-                why = reason(error).rstrip(".")
-                raise FormatError(
-                    f"The network cannot be exported as {name}: {why}. The bundle {folder.bundle} has it as ONNX; "
-                    f"leave {name} out of train.export."
-                ) from error
-            with torch.inference_mode():
-                allowed = TOLERANCE * max(1.0, float(model(torch.from_numpy(samples)).abs().max()))
-            if not worst <= allowed:  # so that nan is refused as well
-                raise FormatError(
-                    f"The network exported as {name} answers otherwise than the checkpoint: answers differ by up to "
-                    f"{worst:.3g}, allowed are {allowed:g}. The bundle {folder.bundle} has it as ONNX; leave {name} "
-                    "out of train.export."
+    with added(folder, card, file_name) as file:
+        try:
+            with _quiet():
+                write(model, example, free, file)
+                again = read(file)
+                worst = max(
+                    _difference(model, again, batch) for inputs in (samples, longer) for batch in _batches(inputs)
                 )
-            card["files"][file_name] = digest_of(file)
-            add_model(folder, card, file, file_name)
-    except OSError as error:
-        raise SetupError(f"The bundle {folder.bundle} cannot be written: {error}.") from error
+        except OSError:
+            raise
+        except Exception as error:  # whatever torch raises, the network cannot be expressed
+            why = reason(error).rstrip(".")
+            raise FormatError(
+                f"The network cannot be exported as {name}: {why}. The bundle {folder.bundle} has it as ONNX; "
+                f"leave {name} out of train.export."
+            ) from error
+        with torch.inference_mode():
+            allowed = TOLERANCE * max(1.0, float(model(torch.from_numpy(samples)).abs().max()))
+        if not worst <= allowed:  # so that nan is refused as well
+            raise FormatError(
+                f"The network exported as {name} answers otherwise than the checkpoint: answers differ by up to "
+                f"{worst:.3g}, allowed are {allowed:g}. The bundle {folder.bundle} has it as ONNX; leave {name} "
+                "out of train.export."
+            )
     return folder.bundle / file_name
 
 

@@ -5,16 +5,15 @@ the last layer, such as a softmax, keep 32. On the CPU, ONNX Runtime (1.31) roun
 computes in 32 bits, so only the server, which compares the answers on its GPU, can detect an overflow in 16 bits.
 """
 
-import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper, shape_inference
 
-from deeplightning.export.added import SERVE_FP32, add_model, card_of, golden_inputs, weighted_layers
-from deeplightning.export.bundle import digest_of, session_of
-from deeplightning.faults import CheckpointError, SetupError
+from deeplightning.export.bundle import added, card_of, golden_inputs, session_of
+from deeplightning.faults import CheckpointError
 from deeplightning.runfolder import RunFolder
 
 MAX_DIFFERENCE = 0.02
@@ -34,6 +33,10 @@ FLOAT_OPERATORS = {
 """Operators that lack fp16 on some devices, or have an explicit type."""
 
 
+HAVE_WEIGHTS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
+SERVE_FP32 = "serve it with serve.precision=fp32"
+
+
 def halve(folder: RunFolder) -> float:
     """Add `model.fp16.onnx` to `folder.bundle`; on failure, leave the bundle as it was. In `bundle.json` only the
     digests change: the answers are compared with those of fp32, and older servers ignore the file.
@@ -46,32 +49,26 @@ def halve(folder: RunFolder) -> float:
         SetupError: the folder cannot be written.
     """
     card = card_of(folder)
-    try:
-        with tempfile.TemporaryDirectory() as place:
-            model = _fp16_model(folder.bundle_model, Path(place))
-            inputs = golden_inputs(folder, card)
-            expected = session_of(folder.bundle_model).run(None, inputs)[0]
-            difference = float(np.abs(session_of(model).run(None, inputs)[0] - expected).max())
-            if not difference <= MAX_DIFFERENCE:  # so that nan is refused as well
-                raise CheckpointError(
-                    f"The bundle {folder.bundle} is not served in fp16: its answers to the golden samples would differ "
-                    f"by up to {difference:.3g} from those in fp32, and at most {MAX_DIFFERENCE:g} is allowed; "
-                    f"{SERVE_FP32}."
-                )
-            card["files"][folder.bundle_fp16.name] = digest_of(model)
-            add_model(folder, card, model, folder.bundle_fp16.name)
-    except OSError as error:
-        raise SetupError(f"The bundle {folder.bundle} cannot be written: {error}.") from error
+    with added(folder, card, folder.bundle_fp16.name) as model:
+        _write_fp16(folder.bundle_model, model)
+        inputs = golden_inputs(folder, card)
+        expected = session_of(folder.bundle_model).run(None, inputs)[0]
+        difference = float(np.abs(session_of(model).run(None, inputs)[0] - expected).max())
+        if not difference <= MAX_DIFFERENCE:  # so that nan is refused as well
+            raise CheckpointError(
+                f"The bundle {folder.bundle} is not served in fp16: its answers to the golden samples would differ "
+                f"by up to {difference:.3g} from those in fp32, and at most {MAX_DIFFERENCE:g} is allowed; "
+                f"{SERVE_FP32}."
+            )
     return difference
 
 
-def _fp16_model(model: Path, place: Path) -> Path:
-    """Convert the model to fp16, and return the file in `place`.
+def _write_fp16(model: Path, file: Path) -> None:
+    """Convert the model to fp16, and write it to `file`.
 
     Raises:
         CheckpointError: no layer has weights, or the model cannot be converted.
     """
-    file = place / "model.fp16.onnx"
     try:
         loaded = shape_inference.infer_shapes(onnx.load(model))
         _Fp16Converter(loaded.graph).convert(*weighted_layers(model, loaded.graph.node, "fp16"))
@@ -81,7 +78,18 @@ def _fp16_model(model: Path, place: Path) -> Path:
         raise
     except Exception as error:  # neither onnx nor onnxruntime documents which it may raise
         raise CheckpointError(f"{model} cannot be converted to fp16 ({error}); {SERVE_FP32}.") from error
-    return file
+
+
+def weighted_layers(model: Path, nodes: Sequence[onnx.NodeProto], precision: str) -> tuple[int, int]:
+    """Return the indices of the first and the last layer with weights, between pixel scaling and probabilities.
+
+    Raises:
+        CheckpointError: no layer has weights.
+    """
+    found = [number for number, node in enumerate(nodes) if node.op_type in HAVE_WEIGHTS]
+    if not found:
+        raise CheckpointError(f"{model} has no layer that {precision} would make quicker; {SERVE_FP32}.")
+    return found[0], found[-1]
 
 
 class _Fp16Converter:

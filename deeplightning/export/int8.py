@@ -16,7 +16,6 @@ network of a few small layers gains nothing. Letters: N samples, K classes, labe
 import contextlib
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,9 +34,9 @@ from onnxruntime.quantization import (
 )
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
-from deeplightning.export.added import HAVE_WEIGHTS, SERVE_FP32, add_model, card_of, golden_inputs, weighted_layers
-from deeplightning.export.bundle import answers_of, digest_of, packed, session_of
-from deeplightning.faults import CheckpointError, SetupError
+from deeplightning.export.bundle import added, answers_of, card_of, golden_inputs, packed, session_of
+from deeplightning.export.fp16 import HAVE_WEIGHTS, SERVE_FP32, weighted_layers
+from deeplightning.faults import CheckpointError
 from deeplightning.kinds import KINDS, Kind
 from deeplightning.runfolder import Card, RunFolder
 
@@ -91,20 +90,16 @@ def quantize(folder: RunFolder, validation: Labelled) -> dict[str, Any]:
     before, number = _scores(card, kind, session_of(folder.bundle_model), validation, sample)
     if not number:
         raise CheckpointError(f"There are no validation {noun} to judge {folder.bundle} in int8 by; {SERVE_FP32}.")
-    try:
-        with tempfile.TemporaryDirectory() as place:
-            model = _int8_model(folder.bundle_model, None if sample is None else sample.images, Path(place), kind.input)
-            session = session_of(model)
-            after, _ = _scores(card, kind, session, validation)
-            figures = _compare_scores(folder, card, before, after, f"{number} validation {noun}")
-            figures[noun] = number
-            if sample is not None:
-                figures[f"calibration_{noun}"] = len(sample.images)
-            card["files"][folder.bundle_int8.name] = digest_of(model)
-            card["golden"]["int8"] = packed(answers_of(session, golden_inputs(folder, card)[kind.input]))
-            add_model(folder, {**card, "int8": figures}, model, folder.bundle_int8.name)
-    except OSError as error:
-        raise SetupError(f"The bundle {folder.bundle} cannot be written: {error}.") from error
+    with added(folder, card, folder.bundle_int8.name) as model:
+        _write_int8(folder.bundle_model, None if sample is None else sample.images, model, kind.input)
+        session = session_of(model)
+        after, _ = _scores(card, kind, session, validation)
+        figures = _compare_scores(folder, card, before, after, f"{number} validation {noun}")
+        figures[noun] = number
+        if sample is not None:
+            figures[f"calibration_{noun}"] = len(sample.images)
+        card["golden"]["int8"] = packed(answers_of(session, golden_inputs(folder, card)[kind.input]))
+        card["int8"] = figures
     return figures
 
 
@@ -188,21 +183,14 @@ def _label_scores(kept: np.ndarray, output: dict[str, Any]) -> dict[str, Any]:
     Args:
         kept: probabilities and labels, (N, 2, K).
     """
+    from sklearn.metrics import average_precision_score, f1_score  # imported lazily: it takes a second
+
     probabilities, truth = kept[:, 0], kept[:, 1] == 1
     answered = probabilities >= np.array(output["thresholds"], probabilities.dtype)
-    both, either = (answered & truth).sum(0), answered.sum(0) + truth.sum(0)
-    f1 = np.where(either > 0, 2 * both / np.maximum(either, 1), 0.0)
-    precisions = [_average_precision(probabilities[:, k], truth[:, k]) for k in np.flatnonzero(truth.any(0))]
-    scores = {"f1": 100 * f1.mean()}
-    return {**scores, "map": 100 * np.mean(precisions)} if precisions else scores
-
-
-def _average_precision(probabilities: np.ndarray, truth: np.ndarray) -> float:
-    """Return the sum over thresholds of precision x gain of recall; equal probabilities form one threshold."""
-    order = np.argsort(-probabilities, kind="stable")
-    last = np.append(np.diff(probabilities[order]) != 0, True)
-    hits, seen = truth[order].cumsum()[last], np.arange(1, len(order) + 1)[last]
-    return float((hits / seen * np.diff(hits, prepend=0)).sum() / truth.sum())
+    f1 = [f1_score(true, given, zero_division=0) for true, given in zip(truth.T, answered.T, strict=True)]
+    occurring = np.flatnonzero(truth.any(0))
+    precisions = [average_precision_score(truth[:, k], probabilities[:, k]) for k in occurring]
+    return {"f1": 100 * np.mean(f1)} | ({"map": 100 * np.mean(precisions)} if precisions else {})
 
 
 _SUMMARIES: dict[str, Callable[[np.ndarray, dict[str, Any]], dict[str, Any]]] = {
@@ -212,8 +200,8 @@ _SUMMARIES: dict[str, Callable[[np.ndarray, dict[str, Any]], dict[str, Any]]] = 
 }
 
 
-def _int8_model(model: Path, samples: list[np.ndarray] | None, place: Path, name: str) -> Path:
-    """Quantize the model, and return the file in `place`.
+def _write_int8(model: Path, samples: list[np.ndarray] | None, quantized: Path, name: str) -> None:
+    """Quantize the model, and write it to `quantized`.
 
     Args:
         samples: samples for the calibration; None: dynamic ranges.
@@ -222,7 +210,7 @@ def _int8_model(model: Path, samples: list[np.ndarray] | None, place: Path, name
     Raises:
         CheckpointError: the model has nothing to quantize, or ONNX Runtime fails.
     """
-    prepared, quantized = place / "prepared.onnx", place / "model.int8.onnx"
+    prepared = quantized.with_name("prepared.onnx")
     try:
         with _quiet():
             # It folds constants and infers shapes; symbolic shapes would need sympy.
@@ -230,6 +218,10 @@ def _int8_model(model: Path, samples: list[np.ndarray] | None, place: Path, name
             loaded = onnx.load(prepared)
             nodes = loaded.graph.node
             first, last = weighted_layers(model, nodes, "int8")
+            weights = {one.name: one for one in loaded.graph.initializer}
+            # ONNX Runtime 1.24 quantizes a batch of matrices, and fails when it multiplies with it.
+            products = [node for node in nodes if node.op_type == "MatMul"]
+            batched = [n.name for n in products if any(len(weights[i].dims) > 2 for i in n.input if i in weights)]
             if samples is None:
                 # A Gemm becomes a MatMul with a transposed weight, which would contradict the inferred shapes.
                 loaded.graph.ClearField("value_info")
@@ -241,6 +233,7 @@ def _int8_model(model: Path, samples: list[np.ndarray] | None, place: Path, name
                     per_channel=True,
                     reduce_range=True,
                     weight_type=QuantType.QInt8,
+                    nodes_to_exclude=batched,
                 )
             else:
                 quantize_static(
@@ -252,7 +245,7 @@ def _int8_model(model: Path, samples: list[np.ndarray] | None, place: Path, name
                     reduce_range=True,
                     activation_type=QuantType.QUInt8,
                     weight_type=QuantType.QInt8,
-                    nodes_to_exclude=[node.name for node in [*nodes[:first], *nodes[last + 1 :]]],
+                    nodes_to_exclude=batched + [node.name for node in [*nodes[:first], *nodes[last + 1 :]]],
                     # Their outputs stay float until the next layer or the end: logits of 8 bits are too coarse.
                     extra_options={"OpTypesToExcludeOutputQuantization": ["Gemm", "MatMul"]},
                 )
@@ -262,7 +255,6 @@ def _int8_model(model: Path, samples: list[np.ndarray] | None, place: Path, name
         raise
     except Exception as error:  # neither onnx nor onnxruntime documents its exceptions
         raise CheckpointError(f"ONNX Runtime cannot quantize {model} ({error}); {SERVE_FP32}.") from error
-    return quantized
 
 
 class _Reader(CalibrationDataReader):

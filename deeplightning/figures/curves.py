@@ -71,20 +71,13 @@ def _rank(chart: Chart) -> int:
         return 0
     if of_stage:
         return 1 if chart.name.endswith("loss") else 2
-    return 3 if is_rate(chart.name) else 4
+    return 3 if re.fullmatch(r"lr([-_/].*)?", chart.name) else 4
 
 
-def is_rate(name: str) -> bool:
-    """Return whether a series is a learning rate."""
-    return re.fullmatch(r"lr([-_/].*)?", name) is not None
-
-
-def thinned(points: Sequence[tuple[int, float]], most: int = POINTS) -> Sequence[tuple[int, float]]:
-    """Return at most this many points, including the last one."""
-    if len(points) <= most:
-        return points
-    every = math.ceil(len(points) / most)
-    return [*points[::every], *([points[-1]] if (len(points) - 1) % every else [])]
+def _thinned(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
+    """Return at most `POINTS` points, including the last one."""
+    every = math.ceil(len(points) / POINTS)
+    return [*points[::every], *([points[-1]] if (len(points) - 1) % every else [])] if every > 1 else points
 
 
 def curve(chart: Chart, best: int | None = None) -> Drawing:
@@ -129,39 +122,26 @@ def _panels(
 def _grid(found: Sequence[Chart], best: int | None, columns: int) -> "Figure":
     made, grid = _panels(len(found), columns, 2.55, (0.62, 0.18, 0.36, 0.44), 0.46)
     for axes, chart in zip(grid, found, strict=False):
-        _draw(axes, chart, best)
+        for stage, points in chart.curves.items():
+            steps, values = zip(*_thinned(points), strict=True)
+            marker = "o" if len(steps) <= 30 else None
+            colour = _COLOUR.get(stage, COLOURS[3])
+            axes.plot(steps, values, color=colour, label=_WORD.get(stage), marker=marker, markersize=2.5)
+        axes.set_title(label(chart.name, 40))
+        _scale(axes, chart.name, [value for points in chart.curves.values() for _, value in points])
+        axes.set_xlabel("step")
+        judged = [step for step, _ in chart.curves.get("val", []) if best is not None and step <= best]
+        if judged:  # a checkpoint counts the steps that are done, a series from 0
+            axes.axvline(max(judged), color=MUTED, linewidth=1, linestyle=(0, (2, 2)), label="best")
+        if "" not in chart.curves:
+            axes.legend(loc="best", handlelength=1.4)
+        lines(axes)
     return made
 
 
-def _draw(axes: Any, chart: Chart, best: int | None) -> None:
-    for stage, points in chart.curves.items():
-        steps, values = zip(*thinned(points), strict=True)
-        marker = "o" if len(steps) <= 30 else None
-        axes.plot(
-            *(steps, values),
-            color=_COLOUR.get(stage, COLOURS[3]),
-            label=_WORD.get(stage),
-            marker=marker,
-            markersize=2.5,
-        )
-    axes.set_title(label(chart.name, 40))
-    _scale(axes, chart.name, [value for points in chart.curves.values() for _, value in points])
-    axes.set_xlabel("step")
-    judged = [step for step, _ in chart.curves.get("val", []) if best is not None and step <= best]
-    if judged:  # a checkpoint counts the steps that are done, a series from 0
-        axes.axvline(max(judged), color=MUTED, linewidth=1, linestyle=(0, (2, 2)), label="best")
-    if "" not in chart.curves:
-        axes.legend(loc="best", handlelength=1.4)
-    lines(axes)
-
-
-def is_logarithmic(name: str, values: Sequence[float]) -> bool:
-    """Return whether a metric needs a logarithmic scale: a loss that spans more than two decades."""
-    return name.endswith("loss") and min(values) > 0 and max(values) / min(values) > 200
-
-
 def _scale(axes: Any, name: str, values: Sequence[float]) -> None:
-    if values and is_logarithmic(name, values):
+    """Set a logarithmic scale for a loss that spans more than two decades."""
+    if values and name.endswith("loss") and min(values) > 0 and max(values) / min(values) > 200:
         axes.set_yscale("log")
         axes.minorticks_off()
         axes.yaxis.set_major_formatter("{x:g}")
@@ -174,26 +154,24 @@ def compared(name: str, of_runs: Sequence[tuple[str, Sequence[tuple[int, float]]
         name: of the metric.
         of_runs: each run's name, and the points that it has of it.
     """
-    return Drawing(lambda: _compared(name, of_runs), f"{label(name)} of {len(of_runs)} runs over the steps")
 
+    def draw() -> "Figure":
+        made = figure(WIDTH, 2.55 + 0.15 * len(of_runs))
+        axes = place(made, 0.62, 0.18, 0.36, 0.46 + 0.15 * len(of_runs))
+        styles = ("-", (0, (4, 2)), (0, (1, 1.5)))
+        for number, (run, points) in enumerate(of_runs):
+            kept = [(step, value) for step, value in _thinned(points) if math.isfinite(value)]
+            if kept:
+                colour, dash = COLOURS[number % len(COLOURS)], styles[number // len(COLOURS) % len(styles)]
+                axes.plot(*zip(*kept, strict=True), color=colour, linestyle=dash, label=label(run, 40))
+        axes.set_title(label(name, 40))
+        axes.set_xlabel("step")
+        _scale(axes, name, [value for _, points in of_runs for _, value in points if math.isfinite(value)])
+        lines(axes)
+        made.legend(*axes.get_legend_handles_labels(), loc="lower left", bbox_to_anchor=(0.1, 0.0), labelspacing=0.2)
+        return made
 
-def _compared(name: str, of_runs: Sequence[tuple[str, Sequence[tuple[int, float]]]]) -> "Figure":
-    made = figure(WIDTH, 2.55 + 0.15 * len(of_runs))
-    axes = place(made, 0.62, 0.18, 0.36, 0.46 + 0.15 * len(of_runs))
-    styles = ("-", (0, (4, 2)), (0, (1, 1.5)))
-    for number, (run, points) in enumerate(of_runs):
-        kept = [(step, value) for step, value in thinned(points) if math.isfinite(value)]
-        if kept:
-            dash = styles[number // len(COLOURS) % len(styles)]
-            axes.plot(
-                *zip(*kept, strict=True), color=COLOURS[number % len(COLOURS)], linestyle=dash, label=label(run, 40)
-            )
-    axes.set_title(label(name, 40))
-    axes.set_xlabel("step")
-    _scale(axes, name, [value for _, points in of_runs for _, value in points if math.isfinite(value)])
-    lines(axes)
-    made.legend(*axes.get_legend_handles_labels(), loc="lower left", bbox_to_anchor=(0.1, 0.0), labelspacing=0.2)
-    return made
+    return Drawing(draw, f"{label(name)} of {len(of_runs)} runs over the steps")
 
 
 MOST_DOTS = 3000
@@ -202,38 +180,30 @@ MOST_DOTS = 3000
 
 def truth_against_prediction(truth: np.ndarray, predicted: np.ndarray, names: Sequence[str], of: str) -> Drawing:
     """Draw a dot for each sample and target, float (N, T) each, for at most six targets."""
-    errors = (predicted - truth)[:, :6]
-    parts = [
-        f"{label(name)}: RMSE {np.sqrt(np.mean(errors[:, n] ** 2)):.4g}, R² {_r2(truth[:, n], errors[:, n]):.4g}"
-        for n, name in enumerate(names[:6])
-    ]
-    return Drawing(
-        lambda: _truth(truth[:, :6], predicted[:, :6], parts, of),
-        f"Truth against prediction on {len(truth):,} {of} samples. {'; '.join(parts)}",
-    )
+    truth, predicted = truth[:, :6], predicted[:, :6]
+    spread, errors = truth - truth.mean(0), predicted - truth
+    with np.errstate(divide="ignore", invalid="ignore"):  # R² of a target that does not vary is nan
+        r2 = np.where((spread**2).sum(0) > 0, 1 - (errors**2).sum(0) / (spread**2).sum(0), np.nan)
+    rmse = np.sqrt((errors**2).mean(0))
+    words = [f"RMSE {rmse[n]:.4g}, R² {r2[n]:.4g}" for n in range(truth.shape[1])]
+    parts = [f"{label(name)}: {word}" for name, word in zip(names, words, strict=False)]
 
-
-def _r2(truth: np.ndarray, errors: np.ndarray) -> float:
-    spread = float(np.sum((truth - truth.mean()) ** 2))
-    return 1 - float(np.sum(errors**2)) / spread if spread else float("nan")
-
-
-def _truth(truth: np.ndarray, predicted: np.ndarray, parts: Sequence[str], of: str) -> "Figure":
-    columns = min(2, len(parts))
-    made, grid = _panels(len(parts), columns, 3.9, (0.62, 0.2, 0.5, 0.46), 0.34)
-    some = np.linspace(0, len(truth) - 1, min(len(truth), MOST_DOTS)).astype(int)
-    for number, words in enumerate(parts):
-        axes, name, numbers = grid[number], *words.rsplit(": ", 1)
-        x, y = truth[some, number], predicted[some, number]
-        low, high = float(min(x.min(), y.min())), float(max(x.max(), y.max()))
-        axes.plot([low, high], [low, high], color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+    def draw() -> "Figure":
+        made, grid = _panels(len(parts), min(2, len(parts)), 3.9, (0.62, 0.2, 0.5, 0.46), 0.34)
+        some = np.linspace(0, len(truth) - 1, min(len(truth), MOST_DOTS)).astype(int)
         alpha = 0.8 if len(some) < 300 else 0.4
-        axes.plot(x, y, "o", color=BLUE, markersize=3, alpha=alpha, markeredgewidth=0, rasterized=len(some) > 500)
-        axes.set_title(f"{name}\n", color=INK)
-        axes.text(0, 1.03, f"{numbers}; {len(truth):,} {of} samples", transform=axes.transAxes, fontsize=7, color=MUTED)
-        axes.set_xlabel("truth")
-        axes.set_ylabel("prediction")
-        axes.set_aspect("equal", adjustable="datalim")
-        lines(axes)
-        axes.grid(True, color=GRID)
-    return made
+        for axes, name, word, x, y in zip(grid, names, words, truth[some].T, predicted[some].T, strict=False):
+            low, high = float(min(x.min(), y.min())), float(max(x.max(), y.max()))
+            axes.plot([low, high], [low, high], color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+            axes.plot(x, y, "o", color=BLUE, markersize=3, alpha=alpha, markeredgewidth=0, rasterized=len(some) > 500)
+            axes.set_title(f"{label(name)}\n", color=INK)
+            note = f"{word}; {len(truth):,} {of} samples"
+            axes.text(0, 1.03, note, transform=axes.transAxes, fontsize=7, color=MUTED)
+            axes.set_xlabel("truth")
+            axes.set_ylabel("prediction")
+            axes.set_aspect("equal", adjustable="datalim")
+            lines(axes)
+            axes.grid(True, color=GRID)
+        return made
+
+    return Drawing(draw, f"Truth against prediction on {len(truth):,} {of} samples. {'; '.join(parts)}")

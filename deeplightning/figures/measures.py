@@ -1,5 +1,5 @@
-"""Numbers that judge answers: per class, by confidence, and of two classes. numpy only, which imports at once;
-`tests/unit/test_measures.py` compares them with scikit-learn and torchmetrics.
+"""Judge answers per class and by confidence, with numpy, which imports at once; `tests/unit/test_measures.py` compares
+the numbers with those of scikit-learn and torchmetrics.
 
 N samples, K classes, M bins.
 """
@@ -67,42 +67,6 @@ def reliability(probability: np.ndarray, is_right: np.ndarray, bins: int = BINS)
     accuracy = np.bincount(which, is_right, bins) / np.maximum(count, 1)
     error = float((np.abs(confidence - accuracy) * count).sum() / max(1, len(probability)))
     return Reliability(confidence, accuracy, count, error)
-
-
-class TwoClasses(NamedTuple):
-    """The curves of two classes: one point for each different score, the highest first, float (P,) each.
-
-    Attributes:
-        false_positives: share of the negative samples whose score is at least so high.
-        recall: of the positive samples, which is the rate of true positives.
-        precision: of those that are found.
-        auc: the area under the ROC curve.
-        average_precision: the mean precision, weighted by the steps of recall.
-    """
-
-    false_positives: np.ndarray
-    recall: np.ndarray
-    precision: np.ndarray
-    auc: float
-    average_precision: float
-
-
-def two_classes(score: np.ndarray, is_positive: np.ndarray) -> TwoClasses | None:
-    """Compute the curves from scores, float (N,), and truth, bool (N,); None if all samples have the same truth."""
-    positives = int(is_positive.sum())
-    negatives = len(is_positive) - positives
-    if positives == 0 or negatives == 0:
-        return None
-    order = np.argsort(-score, kind="stable")
-    ranked, positive = score[order], is_positive[order]
-    ends = np.append(np.flatnonzero(np.diff(ranked)), len(ranked) - 1)  # equal scores are found together
-    right = np.cumsum(positive)[ends]
-    found = ends + 1
-    recall, false = right / positives, (found - right) / negatives
-    precision = right / found
-    steps = np.diff(recall, prepend=0.0)
-    area = float(np.trapezoid(np.append(0.0, recall), np.append(0.0, false)))
-    return TwoClasses(false, recall, precision, area, float((precision * steps).sum()))
 
 
 def in_groups(counts: np.ndarray) -> np.ndarray:

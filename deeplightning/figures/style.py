@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deeplightning.faults import SetupError
 from deeplightning.words import printable
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ LONGEST = 24
 """Characters that a label shows."""
 
 _NAMES = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper"}
-_STYLE = {
+_STYLE: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 8,
@@ -94,29 +93,17 @@ class Drawing:
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Apply the style inside the block and restore matplotlib's settings afterwards.
+    """Apply the style inside the block and restore matplotlib's settings afterwards."""
+    import matplotlib
 
-    Raises:
-        SetupError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise SetupError("pictures need matplotlib, which is not installed: pip install matplotlib") from error
-
-    # Not `rc_context`, which copies all settings.
-    settings: Any = matplotlib.rcParams
-    before = {name: settings[name] for name in _STYLE}
     log = logging.getLogger("matplotlib.font_manager")
     level = log.level
     log.setLevel(logging.ERROR)
     try:
-        settings.update(_STYLE)
-        with warnings.catch_warnings():
+        with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
             yield
     finally:
-        settings.update(before)
         log.setLevel(level)
 
 

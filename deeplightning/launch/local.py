@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import errno
+import os
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from subprocess import Popen
+from types import FrameType
 from typing import Any
 
 from deeplightning.config.source import compose
 from deeplightning.engine.plan import local_size
-from deeplightning.launch.backoff import Backoff
-from deeplightning.launch.job import Job, Start
+from deeplightning.faults import SetupError
+from deeplightning.launch.job import Backoff, Job, Start
 from deeplightning.launch.sealed import sealed_meanwhile
+from deeplightning.process import failure, ranks, shared_folder, supervisor
+from deeplightning.process.agreement import enough_memory
 from deeplightning.process.terminal import say, say_path
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.environment import git_answers
 
+POLL_SECONDS = 0.1
+GRACE_SECONDS = ranks.SHUTDOWN_SECONDS + 2 * ranks.EXIT_SECONDS  # for the others to exit when one has failed
+
 
 class Local:
-    """Start the processes of a run on this machine, with torch's elastic agent.
+    """Start the processes of a run on this machine.
 
     When a process is killed, hangs or becomes unreachable, the others end and all are restarted, up to
     `engine.max_restarts` times: they resume in the same run, from its latest complete checkpoint. An error in the
@@ -70,43 +86,33 @@ class Local:
         Raises:
             SetupError: the processes cannot be started.
         """
-        from deeplightning.launch.elastic import supervise
-
         restarts, redact = job.cfg.engine.max_restarts, job.cfg.redact
 
         def report(line: str) -> None:
             say(redact(line), err=True)
 
         command, size = _command(job), local_size(job.cfg.engine)
+        processes = Processes(command, size, restarts, self.master_port or 0, self.backoff, report)
         with sealed_meanwhile(compose(job.config, [*job.overrides]).files, git_answers(redact)):
-            code, agent = supervise(command, size, restarts, self.master_port or 0, self.backoff, report)
-        if code != 0 and agent.cause is not None:
-            self._report_end(job, agent, report)
-        if agent.run_folder is not None:
-            say_path(agent.run_folder.path, "Artifact storage path: ")
+            code = processes.run()
+        folder, cause = processes.run_folder, processes.cause
+        if code != 0 and cause is not None:
+            word = f"error [{cause.whose}]" if cause.whose else "error"
+            if cause.lost and not processes.forwarded:
+                used = {0: "", 1: "; the restart is used up"}.get(restarts, f"; the {restarts} restarts are used up")
+                report(f"{word}: {cause.reason}{used}{failure.resume_hint(failure.newest_of(folder))}")
+            elif not processes.reported:
+                report(f"{word}: {cause.reason}")
+            if processes.lost_first and folder is not None:  # else rank 0 did so
+                tags = {"failure": redact(str(cause))[:1000], "restarts": str(processes.restarts)}
+                _end_run(job, folder, {name: value for name, value in tags.items() if value != "0"})
+        if folder is not None:
+            say_path(folder.path, "Artifact storage path: ")
         return code
-
-    def _report_end(self, job: Job, agent: Any, report: Callable[[str], None]) -> None:
-        """Report why the processes ended, if none of them did."""
-        from deeplightning.process import failure
-
-        restarts, redact, cause = job.cfg.engine.max_restarts, job.cfg.redact, agent.cause
-        assert cause is not None
-        word = f"error [{cause.whose}]" if cause.whose else "error"
-        if cause.lost and not agent.forwarded:
-            used = {0: "", 1: "; the restart is used up"}.get(restarts, f"; the {restarts} restarts are used up")
-            report(f"{word}: {cause.reason}{used}{failure.resume_hint(agent.newest)}")
-        elif not agent.reported:
-            report(f"{word}: {cause.reason}")
-        if agent.lost_first and agent.run_folder is not None:  # else rank 0 did so
-            tags = {"failure": redact(str(cause))[:1000], "restarts": str(agent.restarts)}
-            _end_run(job, agent.run_folder, {name: value for name, value in tags.items() if value != "0"})
 
 
 def _end_run(job: Job, folder: RunFolder, tags: dict[str, str]) -> None:
     """Mark a run as failed if the process that would do so was killed."""
-    import time
-
     from deeplightning.tracking.open import open_tracker
     from deeplightning.tracking.store import locate
     from deeplightning.tracking.tracker import Batch
@@ -124,3 +130,194 @@ def _command(job: Job) -> list[str]:
     """Return the command of each process; a drawn seed is passed on, so all processes and restarts share it."""
     drawn = any(notice.key == "seed" for notice in job.cfg.notices or [])
     return [*job.command, *([f"seed={job.cfg.seed}"] if drawn else [])]
+
+
+class Processes:
+    """Run a command in several processes of this machine, and restart all of them after one was lost.
+
+    A process is lost if neither code nor data caused its end (see `Cause.lost`). The others then end by themselves (see
+    `deeplightning.process.ranks`); those that do not are killed. The processes get the variables of torchrun.
+
+    Args:
+        command: the same for each process.
+        number: of processes.
+        max_restarts: how often all are restarted.
+        port: of the rendezvous; 0 for any free port.
+        pauses: seconds to wait after each failed attempt to start the processes.
+        report: prints a line for the user.
+
+    Attributes:
+        forwarded: the signals that were forwarded.
+        cause: why the processes failed last; None if they did not.
+        restarts: how often all were restarted.
+        reported: whether one of them printed the cause.
+        lost_first: whether rank 0, which reports for the run, was killed before it could.
+        run_folder: the run's folder, if the run had begun before a process ended.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        number: int,
+        max_restarts: int,
+        port: int,
+        pauses: Iterable[float],
+        report: Callable[[str], None],
+    ):
+        self.forwarded: list[signal.Signals] = []
+        self.cause: failure.Cause | None = None
+        self.restarts = 0
+        self.reported = self.lost_first = False
+        self.run_folder: RunFolder | None = None
+        self._command, self._number, self._max_restarts, self._port = command, number, max_restarts, port
+        self._pauses, self._report = pauses, report
+        self._launch = f"local-{socket.gethostname()}-{secrets.token_hex(8)}"
+        self._children: list[Popen[bytes]] = []
+        self._folder = Path()
+        self._until: float | None = None  # when processes that still run are killed
+
+    def run(self) -> int:
+        """Start the processes and wait for their end; return the exit code.
+
+        Raises:
+            SetupError: the processes cannot be started.
+        """
+        before = {number: signal.signal(number, self._forward) for number in failure.INTERRUPTED}
+        try:
+            while self._start():
+                if (code := self._wait()) is not None:
+                    return code
+                self._clean()
+            return failure.INTERRUPTED[self.forwarded[0]]
+        finally:
+            self._clean()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        """Forward a signal. The processes do not share the terminal's process group, so each gets it once."""
+        self.forwarded.append(signal.Signals(number))
+        if len(self.forwarded) > 1:  # they end at once
+            self._until = time.monotonic() + GRACE_SECONDS
+        self._send(number)
+
+    def _send(self, number: int) -> None:
+        for child in self._children:
+            if child.poll() is None:
+                child.send_signal(number)
+
+    def _start(self) -> bool:
+        """Start all processes, when the machine has room for them; return False if a signal came before."""
+        pauses = iter(self._pauses)
+        while not self.forwarded:
+            self._until, self._folder = None, Path()
+            try:
+                self._folder = Path(tempfile.mkdtemp(prefix=shared_folder.PREFIX))
+                enough_memory(self._number)
+                self._start_all()
+            except (OSError, SetupError) as error:
+                self._clean()
+                if isinstance(error, OSError) and error.errno not in (errno.EAGAIN, errno.ENOMEM):
+                    raise SetupError(f"the processes cannot be started: {error.strerror}") from error
+                reason = str(error) if isinstance(error, SetupError) else f"engine.processes: {error.strerror}"
+                if (pause := next(pauses, None)) is None:
+                    raise SetupError(reason) from error
+                self._report(f"{reason}; tries again in {pause:g} s")
+                time.sleep(pause)
+                continue
+            for number in self.forwarded[:1]:  # that arrived during the start
+                self._send(number)
+            return True
+        return False
+
+    def _start_all(self) -> None:
+        # The store stays here, so that no other program takes its port; an earlier one has keys of lost processes.
+        self._store = _store(self._port)
+        shared = {
+            "WORLD_SIZE": str(self._number),
+            "LOCAL_WORLD_SIZE": str(self._number),
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "MASTER_ADDR": self._store.host,
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_RUN_ID": self._launch,
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": str(self.restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(self._max_restarts),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            supervisor.FOLDER: str(self._folder),
+            supervisor.AGENT: str(os.getpid()),
+        }
+        for rank in range(self._number):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            self._children.append(Popen(self._command, env={**os.environ, **shared, **own}, start_new_session=True))
+
+    def _wait(self) -> int | None:
+        """Wait until all processes have ended; return the exit code of the launch, or None to restart them."""
+        while True:
+            codes = [child.poll() for child in self._children]
+            failed = sorted((code > 0, rank, code) for rank, code in enumerate(codes) if code)  # first those killed
+            cause = failure.first_of(self._folder)
+            if cause is None and failed:
+                ended = failure.end_of(*failed[0][1:])
+                failure.record_cause(self._folder, ended)
+                cause = failure.first_of(self._folder) or ended
+            if None not in codes:
+                break
+            if cause is not None:
+                self._end_late_ones(cause)
+            time.sleep(POLL_SECONDS)
+        # Once rank 0 has succeeded, the run is complete; processes lost after that do not matter.
+        if cause is None or not failed or (cause.lost and codes[0] == 0):
+            return 0
+        self.cause, self.reported = cause, (self._folder / failure.REPORTED).exists()
+        self.lost_first = (codes[0] or 0) < 0
+        if self.forwarded:
+            return failure.INTERRUPTED[self.forwarded[0]]
+        if not cause.lost or self.restarts == self._max_restarts:
+            return cause.exit_code
+        self.restarts += 1
+        newest = failure.newest_of(self._note_run())
+        how = f"resumes from {newest}" if newest else "starts again, there is no checkpoint yet"
+        self._report(f"restart {self.restarts} of {self._max_restarts}: {cause}; {how}")
+        return None
+
+    def _end_late_ones(self, cause: failure.Cause) -> None:
+        """Kill processes that exceed the time limit, except while a run saves after a signal."""
+        if self._until is None:
+            if cause.exit_code in failure.INTERRUPTED.values():
+                return
+            self._until = time.monotonic() + GRACE_SECONDS
+        if time.monotonic() > self._until:
+            self._send(signal.SIGKILL)
+
+    def _note_run(self) -> RunFolder | None:
+        """Return the run's folder, and keep it; None if the run has not begun."""
+        with contextlib.suppress(OSError):
+            self.run_folder = RunFolder((self._folder / "run").read_text())
+        return self.run_folder
+
+    def _clean(self) -> None:
+        """Kill all that the processes started, which are in process groups of their own, and remove the folder."""
+        for child in self._children:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        self._children = []
+        if self._folder.name:
+            self._note_run()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _store(port: int) -> Any:
+    """Return torch's store for a rendezvous on this machine.
+
+    Raises:
+        SetupError: the port is in use.
+    """
+    from torch.distributed import DistError, TCPStore
+
+    try:
+        return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    except DistError as error:
+        raise SetupError(f"port {port}, at which the processes are to meet, is in use") from error

@@ -17,12 +17,11 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from deeplightning import own_code
-from deeplightning.checks.trust import is_noted
 from deeplightning.config.addresses import fetched
 from deeplightning.faults import SetupError
 from deeplightning.own_code import SEAL, SEALED
@@ -81,11 +80,12 @@ def seal(
         files = _copies(configs, beside / "configs")
         if git is not None:
             (beside / GIT).write_text(json.dumps(git))
+        digests = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files_of(beside)}
         content = {
             "roots": {root: os.path.relpath(copy, beside) for root, copy in roots.items()},
             "configs": {path: os.path.relpath(copy, beside) for path, copy in files.items()},
             "addresses": fetched(),
-            "digests": {path.relative_to(beside).as_posix(): _digest(path) for path in _files(beside)},
+            "digests": {path.relative_to(beside).as_posix(): digest for path, digest in digests.items()},
         }
         (beside / SEAL).write_text(json.dumps(content, indent=1, sort_keys=True))
         beside.rename(folder)
@@ -96,39 +96,6 @@ def seal(
         shutil.rmtree(beside, ignore_errors=True)
         UMASK.give_back(token)
     return folder
-
-
-def is_intact(folder: Path) -> bool:
-    """Return whether this user made a seal on this machine (`note_own`) and none of its files has changed since.
-
-    Bytecode caches in it, which have no digest, are removed.
-    """
-    try:
-        if not is_noted(folder / SEAL):
-            return False
-        for cache in [*(folder / "code").rglob("__pycache__")]:
-            shutil.rmtree(cache)
-        digests = json.loads((folder / SEAL).read_text())["digests"]
-        return {path.relative_to(folder).as_posix(): _digest(path) for path in _files(folder)} == digests
-    except (OSError, ValueError, KeyError):
-        return False
-
-
-def edited(folder: Path) -> dict[str, str]:
-    """Return the own-code files that changed since this seal was made, with what happened to each."""
-    content = json.loads((folder / SEAL).read_text())
-    found = {}
-    for copy, digest in content["digests"].items():
-        for root, top in content["roots"].items():
-            if copy.startswith(f"{top}/"):
-                origin = Path(root, copy.removeprefix(f"{top}/"))
-                try:
-                    if _digest(origin) != digest:
-                        found[str(origin)] = "has changed"
-                except OSError:
-                    found[str(origin)] = "is gone"
-                break
-    return found
 
 
 @contextmanager
@@ -150,17 +117,6 @@ def sealed_meanwhile(configs: Iterable[Path] = (), git: Mapping[str, str | None]
         os.environ.pop(SEALED, None)
         os.environ |= {SEALED: before} if before is not None else {}
         shutil.rmtree(top, ignore_errors=True)
-
-
-def sealed_roots(folder: Path, without: Collection[str] = ()) -> dict[str, list[str]]:
-    """Return the folders that have files in a seal, except `without`; each with the paths of its files."""
-    content = json.loads((folder / SEAL).read_text())
-    files = {
-        root: [name.removeprefix(f"{copy}/") for name in content["digests"] if name.startswith(f"{copy}/")]
-        for root, copy in content["roots"].items()
-        if root not in without
-    }
-    return {root: paths for root, paths in files.items() if paths}
 
 
 # ---- the files of a seal
@@ -232,11 +188,7 @@ def _copies(configs: Iterable[Path], into: Path) -> dict[str, str]:
     return found
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def files_of(folder: Path) -> Iterator[Path]:
     """Yield the files of a seal that are not links, except its list."""
     for top, _, names in os.walk(folder):
         yield from (path for name in sorted(names) if not (path := Path(top, name)).is_symlink() and name != SEAL)
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -9,7 +9,7 @@ from deeplightning.engine.gpus import show_gpus
 from deeplightning.engine.plan import address_of
 from deeplightning.own_code import ROOTS, add_import_roots, original_roots
 from deeplightning.private.python import import_in_spawned
-from deeplightning.process.decisions import hand_on
+from deeplightning.process.identity import hand_on
 
 
 def apply_environment(cfg: Config) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from deeplightning.model.sizes import check_sizes, height_and_width
+
 
 class SimpleCNN(nn.Module):
     """Two blocks of 5x5 convolution (padding 2), ReLU and 2x2 max-pooling, 16 and 32 channels, then one linear layer.
@@ -25,16 +27,8 @@ class SimpleCNN(nn.Module):
 
     def __init__(self, num_classes: int, num_channels: int, image_size: int | Sequence[int] = 28):
         super().__init__()
-        for name, number in (("num_classes", num_classes), ("num_channels", num_channels)):
-            if not _is_whole(number) or number < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, not {number!r}")
-        sides = image_size if isinstance(image_size, Sequence) else [image_size, image_size]
-        if len(sides) != 2 or not all(_is_whole(side) and side >= 4 for side in sides):
-            raise ValueError(
-                "image_size must be one whole number or [height, width], each at least 4 because two poolings "
-                f"quarter it, not {image_size!r}"
-            )
-        self.image_size = (sides[0], sides[1])
+        check_sizes(num_classes=num_classes, num_channels=num_channels)
+        self.image_size = height, width = height_and_width("image_size", image_size, least=4)
         self.features = nn.Sequential(
             nn.Conv2d(num_channels, 16, kernel_size=5, padding=2),
             nn.ReLU(),
@@ -43,7 +37,7 @@ class SimpleCNN(nn.Module):
             nn.ReLU(),
             nn.MaxPool2d(2),  # (B, 32, H/4, W/4)
         )
-        self.classifier = nn.Linear(32 * (sides[0] // 4) * (sides[1] // 4), num_classes)
+        self.classifier = nn.Linear(32 * (height // 4) * (width // 4), num_classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return logits, float (B, K).
@@ -60,7 +54,3 @@ class SimpleCNN(nn.Module):
                 f"{self.image_size[0]}x{self.image_size[1]}: give it image_size: [{images.shape[2]}, {images.shape[3]}]"
             )
         return self.classifier(self.features(images).flatten(1))
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from deeplightning.model.sizes import check_sizes
 from deeplightning.words import first_line
 
 if TYPE_CHECKING:
@@ -50,8 +51,7 @@ class Encoder(nn.Module):
 
     def __init__(self, folder: str, num_classes: int, pretrained: bool = True, params: dict[str, Any] | None = None):
         super().__init__()
-        if not isinstance(num_classes, int) or isinstance(num_classes, bool) or num_classes < 1:
-            raise ValueError(f"num_classes must be a whole number of at least 1, not {num_classes!r}")
+        check_sizes(num_classes=num_classes)
         path = Path(folder).expanduser().absolute()
         _check_folder(path, pretrained)
         os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"  # read at import

@@ -10,33 +10,33 @@ B batch, C channels, H height, W width, K classes.
 from torch import nn
 from torchvision.models import resnet
 
+from deeplightning.model.sizes import check_sizes
+
 
 class _Residual(resnet.ResNet):
     """torchvision's network for pictures of any size and number of channels.
 
-    Args:
-        block: torchvision's class of the blocks.
+    Attributes:
+        kind: torchvision's class of the blocks.
         depths: number of blocks in each of the four stages.
-        num_classes, num_channels, small_images: as in `ResNet18`.
-        groups, width: torchvision's `groups` and `width_per_group`.
+        group_count, group_width: torchvision's `groups` and `width_per_group`.
     """
 
-    def __init__(
-        self,
-        block: type[resnet.BasicBlock | resnet.Bottleneck],
-        depths: list[int],
-        num_classes: int,
-        num_channels: int,
-        small_images: bool,
-        groups: int = 1,
-        width: int = 64,
-    ):
-        for key, number in (("num_classes", num_classes), ("num_channels", num_channels)):
-            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-                raise ValueError(f"{key} must be a whole number of at least 1, not {number!r}")
+    kind: type[resnet.BasicBlock | resnet.Bottleneck] = resnet.Bottleneck
+    depths: tuple[int, ...] = (3, 4, 6, 3)
+    group_count, group_width = 1, 64
+
+    def __init__(self, num_classes: int, num_channels: int = 3, small_images: bool = False):
+        check_sizes(num_classes=num_classes, num_channels=num_channels)
         if not isinstance(small_images, bool):
             raise ValueError(f"small_images must be true or false, not {small_images!r}")
-        super().__init__(block, depths, num_classes=num_classes, groups=groups, width_per_group=width)
+        super().__init__(
+            self.kind,
+            [*self.depths],
+            num_classes=num_classes,
+            groups=self.group_count,
+            width_per_group=self.group_width,
+        )
         if small_images or num_channels != 3:
             size, stride = (3, 1) if small_images else (7, 2)
             self.conv1 = nn.Conv2d(num_channels, 64, size, stride, size // 2, bias=False)
@@ -58,61 +58,52 @@ class ResNet18(_Residual):
         ValueError: an argument is invalid.
     """
 
-    def __init__(self, num_classes: int, num_channels: int = 3, small_images: bool = False):
-        super().__init__(resnet.BasicBlock, [2, 2, 2, 2], num_classes, num_channels, small_images)
+    kind, depths = resnet.BasicBlock, (2, 2, 2, 2)
 
 
 class ResNet34(_Residual):
     """ResNet-34, 21.8 million parameters for 1,000 classes; otherwise like `ResNet18`."""
 
-    def __init__(self, num_classes: int, num_channels: int = 3, small_images: bool = False):
-        super().__init__(resnet.BasicBlock, [3, 4, 6, 3], num_classes, num_channels, small_images)
+    kind = resnet.BasicBlock
 
 
 class ResNet50(_Residual):
     """ResNet-50, 25.6 million parameters for 1,000 classes; otherwise like `ResNet18`."""
 
-    def __init__(self, num_classes: int, num_channels: int = 3, small_images: bool = False):
-        super().__init__(resnet.Bottleneck, [3, 4, 6, 3], num_classes, num_channels, small_images)
-
 
 class ResNet101(_Residual):
     """ResNet-101, 44.5 million parameters for 1,000 classes; otherwise like `ResNet18`."""
 
-    def __init__(self, num_classes: int, num_channels: int = 3, small_images: bool = False):
-        super().__init__(resnet.Bottleneck, [3, 4, 23, 3], num_classes, num_channels, small_images)
+    depths = (3, 4, 23, 3)
 
 
 class ResNet152(_Residual):
     """ResNet-152, 60.2 million parameters for 1,000 classes; otherwise like `ResNet18`."""
 
-    def __init__(self, num_classes: int, num_channels: int = 3, small_images: bool = False):
-        super().__init__(resnet.Bottleneck, [3, 8, 36, 3], num_classes, num_channels, small_images)
+    depths = (3, 8, 36, 3)
 
 
 class ResNeXt50(_Residual):
     """ResNeXt-50 32x4d, 25.0 million parameters for 1,000 classes; otherwise like `ResNet18`."""
 
-    def __init__(self, num_classes: int, num_channels: int = 3, small_images: bool = False):
-        super().__init__(resnet.Bottleneck, [3, 4, 6, 3], num_classes, num_channels, small_images, 32, 4)
+    group_count, group_width = 32, 4
 
 
 class ResNeXt101(_Residual):
     """ResNeXt-101 32x8d, 88.8 million parameters for 1,000 classes; otherwise like `ResNet18`."""
 
-    def __init__(self, num_classes: int, num_channels: int = 3, small_images: bool = False):
-        super().__init__(resnet.Bottleneck, [3, 4, 23, 3], num_classes, num_channels, small_images, 32, 8)
+    depths = (3, 4, 23, 3)
+    group_count, group_width = 32, 8
 
 
 class WideResNet50(_Residual):
     """Wide ResNet-50-2, 68.9 million parameters for 1,000 classes; otherwise like `ResNet18`."""
 
-    def __init__(self, num_classes: int, num_channels: int = 3, small_images: bool = False):
-        super().__init__(resnet.Bottleneck, [3, 4, 6, 3], num_classes, num_channels, small_images, width=128)
+    group_width = 128
 
 
 class WideResNet101(_Residual):
     """Wide ResNet-101-2, 126.9 million parameters for 1,000 classes; otherwise like `ResNet18`."""
 
-    def __init__(self, num_classes: int, num_channels: int = 3, small_images: bool = False):
-        super().__init__(resnet.Bottleneck, [3, 4, 23, 3], num_classes, num_channels, small_images, width=128)
+    depths = (3, 4, 23, 3)
+    group_width = 128

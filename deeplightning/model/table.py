@@ -1,6 +1,6 @@
 """A network for rows of a table: embedded categories and numbers, then fully connected layers.
 
-B batch, F columns of the table, O outputs.
+B batch, F columns of the table, M members, O outputs.
 """
 
 from collections.abc import Sequence
@@ -8,9 +8,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from deeplightning.model.sizes import check_sizes
+
 
 class TableNet(nn.Module):
-    """A multilayer perceptron with residual blocks, after Gorishniy et al. 2021, https://arxiv.org/abs/2106.11959.
+    """An ensemble of multilayer perceptrons that share their hidden layers, after Gorishniy et al. 2025 (TabM),
+    https://arxiv.org/abs/2410.24210.
+
+    Each member multiplies the inputs by factors of its own and has an output layer of its own. In training, each row
+    goes through one member, drawn at random, so that the loss is that of single members; otherwise the output is the
+    mean of all members.
 
     Args:
         num_numbers: number of numeric columns, which come first in a row.
@@ -20,6 +27,7 @@ class TableNet(nn.Module):
         depth: number of residual blocks.
         embedding: maximum size of a category's embedding; columns with few values get a smaller one.
         dropout: probability of dropout of hidden units.
+        members: M; with 1, a single network.
 
     Raises:
         ValueError: there are no columns, or a size is invalid.
@@ -30,24 +38,30 @@ class TableNet(nn.Module):
         num_numbers: int,
         num_outputs: int,
         cardinalities: Sequence[int] = (),
-        width: int = 128,
-        depth: int = 2,
+        width: int = 64,
+        depth: int = 1,
         embedding: int = 16,
         dropout: float = 0.1,
+        members: int = 8,
     ):
         super().__init__()
-        if min(num_outputs, width, embedding) < 1 or min(num_numbers, depth) < 0:
-            raise ValueError("num_outputs, width and embedding must be at least 1, num_numbers and depth at least 0")
-        if num_numbers + len(cardinalities) < 1:
-            raise ValueError("num_numbers and cardinalities are of no column at all")
-        self.num_numbers = num_numbers
+        check_sizes(num_outputs=num_outputs, width=width, embedding=embedding, members=members)
+        if min(num_numbers, depth) < 0 or num_numbers + len(cardinalities) < 1:
+            raise ValueError("num_numbers and depth must be at least 0, and there must be a column")
+        self.num_numbers, self.members = num_numbers, members
         sizes = [min(embedding, (cardinality + 1) // 2) for cardinality in cardinalities]
         self.embeddings = nn.ModuleList(
             nn.Embedding(cardinality, size) for cardinality, size in zip(cardinalities, sizes, strict=True)
         )
-        self.first = nn.Linear(num_numbers + sum(sizes), width)
-        self.blocks = nn.ModuleList(_block(width, dropout) for _ in range(depth))
-        self.last = nn.Sequential(nn.LayerNorm(width), nn.ReLU(), nn.Linear(width, num_outputs))
+        inputs = num_numbers + sum(sizes)
+        self.factors = nn.Parameter(1 + 0.5 * torch.randn(members, inputs) * (members > 1))
+        self.hidden = nn.Sequential(
+            nn.Linear(inputs, width), *(_Block(width, dropout) for _ in range(depth)), nn.LayerNorm(width), nn.ReLU()
+        )
+        self.weights = nn.Parameter(torch.empty(members, width, num_outputs))
+        self.biases = nn.Parameter(torch.empty(members, num_outputs))
+        for parameter in (self.weights, self.biases):  # as `nn.Linear` begins
+            nn.init.uniform_(parameter, -(width**-0.5), width**-0.5)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return outputs (B, O) for rows, float32 (B, F).
@@ -64,13 +78,19 @@ class TableNet(nn.Module):
         parts = [rows[:, : self.num_numbers]]
         for column, embed in enumerate(self.embeddings, self.num_numbers):
             parts.append(embed(rows[:, column].long()))
-        hidden = self.first(torch.cat(parts, 1))  # (B, width)
-        for block in self.blocks:
-            hidden = hidden + block(hidden)
-        return self.last(hidden)
+        inputs = torch.cat(parts, 1)
+        if self.training:
+            member = torch.randint(self.members, (len(rows),), device=rows.device)
+            hidden = self.hidden(inputs * self.factors[member])  # (B, width)
+            return (hidden.unsqueeze(1) @ self.weights[member]).squeeze(1) + self.biases[member]
+        hidden = self.hidden(inputs * self.factors.unsqueeze(1))  # (M, B, width)
+        return (hidden @ self.weights + self.biases.unsqueeze(1)).mean(0)
 
 
-def _block(width: int, dropout: float) -> nn.Module:
-    return nn.Sequential(
-        nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(2 * width, width)
-    )
+class _Block(nn.Sequential):
+    def __init__(self, width: int, dropout: float):
+        layers = (nn.Linear(width, 2 * width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(2 * width, width))
+        super().__init__(nn.LayerNorm(width), *layers)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + super().forward(hidden)

@@ -8,7 +8,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+
+from deeplightning.model.attention import Block, tensor_plan
+from deeplightning.model.sizes import check_sizes
 
 
 class TextTransformer(nn.Module):
@@ -47,17 +49,8 @@ class TextTransformer(nn.Module):
     ):
         super().__init__()
         hidden = 4 * width if hidden is None else hidden
-        for name, number in (
-            ("num_classes", num_classes),
-            ("vocabulary_size", vocabulary_size),
-            ("width", width),
-            ("num_layers", num_layers),
-            ("num_heads", num_heads),
-            ("hidden", hidden),
-            ("max_length", max_length),
-        ):
-            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, not {number!r}")
+        check_sizes(num_classes=num_classes, vocabulary_size=vocabulary_size, width=width, num_layers=num_layers)
+        check_sizes(num_heads=num_heads, hidden=hidden, max_length=max_length)
         if width % num_heads or width % 2:
             raise ValueError(f"width must be a multiple of 2 and of num_heads ({num_heads}), not {width}")
         if not 0 <= dropout < 1:
@@ -73,25 +66,13 @@ class TextTransformer(nn.Module):
         with torch.no_grad():  # so that scaled embeddings have the magnitude of the positions, as in the paper
             self.embedding.weight.mul_(width**-0.5)
         self.dropout = nn.Dropout(dropout)
-        self.layers = nn.ModuleList(_Layer(width, num_heads, hidden, dropout) for _ in range(num_layers))
+        self.layers = nn.ModuleList(Block(width, num_heads, hidden, dropout, dropout) for _ in range(num_layers))
         self.norm = nn.LayerNorm(width)
         self.classifier = nn.Linear(width, num_classes)
 
     def tensor_plan(self, processes: int) -> dict[str, str]:
-        """Return how its layers are split over `processes` processes, for `engine.params.tensor_parallel`.
-
-        Raises:
-            ValueError: the number of processes does not divide `num_heads` or `hidden`.
-        """
-        for name, number in (("num_heads", self.num_heads), ("hidden", self.hidden)):
-            if number % processes:
-                raise ValueError(f"{processes} processes cannot share its {name} of {number} evenly")
-        return {
-            "layers.*.queries_keys_values": "colwise_3",
-            "layers.*.attended": "rowwise",
-            "layers.*.feed_forward.0": "colwise",
-            "layers.*.feed_forward.3": "rowwise",
-        }
+        """Return how its layers are split; see `deeplightning.model.attention.tensor_plan`."""
+        return tensor_plan("layers", processes, num_heads=self.num_heads, hidden=self.hidden)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits, float (B, K).
@@ -125,30 +106,3 @@ class TextTransformer(nn.Module):
         halves = torch.arange(self.width // 2, device=positions.device)
         angles = positions[:, None] * torch.exp(halves * (-2 * math.log(10_000) / self.width))  # (L, W / 2)
         return torch.cat([angles.sin(), angles.cos()], 1)
-
-
-class _Layer(nn.Module):
-    """Self-attention, then a feed-forward layer, each with a residual connection."""
-
-    def __init__(self, width: int, num_heads: int, hidden: int, dropout: float):
-        super().__init__()
-        self.num_heads, self.head_width, self.share_left_out = num_heads, width // num_heads, dropout
-        self.attention_norm = nn.LayerNorm(width)
-        self.queries_keys_values = nn.Linear(width, 3 * width)
-        self.attended = nn.Linear(width, width)
-        self.feed_forward_norm = nn.LayerNorm(width)
-        self.feed_forward = nn.Sequential(
-            nn.Linear(width, hidden), nn.GELU(), nn.Dropout(dropout), nn.Linear(hidden, width)
-        )
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, states: Tensor, seen: Tensor) -> Tensor:
-        """Return new states, float (B, L, W), for states of this shape and the mask `seen`, bool (B, 1, 1, L)."""
-        batch, length, _ = states.shape
-        projected = self.queries_keys_values(self.attention_norm(states))
-        # (3, B, H, L, W / H); with tensor parallelism, each process has its share of the heads
-        queries, keys, values = projected.view(batch, length, 3, -1, self.head_width).permute(2, 0, 3, 1, 4).unbind(0)
-        left_out = self.share_left_out if self.training else 0.0
-        heads = scaled_dot_product_attention(queries, keys, values, attn_mask=seen, dropout_p=left_out)
-        states = states + self.dropout(self.attended(heads.transpose(1, 2).reshape(batch, length, -1)))
-        return states + self.dropout(self.feed_forward(self.feed_forward_norm(states)))

@@ -9,6 +9,8 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from deeplightning.model.sizes import check_sizes, height_and_width
+
 
 class UNet(nn.Module):
     """A contracting path of `depth` halvings and an expanding path, with skip connections at each size.
@@ -37,20 +39,10 @@ class UNet(nn.Module):
         image_size: int | Sequence[int] | None = None,
     ):
         super().__init__()
-        for name, number in (
-            ("num_classes", num_classes),
-            ("num_channels", num_channels),
-            ("width", width),
-            ("depth", depth),
-        ):
-            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, not {number!r}")
+        check_sizes(num_classes=num_classes, num_channels=num_channels, width=width, depth=depth)
         self.depth = depth
         if image_size is not None:
-            sides = image_size if isinstance(image_size, Sequence) else [image_size, image_size]
-            if len(sides) != 2 or not all(isinstance(s, int) and not isinstance(s, bool) and s > 0 for s in sides):
-                raise ValueError(f"image_size must be null, one whole number or [height, width], not {image_size!r}")
-            self._check_size(*sides)
+            self._check_size(*height_and_width("image_size", image_size))
         widths = [width * 2**level for level in range(depth + 1)]
         self.start = _double_convolution(num_channels, width)
         self.down = nn.ModuleList(

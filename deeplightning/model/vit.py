@@ -9,6 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from deeplightning.model.attention import Block, tensor_plan
+from deeplightning.model.sizes import check_sizes, height_and_width
+
 
 class ViT(nn.Module):
     """A transformer of `depth` pre-norm blocks over patches and a class token with learned positions; the class token
@@ -50,25 +53,17 @@ class ViT(nn.Module):
         dropout: float = 0.0,
     ):
         super().__init__()
-        mlp_width = 4 * width if mlp_width is None and _is_whole(width) else mlp_width
-        for name, number in (
-            ("num_classes", num_classes),
-            ("num_channels", num_channels),
-            ("width", width),
-            ("depth", depth),
-            ("heads", heads),
-            ("mlp_width", mlp_width),
-        ):
-            if not _is_whole(number):
-                raise ValueError(f"{name} must be a whole number of at least 1, not {number!r}")
-        assert mlp_width is not None
+        check_sizes(num_classes=num_classes, num_channels=num_channels, width=width, depth=depth, heads=heads)
+        mlp_width = 4 * width if mlp_width is None else mlp_width
+        check_sizes(mlp_width=mlp_width)
         if width % heads:
             raise ValueError(
                 f"width {width} cannot be shared by {heads} heads: heads must divide it, as {_divisors(width)} do"
             )
         if not isinstance(dropout, int | float) or isinstance(dropout, bool) or not 0 <= dropout < 1:
             raise ValueError(f"dropout is a probability, at least 0 and below 1, not {dropout!r}")
-        self.image_size, patch = _sides("image_size", image_size), _sides("patch_size", patch_size)
+        self.image_size = height_and_width("image_size", image_size)
+        patch = height_and_width("patch_size", patch_size)
         for side, piece, word in zip(self.image_size, patch, ("height", "width"), strict=True):
             if side % piece:
                 raise ValueError(
@@ -96,20 +91,8 @@ class ViT(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def tensor_plan(self, processes: int) -> dict[str, str]:
-        """Return how its layers are split over `processes` processes, for `engine.params.tensor_parallel`.
-
-        Raises:
-            ValueError: the number of processes does not divide the heads or `mlp_width`.
-        """
-        for what, number in (("heads", self.heads), ("numbers of mlp_width", self.mlp_width)):
-            if number % processes:
-                raise ValueError(f"{processes} processes cannot share its {number} {what} evenly")
-        return {
-            "blocks.*.attention.asked": "colwise_3",
-            "blocks.*.attention.out": "rowwise",
-            "blocks.*.mlp.0": "colwise",
-            "blocks.*.mlp.3": "rowwise",
-        }
+        """Return how its blocks are split; see `deeplightning.model.attention.tensor_plan`."""
+        return tensor_plan("blocks", processes, heads=self.heads, mlp_width=self.mlp_width)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return logits, float (B, K).
@@ -129,66 +112,6 @@ class ViT(nn.Module):
         tokens = torch.cat([self.class_token.expand(tokens.shape[0], -1, -1), tokens], dim=1)  # (B, N + 1, D)
         tokens = self.blocks(self.dropout(tokens + self.positions))
         return self.head(self.norm(tokens[:, 0]))
-
-
-class Block(nn.Module):
-    """Attention, then an MLP, each with layer norm before it and a residual connection.
-
-    Args:
-        width: D.
-        heads: number of heads; divides `width`.
-        mlp_width: width of the MLP's hidden layer.
-        dropout: probability.
-    """
-
-    def __init__(self, width: int, heads: int, mlp_width: int, dropout: float):
-        super().__init__()
-        self.norm1 = nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
-        self.norm2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, mlp_width), nn.GELU(), nn.Dropout(dropout), nn.Linear(mlp_width, width)
-        )
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Map tokens, float (B, T, D), to the same shape."""
-        tokens = tokens + self.dropout(self.attention(self.norm1(tokens)))
-        return tokens + self.dropout(self.mlp(self.norm2(tokens)))
-
-
-class Attention(nn.Module):
-    """Multi-head self-attention (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762).
-
-    Args:
-        width: D.
-        heads: number of heads; divides `width`.
-    """
-
-    def __init__(self, width: int, heads: int):
-        super().__init__()
-        self.heads, self.head_width = heads, width // heads
-        self.asked = nn.Linear(width, 3 * width)  # queries, keys and values, side by side
-        self.out = nn.Linear(width, width)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Map tokens, float (B, T, D), to the same shape."""
-        # (B, T, 3, heads, D / heads); with tensor parallelism, each process has its share of the heads
-        asked = self.asked(tokens).unflatten(2, (3, -1, self.head_width))
-        queries, keys, values = asked.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, heads, T, D / heads)
-        found = nn.functional.scaled_dot_product_attention(queries, keys, values)
-        return self.out(found.transpose(1, 2).flatten(2))
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _sides(name: str, size: int | Sequence[int]) -> tuple[int, int]:
-    sides = size if isinstance(size, Sequence) else [size, size]
-    if len(sides) != 2 or not all(map(_is_whole, sides)):
-        raise ValueError(f"{name} must be one whole number or [height, width], each at least 1, not {size!r}")
-    return sides[0], sides[1]
 
 
 def _divisors(number: int) -> str:

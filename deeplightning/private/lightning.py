@@ -1,6 +1,5 @@
 """Private names of Lightning 2.6."""
 
-import itertools
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -79,13 +78,6 @@ def batches_ahead(trainer: "pl.Trainer") -> list[Any] | None:
     name moves, a run of several processes fails when training starts."""
     fetcher: Any = trainer.fit_loop._data_fetcher
     return getattr(fetcher, "batches", None) if fetcher.length is None else None
-
-
-def batches_left(trainer: "pl.Trainer", most: int) -> int:
-    """Read up to `most` further batches of the epoch; return their number, with those read ahead before."""
-    fetcher: Any = trainer.fit_loop._data_fetcher
-    rest = (next(fetcher.iterator, None) for _ in range(most))  # `iter` would restart the epoch
-    return len(fetcher.batches) + sum(1 for _ in itertools.takewhile(lambda batch: batch is not None, rest))
 
 
 def restart_validation(trainer: "pl.Trainer") -> None:

@@ -7,6 +7,7 @@ read. If one of these names moves, every config with a `${` fails here. Importin
 from collections.abc import Callable
 from typing import Any
 
+from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError
 from omegaconf.grammar_parser import parse as tree_of
 from omegaconf.grammar_visitor import GrammarVisitor, OmegaConfGrammarParser
@@ -31,22 +32,29 @@ def parse(text: str, argument: bool = False) -> object:
         raise Malformed from None
 
 
-class Evaluation:
+def plain(value: Any) -> Any:
+    """Return a container of OmegaConf as dicts and lists, any other value as it is."""
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+class Evaluation(GrammarVisitor):
     """Evaluates trees.
 
     Args:
-        find: returns the node at a key, from the number of leading dots (0: an absolute key) and its parts.
-        make: turns a node into a value.
+        find: returns the value at a key, from the number of leading dots (0: an absolute key) and its parts.
         call: returns the result of a resolver, from its name, its arguments, and functions that return their source.
     """
 
     def __init__(
         self,
-        find: Callable[[int, tuple[str, ...]], object],
-        make: Callable[[Any], object],
+        find: Callable[[int, tuple[str, ...]], Any],
         call: Callable[[str, tuple[object, ...], tuple[Callable[[], str], ...]], Any],
     ):
-        self._visitor = _Visitor(find, make, call)
+        super().__init__(
+            node_interpolation_callback=lambda key, memo: find(key.relative_dots, key.parts),
+            resolver_interpolation_callback=lambda name, args, args_str: call(name, args, args_str),
+            memo=None,
+        )
 
     def value(self, tree: object) -> Any:
         """Return the value of a tree.
@@ -56,35 +64,9 @@ class Evaluation:
                 digits.
         """
         try:
-            return self._visitor.visit(tree)
+            return self.visit(tree)
         except (ValueError, AssertionError):
             raise Malformed from None
-
-    def target(self, tree: Any) -> Any:
-        """Return the node that `find` gives for a text that is a single `${a.b}`, or None for any other text."""
-        text = tree.getChild(0)
-        inner = text.getChild(0).getChild(0) if text.getChildCount() == 1 else None
-        if not isinstance(inner, OmegaConfGrammarParser.InterpolationNodeContext):
-            return None
-        try:
-            return self._visitor.visit(inner)
-        except (ValueError, AssertionError):
-            raise Malformed from None
-
-
-class _Visitor(GrammarVisitor):
-    def __init__(self, find: Callable[..., Any], make: Callable[[object], object], call: Callable[..., object]):
-        super().__init__(
-            node_interpolation_callback=lambda key, memo: find(key.relative_dots, key.parts),
-            resolver_interpolation_callback=lambda name, args, args_str: call(name, args, args_str),
-            memo=None,
-        )
-        self.make = make
-
-    def visitInterpolation(self, ctx: Any) -> object:
-        """Evaluate a reference inside a text, a key, a name or an argument."""
-        inner, found = ctx.getChild(0), super().visitInterpolation(ctx)
-        return self.make(found) if isinstance(inner, OmegaConfGrammarParser.InterpolationNodeContext) else found
 
     def visitElement(self, ctx: Any) -> object:
         """Evaluate an argument, or an item of a list or mapping; `???` is plain text."""

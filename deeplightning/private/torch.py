@@ -11,16 +11,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 INHERITED = {
-    # The agent of torchrun restarts a lost worker. If a name moves, `launcher: …Elastic` fails at start.
-    "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent": (
-        "_monitor_workers",
-        "_pcontext",
-        "_remaining_restarts",
-        "_rendezvous",
-        "_shutdown",
-        "_start_workers",
-        "_worker_group",
-    ),
     # `to`, `half` and similar methods call it. If it moves, metrics of a run in bf16 accumulate in bf16.
     "torch.nn.ModuleDict": ("_apply",),
 }

@@ -5,10 +5,8 @@ Torch and Lightning are imported only where a run begins.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deeplightning.faults import Fault, SetupError
@@ -17,6 +15,7 @@ from deeplightning.process import failure, supervisor
 from deeplightning.process.identity import identity
 from deeplightning.process.rendezvous import join
 from deeplightning.process.streams import Interrupted, Terminated
+from deeplightning.words import free_memory
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -130,15 +129,3 @@ def enough_memory(processes: int) -> None:
         room, least = 1 + free // MIN_PROCESS_BYTES, MIN_PROCESS_BYTES >> 20
         message = f"{processes} processes need at least {least} MiB each, and {free >> 20} MiB are free"
         raise SetupError(Fault(f"{message}: there is room for {room}", "engine.processes"))
-
-
-def free_memory() -> int | None:
-    """Return the available bytes of memory by Linux's estimate and the control group's limit; None if unknown."""
-    found: list[int] = []
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    with contextlib.suppress(OSError, ValueError):  # "max" means that there is no limit
-        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    return max(0, min(found)) if found else None

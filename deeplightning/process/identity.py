@@ -1,4 +1,4 @@
-"""The identity of a process: its rank in the launch, read from environment variables.
+"""The identity of a process: its rank in the launch, read from environment variables, and the decisions of rank 0.
 
 Only the standard library is imported, because every process reads its identity before anything else.
 """
@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from deeplightning.faults import SetupError
 
@@ -153,7 +155,9 @@ class _Variables:
 
 def _of_torchrun(variables: _Variables) -> Identity:
     run_id, attempt = variables.text("TORCHELASTIC_RUN_ID"), variables.number("TORCHELASTIC_RESTART_COUNT", default=0)
-    world, local_world = variables.number("WORLD_SIZE"), variables.number("LOCAL_WORLD_SIZE")
+    rank, world = variables.number("RANK"), variables.number("WORLD_SIZE")
+    local_rank, local_world = variables.number("LOCAL_RANK"), variables.number("LOCAL_WORLD_SIZE")
+    node = variables.number("GROUP_RANK", default=0)
     nodes = variables.number("GROUP_WORLD_SIZE", default=max(1, world // max(1, local_world)))
     address, port = variables.text("MASTER_ADDR"), variables.text("MASTER_PORT")
     if run_id != "none":
@@ -162,17 +166,8 @@ def _of_torchrun(variables: _Variables) -> Identity:
         launch = f"torchrun-{socket.gethostname()}-{os.getppid()}"
     else:
         launch = f"torchrun-{address}-{port}"
-    return Identity(
-        "torchrun",
-        *(
-            variables.number("RANK"),
-            world,
-            variables.number("LOCAL_RANK"),
-            local_world,
-            variables.number("GROUP_RANK", default=0),
-        ),
-        *(nodes, address, port, launch, run_id != "none" or attempt > 0),
-    )
+    may_resume = run_id != "none" or attempt > 0
+    return Identity("torchrun", rank, world, local_rank, local_world, node, nodes, address, port, launch, may_resume)
 
 
 def _of_rank_variables(variables: _Variables) -> Identity:
@@ -214,17 +209,11 @@ def _node(rank: int, local_rank: int, world: int, local_world: int) -> int:
 
 def _of_lightning(variables: _Variables) -> Identity:
     """Return the identity of a process that Lightning starts, or of one started with the same variables."""
-    world, local_rank, node = (
-        variables.number("WORLD_SIZE"),
-        variables.number("LOCAL_RANK"),
-        variables.number("NODE_RANK", default=0),
-    )
-    local_world = variables.number("LOCAL_WORLD_SIZE", default=world)
-    return Identity(
-        "LOCAL_RANK",
-        *(node * local_world + local_rank, world, local_rank, local_world, node, max(1, world // max(1, local_world))),
-        *(variables.text("MASTER_ADDR"), variables.text("MASTER_PORT"), *_launch(variables)),
-    )
+    world, local_rank = variables.number("WORLD_SIZE"), variables.number("LOCAL_RANK")
+    node, local_world = variables.number("NODE_RANK", default=0), variables.number("LOCAL_WORLD_SIZE", default=world)
+    rank, nodes = node * local_world + local_rank, max(1, world // max(1, local_world))
+    address, port = variables.text("MASTER_ADDR"), variables.text("MASTER_PORT")
+    return Identity("LOCAL_RANK", rank, world, local_rank, local_world, node, nodes, address, port, *_launch(variables))
 
 
 _SLURM_SIZE = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")  # newer names first
@@ -246,29 +235,20 @@ def slurm_step(environment: Mapping[str, str]) -> str | None:
 
 def _of_slurm(variables: _Variables) -> Identity:
     """Return the identity of a task of a job step; https://slurm.schedmd.com/srun.html lists the variables."""
-    world = variables.number(*_SLURM_SIZE)
+    rank, world = variables.number("SLURM_PROCID"), variables.number(*_SLURM_SIZE)
+    local_rank = variables.number("SLURM_LOCALID", default=0)
     nodes = variables.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", default=1)
     node = variables.number("SLURM_NODEID", default=0)
-    tasks = tasks_per_node(
-        variables.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE") or ""
-    )
+    per_node = variables.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+    tasks = tasks_per_node(per_node or "")
     local_world = tasks[node] if node < len(tasks) else max(1, world // max(1, nodes))
-    names = hosts(variables.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") or "")
-    address = variables.text("MASTER_ADDR") or next(iter(names), "127.0.0.1")
+    nodelist = variables.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") or ""
+    address = variables.text("MASTER_ADDR") or first_host(nodelist) or "127.0.0.1"
     launch, may_resume = _launch(variables)
     assert launch is not None, "there is a step"
-    return Identity(
-        "Slurm",
-        *(
-            variables.number("SLURM_PROCID"),
-            world,
-            variables.number("SLURM_LOCALID", default=0),
-            local_world,
-            node,
-            nodes,
-        ),
-        *(address, variables.text("MASTER_PORT") or port_of(launch), launch, may_resume, LAUNCH in variables),
-    )
+    port, ours = variables.text("MASTER_PORT") or port_of(launch), LAUNCH in variables
+    where = (rank, world, local_rank, local_world, node, nodes)
+    return Identity("Slurm", *where, address, port, launch, may_resume, ours)
 
 
 # Variables of rank, size, local rank and local size, then those that identify a launch. MPICH and Intel MPI, which
@@ -296,9 +276,8 @@ def _of_mpi(variables: _Variables, names: tuple[str, ...]) -> Identity:
         )
     port = port or port_of(job or str(os.getppid()))
     node = _node(rank, local_rank, world, local_world)
-    return Identity(
-        "MPI", rank, world, local_rank, local_world, node, nodes, address or "127.0.0.1", port, *_launch(variables)
-    )
+    address = address or "127.0.0.1"
+    return Identity("MPI", rank, world, local_rank, local_world, node, nodes, address, port, *_launch(variables))
 
 
 def _launch(variables: _Variables) -> tuple[str | None, bool]:
@@ -323,21 +302,40 @@ def tasks_per_node(text: str) -> list[int]:
     return found
 
 
-def hosts(text: str) -> list[str]:
-    """Expand Slurm's list of machines: `gpu[03-05,9]-a,login` is gpu03-a, gpu04-a, gpu05-a, gpu9-a, login."""
-    found: list[str] = []
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
-        found += _expand(part)
+def first_host(text: str) -> str | None:
+    """Return the first machine of Slurm's list: gpu03-a of `gpu[03-05,9]-a,login`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", text)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if first else None
+
+
+# ---- values that one process chooses for the whole launch, and passes to the processes that it starts
+
+DECIDED = "DEEPLIGHTNING_DECIDED"
+"""The environment variable in which rank 0 passes its decisions, as JSON, to the processes that Lightning starts."""
+
+
+def decision(what: str) -> Any:
+    """Return the value that rank 0 passed to this process, or None; rank 0 itself always gets None."""
+    return None if own_rank() == 0 else _known().get(what)
+
+
+def decided(what: str, decide: Callable[[], object]) -> Any:
+    """Return a plain value that rank 0 chooses for all processes by calling `decide`; those that it starts read its
+    result.
+
+    Processes started by something else (torchrun, Slurm) each call `decide`; a run whose processes disagree does not
+    start (see `deeplightning.callbacks.record.Record`).
+    """
+    if own_rank() == 0 or what not in _known():
+        hand_on(what, decide())
+    return _known()[what]
+
+
+def hand_on(what: str, value: object) -> None:
+    """Pass a plain value to the processes that this one starts."""
+    os.environ[DECIDED] = json.dumps(_known() | {what: value})
+
+
+def _known() -> dict[str, object]:
+    found: dict[str, object] = json.loads(os.environ.get(DECIDED, "{}"))
     return found
-
-
-def _expand(part: str) -> Iterable[str]:
-    opened = re.search(r"\[([^\]]*)\]", part)
-    if opened is None:
-        return [part]
-    found: list[str] = []
-    for piece in opened[1].split(","):
-        first, _, last = piece.partition("-")
-        numbers = range(int(first), int(last or first) + 1)
-        found += (part[: opened.start()] + f"{number:0{len(first)}d}" + part[opened.end() :] for number in numbers)
-    return [name for half in found for name in _expand(half)]

@@ -17,8 +17,10 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 from deeplightning.process.failure import (
     INTERRUPTED,
@@ -30,17 +32,18 @@ from deeplightning.process.failure import (
     how_it_ended,
     is_lost,
     newest_of,
+    place_in,
     reason_of,
     record_cause,
     resume_hint,
 )
-from deeplightning.process.hang_report import POLL_SECONDS, answer, where_is, where_others_are
 from deeplightning.process.shared_folder import is_there, lock_folder, members
 from deeplightning.process.streams import is_early
 from deeplightning.process.terminal import say
 from deeplightning.runfolder import RunFolder
 from deeplightning.words import first_line
 
+POLL_SECONDS = 0.25
 EXIT_SECONDS = 3.0  # in which a process exits by itself after it lost another
 SHUTDOWN_SECONDS = 30.0  # that the end of a run may take, including the tracker's last writes
 BATCH_SECONDS = 30.0  # from a signal to the end of the batch
@@ -193,13 +196,22 @@ class Ranks:
             return cause if self.record_cause(cause) else self.first() or cause
         after = f" after {int(limit[1]) / 1000:g} s" if limit else ""
         waited = f"timed out{after} (engine.params.timeout)"
+        return self._record_places(waited, "waits", f"which process did not answer is not known ({line})")
+
+    def _record_places(self, reason: str, own: str, otherwise: str) -> Cause:
+        """Record a cause with the place in the code of each process that does not wait for others; return the first.
+
+        Args:
+            own: what this process does, see `where_is`.
+            otherwise: the words if all processes wait.
+        """
         # At once, because this process closes connections to others that wait too.
-        if not self.record_cause(Cause(self.rank, waited, 5, lost=True)):
-            return self.first() or Cause(self.rank, waited, 5, lost=True)
-        place = (
-            "; ".join(where_others_are(self.folder, self.rank)) or f"which process did not answer is not known ({line})"
-        )
-        cause = Cause(self.rank, f"{waited}: {place}", 5, lost=True)
+        cause = Cause(self.rank, reason, 5, lost=True)
+        if not self.record_cause(cause):
+            return self.first() or cause
+        places = [f"rank {self.rank} {own}"] if own != "waits" else []
+        places += where_others_are(self.folder, self.rank)
+        cause = dataclasses.replace(cause, reason=f"{reason}: {'; '.join(places) or otherwise}")
         self.record_cause(cause)
         return cause
 
@@ -210,14 +222,8 @@ class Ranks:
         Call it from another thread than the main one.
         """
         self._until = time.monotonic() + 2 * EXIT_SECONDS  # time to ask the others
-        stood = f"no progress for {seconds:g} s"
-        if not self.record_cause(Cause(self.rank, stood, 5, lost=True)):
-            return
         own = "waits" if self._ends else where_is(self._main)
-        places = [f"rank {self.rank} {own}"] if own != "waits" else []
-        places += where_others_are(self.folder, self.rank)
-        place = "; ".join(places) or "the processes wait for each other"
-        self.record_cause(Cause(self.rank, f"{stood}: {place}", 5, lost=True))
+        self._record_places(f"no progress for {seconds:g} s", own, "the processes wait for each other")
 
     # ---- the watching thread
 
@@ -340,3 +346,39 @@ class Ranks:
 def _ignore_signals() -> None:
     if threading.current_thread() is threading.main_thread():
         signal.set_wakeup_fd(-1)
+
+
+# ---- where each process is in its code: all answer in the shared folder when one asks
+
+
+def where_is(thread: int | None) -> str:
+    """Return what a thread of this process does: `waits` for other processes, or `is at FILE:LINE`."""
+    frame: FrameType | None = sys._current_frames().get(thread or 0)
+    frames = [(f.filename, f.lineno or 0) for f in traceback.extract_stack(frame)]
+    # Gradients are reduced, and waited for, in autograd's engine.
+    waits = any(f"torch{os.sep}{part}{os.sep}" in frames[-1][0] for part in ("distributed", "autograd"))
+    waits = waits or any(f"torch{os.sep}distributed{os.sep}" in name for name, _ in frames[-4:])
+    return "waits" if waits else f"is at {place_in(frames)}"
+
+
+def where_others_are(folder: Path, own_rank: int) -> list[str]:
+    """Ask all other processes; return what each does that is not itself waiting for others."""
+    with contextlib.suppress(OSError):
+        (folder / "asked").touch()
+    others = {int(path.stem) for path in folder.glob("*.pid")} - {own_rank}
+    until = time.monotonic() + 2 + 4 * POLL_SECONDS
+    answers: dict[int, str] = {}
+    while len(answers) < len(others) and time.monotonic() < until:
+        time.sleep(POLL_SECONDS / 5)
+        for rank in others - answers.keys():
+            with contextlib.suppress(OSError):
+                answers[rank] = (folder / f"{rank}.where").read_text()
+    places = {rank: answers.get(rank, "does not answer") for rank in sorted(others)}
+    return [f"rank {rank} {words}" for rank, words in places.items() if words != "waits"]
+
+
+def answer(folder: Path, rank: int, words: str) -> None:
+    """Write what this process does for the process that asked."""
+    beside = folder / f"{rank}.where.new"
+    beside.write_text(words)
+    beside.replace(folder / f"{rank}.where")

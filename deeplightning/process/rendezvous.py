@@ -94,30 +94,25 @@ def join(
             number, or their values differ.
     """
     launches = not environment.creates_processes_externally
-    address, port = environment.main_address, _port(environment, launches and nodes == 1)
-    elastic = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # its agent listens and supervises
     alone = launches and nodes == 1  # a missing process has exited, which is noticed
+    address, port = environment.main_address, _port(environment, alone)
+    elastic = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # its agent listens and supervises
     is_child = supervisor.here().parent is not None  # type: ignore[union-attr]
     if elastic and os.environ.get(_RESTARTS, "0") != "0" and supervisor.AGENT not in os.environ:
         return _anew(address, _port(environment, False), rank, processes * nodes)
-    store = None
+    node, store = environment.node_rank(), None
+    member = Member(node, nodes, "node", "NODE_RANK") if launches else Member(rank, processes * nodes, "rank", "RANK")
     if rank == 0 and not elastic:
-        member = Member(environment.node_rank(), nodes, "node", "NODE_RANK")
         store = _listen(address, port, processes * nodes, None if alone or not launches else member)
         os.environ["MASTER_PORT"] = str(store.port)
     if not (elastic or alone or is_child):
         if store is None:
             _reach(address, port)
             store = _join(address, port, processes * nodes)
-        if launches:
-            member = Member(environment.node_rank(), nodes, "node", "NODE_RANK")
-        else:
-            member = Member(rank, processes * nodes, "rank", "RANK")
         sizes = {"engine.num_nodes": str(nodes), "engine.processes": str(processes)}
-        own = _of_rendezvous(store, next(_numbers))
-        _gather(own, member, sizes | dict(alike), environment.node_rank(), address)
+        _gather(_of_rendezvous(store, next(_numbers)), member, sizes | dict(alike), node, address)
     elif nodes > 1 and not is_child:
-        _go_by(interface(address), loopback=environment.node_rank() != 0)
+        _go_by(interface(address), loopback=node != 0)
     if launches:
         start_others()
     return store
@@ -161,10 +156,8 @@ def _listen(address: str, port: int, world: int, member: Member | None) -> Any:
             raise SetupError(f"MASTER_ADDR={address}: rank 0 cannot listen at port {port} there: {reason}") from error
         if member is not None and (twice := _is_taken_by_ours(address, port, world, member)):
             raise SetupError(twice) from error
-        hint = "set MASTER_PORT to another"
-        if os.environ.get("MASTER_PORT") is None:
-            hint = "set MASTER_PORT to one that is free"
-        elif identity() is None or member is None:
+        hint = "set MASTER_PORT to one that is free"
+        if "MASTER_PORT" in os.environ and (identity() is None or member is None):
             hint += ", or leave it away and a free one is taken"
         raise SetupError(f"MASTER_PORT: port {port} is in use by another program; {hint}") from error
 

@@ -1,13 +1,16 @@
 """What a stream can show (terminal, colour, width), and text styled and wrapped accordingly.
 
-Text from a store, a run, a bundle or a data file reaches stdout and stderr only through `say`.
+Text from a store, a run, a bundle or a data file reaches stdout and stderr only through `say`, or through a log that is
+formatted with `process.logs.Printable`, so that its control characters cannot steer a terminal.
 """
 
+import math
 import os
 import re
 import shutil
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -15,6 +18,8 @@ from deeplightning.words import printable
 
 LAYOUT = "\n\t"
 """Control characters that printed text keeps."""
+MAX_ROWS = 30
+"""Rows of a table that are shown."""
 
 
 def say(text: object, err: bool = False, nl: bool = True) -> None:
@@ -63,3 +68,27 @@ def wrapped(text: str, indent: int) -> str:
     if any(len(word) > columns - indent for word in text.split(" ")):
         return text
     return textwrap.fill(text, columns, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+
+
+def in_columns(table: Sequence[Sequence[str]], file: str) -> str:
+    """Return a table in columns, of at most `MAX_ROWS` rows.
+
+    Args:
+        file: where the other rows are.
+    """
+    left_out = len(table) - 1 - MAX_ROWS
+    shown = [[printable(cell) for cell in row] for row in table[: MAX_ROWS + 1]]
+    widths = [max(len(row[column]) for row in shown) for column in range(len(table[0]))]
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in shown]
+    return "\n".join(lines + ([f"… and {left_out} more, in {file}"] if left_out > 0 else []))
+
+
+def number(value: float, like: float | None = None) -> str:
+    """Format a number with as many decimals as three significant digits of `like` have (default: of itself)."""
+    size = abs(value if like is None else like)
+    if not math.isfinite(value):
+        return "-"
+    if not size or not math.isfinite(size):
+        return f"{value:.4g}"
+    decimals = 2 - math.floor(math.log10(size))
+    return f"{value:.{max(0, decimals)}f}" if decimals <= 8 else f"{value:.3g}"

@@ -78,10 +78,7 @@ def _of_classes(run: Facts, columns: dict[str, Any], prefix: str, found: Evaluat
     number = max(number, len(run.classes[:MAX_CLASSES]))
     classes_ = [names.get(n, str(n)) for n in range(number)]
     each = measures.per_class(labels, predicted, number)
-    found.per_class = [
-        (name, float(each.precision[n]), float(each.recall[n]), float(each.f1[n]), int(each.support[n]))
-        for n, name in enumerate(classes_)
-    ]
+    found.per_class = list(zip(classes_, *(one.tolist() for one in each), strict=True))
     found.confused = [(classes_[t], classes_[p], often) for t, p, often in measures.most_confused(labels, predicted)]
     if number <= class_plots.MOST_IN_MATRIX:
         counts = measures.confusion(labels, predicted, number)
@@ -92,10 +89,9 @@ def _of_classes(run: Facts, columns: dict[str, Any], prefix: str, found: Evaluat
         return
     reliability = measures.reliability(probability, labels == predicted)
     found.drawings[f"{prefix}_reliability"] = class_plots.reliability(reliability, found.of)
-    if number == 2:
+    if number == 2 and 0 < labels.sum() < len(labels):
         score = np.where(predicted == 1, probability, 1 - probability)
-        if (two := measures.two_classes(score, labels == 1)) is not None:
-            found.drawings[f"{prefix}_roc"] = class_plots.two_classes(two, classes_[1], found.of)
+        found.drawings[f"{prefix}_roc"] = class_plots.two_classes(score, labels == 1, classes_[1], found.of)
 
 
 def _of_labels(columns: dict[str, Any], prefix: str, found: Evaluation) -> None:
@@ -105,8 +101,5 @@ def _of_labels(columns: dict[str, Any], prefix: str, found: Evaluation) -> None:
         for column in ("labels", "predicted_labels")
     )
     each = measures.from_counts((true & answered).sum(0), answered.sum(0), true.sum(0))
-    found.per_class = [
-        (name, float(each.precision[n]), float(each.recall[n]), float(each.f1[n]), int(each.support[n]))
-        for n, name in enumerate(names)
-    ]
+    found.per_class = list(zip(names, *(one.tolist() for one in each), strict=True))
     found.drawings[f"{prefix}_classes"] = class_plots.precision_recall(each, names, found.of)

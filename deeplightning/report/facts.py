@@ -3,24 +3,26 @@ are not followed, and values of an unexpected form are skipped.
 """
 
 import base64
-import binascii
-import json
+import contextlib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from deeplightning.config.secret_scan import BLOT, conceal, secrets_in_value
-from deeplightning.config.tree import flat, line, parse, plain
+from deeplightning.config.tree import flat, parse, plain
 from deeplightning.faults import CheckpointError, Fault
-from deeplightning.runfolder import RunFolder
+from deeplightning.runfolder import RunFolder, read_object
 from deeplightning.tracking.series import Series, from_file
 from deeplightning.words import first_line
 
 MAX_FILE_BYTES = 64 * 2**20
 """Maximum size of a file of the run; larger ones are skipped."""
+
+MAX_PICTURE_BYTES = 4 * 2**20
+"""Maximum size of a picture in a report."""
 
 STAGES = {"test": "test", "validate": "validation"}
 """Stages with results, and the names of their data sets. Pictures are drawn for the first one that a run has."""
@@ -128,7 +130,8 @@ def facts(folder: RunFolder, series: Series | None = None) -> Facts:
     found.places = {str(k): without_secrets(str(v)) for k, v in _mapping(folder, folder.places).items()}
     found.environment = _mapping(folder, folder.environment)
     for stage in STAGES:
-        if numbers := _numbers(_mapping(folder, folder.results(stage))):
+        results = _mapping(folder, folder.results(stage)).items()
+        if numbers := {name: float(value) for name, value in results if isinstance(value, int | float)}:
             found.results[stage] = numbers
         content = _mapping(folder, folder.mistakes(stage))
         if (given := content.get("mistakes")) and isinstance(given, list):
@@ -139,7 +142,11 @@ def facts(folder: RunFolder, series: Series | None = None) -> Facts:
     best = _mapping(folder, folder.best_score)
     if {"metric", "value", "step"} <= best.keys() and isinstance(best["value"], int | float):
         found.best = best
-    found.series = series if series is not None else _series(folder)
+    if series is not None:
+        found.series = series
+    elif is_inside(folder, folder.series):
+        with contextlib.suppress(ValueError, RecursionError):
+            found.series = from_file(folder.series)
     return found
 
 
@@ -160,11 +167,6 @@ def _without_secrets(key: str, value: Any) -> Any:
     return value
 
 
-def shown(value: object) -> str:
-    """Return a value of the config as YAML on one line."""
-    return line(value)
-
-
 def is_inside(folder: RunFolder, path: Path, max_bytes: int = MAX_FILE_BYTES) -> bool:
     """Return whether a file exists, is not too large, and is no link out of the folder."""
     try:
@@ -176,27 +178,7 @@ def is_inside(folder: RunFolder, path: Path, max_bytes: int = MAX_FILE_BYTES) ->
 
 def _mapping(folder: RunFolder, path: Path) -> dict[str, Any]:
     """Read a JSON object from a file of the run; {} if that fails."""
-    if not is_inside(folder, path):
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _series(folder: RunFolder) -> Series:
-    if not is_inside(folder, folder.series):
-        return {}
-    try:
-        return from_file(folder.series)
-    except (ValueError, RecursionError):
-        return {}
-
-
-def _numbers(content: Mapping[str, Any]) -> dict[str, float]:
-    kept = {name: value for name, value in content.items() if isinstance(value, int | float)}
-    return {name: float(value) for name, value in kept.items()}
+    return read_object(path) if is_inside(folder, path) else {}
 
 
 def _mistake(given: Mapping[str, Any]) -> Mistake:
@@ -207,25 +189,18 @@ def _mistake(given: Mapping[str, Any]) -> Mistake:
         is_share = name in ("probability", "acc", "iou") and isinstance(value, float) and math.isfinite(value)
         words = f"{value:.1%}" if is_share else f"{value:.6g}" if isinstance(value, float) else str(value)
         found.words[str(name)] = words
-    try:
+    with contextlib.suppress(ValueError):  # it is not base64
         image = base64.b64decode(str(given.get("image") or ""), validate=True)
-    except (binascii.Error, ValueError):
-        return found
-    if image.startswith(PNG):
-        found.image = image
+        found.image = image if image.startswith(PNG) else b""
     return found
 
 
-def files(folder: RunFolder, is_picture: Callable[[bytes], bool]) -> list[Path]:
+def pictures(folder: RunFolder) -> list[Path]:
     """Return the pictures in the run folder, sorted by name. Subfolders are not searched."""
     found = []
     for path in sorted(folder.path.glob("*")):
         if path.suffix in (".png", ".svg") and is_inside(folder, path, MAX_PICTURE_BYTES):
             with path.open("rb") as file:
-                if is_picture(file.read(len(PNG))):
+                if file.read(len(PNG)).startswith((PNG, SVG)):
                     found.append(path)
     return found
-
-
-MAX_PICTURE_BYTES = 4 * 2**20
-"""Maximum size of a picture in a report."""

@@ -9,10 +9,10 @@ import struct
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
+from deeplightning.config.tree import line
 from deeplightning.figures.style import DARK, GRID, INK, MUTED, PAPER, RED
-from deeplightning.report.facts import PNG, Facts, Mistake, shown, without_secrets
+from deeplightning.report.facts import PNG, Facts, Mistake, without_secrets
 from deeplightning.version import __version__
 from deeplightning.words import printable
 
@@ -155,27 +155,21 @@ def mistakes(found: Sequence[Mistake]) -> str:
     if any(one.image for one in found):
         figures = "\n".join(_mistake(one) for one in found)
         return f'<div class="card mistakes">\n{figures}\n</div>'
-    names = list(dict.fromkeys(name for one in found for name in one.words))
-    head = [*(["text"] if any(one.text for one in found) else []), *names, "sample"]
-    rows = [
-        [*([one.text] if "text" in head else []), *(one.words.get(name, "") for name in names), one.name]
-        for one in found
-    ]
-    if not any(one.name for one in found):
-        head, rows = head[:-1], [line[:-1] for line in rows]
-    return f'<div class="card">{table(head, rows)}</div>'
+    names = dict.fromkeys(name for one in found for name in one.words)
+    columns = {"text": [one.text for one in found]}
+    columns |= {name: [one.words.get(name, "") for one in found] for name in names}
+    columns |= {"sample": [one.name for one in found]}
+    kept = {name: cells for name, cells in columns.items() if name in names or any(cells)}
+    return f'<div class="card">{table([*kept], zip(*kept.values(), strict=True))}</div>'
 
 
 def _mistake(one: Mistake) -> str:
-    described = ", ".join(f"{name} <b>{text(value)}</b>" for name, value in _escaped(one.words).items())
+    words = ((name, value) for name, value in one.words.items() if name != "index")
+    described = ", ".join(f"{text(name)} <b>{text(value)}</b>" for name, value in words)
     name = one.name or f"sample {one.words.get('index', '')}"
     image = base64.b64encode(one.image).decode()
     shown_ = f'<img alt="{text(name)}" src="data:image/png;base64,{image}">' if one.image else ""
     return f"<figure>{shown_}<figcaption>{described}<br>{text(name)}</figcaption></figure>"
-
-
-def _escaped(words: dict[str, str]) -> dict[str, str]:
-    return {text(name): value for name, value in words.items() if name != "index"}
 
 
 def config(run: Facts) -> str:
@@ -201,31 +195,8 @@ def config(run: Facts) -> str:
 
 
 def _value(value: object) -> str:
-    found = shown(value)
+    found = line(value)
     return found if len(found) <= 400 else f"{found[:399]}…"
-
-
-def environment(found: dict[str, Any]) -> str:
-    """Return a table of machine, code and packages."""
-    git, python = found.get("git"), found.get("python")
-    rows: list[tuple[str, object]] = [("started", found.get("started")), ("command", found.get("command"))]
-    rows += [("directory", found.get("directory")), ("host", found.get("host")), ("system", found.get("os"))]
-    cpu = found.get("cpu")
-    if isinstance(cpu, dict):
-        rows.append(("CPU", f"{cpu.get('model', '')}, {cpu.get('cores', '?')} cores"))
-    rows.append(("memory", f"{found['memory_gib']} GiB" if found.get("memory_gib") else None))
-    gpus = found.get("gpus")
-    if isinstance(gpus, list):
-        named = [str(gpu.get("name", "a GPU")) if isinstance(gpu, dict) else str(gpu) for gpu in gpus]
-        rows.append(("GPUs", ", ".join(named) or "none"))
-    if isinstance(git, dict) and git.get("commit"):
-        dirty = ", with changes that are not committed (git.diff)" if git.get("dirty") else ""
-        rows.append(("git", f"{git['commit']} ({git.get('branch') or 'no branch'}){dirty}"))
-    rows.append(("Python", python.get("version") if isinstance(python, dict) else None))
-    packages = found.get("packages")
-    if isinstance(packages, dict):
-        rows += [(str(name), version) for name, version in packages.items()]
-    return table(("what", "value"), [(name, value) for name, value in rows if value not in (None, "")])
 
 
 def reproduce(run: Facts) -> str:

@@ -5,12 +5,13 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from deeplightning.config.tree import line
 from deeplightning.faults import SetupError
 from deeplightning.figures import curves
 from deeplightning.figures.style import Drawing, drawn, save, to_svg
 from deeplightning.report import page
 from deeplightning.report.evaluation import Evaluation, evaluate
-from deeplightning.report.facts import PNG, STAGES, SVG, Facts, facts, files
+from deeplightning.report.facts import STAGES, Facts, facts, pictures
 from deeplightning.runfolder import RunFolder, permissions_of, write_whole
 from deeplightning.words import stage_of
 
@@ -32,6 +33,7 @@ def report(run: Facts, into: Path | None = None) -> str:
         save(every, into / run.folder.curves.name)
     of = f"{found.of} set" if found is not None else ""
     mistakes = next((run.mistakes[stage] for stage in STAGES if run.mistakes.get(stage)), [])
+    machine = [(k, v if isinstance(v, str) else line(v)) for k, v in _environment(run).items() if v not in (None, "")]
     is_sure = bool(mistakes) and "probability" in mistakes[0].words
     sections = [
         page.tiles(_headline(run)),
@@ -41,7 +43,7 @@ def report(run: Facts, into: Path | None = None) -> str:
         page.section("Most confident mistakes" if is_sure else "Worst answers", page.mistakes(mistakes)),
         page.section("Pictures of the run", *_other_pictures(run, {*drawings, run.folder.curves.name})),
         page.section("Config", page.config(run)),
-        page.section("Environment", page.details("machine, code and packages", page.environment(run.environment))),
+        page.section("Environment", page.details("machine, code and packages", page.table(("what", "value"), machine))),
         page.section("How to reproduce", page.reproduce(run)),
     ]
     started = run.environment.get("started")
@@ -90,7 +92,7 @@ _OF_EPOCH = re.compile(r"(.+)_\d+")
 def _other_pictures(run: Facts, drawn_names: set[str]) -> list[str]:
     """Return cards of the other pictures in the run folder; of a series with one per epoch, only the last."""
     by_name: dict[str, Path] = {}
-    for path in files(run.folder, lambda head: head.startswith((PNG, SVG))):
+    for path in pictures(run.folder):
         if path.stem not in drawn_names and (path.suffix == ".svg" or path.stem not in by_name):
             by_name[path.stem] = path
     latest: dict[str, tuple[Path, int]] = {}
@@ -170,6 +172,7 @@ def _compared_curves(runs: Sequence[Facts], names: Sequence[str]) -> list[str]:
 
 
 def _environment(run: Facts) -> dict[str, object]:
+    """Return machine, code and packages by dotted name, without what differs between any two runs."""
     found = dict(run.environment)
     for name in ("started", "variables", "launch"):
         found.pop(name, None)
@@ -185,7 +188,7 @@ def _environment(run: Facts) -> dict[str, object]:
 def _differing(head: str, found: Sequence[dict[str, object]], names: Sequence[str]) -> str:
     keys = list(dict.fromkeys(key for own in found for key in own))
     rows = [
-        (key, *("not there" if key not in own else page.shown(own[key]) for own in found))
+        (key, *("not there" if key not in own else line(own[key]) for own in found))
         for key in keys
         if any(key not in own or own[key] != found[0].get(key) for own in found)
     ]

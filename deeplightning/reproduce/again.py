@@ -6,6 +6,7 @@ run before it has listed the code to be run.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -27,14 +28,12 @@ from deeplightning.faults import CheckpointError, RunError, SetupError
 from deeplightning.own_code import ROOTS
 from deeplightning.process.identity import identity
 from deeplightning.process.terminal import say_path
-from deeplightning.reproduce.differences import PATH_KEYS
+from deeplightning.reproduce.differences import PATH_KEYS, compare, reasons
 from deeplightning.reproduce.past import PastRun, flat, past_run
-from deeplightning.reproduce.result_diff import compare, reasons
 from deeplightning.runfolder import RunFolder
-from deeplightning.tracking.code import restored, unpack
+from deeplightning.tracking.code import Code, restored, unpack
 from deeplightning.tracking.datafiles import changes, describe_again
 from deeplightning.tracking.environment import REPRODUCES, VARIABLES, packages
-from deeplightning.tracking.git import archive, extract, run_git
 from deeplightning.tracking.program import rebuild
 from deeplightning.tracking.store import is_local, locate
 
@@ -90,7 +89,7 @@ def reproduce(
         The new run's folder.
 
     Raises:
-        CheckpointError: there is no such run, its config or code is incomplete, or it is untrusted.
+        CheckpointError: there is no such run, it kept no config or code, or it is untrusted.
         SetupError: the data have changed, or this process is one of several.
         RunError: the results differ; the message names the first difference.
         SystemExit: the new run failed; with its exit code.
@@ -139,38 +138,36 @@ def to_execute(run: str, trust: bool) -> PastRun:
     """Return RUN, after checking that its code may be executed.
 
     Raises:
-        CheckpointError: there is no such run, or it is untrusted.
+        CheckpointError: there is no such run, it kept no config or code, or it is untrusted.
     """
     original = past_run(run, trust=trust)
     original.source  # noqa: B018  (raises if the config is missing)
-    if not trust and not is_own_code(original.folder):
-        raise CheckpointError(_would_execute(original))
+    folder, code = original.folder, original.code
+    if code is None:
+        raise CheckpointError(
+            f"{folder.path}: this run kept no code ({folder.code.name}). `deeplightning train {folder.config}` trains "
+            "its config with the code that is here now"
+        )
+    if not trust and not is_own_code(folder):
+        names = ", ".join([*sorted(code.names()), *sorted(code.changed)]) or "none"
+        raise CheckpointError(
+            f"{folder.path}: you did not make this run, as it is now, on this machine. What its {folder.config.name} "
+            f"names would be imported, and these files of {folder.code.name} would be executed: {names}. If you trust "
+            "all of it: --trust"
+        )
     return original
 
 
-def _would_execute(original: PastRun) -> str:
-    """Return the message that lists everything that trusting a run would execute."""
-    code = original.code
-    if code is None:
-        what = "it kept no code, so the code of the folder and the commit that it names would be executed"
-    else:
-        names = [*sorted(code.names()), *sorted(code.changed)]
-        what = f"these files of {original.folder.code.name} would be executed: {', '.join(names) or 'none'}"
-    return (
-        f"{original.folder.path}: you did not make this run, as it is now, on this machine. What its "
-        f"{original.folder.config.name} names would be imported, and {what}. If you trust all of it: --trust"
-    )
-
-
 def prepare(original: PastRun, top: Path, overrides: Sequence[str], any_data: bool, say: Say) -> Plan:
-    """Put config and code of a run into a folder, and report what differs on this machine.
+    """Put config and code of a run that kept both into a folder, and report what differs on this machine.
 
     Raises:
         SetupError: the data have changed.
     """
-    source = read(original.source, list(overrides))
+    source, code = read(original.source, list(overrides)), original.code
+    assert code is not None
     config = dict(flat(plain(source.root)))
-    _say_versions(original, say)
+    _say_versions(original, code, say)
     for path, what in ((original.folder.config, "config"), (original.folder.code, "code")):
         if original.folder.former(path).name != f"{path.stem}.1{path.suffix}":
             say(f"warning: the run continued with another {what}; it is made again with the {what} that it ended with")
@@ -185,20 +182,17 @@ def prepare(original: PastRun, top: Path, overrides: Sequence[str], any_data: bo
     own.parent.mkdir(parents=True)
     own.write_text(original.source.text, encoding="utf-8", newline="")
     secrets = {expression: value for value, expression in source.secrets.values.items()}
-    program = None
-    if original.code is not None:
-        changed = {name: restored(content, secrets) for name, content in original.code.changed.items()}
-        program = top / "program" if rebuild(original.code.program, changed, top / "program", say) else None
-    directory, roots = _lay_out(original, top, secrets, say)
+    changed = {name: restored(content, secrets) for name, content in code.changed.items()}
+    program = top / "program" if rebuild(code.program, changed, top / "program", say) else None
+    directory, roots = _lay_out(code, original.folder.code, top, secrets, say)
     settings = [*_settings(original, config, overrides, top), *overrides]
     root = _value(settings, "data.root") or config.get("data.root")
     check_data(original, root if isinstance(root, str) else None, any_data, say)
-    if directory.is_relative_to(top):
-        _link(original, config, directory)
+    _link(original, config, directory)
     return Plan(own, settings, directory, _variables(original, roots, program))
 
 
-def _say_versions(original: PastRun, say: Say) -> None:
+def _say_versions(original: PastRun, code: Code, say: Say) -> None:
     recorded, here = dict(original.environment.get("packages") or {}), packages()
     changed = [
         f"{name} {recorded[name]} → {here.get(name, 'not installed')}"
@@ -208,31 +202,19 @@ def _say_versions(original: PastRun, say: Say) -> None:
     python = (original.environment.get("python") or {}).get("version")
     now = ".".join(map(str, sys.version_info[:3]))
     changed += [f"python {python} → {now}"] if python not in (None, now) else []
-    if original.code is not None:
-        import importlib.metadata
-
-        for name, version in original.code.packages.items():
-            try:
-                installed = importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
-                installed = "not installed"
-            if installed != version and name not in recorded:
-                changed.append(f"{name} {version} → {installed}")
+    for name, version in code.packages.items():
+        try:
+            installed = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            installed = "not installed"
+        if installed != version and name not in recorded:
+            changed.append(f"{name} {version} → {installed}")
     if changed:
         say(f"warning: other versions than then: {', '.join(changed)}")
 
 
-def _lay_out(original: PastRun, top: Path, secrets: Mapping[str, str], say: Say) -> tuple[Path, list[Path]]:
-    """Unpack the code; return the working directory and the other import roots."""
-    code = original.code
-    if code is None:
-        (top / "code").mkdir()
-        found = _from_git(original, top / "code", say)
-        if found is None:
-            found = original.directory or Path.cwd()
-            say(f"warning: this run kept no code, as earlier versions did: code is taken as it is now in {found}")
-        return found, []
-
+def _lay_out(code: Code, file: Path, top: Path, secrets: Mapping[str, str], say: Say) -> tuple[Path, list[Path]]:
+    """Unpack the code of a file; return the working directory and the other import roots."""
     roots = unpack(code, top / "code", lambda content: restored(content, secrets))
     directory = top / "work"
     if code.working_directory in code.roots:
@@ -241,43 +223,12 @@ def _lay_out(original: PastRun, top: Path, secrets: Mapping[str, str], say: Say)
     if code.files:
         names = sorted(code.names())
         more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-        say(f"code: what will be run from {original.folder.code}: {', '.join(names[:MAX_LISTED])}{more}")
+        say(f"code: what will be run from {file}: {', '.join(names[:MAX_LISTED])}{more}")
     for where in code.concealed:
         say(f"warning: at {where} a secret was left out of the kept code; *** replaces it")
     for path, why in list(code.left_out.items())[:MAX_LISTED]:
         say(f"warning: not kept with the code: {path} ({why})")
     return directory, roots
-
-
-def _from_git(original: PastRun, into: Path, say: Say) -> Path | None:
-    """Extract the recorded commit and diff of a run without recorded code, from its repository or from the current one.
-
-    Returns:
-        The working directory, or None if the commit is not available.
-    """
-    commit = (original.environment.get("git") or {}).get("commit")
-    for folder in (original.directory, Path.cwd()) if commit else ():
-        if folder is None or (top := run_git(folder, "rev-parse", "--show-toplevel")) is None:
-            continue
-        repository = Path(os.fsdecode(top).strip())
-        packed = archive(repository, commit)
-        if packed is None:
-            continue
-        extract(packed, into)
-        say(f"code: this run kept none; what will be run is commit {commit} of {repository}")
-        diff = original.folder.git_diff
-        if diff.is_file():
-            text, _, untracked = diff.read_text(errors="replace").partition("# Untracked files")
-            listed = untracked.count("\n#   ")
-            apply = ("apply", "--whitespace=nowarn", str(diff))
-            around = str(into.parent)  # keeps git from finding a repository above it
-            if text.strip() and run_git(into, *apply, GIT_CEILING_DIRECTORIES=around) is None:
-                say(f"warning: {diff} cannot be applied to it: what had not been committed is not in it")
-            if listed:
-                say(f"warning: {listed} files that git did not know then are not in it; {diff} names them")
-        inside = folder.relative_to(repository) if folder.is_relative_to(repository) else Path()
-        return into / inside if folder == original.directory and (into / inside).is_dir() else into
-    return None
 
 
 def _settings(original: PastRun, config: Mapping[str, object], overrides: Sequence[str], top: Path) -> list[str]:

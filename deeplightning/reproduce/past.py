@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,15 +14,17 @@ from deeplightning.checks.trust import RunConfig, refuse_links, run_config
 from deeplightning.config.source import read, text_of
 from deeplightning.config.tree import flat, parse, plain
 from deeplightning.faults import ConfigError
-from deeplightning.runfolder import RunFolder
+from deeplightning.runfolder import RunFolder, read_object
 from deeplightning.tracking import resolve_run
 from deeplightning.tracking.code import Code, read_code
 from deeplightning.tracking.open import open_tracker
-from deeplightning.tracking.series import Series, from_file, is_repeatable, read_series
+from deeplightning.tracking.series import Series, from_file, is_repeatable, last_values, read_series
 from deeplightning.tracking.store import Store, locate
 from deeplightning.tracking.tracker import Run
+from deeplightning.words import stage_of
 
 _ID = re.compile(r"[0-9a-f]{32}")
+_NO_RESULT = re.compile(r"(lr|grad_norm|epoch|seed)($|[-_/].*)|.*_step|best step")
 
 
 @dataclass
@@ -72,7 +73,7 @@ class PastRun:
 
     @cached_property
     def environment(self) -> dict[str, Any]:
-        return _json(self.folder.environment)
+        return read_object(self.folder.environment)
 
     @cached_property
     def code(self) -> Code | None:
@@ -80,7 +81,7 @@ class PastRun:
 
     @cached_property
     def data(self) -> dict[str, Any] | None:
-        found = _json(self.folder.data)
+        found = read_object(self.folder.data)
         return found if isinstance(found.get("files"), dict) else None
 
     @cached_property
@@ -118,18 +119,41 @@ class PastRun:
     def results(self) -> dict[str, Any]:
         """The best value, and the metrics of the evaluations."""
         found: dict[str, object] = {}
-        best = _json(self.folder.best_score)
+        best = read_object(self.folder.best_score)
         if {"metric", "value", "step"} <= best.keys():
             found |= {f"best {best['metric']}": best["value"], "best step": best["step"]}
         for stage in ("validate", "test"):
-            found |= _json(self.folder.results(stage))
+            found |= read_object(self.folder.results(stage))
         return found
+
+    @cached_property
+    def metrics(self) -> dict[str, float]:
+        """Last value of each metric, and the best of the monitored one, without learning rates, times and loads."""
+        try:
+            series = from_file(self.folder.series)  # preferred: a remote server has the same points
+        except ValueError:
+            series = self.series or {}
+        found = last_values(series) | self.results
+        found = {name: value for name, value in found.items() if f"{name}_epoch" not in found}  # of a single batch
+        return {
+            name: float(value)
+            for name, value in found.items()
+            if isinstance(value, int | float) and is_repeatable(name) and not _NO_RESULT.fullmatch(name)
+        }
 
     @property
     def directory(self) -> Path | None:
         """Working directory of the run, if it still exists."""
         folder_name = self.environment.get("directory")
         return Path(folder_name) if folder_name and Path(folder_name).is_dir() else None
+
+
+def by_stage(metrics: Iterable[str]) -> list[str]:
+    """Return the names of metrics without duplicates, those of the test set first."""
+    names = set(metrics)
+    order = ("test", "val", "best", "train", "")
+    place = {name: order.index("best" if name.startswith("best ") else stage_of(name)[0]) for name in names}
+    return sorted(names, key=lambda name: (place[name], "loss" in name, name))
 
 
 def past_run(run: str, remote: bool = True, trust: bool = False, allow: Sequence[str] = ()) -> PastRun:
@@ -190,12 +214,3 @@ def _tracking_uri(folder: RunFolder) -> Any:
         return dict(flat(plain(read(config).root))).get("logger.params.tracking_uri") if config.is_trusted else None
     except Exception:  # a missing or damaged config is reported when it is needed
         return None
-
-
-def _json(path: Path) -> dict[str, object]:
-    """Read a JSON object from a file of the run; {} if that fails."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -33,9 +33,8 @@ def init_module(cfg: Config, section: str, read: bool = True) -> Any:
     """
     from lightning_fabric import seed_everything
 
-    from deeplightning.callbacks.steps import draws_as_lightning, seed_all
+    from deeplightning.callbacks.random_state import draws_as_lightning, seed_all
     from deeplightning.engine.compute import lay_channels_last
-    from deeplightning.engine.memory_estimate import refuse_what_does_not_fit
 
     assert cfg.seed is not None, "load_config draws one"
     apply_environment(cfg)
@@ -55,11 +54,8 @@ def init_module(cfg: Config, section: str, read: bool = True) -> Any:
         from deeplightning.run.overfit import overfit
 
         overfit(module, cfg.train.overfit)
-    if section == "model":
-        if cfg.engine.channels_last:
-            lay_channels_last(module)
-        if cfg.engine.gpus is not None:
-            refuse_what_does_not_fit(module, cfg)
+    if section == "model" and cfg.engine.channels_last:
+        lay_channels_last(module)
     return module
 
 
@@ -67,22 +63,21 @@ def init_trainer(cfg: Config) -> pl.Trainer:
     """Return a Lightning Trainer for a config. It opens no run and writes nothing until `fit`."""
     from deeplightning.callbacks import all_of
     from deeplightning.callbacks.console import to_terminal
+    from deeplightning.callbacks.steps import StepCountingTrainer
     from deeplightning.engine import compute
     from deeplightning.engine.checkpoint_io import SafeCheckpointIO
-    from deeplightning.engine.cluster import cluster
-    from deeplightning.engine.compiling import prepare_to_compile
-    from deeplightning.run.trainer import Trainer
+    from deeplightning.engine.process_group import cluster
 
     apply_environment(cfg)
     to_terminal(cfg)
     compute.prepare(cfg.engine)
     if cfg.engine.compile and "train" in cfg.stages:
-        prepare_to_compile(cfg.engine)
+        compute.prepare_to_compile(cfg.engine)
     train = cfg.train
     limits = LimitBatches(train=1, val=1, test=1) if train.fast else train.limit_batches
     often = 1 if train.fast else train.val_every_n_epoch
     epochs = -1 if train.num_epochs is None else train.num_epochs
-    return Trainer(
+    return StepCountingTrainer(
         **trainer_arguments(cfg),
         max_epochs=1 if train.fast and epochs != 0 else epochs,
         max_steps=-1 if train.max_steps is None else train.max_steps,

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deeplightning.callbacks.commands import seen_from_here
+from deeplightning.callbacks.describe import seen_from_here
 from deeplightning.faults import CheckpointError
 from deeplightning.kinds import KINDS, is_plain
 from deeplightning.run.assemble import init_module
@@ -207,7 +207,7 @@ def quantize_run(folder: RunFolder, allow: Sequence[str] = ()) -> str:
         SetupError: the bundle cannot be written.
     """
     from deeplightning.batches import by_name
-    from deeplightning.export.added import card_of
+    from deeplightning.export.bundle import card_of
     from deeplightning.export.int8 import NOUNS, SCORES, quantize
 
     kind = KINDS[card_of(folder)["task"]]

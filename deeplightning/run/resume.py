@@ -14,8 +14,7 @@ from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.tree import as_written, dump
 from deeplightning.faults import CheckpointError
-from deeplightning.process.decisions import decided
-from deeplightning.process.identity import identity, own_rank
+from deeplightning.process.identity import decided, identity, own_rank
 from deeplightning.process.supervisor import restarts
 from deeplightning.run.find import find_checkpoint, runs_of, store_of
 from deeplightning.runfolder import RunFolder

@@ -66,12 +66,13 @@ def launch(cfg: Config) -> RunFolder:
     if cfg.engine.setup_hook is not None:
         find(cfg.engine.setup_hook)()
         keep_format()
-    data = _data_first(cfg) if any(unfilled(cfg)) else None  # a checkpoint is compared with the resolved numbers
-    resumed = resumption(cfg) if "train" in cfg.stages and cfg.train.num_epochs != 0 else None
-    if resumed is not None and resumed.checkpoint and resumed.over and cfg.stages == ["train"]:
-        log.warning("nothing to do: %s: %s; to continue training, raise that", resumed.checkpoint, resumed.over)
-        return RunFolder(resumed.checkpoint.parent)
     try:
+        # First where it resolves `auto`: a checkpoint is compared with the resolved numbers.
+        data = init_module(cfg, "data") if any(unfilled(cfg)) else None
+        resumed = resumption(cfg) if "train" in cfg.stages and cfg.train.num_epochs != 0 else None
+        if resumed is not None and resumed.checkpoint and resumed.over and cfg.stages == ["train"]:
+            log.warning("nothing to do: %s: %s; to continue training, raise that", resumed.checkpoint, resumed.over)
+            return RunFolder(resumed.checkpoint.parent)
         data = init_module(cfg, "data") if data is None else data
         task = init_module(cfg, "model")
     except Exception:
@@ -121,17 +122,6 @@ def _report(folder: RunFolder) -> None:
         write_run(folder)
     except Exception as error:  # a report must not fail the run
         log.warning("report     none: %s", error)
-
-
-def _data_first(cfg: Config) -> object:
-    """Return the data module, whose creation resolves every `auto`."""
-    from deeplightning.callbacks.provenance import keep_out
-
-    try:
-        return init_module(cfg, "data")
-    except Exception:
-        keep_out(cfg)
-        raise
 
 
 def _end(record: Record, trainer: pl.Trainer, error: BaseException | None = None) -> None:
@@ -208,8 +198,7 @@ def _export_at_the_end(cfg: Config, task: Any, data: object, record: Any) -> Non
     if not _is_served(task):  # a task derived from one of ours without an inference model
         log.info("bundle     none: the task offers no inference_model, or its data do not say how inputs are prepared")
         return
-    from deeplightning.export.added import card_of
-    from deeplightning.export.bundle import FormatError, NotExpressible
+    from deeplightning.export.bundle import FormatError, NotExpressible, card_of
 
     try:
         keep_samples(task, data, record.folder)
@@ -231,14 +220,14 @@ def _is_served(task: Any) -> bool:
 
 def _say_next(cfg: Config, task: object, record: Record) -> None:
     """Log commands that the user may want next, each on its own line for pasting."""
-    from deeplightning.callbacks import TRIAL, commands
+    from deeplightning.callbacks import TRIAL, describe
 
     if TRIAL in os.environ:
         return
     uri = cfg.logger.params.get("tracking_uri")
     can_be_served = record.folder.bundle_card.is_file() if is_plain(task) else _is_served(task)
-    found = [commands.serve(record.folder.path)] if can_be_served else []
-    if commands.page(record.loggers, uri) is not None and (start := commands.monitor(uri)) is not None:
+    found = [describe.serve(record.folder.path)] if can_be_served else []
+    if describe.page(record.loggers, uri) is not None and (start := describe.monitor(uri)) is not None:
         found.append(start)
     for text in ["next       commands to paste:", *(f"  {command}" for command in found)] if found else []:
         log.info("%s", text, extra={"terminal": [text]})  # unbroken

@@ -1,30 +1,34 @@
-"""Annotations and defaults in the form of `config.signature`."""
+"""Annotations and defaults read from source, as the live hints and values that they stand for."""
 
 import ast
-import builtins
-import contextlib
-from collections.abc import Iterator
+import types
+import typing
 from dataclasses import replace
 from typing import Any
 
-from deeplightning.static.bindings import Broken, Imported, Module
+from deeplightning.static.bindings import Module
 from deeplightning.static.names import Names
-from deeplightning.static.signature import (
-    COLLECTIONS,
-    UNKNOWN,
-    Factory,
-    Options,
-    TheConfig,
-    Undecided,
-    collection,
-    instance,
-)
-from deeplightning.static.symbol import UNKNOWABLE, Absent, Failing, Frame, Thing
-from deeplightning.static.syntax import is_type_variable, nominal
+from deeplightning.static.signature import UNKNOWN, Options, allowed_by
+from deeplightning.static.symbol import UNKNOWABLE, Frame, Thing, is_type_variable, nominal
+
+TENSOR = types.new_class("Tensor", exec_body=lambda space: space.update(__module__="torch"))
+"""Stands for `torch.Tensor`, which is mostly written in C++."""
+CONFIG = types.new_class("Config", exec_body=lambda space: space.update(__module__="deeplightning.config.schema"))
+"""Stands for the type of our config, which modules import for type checkers alone."""
+
+
+class ReadClass:
+    """The base of the types that stand in a hint for classes known from source alone."""
+
+    thing: Thing
+    paths: tuple[str, ...]  # its own and those of its ancestors
+
+    def __class_getitem__(cls, item: object) -> type:
+        return cls
 
 
 def plain(names: Names, node: ast.expr, frame: Frame) -> Any:
-    """A plain value, also one that a module gives a name; else UNKNOWN."""
+    """Return a plain value, also one that a module gives a name; else UNKNOWN."""
     try:
         value = ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -33,184 +37,85 @@ def plain(names: Names, node: ast.expr, frame: Frame) -> Any:
         try:
             found = names.named(node.id, replace(frame, function=None))
             value = ast.literal_eval(found.node) if found.kind == "value" and found.live is None else UNKNOWN
-        except (ValueError, TypeError, Undecided, Absent, Failing, Broken):
+        except (*UNKNOWABLE, ValueError, TypeError):
             return UNKNOWN
     return value if isinstance(value, bool | int | float | str | None) else UNKNOWN
 
 
 def allowed(names: Names, node: ast.expr | None, frame: Frame) -> Options:
-    """What an annotation allows, as `signature.allowed_by` gives it of a live one."""
-    return Types(names, replace(frame, function=None)).part(node, {})
+    """Return what an annotation allows; None: anything."""
+    return None if node is None else allowed_by(hint(names, node, replace(frame, function=None)))
 
 
-class Types:
-    """Annotations as what they allow.
-
-    Args:
-        around: the aliases whose meaning is being found out, one inside the other.
-    """
-
-    def __init__(self, names: Names, frame: Frame, around: frozenset[object] = frozenset()):
-        self.names, self.frame, self.around = names, frame, around
-
-    def part(self, node: ast.expr | None, variables: dict[str, Options]) -> Options:
-        """What an annotation, or a part of one, allows; anything where that is not known."""
-        try:
-            return self.of(node, variables)
-        except (*UNKNOWABLE, ValueError, SyntaxError, TypeError):
-            return None
-
-    def of(self, node: ast.expr | None, variables: dict[str, Options]) -> Options:
-        match node:
-            case ast.Constant(value=None):
-                return (type(None),)
-            case ast.Constant(value=str(text)):
-                return self.of(ast.parse(text.strip(), mode="eval").body, variables)
-            case ast.BinOp(op=ast.BitOr()):
-                return self.union(sides(node), variables)
-            case ast.Subscript(value=outer, slice=inner):
-                return self.subscript(outer, inner, variables)
-            case ast.Name() | ast.Attribute():
-                return self.named(node, variables)
-        return None
-
-    def subscript(self, outer: ast.expr, inner: ast.expr, variables: dict[str, Options]) -> Options:
-        parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
-        match self.typing(outer):
-            case "Optional":
-                return self.union([inner, ast.Constant(None)], variables)
-            case "Union":
-                return self.union(parts, variables)
-            case "Literal":
-                values = [p.value if isinstance(p, ast.Constant) else ast.literal_eval(p) for p in parts]
-                return tuple(values)
-            case "Annotated":
-                return self.of(parts[0], variables)
-            case "Callable":
-                arguments = len(parts[0].elts) if isinstance(parts[0], ast.List) else None
-                return (Factory.of(arguments, self.classes(parts[-1])),)
-            case str(name):
-                if any(isinstance(part, ast.Starred) or "Unpack" in ast.unparse(part) for part in parts):
-                    return None
-                ellipsis = [isinstance(part, ast.Constant) and part.value is ... for part in parts]
-                return collection(
-                    name, [... if e else self.part(p, variables) for p, e in zip(parts, ellipsis, strict=True)]
-                )
-        found = self.names.value(outer, self.frame)
-        if self.is_alias(found) and len(parts) == 1:
-            free = [n.id for n in ast.walk(found.node) if isinstance(n, ast.Name)]
-            given = self.part(parts[0], variables)
-            inside = self.inside(found)
-            return inside.of(found.node, {name: given for name in free if inside.is_variable(name)})
-        return self.instance(found)
-
-    def classes(self, node: ast.expr) -> Iterator[str]:
-        """Yield the dotted paths of the classes that an annotation names: one, or those of a union."""
-        match node:
-            case ast.BinOp(op=ast.BitOr()):
-                parts = sides(node)
-            case ast.Subscript(value=outer, slice=inner) if self.typing(outer) in ("Optional", "Union"):
-                parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
-            case _:
-                with contextlib.suppress(*UNKNOWABLE):
-                    found = self.names.value(node, self.frame)
-                    if found.kind == "class":
-                        yield found.path
-                return
-        for part in parts:
-            yield from self.classes(part)
-
-    def is_alias(self, found: Thing) -> bool:
-        return found.kind == "value" and isinstance(found.node, ast.expr) and found.module is not None
-
-    def inside(self, alias: Thing) -> "Types":
-        """Annotations where an alias is defined."""
-        if alias.key in self.around or len(self.around) > 10:
-            raise Undecided(f"{alias.path} goes round in a circle")
-        return Types(self.names, Frame(self.names.home(alias)), self.around | {alias.key})
-
-    def instance(self, found: Thing) -> Options:
-        if found.kind != "class":
-            return None
-        return instance([each.path for each in self.names.line(found)[0]])
-
-    def is_variable(self, name: str) -> bool:
-        try:
-            return is_type_variable(self.names.named(name, self.frame).node)
-        except UNKNOWABLE:
-            return False
-
-    def typing(self, node: ast.expr) -> str | None:
-        """The last word of a name in `typing`, `collections.abc` or `builtins`."""
-        path = nominal(node, self.frame.module)
-        if path is None:
-            found = self.names.value(node, self.frame)
-            if found.live is None:
-                return None
-            path = found.path
-        head, _, word = path.rpartition(".")
-        return word if head in ("typing", "typing_extensions", *COLLECTIONS) else None
-
-    def named(self, node: ast.Name | ast.Attribute, variables: dict[str, Options]) -> Options:
-        if isinstance(node, ast.Name) and node.id in variables:
-            return variables[node.id]
-        if is_tensor(node, self.frame.module):
-            return None
-        if is_config(node, self.frame.module):
-            return (TheConfig,)
-        name = self.typing(node)
-        if name in ("int", "float", "bool", "str"):
-            return (vars(builtins)[name],)
-        if name is not None:
-            return collection(name, ())
-        if nominal(node, self.frame.module) is not None:
-            return None
-        found = self.names.value(node, self.frame)
-        return self.inside(found).of(found.node, {}) if self.is_alias(found) else self.instance(found)
-
-    def union(self, parts: list[ast.expr], variables: dict[str, Options]) -> Options:
-        options = []
-        for part in parts:
-            if isinstance(part, ast.Constant) and isinstance(part.value, str):
-                part = ast.parse(part.value.strip(), mode="eval").body
-            options.append((part, self.part(part, variables)))
-        numbers = any(option and {int, float} & set(option) for _, option in options)
-        kept: list[object] = []
-        for part, option in options:
-            if option is None:
-                if numbers and is_tensor(part, self.frame.module):
-                    continue
-                return None
-            kept += [each for each in option if each not in kept or isinstance(each, bool)]
-        return tuple(kept)
+def hint(names: Names, node: ast.expr, frame: Frame) -> Any:
+    """Return the live hint that an annotation stands for; a part that cannot be known is `Any`."""
+    try:
+        return _hint(names, node, frame)
+    except (*UNKNOWABLE, ValueError, SyntaxError, TypeError):
+        return Any
 
 
-def is_tensor(node: ast.expr, module: Module) -> bool:
-    """`Tensor` of torch, without reading torch."""
+def _hint(names: Names, node: ast.expr, frame: Frame) -> Any:
     match node:
-        case ast.Name(id=name):
-            options = module.scope.names.get(name, ())
-            return any(
-                isinstance(o, Imported) and o.module in ("torch", "torch._tensor") and o.name == "Tensor"
-                for o in options
-            )
-        case ast.Attribute(value=ast.Name(id=name), attr="Tensor"):
-            options = module.scope.names.get(name, ())
-            return any(isinstance(o, Imported) and o.module == "torch" and o.name is None for o in options)
-    return False
+        case ast.Constant(value=None):
+            return type(None)
+        case ast.Constant(value=str(text)):
+            return _hint(names, ast.parse(text.strip(), mode="eval").body, frame)
+        case ast.Constant(value=types.EllipsisType()):
+            return ...
+        case ast.List(elts=items):
+            return [hint(names, item, frame) for item in items]
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return typing.Union[hint(names, left, frame), hint(names, right, frame)]  # noqa: UP007
+        case ast.Subscript(value=outer, slice=inner):
+            generic = _hint(names, outer, frame)
+            parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+            if any(isinstance(part, ast.Starred) or "Unpack" in ast.unparse(part) for part in parts):
+                return Any
+            if generic is typing.Literal:
+                return generic[tuple(ast.literal_eval(part) for part in parts)]
+            if generic is typing.Annotated:
+                return _hint(names, parts[0], frame)
+            given = tuple(hint(names, part, frame) for part in parts)
+            return generic[given if isinstance(inner, ast.Tuple) else given[0]]
+        case ast.Name() | ast.Attribute():
+            return _named(names, node, frame)
+    return Any
 
 
-def is_config(node: ast.expr, module: Module) -> bool:
-    """Return whether a name is imported as the type of our config, also under `TYPE_CHECKING`."""
-    return isinstance(node, ast.Name) and any(
-        alias.name in ("Config", "PartConfig") and (alias.asname or alias.name) == node.id
-        for found in ast.walk(module.tree)
-        if isinstance(found, ast.ImportFrom) and str(found.module).startswith("deeplightning.config.")
-        for alias in found.names
-    )
+def _named(names: Names, node: ast.Name | ast.Attribute, frame: Frame) -> Any:
+    if (known := _known(ast.unparse(node), frame.module)) is not None:
+        return known
+    package, _, word = (nominal(node, frame.module) or "").rpartition(".")
+    if package == "typing_extensions":
+        return getattr(typing, word, Any)
+    found = names.value(node, frame)
+    if found.live is not None:
+        is_hint = isinstance(found.live, type) or type(found.live).__module__ in ("typing", "dataclasses")
+        return found.live if is_hint else Any
+    key = ("hint", found.key)
+    if key not in names.hints:
+        with names.asking(key):
+            names.hints[key] = _of_thing(names, found)
+    return names.hints[key]
 
 
-def sides(node: ast.expr) -> list[ast.expr]:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        return [*sides(node.left), *sides(node.right)]
-    return [node]
+def _of_thing(names: Names, found: Thing) -> Any:
+    if found.kind == "class":
+        module, _, name = found.path.rpartition(".")
+        paths = tuple(each.path for each in names.line(found)[0])
+        return type(name, (ReadClass,), {"__module__": module, "thing": found, "paths": paths})
+    if found.kind != "value" or not isinstance(found.node, ast.expr):
+        return Any
+    if is_type_variable(found.node):
+        is_parameters = ast.unparse(found.node).partition("(")[0].endswith("ParamSpec")
+        return (typing.ParamSpec if is_parameters else typing.TypeVar)(found.name)
+    return _hint(names, found.node, Frame(names.home(found)))
+
+
+def _known(name: str, module: Module) -> type | None:
+    """Return the type that a name stands for as torch's tensor or our config, without reading their modules."""
+    source = "torch" if name == "torch.Tensor" else module.type_imports.get(name, "")
+    if source in ("torch", "torch._tensor"):
+        return TENSOR
+    return CONFIG if source.startswith("deeplightning.config.") else None

@@ -7,12 +7,13 @@ of `ast` rather than griffe's: those keep no function bodies, of several binding
 import ast
 import gc
 import importlib.util
+import operator
 import os
 import pkgutil
+import re
 import sys
-import typing
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.machinery import PathFinder, SourceFileLoader
@@ -48,7 +49,7 @@ class Module:
 
     @property
     def is_open(self) -> bool:
-        """Whether it may bind names that cannot be seen: it is written in C."""
+        """Return whether it may bind names that cannot be seen: it is written in C."""
         return self.file is None and self.folders is None
 
     @cached_property
@@ -62,7 +63,7 @@ class Module:
 
     @cached_property
     def tree(self) -> ast.Module:
-        """Its source, read.
+        """Return its source, read.
 
         Raises:
             Broken: it is no Python.
@@ -70,31 +71,39 @@ class Module:
         return _tree(self.text, str(self.file))
 
     def may_bind(self, name: str) -> bool:
-        """Whether it can bind a name, by a look at its text."""
+        """Return whether it can bind a name, by a look at its text."""
         return name.encode() in self.text or any(
             word in self.text for word in (b"import *", b"globals", b"vars(", b"exec")
         )
 
     @property
     def package(self) -> str:
-        """What relative imports start from."""
+        """Return what relative imports start from."""
         return self.name if self.folders is not None else self.name.rpartition(".")[0]
 
     @cached_property
     def scope(self) -> "Scope":
         return Scope.of(self.tree.body, self)
 
+    @cached_property
+    def type_imports(self) -> dict[str, str]:
+        """Return the names under which `Tensor` and our config are imported, also for type checkers, and from where."""
+        body = [*self.tree.body, *(inner for node in self.tree.body if isinstance(node, ast.If) for inner in node.body)]
+        imports = [node for node in body if isinstance(node, ast.ImportFrom)]
+        wanted = ("Tensor", "Config", "PartConfig")
+        return {a.asname or a.name: str(node.module) for node in imports for a in node.names if a.name in wanted}
+
     def submodules(self) -> list[str]:
         return [found.name for found in pkgutil.iter_modules(self.folders or ())]
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is the user's own code rather than installed."""
+        """Return whether it is the user's own code rather than installed."""
         return self.file is not None and not str(self.file).startswith(INSTALLED)
 
-    def full_name(self, name: str, inside: Sequence[str] = ()) -> str:
-        """The module that an `import` in this file means."""
-        return own_code.full_name(name, inside) if own_code.is_own(str(self.file)) else name
+    def full_name(self, name: str) -> str:
+        """Return the module that an `import` in this file means."""
+        return own_code.full_name(name) if own_code.is_own(str(self.file)) else name
 
     def place(self, line: int) -> str:
         """` (file:line)`, for own code."""
@@ -104,16 +113,17 @@ class Module:
 _read: dict[str, tuple[bytes, ast.Module]] = {}  # by file, until its text changes
 
 
+def contains_word(text: bytes, word: str) -> bool:
+    return re.search(rb"\b%b\b" % re.escape(word.encode()), text) is not None
+
+
 def module(name: str) -> Module | None:
-    """The module of this name, or None if there is none. Its parents are not imported."""
+    """Return the module of this name, or None if there is none. Its parents are not imported."""
     folders: Sequence[str] | None = None
     parts = name.split(".")
     spec: Any = None
-    first = 1
-    if name.startswith(own_code.PREFIX):
-        first, folders = own_code.PREFIX.count(".") + 1, own_code.roots()
-    for depth in range(first, len(parts) + 1):
-        if depth > first and not folders:
+    for depth in range(1, len(parts) + 1):
+        if depth > 1 and not folders:
             return None
         spec = _spec(".".join(parts[:depth]), folders)
         if spec is None:
@@ -162,7 +172,7 @@ def _tree(text: bytes, file: str) -> ast.Module:
 
 
 def _parse(text: bytes, file: str) -> ast.Module:
-    """A file's tree. It is large and holds no garbage: looking for some meanwhile takes as long again."""
+    """Return a file's tree. It is large and holds no garbage: looking for some meanwhile takes as long again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -248,6 +258,7 @@ class Scope:
         documents: what is set as the `__doc__` of a name.
         imports: what is certainly imported here, with the line.
         raised: what it certainly ends with.
+        rebound: the names that are bound more than once.
         effects: submodules that are imported without being used, so for what they do.
     """
 
@@ -260,6 +271,20 @@ class Scope:
     imports: list[tuple[str, int]] = field(default_factory=list)
     effects: list[str] = field(default_factory=list)
     raised: ast.Raise | None = None
+    rebound: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of_function(cls, node: ast.FunctionDef | ast.AsyncFunctionDef, module: Module) -> "Scope":
+        """Return the local names of a function."""
+        scope = cls(module)
+        reader = _Reader(scope)
+        for inner in ast.walk(node):  # those of functions and comprehensions inside as well
+            if isinstance(inner, ast.arg):
+                reader.bind(inner.arg, Opaque, inner.lineno, "is known only when it is run")
+            elif isinstance(inner, ast.comprehension):
+                reader.opaque(inner.target, "is known only when it is run")
+        reader.run(node.body)
+        return scope
 
     @classmethod
     def of(cls, body: list[ast.stmt], module: Module) -> "Scope":
@@ -269,7 +294,7 @@ class Scope:
 
     @cached_property
     def makes_names(self) -> str | None:
-        """What in this module may bind names that are not written down, if anything does."""
+        """Return what in this module may bind names that are not written down, if anything does."""
         for node in ast.walk(self.module.tree):
             match node:
                 case ast.Call(func=ast.Name(id="globals" | "vars" | "exec" | "locals" as word)):
@@ -290,10 +315,12 @@ class _Reader:
 
     def bind(self, name: str, kind: type[Binding], line: int, *more: object) -> None:
         self.order += 1
+        if name in self.names:
+            self.scope.rebound.add(name)
         self.names[name] = (kind(self.order, line, self.guards, *more),)
 
     def run(self, body: list[ast.stmt]) -> bool:
-        """Whether it reaches its end."""
+        """Return whether it reaches its end."""
         return all(self.step(statement) for statement in body)
 
     def step(self, node: ast.stmt) -> bool:
@@ -306,7 +333,7 @@ class _Reader:
                     full = self.scope.module.full_name(alias.name)
                     self.imported(full, node.lineno)
                     if alias.asname is None:
-                        full = self.scope.module.full_name(bound, alias.name.split(".")[1:2])
+                        full = self.scope.module.full_name(bound)
                     self.bind(alias.asname or bound, Imported, node.lineno, full, None)
                     if alias.asname is None and alias.name.startswith(f"{self.scope.module.name}."):
                         self.scope.effects.append(alias.name)
@@ -331,14 +358,19 @@ class _Reader:
             case ast.Expr(value=ast.Call() as call):
                 self.call(call)
             case ast.If():
-                return self.branch(node)
+                truth = _is_true(node.test)
+                if truth is not None:
+                    return self.run(node.body if truth else node.orelse)
+                return self.perhaps([node.body, node.orelse])
             case ast.Try() | ast.TryStar():
                 return self.attempt(node)
             case ast.With() | ast.AsyncWith():
                 for item in node.items:
                     if item.optional_vars is not None:
                         self.opaque(item.optional_vars, "is bound by `with`")
-                return self.perhaps([node.body, []], [True, _may_swallow(node)])
+                if any("suppress" in ast.unparse(item.context_expr) for item in node.items):
+                    return self.perhaps([node.body, []])
+                return self.run(node.body)
             case ast.For() | ast.AsyncFor():
                 self.perhaps([[_loop_variable(node), *node.body], []])
                 return self.run(node.orelse)
@@ -409,15 +441,13 @@ class _Reader:
 
     # ---- what may or may not be run
 
-    def perhaps(self, bodies: Sequence[list[ast.stmt]], possible: Sequence[bool] = ()) -> bool:
-        """Any one of several bodies is run: what each leaves is possible."""
+    def perhaps(self, bodies: Sequence[list[ast.stmt]]) -> bool:
+        """Run several bodies of which any one may be run: what each leaves is possible."""
         before, was_certain = self.names, self.certain
+        self.certain = False
         left = []
-        for number, body in enumerate(bodies):
-            if possible and not possible[number]:
-                continue
+        for body in bodies:
             self.names = dict(before)
-            self.certain = was_certain and bool(possible) and sum(possible) == 1
             if self.run(body):
                 left.append(self.names)
         self.certain = was_certain
@@ -427,12 +457,6 @@ class _Reader:
     def take(self, names: Names) -> None:
         self.names = names
         self.scope.names = names
-
-    def branch(self, node: ast.If) -> bool:
-        truth = is_true(node.test)
-        if truth is not None:
-            return self.run(node.body if truth else node.orelse)
-        return self.perhaps([node.body, node.orelse])
 
     def attempt(self, node: ast.Try | ast.TryStar) -> bool:
         """Where only a missing import makes the handlers run, its success is asked for when somebody wants the name."""
@@ -474,19 +498,15 @@ def _joined(several: list[Names]) -> Names:
     return names
 
 
-def _may_swallow(node: ast.With | ast.AsyncWith) -> bool:
-    return any("suppress" in ast.unparse(item.context_expr) for item in node.items)
-
-
 def _loop_variable(node: ast.For | ast.AsyncFor) -> ast.stmt:
-    """The variable of a loop, as a statement that binds it to something unknown."""
+    """Return the variable of a loop, as a statement that binds it to something unknown."""
     return ast.copy_location(ast.AugAssign(node.target, ast.Add(), ast.Constant(0)), node)  # type: ignore[arg-type]
 
 
 def absolute(node: ast.ImportFrom, module: Module) -> str:
-    """The module that `from … import` names."""
+    """Return the module that `from … import` names."""
     if node.module and not node.level:
-        return module.full_name(node.module, [alias.name for alias in node.names])
+        return module.full_name(node.module)
     above = module.package.split(".")
     above = above[: len(above) - node.level + 1] if node.level else []
     return ".".join([*above, *([node.module] if node.module else [])])
@@ -500,45 +520,42 @@ def _imports(body: list[ast.stmt], module: Module) -> Iterator[tuple[str, str | 
             yield from ((absolute(node, module), None if a.name == "*" else a.name) for a in node.names)
 
 
-def is_true(test: ast.expr) -> bool | None:
-    """Whether a condition holds in this Python; None if that is not known."""
-    match test:
-        case ast.Constant(value=value):
-            return bool(value)
-        case ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING"):
-            return False
-        case ast.UnaryOp(op=ast.Not()):
-            inner = is_true(test.operand)
-            return None if inner is None else not inner
-        case ast.BoolOp():
-            parts = [is_true(part) for part in test.values]
-            decisive = isinstance(test.op, ast.Or)
-            return decisive if decisive in parts else None if None in parts else not decisive
-        case ast.Compare(left=ast.Name(id="__name__"), ops=[ast.Eq()], comparators=[ast.Constant(value="__main__")]):
-            return False
-        case ast.Call(func=ast.Name(id="hasattr"), args=[ast.Name(id="typing"), ast.Constant(value=str(word))]):
-            return hasattr(typing, word)
-        case ast.Compare(left=left, ops=[op], comparators=[right]):
-            return _compared(left, op, right)
-    return None
+_FACTS: dict[str, Any] = {
+    "sys.version_info": tuple(sys.version_info), "sys.version_info.major": sys.version_info[0],
+    "sys.version_info.minor": sys.version_info[1], "sys.platform": sys.platform, "os.name": os.name,
+    "TYPE_CHECKING": False, "typing.TYPE_CHECKING": False, "__name__": "imported",
+}  # fmt: skip
+_OPERATORS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}  # fmt: skip
 
 
-def _compared(left: ast.expr, op: ast.cmpop, right: ast.expr) -> bool | None:
-    here: dict[str, object] = {
-        "sys.version_info": tuple(sys.version_info),
-        "sys.platform": sys.platform,
-        "os.name": os.name,
-    }
-    here["sys.version_info.major"], here["sys.version_info.minor"] = sys.version_info[:2]
-    here |= {f"sys.version_info[{n}]": sys.version_info[n] for n in range(3)}
-    here |= {f"sys.version_info[:{n}]": tuple(sys.version_info[:n]) for n in range(1, 4)}
+def _is_true(test: ast.expr) -> bool | None:
+    """Return whether a condition holds in this Python; None if that is not known."""
     try:
-        word = ast.unparse(left)
-        if word not in here:
-            return None
-        value = ast.literal_eval(right)
-        how = {ast.Eq: "__eq__", ast.NotEq: "__ne__", ast.Lt: "__lt__", ast.LtE: "__le__", ast.Gt: "__gt__"}
-        answer = getattr(here[word], (how | {ast.GtE: "__ge__"})[type(op)])(value)
-    except (ValueError, KeyError, AttributeError):
+        return bool(_fact(test))
+    except (KeyError, TypeError, IndexError, ValueError):
         return None
-    return answer if isinstance(answer, bool) else None
+
+
+def _fact(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.Tuple(elts=items):
+            return tuple(_fact(item) for item in items)
+        case ast.Subscript(value=value, slice=ast.Slice(lower=None, upper=ast.expr() as upper, step=None)):
+            return _fact(value)[: _fact(upper)]
+        case ast.Subscript(value=value, slice=index):
+            return _fact(value)[_fact(index)]
+        case ast.UnaryOp(op=ast.Not(), operand=inner):
+            return not _fact(inner)
+        case ast.BoolOp(op=op, values=values):
+            known, decisive = [_is_true(value) for value in values], isinstance(op, ast.Or)
+            if None in known and decisive not in known:
+                raise ValueError
+            return decisive if decisive in known else not decisive
+        case ast.Compare(left=left, ops=[op], comparators=[right]):
+            return _OPERATORS[type(op)](_fact(left), _fact(right))
+    return _FACTS[ast.unparse(node)]

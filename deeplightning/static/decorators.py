@@ -5,11 +5,46 @@ A decorator of the usual form is read from its source: it returns what it decora
 """
 
 import ast
+from dataclasses import replace
 
 from deeplightning.static.names import KEEPING, Names
-from deeplightning.static.symbol import UNKNOWABLE, Frame, Functions
-from deeplightning.static.syntax import first_argument, inside
-from deeplightning.static.uses import is_it, uses_of
+from deeplightning.static.signature import Undecided
+from deeplightning.static.symbol import UNKNOWABLE, Frame, Functions, first_argument, inside
+from deeplightning.static.uses import uses_of
+
+
+def role_of(decorator: ast.expr) -> str | None:
+    match decorator:
+        case ast.Name(id="staticmethod" | "classmethod" | "property" as word):
+            return word
+        case ast.Attribute(attr="setter" | "getter" | "deleter") | ast.Name(id="cached_property"):
+            return "property"
+        case ast.Attribute(attr="cached_property" | "abstractproperty"):
+            return "property"
+    return None
+
+
+def role_of_function(node: Functions) -> str | None:
+    roles = [role for d in node.decorator_list if (role := role_of(d))]
+    if node.name in ("__init_subclass__", "__class_getitem__"):
+        roles.append("classmethod")
+    return roles[0] if roles else None
+
+
+def words_beside(names: Names, node: ast.ClassDef | Functions, frame: Frame) -> set[str]:
+    """Return the words that a class or function takes by its decorators, beside those that its own source shows.
+
+    Raises:
+        Undecided: a decorator may change what it takes.
+    """
+    words = set[str]()
+    for decorator in node.decorator_list:
+        if role_of(decorator) is None and names.real_path(decorator, frame) != "dataclasses.dataclass":
+            more = keeps(names, decorator, frame)
+            if more is None:
+                raise Undecided(f"@{ast.unparse(decorator)[:60]} may change what it takes")
+            words |= more
+    return words
 
 
 def keeps(names: Names, decorator: ast.expr, frame: Frame) -> set[str] | None:
@@ -23,38 +58,37 @@ def keeps(names: Names, decorator: ast.expr, frame: Frame) -> set[str] | None:
     if found.module is None or found.kind != "function" or not isinstance(found.node, Functions):
         return None
     given = {n.value for n in ast.walk(decorator) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-    inner = {n.name: n for n in inside(found.node.body) if isinstance(n, Functions)}
-    is_called = isinstance(decorator, ast.Call)
-    makers = [inner.get(name) for name in _names_returned(found.node)] if is_called else [found.node]
-    frames = [Frame(found.module, function=maker) for maker in makers]
-    parts = [maker and _kept(names, maker, frame, given) for maker, frame in zip(makers, frames, strict=True)]
-    return None if not parts or None in parts else set().union(*(part or () for part in parts))
+    return _kept(names, found.node, Frame(found.module), given, isinstance(decorator, ast.Call))
 
 
-def _kept(names: Names, decorator: Functions, frame: Frame, given: set[str]) -> set[str] | None:
+def _kept(names: Names, function: Functions, frame: Frame, given: set[str], makes_decorators: bool) -> set[str] | None:
     """Return the words that the results of a decorator take beside; `given`: the texts that it was made with."""
-    parameter, words = first_argument(decorator), set[str]()
-    inner = {n.name: n for n in inside(decorator.body) if isinstance(n, Functions)}
-    returned = _names_returned(decorator)
+    inner = {n.name: n for n in inside(function.body) if isinstance(n, Functions)}
+    frame, words = replace(frame, function=function), set[str]()
+    returned = _names_returned(function)
     for name in returned:
-        if name == parameter:
+        if name == first_argument(function) and not makes_decorators:
             continue
-        wrapper = inner.get(name)
-        if wrapper is None:
+        if (made := inner.get(name)) is None:
             return None
-        wraps = [d for d in wrapper.decorator_list if names.real_path(d, frame) == "functools.wraps"]
-        if not any(isinstance(d, ast.Call) and d.args and is_it(d.args[0], str(parameter)) for d in wraps):
+        more = _kept(names, made, frame, given, False) if makes_decorators else _wrapped(names, made, frame, given)
+        if more is None:
             return None
-        for other in wrapper.decorator_list:
-            if other not in wraps:
-                more = keeps(names, other, frame)
-                if more is None:
-                    return None
-                words |= more
-        if wrapper.args.kwarg is not None:
-            uses = uses_of(wrapper, wrapper.args.kwarg.arg)
-            words |= uses.words | ({word for word in given if word.isidentifier()} if uses.dynamic else set())
+        words |= more
     return words if returned else None
+
+
+def _wrapped(names: Names, wrapper: Functions, frame: Frame, given: set[str]) -> set[str] | None:
+    """Return the words that a wrapper takes beside those of the function that `functools.wraps` shows as its own."""
+    wraps = [d for d in wrapper.decorator_list if names.real_path(d, frame) == "functools.wraps"]
+    others = [keeps(names, d, frame) for d in wrapper.decorator_list if d not in wraps]
+    if not wraps or None in others:
+        return None
+    words = set[str]().union(*(more or () for more in others))
+    if wrapper.args.kwarg is not None:
+        uses = uses_of(wrapper, wrapper.args.kwarg.arg)
+        words |= uses.words | ({word for word in given if word.isidentifier()} if uses.dynamic else set())
+    return words
 
 
 def _names_returned(function: Functions) -> list[str]:

@@ -8,26 +8,27 @@ and says what is missing in the same words.
 """
 
 import ast
+import contextlib
+import inspect
 import keyword
 import pkgutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from deeplightning import own_code
 from deeplightning.faults import Missing, nearest, no_module, refuse_moved
-from deeplightning.static.bindings import Broken, Module
-from deeplightning.static.docstrings import described, docstrings
+from deeplightning.static.bindings import Broken, Defined, Module, contains_word
 from deeplightning.static.from_source import Signatures
-from deeplightning.static.logged import constant, declared_words, logged_names
-from deeplightning.static.manual_optimization import ignores_config, steps_itself
-from deeplightning.static.names import Names
+from deeplightning.static.names import Names, Texts
 from deeplightning.static.return_types import Made, instance
 from deeplightning.static.signature import Instance, Signature, Undecided
-from deeplightning.static.symbol import Absent, Failing, Kind, Lacking, Thing
+from deeplightning.static.symbol import UNKNOWABLE, Absent, Failing, Frame, Functions, Kind, Lacking, Thing
+from deeplightning.static.task_source import TaskSource
 
 
 def look_up(name: str, names: Names | None = None) -> "Definition":
-    """What a dotted name means.
+    """Return what a dotted name means.
 
     Args:
         names: what earlier look-ups have found, which need not be found again.
@@ -57,14 +58,14 @@ def _find(parts: list[str], names: Names) -> Thing:
     name = ".".join(parts)
     module, depth = None, 0
     for depth in range(min(len(parts) - 1, 50), 0, -1):
-        module = names.module(own_code.full_name(".".join(parts[:depth]), parts[depth : depth + 1]))
+        module = names.module(own_code.full_name(".".join(parts[:depth])))
         if module is not None:
             break
     if module is None:
         known = [m.name for m in pkgutil.iter_modules()] if len(parts[0]) > 2 else []
         raise no_module(parts[0], name, known, own_code.roots())
     read = own_code.read_from(name, str(module.file) if module.file else None)
-    thing = names.of_module(module)
+    thing = Thing("module", module, "")
     for part in parts[depth:]:
         try:
             thing = names.member(thing, part)
@@ -94,18 +95,12 @@ def _find(parts: list[str], names: Names) -> Thing:
 def _is_misspelt(part: str, owner: Module | None) -> bool:
     if owner is None or not owner.folders or part.startswith("_"):
         return False
-    written = {word for node in ast.walk(owner.tree) for word in _words_of(node)}
-    return part not in written and bool(nearest(part, [n for n in owner.submodules() if not n.startswith("_")]))
-
-
-def _words_of(node: ast.AST) -> list[str]:
-    """The names and texts in a node."""
-    found = [getattr(node, name, None) for name in ("id", "attr", "name", "asname", "arg", "value", "module")]
-    return [word for word in found if isinstance(word, str)]
+    near = nearest(part, [n for n in owner.submodules() if not n.startswith("_")])
+    return bool(near) and not contains_word(owner.text, part)
 
 
 @dataclass(eq=False)
-class Definition:
+class Definition(TaskSource):
     """What a dotted name means.
 
     Attributes:
@@ -123,15 +118,15 @@ class Definition:
     _names: Names = field(repr=False)
 
     def bases(self) -> tuple[list[str], bool]:
-        """The dotted real paths of itself and its ancestors in the order of Python, without `object`; False behind it
-        where an ancestor could not be followed, so that there may be more."""
+        """Return the real paths of itself and its ancestors in Python's order, without `object`; False where an
+        ancestor cannot be followed, so that there may be more."""
         if self.kind != "class":
             return [self.path], True
         line, complete = self._names.line(self._thing)
         return [thing.path for thing in line], complete
 
     def makes(self) -> list[Instance]:
-        """What calling it gives: an instance of the class, or one of what the function may return.
+        """Return what calling it gives: an instance of the class, or one of what the function may return.
 
         Raises:
             Undecided: that cannot be known without calling it.
@@ -142,7 +137,7 @@ class Definition:
         return [instance(self._names, thing) for thing in made]
 
     def signature(self) -> Signature:
-        """What may be given to it; of classes and of methods that are called on their class, without `self`.
+        """Return what may be given to it; of classes and of methods that are called on their class, without `self`.
 
         Raises:
             Undecided: that cannot be known without importing.
@@ -152,36 +147,12 @@ class Definition:
         return self._names.guarded(lambda: Signatures(self._names).signature(self._thing))
 
     def documentation(self, parameter: str) -> str | None:
-        """What a docstring says about a parameter: its own, or the ancestor's that takes it."""
-        for text in docstrings(self._names, self._thing):
-            found = described(text, parameter)
+        """Return what a docstring says about a parameter: its own, or the ancestor's that takes it."""
+        for text in _docstrings(self._names, self._thing):
+            found = _described(text, parameter)
             if found:
                 return found
         return None
-
-    def logged_names(self) -> tuple[set[str], bool]:
-        """The names that a class gives to `self.log` and `self.log_dict`; False if there may be others.
-
-        What the class says itself in `logged_metrics`, a tuple of literal words, is taken as it is, placeholders
-        included.
-        """
-        if self.kind != "class":
-            return set(), False
-        return logged_names(self._names, self._thing)
-
-    def declared_words(self, attribute: str) -> set[str] | None:
-        """Return the literal words that a task assigns to `metric_names` (its metrics where a config names none),
-        `loss_arguments` (what it calls each loss with) or `network_names` (the networks that it needs, () for a single
-        one); None: it does not say."""
-        return declared_words(self._names, self._thing, attribute) if self.kind == "class" else None
-
-    def constant(self, name: str) -> object:
-        """A plain value that a class or an ancestor gives an attribute; None where none does.
-
-        Raises:
-            Undecided: that cannot be known without importing.
-        """
-        return constant(self._names, self._thing, name) if self.kind == "class" else None
 
     def defines(self, name: str, outside: str | None = None) -> bool:
         """Return whether a class, or an ancestor whose source is known, defines a name.
@@ -193,10 +164,44 @@ class Definition:
         counted = (each for each in line if outside is None or not each.path.startswith(f"{outside}."))
         return any(self._names.own(each, name) for each in counted)
 
-    def steps_itself(self) -> bool:
-        """Whether a task steps its optimizers itself, by what its `__init__` says."""
-        return self.kind == "class" and steps_itself(self._names, self._thing)
 
-    def ignores_config(self) -> bool:
-        """Return whether a task does not read the config that it is given, by what its `__init__` says."""
-        return self.kind == "class" and ignores_config(self._names, self._thing)
+def _docstrings(names: Names, thing: Thing) -> Iterator[str]:
+    """Yield the docstrings that may describe a parameter: its own, those of ancestors and of constructors."""
+    if thing.live is not None:
+        yield getattr(thing.live, "__doc__", None) or ""
+        return
+    things = [thing]
+    if thing.kind == "class":
+        things = [t for t in names.line(thing)[0] if t.live is None]
+    for each in things:
+        if each.module is not None:
+            for value in each.module.scope.documents.get(each.name, ()):
+                with contextlib.suppress(*UNKNOWABLE):
+                    (text,) = Texts(names, Frame(each.module)).of(value)
+                    yield inspect.cleandoc(text)
+        if isinstance(each.node, ast.ClassDef | Functions):
+            yield ast.get_docstring(each.node) or ""
+        if each.kind == "class" and names.own(each, "__init__"):
+            for option in names.scope(each).names["__init__"]:
+                if isinstance(option, Defined):
+                    yield ast.get_docstring(option.node) or ""
+
+
+def _described(docstring: str, parameter: str) -> str | None:
+    """Return what a docstring of Google's, NumPy's or Sphinx's kind says about a parameter."""
+    if parameter not in docstring:
+        return None
+    import logging
+
+    import griffe  # 0.04 CPU seconds, needed by `explain` alone
+
+    logging.getLogger("griffe").setLevel(logging.CRITICAL)
+    for style in ("google", "numpy", "sphinx"):
+        for section in griffe.Docstring(docstring).parse(style):
+            if section.kind.value not in ("parameters", "other parameters", "attributes"):
+                continue
+            for item in section.value:
+                names = [name.strip("*` ") for name in item.name.split(",")]
+                if parameter in names and item.description:
+                    return " ".join(item.description.split())
+    return None

@@ -5,21 +5,34 @@ Modules of the standard library that this process holds anyway (`_HELD`) are ask
 
 import ast
 import builtins
-import re
+import contextlib
+import importlib.util
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from deeplightning import own_code
+from deeplightning.faults import install, nearest
 from deeplightning.static import bindings
-from deeplightning.static.bindings import Assigned, Binding, Broken, Defined, Imported, Module, Scope
-from deeplightning.static.failing_imports import lacking, missing_packages, raised_by
+from deeplightning.static.bindings import Assigned, Binding, Broken, Defined, Imported, Module, Scope, contains_word
 from deeplightning.static.signature import Undecided
-from deeplightning.static.symbol import UNKNOWABLE, Absent, Failing, Frame, Kind, Thing, live_class
-from deeplightning.static.syntax import is_type_variable, is_unbound, local_binding, nominal
+from deeplightning.static.symbol import (
+    UNKNOWABLE,
+    Absent,
+    Failing,
+    Frame,
+    Functions,
+    Kind,
+    Lacking,
+    Thing,
+    is_type_variable,
+    is_unbound,
+    live_class,
+    nominal,
+)
 
 T = TypeVar("T")
 
@@ -48,6 +61,7 @@ class Names:
         self.lines: dict[object, tuple[list[Thing], bool]] = {}
         self.scopes: dict[int, Scope] = {}
         self.found: dict[object, Thing] = {}
+        self.hints: dict[object, object] = {}
         self.active: set[object] = set()
         self.changes_path = False  # whether own code may add folders to import from
 
@@ -59,10 +73,20 @@ class Names:
         except RecursionError:
             raise Undecided("its source is nested too deeply") from None
 
-    def enter(self, key: object) -> None:
+    @contextlib.contextmanager
+    def asking(self, key: object) -> Iterator[None]:
+        """Mark a question as asked while it is answered.
+
+        Raises:
+            Undecided: its answer depends on itself.
+        """
         if key in self.active or len(self.active) > 150:
             raise Undecided("its definition goes round in a circle")
         self.active.add(key)
+        try:
+            yield
+        finally:
+            self.active.discard(key)
 
     # ---- names
 
@@ -70,7 +94,7 @@ class Names:
         if name not in self.modules:
             module = bindings.module(name)
             if module is not None and module.is_ours:
-                if "." in own_code.shown(name):
+                if "." in name:
                     self.module(name.rpartition(".")[0])
                 self.modules[name] = module  # own files may import each other
                 try:
@@ -82,24 +106,20 @@ class Names:
         return self.modules[name]
 
     def need_imports(self, module: Module) -> None:
-        """Own code that certainly imports what is not there, itself or in own files that it imports, or raises."""
+        """Raise what importing own code certainly ends with: a package that is not installed, or a `raise`."""
         self.changes_path = self.changes_path or b"sys.path" in module.text or b"addsitedir" in module.text
         if self.changes_path:
             return
-        for top, line in missing_packages(module):
-            raise lacking(top, module.place(line))
+        for top, line in _missing_packages(module):
+            raise _lacking(top, module.place(line))
         for name, _ in module.scope.imports if own_code.is_own(str(module.file)) else ():
-            if own_code.top_level(own_code.shown(name).partition(".")[0]) is not None:
+            if own_code.top_level(name.partition(".")[0]) is not None:
                 self.module(name)
         if module.scope.raised is not None:
-            raise raised_by(module.scope.raised, module)
-
-    @staticmethod
-    def of_module(module: Module) -> Thing:
-        return Thing("module", module, "")
+            raise _raised_by(module.scope.raised, module)
 
     def member(self, owner: Thing, name: str) -> Thing:
-        """An attribute.
+        """Return an attribute.
 
         Raises:
             Absent: there is none.
@@ -124,7 +144,7 @@ class Names:
         return Thing(kind, None, name, None, through if through and through.kind == "class" else None, found)
 
     def name_in(self, module: Module, name: str) -> Thing:
-        """What a name of a module means, or its submodule of that name."""
+        """Return what a name of a module means, or its submodule of that name."""
         key = (module.name, name)
         if key in self.found:
             return self.found[key]
@@ -132,11 +152,8 @@ class Names:
             return self.live(sys.modules[module.name], name)
         if module.is_open:
             raise Undecided(f"{module.name} is not written in Python")
-        self.enter(key)
-        try:
+        with self.asking(key):
             self.found[key] = self.bound(module, name)
-        finally:
-            self.active.discard(key)
         return self.found[key]
 
     def bound(self, module: Module, name: str) -> Thing:
@@ -150,7 +167,7 @@ class Names:
                 raise
         submodule = self.module(f"{module.name}.{name}") if module.folders else None
         if submodule is not None:
-            return self.of_module(submodule)
+            return Thing("module", submodule, "")
         if name in ("__name__", "__file__", "__doc__", "__path__", "__spec__", "__package__", "__loader__"):
             return Thing("value", module, name)
         if "__getattr__" in scope.names:
@@ -165,19 +182,19 @@ class Names:
         raise Absent(name, self.names_of(module))
 
     def set_elsewhere(self, module: Module, name: str) -> str | None:
-        """A submodule that a package imports for its effects, and that speaks of a name which another one lacks."""
+        """Return a submodule that a package imports for its effects, if its text has a name that another one lacks."""
         top = self.module(module.name.partition(".")[0])
         for effect in top.scope.effects if top is not None and not top.is_open else ():
             found = self.module(effect)
             files = [found.file] if found is not None and found.file is not None else []
             if found is not None and found.folders:
                 files = [file for folder in found.folders for file in sorted(Path(folder).glob("*.py"))]
-            if any(re.search(rb"\b%b\b" % name.encode(), file.read_bytes()) for file in files):
+            if any(contains_word(file.read_bytes(), name) for file in files):
                 return effect
         return None
 
     def options(self, scope: Scope, name: str) -> tuple[tuple[Binding, ...], str | None]:
-        """The possible bindings of a name, those by `import *` among them, and why there may be others."""
+        """Return the possible bindings of a name, those by `import *` among them, and why there may be others."""
         options = scope.names.get(name, (bindings.UNBOUND,))
         since = max(option.order for option in options)
         doubt = None
@@ -203,11 +220,9 @@ class Names:
         return options, doubt
 
     def exports(self, module: Module, name: str) -> bool:
-        """Whether `from module import *` gives a name."""
+        """Return whether `from module import *` gives a name."""
         listed = self.listed(module)
-        if listed is not None and name not in listed:
-            return False
-        if listed is None and name.startswith("_"):
+        if name.startswith("_") if listed is None else name not in listed:
             return False
         if any(option is not bindings.UNBOUND for option in module.scope.names.get(name, ())):
             return True
@@ -220,95 +235,40 @@ class Names:
         return True
 
     def listed(self, module: Module) -> set[str] | None:
-        """`__all__`, where a module has one that is known statically."""
-        if not module.scope.exported:
+        """Return `__all__`, where a module has one that is known statically."""
+        if not module.scope.exported or None in module.scope.exported:
             return None
-        names: set[str] = set()
-        for part in module.scope.exported:
-            inside = self.words(part, Frame(module)) if part is not None else None
-            if inside is None:
-                return None
-            names |= inside
-        return names
-
-    def words(self, node: ast.expr | None, frame: Frame) -> set[str] | None:
-        """The literal words of a list, also of a sum of lists and of another module's `__all__`."""
-        match node:
-            case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
-                words: set[str] = set()
-                for item in items:
-                    match item:
-                        case ast.Constant(value=str(word)):
-                            words.add(word)
-                        case ast.Starred(value=inner) if (more := self.words(inner, frame)) is not None:
-                            words |= more
-                        case _:
-                            return None
-                return words
-            case ast.BinOp(left=left, op=ast.Add(), right=right):
-                parts = [self.words(left, frame), self.words(right, frame)]
-                return None if None in parts else set().union(*(part for part in parts if part))
-            case ast.Call(func=ast.Name(id="list" | "tuple" | "sorted" | "set"), args=[inner]):
-                return self.words(inner, frame)
-            case ast.Dict(keys=keys) if all(isinstance(k, ast.Constant) and isinstance(k.value, str) for k in keys):
-                return {str(k.value) for k in keys if isinstance(k, ast.Constant)}
-            case ast.Attribute(value=owner, attr="__all__"):
-                try:
-                    found = self.value(owner, frame)
-                except UNKNOWABLE:
-                    return None
-                return self.listed(found.module) if found.kind == "module" and found.module else None
-            case ast.Name() | ast.Attribute():
-                try:
-                    found = self.value(node, frame)
-                except UNKNOWABLE:
-                    return None
-                if found.kind == "value" and isinstance(found.node, ast.expr) and found.module:
-                    return self.words(found.node, Frame(found.module))
-        return None
+        try:
+            return set().union(*(Texts(self, Frame(module)).items(part) for part in module.scope.exported))
+        except UNKNOWABLE:
+            return None
 
     def answered(self, module: Module, name: str) -> Thing:
-        """Return what a module's `__getattr__` gives for a name, if it is of the form `if name == "word": …`."""
-        vague = Undecided(f"{module.name} makes names when they are asked for (`__getattr__`)")
-        options = module.scope.names["__getattr__"]
-        node = options[0].node if len(options) == 1 and isinstance(options[0], Defined) else None
-        known, frame = set[str](), Frame(module)
-        for statement in node.body if node is not None else ():
-            match statement:
-                case ast.If(test=ast.Compare(comparators=[ast.Constant(str(word))], ops=[ast.Eq()]), orelse=[]):
-                    known.add(word)
-                    match statement.body:
-                        case [ast.ImportFrom(names=[alias]) as given, ast.Return(ast.Name(id=returned))] if (
-                            word == name and returned == (alias.asname or alias.name)
-                        ):
-                            source = bindings.absolute(given, module)
-                            return self.imported(Imported(0, given.lineno, (), source, alias.name), alias.name, frame)
-                case ast.Expr(value=ast.Constant()) | ast.Raise():
-                    continue
-                case _:
-                    raise vague
-        if node is None or name in known or module.scope.makes_names or not isinstance(node.body[-1], ast.Raise):
-            raise vague
-        raise Absent(name, [*self.names_of(module), *known])
+        """Return what a module's `__getattr__` imports under a name."""
+        functions = [option.node for option in module.scope.names["__getattr__"] if isinstance(option, Defined)]
+        nodes = [node for function in functions for node in ast.walk(function) if isinstance(node, ast.ImportFrom)]
+        imports = {alias.asname or alias.name: (node, alias.name) for node in nodes for alias in node.names}
+        if name in imports:
+            node, inside = imports[name]
+            option = Imported(0, node.lineno, (), bindings.absolute(node, module), inside)
+            return self.imported(option, inside, Frame(module))
+        if nearest(name, [*imports]):
+            raise Absent(name, [*imports])
+        raise Undecided(f"{module.name} makes names when they are asked for (`__getattr__`)")
 
     def names_of(self, module: Module) -> list[str]:
-        """What there is in a module, for the nearest word."""
+        """Return what there is in a module, for the nearest word."""
         names = {n for n, options in module.scope.names.items() if not all(map(is_unbound, options))}
         for star in module.scope.stars:
-            source = self.module(star.module)
-            if (
-                source is not None
-                and not source.is_open
-                and source is not module
-                and ("*", source.name) not in self.active
-            ):
-                self.active.add(("*", source.name))
+            source, key = self.module(star.module), ("*", star.module)
+            if source is not None and not source.is_open and source is not module and key not in self.active:
+                self.active.add(key)
                 names |= self.listed(source) or set(self.names_of(source))
-                self.active.discard(("*", source.name))
+                self.active.discard(key)
         return sorted(names | set(module.submodules()))
 
     def one_of(self, options: tuple[Binding, ...], name: str, frame: Frame) -> Thing:
-        """What several possible bindings come to, if they come to one thing."""
+        """Return what several possible bindings come to, if they come to one thing."""
         left = []
         for option in options:
             if option.guards and not all(self.importable(m, n, frame) for m, n in option.guards):
@@ -336,19 +296,14 @@ class Names:
     def importable(self, module: str, name: str | None, frame: Frame) -> bool:
         try:
             found = self.module(module)
-            if found is None:
+            if found is None or (not found.is_open and any(_missing_packages(found))):
                 return False
-            if found.is_open:
-                return True
-            if any(missing_packages(found)):
-                return False
-            if name is None:
-                return True
-            self.name_in(found, name)
-        except (Absent, Failing, Broken):
-            return False
+            if name is not None and not found.is_open:
+                self.name_in(found, name)
         except Undecided:
             return True
+        except (Absent, Failing, Broken):
+            return False
         return True
 
     def meant(self, option: Binding, name: str, frame: Frame) -> Thing:
@@ -358,21 +313,18 @@ class Names:
                 found = self.module(module)
                 if found is None:
                     raise Undecided(f"{module} is not there")
-                return self.of_module(found)
+                return Thing("module", found, "")
             case Imported(module=module, name=str(inside)):
                 return self.imported(option, inside, frame)
-            case Defined(node=ast.ClassDef() as node):
-                thing = Thing("class", frame.module, prefix + name, node)
-                if name != node.name:
-                    thing = replace(thing, name=prefix + node.name)
-                return thing
             case Defined(node=node):
-                owner = frame.line[0] if frame.scope and frame.line else None
-                return Thing("function", frame.module, prefix + node.name, node, owner)
+                kind: Kind = "class" if isinstance(node, ast.ClassDef) else "function"
+                owner = frame.line[0] if prefix and kind == "function" else None
+                return Thing(kind, frame.module, prefix + node.name, node, owner)
             case Assigned(value=value):
                 return self.assigned(value, prefix + name, frame)
             case bindings.Opaque(what=str(what)):
-                raise Undecided(f"`{name}` of {frame.module.name} {what}")
+                place = f"in {frame.function.name}" if frame.function else f"of {frame.module.name}"
+                raise Undecided(f"`{name}` {place} {what}")
         raise Undecided(f"`{name}` of {frame.module.name} is unknown")
 
     def imported(self, option: Imported, name: str, frame: Frame) -> Thing:
@@ -380,12 +332,12 @@ class Names:
         if source is None:
             top = option.module.partition(".")[0]
             if self.module(top) is None and not self.changes_path:
-                raise lacking(top, frame.module.place(option.line))
+                raise _lacking(top, frame.module.place(option.line))
             raise Undecided(f"{option.module}, which {frame.module.name} imports, is made when it is imported")
         if source is frame.module or source.name == frame.module.name:  # `from . import part`
             submodule = self.module(f"{source.name}.{name}")
             if submodule is not None:
-                return self.of_module(submodule)
+                return Thing("module", submodule, "")
         try:
             return self.name_in(source, name)
         except Absent as absent:
@@ -396,7 +348,7 @@ class Names:
             raise Failing(f"failed: {words}{frame.module.place(option.line)}") from None
 
     def assigned(self, value: ast.expr, name: str, frame: Frame) -> Thing:
-        """`name = value`: another word for something, or a value."""
+        """Return what `name = value` binds: another word for something, or a value."""
         match value:
             case ast.Name() | ast.Attribute():
                 try:
@@ -414,7 +366,7 @@ class Names:
     # ---- expressions
 
     def value(self, node: ast.expr, frame: Frame) -> Thing:
-        """What an expression of names means."""
+        """Return what an expression of names means."""
         match node:
             case ast.Name(id=name):
                 return self.named(name, frame)
@@ -437,19 +389,12 @@ class Names:
 
     def named(self, name: str, frame: Frame) -> Thing:
         if frame.function is not None:
-            local = local_binding(frame.function, name)
-            if isinstance(local, ast.ImportFrom):
-                alias = next(a for a in local.names if (a.asname or a.name) == name)
-                source = bindings.absolute(local, frame.module)
-                return self.imported(Imported(0, local.lineno, (), source, alias.name), alias.name, frame)
-            if isinstance(local, ast.Import):
-                alias = next(a for a in local.names if (a.asname or a.name.partition(".")[0]) == name)
-                asked = (alias.name, ()) if alias.asname else (name, alias.name.split(".")[1:2])
-                found = self.module(frame.module.full_name(*asked))
-                if found is not None:
-                    return self.of_module(found)
-            if local is not None:
+            local = self.locals(frame.function, frame.module)
+            if name in local.rebound:
                 raise Undecided(f"`{name}` in {frame.function.name} is known only when it is run")
+            if name in local.names:
+                with self.asking(("local", id(local), name)):
+                    return self.one_of(local.names[name], name, replace(frame, scope=None))
         if frame.scope is not None and name in frame.scope.names:
             return self.one_of(frame.scope.names[name], name, frame)
         if hasattr(builtins, name) and name not in frame.module.scope.names and not frame.module.scope.stars:
@@ -464,49 +409,42 @@ class Names:
     # ---- classes
 
     def line(self, thing: Thing) -> tuple[list[Thing], bool]:
-        """A class and its ancestors in Python's order (C3), and whether all are known."""
+        """Return a class and its ancestors in Python's order (C3), and whether all are known."""
         if thing.live is not None:
             return [live_class(c) for c in thing.live.__mro__ if c is not object], True
         key = thing.key
         if key in self.lines:
             return self.lines[key]
         try:
-            self.enter(("line", key))
-        except Undecided:
+            with self.asking(("line", key)):
+                self.lines[key] = self._ancestors(thing)
+        except Undecided:  # it derives from itself
             return [thing], False
-        try:
-            complete, is_generic = True, False
-            lines: list[list[Thing]] = []
-            parents: list[Thing] = []
-            for base in thing.node.bases:
-                try:
-                    parent = self.value(base, Frame(self.home(thing), function=None))
-                    if parent.live is object:
-                        continue
-                    if parent.kind != "class":
-                        if isinstance(getattr(parent.live, "__origin__", None), type):  # typing.Iterable
-                            parent = live_class(parent.live.__origin__)
-                            is_generic = True
-                        else:
-                            raise Undecided(f"{parent.path} is no class")
-                except UNKNOWABLE:
-                    complete = False
-                    continue
-                above, whole = self.line(parent)
-                complete = complete and whole
-                parents.append(parent)
-                lines.append(list(above))
-            if is_generic and not any(parent.live is Generic for parent in parents):
-                parents.append(live_class(Generic))  # as `typing` does
-                lines.append([parents[-1]])
-            merged = _merged([*lines, parents])
-            if merged is None:
-                complete = False
-                merged = list({t.path: t for above in lines for t in above}.values())
-            self.lines[key] = [thing, *merged], complete
-        finally:
-            self.active.discard(("line", key))
         return self.lines[key]
+
+    def _ancestors(self, thing: Thing) -> tuple[list[Thing], bool]:
+        complete = True
+        lines: list[list[Thing]] = []
+        parents: list[Thing] = []
+        for base in thing.node.bases:
+            try:
+                parent = self.value(base, Frame(self.home(thing), function=None))
+                if parent.live is object:
+                    continue
+                if parent.kind != "class":
+                    raise Undecided(f"{parent.path} is no class")
+            except UNKNOWABLE:
+                complete = False
+                continue
+            above, whole = self.line(parent)
+            complete = complete and whole
+            parents.append(parent)
+            lines.append(list(above))
+        merged = _merged([*lines, parents])
+        if merged is None:
+            complete = False
+            merged = list({t.path: t for above in lines for t in above}.values())
+        return [thing, *merged], complete
 
     def home(self, thing: Thing) -> Module:
         assert thing.module is not None
@@ -517,11 +455,16 @@ class Names:
             self.scopes[id(thing.node)] = Scope.of(thing.node.body, self.home(thing))
         return self.scopes[id(thing.node)]
 
+    def locals(self, node: Functions, module: Module) -> Scope:
+        if id(node) not in self.scopes:
+            self.scopes[id(node)] = Scope.of_function(node, module)
+        return self.scopes[id(node)]
+
     def own(self, thing: Thing, name: str) -> bool:
         return thing.live is None and any(not is_unbound(o) for o in self.scope(thing).names.get(name, ()))
 
     def attribute(self, thing: Thing, name: str, start: int = 0, asked: Thing | None = None) -> Thing:
-        """An attribute of a class, its own or an ancestor's."""
+        """Return an attribute of a class, its own or an ancestor's."""
         line, complete = self.line(thing)
         asked = asked or thing
         known: list[str] = []
@@ -558,36 +501,21 @@ class Names:
         raise Absent(name, known)
 
     def metaclass(self, line: list[Thing]) -> str | None:
-        """The metaclass of a class where it is no usual one."""
+        """Return the metaclass of a class where it is no usual one."""
         for each in line:
             if each.live is not None:
-                if type(each.live).__module__ not in ("builtins", "abc") and each.path not in (
-                    "typing.Generic", "typing.Protocol"
-                ):  # fmt: skip
+                if type(each.live).__module__ not in ("abc", "builtins", "typing"):
                     return type(each.live).__name__
                 continue
             for word in each.node.keywords:
-                if word.arg != "metaclass":
-                    continue
-                try:
-                    found = self.value(word.value, Frame(self.home(each)))
-                    if found.path in ("abc.ABCMeta", "builtins.type"):
-                        continue
-                    above, whole = self.line(found)
-                    plain = all(a.live is not None or "__call__" not in self.scope(a).names for a in above)
-                    if (
-                        whole
-                        and plain
-                        and all(a.live is None or a.live.__module__ in ("builtins", "abc") for a in above)
-                    ):
-                        continue
-                except (Undecided, Absent):
-                    pass
-                return ast.unparse(word.value)
+                if word.arg == "metaclass":
+                    path = self.real_path(word.value, Frame(self.home(each)))
+                    if path not in ("abc.ABCMeta", "builtins.type"):
+                        return ast.unparse(word.value)
         return None
 
     def real_path(self, node: ast.expr, frame: Frame) -> str | None:
-        """The dotted path of what an expression, or the function of a call, names."""
+        """Return the dotted path of what an expression, or the function of a call, names."""
         node = node.func if isinstance(node, ast.Call) else node
         try:
             return nominal(node, frame.module) or self.value(node, frame).path
@@ -595,8 +523,115 @@ class Names:
             return None
 
 
+class Texts:
+    """Finds the texts that an expression may give, as far as the source shows them."""
+
+    def __init__(self, names: Names, frame: Frame):
+        self.names, self.frame = names, frame
+
+    def of(self, node: ast.expr | None) -> set[str]:
+        """Return the texts that an expression may give.
+
+        Raises:
+            Undecided: it may give others.
+        """
+        match node:
+            case ast.Constant(value=str() | int() as value):
+                return {str(value)}
+            case ast.JoinedStr(values=parts):
+                return self.joined(parts)
+            case ast.FormattedValue(value=value, format_spec=None):
+                return self.of(value)
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return self.joined([left, right])
+            case ast.IfExp(body=one, orelse=other):
+                return self.of(one) | self.of(other)
+            case ast.Name() | ast.Attribute():
+                options = [texts.items(e) if is_item else texts.of(e) for texts, e, is_item in self.options(node)]
+                return set().union(*options)
+        raise Undecided("a text shows only when it is run")
+
+    def joined(self, parts: Sequence[ast.expr]) -> set[str]:
+        whole = {""}
+        for part in parts:
+            texts = self.of(part)
+            if len(whole) * len(texts) > 1000:
+                raise Undecided("a text has too many forms")
+            whole = {one + text for one in whole for text in texts}
+        return whole
+
+    def items(self, node: ast.expr | None) -> set[str]:
+        """Return the texts in a list, or the keys of a mapping.
+
+        Raises:
+            Undecided: there may be others.
+        """
+        match node:
+            case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
+                return set().union(*(self.items(e.value) if isinstance(e, ast.Starred) else self.of(e) for e in items))
+            case ast.Dict(keys=keys, values=values):
+                pairs = zip(keys, values, strict=True)
+                return set().union(*(self.items(value) if key is None else self.of(key) for key, value in pairs))
+            case ast.DictComp(key=key):
+                return self.of(key)
+            case ast.BinOp(left=left, op=ast.Add() | ast.BitOr(), right=right):
+                return self.items(left) | self.items(right)
+            case ast.Call(func=ast.Name(id="list" | "tuple" | "sorted" | "set"), args=[inner]):
+                return self.items(inner)
+            case ast.Attribute(value=owner, attr="__all__"):
+                found = self.names.value(owner, self.frame)
+                listed = self.names.listed(found.module) if found.kind == "module" and found.module else None
+                if listed is not None:
+                    return listed
+            case ast.Name() | ast.Attribute():
+                options = [*self.options(node)]
+                if not any(is_item for _, _, is_item in options):
+                    return set().union(*(texts.items(e) for texts, e, _ in options))
+        raise Undecided("the items of a list show only when it is run")
+
+    def options(self, node: ast.Name | ast.Attribute) -> Iterator[tuple["Texts", ast.expr, bool]]:
+        """Yield the expressions that a name may stand for, and whether it stands for an item of it."""
+        found = self.names.value(node, self.frame)
+        if found.kind != "value" or not isinstance(found.node, ast.expr):
+            raise Undecided(f"`{ast.unparse(node)[:60]}` is no plain value")
+        yield Texts(self.names, Frame(self.names.home(found))), found.node, False
+
+
+def _missing_packages(module: Module) -> Iterator[tuple[str, int]]:
+    """Return the packages that a module certainly imports and that are not installed, with the line."""
+    for name, line in module.scope.imports:
+        top = name.partition(".")[0]
+        if top not in sys.modules and not _is_there(top):
+            yield top, line
+
+
+def _lacking(top: str, place: str) -> Lacking:
+    return Lacking(f"needs {top}, which is not installed here{place}: {install(top)}")
+
+
+def _raised_by(node: ast.Raise, module: Module) -> Failing:
+    """Return what importing a module ends with that comes to this statement."""
+    words, called = f"`{ast.unparse(node):.200}`", node.exc
+    match called:
+        case ast.Name(id=str(name)):
+            words = name
+        case ast.Call(func=ast.Name(id=str(name)) as called, args=arguments):
+            if [type(each) for each in arguments] == [ast.Constant]:
+                words = f"{name}: {arguments[0].value}"  # type: ignore[attr-defined]
+    found = getattr(builtins, called.id, None) if isinstance(called, ast.Name) else None
+    kind = Lacking if isinstance(found, type) and issubclass(found, OSError | ImportError) else Failing
+    return kind(f"failed: {words}{module.place(node.lineno)}")
+
+
+def _is_there(top: str) -> bool:
+    try:
+        return importlib.util.find_spec(top) is not None
+    except (ValueError, ImportError):
+        return True
+
+
 def _merged(lines: list[list[Thing]]) -> list[Thing] | None:
-    """C3; None if the classes cannot be put in one order."""
+    """Merge lines of ancestors by C3; return None if the classes cannot be put in one order."""
     merged: list[Thing] = []
     lines = [list(each) for each in lines if each]
     while lines:

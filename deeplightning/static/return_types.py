@@ -2,15 +2,16 @@
 
 import ast
 import types
+import typing
 from dataclasses import replace
+from typing import Any
 
-from deeplightning.static.annotations import Types, is_tensor, sides
-from deeplightning.static.decorators import keeps
-from deeplightning.static.from_source import role_of, role_of_function
+from deeplightning.static.annotations import ReadClass, hint
+from deeplightning.static.bindings import Assigned
+from deeplightning.static.decorators import role_of_function, words_beside
 from deeplightning.static.names import Names
 from deeplightning.static.signature import Instance, Undecided
-from deeplightning.static.symbol import UNKNOWABLE, Frame, Functions, Thing, live_class
-from deeplightning.static.syntax import inside
+from deeplightning.static.symbol import UNKNOWABLE, Frame, Functions, Thing, inside, live_class
 from deeplightning.static.uses import is_it
 
 _LITERALS: dict[type[ast.expr], type] = {
@@ -18,20 +19,17 @@ _LITERALS: dict[type[ast.expr], type] = {
     ast.Tuple: tuple, ast.JoinedStr: str, ast.Lambda: types.FunctionType, ast.GeneratorExp: types.GeneratorType,
 }  # fmt: skip
 
-_TENSOR = Thing(
-    "class", None, "Tensor", live=types.new_class("Tensor", exec_body=lambda space: space.update(__module__="torch"))
-)
-"""`torch.Tensor`, which is mostly written in C++."""
+_VAGUE = ("typing", "collections.abc", "abc")
 
 
 def instance(names: Names, thing: Thing) -> Instance:
-    """What is known of the instances of a class."""
+    """Return what is known of the instances of a class."""
     line, complete = names.line(thing)
     return Instance(tuple(t.path for t in line), complete, lambda: _forward(names, thing))
 
 
 def _forward(names: Names, thing: Thing) -> tuple[int, float] | None:
-    """The least and the largest number of positional arguments that a module's `forward` takes; None: unknown."""
+    """Return the least and the largest number of positional arguments of a module's `forward`; None: unknown."""
     try:
         found = names.attribute(thing, "forward")
     except UNKNOWABLE:
@@ -52,7 +50,7 @@ class Made:
         self.names = names
 
     def of(self, thing: Thing) -> list[Thing]:
-        """The classes of all that a function may return.
+        """Return the classes of all that a function may return.
 
         Raises:
             Undecided: that cannot be read.
@@ -62,78 +60,39 @@ class Made:
             raise Undecided("it does not tell what it returns")
         if isinstance(node, ast.AsyncFunctionDef):
             return [live_class(types.CoroutineType)]
-        key = ("made", thing.key)
-        self.names.enter(key)
-        try:
-            line = tuple(self.names.line(thing.owner)[0]) if thing.owner is not None else ()
-            frame = Frame(
-                self.names.home(thing), function=node, line=line, static=role_of_function(node) == "staticmethod"
-            )
-            annotated = self.annotated(node.returns, frame) if node.returns is not None else None
-            return annotated if annotated is not None else self.returned(node, frame)
-        finally:
-            self.names.active.discard(key)
+        line = tuple(self.names.line(thing.owner)[0]) if thing.owner is not None else ()
+        is_static = role_of_function(node) == "staticmethod"
+        frame = Frame(self.names.home(thing), function=node, line=line, static=is_static)
+        with self.names.asking(("made", thing.key)):
+            return self.annotated(node.returns, frame) or self.returned(node, frame)
 
-    def annotated(self, node: ast.expr, frame: Frame) -> list[Thing] | None:
-        """The classes that an annotation names; None where it leaves open what comes."""
-        outside = replace(frame, function=None)
-        match node:
-            case ast.Constant(value=None):
-                return [live_class(type(None))]
-            case ast.Constant(value=str(text)):
-                try:
-                    return self.annotated(ast.parse(text.strip(), mode="eval").body, frame)
-                except SyntaxError:
-                    return None
-            case ast.BinOp(op=ast.BitOr()):
-                return self.each(sides(node), frame)
-            case ast.Subscript(value=outer, slice=inner):
-                word = self.word(outer, outside)
-                parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
-                if word in ("Optional", "Union"):
-                    return self.each([*parts, *([ast.Constant(None)] if word == "Optional" else [])], frame)
-                return self.annotated(parts[0] if word == "Annotated" else outer, frame)
-            case ast.Name() | ast.Attribute():
-                if is_tensor(node, frame.module):
-                    return [_TENSOR]
-                word = self.word(node, outside)
-                if word == "Self":
-                    return [frame.line[0]] if frame.line else None
-                try:
-                    found = self.names.value(node, outside)
-                except UNKNOWABLE:
-                    return None
-                if found.kind == "value" and found.live is None and found.module is not None:
-                    return self.annotated(found.node, Frame(found.module)) if isinstance(found.node, ast.expr) else None
-                return [found] if found.kind == "class" and self.is_telling(found) else None
-        return None
-
-    def each(self, parts: list[ast.expr], frame: Frame) -> list[Thing] | None:
-        found = [self.annotated(part, frame) for part in parts]
-        return None if None in found else [thing for part in found for thing in part or ()]
-
-    def word(self, node: ast.expr, frame: Frame) -> str | None:
-        try:
-            return Types(self.names, frame).typing(node)
-        except UNKNOWABLE:
+    def annotated(self, node: ast.expr | None, frame: Frame) -> list[Thing] | None:
+        """Return the classes that an annotation names; None where it leaves open what comes."""
+        if node is None:
             return None
+        found = hint(self.names, node, replace(frame, function=None))
+        if found is typing.Self:
+            return [*frame.line[:1]]
+        options = typing.get_args(found) if typing.get_origin(found) in (typing.Union, types.UnionType) else [found]
+        things = [self.class_of(option) for option in options]
+        return None if None in things else [thing for thing in things if thing is not None]
 
-    def is_telling(self, found: Thing) -> bool:
-        """Whether an instance of a class is of no other branch of the hierarchy: no protocol and no abstract class."""
-        if found.live is not None:
-            return found.live is not object and found.live.__module__ not in ("typing", "collections.abc", "abc")
-        return not {"typing.Protocol", "abc.ABC"} & {base.path for base in self.names.line(found)[0]}
+    def class_of(self, option: Any) -> Thing | None:
+        """Return the class that an instance certainly has: no protocol and no abstract class."""
+        option = typing.get_origin(option) or option
+        if not isinstance(option, type):
+            return None
+        if not issubclass(option, ReadClass):
+            return None if option.__module__ in _VAGUE or option is object else live_class(option)
+        return None if {"typing.Protocol", "abc.ABC"} & {*option.paths} else option.thing
 
     # ---- return statements
 
     def returned(self, node: ast.FunctionDef, frame: Frame) -> list[Thing]:
-        for decorator in node.decorator_list:
-            path = self.names.real_path(decorator, Frame(frame.module))
-            makes_another = path is not None and path.startswith("contextlib.")
-            if role_of(decorator) is None and (
-                makes_another or keeps(self.names, decorator, Frame(frame.module)) is None
-            ):
-                raise Undecided(f"@{ast.unparse(decorator)[:60]} may change what it returns")
+        words_beside(self.names, node, Frame(frame.module))
+        paths = [self.names.real_path(decorator, Frame(frame.module)) for decorator in node.decorator_list]
+        if any(path is not None and path.startswith("contextlib.") for path in paths):
+            raise Undecided("its decorator makes a context of what it returns")
         body = list(inside(node.body))
         if any(isinstance(each, ast.Yield | ast.YieldFrom) for each in body):
             return [live_class(types.GeneratorType)]
@@ -143,7 +102,7 @@ class Made:
         return [thing for value in values or [None] for thing in self.given(value, frame)]
 
     def given(self, node: ast.expr | None, frame: Frame) -> list[Thing]:
-        """The classes of what an expression may give.
+        """Return the classes of what an expression may give.
 
         Raises:
             Undecided: that shows only when it is run.
@@ -159,23 +118,27 @@ class Made:
                 return self.given(one, frame) + self.given(other, frame)
             case ast.Call(func=function):
                 return self.called(function, frame)
-            case ast.Name(id=name) if (
-                frame.function is not None and (bound := _bound(frame.function, name)) is not None
-            ):
-                self.names.enter(key := ("local", id(frame.function), name))
-                try:
-                    return [thing for value in bound for thing in self.given(value, frame)]
-                finally:
-                    self.names.active.discard(key)
-            case ast.Name() | ast.Attribute():
-                found = self.names.guarded(lambda: self.names.value(node, frame))
-                known = {"class": type, "function": types.FunctionType, "module": types.ModuleType}
-                if found.kind in known:
-                    return [live_class(known[found.kind])]
+            case ast.Name(id=name) if frame.function is not None:
+                local = self.names.locals(frame.function, frame.module)
+                match local.names.get(name, ()):
+                    case (Assigned(value=assigned),) if name not in local.rebound:
+                        return self.given(assigned, frame)
+                    case ():
+                        return self.constant(node, frame)
+            case ast.Attribute():
+                return self.constant(node, frame)
         raise Undecided(f"`{ast.unparse(node)[:60]}` shows only when it is run")
 
+    def constant(self, node: ast.expr, frame: Frame) -> list[Thing]:
+        """Return the class of what a name of a module stands for."""
+        known = {"class": type, "function": types.FunctionType, "module": types.ModuleType}
+        found = self.names.guarded(lambda: self.names.value(node, frame))
+        if found.kind not in known:
+            raise Undecided(f"`{ast.unparse(node)[:60]}` shows only when it is run")
+        return [live_class(known[found.kind])]
+
     def called(self, function: ast.expr, frame: Frame) -> list[Thing]:
-        """What a call of an expression gives."""
+        """Return what a call of an expression gives."""
         node = frame.function
         if node is not None and is_it(function, str(frame.first)) and role_of_function(node) == "classmethod":
             return [frame.line[0]]
@@ -184,7 +147,7 @@ class Made:
         except UNKNOWABLE as why:
             if not isinstance(function, ast.Attribute):
                 raise Undecided(str(why)) from None
-            owners = self.given(function.value, frame)  # a method of what a local name holds: `network.eval()`
+            owners = self.given(function.value, frame)  # a method of what a local name stands for: `network.eval()`
             methods = [self.names.guarded(lambda o=owner: self.names.attribute(o, function.attr)) for owner in owners]  # type: ignore[misc]
             return [thing for method in methods for thing in self.of(method)]
         if found.kind == "function":
@@ -198,22 +161,5 @@ class Made:
 
 
 def _is_stub(last: ast.Raise | ast.Expr) -> bool:
-    """Whether a body ends as those do that others fill in: `...`, `raise NotImplementedError`."""
+    """Return whether a body ends as those do that others fill in: `...`, `raise NotImplementedError`."""
     return isinstance(last, ast.Raise) or (isinstance(last.value, ast.Constant) and last.value.value is ...)
-
-
-def _bound(function: Functions, name: str) -> list[ast.expr] | None:
-    """The expressions that are assigned to a local name; None: it is not local, or bound in other ways as well."""
-    found: list[ast.expr] = []
-    stores = 0
-    for node in inside(function.body):
-        match node:
-            case ast.Assign(targets=[target], value=value) | ast.AnnAssign(target=target, value=ast.expr() as value):
-                found += [value] * is_it(target, name)
-        if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store | ast.Del):
-            stores += 1
-    arguments = function.args
-    given = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg)
-    if not found or stores != len(found) or any(a is not None and a.arg == name for a in given):
-        return None
-    return found

@@ -15,9 +15,6 @@ UNKNOWN: Any = type("Unknown", (), {"__repr__": lambda self: "…"})()
 
 _BY_NAME = {"int": int, "float": float, "bool": bool, "str": str}
 
-COLLECTIONS = ("builtins", "collections.abc")
-"""The modules of the classes that stand for lists and mappings."""
-
 Options = tuple[Any, ...] | None
 """What an annotation allows, the one as good as the other; None: anything.
 
@@ -170,7 +167,7 @@ class Undecided(Exception):
 
 
 def of_object(found: Callable[..., object]) -> Signature:
-    """The signature of a live class or function.
+    """Return the signature of a live class or function.
 
     Raises:
         Undecided: it has none (a function written in C).
@@ -207,7 +204,7 @@ def of_object(found: Callable[..., object]) -> Signature:
 
 
 def positional(owner: type, method: str) -> tuple[int, float] | None:
-    """The least and the largest number of positional arguments that a method of a live class takes, without `self`;
+    """Return the least and the largest number of positional arguments of a method of a live class, without `self`;
     None: unknown."""
     try:
         parameters = list(inspect.signature(getattr(owner, method)).parameters.values())[1:]
@@ -221,7 +218,7 @@ def positional(owner: type, method: str) -> tuple[int, float] | None:
 
 
 def allowed_by(hint: object) -> Options:
-    """What a live annotation allows."""
+    """Return what a live annotation allows."""
     hint = _BY_NAME.get(hint, hint) if isinstance(hint, str) else hint  # where not all annotations could be resolved
     if hint in (int, float, bool, str, type(None)):
         return (hint,)
@@ -232,10 +229,11 @@ def allowed_by(hint: object) -> Options:
         if {int, float} & set(inner):
             inner = tuple(option for option in inner if not _is_tensor(option))
         parts = [allowed_by(option) for option in inner]
-        return None if None in parts else tuple(option for part in parts if part for option in part)
+        options = [option for part in parts if part for option in part]
+        return None if None in parts else tuple({(type(option), repr(option)): option for option in options}.values())
     if not isinstance(origin, type):
         return None
-    if origin.__module__ in COLLECTIONS:
+    if origin.__module__ in ("builtins", "collections.abc"):
         if origin.__name__ == "Callable" and inner:
             arguments = len(inner[0]) if isinstance(inner[0], list) else None
             returned = typing.get_args(inner[1]) or (inner[1],)
@@ -244,12 +242,12 @@ def allowed_by(hint: object) -> Options:
             )
         if any(typing.get_origin(i) is typing.Unpack or getattr(i, "__unpacked__", False) for i in inner):
             return None
-        return collection(origin.__name__, [i if i is ... else allowed_by(i) for i in inner])
-    return instance([f"{c.__module__}.{c.__qualname__}" for c in origin.__mro__])
+        return _collection(origin.__name__, [i if i is ... else allowed_by(i) for i in inner])
+    return _instance(getattr(origin, "paths", None) or [f"{c.__module__}.{c.__qualname__}" for c in origin.__mro__])
 
 
-def collection(name: str, inner: Sequence[Any]) -> Options:
-    """What an annotation such as `tuple[int, ...]` allows, by the name of its class and the options in its brackets."""
+def _collection(name: str, inner: Sequence[Any]) -> Options:
+    """Return what `tuple[int, ...]` and the like allow, by the name of the class and the options in its brackets."""
     if len(inner) == 2 and inner[1] is ...:
         inner = inner[:1]
     item = inner[0] if len(inner) == 1 and inner[0] is not ... else None
@@ -269,8 +267,8 @@ def collection(name: str, inner: Sequence[Any]) -> Options:
     return None
 
 
-def instance(paths: Sequence[str]) -> Options:
-    """An instance of a class, given by its own path and those of its ancestors."""
+def _instance(paths: Sequence[str]) -> Options:
+    """Return what an annotation allows that names a class, given by its own path and those of its ancestors."""
     if "torch.nn.modules.module.Module" in paths:
         return (Built,)
     if not set(_CONFIGS).isdisjoint(paths):

@@ -2,11 +2,12 @@
 
 import ast
 import types
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from deeplightning.static.bindings import Broken, Module, Scope
+from deeplightning.static.bindings import Binding, Broken, Imported, Module, Opaque, Scope
 from deeplightning.static.signature import Undecided
 
 Kind = Literal["class", "function", "value", "module"]
@@ -95,12 +96,45 @@ class Frame:
 
     @property
     def first(self) -> str | None:
-        """The word for the instance or class."""
-        if self.function is None or self.static or not self.line:
-            return None
-        arguments = [*self.function.args.posonlyargs, *self.function.args.args]
-        return arguments[0].arg if arguments else None
+        """Return the word for the instance or class."""
+        return None if self.function is None or self.static or not self.line else first_argument(self.function)
 
 
 def live_class(found: type) -> Thing:
     return Thing("class", None, found.__name__, live=found)
+
+
+def is_unbound(option: Binding) -> bool:
+    return isinstance(option, Opaque) and option.what is None
+
+
+def is_type_variable(value: ast.expr) -> bool:
+    return isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2] in ("TypeVar", "ParamSpec")
+
+
+def nominal(node: ast.expr, module: Module) -> str | None:
+    """Return `typing.Optional` for what a module has imported under that or another name, without reading `typing`."""
+    inner = node.value if isinstance(node, ast.Attribute) else node
+    options = module.scope.names.get(inner.id, ()) if isinstance(inner, ast.Name) else ()
+    only = options[0] if len(options) == 1 else None
+    if not isinstance(only, Imported) or only.module.partition(".")[0] not in _NOMINAL:
+        return None
+    return ".".join(filter(None, (only.module, only.name, node.attr if isinstance(node, ast.Attribute) else None)))
+
+
+_NOMINAL = {"typing", "typing_extensions", "collections", "dataclasses", "contextlib", "functools", "abc", "warnings"}
+
+
+def first_argument(function: Functions) -> str | None:
+    arguments = [*function.args.posonlyargs, *function.args.args]
+    return arguments[0].arg if arguments else None
+
+
+def inside(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
+    """Return the nodes of a body without those of the functions and classes that are defined in it."""
+    waiting = list(body)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            waiting += ast.iter_child_nodes(node)

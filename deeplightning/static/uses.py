@@ -1,10 +1,16 @@
 """What a function does with a mapping that it was given, above all with its `**kwargs`."""
 
 import ast
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from deeplightning.static.symbol import Functions
-from deeplightning.static.syntax import inside
+from deeplightning.static.symbol import Functions, inside
+
+_PERHAPS = (
+    ast.If | ast.For | ast.While | ast.Try | ast.Match | ast.FunctionDef | ast.Lambda | ast.IfExp | ast.BoolOp
+    | ast.AsyncFunctionDef | ast.AsyncFor | ast.ClassDef | ast.ListComp | ast.DictComp | ast.GeneratorExp | ast.SetComp
+)  # fmt: skip
+"""Syntax whose parts may not be run, or not once."""
 
 
 @dataclass
@@ -41,140 +47,106 @@ class Uses:
 
 
 def uses_of(function: Functions, name: str) -> Uses:
-    uses = Uses()
-    certain = True
+    uses, certain = Uses(), True
     for statement in function.body:
-        _look(statement, name, uses, certain)
-        if any(isinstance(node, ast.Return) for node in inside([statement])):
-            certain = False
+        for path in _occurrences([statement], name):
+            if not _is_refused(path, uses):
+                _note(path, name, uses, certain)
+        certain = certain and not any(isinstance(node, ast.Return) for node in inside([statement]))
     return uses
 
 
 def is_it(node: ast.AST, name: str) -> bool:
-    """Whether an expression is a variable, or an attribute of one (`self.options`)."""
+    """Return whether an expression is a variable, or an attribute of one (`self.options`)."""
     if isinstance(node, ast.Attribute):
         return isinstance(node.value, ast.Name) and name == f"{node.value.id}.{node.attr}"
     return isinstance(node, ast.Name) and node.id == name
 
 
-def _look(node: ast.AST, name: str, uses: Uses, certain: bool) -> None:
-    """Notes every use of a mapping in a statement or expression."""
-    match node:
-        case ast.Name() | ast.Attribute() if is_it(node, name):
-            uses.other = uses.other or f"uses `{name}` in a way of its own (line {node.lineno})"
-            return
-        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
-            inner = node.args
-            if name in {
-                a.arg for a in (*inner.posonlyargs, *inner.args, *inner.kwonlyargs, inner.vararg, inner.kwarg) if a
-            }:
-                return
-        case ast.If() | ast.While() | ast.IfExp() | ast.Assert() if _asks(node.test, name):
-            body = getattr(node, "body", [])
-            if isinstance(body, list) and body and isinstance(body[-1], ast.Raise):
-                uses.refuses = True
-                body = []
-            if isinstance(node, ast.Assert):
-                uses.refuses = True
-            for part in [*(body if isinstance(body, list) else [body]), *_listed(getattr(node, "orelse", []))]:
-                _look(part, name, uses, False)
-            return
-        case ast.Call():
-            _look_at_call(node, name, uses, certain)
-            return
-        case ast.Subscript(value=value, slice=index) if is_it(value, name):
-            if isinstance(node.ctx, ast.Store):
-                uses.adds = True
-            elif isinstance(index, ast.Constant) and isinstance(index.value, str):
-                uses.words.add(index.value)
-            elif isinstance(node.ctx, ast.Del):
-                uses.other = uses.other or f"takes names out of `{name}` that show only when it is run"
-            else:
-                uses.dynamic = True
-            _look(index, name, uses, False)
-            return
-        case ast.Compare(left=left, ops=[ast.In() | ast.NotIn()], comparators=[right]) if is_it(right, name):
-            _look(left, name, uses, False)
-            return
-        case ast.FormattedValue(value=value) if is_it(value, name):
-            return
-        case (
-            ast.Assign(targets=[ast.Attribute() as target], value=value)
-            | ast.AnnAssign(target=ast.Attribute() as target, value=value)
-        ) if value is not None and is_it(value, name) and isinstance(target.value, ast.Name):
-            uses.kept.add(f"{target.value.id}.{target.attr}")
-            return
-        case ast.Assign(targets=[target], value=ast.Name()) if is_it(target, name):
-            return
-        case ast.Delete(targets=[target]) if is_it(target, name):
-            return
-    inside = certain and not isinstance(
-        node,
-        ast.If | ast.For | ast.While | ast.Try | ast.Match | ast.FunctionDef | ast.Lambda | ast.IfExp | ast.BoolOp
-        | ast.AsyncFunctionDef | ast.AsyncFor | ast.ClassDef | ast.ListComp | ast.DictComp | ast.GeneratorExp
-        | ast.SetComp,
-    )  # fmt: skip
+def _occurrences(path: list[ast.AST], name: str) -> Iterator[list[ast.AST]]:
+    """Yield each place of a variable below a node, as the nodes that lead to it, itself last."""
+    node = path[-1]
+    if is_it(node, name):
+        yield path
+        return
+    if isinstance(node, Functions | ast.Lambda) and name in {
+        a.arg for a in ast.walk(node.args) if isinstance(a, ast.arg)
+    }:
+        return
     for child in ast.iter_child_nodes(node):
-        _look(child, name, uses, inside)
+        yield from _occurrences([*path, child], name)
 
 
-def _listed(value: object) -> list[object]:
-    return value if isinstance(value, list) else [value]
-
-
-def _asks(test: ast.expr, name: str) -> bool:
-    """Whether a condition does no more with a mapping than to ask whether it is empty."""
-    match test:
-        case ast.Name():
-            return is_it(test, name)
-        case ast.UnaryOp(op=ast.Not(), operand=inner):
-            return _asks(inner, name)
-        case ast.Call(func=ast.Name(id="bool" | "len"), args=[inner]):
-            return is_it(inner, name)
-        case ast.Compare(left=ast.Call() as inner, comparators=[ast.Constant()]):
-            return _asks(inner, name)
-        case ast.BoolOp(values=parts):
-            asking = [part for part in parts if any(is_it(n, name) for n in ast.walk(part))]
-            return bool(asking) and all(_asks(part, name) for part in asking)
+def _is_refused(path: list[ast.AST], uses: Uses) -> bool:
+    """Return whether a place asks whether the mapping is empty, or is of the error that follows where it is not."""
+    for depth, node in enumerate(path[:-1]):
+        if isinstance(node, ast.If | ast.While | ast.IfExp | ast.Assert):
+            raises = isinstance(node, ast.Assert) or (isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise))
+            if path[depth + 1] is node.test and all(map(_is_asking, path[depth + 1 : -1])):
+                uses.refuses |= raises
+                return True
+            if raises and isinstance(node, ast.If) and path[depth + 1] in node.body and uses.refuses:
+                return True
     return False
 
 
-def _look_at_call(node: ast.Call, name: str, uses: Uses, certain: bool) -> None:
-    match node.func:
-        case ast.Attribute(value=owner, attr=method) if is_it(owner, name):
-            literal = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else None
-            if method in ("pop", "get", "setdefault"):
-                if isinstance(literal, str):
-                    uses.words.add(literal)
-                elif method == "pop":
-                    uses.dynamic = True
-                    uses.other = uses.other or f"takes names out of `{name}` that show only when it is run"
-                else:
-                    uses.dynamic = True
-                uses.adds = uses.adds or method == "setdefault"
-            elif method == "update":
-                uses.adds = True
-            else:
-                uses.other = uses.other or f"uses `{name}.{method}()`"
-        case ast.Name(id="len" | "bool" | "print" | "str" | "repr" | "isinstance"):
-            if any(is_it(argument, name) for argument in node.args):
-                return
+def _is_asking(node: ast.AST) -> bool:
+    match node:
+        case ast.UnaryOp() | ast.BoolOp() | ast.Compare(comparators=[ast.Constant()]):
+            return True
+        case ast.Call(func=ast.Name(id="bool" | "len")):
+            return True
+    return False
+
+
+def _note(path: list[ast.AST], name: str, uses: Uses, certain: bool) -> None:
+    """Note what is done with the mapping in one place."""
+    place, above, call = path[-1], path[-2], path[-3] if len(path) > 2 else None
+    match above:
+        case ast.keyword(arg=None) if isinstance(call, ast.Call):
+            uses.calls.append(Call(call, certain and not any(isinstance(node, _PERHAPS) for node in path)))
+        case ast.Dict() if isinstance(call, ast.keyword) and call.arg is None and _is_unpacked(place, above):
+            uses.calls.append(Call(path[-4], False))  # type: ignore[arg-type]
+        case ast.keyword(arg=str(word)) if isinstance(call, ast.Call):
+            uses.passed.append((call, word))
+        case ast.Call(func=ast.Name(id="len" | "bool" | "print" | "str" | "repr" | "isinstance")):
+            pass
+        case ast.Call() if place in above.args:
+            uses.passed.append((above, above.args.index(place)))
+        case ast.Attribute(attr=method) if isinstance(call, ast.Call) and call.func is above:
+            _note_method(method, call, name, uses)
+        case ast.Subscript(slice=ast.Constant(value=str(word)), ctx=ast.Load() | ast.Del()):
+            uses.words.add(word)
+        case ast.Subscript(ctx=ctx) if above.slice is not place:
+            uses.adds |= isinstance(ctx, ast.Store)
+            uses.dynamic |= isinstance(ctx, ast.Load)
+            if isinstance(ctx, ast.Del):
+                uses.other = uses.other or f"takes names out of `{name}` that show only when it is run"
+        case ast.Compare(ops=[ast.In() | ast.NotIn()]) | ast.FormattedValue() | ast.Delete():
+            pass
+        case (
+            ast.Assign(targets=[ast.Attribute(value=ast.Name(id=owner), attr=attribute)])
+            | ast.AnnAssign(target=ast.Attribute(value=ast.Name(id=owner), attr=attribute))
+        ) if above.value is place:
+            uses.kept.add(f"{owner}.{attribute}")
+        case ast.Assign(value=ast.Name()) if above.value is not place:
+            pass
         case _:
-            _look(node.func, name, uses, certain)
-    for index, argument in enumerate(node.args):
-        if is_it(argument, name):
-            uses.passed.append((node, index))
-        else:
-            _look(argument, name, uses, certain)
-    for word in node.keywords:
-        match word:
-            case ast.keyword(arg=None, value=value) if is_it(value, name):
-                uses.calls.append(Call(node, certain))
-            case ast.keyword(arg=None, value=ast.Dict(keys=keys, values=values)) if any(
-                key is None and is_it(value, name) for key, value in zip(keys, values, strict=True)
-            ):
-                uses.calls.append(Call(node, False))
-            case ast.keyword(arg=str(given), value=value) if is_it(value, name):
-                uses.passed.append((node, given))
-            case _:
-                _look(word.value, name, uses, certain)
+            uses.other = uses.other or f"uses `{name}` in a way of its own (line {place.lineno})"  # type: ignore[attr-defined]
+
+
+def _is_unpacked(place: ast.AST, above: ast.Dict) -> bool:
+    return any(key is None and value is place for key, value in zip(above.keys, above.values, strict=True))
+
+
+def _note_method(method: str, call: ast.Call, name: str, uses: Uses) -> None:
+    word = call.args[0].value if call.args and isinstance(call.args[0], ast.Constant) else None
+    if method not in ("pop", "get", "setdefault", "update"):
+        uses.other = uses.other or f"uses `{name}.{method}()`"
+    uses.adds |= method in ("setdefault", "update")
+    if isinstance(word, str):
+        uses.words.add(word)
+    elif method != "update":
+        uses.dynamic = True
+        if method == "pop":
+            uses.other = uses.other or f"takes names out of `{name}` that show only when it is run"

@@ -24,7 +24,7 @@ _OPEN, _CLOSE = "([{", ")]}"
 
 
 def points(overrides: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """The keys that have several values, and the overrides of each point, the last key varying first.
+    """Return the keys that have several values, and the overrides of each point, the last key varying first.
 
     `a,b,c` and `choice(a,b,c)` are the values a, b and c; `range(STOP)`, `range(START,STOP)` and
     `range(START,STOP,STEP)` numbers without STOP. A comma inside quotes or brackets is part of a value.
@@ -50,20 +50,17 @@ def points(overrides: Sequence[str]) -> tuple[list[str], list[list[str]]]:
         choices.append([f"{key}={value}" for value in values])
     if faults:
         raise ConfigError(faults)
-    number = 1
-    for several in choices:
-        number *= len(several)
-    if number > MAX_POINTS:
+    if (number := math.prod(map(len, choices))) > MAX_POINTS:
         message = f"this grid has {number} points, more than {MAX_POINTS}; `deeplightning tune` draws some of a space"
         raise ConfigError(Fault(message))
     return keys, [[*point] for point in itertools.product(*choices)]
 
 
 def values_of(text: str) -> list[str]:
-    """The values that an override's text lists; one where it lists none.
+    """Return the values that an override's text lists; the text itself if it is no list.
 
     Raises:
-        ValueError: in words, what cannot be read.
+        ValueError: says what cannot be read.
     """
     called = _CALL.fullmatch(text.strip())
     parts = _parts(called[2] if called else text)
@@ -107,7 +104,7 @@ def warn_of_no_effect(runs: Mapping[int, tuple[Mapping[str, object], str]]) -> N
 
 
 def _parts(text: str) -> list[str]:
-    """A text divided at commas that stand outside quotes and brackets."""
+    """Split a text at commas outside quotes and brackets."""
     parts, depth, quote = [""], 0, ""
     for sign in text:
         if quote:

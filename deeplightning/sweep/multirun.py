@@ -29,15 +29,13 @@ from deeplightning.config.tree import as_written, dump, line
 from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, SetupError, count, error_of
 from deeplightning.launch import Job, array_of
 from deeplightning.launch.set_environment import apply_environment
-from deeplightning.process.decisions import DECIDED
-from deeplightning.process.identity import identity
-from deeplightning.process.terminal import say, say_path
-from deeplightning.reproduce.groups import RUNS_FILE
+from deeplightning.process.identity import DECIDED, identity
+from deeplightning.process.terminal import in_columns, say, say_path
 from deeplightning.reproduce.past import PastRun
-from deeplightning.runfolder import RunFolder, make_private, permissions_of, write_whole
+from deeplightning.runfolder import RUNS_FILE, RunFolder, make_private, permissions_of, read_object, write_whole
+from deeplightning.sweep.frozen_code import SearchCode, code_of_grid, own_code
 from deeplightning.sweep.grid import points, warn_of_no_effect
-from deeplightning.sweep.sealed import SearchCode, code_of_grid, own_code
-from deeplightning.sweep.worker import Forked, Line, Train, own_address, reason_of
+from deeplightning.sweep.worker import Forked, Train, TrialServer, failure_in
 from deeplightning.tracking.parent import Parent, Stopped
 
 if TYPE_CHECKING:
@@ -66,29 +64,25 @@ class Point:
     @property
     def known(self) -> dict[str, Any]:
         """State, folder and id of its run, failure, and the digests of the code that it ran with."""
-        try:
-            found = json.loads(self.file.read_text())
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        return read_object(self.file)
 
     def note(self, **values: object) -> None:
-        """Adds to what is known."""
+        """Add to what is known."""
         write_whole(self.file, json.dumps(self.known | values, indent=2))
 
     def is_finished(self, code: dict[str, str]) -> bool:
-        """Whether it has finished with this code, and its run is still there."""
+        """Return whether it has finished with this code, and its run is still there."""
         known = self.known
         has_run = bool(known.get("folder")) and RunFolder(Path(known["folder"])).config.is_file()
         return known.get("state") == FINISHED and known.get("code") == code and has_run
 
 
 def multirun(path: Path, overrides: Sequence[str], train: Train, jobs: int = 1) -> Path:
-    """Runs each point of a grid that has not finished, and prints and writes the table of all.
+    """Run each point of a grid that has not finished, then print and write the table of all.
 
     Args:
-        train: gives `deeplightning train` in this process; called in processes forked from it.
-        jobs: runs at the same time.
+        train: calls `deeplightning train` in this process; it runs in processes forked from this one.
+        jobs: the number of runs at the same time.
 
     Returns:
         The folder with the table, `runs.csv`.
@@ -115,11 +109,7 @@ def multirun(path: Path, overrides: Sequence[str], train: Train, jobs: int = 1) 
 
 
 def _check(path: Path, grid: Sequence[list[str]], keys: Sequence[str]) -> None:
-    """Refuses a point whose config is wrong.
-
-    Raises:
-        ConfigError: with every fault.
-    """
+    """Raise a ConfigError with the faults of all points."""
     some = grid
     if len(grid) > MAX_CHECKED:
         seen: set[str] = set()
@@ -160,8 +150,8 @@ class Grid:
         self.cfg, self.path, self.keys, self.jobs = cfg, path, [*keys], jobs
         self.parent = parent or Parent(cfg, path.stem, "multiruns")
         self.home = self.parent.home
-        self.line = Line("127.0.0.1" if cfg.engine.launcher is None else own_address())
-        self.workers = Forked(train, self.line)
+        self.server = TrialServer(is_remote=cfg.engine.launcher is not None)
+        self.workers = Forked(train, self.server)
         self.code, self.seal = own_code(), seal
         self.points = [self._point(words) for words in grid]
         self._began: dict[int, float] = {}
@@ -174,9 +164,9 @@ class Grid:
         return Point(swept, config, self.home / "points" / f"{name}.json")
 
     def run(self) -> Path:
-        """All of it."""
+        """Run all points that have not finished, and write the table; return its folder."""
         store = self.home.parents[2]
-        with contextlib.closing(self.line), permissions_of(store if store.exists() else self.home):
+        with contextlib.closing(self.server), permissions_of(store if store.exists() else self.home):
             try:
                 make_private(self.home / "points", store)  # STORE/multiruns/EXPERIMENT/NAME
                 hold = RunFolder(self.home).lock()
@@ -207,14 +197,14 @@ class Grid:
 
     @property
     def folder(self) -> Path:
-        """Where the table of the runs is written."""
+        """The folder of the table of the runs."""
         return self.home
 
     def _open(self) -> None:
-        """Before the first run."""
+        """Prepare for the first run."""
 
     def _close(self, error: BaseException | None) -> None:
-        """After the last run, and after what has ended them."""
+        """Clean up after the last run, or after an error."""
 
     def _loop(self) -> None:
         waiting = [number for number, point in enumerate(self.points) if not point.is_finished(self.code)]
@@ -228,7 +218,7 @@ class Grid:
                 self._start(waiting.pop(0))
             if not len(self.workers):
                 break
-            self.line.listen(self._answer)
+            self.server.listen(self._answer)
             for number, code in self.workers.ended().items():
                 self._ended(number, code)
         over = sum(point.known.get("state") == FINISHED for point in self.points)
@@ -243,7 +233,7 @@ class Grid:
             raise RunError(f"{len(self.points) - over} of {len(self.points)} runs failed: {shown}")
 
     def _start(self, number: int) -> None:
-        """Starts a run, or continues one that was under way."""
+        """Start a run, or continue one that was interrupted."""
         point = self.points[number]
         more = self._to_continue(point)
         file = point.file.with_suffix(".yaml")
@@ -251,14 +241,14 @@ class Grid:
         point.note(state=UNDERWAY, words=point.words, code=self.code, failure=None)
         continues = bool(more)
         more = [*more, *self._tracked(point)]
-        address = self.line.address_for(number, self.cfg.train.checkpoint.monitor or "")
+        address = self.server.address_for(number, self.cfg.train.checkpoint.monitor or "")
         log.info("%-10s %s%s", f"run {number}", "  ".join(point.words), "  (continues)" if continues else "")
         self._began[number] = time.monotonic()
         environment = {TRIAL: address, DECIDED: None, "MLFLOW_RUN_ID": None, **self._environment(number)}
         self.workers.start(number, [str(file), *more], point.file.with_suffix(".log"), environment)
 
     def _tracked(self, point: Point) -> list[str]:
-        """The overrides with which a run is tracked: its name, unless the config has one."""
+        """Return the overrides for the tracker: the run's name, unless the config has one."""
         if not self.parent.is_tracked or "run_name" in self.cfg.logger.params or not point.words:
             return []
         values = dict(word.split("=", 1) for word in point.words)
@@ -268,11 +258,11 @@ class Grid:
         return [f"logger.params.run_name={line(name[:200])}"]
 
     def _environment(self, number: int) -> dict[str, str]:
-        """Further variables of a run."""
+        """Return further environment variables of a run."""
         return {}
 
     def _to_continue(self, point: Point) -> list[str]:
-        """The override with which a run that was under way continues from its latest checkpoint."""
+        """Return the override by which an interrupted run continues from its latest checkpoint."""
         known = point.known
         if known.get("state") != UNDERWAY or known.get("code") != self.code or not known.get("folder"):
             return []
@@ -281,13 +271,13 @@ class Grid:
         return [f"train.resume_ckpt={line(str(checkpoint))}"] if checkpoint is not None else []
 
     def _answer(self, message: dict[str, Any]) -> dict[str, object]:
-        """What a run reports: its folder."""
+        """Note the folder that a run reports."""
         if "folder" in message:
             self.points[int(message["trial"])].note(run=message.get("run"), folder=message["folder"])
         return {}
 
     def _ended(self, number: int, code: int) -> None:
-        """Notes how a run has ended."""
+        """Note how a run has ended."""
         point, seconds = self.points[number], time.monotonic() - self._began.pop(number)
         file = point.file.with_suffix(".log")
         output = file.read_text(errors="replace")
@@ -299,13 +289,13 @@ class Grid:
         elif self.workers.signal is not None:
             log.info("%-10s interrupted; the same command continues it", f"run {number}")
         else:
-            reason = reason_of(file, code)
+            reason = failure_in(file, code)
             point.note(state=FAILED, failure=self.cfg.redact(reason)[:1000])
             log.warning("run %d failed: %s (%s)", number, reason, file)
 
     def _table(self) -> list[list[str]]:
-        """A head and a row for each run: number, state, the values of the swept keys, the results, the run's
-        id in the tracker, the folder."""
+        """Return a head, and a row for each run: number, state, the values of the swept keys, the results, the run's id
+        in the tracker, the folder."""
         found = [point.known for point in self.points]
         results = [
             PastRun(RunFolder(Path(known["folder"])), None, None).results if known.get("state") == FINISHED else {}
@@ -321,12 +311,10 @@ class Grid:
         return table
 
     def _write(self) -> None:
-        from deeplightning.sweep.table import text
-
         table, out = self._table(), io.StringIO()
         csv.writer(out, lineterminator="\n").writerows(table)
         write_whole(self.folder / RUNS_FILE, self.cfg.redact(out.getvalue()))
-        say(self.cfg.redact(text([row[:-2] for row in table], RUNS_FILE)))
+        say(self.cfg.redact(in_columns([row[:-2] for row in table], RUNS_FILE)))
         self._summarize()
         finished = {n: p for n, p in enumerate(self.points) if p.known.get("state") == FINISHED}
         warn_of_no_effect({n: (dict(w.split("=", 1) for w in p.words), p.known["folder"]) for n, p in finished.items()})
@@ -334,11 +322,11 @@ class Grid:
         sys.stdout.flush()
 
     def _summarize(self) -> None:
-        """Prints and writes more about the runs."""
+        """Print and write more about the runs."""
 
 
 def newest_checkpoint(folder: RunFolder) -> Path | None:
-    """Return the latest complete checkpoint of a run; None: it has none."""
+    """Return the latest complete checkpoint of a run, or None."""
     from deeplightning.engine.checkpoint_io import read_checkpoint
 
     for path in folder.checkpoints():

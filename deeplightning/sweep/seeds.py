@@ -19,20 +19,19 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from deeplightning.config.source import read
 from deeplightning.config.tree import as_written, dump
 from deeplightning.faults import ConfigError, Fault, SetupError, count
 from deeplightning.launch.set_environment import apply_environment
 from deeplightning.process.identity import identity
-from deeplightning.process.terminal import say
-from deeplightning.reproduce.groups import Group, Member
-from deeplightning.reproduce.past import PastRun
-from deeplightning.runfolder import RunFolder, write_whole
+from deeplightning.process.terminal import in_columns, number, say
+from deeplightning.reproduce.past import PastRun, by_stage
+from deeplightning.runfolder import RunFolder, read_object, write_whole
 from deeplightning.sweep import multirun
+from deeplightning.sweep.frozen_code import code_of_grid, own_code
 from deeplightning.sweep.multirun import FINISHED, UNDERWAY, Grid
-from deeplightning.sweep.sealed import code_of_grid, own_code
 from deeplightning.sweep.worker import Train
 from deeplightning.tracking.metric_names import clean
 from deeplightning.tracking.parent import Parent, Stopped
@@ -50,18 +49,18 @@ LARGEST_SEED = 2**32 - 1
 
 
 def train_seeds(cfg: Config, path: Path, overrides: Sequence[str], train: Train, jobs: int = 1) -> Path:
-    """Trains a config with `train.seeds` seeds, as far as that has not been done, and prints what they give together.
+    """Train a config with each of `train.seeds` seeds that has not finished, and print the summary of all.
 
     Args:
         cfg: the config that `path` and `overrides` mean.
-        train: gives `deeplightning train` in this process; called in processes forked from it.
-        jobs: runs at the same time.
+        train: calls `deeplightning train` in this process; it runs in processes forked from this one.
+        jobs: the number of runs at the same time.
 
     Returns:
         The folder of the group: `runs.csv` and `summary.csv`.
 
     Raises:
-        ConfigError: there are not so many seeds.
+        ConfigError: there are not that many seeds.
         SetupError: another process is at this group, or the store cannot be used.
         RunError: runs failed.
         Stopped: a signal asked for the end.
@@ -107,13 +106,13 @@ class Seeds(Grid):
         return self.parent.folder
 
     def _open(self) -> None:
-        """Begins the parent run, or resumes it; a group whose parent was deleted begins anew.
+        """Start the parent run, or resume it; a group whose parent was deleted starts over.
 
         Raises:
             SetupError: the store cannot be used.
         """
         note = self.home / "group.json"
-        known = _read(note)
+        known = read_object(note)
         run_id = known.get("run")
         if run_id is not None and not self.parent.is_there(run_id):
             log.warning("The run %s above these runs was deleted: they start over.", run_id)
@@ -134,7 +133,7 @@ class Seeds(Grid):
         return environment
 
     def _to_continue(self, point: multirun.Point) -> list[str]:
-        """Of a run that was killed before its first checkpoint nothing is left in the tracker: it begins anew."""
+        """Delete a run that was killed before its first checkpoint from the tracker, so that it starts over."""
         more, known = super()._to_continue(point), point.known
         if not more and known.get("state") == UNDERWAY and known.get("run"):
             folder = Path(known["folder"]) if known.get("folder") else None
@@ -145,27 +144,25 @@ class Seeds(Grid):
             point.note(run=None, folder=None)
         return more
 
-    def _group(self) -> Group:
-        """The runs that have finished."""
-        found = [point.known for point in self.points]
-        folders = [RunFolder(Path(known["folder"])) for known in found if known.get("state") == FINISHED]
-        return Group(self.parent.name, [Member(PastRun(folder, None, None)) for folder in folders])
-
     def _summarize(self) -> None:
-        """Prints and writes mean, standard deviation and interval of each metric; the parent run gets them as well."""
-        from deeplightning.reproduce.interval import mean_interval, number
-        from deeplightning.sweep.table import text
+        """Print and write mean, standard deviation and interval of each metric, and log them to the parent run."""
+        from scipy import stats
 
-        group = self._group()
-        found = {name: values for name in group.metrics if (values := [*group.values(name).values()])}
+        ended = [point.known for point in self.points]
+        runs = [PastRun(RunFolder(Path(k["folder"])), None, None) for k in ended if k.get("state") == FINISHED]
+        found = {}
+        for name in by_stage(name for run in runs for name in run.metrics):
+            values = [run.metrics[name] for run in runs if name in run.metrics]
+            if finite := [*filter(math.isfinite, values)]:
+                found[name] = finite
         if not found:
             return
         head = ["metric", "mean", "95 % from", "to", "std", "runs"]
         shown, exact, points, now = [head], [head], [], time.time_ns() // 1_000_000
         for name, values in found.items():
-            interval = mean_interval(values)
-            spread = statistics.stdev(values) if len(values) > 1 else math.nan
-            figures = (interval.center, interval.low, interval.high, spread)
+            mean, spread = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else math.nan
+            half = float(stats.t.ppf(0.975, len(values) - 1)) * spread / math.sqrt(len(values))
+            figures = (mean, mean - half, mean + half, spread)
             size = spread if spread > 0 else None
             shown.append([name, *(number(figure, size) for figure in figures), str(len(values))])
             exact.append([name, *("" if math.isnan(figure) else repr(figure) for figure in figures), str(len(values))])
@@ -175,12 +172,11 @@ class Seeds(Grid):
         out = io.StringIO()
         csv.writer(out, lineterminator="\n").writerows(exact)
         write_whole(self.folder / SUMMARY, out.getvalue())
-        say(text(shown, SUMMARY))
-        lacking = {name: len(group.members) - len(values) for name, values in found.items()}
-        for name, missing in lacking.items():
-            if missing:
+        say(in_columns(shown, SUMMARY))
+        for name, values in found.items():
+            if missing := len(runs) - len(values):
                 say(f"{name}: {count(missing, 'run')} left out, without a finite value")
-        self.parent.log(points, {"seeds": str(len(group.members))})
+        self.parent.log(points, {"seeds": str(len(runs))})
 
     def _close(self, error: BaseException | None) -> None:
         if error is None:
@@ -189,11 +185,3 @@ class Seeds(Grid):
         stopped = isinstance(error, Stopped | KeyboardInterrupt)
         with contextlib.suppress(Exception):  # the store may be what went wrong
             self.parent.close("KILLED" if stopped else "FAILED", self.cfg.redact(str(error)))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -1,4 +1,4 @@
-"""Run `deeplightning train` in processes forked from one that has imported everything: a grid, a search, a bisection.
+"""Run work in processes forked from one that has imported everything: the runs of a grid or a search, a measurement.
 
 A child leads a process group of its own, so that Ctrl-C reaches the parent alone, which passes it on once; and it is
 killed when the parent ends, however that ends.
@@ -15,6 +15,7 @@ import secrets
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -22,172 +23,59 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any, NamedTuple
 
+from deeplightning.faults import CheckpointError, ConfigError, RunError, SetupError, UserError
 from deeplightning.launch.job import TrialJobs
 from deeplightning.private.python import forget_exit_functions, run_exit_functions
+from deeplightning.process.failure import exit_code_of, reason_of
+from deeplightning.process.terminal import say
+from deeplightning.words import lacks_memory
 
-LOOK = 0.05  # seconds between two looks at whether a trial has ended
-MESSAGE = 1_000_000  # bytes at most
+POLL_SECONDS = 0.05  # between two checks whether a run has ended
+MAX_MESSAGE_BYTES = 1_000_000
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_ERRORS: dict[int, type[UserError]] = {2: ConfigError, 3: SetupError, 4: CheckpointError, 5: RunError}
 
 Train = Callable[[Sequence[str]], int]
-"""Gives `deeplightning train` these arguments in this process; its exit code."""
+"""Calls `deeplightning train` with these arguments in this process; returns its exit code."""
 
 
-class Line:
-    """The search's end of what trials say: a port of this machine, and answers in JSON.
+def fork(work: Callable[[], object]) -> int:
+    """Call a function in a forked process, with an empty stdin; return the process's id.
 
     Args:
-        host: the address to listen on; trials on other machines need one that they can reach.
+        work: returns the exit code of the process; anything but a number is 1.
     """
-
-    def __init__(self, host: str = "127.0.0.1"):
-        self.token = secrets.token_hex(16)
-        self._listener = socket.create_server((host, 0))
-        self._listener.settimeout(LOOK)
-        self.host, self.port = self._listener.getsockname()[:2]
-
-    def address_for(self, number: int, metric: str) -> str:
-        """JSON by which a trial reaches the search, for a variable of its environment."""
-        words = {"host": self.host, "port": self.port, "token": self.token, "trial": number, "metric": metric}
-        return json.dumps(words)
-
-    def listen(self, answer: Callable[[dict[str, object]], dict[str, object]]) -> None:
-        """Answers one message, if one comes in a moment."""
-        try:
-            connection, _ = self._listener.accept()
-        except TimeoutError:
-            return
-        with connection:
-            try:
-                connection.settimeout(5)
-                with connection.makefile("rb") as lines:
-                    message = json.loads(lines.readline(MESSAGE))
-                    if isinstance(message, dict) and message.pop("token", None) == self.token:
-                        reply = answer(message)
-                        connection.sendall(json.dumps(reply).encode() + b"\n")
-            except (OSError, ValueError):  # a trial that was killed meanwhile, or somebody else
-                pass
-
-    def close(self) -> None:
-        self._listener.close()
-
-
-def reason_of(log: Path, code: int) -> str:
-    """Return why a run failed: the last error that it printed, else what its exit code means."""
-    notes = re.findall(r"^(?:\x1b\[\d+m)?error(?:\x1b\[0m)?[^:]*: (.*)$", log.read_text(errors="replace"), re.MULTILINE)
-    killed = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return (notes or [killed])[-1]
-
-
-def own_address() -> str:
-    """The address of this machine that others reach it by, as far as its routes tell; nothing is sent."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    # A signal that comes meanwhile waits: the child would take it for the parent's.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
-            towards.connect(("192.0.2.1", 9))  # kept for documentation, RFC 5737
-            return towards.getsockname()[0]
-    except OSError:
-        return "127.0.0.1"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # threads of libraries wait, and hold nothing
+            child = os.fork()
+        if child == 0:
+            _be_child(work, parent)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return child
 
 
-class Forked:
-    """Trials as processes forked from this one.
-
-    Attributes:
-        array: the jobs that a launcher keeps for the trials; None: they run here, or start what they need.
-        signal: the last that this process got while it passed them on; None: none.
-    """
-
-    def __init__(self, train: Train, line: Line):
-        self.train, self.line = train, line
-        self.array: TrialJobs | None = None
-        self.signal: int | None = None
-        self._running: dict[int, int] = {}  # trial → process
-
-    def __len__(self) -> int:
-        return len(self._running)
-
-    def start(self, number: int, arguments: Sequence[str], log: Path, environment: Mapping[str, str | None]) -> None:
-        """Starts a trial.
-
-        Args:
-            arguments: of `deeplightning train`.
-            log: takes what it writes on stdout and stderr, behind what is there.
-            environment: variables to set; None: to remove.
-        """
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if self.array is not None:
-            environment = {**environment, **self.array.variables(environment)}
-        driver = os.getpid()
-        # A signal that comes meanwhile waits: the child would take it for the search's.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # NumPy's threads wait, and hold nothing
-                child = os.fork()
-            if child == 0:
-                self.line.close()
-                _be_trial(self.train, arguments, log, environment, driver)
-            self._running[number] = child
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    def ended(self) -> dict[int, int]:
-        """Trials that have ended since the last call, with their exit codes; negative: the signal that killed it."""
-        codes = {}
-        for number, child in list(self._running.items()):
-            found, status = os.waitpid(child, os.WNOHANG)
-            if found:
-                codes[number] = os.waitstatus_to_exitcode(status)
-                del self._running[number]
-        return codes
-
-    @contextlib.contextmanager
-    def passing_signals_on(self) -> Iterator[None]:
-        """SIGINT and SIGTERM reach the trials as SIGINT: after one they save a checkpoint and end, after a second they
-        end at once."""
-
-        def pass_on(number: int, frame: FrameType | None) -> None:
-            self.signal = number
-            self.interrupt()
-
-        before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            if self.array is not None:
-                self.array.close()
-
-    def interrupt(self, number: int = signal.SIGINT) -> None:
-        for child in self._running.values():
-            os.kill(child, number)
-
-
-def _be_trial(
-    train: Train, arguments: Sequence[str], log: Path, environment: Mapping[str, str | None], driver: int
-) -> None:
-    """The whole life of a forked process."""
+def _be_child(work: Callable[[], object], parent: int) -> None:
+    """Set up the forked process, call the function and end the process."""
     code: object = 1
     try:
-        forget_exit_functions()  # what is registered is the search's to do
+        forget_exit_functions()  # what is registered is the parent's to do
         os.setpgid(0, 0)
-        end_with(driver)
+        end_with(parent)
         for number in SIGNALS:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(written, 1)
-        os.dup2(written, 2)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        for name, value in environment.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-        code = train(arguments)
+        code = work()
     except SystemExit as ended:
         code = ended.code
     except BaseException:
@@ -201,17 +89,244 @@ def _be_trial(
             os._exit(code if isinstance(code, int) else 1)
 
 
-def end_with(driver: int) -> None:
-    """This process is killed when the process that forked it ends."""
+def end_with(parent: int) -> None:
+    """Let this process be killed when the process that forked it ends."""
     try:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     except (AttributeError, OSError):  # not Linux
-        threading.Thread(target=_watch, args=(driver,), name="search", daemon=True).start()
-    if os.getppid() != driver:
+        threading.Thread(target=_watch_parent, args=(parent,), name="parent", daemon=True).start()
+    if os.getppid() != parent:
         os._exit(1)
 
 
-def _watch(driver: int) -> None:
-    while os.getppid() == driver:
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
         time.sleep(0.25)
     os._exit(1)
+
+
+# ---- runs
+
+
+class TrialServer:
+    """Receive messages of the runs at a port of this machine, and answer them, in JSON.
+
+    Args:
+        is_remote: whether the runs are on other machines, which must reach the port.
+    """
+
+    def __init__(self, is_remote: bool):
+        self.token = secrets.token_hex(16)
+        self._listener = socket.create_server((_own_address() if is_remote else "127.0.0.1", 0))
+        self._listener.settimeout(POLL_SECONDS)
+        self.host, self.port = self._listener.getsockname()[:2]
+
+    def address_for(self, number: int, metric: str) -> str:
+        """Return how a run reaches this port, as JSON for a variable of its environment."""
+        words = {"host": self.host, "port": self.port, "token": self.token, "trial": number, "metric": metric}
+        return json.dumps(words)
+
+    def listen(self, answer: Callable[[dict[str, object]], dict[str, object]]) -> None:
+        """Answer one message, if one comes in a moment."""
+        try:
+            connection, _ = self._listener.accept()
+        except TimeoutError:
+            return
+        with connection:
+            try:
+                connection.settimeout(5)
+                with connection.makefile("rb") as lines:
+                    message = json.loads(lines.readline(MAX_MESSAGE_BYTES))
+                    if isinstance(message, dict) and message.pop("token", None) == self.token:
+                        reply = answer(message)
+                        connection.sendall(json.dumps(reply).encode() + b"\n")
+            except (OSError, ValueError):  # a run that was killed meanwhile, or another program
+                pass
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def _own_address() -> str:
+    """Return the address by which other machines reach this one, as far as its routes tell; nothing is sent."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
+            towards.connect(("192.0.2.1", 9))  # kept for documentation, RFC 5737
+            return towards.getsockname()[0]
+    except OSError:
+        return "127.0.0.1"
+
+
+def failure_in(log: Path, code: int) -> str:
+    """Return why a run failed: the last error that it printed, else what its exit code means."""
+    notes = re.findall(r"^(?:\x1b\[\d+m)?error(?:\x1b\[0m)?[^:]*: (.*)$", log.read_text(errors="replace"), re.MULTILINE)
+    killed = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return (notes or [killed])[-1]
+
+
+class Forked:
+    """Start runs as processes forked from this one.
+
+    Attributes:
+        array: the jobs that a launcher keeps for the runs; None: they run here, or start what they need.
+        signal: the last that this process got while it forwarded signals; None: none.
+    """
+
+    def __init__(self, train: Train, server: TrialServer):
+        self.train, self.server = train, server
+        self.array: TrialJobs | None = None
+        self.signal: int | None = None
+        self._running: dict[int, int] = {}  # run → process
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def start(self, number: int, arguments: Sequence[str], log: Path, environment: Mapping[str, str | None]) -> None:
+        """Start a run.
+
+        Args:
+            arguments: of `deeplightning train`.
+            log: the file to which its stdout and stderr are appended.
+            environment: variables to set; None: to remove.
+        """
+        if self.array is not None:
+            environment = {**environment, **self.array.variables(environment)}
+
+        def work() -> int:
+            self.server.close()
+            written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(written, 1)
+            os.dup2(written, 2)
+            for name, value in environment.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
+            return self.train(arguments)
+
+        self._running[number] = fork(work)
+
+    def ended(self) -> dict[int, int]:
+        """Return the runs that have ended since the last call, with their exit codes; negative: the signal that killed
+        it."""
+        codes = {}
+        for number, child in list(self._running.items()):
+            found, status = os.waitpid(child, os.WNOHANG)
+            if found:
+                codes[number] = os.waitstatus_to_exitcode(status)
+                del self._running[number]
+        return codes
+
+    @contextlib.contextmanager
+    def passing_signals_on(self) -> Iterator[None]:
+        """Forward SIGINT and SIGTERM to the runs as SIGINT: after one they save a checkpoint and end, after a second
+        they end at once."""
+
+        def pass_on(number: int, frame: FrameType | None) -> None:
+            self.signal = number
+            self.interrupt()
+
+        before = {number: signal.signal(number, pass_on) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            if self.array is not None:
+                self.array.close()
+
+    def interrupt(self, number: int = signal.SIGINT) -> None:
+        """Send a signal to all runs."""
+        for child in self._running.values():
+            os.kill(child, number)
+
+
+# ---- measurements
+
+
+class Outcome(NamedTuple):
+    """The result of a function that was called in a child.
+
+    Attributes:
+        found: what the function returned; None: the child ran out of memory.
+        peak: the most main memory that it held, in bytes.
+    """
+
+    found: dict[str, Any] | None
+    peak: int
+
+
+def in_child(work: Callable[[], dict[str, object]], limit: int | None, redact: Callable[[str], str]) -> Outcome:
+    """Call a function in a forked process, which is killed when it exceeds a memory limit.
+
+    Args:
+        work: returns what JSON can hold; what it prints goes to stderr.
+        limit: bytes of main memory; None: no limit.
+        redact: removes secrets from a message.
+
+    Raises:
+        UserError: the child failed for another reason than memory.
+        SystemExit: a bug in Deep Lightning ended it; its traceback has been printed.
+    """
+    with tempfile.TemporaryDirectory(prefix="deeplightning-measure-") as folder:
+        file = Path(folder) / "found.json"
+
+        def answer() -> int:
+            os.dup2(2, 1)  # stdout is for the result
+            content: dict[str, object]
+            try:
+                content, code = {"found": work()}, 0
+            except Exception as error:
+                content, code = _described(error, redact), 1
+            file.write_text(json.dumps(content))
+            return code
+
+        child = fork(answer)
+        try:
+            peak, code = _wait(child, limit)
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+            raise
+        content = json.loads(file.read_text()) if file.is_file() else {}
+    if limit is not None and peak > limit:
+        return Outcome(None, peak)
+    if "found" in content:
+        return Outcome(content["found"], peak)
+    if content.get("lacks_memory") or code == -signal.SIGKILL:  # the system kills as well
+        return Outcome(None, peak)
+    if (kind := _ERRORS.get(content.get("code", 1))) is not None:
+        raise kind(content["message"])
+    if not content:
+        raise RunError(f"the process that measured ended with exit code {code} without a message")
+    sys.exit(1)
+
+
+def _wait(child: int, limit: int | None) -> tuple[int, int]:
+    """Wait for a child; return the most memory that it held, in bytes, and its exit code."""
+    import psutil
+
+    while True:
+        found, status, usage = os.wait4(child, os.WNOHANG)
+        if found:
+            scale = 1 if sys.platform == "darwin" else 1024
+            return usage.ru_maxrss * scale, os.waitstatus_to_exitcode(status)
+        with contextlib.suppress(psutil.Error):
+            if limit is not None and psutil.Process(child).memory_info().rss > limit:
+                os.kill(child, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _described(error: Exception, redact: Callable[[str], str]) -> dict[str, object]:
+    """Return the description of an error for the parent."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if lacks_memory(cause):
+            return {"lacks_memory": True}
+        cause = cause.__cause__ or cause.__context__
+    code = getattr(error, "exit_code", None)
+    if code not in _ERRORS:
+        say(redact("".join(traceback.format_exception(error))), err=True)
+        return {"code": exit_code_of(error), "message": redact(reason_of(error))}
+    notes = [str(fault) for fault in error.faults] if isinstance(error, UserError) else [str(error)]
+    return {"code": code, "message": redact("; ".join(notes))}

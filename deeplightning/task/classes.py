@@ -3,20 +3,17 @@
 Shapes: B batch, K classes.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, bincount, nn
 
 from deeplightning import transfer
+from deeplightning.config.part_config import PartConfig
 from deeplightning.task.metrics import Accuracy
-from deeplightning.task.networks import Probabilities
-from deeplightning.task.outputs import refusal
+from deeplightning.task.networks import Probabilities, check_number, refusal
 from deeplightning.task.supervised import Batch, Supervised
-from deeplightning.task.task_errors import LabelError, MisfitError
-
-if TYPE_CHECKING:
-    from deeplightning.config.part_config import PartConfig
+from deeplightning.task.task_errors import LabelError
 
 
 class Classification(Supervised):
@@ -32,7 +29,7 @@ class Classification(Supervised):
     metric_names = ("acc",)
     uniform = True
 
-    def __init__(self, cfg: "PartConfig"):
+    def __init__(self, cfg: PartConfig):
         super().__init__(cfg)
         self.class_names: list[str] = []
         self._answered: list[Tensor] = []  # of each validation batch, label and answer as one number
@@ -52,19 +49,10 @@ class Classification(Supervised):
         return {"acc": Accuracy()}
 
     def check_outputs(self, outputs: object) -> None:
-        """
-        Raises:
-            MisfitError: they are no logits (B, K), or there are not as many as classes in the data.
-        """
+        """Raise MisfitError unless they are logits (B, K), one for each class of the data."""
         if not isinstance(outputs, Tensor) or outputs.ndim != 2:
             raise refusal(self.cfg.model.network.type, outputs, f"(B, K): one row per {self.sample}")
-        if self.class_names and outputs.shape[1] != len(self.class_names):
-            raise MisfitError(
-                f"the data has {len(self.class_names)} classes (labels 0 to {len(self.class_names) - 1}), the network "
-                f"{outputs.shape[1]} outputs; set model.network.params.num_classes={len(self.class_names)}, "
-                "or whatever it calls them",
-                "model.network",
-            )
+        check_number(outputs, self.class_names, f"classes (labels 0 to {len(self.class_names) - 1})")
 
     def check_truth(self, outputs: Tensor, truth: Tensor) -> None:
         """
@@ -132,7 +120,7 @@ class Classification(Supervised):
 
     def take_form(self, inputs: Tensor, outputs: Tensor) -> None:
         super().take_form(inputs, outputs)
-        self.class_names = self.names(outputs.shape[1])
+        self.class_names = self._names(outputs.shape[1])
 
     def remember(self, inputs: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Keeps label and answer of each validation sample, in 8 bytes."""
@@ -161,14 +149,10 @@ class Classification(Supervised):
             counts = tuple(reduce(torch.stack([bincount(one, minlength=number) for one in each]), reduce_op="sum"))
         if not self.trainer.is_global_zero:
             return {}
-        names = self.names(number)
+        names = self._names(number)
         per_class = measures.from_counts(*(one.cpu().numpy() for one in counts))
         found = {"val_classes": class_plots.precision_recall(per_class, names, "validation")}
         if has_matrix:
             drawing = class_plots.confusion_matrix(confusion.cpu().numpy(), names, "validation")
             found = {"val_confusion_matrix": drawing} | found
         return found
-
-    def names(self, classes: int) -> list[str]:
-        """The names of the classes; their numbers where the data tell none."""
-        return self.class_names or [str(number) for number in range(classes)]

@@ -11,12 +11,7 @@ class Classification(classes.Classification, RowTask):
     """Trains `model.network` on batches of {"input": float32 (B, …), "label": int64 (B,), "index": int64 (B,)}.
 
     The data module says how inputs are prepared (`table_spec` or `array_spec`) and what the classes are called
-    (`class_names`); both travel in the checkpoint. Rows with index -1 fill up a batch and are not counted.
-
-    Metrics: `<stage>_loss` and `<stage>_<name>` for each of `model.metrics` (`acc` by default), weighted by sample.
-
-    Raises:
-        ValueError: several networks, optimizers or schedulers, or no loss: this task trains one network.
+    (`class_names`); both travel in the checkpoint.
     """
 
     gives = "classification"

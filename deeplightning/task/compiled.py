@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from deeplightning.task.cuda_graphs import Recorded
@@ -82,11 +83,7 @@ class Compiled:
 
     def own(self, values: object) -> Any:
         """Values that stay what they are: detached from the step and, where it uses CUDA graphs, cloned."""
-        if isinstance(values, dict):
-            return {name: self.own(value) for name, value in values.items()}
-        if not isinstance(values, Tensor):
-            return values
-        return values.detach().clone() if self.graphs else values.detach()
+        return apply_to_collection(values, Tensor, lambda v: v.detach().clone() if self.graphs else v.detach())
 
     def own_gradients(self, module: torch.nn.Module) -> None:
         """To be called before `begin_step` where gradients of the batch before wait for those of this one."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
@@ -51,10 +52,7 @@ class Recorded:
         self._state: Any = None  # of the owner, as it was recorded
 
     def __call__(self, *inputs: Tensor) -> object:
-        """
-        Raises:
-            MisfitError: the function cannot be recorded.
-        """
+        """Replay the function; raise MisfitError if it cannot be recorded."""
         device = inputs[0].device
         if device.type != "cuda":
             return self.function(*inputs)
@@ -118,7 +116,9 @@ class _Replay:
             if gradient is not None and alias.data_ptr() == parameter.data_ptr():
                 self.learns.add(name)
         self.last = last.detach()
-        self.before_last = _detached(given[:-1]) if isinstance(given, tuple) else None
+        self.before_last = None
+        if isinstance(given, tuple):
+            self.before_last = apply_to_collection(given[:-1], Tensor, Tensor.detach)
 
     def _gradients_of(self, last: Tensor, gradient: Tensor, aliases: dict[str, Tensor]) -> list[Tensor | None]:
         """The gradient of each input and parameter; None for those without one."""
@@ -159,15 +159,6 @@ def _last(given: Any) -> Tensor:
     """Of what a function gives, the tensor that gradients go back through."""
     last: Tensor = given[-1] if isinstance(given, tuple) else given
     return last
-
-
-def _detached(given: object) -> Any:
-    """The same without gradients, in tuples and dicts."""
-    if isinstance(given, dict):
-        return {name: _detached(value) for name, value in given.items()}
-    if isinstance(given, tuple):
-        return tuple(map(_detached, given))
-    return given.detach() if isinstance(given, Tensor) else given
 
 
 def _learning(owner: nn.Module) -> dict[str, nn.Parameter]:

@@ -3,19 +3,17 @@
 Shapes: B batch, C channels, H height, W width, K classes.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from deeplightning import transfer
+from deeplightning.config.part_config import PartConfig
 from deeplightning.task.classes import Classification
 from deeplightning.task.pixel_input import ImageTask
 from deeplightning.task.sheets import keep_best
-
-if TYPE_CHECKING:
-    from deeplightning.config.part_config import PartConfig
 
 SHOWN = 16
 """Pictures on the sheet of a validation."""
@@ -25,18 +23,13 @@ class ImageClassification(Classification, ImageTask):
     """Trains `model.network` on batches of {"image": uint8 (B, C, H, W), "label": int64 (B,), "index": int64 (B,)}.
 
     The data module says how its pixels are normalised (`image_spec`) and what the classes are called (`class_names`);
-    both travel in the checkpoint. Rows with index -1 fill up a batch and are not counted.
-
-    Metrics: `<stage>_loss` and `<stage>_<name>` for each of `model.metrics` (`acc` by default), weighted by sample.
-
-    Raises:
-        ValueError: several networks, optimizers or schedulers, or no loss: this task trains one network.
+    both travel in the checkpoint.
     """
 
     kind = "image_classification"
     sample = "picture"
 
-    def __init__(self, cfg: "PartConfig"):
+    def __init__(self, cfg: PartConfig):
         super().__init__(cfg)
         self._sheet: dict[str, Tensor] | None = None
 
@@ -66,7 +59,7 @@ class ImageClassification(Classification, ImageTask):
             return found
         from deeplightning.figures import class_plots  # as in `Classification`
 
-        names = self.names(self._outputs_of_classes)
+        names = self._names(self._outputs_of_classes)
         columns = [self._sheet[name].cpu() for name in ("image", "label", "predicted", "p")]
         samples = [
             class_plots.Sample(

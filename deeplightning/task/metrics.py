@@ -73,13 +73,9 @@ class Collected(Metric):
         self.outputs.append(outputs)
         self.truth.append(truth)
 
-    def all(self) -> tuple[Tensor, Tensor]:
-        """Return outputs and truth, (N, …)."""
-        outputs, truth = (v if isinstance(v, Tensor) else torch.cat(v) for v in (self.outputs, self.truth))
-        return outputs, truth
-
     def compute(self) -> Any:
-        return self.all()
+        """Return outputs and truth, (N, …)."""
+        return tuple(v if isinstance(v, Tensor) else torch.cat(v) for v in (self.outputs, self.truth))
 
 
 class SampleMean(_Sums):

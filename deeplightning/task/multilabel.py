@@ -4,23 +4,20 @@ Shapes: B batch, N samples, K labels.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torchmetrics.functional.classification import multilabel_average_precision, multilabel_f1_score
 
+from deeplightning.config.part_config import PartConfig
 from deeplightning.task.metrics import Collected
-from deeplightning.task.networks import Probabilities
-from deeplightning.task.outputs import refusal
+from deeplightning.task.networks import Probabilities, check_number, refusal
 from deeplightning.task.pixel_input import ImageTask
 from deeplightning.task.rows import RowTask
 from deeplightning.task.supervised import Batch, Supervised
 from deeplightning.task.task_errors import LabelError, MisfitError
-
-if TYPE_CHECKING:
-    from deeplightning.config.part_config import PartConfig
 
 
 class MeanAveragePrecision(Collected):
@@ -28,7 +25,7 @@ class MeanAveragePrecision(Collected):
     scikit-learn's `average_precision_score` of the labels that occur."""
 
     def compute(self) -> Tensor:
-        scores, truth = self.all()
+        scores, truth = super().compute()
         occurs = truth.any(0)
         if not occurs.any():
             return scores.new_tensor(torch.nan)
@@ -50,8 +47,8 @@ class F1(Collected):
         self.thresholds: list[float] = []
 
     def compute(self) -> Tensor:
-        scores, truth = self.all()
-        answered = chosen(scores, self.thresholds or [0.5] * scores.shape[1]).float()
+        scores, truth = super().compute()
+        answered = chosen(scores, self.thresholds).float()
         return multilabel_f1_score(answered, truth, scores.shape[1], average="macro", validate_args=False)
 
 
@@ -63,16 +60,14 @@ class Labels(Supervised):
     answer has the labels whose probability is at least their threshold.
 
     Attributes:
-        class_names: the name of each label, in order.
         thresholds: of each label; empty: 0.5 each, no validation has ended yet.
     """
 
     truth_name = "label"
     metric_names = ("map", "f1")
     uniform = True
-    class_names: list[str]
 
-    def __init__(self, cfg: "PartConfig"):
+    def __init__(self, cfg: PartConfig):
         super().__init__(cfg)
         self.thresholds: list[float] = []
         self.collected = Collected()
@@ -104,44 +99,28 @@ class Labels(Supervised):
         super()._join(stage, outputs, truth.long())
 
     def check_outputs(self, outputs: object) -> None:
-        """
-        Raises:
-            MisfitError: they are no logits (B, K), or there are not as many as labels in the data.
-        """
+        """Raise MisfitError unless they are logits (B, K), one for each label of the data."""
         if not isinstance(outputs, Tensor) or outputs.ndim != 2:
             raise refusal(self.cfg.model.network.type, outputs, "(B, K): a number for each label")
-        if self.class_names and outputs.shape[1] != len(self.class_names):
-            raise MisfitError(
-                f"the data has {len(self.class_names)} labels, the network {outputs.shape[1]} outputs; set "
-                f"model.network.params.num_classes={len(self.class_names)}, or whatever it calls them",
-                "model.network",
-            )
+        check_number(outputs, self.class_names, "labels")
 
     def check_truth(self, outputs: Tensor, truth: Tensor) -> None:
-        """
-        Raises:
-            MisfitError: there is another number of labels than of outputs.
-            LabelError: a value is neither 0 nor 1. On a GPU a look at a batch would stall it, after the first epoch.
-        """
+        """Raise MisfitError for another number of labels than of outputs, LabelError for a value that is not 0 or 1."""
         if outputs.shape != truth.shape:
             given, wanted = outputs.shape[1], truth.shape[1]
             message = f"{self.cfg.model.network.type} gives {given} number(s) for each sample, the data {wanted} labels"
             raise MisfitError(message, "model.network")
-        looks = self.current_epoch == 0 or truth.device.type == "cpu"
-        if looks and bool((wrong := (truth != 0) & (truth != 1)).any()):
+        if self._may_look(truth) and bool((wrong := (truth != 0) & (truth != 1)).any()):
             row, column = wrong.nonzero()[0].tolist()
-            names = self.class_names
-            raise LabelError(
-                f"the data hold {truth[row, column].item():g} for the label "
-                f"{names[column] if names else column}; a label is 1 where a sample has it, else 0",
-                "data.module",
-            )
+            value, name = truth[row, column].item(), self._names(truth.shape[1])[column]
+            message = f"the data hold {value:g} for the label {name}; a label is 1 where a sample has it, else 0"
+            raise LabelError(message, "data.module")
 
     # ---- thresholds
 
     def take_form(self, inputs: Tensor, outputs: Tensor) -> None:
         super().take_form(inputs, outputs)
-        self.class_names = self.class_names or [str(number) for number in range(outputs.shape[1])]
+        self.class_names = self._names(outputs.shape[1])
 
     def remember(self, inputs: Tensor, outputs: Tensor, truth: Tensor) -> None:
         """Keeps probabilities and labels of the validation, by which thresholds are chosen."""
@@ -165,9 +144,9 @@ class Labels(Supervised):
         """A row per sample: its index, the labels of the answer and the true ones, divided by |, and the probability of
         each label."""
         scores = self.measured(outputs)
-        names = self.class_names or [str(number) for number in range(scores.shape[1])]
+        names = self._names(scores.shape[1])
         columns: dict[str, object] = {"index": batch["index"]} if "index" in batch else {}
-        columns["predicted_labels"] = _joined(names, chosen(scores, self.thresholds or [0.5] * len(names)))
+        columns["predicted_labels"] = _joined(names, chosen(scores, self.thresholds))
         if "label" in batch or "target" in batch:
             columns["labels"] = _joined(names, self.truth(batch) == 1)
         return columns | {f"probability_{name}": scores[:, number] for number, name in enumerate(names)}
@@ -195,14 +174,11 @@ class ImageMultilabel(Labels, ImageTask):
     """Trains `model.network` on {"image": uint8 (B, C, H, W), "label": (B, K) of 0 and 1, "index": int64 (B,)}.
 
     The data module says how its pixels are normalised (`image_spec`) and what the labels are called (`class_names`);
-    both travel in the checkpoint. Rows with index -1 fill up a batch and are not counted.
+    both travel in the checkpoint.
 
     Metrics: `<stage>_loss` and `<stage>_<name>` for each of `model.metrics`; by default `map`, the mean average
     precision, and `f1`, the mean F1 score of the labels by their thresholds. Those of a validation are chosen on it, so
     `val_f1` is the best that can be had there, and `test_f1` what to expect.
-
-    Raises:
-        ValueError: several networks, optimizers or schedulers, or no loss: this task trains one network.
     """
 
     kind = "image_multilabel"
@@ -214,14 +190,11 @@ class Multilabel(Labels, RowTask):
 
     The labels are called as the data module says (`class_names`, or the columns of a table: `target_names`). Metrics
     are those of `ImageMultilabel`.
-
-    Raises:
-        ValueError: several networks, optimizers or schedulers, or no loss: this task trains one network.
     """
 
     gives = "multilabel"
 
-    def __init__(self, cfg: "PartConfig"):
+    def __init__(self, cfg: PartConfig):
         super().__init__(cfg)
         self.class_names: list[str] = []
 
@@ -233,9 +206,9 @@ class Multilabel(Labels, RowTask):
 
 
 def chosen(scores: Tensor, thresholds: list[float]) -> Tensor:
-    """Which labels an answer has: probabilities (B, K) and a threshold for each label to bool (B, K)."""
+    """Return which labels an answer has, bool (B, K), by probabilities (B, K) and a threshold for each; none: 0.5."""
     # In 64 bits, as the thresholds are: rounded to 32, one may be the probability above or below it.
-    return scores.double() >= torch.tensor(thresholds, dtype=torch.float64, device=scores.device)
+    return scores.double() >= torch.tensor(thresholds or [0.5], dtype=torch.float64, device=scores.device)
 
 
 def best_thresholds(scores: np.ndarray, truth: np.ndarray) -> list[float]:

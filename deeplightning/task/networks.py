@@ -1,6 +1,12 @@
-"""Networks of a config: built on the CPU, and tried with an example input before data are read."""
+"""Networks of a config: built on the CPU, tried with an example input before data are read, and what they give.
 
-from collections.abc import Callable, Sequence
+A network may give something other than a tensor, such as a dataclass, a dict or a tuple: the task takes what
+`model.output` names of it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -10,7 +16,7 @@ from torch import Tensor, nn
 
 from deeplightning.config.target import build
 from deeplightning.task.task_errors import MisfitError
-from deeplightning.words import first_line, lacks_memory
+from deeplightning.words import did_you_mean, first_line, lacks_memory
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -51,11 +57,7 @@ def on_cpu(configure_model: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def build_loss(target: Any, arguments: Sequence[str]) -> nn.Module:
-    """Builds a loss that is called with these arguments.
-
-    Raises:
-        MisfitError: its `forward` takes others.
-    """
+    """Build a loss that is called with these arguments; raise MisfitError if its `forward` takes others."""
     loss: nn.Module = build(target)
     try:
         signature(loss.forward).bind(*arguments)
@@ -75,16 +77,28 @@ def device_of(module: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def try_network(network: nn.Module, example: Tensor, refusal: str, name: str | None = None) -> Any:
+@contextmanager
+def judging(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode, without gradients; afterwards each part has its own mode again."""
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
+
+def try_network(network: nn.Module, example: Tensor, refusal: str) -> Any:
     """Passes an example through a network in evaluation mode, on the network's device, without gradients.
 
     The first batch would show the same error, but later and in terms of matrices or indices.
 
     Args:
-        network: keeps the mode of each module.
+        network: gives an output for the example.
         example: (1, …), on any device.
         refusal: what the error says before torch's reason.
-        name: of the network among several; None: the task has one.
 
     Returns:
         What the network gives.
@@ -92,21 +106,80 @@ def try_network(network: nn.Module, example: Tensor, refusal: str, name: str | N
     Raises:
         MisfitError: the network does not take the example.
     """
-    modes = {module: module.training for module in network.modules()}
-    network.eval()
     try:
-        with torch.no_grad():
+        with judging(network):
             return network(example.to(device_of(network)))
     except MisfitError:  # of an output
         raise
     except (RuntimeError, ValueError, IndexError) as error:
         if lacks_memory(error):
             raise
-        raise _misfit(f"{refusal}: {first_line(error)}", name) from error
-    finally:
-        for module, mode in modes.items():  # what is frozen stays in evaluation mode
-            module.training = mode
+        raise MisfitError(f"{refusal}: {first_line(error)}", "model.network") from error
 
 
-def _misfit(message: str, name: str | None) -> MisfitError:
-    return MisfitError(message, "model.network") if name is None else MisfitError(f"model.network.{name}: {message}")
+class Picked:
+    """A forward hook by which a network gives one of its outputs alone: in training, in validation and in the export.
+
+    A tensor stays as it is: torchvision's inception gives several in training, and one in evaluation.
+
+    Args:
+        name: of an attribute or a key; or the position in a tuple or list, from 0.
+        network: the name of the network, for messages.
+    """
+
+    def __init__(self, name: str | int, network: str):
+        self.name, self.network = name, network
+
+    def __call__(self, module: nn.Module, inputs: object, outputs: Any) -> Any:
+        """Return the output of this name; raise MisfitError if there is none."""
+        if isinstance(outputs, Tensor):
+            return outputs
+        names = names_in(outputs)
+        if self.name not in names:
+            if not names:
+                raise MisfitError(
+                    f"{self.network} gives {_kind(outputs)}, which has no outputs by name", "model.output"
+                )
+            near = did_you_mean(str(self.name), map(str, names))
+            raise MisfitError(
+                f"{self.network} gives {_kind(outputs)} without {self.name!r}.{near} It has "
+                f"{', '.join(map(str, names)):.300}",
+                "model.output",
+            )
+        is_attribute = isinstance(self.name, str) and not isinstance(outputs, Mapping)
+        return getattr(outputs, str(self.name)) if is_attribute else outputs[self.name]
+
+
+def names_in(outputs: object) -> list[str | int]:
+    """What `model.output` may be for such outputs; empty: they are a tensor, or of a kind that has no names."""
+    if isinstance(outputs, Mapping):  # a ModelOutput of Hugging Face's is one
+        return list(outputs)
+    if dataclasses.is_dataclass(outputs):
+        return [field.name for field in dataclasses.fields(outputs)]
+    if isinstance(outputs, tuple | list):
+        return [*getattr(outputs, "_fields", ()), *range(len(outputs))]
+    return []
+
+
+def refusal(network: str, outputs: object, wanted: str) -> MisfitError:
+    """The error of a network whose outputs are not what its task wants, and what to do about outputs with names."""
+    found = f"{tuple(outputs.shape)}" if isinstance(outputs, Tensor) else _kind(outputs)
+    message = f"{network} gives {found}, not {wanted}"
+    if names := names_in(outputs):
+        several = ", ".join(map(str, names))
+        message += f". Set model.output to one of what it has: {several:.300}; for example model.output={names[0]}"
+    return MisfitError(message, "model.network")
+
+
+def check_number(outputs: Tensor, names: list[str], what: str, per: str = "") -> None:
+    """Raise MisfitError unless there is one output (B, K, …) for each name; without names any number will do."""
+    if names and outputs.shape[1] != len(names):
+        raise MisfitError(
+            f"the data has {len(names)} {what}, the network {outputs.shape[1]} outputs{per}; set "
+            f"model.network.params.num_classes={len(names)}, or whatever it calls them",
+            "model.network",
+        )
+
+
+def _kind(outputs: object) -> str:
+    return f"a {type(outputs).__name__}"

@@ -90,37 +90,20 @@ def optimizers_by_name(
     Raises:
         MisfitError: a network has no optimizer; or as `optimizers`.
     """
-    fits(networks, model)
+    schedules = model.scheduler or {}
+    for section, given, missing in (("optimizer", model.optimizer, networks), ("scheduler", schedules, ())):
+        if not isinstance(given, dict) or not {*missing} <= {*given} <= {*networks}:
+            each = f"one for each of {', '.join(networks)}, by name"
+            raise MisfitError(f"model.{section}: this task {'needs' if missing else 'may have'} {each}, and no others")
     found: dict[str, torch.optim.Optimizer] = {}
     for name, network in networks.items():
         found[name] = _optimizer(network, model.optimizer[name], f"model.optimizer.{name}", trainer, fused)
         found[name].param_groups[0]["name"] = name
-    schedules = model.scheduler or {}
     return found, {
         name: _schedule(found[name], schedules[name], f"model.scheduler.{name}", trainer)
         for name in networks
         if name in schedules
     }
-
-
-def fits(names: Iterable[str], model: Any) -> None:
-    """Looks whether `model.optimizer` and `model.scheduler` are maps that have what networks of these names need.
-
-    Raises:
-        MisfitError: they are not; one fault, the first.
-    """
-    names = list(names)
-    known, targets = ", ".join(names), model.optimizer
-    if not isinstance(targets, dict):
-        example = ", ".join(f"{name}: {{…}}" for name in names)
-        raise MisfitError(f"model.optimizer: this task needs one for each network by name: {{{example}}}")
-    if missing := [name for name in names if name not in targets]:
-        raise MisfitError(f"model.optimizer: `{missing[0]}` is missing; each of {known} needs one")
-    if model.scheduler is not None and not isinstance(model.scheduler, dict):
-        raise MisfitError(f"model.scheduler: this task takes one for each optimizer by name ({known}), or null")
-    for section, given in (("optimizer", targets), ("scheduler", model.scheduler or {})):
-        if unknown := [name for name in given if name not in names]:
-            raise MisfitError(f"model.{section}.{unknown[0]}: no network that learns is called so; there are {known}")
 
 
 def _optimizer(

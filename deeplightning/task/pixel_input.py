@@ -3,18 +3,16 @@
 Shapes: B batch, C channels, H height, W width.
 """
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from deeplightning.config.part_config import PartConfig
 from deeplightning.image_spec import MODES, ImageSpec
 from deeplightning.task.networks import try_network
 from deeplightning.task.supervised import Supervised
 from deeplightning.task.task_errors import MisfitError
-
-if TYPE_CHECKING:
-    from deeplightning.config.part_config import PartConfig
 
 
 class Normalise(nn.Module):
@@ -47,7 +45,7 @@ class ImageTask(Supervised):
 
     input_name = "image"
 
-    def __init__(self, cfg: "PartConfig"):
+    def __init__(self, cfg: PartConfig):
         super().__init__(cfg)
         self.normalise: nn.Module | None = None
         self.image_spec: ImageSpec | None = None
@@ -90,11 +88,7 @@ class ImageTask(Supervised):
         return cast(Tensor, cast(nn.Module, self.normalise)(images))
 
     def try_out(self, network: nn.Module) -> None:
-        """Passes a black picture through.
-
-        Raises:
-            MisfitError: the network does not take the data's pictures, or gives what this task cannot use.
-        """
+        """Pass a black picture through; raise MisfitError if it does not fit."""
         spec = self.image_spec
         if spec is None:
             return

@@ -4,20 +4,18 @@ Shapes: B batch, F features, T targets.
 """
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from deeplightning.config.part_config import PartConfig
 from deeplightning.task.metrics import Collected
-from deeplightning.task.outputs import refusal
+from deeplightning.task.networks import refusal
 from deeplightning.task.rows import RowTask, Scaled
 from deeplightning.task.supervised import Batch
 from deeplightning.task.task_errors import MisfitError
-
-if TYPE_CHECKING:
-    from deeplightning.config.part_config import PartConfig
 
 
 class MeanSquaredError(Metric):
@@ -72,7 +70,6 @@ class Regression(RowTask):
         target_names: the name of each target; empty: the data module gives none.
 
     Raises:
-        ValueError: several networks, optimizers or schedulers, or no loss: this task trains one network.
         MisfitError: (while running) the network does not take the inputs, or gives what is no number for each target.
     """
 
@@ -82,7 +79,7 @@ class Regression(RowTask):
     target_mean: Tensor
     target_std: Tensor
 
-    def __init__(self, cfg: "PartConfig", interval: float | None = 0.9):
+    def __init__(self, cfg: PartConfig, interval: float | None = 0.9):
         super().__init__(cfg)
         if interval is not None and not (isinstance(interval, float) and 0 < interval < 1):
             raise ValueError(f"interval must be null or a number between 0 and 1, not {interval!r}")
@@ -146,11 +143,7 @@ class Regression(RowTask):
                 self.half_widths = found[place].tolist()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Inputs (B, F) to predictions (B,) or (B, T), as the network gives them.
-
-        Raises:
-            MisfitError: the network takes another number of features.
-        """
+        """Return predictions (B,) or (B, T) for inputs (B, F); raise MisfitError if the network takes others."""
         try:
             return _without_one(super().forward(inputs))
         except RuntimeError as error:

@@ -4,20 +4,18 @@ travels with the weights.
 Shapes: B batch; the shape of one input follows from the spec.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from deeplightning.array_spec import ArraySpec
+from deeplightning.config.part_config import PartConfig
 from deeplightning.kinds import row_spec
 from deeplightning.table_spec import TableSpec
 from deeplightning.task.networks import try_network
 from deeplightning.task.supervised import Supervised
 from deeplightning.task.task_errors import MisfitError
-
-if TYPE_CHECKING:
-    from deeplightning.config.part_config import PartConfig
 
 
 class RowTask(Supervised):
@@ -29,13 +27,11 @@ class RowTask(Supervised):
     Attributes:
         gives: what it answers, a word of `deeplightning.kinds.OUTPUTS`.
         row_spec: how an input is prepared; None: not known.
-        class_names: the name of each class, label or number of an answer.
     """
 
     gives = "regression"
-    class_names: list[str]
 
-    def __init__(self, cfg: "PartConfig"):
+    def __init__(self, cfg: PartConfig):
         super().__init__(cfg)
         self.row_spec: TableSpec | ArraySpec | None = None
         self._inferred: ArraySpec | None = None  # of validation batches, or a checkpoint that had it from there
@@ -63,11 +59,7 @@ class RowTask(Supervised):
                 self.row_spec = spec
 
     def try_out(self, network: nn.Module) -> None:
-        """Passes two inputs of zeros through.
-
-        Raises:
-            MisfitError: the network does not take the data's inputs, or gives what this task cannot use.
-        """
+        """Pass two inputs of zeros through; raise MisfitError if they do not fit."""
         spec = self.row_spec
         if spec is None:
             return
@@ -90,10 +82,7 @@ class RowTask(Supervised):
         return {"takes": self.takes, "spec": self.row_spec.to_dict(), **names}
 
     def arrives(self, saved: dict[str, Any]) -> None:
-        """
-        Raises:
-            MisfitError: the weights were learned with inputs that were prepared otherwise than those of the data now.
-        """
+        """Take the spec; raise MisfitError if the inputs were prepared otherwise than those of the data now."""
         spec = row_spec(saved["takes"], saved["spec"])
         if self.row_spec is None:
             self.row_spec, self._inferred = spec, spec if isinstance(spec, ArraySpec) else None

@@ -4,21 +4,18 @@ Shapes: B batch, C channels, H height, W width, K classes.
 """
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from deeplightning.task.networks import Probabilities
-from deeplightning.task.outputs import refusal
+from deeplightning.config.part_config import PartConfig
+from deeplightning.task.networks import Probabilities, check_number, refusal
 from deeplightning.task.pixel_input import ImageTask
 from deeplightning.task.sheets import keep_best
 from deeplightning.task.supervised import Batch
 from deeplightning.task.task_errors import LabelError, MisfitError
-
-if TYPE_CHECKING:
-    from deeplightning.config.part_config import PartConfig
 
 log = logging.getLogger("deeplightning")
 
@@ -49,7 +46,7 @@ class Segmentation(ImageTask):
 
     metric_names = ("iou", "acc")
 
-    def __init__(self, cfg: "PartConfig"):
+    def __init__(self, cfg: PartConfig):
         super().__init__(cfg)
         self._sheet: dict[str, Tensor] | None = None
         self._classes = 0  # of the network
@@ -72,19 +69,13 @@ class Segmentation(ImageTask):
                 f"{spec.height}x{spec.width}; segmentation needs one for each",
                 "model.network",
             )
-        if self.class_names and outputs.shape[1] != len(self.class_names):
-            raise MisfitError(
-                f"the data has {len(self.class_names)} classes, the network {outputs.shape[1]} outputs per pixel; set "
-                f"model.network.params.num_classes={len(self.class_names)}, or whatever it calls them",
-                "model.network",
-            )
+        check_number(outputs, self.class_names, "classes", " per pixel")
         self._classes = outputs.shape[1]
 
     def check_truth(self, outputs: Any, truth: Tensor) -> None:
         if truth.shape != (len(outputs), *outputs.shape[2:]):
             raise MisfitError(f"the masks are {tuple(truth.shape)}, the network gives {tuple(outputs.shape)}")
-        looks = self.current_epoch == 0 or truth.device.type == "cpu"  # later, on a GPU, it would stall that
-        if looks and (high := int(truth.max())) >= outputs.shape[1]:
+        if self._may_look(truth) and (high := int(truth.max())) >= outputs.shape[1]:
             raise LabelError(
                 f"the masks hold class {high}, the network has {outputs.shape[1]} outputs per pixel (classes 0 to "
                 f"{outputs.shape[1] - 1}); mend the data or set model.network.params.num_classes",
@@ -98,8 +89,7 @@ class Segmentation(ImageTask):
         if "mask" in batch:
             counts = counts_of(answered, self.truth(batch))
             columns |= {"iou": mean_iou(counts), "acc": share_right(counts)}
-        names = self.class_names or [str(number) for number in range(outputs.shape[1])]
-        for number, name in enumerate(names):
+        for number, name in enumerate(self._names(outputs.shape[1])):
             columns[f"share_{name}"] = (answered == number).float().mean((1, 2))
         return columns
 
@@ -122,19 +112,19 @@ class Segmentation(ImageTask):
         over them, with the predicted ones."""
         if stage != "val" or not self._sheet or not len(self._sheet["worth"]) or not self.trainer.is_global_zero:
             return {}
-        from deeplightning.figures import mask_overlays  # most processes and verbs draw nothing
+        from deeplightning.figures import class_plots  # most processes and verbs draw nothing
 
         columns = {name: column.cpu().numpy() for name, column in self._sheet.items()}
         images, truth, answered = columns["image"].transpose(0, 2, 3, 1), columns["truth"], columns["answered"]
-        names = self.class_names or [str(number) for number in range(self._classes)]
-        return {"val_segmentation": mask_overlays.overlays(images, truth, answered, names, -columns["worth"])}
+        shown = images, truth, answered, self._names(self._classes), -columns["worth"]
+        return {"val_segmentation": class_plots.overlays(*shown)}
 
     # ---- export
 
     def travels(self) -> dict[str, object]:
         own = super().travels()
         if own and not own["class_names"]:  # the data module gives none; a server calls them by their numbers
-            own["class_names"] = [str(number) for number in range(self._classes)]
+            own["class_names"] = self._names(self._classes)
         return own
 
     def inference_model(self) -> nn.Module:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytorch_lightning as pl
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from deeplightning.batches import by_name, structure
+from deeplightning.config.part_config import PartConfig
 from deeplightning.config.target import build
-from deeplightning.task.batch_columns import columns_of
 from deeplightning.task.compiled import ONLY_OWN_STEPS, Compiled
 from deeplightning.task.denominators import (
     CANNOT_WEIGH,
@@ -25,16 +26,13 @@ from deeplightning.task.denominators import (
     weighted_mean,
 )
 from deeplightning.task.metrics import InOwnPrecision, SampleMean
-from deeplightning.task.networks import build_loss, on_cpu
+from deeplightning.task.networks import Picked, build_loss, judging, on_cpu
 from deeplightning.task.optimize import freeze, optimizers
-from deeplightning.task.outputs import Picked
-from deeplightning.task.points import Points
 from deeplightning.task.task_errors import LabelError, MisfitError
+from deeplightning.transfer import Points
 
 if TYPE_CHECKING:
     from pytorch_lightning.utilities.types import OptimizerLRScheduler
-
-    from deeplightning.config.part_config import PartConfig
 
 log = logging.getLogger("deeplightning")
 
@@ -74,6 +72,9 @@ class Supervised(pl.LightningModule):
     """Whether the truth of each sample has the same shape and no class in it is negative. Then a batch weighs its
     samples for losses without class weights and `ignore_index`, without a look at the truth."""
 
+    class_names: list[str]
+    """The name of each class, label or number of an answer, in order; empty: the data module gives none."""
+
     input_name, truth_name = "input", "target"
     """The columns of a batch that `inputs` and `truth` read."""
 
@@ -93,7 +94,7 @@ class Supervised(pl.LightningModule):
         "lr",
     )
 
-    def __init__(self, cfg: "PartConfig"):
+    def __init__(self, cfg: PartConfig):
         super().__init__()
         model = cfg.model
         for name in ("network", "optimizer", "scheduler"):
@@ -143,13 +144,20 @@ class Supervised(pl.LightningModule):
         return (self.input_name, self.truth_name, "weight")
 
     def column(self, batch: object, name: str) -> Tensor:
-        """Return a column of a batch.
-
-        Raises:
-            MisfitError: the batch has no such column, or has a form that cannot be understood.
-        """
-        found: Tensor = columns_of(self, batch, self.input_name, name)[name]
-        return found
+        """Return a column of a batch; raise MisfitError if it has none, or a form that cannot be understood."""
+        names, wanted = self.batch_names, dict.fromkeys((self.input_name, name))
+        found = by_name(batch, names)
+        if found is not None and all(isinstance(found.get(each), Tensor) for each in wanted):
+            return cast(Tensor, found[name])
+        forms = " or ".join(f"({', '.join(names[:size])})" for size in range(2, len(names) + 1))
+        needed = " and ".join(f"`{each}`" for each in wanted)
+        message = (
+            f"{self.cfg.data.module.type} gives batches of the form {structure(batch)}, and {type(self).__name__} "
+            f"needs tensors {needed}: return a mapping with these keys, or a tuple {forms}"
+        )
+        if found is not None and ({"label", "target"} & {*found}) - {*wanted}:
+            message += ". Of a table, data.module.params.columns makes the target a number or a category"
+        raise MisfitError(message, "data.module")
 
     def inputs(self, batch: Batch) -> Tensor:
         """What the network is given, (B, …)."""
@@ -164,8 +172,7 @@ class Supervised(pl.LightningModule):
 
         Raises:
             MisfitError: there is not one number for each sample.
-            LabelError: a weight is negative or not finite. To look at each batch would stall a GPU, so there only the
-                first epoch is looked at.
+            LabelError: a weight is negative or not finite.
         """
         weight = (by_name(batch, self.batch_names) or {}).get("weight")
         if weight is None:
@@ -175,10 +182,17 @@ class Supervised(pl.LightningModule):
                 f"the weights of a batch are {structure(weight)}, not float ({samples},), one for each sample",
                 "data.module",
             )
-        looks = self.current_epoch == 0 or weight.device.type == "cpu"
-        if looks and not bool(((weight >= 0) & weight.isfinite()).all()):
+        if self._may_look(weight) and not bool(((weight >= 0) & weight.isfinite()).all()):
             raise LabelError("the weight of a sample is negative or not finite; it must be 0 or more", "data.module")
         return weight.flatten()
+
+    def _may_look(self, values: Tensor) -> bool:
+        """Return whether values of a batch may be looked at, which would stall a GPU: there in the first epoch only."""
+        return self.current_epoch == 0 or values.device.type == "cpu"
+
+    def _names(self, number: int) -> list[str]:
+        """Return the names of the classes or labels; their numbers where the data module gives none."""
+        return self.class_names or [str(each) for each in range(number)]
 
     def default_metrics(self) -> dict[str, object]:
         """Where `model.metrics` is null: a torchmetrics Metric for each of `metric_names`."""
@@ -189,10 +203,7 @@ class Supervised(pl.LightningModule):
         return outputs.detach().float()
 
     def check_outputs(self, outputs: object) -> None:
-        """
-        Raises:
-            MisfitError: the network gives something that this task cannot use.
-        """
+        """Raise MisfitError if the network gives something that this task cannot use."""
 
     def check_truth(self, outputs: Any, truth: Tensor) -> None:
         """
@@ -378,14 +389,10 @@ class Supervised(pl.LightningModule):
         """What the network gives to such inputs, without values: tensors on the device `meta`. Found by one row."""
         shape = tuple(inputs.shape)
         if shape not in self._outlines:
-            modes = {module: module.training for module in self.modules()}
             devices = [inputs.device] if inputs.device.type == "cuda" else []
-            self.eval()
-            with torch.no_grad(), torch.random.fork_rng(devices):
+            with judging(self), torch.random.fork_rng(devices):
                 outputs = self._outputs(inputs[:1])
             torch.clear_autocast_cache()  # it holds weights without their gradients now
-            for module, mode in modes.items():
-                module.training = mode
             self._outlines[shape] = _on_meta(outputs, shape[0])
         return self._outlines[shape]
 
@@ -576,17 +583,15 @@ def _index(batch: object) -> Tensor | None:
 
 
 def rows(outputs: Any, which: Tensor | slice) -> Any:
-    """Some rows of what a network gives: `which` is a slice, or a mask, bool (B,)."""
-    if isinstance(outputs, dict):
-        return {name: value[which] for name, value in outputs.items()}
-    return outputs[which]
+    """Return some rows of what a network gives: `which` is a slice, or a mask, bool (B,)."""
+    return apply_to_collection(outputs, Tensor, lambda values: values[which])
 
 
 def _on_meta(outputs: object, rows: int) -> object:
     """Outputs for one row as those for several, on the device `meta`."""
-    if isinstance(outputs, dict):
-        return {name: _on_meta(value, rows) for name, value in outputs.items()}
-    if not isinstance(outputs, Tensor):
-        return outputs
-    shape = (rows, *outputs.shape[1:]) if outputs.ndim and len(outputs) == 1 else outputs.shape
-    return torch.empty(shape, dtype=outputs.dtype, device="meta")
+
+    def on_meta(found: Tensor) -> Tensor:
+        shape = (rows, *found.shape[1:]) if found.ndim and len(found) == 1 else found.shape
+        return torch.empty(shape, dtype=found.dtype, device="meta")
+
+    return apply_to_collection(outputs, Tensor, on_meta)

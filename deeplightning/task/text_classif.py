@@ -3,39 +3,32 @@
 Shapes: B batch, L tokens of the longest text, K classes.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from deeplightning.config.part_config import PartConfig
 from deeplightning.task.classes import Classification
 from deeplightning.task.networks import try_network
 from deeplightning.task.supervised import Batch
 from deeplightning.task.task_errors import MisfitError
 from deeplightning.text_spec import TextSpec
 
-if TYPE_CHECKING:
-    from deeplightning.config.part_config import PartConfig
-
 
 class TextClassification(Classification):
     """Trains `model.network` on batches of {"tokens": int64 (B, L), "label": int64 (B,), "index": int64 (B,)}.
 
     The data module says how texts become tokens (`text_spec`) and what the classes are called (`class_names`); both
-    travel in the checkpoint. Rows with index -1 fill up a batch and are not counted. Of a network that says them, the
-    attributes `max_length` (the most tokens that it takes), `vocabulary_size` and `padding` are compared with the data.
-
-    Metrics: `<stage>_loss` and `<stage>_<name>` for each of `model.metrics` (`acc` by default), weighted by sample.
-
-    Raises:
-        ValueError: several networks, optimizers or schedulers, or no loss: this task trains one network.
+    travel in the checkpoint. Of a network that says them, the attributes `max_length` (the most tokens that it takes),
+    `vocabulary_size` and `padding` are compared with the data.
     """
 
     kind = "text_classification"
     input_name = "tokens"
     sample = "text"
 
-    def __init__(self, cfg: "PartConfig"):
+    def __init__(self, cfg: PartConfig):
         super().__init__(cfg)
         self.text_spec: TextSpec | None = None
 
@@ -46,10 +39,7 @@ class TextClassification(Classification):
     # ---- what goes in
 
     def inputs(self, batch: Batch) -> Tensor:
-        """
-        Raises:
-            MisfitError: a text has more tokens than the network takes.
-        """
+        """Return the tokens; raise MisfitError if a text has more than the network takes."""
         tokens, most = super().inputs(batch), getattr(self.network, "max_length", None)
         if most is not None and tokens.shape[1] > most:
             raise MisfitError(
@@ -61,11 +51,7 @@ class TextClassification(Classification):
         return tokens
 
     def try_out(self, network: nn.Module) -> None:
-        """Passes two short texts through, one with the highest token.
-
-        Raises:
-            MisfitError: the network does not take the data's tokens, or gives what this task cannot use.
-        """
+        """Pass two short texts through, one with the highest token; raise MisfitError if they do not fit."""
         spec = self.text_spec
         if spec is None:
             return
@@ -93,10 +79,7 @@ class TextClassification(Classification):
         return {"text_spec": spec.to_dict(), "content": spec.content, "class_names": self.class_names}
 
     def arrives(self, saved: dict[str, Any]) -> None:
-        """
-        Raises:
-            MisfitError: the weights were learned with other tokens than the data give now.
-        """
+        """Take the spec; raise MisfitError if the weights were learned with other tokens than the data give now."""
         spec = TextSpec.from_dict(saved["text_spec"], saved["content"])
         if self.text_spec is None:
             self.text_spec, self.class_names = spec, saved["class_names"]

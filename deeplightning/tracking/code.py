@@ -149,11 +149,11 @@ class _Collector:
         names = list(self.modules)  # thousands; what is inside an installed package need not be looked at
         foreign = {name for name in names if "." not in name and self.is_foreign(self.modules.get(name))}
         for name in names:
-            if name.partition(".")[0] in foreign and not name.startswith(own_code.PREFIX):
+            if name.partition(".")[0] in foreign:
                 continue
             file = getattr(self.modules.get(name), "__dict__", {}).get("__file__")
             if isinstance(file, str) and file.endswith(".py") and not self.is_installed(file):
-                self.module(own_code.shown(name), self.modules[name], os.path.abspath(file))  # noqa: PTH100 (three times as fast)
+                self.module(name, self.modules[name], os.path.abspath(file))  # noqa: PTH100 (three times as fast)
         asked: set[str] = set()
         while self.unread:
             for top in _imported_by(self.unread.pop()) - asked:

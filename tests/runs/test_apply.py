@@ -8,7 +8,7 @@ import pytest
 
 from deeplightning import init_module, load_config, own_code
 from deeplightning.launch.set_environment import apply_environment
-from deeplightning.process.decisions import DECIDED
+from deeplightning.process.identity import DECIDED
 
 BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
 DATA = """\

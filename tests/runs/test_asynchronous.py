@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deeplightning import transfer
-from deeplightning.callbacks import steps
+from deeplightning.callbacks import random_state, steps
 from deeplightning.data.images import ImageData
 from deeplightning.faults import RunError
 from deeplightning.task.task_errors import LabelError
@@ -47,7 +47,7 @@ def test_a_step_is_seeded_as_by_manual_seed(word, monkeypatch):
     torch.manual_seed(word)
     expected = drawn()
     monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("slow"))
-    steps._seed_from(word)
+    random_state._seed_from(word)
     assert drawn() == expected
 
 
@@ -56,23 +56,23 @@ def test_a_gpu_is_seeded_by_its_own_module(monkeypatch):
     step notes nothing, and the seed that the run begins with is torch's to remember."""
     called = []
     module = SimpleNamespace(is_initialized=lambda: in_use, manual_seed_all=lambda word: called.append(word))
-    monkeypatch.setattr(steps, "_device_module", lambda: module)
+    monkeypatch.setattr(random_state, "_device_module", lambda: module)
     monkeypatch.setattr(torch, "manual_seed", lambda word: called.append(("remembered", word)))
     in_use = True
-    steps._seed_from(5)
+    random_state._seed_from(5)
     assert called == [5]
     in_use = False
-    steps._seed_from(6)
+    random_state._seed_from(6)
     assert called == [5]
-    steps.seed_all(7, 0)
-    assert called == [5, ("remembered", steps._word(7, 0))]
+    random_state.seed_all(7, 0)
+    assert called == [5, ("remembered", random_state._word(7, 0))]
 
 
 def test_without_an_accelerator_there_is_no_module_to_seed():
     """The CPU's generator is all there is."""
     if torch.accelerator.is_available():
         pytest.skip("this machine has one")
-    assert steps._device_module() is None
+    assert random_state._device_module() is None
 
 
 # ---- a run

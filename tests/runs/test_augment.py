@@ -9,6 +9,7 @@ from torch import nn
 from deeplightning.checks.examine import load_config
 from deeplightning.data.cifar import CIFAR10
 from deeplightning.data.datasets import Samples
+from deeplightning.data.loading import DataOfSets
 from deeplightning.run.assemble import init_module
 
 CONFIG = """\
@@ -62,7 +63,7 @@ def test_cifar_is_flipped_in_training_only(tmp_path, monkeypatch):
     labels = np.arange(40) % 10
     sets = {name: Samples(random.randint(0, 256, (40, 32, 32, 3), np.uint8), labels) for name in ("train", "test")}
     monkeypatch.setattr(CIFAR10, "read", lambda self: dict(sets))
-    monkeypatch.setattr(CIFAR10, "_require_files", lambda self: None)
+    monkeypatch.setattr(DataOfSets, "check", lambda self: None)
     (tmp_path / "c.yaml").write_text(CONFIG)
     data, task = init_module(load_config(tmp_path / "c.yaml"), "data"), Looks()
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}

@@ -238,7 +238,7 @@ def mnist(folder: Path, labels: np.ndarray, cut: int | None = None) -> Path:
 def test_data_that_are_not_there(refused, tiny, tmp_path):
     """Exit 3: the file that is missed, and both ways to get it."""
     told = refused(3, "train", tiny, *MNIST, f"data.root={tmp_path}/no where")
-    assert f"MNIST: {tmp_path}/no where/MNIST/raw/train-images-idx3-ubyte is missing." in told
+    assert f"{tmp_path}/no where/MNIST/raw/train-images-idx3-ubyte is missing." in told
     assert "data.module.params.download=true" in told
     told = refused(3, "train", tiny, "data.module={type: deeplightning.data.image_folder.ImageFolder}", "data.root=no")
     assert "/no is not a folder. Set data.root to the one that holds the images." in told

@@ -22,7 +22,7 @@ import pytest
 import torch
 from PIL import Image
 
-from deeplightning.callbacks import steps
+from deeplightning.callbacks import random_state
 from deeplightning.checks.check import load
 from deeplightning.config.target import find
 from deeplightning.data.samplers import BatchIndices
@@ -378,7 +378,7 @@ def test_scripts_get_the_split_the_order_and_the_weights_of_a_run():
         for epoch in range(3):
             batches.set_epoch(epoch)
             assert list(order) == [position for batch in batches for position in batch]
-        steps.seed_all(seed, 0)
+        random_state.seed_all(seed, 0)
         ours, theirs = train_network.Small(), train_network.build("small", seed)
         assert all(torch.equal(one, other) for one, other in zip(ours.parameters(), theirs.parameters(), strict=True))
     assert sum(parameter.numel() for parameter in ours.parameters()) == 102_130

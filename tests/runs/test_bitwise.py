@@ -11,7 +11,7 @@ from conftest import OWN, weights
 from PIL import Image
 from torch import nn
 
-from deeplightning.callbacks.steps import seed_all
+from deeplightning.callbacks.random_state import seed_all
 from deeplightning.data.samplers import BatchIndices
 from deeplightning.data.splits import deal
 from deeplightning.model.cnn import SimpleCNN

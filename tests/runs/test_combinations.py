@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from combination_tables import ENGINES, SETTINGS, Setting, engines, refusal, table
 
-from deeplightning.checks.combination_tables import ENGINES, SETTINGS, Setting, engines, refusal, table
 from deeplightning.checks.combinations import RULES
 from deeplightning.checks.examine import examine, load_config
 from deeplightning.config.schema import Engine, Optimizer, keys
@@ -87,7 +87,6 @@ BREAKING = [
     ["train.overfit=1", "train.limit_batches={val: 2}"],
     ["train.fast=true", "train.resume_ckpt=auto"],
     ["engine.backend=fsdp", "engine.processes=2", f"train.callbacks=[{EMA}]"],
-    ["engine.backend=fsdp", "train.callbacks=[{type: deeplightning.callbacks.spikes.LossSpikes}]"],
     ["engine.precision=bf16-true", f"train.callbacks=[{EMA}]"],
     ["stages=[train]", f"train.callbacks=[{EMA}, {{type: deeplightning.callbacks.average.SWA}}]"],
     ["serve.device=cuda:1", "serve.precision=int8"],

@@ -21,7 +21,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from deeplightning.checks.examine import load_config
 from deeplightning.config.schema import Engine
-from deeplightning.engine import compiling
+from deeplightning.engine import compute
 from deeplightning.faults import ConfigError, SetupError
 from deeplightning.task.cuda_graphs import State, _Replay, watched
 from deeplightning.task.task_errors import LabelError, MisfitError
@@ -427,7 +427,7 @@ def test_a_wrong_label_in_the_first_batch_is_told_as_without_a_compiler(mode, fi
 @pytest.fixture
 def variables(monkeypatch, tmp_path):
     """An environment in which nothing is said about compilers and folders; the user's cache folder is `tmp_path`."""
-    for name in (compiling.FOLDER, "TRITON_CACHE_DIR", "CXX", "CC"):
+    for name in (compute.FOLDER, "TRITON_CACHE_DIR", "CXX", "CC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return monkeypatch
@@ -435,8 +435,8 @@ def variables(monkeypatch, tmp_path):
 
 def test_what_is_compiled_is_kept_in_the_users_cache_folder(variables, tmp_path):
     """In a folder for this torch, Python and CPU, that torch takes Triton's kernels to as well."""
-    compiling.prepare_to_compile(Engine(compile=True))
-    folder = os.environ[compiling.FOLDER]
+    compute.prepare_to_compile(Engine(compile=True))
+    folder = os.environ[compute.FOLDER]
     assert folder.startswith(
         str(tmp_path / "cache" / "deeplightning" / "compiled" / f"torch-{torch.__version__}-python-3")
     )
@@ -448,30 +448,30 @@ def test_what_is_compiled_is_kept_in_the_users_cache_folder(variables, tmp_path)
 
 def test_a_folder_that_the_user_has_set_stays(variables):
     """In the environment; `engine.env` gets there before."""
-    variables.setenv(compiling.FOLDER, "/elsewhere")
-    compiling.prepare_to_compile(Engine(compile=True))
-    assert os.environ[compiling.FOLDER] == "/elsewhere"
+    variables.setenv(compute.FOLDER, "/elsewhere")
+    compute.prepare_to_compile(Engine(compile=True))
+    assert os.environ[compute.FOLDER] == "/elsewhere"
 
 
 def test_a_folder_with_a_space_is_no_place_for_compiled_code(variables, tmp_path):
     """torch calls the CPU's compiler without quotes: the user's cache folder is left for torch's own, and one that the
     user has set is refused, exit code 3; a GPU's compiler takes both."""
     variables.setenv("XDG_CACHE_HOME", str(tmp_path / "a cache"))
-    compiling.prepare_to_compile(Engine(compile=True))
-    assert compiling.FOLDER not in os.environ
-    variables.setenv(compiling.FOLDER, "/a cache")
+    compute.prepare_to_compile(Engine(compile=True))
+    assert compute.FOLDER not in os.environ
+    variables.setenv(compute.FOLDER, "/a cache")
     with pytest.raises(SetupError, match="TORCHINDUCTOR_CACHE_DIR is '/a cache', and torch's C") as caught:
-        compiling.prepare_to_compile(Engine(compile=True))
+        compute.prepare_to_compile(Engine(compile=True))
     assert caught.value.exit_code == 3
-    compiling.prepare_to_compile(Engine(compile=True, gpus=1))
-    assert os.environ[compiling.FOLDER] == "/a cache"
+    compute.prepare_to_compile(Engine(compile=True, gpus=1))
+    assert os.environ[compute.FOLDER] == "/a cache"
 
 
 def test_without_a_folder_to_write_to_torch_takes_its_own(variables, tmp_path):
     """Caching is no reason to fail."""
     (tmp_path / "cache").write_text("")
-    compiling.prepare_to_compile(Engine(compile=True))
-    assert compiling.FOLDER not in os.environ
+    compute.prepare_to_compile(Engine(compile=True))
+    assert compute.FOLDER not in os.environ
 
 
 @pytest.mark.parametrize(
@@ -488,7 +488,7 @@ def test_without_a_compiler_the_remedy_is_told_before_anything_is_trained(gpus, 
     for name, value in given.items():
         variables.setenv(name, value)
     with pytest.raises(SetupError, match=message) as caught:
-        compiling.prepare_to_compile(Engine(compile=True, gpus=gpus))
+        compute.prepare_to_compile(Engine(compile=True, gpus=gpus))
     assert caught.value.exit_code == 3
     assert "engine.compile" in str(caught.value)
 
@@ -519,7 +519,7 @@ def compiled_run(tiny, tmp_path, monkeypatch):
     outcome, and what the compiler did on rank 0."""
     (tmp_path / "notes.py").write_text(NOTES)
 
-    monkeypatch.delenv(compiling.FOLDER, raising=False)
+    monkeypatch.delenv(compute.FOLDER, raising=False)
 
     def run(*overrides):
         callback = "train.callbacks=[{type: notes.Notes}]"

@@ -15,11 +15,10 @@ from pytorch_lightning.trainer.setup import _log_device_info
 from torch._inductor import compile_fx
 from torch._prims_common import suggest_memory_format
 
-from deeplightning.callbacks import threads
 from deeplightning.callbacks.console import to_terminal
 from deeplightning.checks.examine import load_config
 from deeplightning.config.schema import Engine
-from deeplightning.engine import ddp
+from deeplightning.engine import process_group
 from deeplightning.engine.compute import keep_memory, lay_channels_last, matmul_hint
 from deeplightning.engine.plan import trainer_arguments
 
@@ -74,12 +73,14 @@ def test_ddp_wraps_the_network_on_the_stream_that_computes(tiny, place, monkeypa
     """Lightning wraps it on a side stream, of which torch warns at each run on GPUs."""
     assert "torch.cuda.stream(torch.cuda.Stream())" in inspect.getsource(DDPStrategy._setup_model)  # 2.6.6
     made = {}
-    monkeypatch.setattr(ddp, "DistributedDataParallel", lambda module, **given: made.update(given, module=module))
+    monkeypatch.setattr(
+        process_group, "DistributedDataParallel", lambda module, **given: made.update(given, module=module)
+    )
     monkeypatch.setattr(torch.cuda, "Stream", lambda: pytest.fail("a side stream"))
     monkeypatch.chdir(place)
     overrides = ["engine.backend=ddp", "engine.processes=2", "engine.params.bucket_cap_mb=5"]
     strategy = trainer_arguments(load_config(tiny, overrides))["strategy"]
-    assert isinstance(strategy, ddp.Ddp)
+    assert isinstance(strategy, process_group.Ddp)
     monkeypatch.setattr(strategy, "determine_ddp_device_ids", lambda: [0])
     network = torch.nn.Linear(1, 1)
     strategy._setup_model(network)
@@ -145,22 +146,6 @@ def test_a_number_of_threads_is_taken(fit):
     """`engine.threads: 2` is what torch computes with, whatever the environment says, and processes that it starts."""
     fit("engine.threads=2", "train.max_steps=1")
     assert (torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]) == (2, "2")
-
-
-@pytest.mark.slow
-def test_threads_are_measured(fit, monkeypatch, caplog):
-    """`auto` gives one thread and all some batches each, says what each took, and keeps the faster."""
-    torch.set_num_threads(2)
-    caplog.set_level("INFO", logger="deeplightning")
-    now = iter(range(10**6))
-    # Each batch of one thread begins and ends three ticks apart, of two threads one tick.
-    monkeypatch.setattr(
-        threads.time, "perf_counter", lambda: next(now) * (3 if torch.get_num_threads() == 1 else 1) * 1e-3
-    )
-    fit("engine.threads=auto", "data.batch_size=4")
-    (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("threads")]
-    assert line == "threads    2 (3.0 ms a batch with 1, 1.0 ms a batch with 2)"
-    assert torch.get_num_threads() == 2
 
 
 def test_kept_memory_is_not_fetched_again():

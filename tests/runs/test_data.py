@@ -187,20 +187,13 @@ def test_num_splits():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"num_splits": 0}, "data.num_splits must be null or a whole number of at least 2, not 0"),
-        ({"num_splits": 1}, "data.num_splits .* not 1"),
-        ({"num_splits": True}, "data.num_splits"),
-        ({"num_splits": 5, "fold": 5}, "data.fold must be from 0 to 4, since data.num_splits is 5, not 5"),
-        ({"num_splits": 5, "fold": -1}, "data.fold must be from 0 to 4"),
-        ({"fold": 1}, "data.fold=1 needs data.num_splits"),
         ({"loader": {"batch_size": 3}}, "data.loader.batch_size cannot be given: set data.batch_size"),
         ({"loader": {"shuffle": False}}, "data.loader.shuffle cannot be given"),
         ({"loader": {"sampler": None}}, "data.loader.sampler cannot be given"),
         ({"loader": {"batch_sampler": None}}, "data.loader.batch_sampler cannot be given"),
         ({"loader": {"num_workers": 1}}, "data.loader.num_workers cannot be given: set data.num_workers"),
-        ({"loader": {"pin_memry": True}}, "data.loader.pin_memry is not an argument .* pin_memory"),
+        ({"loader": {"pin_memry": True}}, "refused by torch's DataLoader: .* unexpected .* 'pin_memry'"),
         ({"loader": {"prefetch_factor": 2}}, "refused by torch's DataLoader: prefetch_factor"),
-        ({"loader": {"drop_last": 1}}, "data.loader.drop_last must be true or false"),
     ],
 )
 def test_impossible_config(values, words):

@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from served import Server, colour_run, picture, wait_until
 
 from serve.__main__ import options_parser
-from serve.hosts import Hosts
+from serve.admission import Hosts
 from serve.metrics import Metrics
 from serve.pool import LOAD_SECONDS
 from serve.worker import GRACE_SECONDS

@@ -28,7 +28,7 @@ from test_text_classif import reviews
 
 import deeplightning
 from deeplightning.checks.examine import load_config
-from deeplightning.dry_run.attempt import DeviceError
+from deeplightning.dry_run.diagnosis import DeviceError
 from deeplightning.image_spec import ImageSpec
 from deeplightning.run.assemble import init_module
 from deeplightning.task.networks import device_of

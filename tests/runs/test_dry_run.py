@@ -1,4 +1,4 @@
-"""What does not fit is named before anything is spent: `deeplightning.dry_run.trial`."""
+"""What does not fit is named before anything is spent: `deeplightning.dry_run.try_config`."""
 
 import re
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deeplightning.checks.examine import load_config
-from deeplightning.dry_run.trial import dry_run
+from deeplightning.dry_run.try_config import dry_run
 from deeplightning.faults import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,8 +8,7 @@ import torch
 from conftest import digest
 from torch import nn
 
-from deeplightning.callbacks.flops import peak
-from deeplightning.callbacks.recompute import Recompute
+from deeplightning.callbacks.start import Recompute
 from deeplightning.checks.examine import examine, load_config
 from deeplightning.checks.explain import explain
 from deeplightning.checks.strategy import meaning
@@ -289,40 +288,6 @@ def test_flops_of_a_step_are_counted(fit):
         [f"{2 * samples * 2 * first:,}", "network.1"],
         [f"{2 * samples * 3 * last:,}", "network.3"],
     ]
-
-
-def test_the_operations_per_second_are_logged_for_each_epoch(fit, monkeypatch):
-    """Those of the first batch for each sample, over the seconds of training alone; weights stay as they are."""
-    moments = iter(range(1000))
-    monkeypatch.setattr("deeplightning.callbacks.flops.perf_counter", lambda: float(next(moments)))
-    settings = ["model.network={type: own.network, params: {width: 32}}", "train.num_epochs=2"]
-    fitted = fit(*settings, "train.callbacks=[{type: deeplightning.callbacks.flops.Utilization}]")
-    of_sample = 2 * (2 * 64 * 32 + 3 * 32 * 10)
-    speeds = [value for _, value in fitted.series("flops_per_second")]
-    # The clock tells a second at each look: one passes to the validation, one from it to the end of the epoch.
-    assert speeds == [of_sample * (134 - 16) / 2, of_sample * 134 / 2]
-    assert fitted.series("mfu") == []
-    assert digest(fit(*settings).folder / "last.ckpt") == digest(fitted.folder / "last.ckpt")
-
-
-@pytest.mark.parametrize(
-    ("device", "precision", "tf32", "expected"),
-    [
-        ("NVIDIA H100 80GB HBM3", "bf16-mixed", False, 989.4e12),
-        ("NVIDIA H100 PCIe", "32-true", True, 378e12),
-        ("NVIDIA A100-SXM4-40GB", "32-true", False, 19.5e12),
-        ("NVIDIA L4", "16-mixed", False, 121e12),
-        ("NVIDIA L40S", "bf16-true", False, 362e12),
-        ("NVIDIA A10", "32-true", True, 62.5e12),
-        ("Tesla T4", "16-mixed", False, 65e12),
-        ("NVIDIA A1000", "16-mixed", False, None),
-        ("NVIDIA L400", "16-mixed", False, None),
-        ("NVIDIA H100 80GB HBM3", "64-true", False, None),
-    ],
-)
-def test_the_peak_of_a_gpu_follows_from_its_name_and_the_precision(device, precision, tf32, expected):
-    """None where it is not known: then there is no share."""
-    assert peak(device, precision, tf32) == expected
 
 
 def test_deterministic_algorithms_change_no_weight(fit):

@@ -132,7 +132,6 @@ VERBS = {
     "diff": ["diff OWN RUN", "diff OWN RUN --patch", "diff OWN RUN --format json", "diff RUN OWN --exit-code"],
     "compare": ["compare OWN RUN", "compare OWN RUN --format json", "compare OWN,OWN RUN", "compare name=* RUN"],
     "report": ["report RUN", "report RUN OWN"],
-    "plan": ["plan CONFIG --against RUN"],
     "train": ["train CONFIG --show-config train.resume_ckpt=FOREIGN/last.ckpt", "train CONFIG model.init_from=RUN"],
     "check": ["check FOREIGN/cfg.yaml", "check REFUSED/cfg.yaml", "check REFUSED/cfg.yaml --format json"],
     "explain": ["explain FOREIGN/cfg.yaml", "explain FOREIGN/cfg.yaml logger.params.experiment_name", "explain CONFIG"],

@@ -10,8 +10,7 @@ import torch
 from exported import exported
 from torch import nn
 
-from deeplightning.export.added import golden_inputs
-from deeplightning.export.bundle import FormatError
+from deeplightning.export.bundle import FormatError, golden_inputs
 from deeplightning.export.formats import FORMATS, add_format
 from deeplightning.faults import SetupError
 from deeplightning.kinds import KINDS

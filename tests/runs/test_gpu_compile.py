@@ -194,11 +194,8 @@ def test_a_resumed_run_with_cuda_graphs_ends_like_one_that_was_not_stopped(learn
         assert torch.equal(values, whole[name]), name
 
 
-@pytest.mark.parametrize("room", [True, False], ids=["room for a second copy", "no room"])
-def test_a_copy_has_the_values_of_its_moment(room, monkeypatch):
-    """What the GPU computes after the copy was asked for does not show in it, whether or not it has room to spare."""
-    if not room:
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
+def test_a_copy_has_the_values_of_its_moment():
+    """Later computations of the GPU do not change it."""
     tensors = {name: torch.full((2**22,), float(name), device="cuda") for name in range(8)}
     copied = Snapshot({"state_dict": tensors})
     for tensor in tensors.values():

@@ -22,11 +22,11 @@ from deeplightning.image_spec import ImageSpec
 from deeplightning.run.assemble import init_module
 from deeplightning.run.load import trained_task
 from deeplightning.runfolder import RunFolder
-from deeplightning.task.img_recon import ImageReconstruction, perplexity
 from deeplightning.task.sheets import epoch_suffix, sheet
 from deeplightning.task.task_errors import MisfitError
 
 DiscreteVAE = module_of("vqvae/discrete_vae.py").DiscreteVAE
+reconstruction_task = module_of("vqvae/reconstruction_task.py")
 CONFIG = """\
 seed: 7
 stages: [train, validate]
@@ -35,7 +35,7 @@ data:
   root: pictures
   batch_size: 8
 model:
-  module: {type: deeplightning.task.img_recon.ImageReconstruction}
+  module: {type: reconstruction_task.ImageReconstruction}
   network:
     type: discrete_vae.DiscreteVAE
     params: {image_size: 8, num_channels: 3, num_tokens: 8, codebook_dim: 8, num_layers: 1, width: 16,
@@ -229,7 +229,7 @@ def test_a_size_that_is_no_power_of_two_ends_the_run(learn):
 @pytest.fixture
 def task(place, monkeypatch):
     monkeypatch.chdir(place)
-    return ImageReconstruction(load_config("colours.yaml"))
+    return reconstruction_task.ImageReconstruction(load_config("colours.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_no_pictures_come_from_the_sanity_check(task):
 @pytest.mark.parametrize(("counts", "expected"), [([5, 5, 5, 5], 4), ([9, 0, 0], 1), ([1, 1, 0, 0], 2)])
 def test_perplexity(counts, expected):
     """As many tokens as are used, where all are used equally often."""
-    assert perplexity(torch.tensor(counts)).item() == pytest.approx(expected)
+    assert reconstruction_task.perplexity(torch.tensor(counts)).item() == pytest.approx(expected)
 
 
 def test_a_sheet_has_its_places():

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import deeplightning as dl
-from deeplightning.task.outputs import Picked, names_in
+from deeplightning.task.networks import Picked, names_in
 from deeplightning.task.task_errors import MisfitError
 from serve.bundle import Bundle
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import random
 import subprocess
 import sys
 import zipfile
@@ -16,7 +17,6 @@ from deeplightning.checks.examine import examine
 from deeplightning.faults import PROJECTS
 
 WAVE = """\
-import random
 from test import width
 
 from torch import nn
@@ -26,7 +26,7 @@ import own_helper
 
 class Net(nn.Sequential):
     def __init__(self, classes):
-        assert random.MINE == own_helper.CHOICE == "the user's"
+        assert own_helper.CHOICE == width
         super().__init__(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, classes))
 """
 HOOK = """\
@@ -45,20 +45,19 @@ class Hook(pl.Callback):
 """
 OWN = {
     "wave": WAVE,  # of the standard library
-    "random": 'MINE = "the user\'s"\n',
     "test": "width = 8\n",
-    "own_helper": "from random import MINE as CHOICE\n",
-    "serve": "from torch import nn\n\n\nclass Loss(nn.CrossEntropyLoss):\n    pass\n",  # of ours
-    "rich": HOOK,  # installed
-    "onnx": "from deeplightning.data.digits import Digits\n\n\nclass Data(Digits):\n    pass\n",
-    "torch": "raise RuntimeError('the working directory is no place for torch')\n",
+    "own_helper": "from test import width as CHOICE\n",
+    "criteria": "from torch import nn\n\n\nclass Loss(nn.CrossEntropyLoss):\n    pass\n",
+    "hook": HOOK,
+    "digits": "from deeplightning.data.digits import Digits\n\n\nclass Data(Digits):\n    pass\n",
+    **dict.fromkeys(("torch", "serve"), "raise RuntimeError('the working directory is no place for these')\n"),
 }
 NAMES = (
-    "data.module.type=onnx.Data",
+    "data.module.type=digits.Data",
     "~model.network",
     "model.network={type: wave.Net, params: {classes: 10}}",
-    "model.loss.type=serve.Loss",
-    "train.callbacks=[{type: rich.Hook}]",
+    "model.loss.type=criteria.Loss",
+    "train.callbacks=[{type: hook.Hook}]",
 )
 
 
@@ -98,14 +97,20 @@ def test_own_files_come_before_installed_modules(done, tiny, place):
     assert (done.folder / "bundle" / "model.onnx").is_file()
     with zipfile.ZipFile(done.folder / "code.zip") as code:
         kept = {name.removeprefix("0/") for name in code.namelist() if name.startswith("0/")}
-    assert kept == {f"{name}.py" for name in OWN if name != "torch"}
+    assert kept == {f"{name}.py" for name in OWN if name not in ("torch", "serve")}
+
+
+def test_a_file_that_hides_an_installed_module_is_one_warning(done):
+    """With both paths, in one process of the run."""
+    words = f"wave.py hides {Path(random.__file__).with_name('wave.py')}, which libraries may need: rename it"
+    assert sum(outcome.err.count(words) for outcome in done.ranks) == 1, done
 
 
 def test_what_own_loggers_say_is_in_the_log_of_its_rank(done):
     """All loggers go to the file of their rank from INFO on; on the terminal, lines of several ranks name it."""
     for rank, outcome in enumerate(done.ranks):
         text = (done.folder / "logs" / f"rank_{rank}.log").read_text()
-        assert text.count(f" INFO deeplightning.own_code.rich: begins on {rank}\n") == 1
+        assert text.count(f" INFO hook: begins on {rank}\n") == 1
         assert text.count(" WARNING users.other: careful\n") == 1
         assert text.count(": first loss ") == 1
         assert "hardly" not in text
@@ -121,6 +126,10 @@ def test_a_message_on_a_name_says_which_file_was_read(command, tiny, place, tmp_
     for importing in ([], ["--import"]):
         outcome = command("check", *importing, tiny, *wrong, cwd=place)
         assert "wave has no `Nett`. Did you mean wave.Net? `wave` was read from wave.py." in outcome.err, outcome
+        (tmp_path / "random.py").write_text("class Net: ...\n")
+        outcome = command("check", *importing, tiny, "model.network={type: random.Nett}", cwd=tmp_path)
+        words = f"`random` was read from {random.__file__}, which was imported before random.py: rename yours."
+        assert words in outcome.err, outcome
         outcome = command("check", *importing, tiny, "model.network={type: yaml.Nett}", cwd=tmp_path)
         assert f"yaml has no `Nett`. `yaml` was read from {yaml.__file__}." in outcome.err, outcome
 
@@ -137,8 +146,8 @@ def test_a_foreign_folder_gains_nothing_from_being_the_working_directory(done, c
     folder = tmp_path / "from the web"
     folder.mkdir()
     config = (done.folder / "cfg.yaml").read_text().replace("wave.Net", "timm.layers.Mlp")
-    config = config.replace("onnx.Data", "deeplightning.data.digits.Digits")
-    config = config.replace("serve.Loss", "torch.nn.CrossEntropyLoss")
+    config = config.replace("digits.Data", "deeplightning.data.digits.Digits")
+    config = config.replace("criteria.Loss", "torch.nn.CrossEntropyLoss")
     (folder / "cfg.yaml").write_text(config)
     for name in ("best.ckpt", "last.ckpt"):
         if (done.folder / name).is_file():
@@ -178,8 +187,8 @@ def test_code_beside_a_base_is_kept_with_the_run(command, tiny, tmp_path):
     """Its run has the code in `code.zip`."""
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "b.yaml").write_text(f"_base_: {tiny}\n")
-    (tmp_path / "base" / "colorsys.py").write_text("from torch.nn import CrossEntropyLoss as Loss\n")
-    (tmp_path / "c.yaml").write_text("_base_: base/b.yaml\nmodel: {loss: {type: colorsys.Loss}}\n")
+    (tmp_path / "base" / "beside_a_base.py").write_text("from torch.nn import CrossEntropyLoss as Loss\n")
+    (tmp_path / "c.yaml").write_text("_base_: base/b.yaml\nmodel: {loss: {type: beside_a_base.Loss}}\n")
     outcome = command("train", "c.yaml", "train.num_epochs=1", cwd=tmp_path)
     assert outcome.code == 0, outcome
     with zipfile.ZipFile(outcome.folder / "code.zip") as code:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import digest
 
-from deeplightning.callbacks.generators import Generators
+from deeplightning.callbacks.random_state import Generators
 from deeplightning.faults import CheckpointError
 
 OWN = """\

@@ -22,7 +22,7 @@ from deeplightning.config.schema import Engine, Target
 from deeplightning.config.source import read
 from deeplightning.config.target import find
 from deeplightning.config.tree import plain
-from deeplightning.dry_run.trial import dry_run
+from deeplightning.dry_run.try_config import dry_run
 from deeplightning.faults import PLUGINS, SetupError, no_module
 from deeplightning.launch import Job, array_of, hooks_here
 from deeplightning.process.streams import Interrupted

@@ -223,7 +223,7 @@ def test_the_fall_is_counted_exactly(tmp_path, wrong, taken):
     chosen = np.concatenate([other[:wrong], same[: NUMBER - wrong]])
     judged = [(images[chosen], ours[chosen])]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_int8_model", lambda *_: folder.bundle_int8)
+        patch.setattr(module, "_write_int8", lambda _, __, file, ___: shutil.copy(folder.bundle_int8, file))
         if taken:
             assert quantize(folder, lambda: judged)["accuracy"] == pytest.approx(100 - wrong / 5)
         else:

@@ -130,16 +130,6 @@ def test_what_becomes_worse_is_refused(tmp_path, kind, words):
     assert folder.bundle_card.read_bytes() == before
 
 
-def test_average_precision_is_that_of_scikit_learn():
-    """The average precision equals scikit-learn's, also for equal probabilities, which form one threshold."""
-    random = np.random.default_rng(5)
-    for _ in range(20):
-        probabilities, truth = random.integers(0, 6, 50) / 6, random.random(50) < 0.3
-        truth[0] = True
-        expected = sklearn.metrics.average_precision_score(truth, probabilities)
-        assert module._average_precision(probabilities, truth) == pytest.approx(expected)
-
-
 TABLE = """\
 seed: 7
 data:

@@ -20,11 +20,12 @@ from mlflow.tracking import MlflowClient
 from deeplightning.checks.trust import note_own
 from deeplightning.config.secret_scan import conceal
 from deeplightning.faults import CheckpointError, RunError
-from deeplightning.reproduce.again import prepare, reproduce
+from deeplightning.reproduce.again import reproduce
 from deeplightning.reproduce.differences import as_text, differences
 from deeplightning.reproduce.past import PastRun, past_run
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import code, datafiles, environment, program
+from deeplightning.tracking.git import archive, extract
 from deeplightning.tracking.series import is_repeatable, parted
 
 PASSWORD = "correct-horse-battery"  # comes from the environment
@@ -295,16 +296,15 @@ def test_the_code_of_a_run_that_was_made_elsewhere_is_not_executed(name, trained
     assert "--trust" in outcome.err
 
 
-def test_a_run_without_kept_code_says_what_is_run_instead(trained, forked, tmp_path, monkeypatch):
-    """As of an earlier version: the code that lies in its working directory now."""
+def test_a_run_without_kept_code_is_refused(trained, command, tmp_path):
+    """With the command that trains its config with the code that is here."""
     copied = RunFolder(tmp_path / "copied")
     shutil.copytree(trained, copied.path)
     copied.code.unlink()
-    monkeypatch.chdir(tmp_path)
-    said = []
-    reproduce(str(copied.path), say=said.append, start=forked, trust=True)
-    directory = json.loads(copied.environment.read_text())["directory"]
-    assert any("this run kept no code" in line and directory in line for line in said)
+    outcome = command("reproduce", copied.path, "--trust", cwd=tmp_path)
+    assert (outcome.code, "Traceback" in outcome.err) == (4, False)
+    assert "this run kept no code (code.zip)" in outcome.err
+    assert f"deeplightning train {copied.config}" in outcome.err
 
 
 def test_packages_that_were_installed_into_a_folder_of_pythonpath_are_there_again(trained, tmp_path, monkeypatch):
@@ -320,38 +320,12 @@ def test_packages_that_were_installed_into_a_folder_of_pythonpath_are_there_agai
     assert str(tmp_path / "own") not in folders
 
 
-def test_code_that_was_not_kept_is_taken_from_its_commit_and_diff(tmp_path, monkeypatch):
-    """Where the repository is still there: as it was, whatever lies in it now. What git did not know is not to be had,
-    which is said."""
-    tree, run = tmp_path / "tree", RunFolder(tmp_path / "run")
-    (tree / "inner").mkdir(parents=True)
-    run.path.mkdir()
-    (tree / "inner" / "own.py").write_text("one = 1\n")
-    git(tree, "init", "-q")
-    git(tree, "add", ".")
-    git(tree, "commit", "-q", "-m", "first")
-    monkeypatch.chdir(tree / "inner")
-    (tree / "inner" / "own.py").write_text("one = 2\n")
-    (tree / "inner" / "new.py").write_text("two = 2\n")
-    run.environment.write_text(json.dumps(environment.describe()))
-    run.git_diff.write_text(environment.git_diff() or "")
-    run.config.write_text("seed: 1\n")
-    git(tree, "commit", "-q", "-a", "-m", "second")
-    (tree / "inner" / "own.py").write_text("one = 3\n")
-    said = []
-    plan = prepare(PastRun(run, None, None), tmp_path / "again", [], False, said.append)
-    assert {path.name: path.read_text() for path in plan.directory.iterdir()} == {"own.py": "one = 2\n"}
-    assert plan.directory.name == "inner"
-    assert any(line.startswith("code: this run kept none; what will be run is commit ") for line in said)
-    assert any("1 files that git did not know then" in line for line in said)
-
-
 @pytest.fixture
 def shipped(tmp_path):
-    """A run folder that brings a repository whose settings name programs, each of which would leave a file; and the
-    folder of those files."""
-    tree, run, ran = tmp_path / "tree", RunFolder(tmp_path / "run"), tmp_path / "ran"
-    for folder in (tree, run.path, ran):
+    """A repository whose settings name programs, each of which would leave a file; its commit; and the folder of those
+    files."""
+    tree, ran = tmp_path / "tree", tmp_path / "ran"
+    for folder in (tree, ran):
         folder.mkdir()
     (tree / "own.py").write_text("one = 1\n")
     (tree / ".gitattributes").write_text("*.py filter=p diff=p\n")
@@ -369,17 +343,16 @@ def shipped(tmp_path):
     hook.write_text(f"#!/bin/sh\ntouch '{ran}/hook'\n")
     hook.chmod(0o755)
     commit = subprocess.check_output(["git", "-C", str(tree), "rev-parse", "HEAD"], text=True).strip()
-    run.environment.write_text(json.dumps({"directory": str(tree), "git": {"commit": commit}}))
-    run.config.write_text("seed: 1\n")
-    return tree, run, ran
+    return tree, commit, ran
 
 
 def test_git_runs_no_program_that_a_repository_names(shipped, tmp_path, monkeypatch):
-    """Neither when the code of a run is taken from it nor when its state is described; code is there as it was stored,
+    """Neither when files of a commit are taken from it nor when its state is described; files are as they were stored,
     and what was changed is seen."""
-    tree, run, ran = shipped
-    plan = prepare(PastRun(run, None, None), tmp_path / "again", [], False, lambda _: None)
-    assert (plan.directory / "own.py").read_text() == "one = 1\n"
+    tree, commit, ran = shipped
+    (tmp_path / "again").mkdir()
+    extract(archive(tree, commit), tmp_path / "again")
+    assert (tmp_path / "again" / "own.py").read_text() == "one = 1\n"
     (tree / "own.py").write_text("one = 2\n")
     (tree / ".gitattributes").write_text("*.py filter=a=b diff=p\n*.other filter=p\n")
     monkeypatch.chdir(tree)
@@ -393,21 +366,17 @@ def test_a_commit_is_never_an_option_of_git(shipped, clone, tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("precious")
     for commit in (f"--output={precious}", "HEAD", "--remote=ext::touch", "0" * 41, ["0" * 40], None):
-        tree, run, _ = shipped
-        run.environment.write_text(json.dumps({"directory": str(tree), "git": {"commit": commit}}))
-        plan = prepare(PastRun(run, None, None), tmp_path / f"again {commit}"[:20], [], False, lambda _: None)
-        assert plan.directory == tree
+        assert archive(shipped[0], commit) is None
         told = {"digest": "0" * 64, "commit": commit}
         assert not program.rebuild(told, {}, tmp_path / "program", lambda _: None)
         assert precious.read_text() == "precious"
-        shutil.rmtree(tmp_path / f"again {commit}"[:20])
 
 
-def test_a_repository_of_another_user_is_not_used(shipped, tmp_path, monkeypatch):
+def test_a_repository_of_another_user_is_not_used(shipped, monkeypatch):
     """Git's own rule; `GIT_TEST_ASSUME_DIFFERENT_OWNER` is what Git tests it by."""
-    tree, run, _ = shipped
+    tree, commit, _ = shipped
     monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
-    assert prepare(PastRun(run, None, None), tmp_path / "again", [], False, lambda _: None).directory == tree
+    assert archive(tree, commit) is None
 
 
 def test_a_run_that_began_from_a_checkpoint_begins_from_it_again(train, trained, forked, tmp_path, monkeypatch):

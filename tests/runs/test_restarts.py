@@ -371,7 +371,7 @@ def test_a_hook_is_called_in_every_process_and_after_every_restart(launch, tmp_p
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_watchdog_names_a_process_that_stands_still(processes, command, launch, tiny, here, tracked):
     """With the place where it is; all end with 5, and with restarts they go on."""
-    dog = "{type: deeplightning.callbacks.watchdog.Watchdog, params: {seconds: 3}}"
+    dog = "{type: deeplightning.callbacks.watch.Watchdog, params: {seconds: 3}}"
     overrides = [f"{at(processes - 1, 'sleep')[:-1]}, {dog}]"]
     if processes == 1:
         done = command("train", tiny, *overrides, cwd=here)
@@ -440,8 +440,8 @@ def test_a_launcher_that_is_told_wrong(params, words, command, tiny, here):
 def test_where_there_is_no_room_it_waits_longer_and_longer(full, code, monkeypatch):
     """1, 2, 4 … s, ten tries in all; then exit 3."""
     from deeplightning.faults import SetupError
-    from deeplightning.launch import elastic
-    from deeplightning.launch.backoff import Backoff
+    from deeplightning.launch import local
+    from deeplightning.launch.job import Backoff
 
     tries, pauses, told = [], [], []
 
@@ -450,16 +450,13 @@ def test_where_there_is_no_room_it_waits_longer_and_longer(full, code, monkeypat
         if len(tries) <= full:
             raise SetupError("there is room for 0")
 
-    monkeypatch.setattr(elastic, "enough_memory", enough_memory)
-    monkeypatch.setattr(elastic, "time", SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic))
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    handler = signal.getsignal(signal.SIGQUIT)
+    monkeypatch.setattr(local, "enough_memory", enough_memory)
+    sleep = lambda seconds: pauses.append(seconds) if seconds >= 1 else time.sleep(seconds)  # noqa: E731
+    monkeypatch.setattr(local, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     try:
-        ended, _ = elastic.supervise(["/bin/sh", "-c", "exit 0"], 2, 0, 0, Backoff(), told.append)
+        ended = local.Processes(["/bin/sh", "-c", "exit 0"], 2, 0, 0, Backoff(), told.append).run()
     except SetupError as error:
         ended = error.exit_code
-    finally:
-        signal.signal(signal.SIGQUIT, handler)
     assert ended == code
     assert pauses == [1, 2, 4, 8, 16, 32, 64, 128, 256][:full]
     assert told == [f"there is room for 0; tries again in {pause:g} s" for pause in pauses]

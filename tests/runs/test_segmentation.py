@@ -20,7 +20,7 @@ import deeplightning as dl
 from deeplightning.checks.examine import load_config
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.masked import resized
-from deeplightning.figures.mask_overlays import OPACITY, overlay
+from deeplightning.figures.class_plots import OPACITY, overlay
 from deeplightning.image_spec import ImageSpec
 from deeplightning.kinds import CLASS_COLOURS, KINDS, MAX_COMPARED_NUMBERS
 from deeplightning.model.unet import UNet

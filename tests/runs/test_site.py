@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deeplightning.checks import reference
+from deeplightning.checks import allowed
 from deeplightning.config import schema
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +41,7 @@ def test_every_key_is_found_by_its_name(site):
         for prefix, entries in index["objects"].items()
         for entry in entries
     }
-    sections = dict(reference.sections(schema.Config)) | {"": schema.Config}
+    sections = dict(allowed.sections(schema.Config)) | {"": schema.Config}
     keys = [f"{path}.{f.name}".lstrip(".") for path, cls in sections.items() for f in schema.keys(cls)]
     assert [key for key in keys if key not in named] == []
     for key in keys:

@@ -6,7 +6,8 @@ import torch
 
 from deeplightning.export.bundle import export
 from deeplightning.image_spec import ImageSpec
-from deeplightning.model.vit import Attention, ViT
+from deeplightning.model.attention import Attention
+from deeplightning.model.vit import ViT
 from deeplightning.runfolder import RunFolder
 
 TINY = {"image_size": 8, "patch_size": 4, "num_channels": 1, "width": 16, "depth": 2, "heads": 2}

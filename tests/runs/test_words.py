@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from deeplightning.checks import reference, strategy
+from deeplightning.checks import allowed, strategy
 from deeplightning.checks.examine import examine
 from deeplightning.checks.signature_check import Meanings
 from deeplightning.cli import cli
@@ -95,7 +95,7 @@ TAKEN_BY = {
 def untrue(rows: dict[str, str], meanings: Meanings) -> dict[str, str]:
     """Return the rows whose new key is neither in the schema nor an argument of what takes it, and those with a class
     in their comment that is not there."""
-    keys = {f"{path}.{f.name}".lstrip(".") for path, cls in reference.sections(schema.Config) for f in schema.keys(cls)}
+    keys = {f"{path}.{f.name}".lstrip(".") for path, cls in allowed.sections(schema.Config) for f in schema.keys(cls)}
     keys |= {f"{key}.{name}" for key in ("data.module", "model.module") for name in ("type", "params")}
     keys |= {f"{section}.params" for section in ("model.network", "model.optimizer", "logger")}
     keys |= {"_base_", "type", "params", "model.network.type", "logger.type"}

@@ -21,7 +21,8 @@ from PIL import Image
 
 from deeplightning.data import cache as cache_module
 from deeplightning.data import cache_files, datasets
-from deeplightning.data.cache import ImageCache, cache_folder
+from deeplightning.data.cache import ImageCache
+from deeplightning.data.cache_files import cache_folder
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import InMemory, OnDemand, Samples
 from deeplightning.data.image_folder import ImageFolder
@@ -30,14 +31,14 @@ from deeplightning.image_spec import ImageSpec
 
 COUNT = 36  # images in `root`
 ROW = 3 * 8 * 8  # bytes of one, prepared
-SETTLED = cache_module.SETTLED  # as other processes have it
+SETTLED = cache_files.SETTLED  # as other processes have it
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     """The folder of the cache. Files count as settled at once: those of a test are always young."""
     monkeypatch.setenv("DEEPLIGHTNING_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache_module, "SETTLED", 0.0)
+    monkeypatch.setattr(cache_files, "SETTLED", 0.0)
     return tmp_path / "cache"
 
 
@@ -123,9 +124,9 @@ def test_decoded_once(root, cache, decoded):
     again = ready(root)
     assert len(decoded) == COUNT
     assert pictures(first) == pictures(again) == right(root)
-    assert files_in(only(cache)) == ["CACHEDIR.TAG", "files", "lock", "pixels", "rows"]
+    assert files_in(only(cache)) == ["CACHEDIR.TAG", "index", "pixels"]
     assert (only(cache) / "pixels").stat().st_size == COUNT * ROW
-    assert list(cache.iterdir()) == [only(cache)]
+    assert folders(cache) == {only(cache).name}
 
 
 def test_another_seed_or_fold_or_limit_decodes_nothing(root, decoded):
@@ -250,16 +251,6 @@ def test_a_damaged_file_is_the_first_that_is_named(root):
         ready(root)
 
 
-def test_a_copied_set_is_not_decoded(root, tmp_path, decoded):
-    """Another folder with the same pictures takes the rows of the first."""
-    ready(root)
-    decoded.clear()
-    shutil.copytree(root, tmp_path / "copy")
-    module = ready(tmp_path / "copy")
-    assert decoded == []
-    assert pictures(module) == right(tmp_path / "copy")
-
-
 def test_equal_pictures_share_a_row(root, cache, decoded):
     """Copies in a set are decoded once, and take the room of one."""
     for number in range(5):
@@ -271,13 +262,13 @@ def test_equal_pictures_share_a_row(root, cache, decoded):
 
 def test_a_young_file_is_hashed_again(root, decoded, monkeypatch):
     """It may have changed again within the tick of the clock in which it was read."""
-    monkeypatch.setattr(cache_module, "SETTLED", 3600.0)
+    monkeypatch.setattr(cache_files, "SETTLED", 3600.0)
     ready(root)
     read = []
     monkeypatch.setattr(ImageCache, "_read", seen(ImageCache._read, read))
     ready(root)
     assert (len(decoded), len(read)) == (COUNT, COUNT)
-    monkeypatch.setattr(cache_module, "SETTLED", 0.0)
+    monkeypatch.setattr(cache_files, "SETTLED", 0.0)
     ready(root)
     ready(root)
     assert (len(decoded), len(read)) == (COUNT, 2 * COUNT)
@@ -350,16 +341,13 @@ def shorten(path: Path, by: int) -> None:
         ("pixels", lambda path: path.write_bytes(b"")),
         ("pixels", lambda path: path.unlink()),
         ("pixels", lambda path: path.write_bytes(path.read_bytes() + b"more")),
-        ("rows", lambda path: flip(path, 0.5)),
-        ("rows", lambda path: shorten(path, 5)),
-        ("rows", lambda path: shorten(path, 32 * 20)),
-        ("rows", lambda path: path.write_bytes(b"")),
-        ("rows", lambda path: path.unlink()),
-        ("files", lambda path: flip(path, 0.3)),
-        ("files", lambda path: shorten(path, 30)),
-        ("files", lambda path: path.write_bytes(b"no such thing")),
-        ("files", lambda path: path.unlink()),
-        ("lock", lambda path: path.unlink()),
+        ("index", lambda path: flip(path, 0)),
+        ("index", lambda path: flip(path, 0.5)),
+        ("index", lambda path: shorten(path, 5)),
+        ("index", lambda path: shorten(path, cache_module.RECORD.itemsize * 20)),
+        ("index", lambda path: path.write_bytes(b"")),
+        ("index", lambda path: path.write_bytes(b"no such thing")),
+        ("index", lambda path: path.unlink()),
         ("CACHEDIR.TAG", lambda path: path.unlink()),
     ],
 )
@@ -376,53 +364,34 @@ def test_damage(root, cache, name, damage):
     assert before == files_in(cache)
 
 
-def poison(folder: Path) -> None:
-    """Inverts all pixels, with check sums that are right."""
-    pixels = ~np.fromfile(folder / "pixels", np.uint8)
-    pixels.tofile(folder / "pixels")
-    rows = np.fromfile(folder / "rows", cache_files.ROW)
-    rows["sum"] = cache_files.sums(pixels.reshape(-1, ROW))[rows["row"].astype(int)] + cache_files.marks(rows)
-    rows.tofile(folder / "rows")
-
-
-def of_another_user(path: Path, monkeypatch) -> None:
-    """Only root may give a file away, so who owns it is said differently."""
-    number, fstat, lstat = path.stat().st_ino, os.fstat, Path.lstat
-
-    def told(status):
-        return os.stat_result((*status[:4], os.geteuid() + 1, *status[5:])) if status.st_ino == number else status
-
-    monkeypatch.setattr(os, "fstat", lambda file: told(fstat(file)))
-    monkeypatch.setattr(Path, "lstat", lambda path: told(lstat(path)))
-
-
-@pytest.mark.parametrize("name", [".", "pixels", "rows", "files"])
 @pytest.mark.parametrize("how", ["of another user", "group", "everybody", "link"])
-def test_what_another_user_could_have_written_is_not_used(root, cache, name, how, monkeypatch, caplog, decoded):
-    """Poisoned pixels with right check sums: they are left alone with a warning, and the images are decoded, also where
-    another source would take its rows from them."""
-    expected = right(root)
-    pictures(ready(root))
+def test_what_another_user_could_have_written_is_not_used(root, cache, how, monkeypatch, caplog, decoded):
+    """A folder that others may write into is left alone with a warning, and the images are decoded; neither does
+    another source take its rows from there."""
+    expected = pictures(ready(root))
     folder = only(cache)
-    poison(folder)
-    path = folder / name
-    if how == "of another user":
-        of_another_user(path, monkeypatch)
+    if how == "of another user":  # only root may give a file away, so who owns it is said differently
+        lstat = Path.lstat
+
+        def told(path):
+            status = lstat(path)
+            return os.stat_result((*status[:4], os.geteuid() + 1, *status[5:])) if path == folder else status
+
+        monkeypatch.setattr(Path, "lstat", told)
     elif how == "link":
-        path.rename(cache.parent / "moved")
-        (folder if name == "." else path).symlink_to(cache.parent / "moved")
+        folder.rename(cache.parent / "moved")
+        folder.symlink_to(cache.parent / "moved")
     else:
-        path.chmod(path.stat().st_mode | (0o020 if how == "group" else 0o002))
+        folder.chmod(0o720 if how == "group" else 0o702)
     held = {path: path.read_bytes() for path in folder.iterdir()}
+    decoded.clear()
     caplog.clear()
     assert pictures(ready(root)) == expected
-    assert "Decoded images are not cached in" in caplog.text
-    if how != "link":
-        assert f"{path.resolve()} is left alone, since " in caplog.text
+    assert f"Decoded images are not cached in {cache}: {folder} is left alone: others may write into it" in caplog.text
     assert {path: path.read_bytes() for path in folder.iterdir()} == held
-    if name != "files":  # the list of files is not asked for another source
-        copied = shutil.copytree(root, root.with_name("copied"))
-        assert set(pictures(ready(copied)).values()) == set(expected.values())
+    copied = shutil.copytree(root, root.with_name("copied"))
+    assert set(pictures(ready(copied)).values()) == set(expected.values())
+    assert len(decoded) == 2 * COUNT
 
 
 def test_check_sums_of_large_sets(root, cache, monkeypatch, caplog):
@@ -438,44 +407,33 @@ def test_check_sums_of_large_sets(root, cache, monkeypatch, caplog):
         assert (found == wanted) is told
 
 
-def test_any_flipped_bit_changes_the_sum():
-    """Of rows of any length."""
-    for length in (1, 7, 8, 24):
-        row = np.random.RandomState(length).randint(0, 256, (1, length), dtype=np.uint8)
-        for bit in range(8 * length):
-            other = row.copy()
-            other[0, bit // 8] ^= 1 << bit % 8
-            assert cache_files.sums(row) != cache_files.sums(other)
-
-
 @pytest.mark.parametrize("settled", [True, False])
 @pytest.mark.parametrize(
     ("name", "record", "column"),
     [
         ("pixels", np.dtype(("<u8", ROW // 8)), None),
-        ("rows", cache_files.ROW, "digest"),
-        ("rows", cache_files.ROW, "row"),
-        ("files", cache_files.FILE, "digest"),
-        ("files", cache_files.FILE, "stat"),
+        ("index", cache_module.RECORD, "digest"),
+        ("index", cache_module.RECORD, "row"),
+        ("index", cache_module.RECORD, "stat"),
     ],
 )
 def test_swapped_parts_are_noticed(root, cache, monkeypatch, name, record, column, settled):
     """Words of a picture, or what two records say; also where files are read again since they are young."""
     if not settled:
-        monkeypatch.setattr(cache_module, "SETTLED", SETTLED)
+        monkeypatch.setattr(cache_files, "SETTLED", SETTLED)
     wanted = pictures(ready(root))
     path = only(cache) / name
-    content = np.fromfile(path, record)
-    if len(content):  # nothing is noted of young files
-        part = content[0] if column is None else content[column]
-        part[[3, 8]] = part[[8, 3]]
-        content.tofile(path)
+    head = 4 if name == "index" else 0  # its check sum
+    content = np.frombuffer(bytearray(path.read_bytes()), record, offset=head)
+    part = content[0] if column is None else content[column]
+    part[[3, 8]] = part[[8, 3]]
+    path.write_bytes(path.read_bytes()[:head] + content.tobytes())
     assert pictures(ready(root)) == wanted
 
 
 def test_damaged_rows_are_noticed_where_files_are_read_again(root, cache, monkeypatch):
     """Files that are too young to be known by their times are found by content, which is compared as well."""
-    monkeypatch.setattr(cache_module, "SETTLED", SETTLED)
+    monkeypatch.setattr(cache_files, "SETTLED", SETTLED)
     wanted = pictures(ready(root))
     flip(only(cache) / "pixels", 0.4)
     assert pictures(ready(root)) == wanted
@@ -487,7 +445,7 @@ def test_damaged_rows_are_noticed_where_files_are_read_again(root, cache, monkey
 @pytest.fixture
 def in_commits(monkeypatch):
     """Rows count in chunks of four."""
-    monkeypatch.setattr(cache_files, "_COMMIT", 4 * ROW)
+    monkeypatch.setattr(cache_module, "_COMMIT", 4 * ROW)
     monkeypatch.setattr(cache_module, "_CHUNK", 4 * ROW)
     monkeypatch.setattr(datasets, "threads", lambda: 1)
 
@@ -513,20 +471,23 @@ def test_interrupted(root, decoded, monkeypatch, in_commits):
 
 def test_killed(root, decoded, in_commits, monkeypatch):
     """What a process had made when it was killed counts as far as it was whole."""
-    add = cache_files.CacheFolder.add
+    commit = cache_files.write_index
 
-    def dies(self, *args):
-        add(self, *args)
-        if self._records == 12:
-            os.pwrite(self._rows, b"half a record", 12 * cache_files.ROW.itemsize)
+    def dies(data, file, content):
+        commit(data, file, content)
+        if len(content) == 12 * cache_module.RECORD.itemsize:
+            data.with_name("index.new").write_bytes(content[:100])
+            os.pwrite(file, b"half a row", 12 * ROW)
             os._exit(9)
 
     if (child := os.fork()) == 0:
         with contextlib.suppress(BaseException):
-            monkeypatch.setattr(cache_files.CacheFolder, "add", dies)
+            monkeypatch.setattr(cache_files, "write_index", dies)
             ready(root)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    ready(root)
+    assert len(decoded) == COUNT - 12
     module = ready(root)
     assert pictures(module) == right(root)
 
@@ -557,7 +518,7 @@ def test_a_full_disk(root, cache, began, monkeypatch, caplog, in_commits):
     assert isinstance(module.dataset("train"), InMemory)
     assert module.in_memory is True
     kept = sum(path.stat().st_size for path in cache.rglob("pixels"))
-    assert size <= kept <= size + 8 * ROW if began else list(cache.iterdir()) == []
+    assert size <= kept <= size + 8 * ROW if began else folders(cache) == set()
     assert pictures(ready(root)) == right(root)
 
 
@@ -656,21 +617,21 @@ def test_a_process_that_hangs(root, cache, monkeypatch, caplog):
     monkeypatch.setattr(cache_files, "STALLED", 1.0)
     ready(root)
     draw(root / "a" / "more.bmp", 500)
-    with (only(cache) / "lock").open() as lock:
+    with only(cache).with_suffix(".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with caplog.at_level(logging.INFO):
             module = ready(root)
-        assert "Waiting for another process that decodes images" in caplog.text
-        assert "the process that decodes into it has been silent for 1 s" in caplog.text
+        assert "Waiting for another process that writes into" in caplog.text
+        assert "the process that writes into it has been silent for 1 s" in caplog.text
         assert len(pictures(module)) == COUNT + 1
 
     def living():
-        with (only(cache) / "lock").open() as lock:
+        with only(cache).with_suffix(".lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             held.set()
             for _ in range(30):
                 time.sleep(0.05)
-                os.utime(lock.fileno())
+                os.utime(only(cache) / "pixels")
 
     caplog.clear()
     held, thread = threading.Event(), threading.Thread(target=living)
@@ -712,7 +673,7 @@ def folders(cache: Path) -> set[str]:
 
 
 def per_row(size: int) -> int:
-    return 3 * size * size + cache_files.ROW.itemsize + cache_files.FILE.itemsize
+    return 3 * size * size + cache_module.RECORD.itemsize
 
 
 def test_the_longest_unused_is_removed(root, cache, monkeypatch, caplog):
@@ -726,7 +687,9 @@ def test_the_longest_unused_is_removed(root, cache, monkeypatch, caplog):
     names = {size: name for size, (_, name) in made.items()}
     used = made[9][0]
     del made
-    monkeypatch.setenv("DEEPLIGHTNING_CACHE_LIMIT", str(COUNT * (per_row(8) + per_row(9) + per_row(11)) / 2**30))
+    monkeypatch.setenv(
+        "DEEPLIGHTNING_CACHE_LIMIT", str((COUNT * (per_row(8) + per_row(9) + per_row(11)) + 1000) / 2**30)
+    )
     with caplog.at_level(logging.INFO):
         ready(root, image_size=11)
     left = folders(cache)
@@ -747,9 +710,9 @@ def test_a_set_that_is_too_large(root, cache, monkeypatch, caplog):
     module = ready(root, in_memory=False)
     assert isinstance(module.dataset("train"), OnDemand)
     assert len(caplog.messages) == 1
-    assert "36 images take 9.66e-06 GiB, more than the 1e-06 that DEEPLIGHTNING_CACHE_LIMIT allows" in caplog.text
+    assert "36 images take 8.85e-06 GiB, more than the 1e-06 GiB that DEEPLIGHTNING_CACHE_LIMIT allows" in caplog.text
     assert pictures(module) == right(root)
-    assert list(cache.iterdir()) == []
+    assert folders(cache) == set()
     for value in ("much", "-1", "nan"):
         monkeypatch.setenv("DEEPLIGHTNING_CACHE_LIMIT", value)
         with pytest.raises(DataConfigError, match=f"DEEPLIGHTNING_CACHE_LIMIT must be a number of GiB, not '{value}'"):
@@ -785,16 +748,17 @@ def test_what_else_is_in_the_folder_is_left_alone(root, cache, monkeypatch):
     ready(root)
     monkeypatch.setenv("DEEPLIGHTNING_CACHE_LIMIT", str(COUNT * per_row(9) / 2**30))
     ready(root, image_size=9)
-    assert len(list(cache.iterdir())) == 3
+    assert len(folders(cache)) == 2
     assert all(path.read_bytes() == b"x" * 100 for path in others)
 
 
 def test_what_a_killed_process_left_of_a_removed_folder(root, cache):
-    """Is taken away when the next images are decoded."""
-    (cache / ".deeplightning-gone-1-2").mkdir(parents=True)
-    (cache / ".deeplightning-gone-1-2" / "pixels").write_bytes(b"x")
-    ready(root)
-    assert not (cache / ".deeplightning-gone-1-2").exists()
+    """A folder without an index is made anew."""
+    wanted = pictures(ready(root))
+    (only(cache) / "index").unlink()
+    (only(cache) / "index.new").write_bytes(b"x")
+    assert pictures(ready(root)) == wanted
+    assert files_in(only(cache)) == ["CACHEDIR.TAG", "index", "pixels"]
 
 
 # As a data set

@@ -84,7 +84,7 @@ def test_labels_come_from_a_column_or_from_the_samples():
         DataConfigError, match=r"balanced: the training set \(Numbers\) has no class for each sample; leave"
     ):
         train_sampler(cfg, Numbers())
-    with pytest.raises(DataConfigError, match="needs a set of known length, not Endless"):
+    with pytest.raises(DataConfigError, match="needs a training set of known length, not Endless"):
         train_sampler(cfg, Endless())
     masks = type("Masks", (), {"labels": torch.zeros(3, 2, 2, dtype=torch.int64), "__len__": lambda self: 3})()
     with pytest.raises(DataConfigError, match=r"one class for each sample, not labels int64 \(3, 2, 2\)"):

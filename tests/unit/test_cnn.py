@@ -45,7 +45,7 @@ def test_learns():
         ((10, 0), "num_channels must be a whole number"),
         ((10, 1.0), "num_channels must be a whole number"),
         ((True, 1), "num_classes must be a whole number"),
-        ((10, 1, 3), "image_size must be one whole number or .* at least 4 .* not 3"),
+        ((10, 1, 3), "image_size must be one whole number or .* at least 4, not 3"),
         ((10, 1, [28]), "image_size"),
         ((10, 1, [28, 2]), "image_size"),
         ((10, 1, 28.5), "image_size"),

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import sys
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -38,7 +39,8 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     write("def anything(*args, **kwargs): ...\n", "some_parts.py")
-    return tmp_path
+    yield tmp_path
+    sys.modules.pop("some_parts", None)
 
 
 def write(text: str, name: str = "c.yaml") -> str:

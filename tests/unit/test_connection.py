@@ -11,11 +11,10 @@ from served import colour_run, picture
 
 from serve import connection as limits_of
 from serve import dispatch as dispatch_of
-from serve.admission import Admission
+from serve.admission import Admission, Hosts
 from serve.bundle import Bundle
 from serve.connection import Connection, Connections
 from serve.dispatch import Dispatcher
-from serve.hosts import Hosts
 from serve.limits import Limits, Refusal
 from serve.log import Log
 from serve.service import Service

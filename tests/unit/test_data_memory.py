@@ -7,10 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deeplightning.data import gpu_cache
-from deeplightning.data.datasets import InMemory
+from deeplightning.data import datasets
+from deeplightning.data.datasets import InMemory, Room
 from deeplightning.data.digits import Digits
-from deeplightning.data.gpu_cache import Room
 from deeplightning.data.images import ImageData
 
 CPU = torch.device("cpu")
@@ -34,7 +33,7 @@ def made(size: int) -> InMemory:
 def test_what_fits_beside_a_step_is_moved(left, moved, words, monkeypatch, caplog):
     """Training and validation pictures, or the training's alone, if they take at most half of what is left; the log
     says which."""
-    monkeypatch.setattr(gpu_cache, "left", lambda device: left)
+    monkeypatch.setattr(datasets, "left", lambda device: left)
     sets = [made(30), made(10)]
     with caplog.at_level(logging.INFO):
         assert Room().settle(1, sets, CPU) is False
@@ -47,7 +46,7 @@ def test_what_fits_beside_a_step_is_moved(left, moved, words, monkeypatch, caplo
 def test_the_first_step_of_the_process_is_what_is_measured(monkeypatch):
     """Batches that are accumulated, before it, settle nothing; in a resumed run other steps came before."""
     asked = []
-    monkeypatch.setattr(gpu_cache, "left", lambda device: asked.append(device) or 1000)
+    monkeypatch.setattr(datasets, "left", lambda device: asked.append(device) or 1000)
     place, sets = Room(), [made(30)]
     assert [place.settle(step, sets, CPU) for step in (40, 40, 40)] == [False] * 3
     assert asked == []
@@ -57,7 +56,7 @@ def test_the_first_step_of_the_process_is_what_is_measured(monkeypatch):
 
 def test_a_gpu_that_another_process_has_filled_meanwhile_gets_nothing(monkeypatch):
     """Half a move is taken back."""
-    monkeypatch.setattr(gpu_cache, "left", lambda device: 1000)
+    monkeypatch.setattr(datasets, "left", lambda device: 1000)
     sets = [made(30), made(10)]
 
     def move(device):
@@ -72,7 +71,7 @@ def test_a_gpu_that_another_process_has_filled_meanwhile_gets_nothing(monkeypatc
 
 def test_sets_that_are_not_in_memory_are_left_alone(monkeypatch, caplog):
     """There is nothing to move, and nothing to say."""
-    monkeypatch.setattr(gpu_cache, "left", lambda device: 1000)
+    monkeypatch.setattr(datasets, "left", lambda device: 1000)
     place = Room()
     place.settle(0, [], CPU)
     with caplog.at_level(logging.INFO):
@@ -86,7 +85,7 @@ def test_a_data_module_moves_after_the_first_step(in_memory, moves, monkeypatch)
     The GPU is torch's "meta" device, which has shapes and no values."""
     meta = torch.device("meta")
     monkeypatch.setattr(ImageData, "_gpu", lambda self: meta)
-    monkeypatch.setattr(gpu_cache, "left", lambda device: 2**40)
+    monkeypatch.setattr(datasets, "left", lambda device: 2**40)
     data = SimpleNamespace(
         module=None, root=None, batch_size=16, num_workers=0, num_splits=None, fold=0, sampler=None, loader={}
     )

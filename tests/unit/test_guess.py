@@ -158,7 +158,7 @@ def test_a_table_of_numbers_gives_inputs_and_target():
         "id": "ignore", "size": "number", "town": "category", "note": "ignore", "rooms": "number", "price": "number"
     }  # fmt: skip
     assert (data["module"]["params"]["target"], data["module"]["params"]["missing"]) == ("price", "fill")
-    assert network == {"num_numbers": 2, "cardinalities": [3], "num_outputs": 1, "dropout": 0.3}
+    assert network == {"num_numbers": 2, "cardinalities": [3], "num_outputs": 1, "dropout": 0.2}
     mean, std = np.mean([float(row[5]) for row in rows]), np.std([float(row[5]) for row in rows])
     assert f"the column price is predicted (by its name), mean {mean:.6g}, std {std:.6g}" in notes
     assert "ignored, a number of each row: id\nignored, different in nearly each row: note" in notes
@@ -226,8 +226,8 @@ MANY = "x,y\n" + "1,2\n" * 20
         ("signal", {"a/1.npy": "", "b/1.txt": ""}, "d/b holds no signal"),
         ("signal", {"a/1.npy": "", "b/1.npy": ""}, "d/a/1.npy cannot be read as a signal"),
         ("text", "x,y\n" + "".join(f"text {i},{i}\n" for i in range(20)), "no column has classes"),
-        ("images", {}, "d holds no folder; put the pictures of each class"),
-        ("images", {"cat/a.png": ""}, "d holds one folder, cat"),
+        ("images", {}, "d must hold a folder for each of two or more classes; it has: none"),
+        ("images", {"cat/a.png": ""}, "d must hold a folder for each of two or more classes; it has: cat"),
         ("images", {"cat/a.png": "", "dog/a.txt": ""}, "d/dog holds no picture"),
         ("images", {"cat/a.png": "", "dog/a.png": ""}, "none of the pictures can be decoded: d/cat/a.png"),
         ("images", {"labels.csv": "file,labels\na.png,x\n"}, "d/labels.csv, line 2: the picture d/a.png is missing"),

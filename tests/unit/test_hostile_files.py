@@ -268,19 +268,15 @@ def assert_server_refuses(right_bundle: Path, tmp_path: Path, recipe: list[Any],
     assert told.stdout == ""
 
 
-def test_a_bundle_of_before_opens_with_a_note(right_bundle, tmp_path, capfd):
-    """Its golden answers had no digest: it answers as it did, and the note says what is not known and how to get it."""
+def test_golden_answers_without_a_digest_are_refused(right_bundle, tmp_path):
+    """Their labels, task and input may have been changed, and the note says how to renew them."""
     folder = tmp_path / "bundle"
     shutil.copytree(right_bundle, folder)
     card = json.loads((folder / "bundle.json").read_text())
     del card["golden"]["digest"]
     (folder / "bundle.json").write_text(json.dumps({**card, "digest": card_digest(card)}))
-    assert Bundle.open(folder).labels == ["red", "green", "blue"]
-    out, note = capfd.readouterr()
-    (line,) = note.splitlines()
-    assert "made before its labels, task and input were covered" in json.loads(line)["event"]
-    assert "deeplightning export RUN" in json.loads(line)["remedy"]
-    assert out == ""
+    with pytest.raises(BundleError, match="than its golden answers were given with; write it again"):
+        Bundle.open(folder)
 
 
 def test_the_golden_digest_covers_what_the_answers_mean(right_bundle):

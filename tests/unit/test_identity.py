@@ -5,7 +5,15 @@ import socket
 import pytest
 
 from deeplightning.faults import SetupError
-from deeplightning.process.identity import contradiction, hosts, identity, own_rank, port_of, slurm_step, tasks_per_node
+from deeplightning.process.identity import (
+    contradiction,
+    first_host,
+    identity,
+    own_rank,
+    port_of,
+    slurm_step,
+    tasks_per_node,
+)
 from deeplightning.process.shared_folder import shared_folder
 
 
@@ -290,6 +298,8 @@ def test_a_single_task_may_start_processes_itself():
 
 
 def test_short_forms_are_spread():
-    """Slurm's short forms of node lists and tasks per node are expanded."""
-    assert hosts("gpu[03-05,9]-a,login") == ["gpu03-a", "gpu04-a", "gpu05-a", "gpu9-a", "login"]
+    """The first machine of Slurm's node list and the tasks of each node are read from their short forms."""
+    assert [first_host(text) for text in ("gpu[03-05,9]-a,login", "n[7,9]x[01-02]", "login,n1", "")] == [
+        *("gpu03-a", "n7x01", "login", None),
+    ]
     assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]

@@ -8,7 +8,7 @@ import pytest
 import reference_pages
 
 from deeplightning import faults
-from deeplightning.checks import reference
+from deeplightning.checks import allowed
 from deeplightning.cli import cli, manual
 from deeplightning.config import schema
 from deeplightning.runfolder import RunFolder
@@ -40,10 +40,17 @@ def test_the_reference_is_that_of_the_code(name):
 def test_the_list_of_pages_names_each_page():
     """In llms.txt, which `.venv/bin/python tools/reference_pages.py` renews; index pages have no entry."""
     text = (ROOT / "llms.txt").read_text()
-    assert text == manual.listing()
+    assert text == reference_pages.list_of_pages()
     named = re.findall(r"\]\(([^)]+)\)", text)
     there = [*(page for page in DOCS.glob("*/*.md") if page.stem != "index"), *PLUGINS]
     assert sorted(named) == sorted(str(page.relative_to(ROOT)) for page in there)
+
+
+def test_the_list_in_the_terminal_has_a_line_for_each_page():
+    """Name and title, as `deeplightning docs` prints them without a name."""
+    lines = manual.listing().splitlines()
+    assert [line.split()[0] for line in lines] == [*manual.pages()]
+    assert "Resume a run" in next(line for line in lines if line.startswith("how-to/resume "))
 
 
 @pytest.mark.parametrize("name", ["resume", "how-to/resume", "docs/how-to/resume.md"])
@@ -68,7 +75,7 @@ def test_an_installation_without_the_manual_is_a_fault(tmp_path, monkeypatch):
 def test_every_key_is_documented():
     """Each key of a config has its row and its sentence."""
     made = "".join((REFERENCE / f"{page}.md").read_text() for page in reference_pages.PAGES_OF_KEYS)
-    sections = reference.sections(schema.Config)
+    sections = allowed.sections(schema.Config)
     fields = [(path, f) for path, cls in sections for f in schema.keys(cls if path else schema.Config)]
     keys = [f"{path}.{field.name}".lstrip(".") for path, field in fields]
     assert len(keys) > 80

@@ -3,14 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import (
-    average_precision_score,
-    confusion_matrix,
-    precision_recall_curve,
-    precision_recall_fscore_support,
-    roc_auc_score,
-    roc_curve,
-)
+from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 from torchmetrics.functional.classification import binary_calibration_error
 
 from deeplightning.figures import measures
@@ -42,29 +35,6 @@ def test_the_calibration_error_is_that_of_torchmetrics():
     assert found.samples.sum() == 503
     perfect = measures.reliability(np.ones(4), np.ones(4, bool))
     assert perfect.error == 0
-
-
-@pytest.mark.parametrize("decimals", [1, 8])
-def test_roc_and_precision_against_recall_are_those_of_scikit_learn(decimals):
-    """Areas and points, also where many scores are equal."""
-    random = np.random.default_rng(decimals)
-    score = random.random(300).round(decimals)
-    is_positive = random.random(300) < score
-    found = measures.two_classes(score, is_positive)
-    assert found.auc == pytest.approx(roc_auc_score(is_positive, score))
-    assert found.average_precision == pytest.approx(average_precision_score(is_positive, score))
-    false, true, _ = roc_curve(is_positive, score, drop_intermediate=False)
-    np.testing.assert_allclose(np.append(0, found.false_positives), false)
-    np.testing.assert_allclose(np.append(0, found.recall), true)
-    precision, recall, _ = precision_recall_curve(is_positive, score)
-    np.testing.assert_allclose(found.precision, precision[::-1][1:])
-    np.testing.assert_allclose(found.recall, recall[::-1][1:])
-
-
-def test_one_class_alone_has_no_curve():
-    """Neither where all samples are positive nor where none is."""
-    for value in (True, False):
-        assert measures.two_classes(np.array([0.1, 0.9]), np.array([value, value])) is None
 
 
 def test_confused_classes_become_neighbours():

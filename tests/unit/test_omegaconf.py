@@ -101,6 +101,19 @@ def test_the_values_of_a_mapping_are_resolved(tmp_path):
     assert (found["v"], found["k"]) == ([1, 1], ["x", "y"])
 
 
+def test_a_section_behind_a_reference_is_resolved_whole(tmp_path):
+    """Keys lead through references to sections, also several, and back into the section that is being resolved; one
+    that would hold itself is reported."""
+    path = tmp_path / "c.yaml"
+    path.write_text("a: {x: 1, y: '${.x}'}\nb: ${a}\nc: ${b}\nd: ${c.y}\nk: ${oc.dict.keys:c}\n")
+    found = plain(read(path).root)
+    assert (found["c"], found["d"], found["k"]) == ({"x": 1, "y": 1}, 1, ["x", "y"])
+    path.write_text("a: ${b}\nb: {c: '${a.d}', d: 1}\n")
+    assert plain(read(path).root) == {"a": {"c": 1, "d": 1}, "b": {"c": 1, "d": 1}}
+    path.write_text("a: ${b}\nb: {c: '${a}', d: 1}\n")
+    assert [fault.message for fault in read(path).faults] == ["`${b}` refers to itself", "`${a}` refers to itself"]
+
+
 def test_omegaconf_is_imported_only_where_a_config_has_a_reference(tmp_path):
     """A config without one costs what it did."""
     (tmp_path / "plain.yaml").write_text("a: 1\n")

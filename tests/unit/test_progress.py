@@ -1,88 +1,53 @@
-"""What a terminal shows while a run trains: `deeplightning.callbacks.progress`, and the commands at its end."""
+"""What a terminal shows while a run trains, and the commands at its end."""
 
 import io
 import logging
+import math
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from deeplightning.callbacks import commands, console
+from deeplightning.callbacks import console, describe
 from deeplightning.callbacks.console import Console
-from deeplightning.callbacks.progress import Bar, EpochTable, clock, number
 from deeplightning.cli import listing
 from deeplightning.config.packages import HOME
 from deeplightning.config.source import read
 from deeplightning.process.terminal import has_colour, wrapped
 
 
-def drawn(bar, columns):
-    """The lines of a bar on a terminal of so many columns."""
-    from rich.console import Console as Rich
-
-    rich = Rich(file=io.StringIO(), width=columns, color_system=None, legacy_windows=False)
-    rich.print(bar)
-    return [line.rstrip() for line in rich.file.getvalue().splitlines()]
-
-
-FULL = Bar(3, 10, 120, 450, 31.2, 12_345.6, 3723, {"loss": 0.12345, "val_acc": 0.9123})
-
-
-@pytest.mark.parametrize(("columns", "lines"), [(70, 2), (80, 2), (120, 1), (200, 1)])
-def test_the_bar_fits_the_terminal(columns, lines):
-    """Every number is there at each width; a wide terminal has them on one line, a narrow one on two."""
-    shown = drawn(FULL, columns)
-    assert len(shown) == lines
-    assert max(map(len, shown)) < columns
-    for text in ("epoch 3/10", "120/450", "31 it/s", "12,346 samples/s", "1:02:03 left", "loss 0.1235", "val_acc 0.91"):
-        assert text in "\n".join(shown)
-    assert shown[0].index("120/450") - len("epoch 3/10") > 10  # that the bar has
-    assert max(map(len, drawn(FULL, 40))) < 40
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_the_bar_fits_the_terminal(columns, terminal, monkeypatch):
+    """On one line: epoch, bar, batches, and as many numbers as there is room for, the time left first."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = Console(config("bar"), None, SimpleNamespace(best=None))
+    shown._progress, shown._learning, shown._batches, shown._samples = console._bar(), 10.0, 50, 800
+    trainer = trainer_of(val_acc=0.9123)
+    trainer.global_rank = 0
+    shown.on_validation_end(trainer, None)
+    shown._draw(trainer, 50, 0.12345, 15.0)
+    with shown._progress.console.capture() as seen:
+        shown._progress.console.print(shown._progress)
+    (line,) = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.get()).rstrip("\n").splitlines()
+    assert len(line) <= columns
+    assert line.startswith("epoch 1/3 ")
+    assert "50/100" in line
+    numbers = "1 min 15 s left  loss 0.1235  val_acc 0.9123  80 samples/s  5.00 it/s"
+    assert numbers[: columns - 40] in line
+    assert (numbers in line) == (columns == 120)
 
 
-def test_the_bar_of_a_run_without_a_known_length():
+def test_the_bar_of_a_run_without_a_known_length(terminal):
     """Neither total nor time left is made up."""
-    (line,) = drawn(Bar(2, None, 7, None, 3.25, 0.0, None, {"loss": 1.0}), 120)
-    assert line.startswith("epoch 2 ")
-    assert line.endswith("step 7  3.25 it/s  loss 1.0000")
-    assert "left" not in line
-    assert "validating" in drawn(Bar(validates=True), 80)[0]
-
-
-def test_the_columns_of_the_table_keep_their_places():
-    """A row per epoch; one without a validation leaves its cells empty; new metrics get a header."""
-    table = EpochTable(10)
-    first = {"train_loss": 1.5, "val_acc": 0.5}
-    rows = table.rows(1, first, 3.25, 1234.5, True, 80)
-    rows += table.rows(2, {"train_loss": 12.25}, 120, 9.5, False, 80)
-    rows += table.rows(10, {"train_loss": 0.25, "val_acc": 0.75}, 3, 0, True, 80)
-    assert rows == [
-        "epoch  train_loss   val_acc     time  samples/s",
-        " 1/10      1.5000    0.5000    3.2 s      1,234 *",
-        " 2/10     12.2500               2:00       9.50",
-        "10/10      0.2500    0.7500    3.0 s            *",
-    ]
-    more = table.rows(11, {"train_loss": 1.0, "val_acc": 1.0, "val_f1": 0.5}, 1, 1, False, 80)
-    assert more[0].split() == ["epoch", "train_loss", "val_acc", "val_f1", "time", "samples/s"]
-    assert table.has_best
-
-
-def test_a_narrow_table_keeps_what_matters():
-    """The monitored metric and the losses stay; the header says that there are more."""
-    values = {f"val_metric_{letter}": 0.5 for letter in "abcdefgh"} | {"train_loss": 1.0, "val_loss": 2.0}
-    for columns in (60, 80, 200):
-        header, row = EpochTable(3, ["val_metric_h", "val_loss", "train_loss"]).rows(1, values, 1, 1, True, columns)
-        assert max(len(header), len(row)) <= columns
-        assert {"val_metric_h", "val_loss"} <= set(header.split())
-        assert header.endswith("…") == (columns < 200)
-
-
-def test_numbers_and_times_are_short():
-    """What four decimals cannot show has an exponent."""
-    assert [number(v) for v in (0.5, 0.0, 12.0, 1e-5, 2.5e6, float("nan"))] == [
-        *("0.5000", "0.0000", "12.0000", "1.000e-05", "2.500e+06", "nan")
-    ]
-    assert [clock(s) for s in (0.4, 61, 3600)] == ["0:00", "1:01", "1:00:00"]
+    shown = Console(config("bar", epochs=None), None, SimpleNamespace(best=None))
+    trainer = trainer_of(batches=math.inf, epochs=-1)
+    shown._progress = console._bar()
+    shown._draw(trainer, 7, 1.0, 15.0)
+    (task,) = shown._progress.tasks
+    assert (task.description, task.total, task.completed, task.fields["text"]) == ("epoch 1", None, 7, "loss 1.0000")
+    shown.on_validation_start(trainer, None)
+    assert shown._progress.tasks[0].fields["text"] == "validating"
 
 
 class Terminal(io.StringIO):
@@ -137,32 +102,35 @@ def test_a_terminal_breaks_lines_between_words(terminal, monkeypatch):
     assert file.getvalue() == f"{text}\n"
 
 
-@pytest.mark.parametrize("how", ["auto", "lines", "off"])
-def test_a_terminal_has_a_table_and_a_file_has_lines(how, terminal, monkeypatch, caplog):
-    """The log names every value; the row of the table is what the terminal shows, green where it is the best."""
-    caplog.set_level(logging.INFO, "deeplightning")
-    cfg = SimpleNamespace(
+def config(how, epochs=3):
+    return SimpleNamespace(
         logger=SimpleNamespace(progress=how),
-        train=SimpleNamespace(num_epochs=3, checkpoint=SimpleNamespace(monitor="val_acc"), early_stop=None),
+        train=SimpleNamespace(num_epochs=epochs, checkpoint=SimpleNamespace(monitor="val_acc"), early_stop=None),
     )
-    shown = Console(cfg, None, SimpleNamespace(best={"epoch": 0}))
-    trainer = SimpleNamespace(
+
+
+def trainer_of(batches=100, epochs=3, **metrics):
+    progress = SimpleNamespace(current=SimpleNamespace(ready=7))
+    return SimpleNamespace(
         current_epoch=0, world_size=1, is_global_zero=True, state=SimpleNamespace(fn="fit"), callbacks=[],
-        callback_metrics={"train_loss": torch.tensor(0.5), "val_acc": torch.tensor(0.25)}, progress_bar_metrics={},
+        num_training_batches=batches, max_epochs=epochs, max_steps=-1, global_step=0, progress_bar_metrics={},
+        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress)),
+        callback_metrics={name: torch.tensor(value) for name, value in metrics.items()},
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["auto", "lines", "off"])
+def test_an_epoch_is_a_line(how, terminal, caplog):
+    """With every value; without those of a validation in an epoch that has none."""
+    caplog.set_level(logging.INFO, "deeplightning")
+    shown = Console(config(how), None, SimpleNamespace(best={"epoch": 0}))
+    trainer = trainer_of(train_loss=0.5, val_acc=0.25)
     shown.on_train_epoch_start(trainer, None)
     shown.on_validation_start(trainer, None)
     shown.on_validation_end(trainer, None)
     shown.on_train_epoch_start(trainer, None)
     (record,) = caplog.records
     assert record.message.startswith("epoch 1 of 3  train_loss 0.5000  val_acc 0.2500  best  (")
-    if how != "auto":
-        assert record.terminal is None
-        return
-    header, row = record.terminal
-    assert header == "\x1b[2mepoch  train_loss   val_acc     time  samples/s\x1b[0m"
-    assert row.startswith("\x1b[32m  1/3      0.5000    0.2500    0.0 s")
-    assert row.endswith(" *\x1b[0m")
     caplog.clear()
     trainer.current_epoch = 1
     shown.on_train_epoch_start(trainer, None)  # no validation in this one
@@ -196,12 +164,12 @@ def test_commands_can_be_pasted(tmp_path, monkeypatch):
     """Relative to the working directory, quoted; scripts in a clone, the command elsewhere; a server needs neither."""
     monkeypatch.chdir(HOME)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    assert commands.serve(HOME / "mlruns" / "0" / "a" / "artifacts") == "bash deploy.sh mlruns/0/a/artifacts"
-    assert commands.monitor(None) == commands.monitor("mlruns") == "bash monitor.sh"
-    assert commands.monitor("a b") == "bash monitor.sh --tracking-uri 'a b'"
-    assert commands.monitor("https://tracker") is None
-    monkeypatch.setattr(commands, "HOME", tmp_path / "site-packages")
-    assert commands.serve(tmp_path / "a run") == f"deeplightning serve '{tmp_path}/a run'"
+    assert describe.serve(HOME / "mlruns" / "0" / "a" / "artifacts") == "bash deploy.sh mlruns/0/a/artifacts"
+    assert describe.monitor(None) == describe.monitor("mlruns") == "bash monitor.sh"
+    assert describe.monitor("a b") == "bash monitor.sh --tracking-uri 'a b'"
+    assert describe.monitor("https://tracker") is None
+    monkeypatch.setattr(describe, "HOME", tmp_path / "site-packages")
+    assert describe.serve(tmp_path / "a run") == f"deeplightning serve '{tmp_path}/a run'"
 
 
 class MLflowLogger:
@@ -210,11 +178,11 @@ class MLflowLogger:
 
 def test_the_page_of_a_run_is_named():
     """That of `monitor` for a store on disk, that of the server for a server; none for another tracker."""
-    assert commands.page([MLflowLogger()], "mlruns") == "http://127.0.0.1:5001/#/experiments/3/runs/abc"
-    assert commands.page([object(), MLflowLogger()], "https://u:p@tracker/") == (
+    assert describe.page([MLflowLogger()], "mlruns") == "http://127.0.0.1:5001/#/experiments/3/runs/abc"
+    assert describe.page([object(), MLflowLogger()], "https://u:p@tracker/") == (
         "https://***@tracker/#/experiments/3/runs/abc"
     )
-    assert commands.page([object()], "mlruns") is None
+    assert describe.page([object()], "mlruns") is None
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,9 @@ def test_numbers_and_labels_are_drawn_too(tmp_path):
     and recall; two classes get a ROC curve."""
     folder = run_folder(tmp_path / "x", ("no", "yes"))
     assert set(evaluate(facts(folder)).drawings) >= {"test_roc", "test_reliability"}
+    alone = run_folder(tmp_path / "y", ("no",))  # of one class there is no curve
+    alone.mistakes("test").write_text(json.dumps({"classes": ["no", "yes"]}))
+    assert "test_roc" not in evaluate(facts(alone)).drawings
     random = np.random.default_rng(0)
     truth = random.normal(size=50)
     rows = [f"{n},{t + 0.1},{t}" for n, t in enumerate(truth)]

@@ -20,11 +20,10 @@ from werkzeug.datastructures import FileStorage, MultiDict
 from werkzeug.test import Client, encode_multipart
 
 from deeplightning.image_spec import ImageSpec
-from serve.admission import Admission
+from serve.admission import Admission, Hosts
 from serve.app import application
 from serve.bundle import Bundle
 from serve.dispatch import Dispatcher, Request, refused
-from serve.hosts import Hosts
 from serve.limits import Limits, Refusal
 from serve.log import Log, log_event
 from serve.service import Service

@@ -415,19 +415,6 @@ def test_a_name_that_only_running_would_tell_is_undecided(own, text, words):
          "    def __init__(self, a): ...\nclass Thing(Base, ABC): ...", ["a!"]),
         ("class Thing(object):\n    def __init__(self, a): ...", ["a!"]),
         ("class Thing:\n    def _make(self, a): ...\n    __init__ = _make", ["a!"]),
-        # dataclasses
-        ("from dataclasses import dataclass\n@dataclass\nclass Thing:\n    a: int\n    b: str = 'x'", ["a!", "b"]),
-        ("import dataclasses\n@dataclasses.dataclass(frozen=True)\nclass Thing:\n    a: int = dataclasses.field()\n"
-         "    b: list = dataclasses.field(default_factory=list)\n    c: int = dataclasses.field(default=1, init=False)",
-         ["a!", "b"]),
-        ("from dataclasses import *\nfrom typing import ClassVar\n@dataclass(kw_only=True)\nclass Thing:\n    a: int\n"
-         "    n: ClassVar[int] = 1\n    b: int = field(default=3, kw_only=False)", ["b", "a!*"]),
-        ("from dataclasses import dataclass, KW_ONLY, InitVar\n@dataclass\nclass Thing:\n    a: int\n    _: KW_ONLY\n"
-         "    b: InitVar[int]", ["a!", "b!*"]),
-        ("from dataclasses import dataclass\n@dataclass\nclass Base:\n    a: int\n    b: int = 1\n@dataclass\n"
-         "class Thing(Base):\n    a: int = 2\n    c: int = 3", ["a", "b", "c"]),
-        ("from dataclasses import dataclass\n@dataclass\nclass Base:\n    a: int\n"
-         "class Thing(Base):\n    b: int = 1", ["a!"]),
         ("from dataclasses import dataclass\n@dataclass\nclass Thing:\n    a: int\n"
          "    def __init__(self, b): ...", ["b!"]),
         # decorators that keep what a function takes
@@ -501,8 +488,9 @@ UNDECIDED = {
     "class Base:\n    def __init_subclass__(cls):\n        cls.__init__ = made\n"
     "class Thing(Base):\n    def __init__(self, a): ...": "`__init_subclass__` of own_thing.Base may change",
     "class Thing:\n    def __new__(cls, a): return object.__new__(cls)\n    def __init__(self, b): ...": "differ",
-    "import dataclasses\ndef key(x):\n    return dataclasses.field(default=x)\n@dataclasses.dataclass\nclass Thing:\n"
-    "    a: int = key(1)": "makes one of its fields",
+    "from dataclasses import dataclass\n@dataclass\nclass Thing:\n    a: int": "@dataclass makes the constructor",
+    "import dataclasses as d\n@d.dataclass(frozen=True)\nclass Base:\n    a: int\nclass Thing(Base):\n"
+    "    b: int = 1": "@dataclass makes the constructor of own_thing.Base",
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import click
 import pytest
 
 from deeplightning import faults
-from deeplightning.checks.reference import sections
+from deeplightning.checks.allowed import sections
 from deeplightning.cli import cli
 from deeplightning.config import schema
 from deeplightning.config.plugins import VERBS, load

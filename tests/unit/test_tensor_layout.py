@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from deeplightning.checks.strategy import STYLES
-from deeplightning.engine.tensor_layout import Layout, Replicated
-from deeplightning.engine.tensor_parallel import blocks_of, plan_of, style
+from deeplightning.engine.tensor_parallel import Layout, Replicated, blocks_of, plan_of, style
 from deeplightning.faults import ConfigError
 from deeplightning.model.transformer import TextTransformer
 from deeplightning.model.vit import ViT
@@ -84,8 +83,8 @@ def test_the_networks_that_are_shipped_bring_a_plan():
     ("network", "plan", "words"),
     [
         (nn.Sequential(nn.Linear(4, 4)), None, "there is no plan for Sequential: set `engine.params.tensor_plan` to"),
-        (ViT(10, width=24, heads=3), None, "ViT cannot be split: 2 processes cannot share its 3 heads evenly"),
-        (ViT(10, width=24, heads=2, mlp_width=7), None, "cannot share its 7 numbers of mlp_width evenly"),
+        (ViT(10, width=24, heads=3), None, "ViT cannot be split: 2 processes cannot share its heads of 3 evenly"),
+        (ViT(10, width=24, heads=2, mlp_width=7), None, "cannot share its mlp_width of 7 evenly"),
         (TextTransformer(2, 9, width=6, num_heads=1), None, "cannot share its num_heads of 1 evenly"),
         (TextTransformer(2, 9, width=6, num_heads=2, hidden=3), None, "cannot share its hidden of 3 evenly"),
         (nn.Sequential(nn.Linear(4, 4)), {"1": "colwise"}, "no module fits '1'. There are network, network.0"),

@@ -43,12 +43,12 @@ def test_attention_is_that_of_the_paper():
     layer, seen = made.layers[0], tokens != 0
     positions = torch.arange(4.0)[:, None] / 10_000 ** (torch.arange(0, 16, 2) / 16)
     states = made.embedding.weight[tokens] * 4 + torch.cat([positions.sin(), positions.cos()], 1)
-    normed = layer.attention_norm(states)
-    queries, keys, values = (part.view(2, 4, 2, 8) for part in layer.queries_keys_values(normed).split(16, -1))
+    normed = layer.norm1(states)
+    queries, keys, values = (part.view(2, 4, 2, 8) for part in layer.attention.asked(normed).split(16, -1))
     scores = torch.einsum("bqhd,bkhd->bhqk", queries, keys) / 8**0.5
     shares = scores.masked_fill(~seen[:, None, None, :], -torch.inf).softmax(-1)
-    states = states + layer.attended(torch.einsum("bhqk,bkhd->bqhd", shares, values).reshape(2, 4, 16))
-    states = made.norm(states + layer.feed_forward(layer.feed_forward_norm(states)))
+    states = states + layer.attention.out(torch.einsum("bhqk,bkhd->bqhd", shares, values).reshape(2, 4, 16))
+    states = made.norm(states + layer.mlp(layer.norm2(states)))
     pooled = torch.stack([states[0].mean(0), states[1, :2].mean(0)])
     assert torch.allclose(made(tokens), made.classifier(pooled), atol=1e-5)
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deeplightning.callbacks.describe import note
-from deeplightning.callbacks.run_labels import data_name, engine_in_words, network_name
+from deeplightning.callbacks.describe import data_name, engine_in_words, network_name, note
 from deeplightning.checks.examine import load_config
 from deeplightning.config.schema import Target
 from deeplightning.runfolder import RunFolder

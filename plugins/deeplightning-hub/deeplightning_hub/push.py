@@ -59,7 +59,7 @@ def write(folder: RunFolder, name: str, to: Path) -> list[str]:
     if not folder.bundle_card.is_file():
         raise CheckpointError(f"{folder.path}: the run has no bundle to push. Make one: deeplightning export RUN")
     refuse_links(folder)
-    from deeplightning.export.added import card_of  # imports ONNX
+    from deeplightning.export.bundle import card_of  # imports ONNX
 
     card = card_of(folder)
     left_out = [file for file in card["files"] if not file.endswith(SAFE)]

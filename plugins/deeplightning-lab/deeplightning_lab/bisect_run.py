@@ -43,32 +43,27 @@ class Parts:
 
     Attributes:
         tree: the config with unresolved references, and `data.root` absolute.
-        code: the user's own, and Deep Lightning itself; None: the run kept none.
+        code: the user's own, and Deep Lightning itself.
         environment: the content of `environment.json`.
-        git_diff: the patch of a run that kept no code, if there is one.
         python: the interpreter.
     """
 
     tree: dict[str, Any]
-    code: Code | None
+    code: Code
     environment: dict[str, Any]
-    git_diff: bytes | None
     python: str
 
     def copy(self) -> Parts:
         """Return an independent copy."""
-        code = self.code
-        if code is not None:
-            code = replace(code, roots=[*code.roots], files=dict(code.files))
-        return Parts(copy.deepcopy(self.tree), code, copy.deepcopy(self.environment), self.git_diff, self.python)
+        code = replace(self.code, roots=[*self.code.roots], files=dict(self.code.files))
+        return Parts(copy.deepcopy(self.tree), code, copy.deepcopy(self.environment), self.python)
 
     def digest(self) -> str:
         """Return the SHA-256 of everything that affects the run's metrics."""
-        environment = self.environment
-        found = [environment.get(name) for name in ("threads", "variables", *([] if self.code else ["git"]))]
+        found = [self.environment.get(name) for name in ("threads", "variables")]
         words = [dump(self.tree), json.dumps(found, sort_keys=True), self.python]
         digest = hashlib.sha256("\0".join(words).encode())
-        digest.update(self.code.pack() if self.code is not None else self.git_diff or b"")
+        digest.update(self.code.pack())
         return digest.hexdigest()
 
     def write(self, folder: RunFolder) -> None:
@@ -76,10 +71,7 @@ class Parts:
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.config.write_text(dump(self.tree))
         folder.environment.write_text(json.dumps(self.environment))
-        if self.code is not None:
-            folder.code.write_bytes(self.code.pack())
-        if self.git_diff is not None:
-            folder.git_diff.write_bytes(self.git_diff)
+        folder.code.write_bytes(self.code.pack())
 
 
 @dataclass(frozen=True)
@@ -103,16 +95,15 @@ class Difference:
 
 
 def parts_of(run: PastRun, python: str) -> Parts:
-    """Return config, code and environment of a finished run."""
+    """Return config, code and environment of a finished run that kept its code."""
     tree = as_written(read(run.source).root)
     data = tree.get("data")
     root = data.get("root") if isinstance(data, dict) else None
     if isinstance(root, str) and "${" not in root and not is_address(root):
         path = Path(root).expanduser()
         data["root"] = str(path if path.is_absolute() else resolve_data_root(run, root).absolute())
-    diff = run.folder.git_diff
-    kept = diff.read_bytes() if run.code is None and diff.is_file() else None
-    return Parts(tree, run.code, dict(run.environment), kept, python)
+    assert run.code is not None
+    return Parts(tree, run.code, dict(run.environment), python)
 
 
 def mix(good: Parts, bad: Parts, switched: Sequence[Difference]) -> Parts:
@@ -224,10 +215,6 @@ PROGRAM = "deeplightning (its own files)"
 
 def _of_code(good: Parts, bad: Parts) -> Iterator[Difference]:
     one, two = good.code, bad.code
-    if one is None or two is None:
-        if one is not two or _commit(good) != _commit(bad) or good.git_diff != bad.git_diff:
-            yield Difference("code", _whole(good), _whole(bad), _switch_all_code)
-        return
     before, after = _files(one), _files(two)
     paths = [path for _, path in {**before, **after}]
     for label, path in sorted({*before, *after}, key=lambda key: key[::-1]):
@@ -269,8 +256,6 @@ def _switch_file(key: tuple[str, str]) -> Callable[[Parts, Parts], None]:
 
     def switch(into: Parts, of: Parts) -> None:
         mine, theirs = into.code, of.code
-        assert mine is not None
-        assert theirs is not None
         content, labels = _files(theirs).get(key), _labels(mine)
         if label not in labels:
             mine.roots.append(theirs.roots[_labels(theirs).index(label)])
@@ -286,27 +271,7 @@ def _switch_file(key: tuple[str, str]) -> Callable[[Parts, Parts], None]:
 
 
 def _switch_program(into: Parts, of: Parts) -> None:
-    assert into.code is not None
-    assert of.code is not None
     into.code.program, into.code.changed = of.code.program, of.code.changed
-
-
-def _switch_all_code(into: Parts, of: Parts) -> None:
-    other = of.copy()
-    into.code, into.git_diff = other.code, other.git_diff
-    for name in ("git", "directory"):
-        into.environment[name] = other.environment.get(name)
-
-
-def _commit(parts: Parts) -> str | None:
-    commit: str | None = (parts.environment.get("git") or {}).get("commit")
-    return commit
-
-
-def _whole(parts: Parts) -> str:
-    if parts.code is not None:
-        return f"{len(parts.code.files)} files"
-    return f"commit {(_commit(parts) or 'unknown')[:12]}" + (" with changes" if parts.git_diff else "")
 
 
 # ---- environment

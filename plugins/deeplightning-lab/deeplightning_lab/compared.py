@@ -8,11 +8,10 @@ import click
 from deeplightning.cli.group import newest_run
 from deeplightning.cli.listing import listing
 from deeplightning.faults import CheckpointError, count, nearest
-from deeplightning.reproduce.groups import Group, group_of, runs_in
-from deeplightning.reproduce.interval import number
+from deeplightning.process.terminal import in_columns, number
 from deeplightning.reproduce.past import PastRun, past_run
-from deeplightning.sweep.table import text
 from deeplightning.words import printable, stage_of
+from deeplightning_lab.groups import Group, group_of, runs_in
 from deeplightning_lab.significance import Comparison, Row, of_samples
 
 FILTERS = ("name", "experiment", "status", "metric")
@@ -87,7 +86,7 @@ def as_text(found: Comparison) -> str:
         lines.append(of_samples(found.samples))
     lines += [f"note: {note}" for note in found.notes]
     lines = [printable(line) for line in lines]
-    return "\n".join([*lines[:3], text(table, "--format json"), *lines[3:]])
+    return "\n".join([*lines[:3], in_columns(table, "--format json"), *lines[3:]])
 
 
 def _cells(row: Row) -> list[str]:

@@ -12,19 +12,51 @@ bootstrap finds of skewness stays (Hesterberg: What Teachers Should Know About t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from scipy import stats
 
-from deeplightning.reproduce.interval import LEVEL, Interval, Values, mean_interval, t_quantile
-
+LEVEL = 0.95
+Values = Sequence[float] | np.ndarray
 POWER = 0.8
 RESAMPLES = 9_999
 MAX_RUNS = 10_000
 """Most runs for each side that `runs_needed` considers."""
 MAX_RESAMPLED = 100_000
 """Most samples that are resampled one by one; the mean of more is practically normal."""
+
+
+class Interval(NamedTuple):
+    """A mean or a difference of means, and its 95 % confidence interval; the ends are NaN if it is unknown."""
+
+    center: float
+    low: float
+    high: float
+
+    @property
+    def excludes_zero(self) -> bool:
+        return self.low > 0 or self.high < 0
+
+
+def mean_interval(values: Values) -> Interval:
+    """Return the mean over runs with its t interval.
+
+    Args:
+        values: (n,), one of each seed; the interval of a single value is unknown.
+    """
+    found = np.asarray(values, float)
+    center = float(found.mean())
+    if len(found) < 2:
+        return Interval(center, math.nan, math.nan)
+    half = t_quantile(len(found) - 1) * float(found.std(ddof=1)) / math.sqrt(len(found))
+    return Interval(center, center - half, center + half)
+
+
+def t_quantile(freedom: float) -> float:
+    """Return the quantile of Student's t distribution that bounds a two-sided interval."""
+    return float(stats.t.ppf((1 + LEVEL) / 2, freedom))
 
 
 def paired_interval(differences: Values, resamples: int = RESAMPLES, seed: int = 0) -> Interval:

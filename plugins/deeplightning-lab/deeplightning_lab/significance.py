@@ -16,9 +16,10 @@ import numpy as np
 from deeplightning.checks.metric_check import mode_by_name, own_name
 from deeplightning.config.schema import Mode
 from deeplightning.faults import CheckpointError, count, nearest
-from deeplightning.reproduce.groups import Answers, Group
-from deeplightning.reproduce.interval import Interval, number
+from deeplightning.process.terminal import number
 from deeplightning_lab import evidence
+from deeplightning_lab.evidence import Interval
+from deeplightning_lab.groups import Answers, Group
 
 COMMON_METRICS = ("test_acc", "best val_acc", "val_acc", "test_loss", "best val_loss", "val_loss", "train_loss")
 """Metrics to compare if nothing names one, in this order."""

@@ -26,10 +26,10 @@ from typing import Any, Protocol
 from deeplightning.config.schema import Config
 from deeplightning.faults import SetupError
 from deeplightning.process import die_with_parent
-from deeplightning.process.decisions import DECIDED
+from deeplightning.process.identity import DECIDED
 from deeplightning.reproduce.again import Plan, Say, prepare, quoted
 from deeplightning.reproduce.past import PastRun
-from deeplightning.runfolder import RunFolder, write_whole
+from deeplightning.runfolder import RunFolder, read_object, write_whole
 from deeplightning.tracking.environment import REPRODUCES
 from deeplightning.tracking.parent import Parent, Stopped
 from deeplightning.tracking.series import last_values
@@ -102,11 +102,7 @@ class Trial:
     @property
     def known(self) -> dict[str, Any]:
         """Number, name, state, seconds, folder and id of its run, its metrics, and the reason of a failure."""
-        try:
-            found = json.loads(self.file.read_text())
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        return read_object(self.file)
 
     def note(self, **values: object) -> None:
         """Add values to the record."""

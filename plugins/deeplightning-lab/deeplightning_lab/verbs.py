@@ -6,8 +6,7 @@ from typing import Any
 import click
 
 from deeplightning.cli.commands_run import note
-from deeplightning.cli.completion import complete_run
-from deeplightning.cli.group import LOOSE, OVERRIDES, newest_run, with_overrides
+from deeplightning.cli.group import LOOSE, OVERRIDES, complete_run, newest_run, with_overrides
 from deeplightning.process import streams
 from deeplightning.process.terminal import say
 

@@ -285,7 +285,7 @@ def test_a_secret_is_nowhere_in_the_store(few, found):
 def test_a_bisection_at_which_another_process_is_waits_for_nobody(few, found):
     """Exit code 3, with the folder."""
     home = next((few.store / "bisections" / "Default").iterdir())
-    hold = RunFolder(home).lock()
+    lock = RunFolder(home).lock()
     try:
         refused = few.bisect("--seeds", "2")
     finally:

@@ -32,10 +32,9 @@ def run(tmp_path):
         folder.path.mkdir()
         folder.config.write_text(yaml.safe_dump(config, sort_keys=False))
         folder.environment.write_text(json.dumps({"directory": "/work"} | environment))
-        if files is not None:
-            named = {key if isinstance(key, tuple) else (0, key): text.encode() for key, text in files.items()}
-            code = Code([*roots], roots[0] if roots else None, named, program=dict(program))
-            folder.code.write_bytes(code.pack())
+        named = {key if isinstance(key, tuple) else (0, key): text.encode() for key, text in (files or {}).items()}
+        code = Code([*roots], roots[0] if roots else None, named, program=dict(program))
+        folder.code.write_bytes(code.pack())
         return PastRun(folder, None, None, trust=True)
 
     return make
@@ -53,8 +52,11 @@ def written(mixture, folder):
     """What a mixture is as a run folder: config, files of code, environment."""
     made = RunFolder(folder)
     mixture.write(made)
-    code = read_code(made.code).names() if made.code.exists() else None
-    return yaml.safe_load(made.config.read_text()), code, json.loads(made.environment.read_text())
+    return (
+        yaml.safe_load(made.config.read_text()),
+        read_code(made.code).names(),
+        json.loads(made.environment.read_text()),
+    )
 
 
 def test_each_key_is_a_difference_of_its_own(run):
@@ -157,21 +159,6 @@ def test_a_secret_stays_a_reference_in_a_mixture(run, tmp_path, monkeypatch):
     assert "correct-horse-battery" not in f"{config}{code}{[*map(str, differences)]}"
 
 
-def test_the_commit_of_runs_that_kept_no_code_is_one_difference(run, tmp_path):
-    """With what was not committed; where one run kept code, all of it is one difference."""
-    one = run("one", tree(), git={"commit": "a" * 40})
-    two = run("two", tree(), git={"commit": "b" * 40})
-    two.folder.git_diff.write_text("+a = 2\n")
-    assert told(one, two) == [f"code commit {'a' * 12} → commit {'b' * 12} with changes"]
-    both = parts(one, two)
-    mixture = mix(*both, switchable(*both))
-    assert written(mixture, tmp_path / "mixture")[2]["git"] == {"commit": "b" * 40}
-    assert (tmp_path / "mixture" / "git.diff").read_text() == "+a = 2\n"
-    kept = run("kept", tree(), {"own.py": "a = 1\n"})
-    assert told(one, kept) == [f"code commit {'a' * 12} → 1 files"]
-    assert told(one, one) == []
-
-
 def test_what_cannot_be_switched_here_is_listed(run):
     """Packages, the machine, and Deep Lightning's own files where those of a run are not available."""
     unknown = {"version": "9.9.9", "digest": "0" * 64}
@@ -210,7 +197,7 @@ TREES = st.recursive(
 @given(st.dictionaries(KEYS, TREES, max_size=4), st.dictionaries(KEYS, TREES, max_size=4))
 def test_whatever_two_configs_are_all_differences_lead_from_one_to_the_other(one, two):
     """No difference leads from a config to itself, and each that is left out leaves another config."""
-    both = [Parts(tree, Code(), {}, None, "python") for tree in (one, two)]
+    both = [Parts(tree, Code(), {}, "python") for tree in (one, two)]
     differences = switchable(*both)
     assert switchable(both[0], both[0]) == []
     assert yaml.safe_dump(mix(*both, differences).tree) == yaml.safe_dump(two)

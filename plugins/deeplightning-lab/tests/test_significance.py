@@ -5,12 +5,12 @@ import json
 
 import numpy as np
 import pytest
+from deeplightning_lab.groups import group_of, runs_in
 from deeplightning_lab.significance import compare
 
 from deeplightning.checks.metric_check import mode_by_name
 from deeplightning.faults import CheckpointError
-from deeplightning.reproduce.groups import group_of, runs_in
-from deeplightning.reproduce.interval import number
+from deeplightning.process.terminal import number
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder
 

@@ -24,8 +24,8 @@ from torchmetrics import Metric
 from deeplightning.config.auto_values import unfilled
 from deeplightning.config.schema import Config, LimitBatches, Target
 from deeplightning.config.target import find
-from deeplightning.dry_run.attempt import Attempt
-from deeplightning.dry_run.steps import SAMPLES, example, make_trainer
+from deeplightning.dry_run.diagnosis import Attempt
+from deeplightning.dry_run.one_batch import SAMPLES, example, make_trainer
 from deeplightning.engine.sharded import places, replace
 from deeplightning.private.torch import (
     asks_for_a_number,

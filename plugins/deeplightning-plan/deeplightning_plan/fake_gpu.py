@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from deeplightning.dry_run.attempt import DeviceError
+from deeplightning.dry_run.diagnosis import DeviceError
 from deeplightning.faults import count
 from deeplightning.own_code import running_line
 from deeplightning.private.torch import local_part, storage_id
@@ -48,7 +48,7 @@ class NotOnCPU(DeviceError, TypeError):
 
 def line_now() -> str:
     """Return `file:line` of the innermost line of the user's own code that runs now in a dry run; empty: none runs."""
-    return running_line(("deeplightning.dry_run.steps", "multiprocessing.process"))
+    return running_line(("deeplightning.dry_run.one_batch", "multiprocessing.process"))
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

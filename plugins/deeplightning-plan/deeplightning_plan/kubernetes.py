@@ -88,8 +88,7 @@ def _job(cfg: Config, image: str, name: str, gpus: int, secrets: list[str]) -> d
             {"name": "MASTER_PORT", "value": str(_PORT)},
             {"name": WAIT_VARIABLE, "value": str(_RENDEZVOUS_SECONDS)},
         ]
-    threads = engine.threads if isinstance(engine.threads, int) else 1
-    cores = (gpus or engine.processes) * (threads + cfg.data.num_workers)
+    cores = (gpus or engine.processes) * ((engine.threads or 1) + cfg.data.num_workers)
     resources: dict[str, Any] = {"requests": {"cpu": str(cores)}}
     if gpus:
         resources["limits"] = {"nvidia.com/gpu": gpus}

@@ -19,7 +19,7 @@ from deeplightning.callbacks.watch import batch_loss
 from deeplightning.checks.examine import load_config
 from deeplightning.config.schema import Scheduler
 from deeplightning.faults import ConfigError, Fault, RunError, SetupError, count
-from deeplightning.sweep.forked_child import in_child
+from deeplightning.sweep.worker import in_child
 from deeplightning_plan.short_training import ALONE, one_gpu, trained
 
 RECENT = 0.9  # weight of the past in the running mean of the losses, whose beginning is corrected as Adam's means are

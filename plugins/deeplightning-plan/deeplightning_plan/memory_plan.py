@@ -13,9 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from deeplightning.callbacks.flops import peak
 from deeplightning.config.schema import Config
-from deeplightning.dry_run.attempt import Attempt
+from deeplightning.dry_run.diagnosis import Attempt
 from deeplightning.engine.plan import batch_size
 from deeplightning_plan.counted_step import Count, counted
 from deeplightning_plan.gpu_cards import NETWORK_BYTES_PER_SECOND, WORKSPACE_BYTES, Card
@@ -220,7 +219,7 @@ def _seconds(row: Row, count: Count, cfg: Config, setting: Setting) -> tuple[flo
     """
     if setting.card is None or not count.flops or row.engine not in SHARES:
         return None
-    best = peak(f"NVIDIA {setting.card.name}", str(cfg.engine.precision), setting.tf32)
+    best = setting.card.peak(str(cfg.engine.precision), setting.tf32)
     if best is None or setting.card.bandwidth is None:
         return None
     low, high = SHARES[row.engine]

@@ -12,8 +12,7 @@ import psutil
 
 from deeplightning.config.schema import Config
 from deeplightning.engine.plan import local_size
-from deeplightning.faults import CheckpointError, count
-from deeplightning.runfolder import RunFolder
+from deeplightning.faults import count
 from deeplightning_plan.batch_size import bytes_of
 from deeplightning_plan.gpu_cards import Card, card_of, known
 from deeplightning_plan.memory_plan import USABLE, Plan, Row, Setting, forecast, proposal
@@ -178,49 +177,6 @@ def json_of(plan: Plan, setting: Setting, cfg: Config) -> str:
         rows.append(entry)
     whole = {"parameters": plan.parameters, "batch_size": plan.batch, "limit": plan.limit, "partial": plan.partial}
     return json.dumps({**whole, "engines": rows}, indent=2)
-
-
-def against(plan: Plan, cfg: Config, folder: RunFolder) -> list[str]:
-    """Return the lines that compare a plan with what a run took.
-
-    Raises:
-        CheckpointError: the run has not noted what it took.
-    """
-    try:
-        found = json.loads(folder.memory.read_text())
-        if not isinstance(found, dict):
-            raise ValueError("not a mapping")
-        for name in ("parameters", "state", "peak", "seconds"):
-            if not isinstance(found.get(name, 0), int | float):
-                raise ValueError(f"{name} is not a number")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder.memory}: the run has not noted what it took ({type(error).__name__}); a run does so when its "
-            "training ends"
-        ) from error
-    backend, again = cfg.engine.backend or "null", cfg.engine.activation_checkpointing or []
-    of_engine = [row for row in plan.rows if row.engine == backend]
-    row = next((row for row in of_engine if row.recompute == again), of_engine[0])
-    lines = [f"{'':11}{'planned':>12}{'measured':>12}{'apart':>8}"]
-    pairs: list[tuple[str, float | None, Any]] = [
-        ("parameters", row.held["parameters"], found.get("parameters")),
-        ("state", row.held["state"], found.get("state")),
-        ("peak", None if plan.partial else row.peak, found.get("peak")),
-    ]
-    for name, planned, measured in pairs:
-        apart = f"{planned / measured - 1:+.1%}" if planned is not None and measured else ""
-        lines.append(f"{name:11}{_size(planned):>12}{_size(measured):>12}{apart:>8}")
-    seconds = found.get("seconds")
-    if row.seconds is not None or seconds:
-        pace = _round(row.world * plan.batch / seconds) if seconds else "-"
-        lines.append(f"{'samples/s':11}{_speed(row, plan) or '-':>12}{pace:>12}")
-    if "peak" not in found:
-        lines.append("The peak of a run on the CPU is not measured.")
-    return lines
-
-
-def _size(value: float | None) -> str:
-    return "-" if value is None else f"{value / GIB:,.3f} GiB" if value >= GIB else f"{value / 2**20:,.2f} MiB"
 
 
 def _gib(value: float, unit: int = GIB) -> str:

@@ -21,8 +21,8 @@ from pytorch_lightning.accelerators import CPUAccelerator
 
 from deeplightning import own_code
 from deeplightning.config.schema import Config
-from deeplightning.dry_run.attempt import DeviceError
-from deeplightning.dry_run.trial import Trial
+from deeplightning.dry_run.diagnosis import DeviceError
+from deeplightning.dry_run.try_config import Trial
 from deeplightning.engine.gpus import indexes
 from deeplightning.engine.plan import local_size, world_size
 from deeplightning.faults import Fault

@@ -9,13 +9,12 @@ import pytorch_lightning as pl
 from pytorch_lightning.plugins.environments import LightningEnvironment
 
 from deeplightning.callbacks.console import one_line_warnings, to_terminal
-from deeplightning.callbacks.gradients import AdaptiveClip
-from deeplightning.callbacks.recompute import Recompute
-from deeplightning.callbacks.sample_weights import SampleWeights
-from deeplightning.callbacks.start import StartWeights
-from deeplightning.callbacks.steps import LogSteps, Seeds
+from deeplightning.callbacks.gradients import AdaptiveClip, SampleWeights
+from deeplightning.callbacks.random_state import Seeds
+from deeplightning.callbacks.start import Recompute, StartWeights
+from deeplightning.callbacks.steps import LogSteps
 from deeplightning.config.schema import Config
-from deeplightning.dry_run.steps import quiet_arguments
+from deeplightning.dry_run.one_batch import quiet_arguments
 from deeplightning.engine import compute
 from deeplightning.run.assemble import init_module
 

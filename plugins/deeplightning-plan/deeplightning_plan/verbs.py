@@ -1,19 +1,16 @@
 """Define the verbs `plan`, `lr`, `batch` and `stats`. Heavy imports are inside them, so that `--help` is fast."""
 
-import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from deeplightning.cli.completion import complete_run
 from deeplightning.cli.group import (
     LOOSE,
     OVERRIDES,
     absolute,
     examine_config,
     load,
-    newest_run,
     show_notices,
     stdout_for_the_result,
     with_config,
@@ -84,40 +81,11 @@ def batch(config: Path, overrides: tuple[str, ...], memory: str | None, most: in
         say(line)
 
 
-def _config_of_run(options: dict[str, Any]) -> Path | None:
-    """Return the config of the run that `--against` names.
-
-    Raises:
-        CheckpointError: the run was made elsewhere: a plan imports whatever its config names.
-    """
-    if (run := options.get("against")) is None:
-        return None
-    from deeplightning.checks.trust import is_own
-    from deeplightning.faults import CheckpointError
-    from deeplightning.runfolder import RunFolder
-    from deeplightning.tracking.resolve import resolve_run
-
-    folder = RunFolder(resolve_run(run))
-    if not is_own(folder):
-        raise CheckpointError(
-            f"{folder.path}: this run was not made on this machine, and a plan imports what its config names; read the "
-            f"config, then name it: deeplightning plan {shlex.quote(str(folder.config))} --against {shlex.quote(run)}"
-        )
-    return folder.config
-
-
 @click.command(context_settings=LOOSE, epilog=OVERRIDES)
-@with_config(instead=_config_of_run)
+@with_config()
 @click.option("--memory", is_flag=True, help="Print what the run takes under each engine instead: bytes and time.")
 @click.option("--gpus", metavar="SPEC", help="With --memory or k8s: GPUs of a machine, such as 8x80GB or 8xH100.")
 @click.option("--nodes", type=click.IntRange(1), metavar="N", help="With --memory or k8s: number of machines.")
-@click.option(
-    "--against",
-    metavar="RUN",
-    callback=newest_run,
-    shell_complete=complete_run,
-    help="Print the plan beside what RUN took.",
-)
 @click.option(
     "--format",
     "form",
@@ -131,27 +99,24 @@ def plan(
     memory: bool,
     gpus: str | None,
     nodes: int | None,
-    against: str | None,
     form: str | None,
     image: str | None,
 ) -> None:
     """Print what `train CONFIG` would start: processes, their environment, commands.
 
     Nothing is started. With --memory one training step is counted on tensors without memory, and the table has what a
-    process holds under each engine, which of them fit, the largest batch, and a proposal. The config of --against is
-    RUN's own, unless CONFIG is given. With --format k8s it is a file for `kubectl apply`, with a pod for each machine.
+    process holds under each engine, which of them fit, the largest batch, and a proposal. With
+    --format k8s it is a file for `kubectl apply`, with a pod for each machine.
     """
-    counts, is_job = memory or against is not None, form == "k8s"
-    if is_job and counts:
+    is_job = form == "k8s"
+    if is_job and memory:
         raise click.UsageError("--format k8s prints what is started, and --memory what it takes: give one of them")
     if is_job != (image is not None):
         raise click.UsageError("--format k8s and --image go together: IMAGE has Deep Lightning and your own code")
-    if counts or is_job:
+    if memory or is_job:
         with stdout_for_the_result():
-            cfg, wanted = _for_elsewhere(config, overrides, importing=counts), _gpus(gpus)
-            text = (
-                _memory(cfg, wanted, nodes, against, form) if counts else _job(config, cfg, wanted, nodes, str(image))
-            )
+            cfg, wanted = _for_elsewhere(config, overrides, importing=memory), _gpus(gpus)
+            text = _memory(cfg, wanted, nodes, form) if memory else _job(config, cfg, wanted, nodes, str(image))
         say(text)
         return
     given = {"--gpus": gpus, "--nodes": nodes, "--format": form}
@@ -168,15 +133,11 @@ def plan(
     show(dump(plan_of(Job(cfg, located(config).absolute(), absolute(overrides)))))
 
 
-def _memory(cfg: "Config", gpus: "Gpus | None", nodes: int | None, run: str | None, form: str | None) -> str:
-    """Return the text of `plan --memory` or `plan --against`."""
-    from deeplightning.runfolder import RunFolder
-    from deeplightning.tracking.resolve import resolve_run
+def _memory(cfg: "Config", gpus: "Gpus | None", nodes: int | None, form: str | None) -> str:
+    """Return the text of `plan --memory`."""
     from deeplightning_plan import memory_table as table
 
     found, setting = table.plan_memory(cfg, gpus, nodes)
-    if run is not None:
-        return "\n".join(table.against(found, cfg, RunFolder(resolve_run(run))))
     return table.json_of(found, setting, cfg) if form == "json" else "\n".join(table.text_of(found, setting, cfg))
 
 

@@ -17,7 +17,7 @@ from deeplightning_plan.compared_ranks import Ranks
 from deeplightning_plan.fake_gpu import CPU, FakeGpu, NotOnCPU, mark_of
 from planted import ALL, DEVICES, HEAD, named_line
 
-from deeplightning.dry_run.attempt import DeviceError
+from deeplightning.dry_run.diagnosis import DeviceError
 
 GOOD = """\
 seed: 7

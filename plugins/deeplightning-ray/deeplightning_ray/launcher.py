@@ -9,9 +9,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from deeplightning.engine.plan import asks_for_gpus, world_size
+from deeplightning.engine.plan import world_size
 from deeplightning.launch import Job, ProcessHooks, Start
-from deeplightning.launch.backoff import Backoff
+from deeplightning.launch.job import Backoff
 from deeplightning.process.identity import ATTEMPT, LAUNCH
 from deeplightning_ray.agent import WORKER
 from deeplightning_ray.cluster import connect
@@ -87,7 +87,7 @@ class Ray:
         """Return the processes that `run` would start."""
         engine = job.cfg.engine
         lowest, highest = self.bounds(world_size(engine))
-        each = f"{self.cpus_per_worker:g} CPUs" + (" and a GPU" if asks_for_gpus(job.cfg) else "")
+        each = f"{self.cpus_per_worker:g} CPUs" + (" and a GPU" if job.cfg.engine.gpus else "")
         at = {None: "RAY_ADDRESS's, this machine's, or its own", "local": "its own, on this machine"}
         cluster = at.get(self.address, self.address)
         range_ = f", from {lowest} to {highest}" if lowest != highest else ""

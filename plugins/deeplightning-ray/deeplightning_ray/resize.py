@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from deeplightning.config.schema import Config
-from deeplightning.engine.plan import asks_for_gpus, effective_batch, note_asked
+from deeplightning.engine.plan import effective_batch, note_asked
 from deeplightning.faults import Notice
 
 
@@ -18,7 +18,7 @@ def sized(cfg: Config, wanted: int, local: int, nodes: int) -> Config:
         local: workers on each machine.
     """
     engine = replace(cfg.engine, num_nodes=nodes)
-    if asks_for_gpus(cfg):
+    if cfg.engine.gpus:
         engine.gpus = local
     else:
         engine.processes = local

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 from deeplightning.checks.trust import note_launched
 from deeplightning.config.schema import Config
-from deeplightning.engine.plan import asks_for_gpus, world_size
+from deeplightning.engine.plan import world_size
 from deeplightning.faults import ConfigError, Fault, SetupError
 from deeplightning.launch import Job
 from deeplightning.own_code import SEALED
@@ -69,7 +69,7 @@ class Supervisor:
 
         self.ray, self.settings, self.job, self.cluster = ray, settings, job, cluster
         self.cfg, self.redact = job.cfg, job.cfg.redact
-        self.gpus = asks_for_gpus(self.cfg)
+        self.gpus = bool(self.cfg.engine.gpus)
         if self.cfg.engine.gpus == "auto":
             found = int(ray.cluster_resources().get("GPU", 0))
             self.gpus = found > 0

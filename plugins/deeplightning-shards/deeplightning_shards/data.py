@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from PIL import Image
-from torch import nn
 
 from deeplightning.address import is_address, shown
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import report_messages
-from deeplightning.data.images import ImageData, picture_spec
+from deeplightning.data.images import ImageFiles
 from deeplightning.data.loading import is_whole
-from deeplightning.data.samplers import BatchIndices, go_on, is_made_for, replicas
-from deeplightning.image_spec import MAX_PIXELS, ImageError, ImageSpec
+from deeplightning.data.samplers import BatchIndices, go_on, replicas
+from deeplightning.image_spec import ImageError, ImageSpec
 from deeplightning_shards.tar_files import Index, Shard, Source, at_address, expand, in_folder, indices_of
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ class ShardBatches(BatchIndices):
         return found
 
 
-class Shards(ImageData):
+class Shards(ImageFiles):
     """Pictures of one class each in tar shards below `data.root`, a folder or an address such as `s3://BUCKET/FOLDER`.
 
     Without shards for validation or tests, samples of the training shards take their place, as with every `ImageData`.
@@ -148,8 +147,7 @@ class Shards(ImageData):
         window: samples that are shuffled among each other, of consecutive shards.
         on_bad_sample: "error": a sample without a label, or whose picture cannot be decoded, ends the run, which names
             shard and member. "skip": it is left out and counted; to find such, all pictures are decoded once.
-        image_size, mode, resize, mean, std, max_pixels: see `deeplightning.data.image_folder.ImageFolder`.
-        augment, limit: see `deeplightning.data.images.ImageData`.
+        options: see `deeplightning.data.images.ImageFiles`, such as image_size, augment and limit.
 
     Raises:
         DataConfigError: a value of the config is impossible. It is a ValueError.
@@ -166,17 +164,9 @@ class Shards(ImageData):
         label: str = "label",
         window: int = 10_000,
         on_bad_sample: Literal["error", "skip"] = "error",
-        image_size: int | Sequence[int] = 64,
-        mode: Literal["RGB", "L"] = "RGB",
-        resize: Literal["crop", "stretch", "pad"] = "crop",
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
-        max_pixels: int = MAX_PIXELS,
-        augment: Sequence[nn.Module] = (),
-        limit: int | None = None,
+        **options: Any,
     ):
-        spec = picture_spec(image_size, mode, resize, mean, std)
-        super().__init__(cfg, spec, augment=augment, in_memory=False, limit=limit, max_pixels=max_pixels, cache=False)
+        super().__init__(cfg, **options, in_memory=False, cache=False)
         if cfg.data.root is None:
             raise DataConfigError("data.root is null, but Shards needs the folder or the address of the shards.")
         self._root = cfg.data.root
@@ -305,7 +295,7 @@ class Shards(ImageData):
     def _train_sampler(self) -> BatchIndices:
         if self._has_own_order:
             return super()._train_sampler()
-        if self._sampler is None or not is_made_for(self._sampler, self.trainer):
+        if self._sampler is None or self._sampler.made_for != replicas(self.trainer):
             world, rank = replicas(self.trainer)
             place = {"num_replicas": world, "rank": rank, "seed": self.cfg.seed, "drop_last": self._drop_last}
             self._sampler = ShardBatches(self.dataset("train"), self.cfg.data.batch_size, self.window, **place)

@@ -362,9 +362,8 @@ def _cache() -> Path:
 def _kept(path: Path) -> Index | None:
     """Return a cached index, or None if there is no usable one."""
     try:
-        with path.open("rb") as file:
-            refuse_foreign(file.fileno(), path)
-            found = json.load(file)
+        refuse_foreign(path.parent)
+        found = json.loads(path.read_bytes())
         arrays = {name: np.array(found[name], np.int64) for name in ("offsets", "sizes", "codes")}
         return Index(words=found["words"], skipped=found["skipped"], **arrays)
     except (OSError, ValueError, KeyError, TypeError, Unusable):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from deeplightning.faults import Fault, SetupError
-from deeplightning.process.decisions import DECIDED
+from deeplightning.process.identity import DECIDED
 
 ANSWER_SECONDS = 60.0
 

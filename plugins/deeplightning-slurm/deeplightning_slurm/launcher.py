@@ -32,7 +32,7 @@ from deeplightning_slurm.trial_array import TrialArray, task_here
 
 WARNING_SECONDS = 120  # before the end of its time a job saves a checkpoint and goes back into the queue
 
-_CODE_FOLDER = ".sealed"  # holds a job's frozen code, see `deeplightning.sweep.sealed.FOLDER`
+_CODE_FOLDER = ".sealed"  # holds a job's frozen code, see `deeplightning.sweep.frozen_code.FOLDER`
 
 
 class Slurm:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -12,9 +13,8 @@ from typing import Any
 from deeplightning.checks.examine import examine
 from deeplightning.config.tree import line
 from deeplightning.faults import ConfigError, Fault
-from deeplightning.launch.sealed import edited, is_intact, sealed_roots
-from deeplightning.own_code import add_import_roots, original_roots, short, use_seal
-from deeplightning.sweep.sealed import FOLDER, SearchCode, digest_of, freeze
+from deeplightning.own_code import SEAL, add_import_roots, original_roots, short, use_seal
+from deeplightning.sweep.frozen_code import FOLDER, SearchCode, digest_of, edited, freeze, is_intact
 from deeplightning.tracking.parent import Parent
 from deeplightning_tune.section import search_of
 
@@ -76,8 +76,13 @@ def _add_roots(folder: Path, name: str) -> None:
     Raises:
         ConfigError: a folder of this command, which would come first, has other code of the same name.
     """
-    missing = sealed_roots(folder, without={*original_roots(), *map(os.path.abspath, sys.path)})
-    tops = {path.partition("/")[0] for paths in missing.values() for path in paths}
+    content = json.loads((folder / SEAL).read_text())
+    known, missing, tops = {*original_roots(), *map(os.path.abspath, sys.path)}, list[str](), set[str]()
+    for root, copy in content["roots"].items():
+        paths = [file.removeprefix(f"{copy}/") for file in content["digests"] if file.startswith(f"{copy}/")]
+        if paths and root not in known:
+            missing.append(root)
+            tops.update(path.partition("/")[0] for path in paths)
     for root in original_roots():
         if found := sorted(top for top in tops if (Path(root) / top).exists()):
             message = (

@@ -25,16 +25,14 @@ from deeplightning.config.target import import_again
 from deeplightning.config.tree import as_written, dump, line
 from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, SetupError, UserError, count
 from deeplightning.launch import Job, array_of
-from deeplightning.launch.sealed import is_intact
 from deeplightning.launch.set_environment import apply_environment
-from deeplightning.process.decisions import DECIDED
-from deeplightning.process.identity import identity
-from deeplightning.process.terminal import say, say_path
+from deeplightning.process.identity import DECIDED, identity
+from deeplightning.process.terminal import in_columns, say, say_path
 from deeplightning.runfolder import FolderLock, RunFolder, make_private, permissions_of, write_whole
+from deeplightning.sweep.frozen_code import FOLDER, SearchCode, is_intact, own_code
 from deeplightning.sweep.grid import warn_of_no_effect
 from deeplightning.sweep.multirun import newest_checkpoint
-from deeplightning.sweep.sealed import FOLDER, SearchCode, own_code
-from deeplightning.sweep.worker import Forked, Line, Train, own_address, reason_of
+from deeplightning.sweep.worker import Forked, Train, TrialServer, failure_in
 from deeplightning.tracking.parent import Parent, Stopped
 from deeplightning_tune.resume import changed_settings, code_of_search
 from deeplightning_tune.section import search_of
@@ -99,8 +97,8 @@ class _Search:
         self.parent = Parent(cfg, self.name)
         self.home = self.parent.home
         self.database = self.home / "study.db"
-        self.line = Line("127.0.0.1" if cfg.engine.launcher is None else own_address())
-        self.workers = Forked(train, self.line)
+        self.server = TrialServer(is_remote=cfg.engine.launcher is not None)
+        self.workers = Forked(train, self.server)
         self.study: Any = None
         self.sign = ""
         self._lock: FolderLock | None = None
@@ -114,7 +112,7 @@ class _Search:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.line.close()
+        self.server.close()
         if self._lock is not None:
             self._lock.release()
 
@@ -302,7 +300,7 @@ class _Search:
                     break
             if not len(self.workers):
                 break
-            self.line.listen(self._answer)
+            self.server.listen(self._answer)
             for number, code in self.workers.ended().items():
                 self._ended(number, code)
         if self._stopping is not None:
@@ -325,7 +323,7 @@ class _Search:
         file = self.home / "trials" / f"trial-{number}.yaml"
         write_whole(file, self._trial_config(point, self.parent.overrides(f"trial-{number}"), is_trial=True))
         environment: dict[str, str | None] = {
-            TRIAL: self.line.address_for(number, self.tune.metric),
+            TRIAL: self.server.address_for(number, self.tune.metric),
             DECIDED: None,
             "MLFLOW_RUN_ID": None,
             **self.parent.environment(number, self.sign),
@@ -394,7 +392,7 @@ class _Search:
 
     def _ended(self, number: int, code: int) -> None:
         """Record the end of a trial whose process has ended."""
-        reason = reason_of(self.home / "trials" / f"trial-{number}.log", code)
+        reason = failure_in(self.home / "trials" / f"trial-{number}.log", code)
         seconds = time.monotonic() - self._began.pop(number)
         name = f"trial {number}"
         if number in self._pruned:
@@ -463,18 +461,15 @@ class _Search:
         self.parent.close("FINISHED")
 
     def _write(self, pictures: bool) -> None:
-        from deeplightning.sweep.table import text
         from deeplightning_tune import outcome
         from deeplightning_tune.study import plain_text
 
         folder, best = self.parent.folder, self.study.best()
-        say(self.cfg.redact(text(outcome.rows(self.study), "trials.csv")))
+        say(self.cfg.redact(in_columns(outcome.rows(self.study), "trials.csv")))
         write_whole(folder / "trials.csv", self.cfg.redact(outcome.as_csv(self.study)))
         if pictures:
             outcome.draw(self.study, folder)
-            trials = [
-                trial for trial in self.study.ranked() if trial.value is not None and "folder" in trial.user_attrs
-            ]
+            trials = [t for t in self.study.ranked() if t.value is not None and "folder" in t.user_attrs]
             warn_of_no_effect({t.number: (self.study.point(t), t.user_attrs["folder"]) for t in trials})
         tags = {}
         if best is not None:

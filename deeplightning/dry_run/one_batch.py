@@ -1,31 +1,44 @@
-"""Build what a config describes, and pass one made-up batch through its steps."""
+"""Build what a config describes, pass one made-up batch through its steps, and check what each step gives: loss,
+gradients, weights, logged values."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from lightning_fabric.plugins.environments import LightningEnvironment
 from pytorch_lightning.callbacks import Checkpoint, EarlyStopping
 from pytorch_lightning.utilities.model_helpers import is_overridden
+from torch import nn
 from torch.utils.data import DataLoader
+from torchmetrics import Metric
 
 from deeplightning import own_code
-from deeplightning.callbacks.recompute import Recompute
-from deeplightning.callbacks.steps import LogSteps, Seeds
+from deeplightning.callbacks import random_state, start
+from deeplightning.callbacks.steps import LogSteps
 from deeplightning.checks.conditions import splits_layers
 from deeplightning.config.auto_values import WEIGHTS, unfilled
 from deeplightning.config.schema import Config
 from deeplightning.config.target import build, needs
-from deeplightning.dry_run.afterwards import InMemory, answer
-from deeplightning.dry_run.attempt import Attempt
-from deeplightning.dry_run.diagnosis import error_in_words, faults_of, targets_of
-from deeplightning.dry_run.isolation import Nowhere, wants_network
-from deeplightning.dry_run.observer import Observer, check_numbers
+from deeplightning.dry_run.diagnosis import (
+    UNCONNECTED,
+    Attempt,
+    error_in_words,
+    faults_of,
+    line_of_method,
+    target_at,
+    targets_of,
+    tensor_in_words,
+)
+from deeplightning.dry_run.isolation import InMemory, Nowhere, wants_network
 from deeplightning.engine.plan import clip_arguments, trainer_arguments
-from deeplightning.faults import Fault, nearest
+from deeplightning.faults import ConfigError, Fault, nearest
+from deeplightning.kinds import KINDS
 from deeplightning.run.assemble import init_module
+from deeplightning.words import stage_of
 
 SAMPLES = 5
 """Of the made-up batch: enough for batch norm, few enough for a large network; odd, so that shapes are rarely equal by
@@ -89,7 +102,7 @@ def take_steps(attempt: Attempt) -> None:
             getattr(trainer, stage)(task, datamodule=attempt.data, **more)
             check_numbers(attempt)
     if saved is not None and attempt.cfg.train.export and not attempt.faults:
-        answer(attempt)
+        _export(attempt)
 
 
 def example(attempt: Attempt, longest: bool = False) -> object:
@@ -195,9 +208,9 @@ def quiet_arguments(cfg: Config) -> dict[str, Any]:
 def make_trainer(attempt: Attempt, look: pl.Callback) -> pl.Trainer:
     train = attempt.cfg.train
     assert attempt.cfg.seed is not None, "load_config draws one"
-    kept: list[pl.Callback] = [Seeds(attempt.cfg.seed), LogSteps(1)]
+    kept: list[pl.Callback] = [random_state.Seeds(attempt.cfg.seed), LogSteps(1)]
     if attempt.cfg.engine.activation_checkpointing:
-        kept.append(Recompute(attempt.cfg.engine.activation_checkpointing))
+        kept.append(start.Recompute(attempt.cfg.engine.activation_checkpointing))
     if splits_layers(attempt.asked.engine):
         kept.append(_Plan(attempt.asked.engine.params))
     for _, callback in attempt.callbacks:
@@ -237,6 +250,26 @@ def _judge(attempt: Attempt, look: Observer) -> None:
         attempt.fault(message, "engine.params.find_unused_parameters")
 
 
+def _export(attempt: Attempt) -> None:
+    """Load the checkpoint into a new task and predict one batch on the CPU, as the export of a run does."""
+    task, batch = attempt.task, attempt.batch
+    kind = KINDS.get(str(getattr(task, "kind", "")))
+    specs = [name for name in ("image_spec", "text_spec", "row_spec") if getattr(task, name, None) is not None]
+    key = {"image": "image", "text": "tokens"}.get(kind.takes if kind else "", "input")
+    if kind is None or not specs or not hasattr(task, "inference_model") or not isinstance(batch, Mapping):
+        return
+    if not isinstance(batch.get(key), torch.Tensor) or attempt.trainer.global_rank != 0:
+        return
+    attempt.stage = "in the export"
+    checkpoint = attempt.trainer.strategy.checkpoint_io.load_checkpoint("")
+    fresh = attempt.task = build(attempt.cfg.model.module, attempt.cfg)
+    fresh.on_load_checkpoint(checkpoint)
+    fresh.configure_model()
+    model = fresh.eval().inference_model()
+    with torch.inference_mode():
+        model(batch[key].cpu())
+
+
 class _Trainer(pl.Trainer):
     """A Trainer of one batch an epoch that gives schedules a usual length."""
 
@@ -251,3 +284,118 @@ def _loader(batch: object) -> DataLoader:
     """Return a loader of one batch, or of none."""
     batches: Any = [] if batch is None else [batch]
     return DataLoader(batches, batch_size=None)
+
+
+# ---- checks of each step
+
+
+def check_numbers(attempt: Attempt) -> None:
+    """Report logged values that are not single numbers, and losses that are not finite."""
+    for name, value in attempt.trainer.callback_metrics.items():
+        stage, rest = stage_of(name)
+        metric = next((n for n in attempt.cfg.model.metrics or {} if rest in (n, f"{n}_epoch")), None)
+        key = f"model.metrics.{metric}" if metric else "model.module"
+        if value.numel() != 1:
+            attempt.fault(
+                f"{name} is {tensor_in_words(value)}, not one number" + ("; see its `average`" if metric else ""), key
+            )
+        elif stage in ("val", "test") and rest == "loss" and not math.isfinite(value):
+            attempt.fault(f"{name} is {float(value)} on a batch of random values", "model.loss")
+
+
+class Observer(pl.Callback):
+    """Check a training step, and end the training after it."""
+
+    def __init__(self, attempt: Attempt):
+        self.attempt = attempt
+        self.learned = False
+        self.unused: list[str] = []
+        self._weights: dict[str, torch.Tensor] = {}
+        self._broken: str | None = None  # the first module that gave what is not finite
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        task = self.attempt.cfg.model.module.type
+        if not any(optimizer.param_groups for optimizer in trainer.optimizers) and pl_module.automatic_optimization:
+            raise ConfigError(
+                Fault(f"{task}.configure_optimizers gives no optimizer: nothing would learn", "model.module")
+            )
+        taught = {id(p) for optimizer in trainer.optimizers for g in optimizer.param_groups for p in g["params"]}
+        if taught and taught.isdisjoint(map(id, pl_module.parameters())):
+            message = f"{task}.configure_optimizers: the optimizer has none of the task's parameters, so nothing learns"
+            raise ConfigError(
+                Fault(f"{message}{line_of_method(pl_module, 'configure_optimizers')}; are they copies?", "model.module")
+            )
+        self.attempt.stage = "in the training step"
+        for config in trainer.lr_scheduler_configs:
+            config.frequency, config.strict = 1, False  # each schedule steps; a missing metric is reported later
+        self._weights = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
+        for name, module in pl_module.named_modules():
+            if name and not isinstance(module, Metric):
+                module.register_forward_hook(self._watch(name))
+
+    def _watch(self, name: str) -> object:
+        def hook(_: nn.Module, __: object, output: Any) -> None:
+            numbers = isinstance(output, torch.Tensor) and output.is_floating_point()
+            if self._broken is None and numbers and not torch.isfinite(output).all():
+                self._broken = name
+
+        return hook
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        attempt, self.learned = self.attempt, True
+        if loss.numel() != 1:
+            message = f"the loss is {tensor_in_words(loss)}, not one number; a loss's `reduction` is mostly mean"
+            raise ConfigError(Fault(message, "model.loss" if attempt.cfg.model.loss else "model.module"))
+        if trainer.global_step == 0 and not torch.isfinite(loss).all():
+            raise ConfigError(self._not_finite(pl_module, float(loss.detach())))
+
+    def _not_finite(self, module: pl.LightningModule, loss: float) -> Fault:
+        message = f"the loss of the first training step is {loss}"
+        bad = [name for name, p in module.named_parameters() if not torch.isfinite(p).all()]
+        path = bad[0].rpartition(".")[0] if bad else self._broken
+        owner = target_at(self.attempt, path) if path else None
+        key = str(owner.name) if owner else "model.loss" if self.attempt.cfg.model.loss else "model.module"
+        if bad:
+            return Fault(f"{message}: {bad[0]} begins with values that are not finite", key)
+        if path:
+            kind = type(module.get_submodule(path)).__name__
+            return Fault(f"{message}: {path} ({kind}) is the first module whose output is not finite", key)
+        return Fault(message, key)
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        learning = {name: p for name, p in pl_module.named_parameters() if p.requires_grad}
+        self.unused = [name for name, p in learning.items() if p.grad is None]
+        if len(self.unused) == len(learning):
+            raise ConfigError(Fault(UNCONNECTED, "model.loss" if self.attempt.cfg.model.loss else "model.module"))
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object) -> None:
+        self.attempt.logged["step"] = set(trainer.callback_metrics)
+        self.attempt.stage = "in the validation step"
+        trainer.should_stop = True
+        # How far a step goes is the learning rate's business: the network is judged as it was built.
+        parameters = dict(pl_module.named_parameters())
+        with torch.no_grad():
+            for name, value in self._weights.items():
+                parameters[name].copy_(value)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.attempt.logged["validation"] = set(trainer.callback_metrics)
+        self.attempt.stage = "at the end of the epoch"
+        check_numbers(self.attempt)  # before Lightning stumbles over what is not one number
+        if self.attempt.faults:
+            raise ConfigError(self.attempt.faults.pop())
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        attempt = self.attempt
+        if attempt.batch is not None and not attempt.faults:  # a run saves while the task is on its device
+            attempt.stage, attempt.saved = "while a checkpoint is saved", str(attempt.folder / "last.ckpt")
+            trainer.save_checkpoint(attempt.saved)
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        keep = trainer.strategy.checkpoint_io.save_checkpoint
+        keep(checkpoint, "")  # Lightning asks the first rank alone
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.attempt.logged = {moment: set() for moment in ("step", "validation", "epoch")}

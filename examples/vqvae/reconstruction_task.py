@@ -3,22 +3,18 @@
 Shapes: B batch, C channels, H height, W width, K tokens of a codebook, h and w sides of the grid of tokens.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torchmetrics.regression import MeanSquaredError
 
-from deeplightning.task.outputs import refusal
+from deeplightning.config.part_config import PartConfig
+from deeplightning.task.networks import judging, refusal
 from deeplightning.task.pixel_input import ImageTask, Normalise
 from deeplightning.task.sheets import epoch_suffix, sheet
 from deeplightning.task.supervised import Batch
 from deeplightning.task.task_errors import MisfitError
-
-if TYPE_CHECKING:
-    from deeplightning.config.part_config import PartConfig
 
 SHOWN = 16
 """Pictures on a sheet."""
@@ -47,16 +43,13 @@ class ImageReconstruction(ImageTask):
     `val_codebook_perplexity`: as if so many of them were used, all equally often, from 1 to K.
 
     Pictures of each epoch: 16 of its first training batch and of the first validation batch, and what came back.
-
-    Raises:
-        ValueError: several networks, optimizers or schedulers, or no loss: this task trains one network.
     """
 
     kind = "image_reconstruction"
     metric_names = ("rmse",)
     uniform = True
 
-    def __init__(self, cfg: "PartConfig"):
+    def __init__(self, cfg: PartConfig):
         super().__init__(cfg)
         self._shown: dict[str, Tensor] = {}  # by stage: uint8 (n, C, H, W)
         self._tokens: Tensor | None = None  # int64 (K,): how often each was used in the last validation
@@ -71,10 +64,7 @@ class ImageReconstruction(ImageTask):
         return reconstruction(outputs).detach().float().contiguous()
 
     def check_outputs(self, outputs: object) -> None:
-        """
-        Raises:
-            MisfitError: there are no pictures among them.
-        """
+        """Raise MisfitError if there are no pictures among them."""
         found = outputs.get("reconstruction") if isinstance(outputs, dict) else outputs
         if isinstance(found, Tensor) and found.ndim == 4:
             return
@@ -140,7 +130,7 @@ class ImageReconstruction(ImageTask):
         for each in ("train", "val") if suffix else ("val",):
             if each in self._shown:
                 shown = self._shown[each]
-                with _judging(self):
+                with judging(self):
                     answered = pixels(reconstruction(self.forward(shown)), cast(Normalise, self.normalise))
                 found[f"{each}_original{suffix}"] = sheet(shown)
                 found[f"{each}_reconstruction{suffix}"] = sheet((answered * 255).round().byte())
@@ -168,15 +158,3 @@ def perplexity(counts: Tensor) -> Tensor:
     """exp of the entropy of how often each of K tokens was used: int64 (K,) → float32 (), from 1 to K."""
     share = counts.double() / counts.sum()
     return torch.special.entr(share).sum().exp().float()
-
-
-@contextmanager
-def _judging(task: nn.Module) -> Iterator[None]:
-    """The task in eval mode, without gradients."""
-    training = task.training
-    task.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        task.train(training)

@@ -6,8 +6,8 @@ edited later does no harm.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import json
 import os
 import secrets
 import shutil
@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deeplightning.checks.examine import examine, load_config
-from deeplightning.checks.trust import note_own
-from deeplightning.faults import SetupError, UserError
-from deeplightning.launch.sealed import seal
+from deeplightning.checks.trust import is_noted, note_own
+from deeplightning.faults import SetupError
+from deeplightning.launch.sealed import files_of, seal
 from deeplightning.own_code import SEAL, is_theirs, original, use_seal
 from deeplightning.runfolder import make_private
+from deeplightning.sweep.worker import fork
 from deeplightning.tracking.environment import git_answers
 from deeplightning.tracking.parent import Parent
 
@@ -87,30 +88,56 @@ def freeze(parent: Parent, path: Path, overrides: Sequence[str]) -> SearchCode:
     Raises:
         SetupError: the copy cannot be written.
     """
-    from deeplightning.sweep.forked_child import in_child
-
     folder, store = parent.home / FOLDER / secrets.token_hex(8), parent.home.parents[2]
 
-    def work() -> dict[str, object]:
-        for stream in (1, 2):  # this process imports the same, and prints the same
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-        cfg = load_config(path, [*overrides])
-        make_private(folder.parent, store)
-        seal(folder, git=git_answers(cfg.redact))
-        return {}
-
-    with contextlib.suppress(UserError, SystemExit):  # which this process comes to as well, in better words
-        in_child(work, None, str)
-    if not (folder / SEAL).is_file():
+    def make() -> None:
         cfg = load_config(path, [*overrides])
         try:
             make_private(folder.parent, store)
         except OSError as error:
             raise SetupError(f"{folder.parent}: this folder cannot be made: {error.strerror}") from error
         seal(folder, git=git_answers(cfg.redact))
+
+    def work() -> int:
+        for stream in (1, 2):  # this process imports the same, prints the same, and reports errors
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        make()
+        return 0
+
+    os.waitpid(fork(work), 0)
+    if not (folder / SEAL).is_file():
+        make()
     note_own(folder / SEAL)
     use_seal(folder)
     return SearchCode(folder)
+
+
+def is_intact(folder: Path) -> bool:
+    """Return whether this user made a seal on this machine (`note_own`) and none of its files has changed since.
+
+    Bytecode caches in it, which have no digest, are removed.
+    """
+    try:
+        if not is_noted(folder / SEAL):
+            return False
+        for cache in [*(folder / "code").rglob("__pycache__")]:
+            shutil.rmtree(cache)
+        digests = json.loads((folder / SEAL).read_text())["digests"]
+        return {path.relative_to(folder).as_posix(): digest_of(path) for path in files_of(folder)} == digests
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def edited(folder: Path) -> dict[str, str]:
+    """Return the own-code files that changed since a seal was made, with what happened to each."""
+    content = json.loads((folder / SEAL).read_text())
+    found = {}
+    for copy, digest in content["digests"].items():
+        root, top = next(((r, t) for r, t in content["roots"].items() if copy.startswith(f"{t}/")), ("", ""))
+        origin = Path(root, copy.removeprefix(f"{top}/"))
+        if root and (now := digest_of(origin)) != digest:
+            found[str(origin)] = "has changed" if now else "is gone"
+    return found
 
 
 def own_code() -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,21 +15,14 @@ import numpy as np
 from deeplightning.config.schema import Mode
 from deeplightning.faults import CheckpointError, count
 from deeplightning.report.facts import is_inside
-from deeplightning.reproduce.past import PastRun, past_run
-from deeplightning.runfolder import RunFolder
-from deeplightning.tracking.series import Series, from_file, is_repeatable, last_values
-from deeplightning.words import stage_of
-
-RUNS_FILE = "runs.csv"
-"""Table with a row for each run that `train --seeds` and `train --multirun` write to their folder."""
+from deeplightning.reproduce.past import PastRun, by_stage, past_run
+from deeplightning.runfolder import RUNS_FILE, RunFolder
 
 MAX_ANSWERS_BYTES = 512 * 2**20
 """Maximum size of a file of answers."""
 
 FREE_KEYS = ("seed", "data.fold", "logger.", "train.resume_ckpt", "serve.")
 """Keys that may differ between the runs of one setting."""
-
-_NO_RESULT = re.compile(r"(lr|grad_norm|epoch|seed)($|[-_/].*)|.*_step|best step")
 
 Key = tuple[object, object]
 """Seed and fold of a run; runs of two settings with the same key form a pair."""
@@ -64,24 +56,9 @@ class Member:
         config = self.run.config
         return config.get("seed"), config.get("data.fold")
 
-    @cached_property
-    def metrics(self) -> dict[str, float]:
-        """Last value of each metric, and the best of the monitored one, without learning rates, times and loads."""
-        found = last_values(self._series) | self.run.results
-        found = {name: value for name, value in found.items() if f"{name}_epoch" not in found}  # of a single batch
-        return {
-            name: float(value)
-            for name, value in found.items()
-            if isinstance(value, int | float) and is_repeatable(name) and not _NO_RESULT.fullmatch(name)
-        }
-
     @property
-    def _series(self) -> Series:
-        """Metric series, preferably from the run folder: a remote server has the same points."""
-        try:
-            return from_file(self.run.folder.series)
-        except ValueError:
-            return self.run.series or {}
+    def metrics(self) -> dict[str, float]:
+        return self.run.metrics
 
     @cached_property
     def answers(self) -> Answers | None:
@@ -105,10 +82,7 @@ class Group:
     @cached_property
     def metrics(self) -> list[str]:
         """Names of all metrics, those of the test set first."""
-        names = dict.fromkeys(name for member in self.members for name in member.metrics)
-        order = ("test", "val", "best", "train", "")
-        place = {name: order.index("best" if name.startswith("best ") else stage_of(name)[0]) for name in names}
-        return sorted(names, key=lambda name: (place[name], "loss" in name, name))
+        return by_stage(name for member in self.members for name in member.metrics)
 
     def values(self, metric: str) -> dict[Key, float]:
         """Return the finite values of a metric by seed and fold; runs with the same key are averaged."""

@@ -24,10 +24,9 @@ from deeplightning.config.auto_values import unfilled
 from deeplightning.config.plugins import DRY_RUN, load
 from deeplightning.config.schema import Config, Optimizer, Target
 from deeplightning.config.target import build
-from deeplightning.dry_run.attempt import Attempt
-from deeplightning.dry_run.diagnosis import faults_of, targets_of
+from deeplightning.dry_run.diagnosis import Attempt, faults_of, targets_of
 from deeplightning.dry_run.isolation import OF_WORKERS, drop_weights, offline, on_one_cpu, undisturbed, wants_network
-from deeplightning.dry_run.steps import STEPS, take_steps
+from deeplightning.dry_run.one_batch import STEPS, take_steps
 from deeplightning.engine.plan import world_size
 from deeplightning.faults import Fault, nearest, not_installed
 from deeplightning.private.messages import Sentence

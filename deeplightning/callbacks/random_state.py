@@ -1,0 +1,267 @@
+"""Draw random numbers that a resumed run repeats; Lightning has no callback for it. They follow from seed and position
+alone, or, with a module of the user's own, are those of Lightning's own Trainer."""
+
+import math
+import random
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.utilities.model_helpers import is_overridden
+from torch import distributed
+from torch.utils.data import IterableDataset
+
+from deeplightning.checks.signature_check import Imported
+from deeplightning.config.schema import Config, Target
+from deeplightning.engine.process_group import replicas
+from deeplightning.faults import CheckpointError
+from deeplightning.private.lightning import restart_epoch, training_loaders
+from deeplightning.static.signature import Undecided
+
+_WORD = 2**64 - 1
+
+
+def seed_all(seed: int, *position: int) -> None:
+    """Seed Python, NumPy and torch from a seed and a position, such as a number of the purpose."""
+    word = _word(seed, *position)
+    _seed_from(word)
+    if (module := _device_module()) is not None and not _is_initialized(module):
+        torch.manual_seed(word)  # also notes the seed for a GPU that is first used later
+
+
+def draws_as_lightning(cfg: Config) -> bool:
+    """Return whether a run draws random numbers as `seed_everything` and `Trainer.fit` of Lightning do, see
+    `Generators`: a module of it is the user's own and derived from none of ours."""
+    return not (_is_ours(cfg.data.module) and _is_ours(cfg.model.module))
+
+
+def _is_ours(target: Target) -> bool:
+    """Return whether a class, or what a function makes as far as its source shows, is ours or derived from ours."""
+    try:
+        made = Imported(target.type).makes()
+    except (ValueError, Undecided):
+        return False
+    return any(path.startswith("deeplightning.") for each in made for path in each.paths)
+
+
+def _word(seed: int, *position: int) -> int:
+    """Return 64 bits that depend on all of these."""
+    words = np.random.SeedSequence([seed, *position]).generate_state(2)
+    return int(words[0]) << 32 | int(words[1])
+
+
+def _mixed(word: int, number: int) -> int:
+    """Return 64 bits that depend on a word and a number: the generator of Steele, Lea and Flood, "Fast splittable
+    pseudorandom number generators" (2014), at its `number`-th step. A hundredth of what a SeedSequence takes."""
+    z = (word + number * 0x9E3779B97F4A7C15) & _WORD
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _WORD
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & _WORD
+    return z ^ z >> 31
+
+
+def _seed_from(word: int) -> None:
+    """Set the generators that are there. Not by `torch.manual_seed`, which formats a traceback for each kind of device
+    that is missing or not in use yet: 1.25 ms a call beside an H100 (torch 2.11), 1.5 ms without one (2.15)."""
+    random.seed(word)
+    np.random.seed(word >> 32)
+    torch.default_generator.manual_seed(word)
+    if (module := _device_module()) is not None and _is_initialized(module):
+        seed_all_devices = getattr(module, "manual_seed_all", None) or module.manual_seed
+        seed_all_devices(word)
+
+
+@cache
+def _device_module() -> Any:
+    """Return torch's module for the accelerator of this machine, such as `torch.cuda`; None: it has none."""
+    return torch.get_device_module() if torch.accelerator.is_available() else None
+
+
+def _is_initialized(module: object) -> bool:
+    """Return whether this process has used the device; false in a process that was forked from one that has."""
+    return not hasattr(module, "is_initialized") or module.is_initialized()
+
+
+class Seeds(Callback):
+    """Seed Python, NumPy and torch anew for the building of the network, and again before each batch, from seed,
+    epoch, batch and rank. So a resumed run draws what an uninterrupted one would, and validation disturbs nothing.
+
+    Saving and restoring generator states instead was not exact: the loader has drawn ahead (November 2026).
+    """
+
+    def __init__(self, seed: int):
+        self.seed = seed
+        self._epoch, self._word = (-1, -1), 0
+        self._begins = False  # whether a resumed run begins an epoch, whose iterator Lightning has made too early
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        seed_all(self.seed, 0)  # the same on every rank: all start from the same weights
+        build_network(trainer, pl_module, stage)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._restore_position(trainer)
+        self._seed_batch(trainer)
+
+    def _restore_position(self, trainer: Trainer) -> None:
+        """Have a resumed run read the batches that the uninterrupted one reads next, of loaders that do not know their
+        position: each epoch is iterated from its seed, and batches that are done are read and dropped."""
+        loop, loaders = trainer.fit_loop, training_loaders(trainer)
+        number, batches = trainer.current_epoch, loop.epoch_loop.batch_progress
+        if trainer.ckpt_path is None or any(map(knows_position, loaders)):
+            return
+        done, size = batches.current.ready, trainer.num_training_batches
+        self._begins = batches.is_last_batch or done >= size  # the next epoch, when it has its seed
+        if self._begins or done == 0:
+            return
+        if number > 0:  # the iterator of the first epoch is made before training starts, by the same seed
+            # Lightning counts the batches of the last epoch until the next one has its iterator.
+            _seed_from(_mixed(_word(self.seed, 1 + number, replicas(trainer)[1]), int(size) if size < math.inf else 0))
+        restart_epoch(trainer, skip=done, new_iterator=number > 0)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._seed_batch(trainer)
+        if self._begins:
+            self._begins = False
+            restart_epoch(trainer, skip=0, new_iterator=True)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "fit":
+            self._seed_batch(trainer)
+
+    def _seed_batch(self, trainer: Trainer, *_: object, **__: object) -> None:
+        epoch = (1 + trainer.current_epoch, replicas(trainer)[1])
+        if epoch != self._epoch:
+            self._epoch, self._word = epoch, _word(self.seed, *epoch)
+        _seed_from(_mixed(self._word, trainer.fit_loop.epoch_loop.batch_progress.current.ready))
+
+    on_train_batch_end = _seed_batch
+
+
+def knows_position(loader: Any) -> bool:
+    """Return whether a loader resumes inside an epoch by itself: one of ours, or one with a state."""
+    dataset = getattr(loader, "dataset", None)
+    parts = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+    parts += [dataset] if isinstance(dataset, IterableDataset) else []
+    iterators = [iterate for part in parts if (iterate := getattr(type(part), "__iter__", None)) is not None]
+    return hasattr(loader, "state_dict") or any(_is_of(part, "deeplightning") for part in iterators)
+
+
+def _sets_up(callback: Callback) -> bool:
+    """Return whether a callback is not ours and has a hook `setup`."""
+    return is_overridden("setup", callback, parent=Callback) and not _is_of(type(callback), "deeplightning")
+
+
+def _is_of(named: Any, *packages: str) -> bool:
+    return named.__module__.partition(".")[0] in packages
+
+
+def build_network(trainer: Trainer, task: LightningModule, stage: str) -> None:
+    """Build the network of a task of ours before callbacks of the user's are set up: Lightning's fine-tuning callbacks
+    freeze parts of it there. Lightning builds it only after that, and then finds it built."""
+    own = type(task)
+    if not any(_sets_up(callback) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        return
+    if not _is_of(own.configure_model, "deeplightning") or not _is_of(own.setup, "deeplightning", "pytorch_lightning"):
+        return
+    task.setup(stage)
+    with (
+        trainer.strategy.tensor_init_context(),
+        trainer.strategy.model_sharded_context(),
+        trainer.precision_plugin.module_init_context(),
+    ):
+        task.configure_model()
+
+
+class Generators(Callback):
+    """Save the states of each process' generators of Python, NumPy and torch in checkpoints, and restore them.
+
+    So the numbers are those of `seed_everything` and `Trainer.fit`, and a run that resumes draws what an uninterrupted
+    one does. Inside an epoch it iterates from the states before that epoch, and drops the batches that are done, unless
+    the loader knows its position.
+    """
+
+    def __init__(self) -> None:
+        self._saved: list[dict[str, Any]] | None = None  # of each process
+        self._before: dict[str, Any] | None = None  # the states before the epoch; None: it is the first
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        build_network(trainer, pl_module, stage)
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {"now": _states(), "before": self._before}
+        every: list[Any] = [own]
+        if distributed.is_available() and distributed.is_initialized():
+            every *= distributed.get_world_size()
+            distributed.all_gather_object(every, own)
+        return {"processes": every}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict.get("processes")
+
+    def _take(self, trainer: Trainer) -> dict[str, Any]:
+        """Return what this process has saved, once; a run may resume with more processes.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        saved, self._saved = self._saved, None
+        if not saved:
+            return {}
+        try:
+            found: dict[str, Any] = saved[trainer.global_rank % len(saved)]
+            self._before = found["before"]
+        except (TypeError, KeyError) as error:
+            raise CheckpointError(f"{trainer.ckpt_path}: damaged: the states of generators: {error!r}") from error
+        return found
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        batches = trainer.fit_loop.epoch_loop.batch_progress
+        done = batches.current.ready
+        if trainer.ckpt_path is None or batches.is_last_batch or not 0 < done < trainer.num_training_batches:
+            return
+        saved = self._take(trainer)
+        if not any(map(knows_position, training_loaders(trainer))):
+            if self._before is not None:
+                _set_states(trainer, self._before)
+            restart_epoch(trainer, skip=done, new_iterator=self._before is not None)
+        if saved:
+            _set_states(trainer, saved.get("now"))
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if saved := self._take(trainer):
+            _set_states(trainer, saved.get("now"))
+            self._before = saved["now"]
+            restart_epoch(trainer, skip=0, new_iterator=True)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._before = _states()
+
+
+def _states() -> dict[str, Any]:
+    """Return the states as plain lists: a pickled tensor would call `torch.save`, which users count."""
+    accelerator = _device_module()
+    devices = accelerator.get_rng_state_all() if hasattr(accelerator, "get_rng_state_all") else []
+    return {
+        "python": random.getstate(),
+        "numpy": [each.tolist() if isinstance(each, np.ndarray) else each for each in np.random.get_state()],
+        "torch": torch.get_rng_state().tolist(),
+        "device": [device.tolist() for device in devices],
+    }
+
+
+def _set_states(trainer: Trainer, states: Any) -> None:
+    """Restore the states of the generators.
+
+    Raises:
+        CheckpointError: they are damaged.
+    """
+    try:
+        random.setstate(states["python"])
+        np.random.set_state(tuple(states["numpy"]))
+        torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
+        if states["device"]:
+            devices = [torch.tensor(device, dtype=torch.uint8) for device in states["device"]]
+            _device_module().set_rng_state_all(devices)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{trainer.ckpt_path}: damaged: the states of generators: {error!r}") from error

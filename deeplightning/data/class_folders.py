@@ -1,0 +1,98 @@
+"""Find the files of a folder that has one folder for each class, with or without `train`, `val` and `test` above."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from deeplightning.data.data_errors import DataError
+from deeplightning.image_spec import files_below
+
+log = logging.getLogger("deeplightning.data")
+
+
+@dataclass(frozen=True)
+class ClassFolders:
+    """A folder in one of two layouts; files may also lie deeper, and hidden ones do not count.
+
+    - `CLASS/FILE`
+    - `train/CLASS/FILE`, and where there are such `val/…` and `test/…` with the same classes. It is this layout when
+      `train` holds folders and no file with one of the endings, so that trains may also be a class.
+
+    Attributes:
+        root: the folder.
+        word: for a file, in messages, such as image.
+        endings: of the files, in lower case; others are ignored.
+    """
+
+    root: Path
+    word: str
+    endings: tuple[str, ...]
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the folder has the second layout."""
+        train = self.root / "train"
+        return bool(_folders(train)) and not any(path.is_file() and self._counts(path) for path in train.iterdir())
+
+    def _counts(self, path: Path) -> bool:
+        return path.name.lower().endswith(self.endings) and not path.name.startswith(".")
+
+    def classes(self) -> list[str]:
+        """Return the names of the classes, sorted; raise DataError if there is no folder of a class."""
+        if not self.root.is_dir():
+            raise DataError(f"{self.root} is not a folder. Set data.root to the one that holds the {self.word}s.")
+        top = self.root / "train" if self.is_divided else self.root
+        if not (names := _folders(top)):
+            raise DataError(
+                f"{top} holds no folder. Put the {self.word}s of each class into a folder of the class's name."
+            )
+        return names
+
+    def find(self) -> dict[str, tuple[list[str], np.ndarray]]:
+        """Return the paths of each set and their classes, int64 (N,); under "all" those of the first layout.
+
+        Raises:
+            DataError: a class has no file, or the sets have not the same classes.
+        """
+        classes = self.classes()
+        if not self.is_divided:
+            return {"all": self._files(self.root, classes, is_complete=True)}
+        found = {"train": self._files(self.root / "train", classes, is_complete=True)}
+        others = _folders(self.root)
+        for split in ("val", "test"):
+            if split in others:
+                found[split] = self._files(self.root / split, classes)
+        if unknown := sorted({*others} - {"train", "val", "test"}):
+            log.warning("Ignored in %s, beside train, val and test: %s", self.root, ", ".join(unknown))
+        return found
+
+    def _files(self, folder: Path, classes: list[str], is_complete: bool = False) -> tuple[list[str], np.ndarray]:
+        """Return the files of one set; `is_complete`: each class must have one."""
+        differences = {"missing": {*classes} - {*_folders(folder)}, "unknown": {*_folders(folder)} - {*classes}}
+        if faults := [f"{what}: {', '.join(sorted(names))}" for what, names in differences.items() if names]:
+            raise DataError(f"{folder} must have the same classes as {self.root / 'train'} ({'; '.join(faults)}).")
+        paths, labels, ignored = list[str](), list[int](), 0
+        for label, name in enumerate(classes):
+            files = [*files_below(folder / name)]
+            counted = sorted(str(path) for path in files if self._counts(path))
+            if is_complete and not counted:
+                hint = "Put some there, or remove the folder."
+                raise DataError(f"{folder / name} holds no {self.word} ({', '.join(self.endings)}). {hint}")
+            paths += counted
+            labels += [label] * len(counted)
+            ignored += len(files) - len(counted)
+        if not paths:
+            raise DataError(f"{folder} holds no {self.word} ({', '.join(self.endings)}).")
+        if ignored:
+            article = "an" if self.word[0] in "aeiou" else "a"
+            words = "Ignored in %s: %d files that do not have the ending of %s %s"
+            log.info(words, folder, ignored, article, self.word)
+        return paths, np.array(labels, dtype=np.int64)
+
+
+def _folders(path: Path) -> list[str]:
+    """Return the names of the folders in a folder, sorted, without hidden ones."""
+    entries = path.iterdir() if path.is_dir() else ()
+    return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))

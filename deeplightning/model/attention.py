@@ -1,0 +1,79 @@
+"""The block of a transformer, which networks for pictures and for texts share.
+
+B batch, T tokens, D width.
+"""
+
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    """Attention, then an MLP, each with layer norm before it and a residual connection.
+
+    Args:
+        width: D.
+        heads: number of heads; divides `width`.
+        mlp_width: width of the MLP's hidden layer.
+        dropout: probability.
+        attention_dropout: probability with which attention leaves out a token.
+    """
+
+    def __init__(self, width: int, heads: int, mlp_width: int, dropout: float, attention_dropout: float = 0.0):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width, heads, attention_dropout)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, mlp_width), nn.GELU(), nn.Dropout(dropout), nn.Linear(mlp_width, width)
+        )
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens: Tensor, seen: Tensor | None = None) -> Tensor:
+        """Map tokens, float (B, T, D), to the same shape; `seen`, bool (B, 1, 1, T): those that attention takes."""
+        tokens = tokens + self.dropout(self.attention(self.norm1(tokens), seen))
+        return tokens + self.dropout(self.mlp(self.norm2(tokens)))
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762).
+
+    Args:
+        width: D.
+        heads: number of heads; divides `width`.
+        dropout: probability with which a token is left out in training.
+    """
+
+    def __init__(self, width: int, heads: int, dropout: float = 0.0):
+        super().__init__()
+        self.head_width, self.share_left_out = width // heads, dropout
+        self.asked = nn.Linear(width, 3 * width)  # queries, keys and values, side by side
+        self.out = nn.Linear(width, width)
+
+    def forward(self, tokens: Tensor, seen: Tensor | None = None) -> Tensor:
+        """Map tokens, float (B, T, D), to the same shape; `seen` as in `Block`."""
+        # (B, T, 3, heads, D / heads); with tensor parallelism, each process has its share of the heads
+        asked = self.asked(tokens).unflatten(2, (3, -1, self.head_width))
+        queries, keys, values = asked.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, heads, T, D / heads)
+        left_out = self.share_left_out if self.training else 0.0
+        found = nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, dropout_p=left_out)
+        return self.out(found.transpose(1, 2).flatten(2))
+
+
+def tensor_plan(blocks: str, processes: int, **shared: int) -> dict[str, str]:
+    """Return how blocks are split over `processes` processes, for `engine.params.tensor_parallel`.
+
+    Args:
+        blocks: name of the network's list of blocks.
+        shared: the network's arguments that count heads and hidden units, which the processes share.
+
+    Raises:
+        ValueError: the number of processes does not divide one of them.
+    """
+    for name, number in shared.items():
+        if number % processes:
+            raise ValueError(f"{processes} processes cannot share its {number} {name} evenly")
+    return {
+        f"{blocks}.*.attention.asked": "colwise_3",
+        f"{blocks}.*.attention.out": "rowwise",
+        f"{blocks}.*.mlp.0": "colwise",
+        f"{blocks}.*.mlp.3": "rowwise",
+    }

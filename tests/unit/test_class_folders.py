@@ -1,0 +1,82 @@
+"""Files in a folder for each class, with or without `train`, `val` and `test` above: pictures and signals alike."""
+
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from deeplightning.data.class_folders import ClassFolders
+from deeplightning.data.data_errors import DataError
+from deeplightning.data.signal import SignalFolder
+
+
+def make(root, *names):
+    """Write files of a signal each, of two channels, of which the second is constant."""
+    for number, name in enumerate(names):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        np.save(root / name, np.array([[number, number + 1.5, 3], [0.1, 0.1, 0.1]]))
+
+
+def signals(root):
+    data = SimpleNamespace(root=str(root), num_splits=None, fold=0, batch_size=4, num_workers=0, loader={})
+    module = SignalFolder(SimpleNamespace(seed=1, data=data))
+    module.setup()
+    return module
+
+
+DIVIDED = [f"{split}/{name}/{n}.npy" for split in ("train", "val") for name in ("cat", "dog") for n in range(10)]
+
+
+def test_sets_have_folders_of_their_own(tmp_path):
+    """Files of `val` validate; what is hidden or has another ending does not count."""
+    make(tmp_path, *DIVIDED, "train/cat/deep/x.npy", "train/.hidden/1.npy", "train/dog/.2.npy")
+    (tmp_path / "train" / "dog" / "notes.txt").write_text("")
+    module = signals(tmp_path)
+    assert module.class_names == ["cat", "dog"]
+    assert module.dataset("train").labels.bincount().tolist() == [11, 10]
+    assert module.dataset("val").labels.bincount().tolist() == [10, 10]
+
+
+def test_a_class_may_be_called_train(tmp_path):
+    """`train` with files in it is a class beside the others, though it also has folders."""
+    make(tmp_path, *(f"{name}/{n}.npy" for name in ("train", "car") for n in range(10)), "train/old/1.npy")
+    assert signals(tmp_path).class_names == ["car", "train"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda root: shutil.rmtree(root / "val" / "dog"),
+            r"val must have the same classes as .* \(missing: dog\)",
+        ),
+        (lambda root: (root / "val" / "emu").mkdir(), r"same classes .* \(unknown: emu\)"),
+        (lambda root: (root / "train" / "emu").mkdir(), r"train/emu holds no signal \(\.npy, \.csv, \.wav\)"),
+        (lambda root: shutil.rmtree(root), "is not a folder. Set data.root to the one that holds the signals"),
+    ],
+)
+def test_what_is_missing_is_named(tmp_path, change, words):
+    """With the path: exit code 3."""
+    make(tmp_path / "root", *DIVIDED)
+    change(tmp_path / "root")
+    with pytest.raises(DataError, match=words) as error:
+        signals(tmp_path / "root")
+    assert error.value.exit_code == 3
+
+
+def test_paths_are_sorted_by_class(tmp_path):
+    """The same on every machine: class by class, and by path in each."""
+    make(tmp_path, "b/2.npy", "b/10.npy", "a/z.npy")
+    (paths, labels) = ClassFolders(tmp_path, "signal", (".npy",)).find()["all"]
+    assert [path.removeprefix(f"{tmp_path}/") for path in paths] == ["a/z.npy", "b/10.npy", "b/2.npy"]
+    assert labels.tolist() == [0, 1, 1]
+
+
+def test_mean_and_deviation_of_each_channel(tmp_path):
+    """Of the training signals alone; a channel that never changes has the deviation 1."""
+    make(tmp_path, *DIVIDED)
+    module = signals(tmp_path)
+    train = np.stack([np.load(tmp_path / name) for name in DIVIDED if name.startswith("train")])
+    np.testing.assert_allclose(module.array_spec.mean, train.mean((0, 2)), rtol=1e-12)
+    assert module.array_spec.std == pytest.approx((train[:, 0].std(), 1.0), rel=1e-12)

@@ -1,0 +1,58 @@
+"""The network for tables is an ensemble: each row trains one member, and the answer is the mean of all."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from deeplightning.model.table import TableNet
+
+ROWS = torch.tensor([[0.5, -1.0, 2.0], [1.5, 0.0, 0.0], [-0.5, 2.0, 1.0], [0.0, 0.0, 3.0]] * 16)
+
+
+def network(**options: int) -> TableNet:
+    """A network of two numbers and a category of four values, without dropout."""
+    torch.manual_seed(0)
+    return TableNet(2, 3, [4], dropout=0.0, **options)
+
+
+def of_member(net: TableNet, member: int) -> Tensor:
+    """What one member answers to `ROWS`."""
+    inputs = torch.cat([ROWS[:, :2], net.embeddings[0](ROWS[:, 2].long())], 1)
+    return net.hidden(inputs * net.factors[member]) @ net.weights[member] + net.biases[member]
+
+
+def test_the_answer_is_the_mean_of_members_that_differ():
+    net = network().eval()
+    single = torch.stack([of_member(net, member) for member in range(8)])
+    assert single.std(0).min() > 1e-3
+    torch.testing.assert_close(net(ROWS), single.mean(0))
+
+
+def test_a_row_trains_one_member_that_is_drawn_at_random():
+    """The draw follows the seed, and all members get rows."""
+    net = network()
+    torch.manual_seed(1)
+    first = net(ROWS)
+    torch.manual_seed(1)
+    torch.testing.assert_close(net(ROWS), first, rtol=0, atol=0)
+    single = torch.stack([of_member(net, member) for member in range(8)])
+    closest = (single - first).abs().amax(2).min(0)
+    assert closest.values.max() < 1e-5
+    assert {*closest.indices.tolist()} == {*range(8)}
+    first.sum().backward()
+    assert all(net.weights.grad[member].abs().sum() > 0 for member in range(8))
+
+
+def test_one_member_is_a_single_network():
+    net = network(members=1)
+    torch.testing.assert_close(net(ROWS), net.eval()(ROWS))
+    assert torch.equal(net.factors, torch.ones_like(net.factors))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"members": 0}, "members must be"), ({"depth": -1}, "depth must be"), ({"num_numbers": 0}, "must be a column")],
+)
+def test_sizes_that_make_no_network_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        TableNet(**({"num_numbers": 2, "num_outputs": 1} | options))
