@@ -63,8 +63,8 @@ class _Terminal(logging.Handler):
             text = f"{styled(word, 31 if record.levelno > logging.WARNING else 33, stream)}: {text}"
         elif is_interactive(stream):
             rows = getattr(record, "terminal", None)
-            lines = text.split("\n")
-            text = "\n".join(rows or (wrapped(t, LABEL if t[LABEL - 1 : LABEL] == " " else 0) for t in lines))
+            lines, epoch = text.split("\n"), text.startswith("epoch ")  # whose label grows with its number
+            text = "\n".join(rows or (wrapped(t, LABEL * (epoch or t[LABEL - 1 : LABEL] == " ")) for t in lines))
         stream.write(self.begin + text.replace("\n", f"\n{self.begin}") + "\n")  # at once: other ranks write too
         stream.flush()
 
