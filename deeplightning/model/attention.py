@@ -70,7 +70,7 @@ def tensor_plan(blocks: str, processes: int, **shared: int) -> dict[str, str]:
     """
     for name, number in shared.items():
         if number % processes:
-            raise ValueError(f"{processes} processes cannot share its {number} {name} evenly")
+            raise ValueError(f"{processes} processes cannot share its {name} of {number} evenly")
     return {
         f"{blocks}.*.attention.asked": "colwise_3",
         f"{blocks}.*.attention.out": "rowwise",

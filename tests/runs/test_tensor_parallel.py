@@ -254,7 +254,7 @@ def test_a_plan_comes_from_the_config_the_task_or_the_network(overrides, run, tr
 
 REFUSED = [
     (["engine.params.tensor_parallel=2"], "there is no plan for SimpleCNN: set `engine.params.tensor_plan`"),
-    ([VIT.replace("heads: 4", "heads: 1")], "ViT cannot be split: 2 processes cannot share its 1 heads evenly"),
+    ([VIT.replace("heads: 4", "heads: 1")], "ViT cannot be split: 2 processes cannot share its heads of 1 evenly"),
     ([VIT, "engine.params.tensor_plan={'*.mpl.0': colwise}"], "no module fits '*.mpl.0'"),
     ([VIT, "data.module={type: tensor_own.ByRank}"], "processes of a tensor-parallel group were given different"),
 ]
