@@ -82,8 +82,8 @@ def added_roots() -> list[str]:
 def use_import_roots(*folders: str | Path) -> None:
     """Put these folders first on `sys.path`, in this order, in place of those of an earlier call.
 
-    A module that was imported from a folder that is none any more, or comes later than another one of its name, is
-    imported anew when it is named again.
+    A module is imported again on its next use if its folder is no longer one of these, or if another folder with a
+    module of that name now comes first.
 
     Raises:
         SetupError: the code that this launch has sealed is gone.
@@ -280,7 +280,7 @@ def line_of(error: BaseException) -> str:
 
 
 def running_line(until: Collection[str] = ()) -> str:
-    """Return `file:line` of the innermost line of the user's own code that runs now, or "" if there is none.
+    """Return `file:line` of the innermost frame of the user's own code; "" if none is running.
 
     Args:
         until: names of modules; what called the innermost function of one of them is not looked at.
@@ -294,7 +294,7 @@ def running_line(until: Collection[str] = ()) -> str:
 
 
 def forget() -> None:
-    """Import each of the user's own modules anew when it is named again."""
+    """Forget the user's own modules, so that the next use imports them again."""
     _forget(_own_modules())
 
 

@@ -49,7 +49,7 @@ class Hosts:
         """Check the host that a request names.
 
         Args:
-            host: the header, or the host of the request's target; None: there is none, which no browser sends.
+            host: the `Host` header, or the host of the request's target; None if both are missing, as from no browser.
 
         Raises:
             Refusal: the name is malformed or not allowed.

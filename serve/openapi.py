@@ -233,7 +233,7 @@ def _array_bodies(shape: tuple[int, ...], most: int, example: object) -> JsonObj
     return {"application/json": document, "application/octet-stream": npy, "application/x-npy": npy}
 
 
-# ---- what comes out
+# ---- responses
 
 
 def _success(kind: Kind) -> JsonObject:

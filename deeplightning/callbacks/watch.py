@@ -171,7 +171,7 @@ class Watchdog(Callback):
     checkpoint, a callback's work.
 
     Args:
-        seconds: longer than a batch, or what comes between two of them, may take.
+        seconds: the limit; choose more than a batch, or the work between two batches, can take.
 
     Raises:
         ValueError: that is not above 0.

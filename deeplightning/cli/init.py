@@ -220,7 +220,7 @@ def _readme(project: str, about: str, ask: str | None, modules: list[str], notes
 
 
 def _seen_from(folder: Path, data: Path) -> str:
-    """Return the path of the data for the config: relative where they lie in the project or beside it."""
+    """Return the path of the data for the config: a relative path if the data are in the project or beside it."""
     top = Path(os.path.abspath(folder))  # noqa: PTH100 (without `..`)
     there = Path(os.path.abspath(data))  # noqa: PTH100
     return os.path.relpath(there, top) if there.is_relative_to(top.parent) else str(there)

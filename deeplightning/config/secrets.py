@@ -45,7 +45,7 @@ class Secrets:
         return any(path[:n] in self.words for n in range(len(path), 0, -1))
 
     def text_of(self, path: KeyPath) -> str | None:
-        """Return how the value at a path was written, if it, or the section it lies in, came from the environment."""
+        """Return the text of the value at a path as written, if the value or its section came from the environment."""
         return next((self.texts[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.texts), None)
 
     def note(self, path: KeyPath, text: str, seen: Mapping[str, str | None]) -> None:

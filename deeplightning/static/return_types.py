@@ -130,7 +130,7 @@ class Made:
         raise Undecided(f"`{ast.unparse(node)[:60]}` shows only when it is run")
 
     def constant(self, node: ast.expr, frame: Frame) -> list[Thing]:
-        """Return the class of what a name of a module stands for."""
+        """Return the type of the object that a module-level name refers to."""
         known = {"class": type, "function": types.FunctionType, "module": types.ModuleType}
         found = self.names.guarded(lambda: self.names.value(node, frame))
         if found.kind not in known:

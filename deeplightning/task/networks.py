@@ -131,7 +131,7 @@ class Picked:
         self.name, self.network = name, network
 
     def __call__(self, module: nn.Module, inputs: object, outputs: Any) -> Any:
-        """Return the output of this name; raise MisfitError if there is none."""
+        """Return the output with this name; raise MisfitError if there is none."""
         if isinstance(outputs, Tensor):
             return outputs
         names = names_in(outputs)

@@ -63,7 +63,7 @@ def test_gradient_norms_and_timings_are_numbers_in_the_tracker(watched, tracked)
 
 
 def test_timings_count_what_each_part_takes(monkeypatch):
-    """By a clock that is told what passes: of two batches, a second each is waited for, and two are learned from."""
+    """With a clock of the test: each of two batches is waited for one second, and trained on for two."""
     clock = iter([0.0, 1.0, 3.0, 4.0, 6.0])
     monkeypatch.setattr(watch.time, "perf_counter", lambda: next(clock))
     logged = {}
