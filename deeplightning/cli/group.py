@@ -8,7 +8,6 @@ import sqlite3
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -16,7 +15,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from deeplightning.cli.exit_codes import Session
-from deeplightning.faults import PLUGINS, SetupError, nearest, not_installed, plugin_of
+from deeplightning.faults import PLUGINS, SetupError, nearest, not_installed
 from deeplightning.process import garbage
 from deeplightning.process.terminal import say
 from deeplightning.version import __version__
@@ -49,6 +48,11 @@ OTHER_WORDS = {
 """The commands for the verbs that other tools have."""
 
 
+PLUGIN_VERBS = {
+    verb: plugin for plugin, names in PLUGINS.items() for verb in names if verb.isidentifier() and verb.islower()
+}
+
+
 class Verbs(click.Group):
     """Verbs in the order of a user's journey. Those that installed packages add are looked for where none of these is
     meant, and when a shell completes: `--help` does not pay for it."""
@@ -69,26 +73,18 @@ class Verbs(click.Group):
         if found is not None and not isinstance(found, click.Command):
             raise click.ClickException(f"the verb {cmd_name} of an installed package is no click.Command: {found!r}")
         if found is None and not ctx.resilient_parsing:
-            if plugin := plugin_of(cmd_name):
-                raise SetupError(not_installed(plugin))
+            if cmd_name in PLUGIN_VERBS:
+                raise SetupError(not_installed(PLUGIN_VERBS[cmd_name]))
             meant = " or ".join(f"`deeplightning {words}`" for words in OTHER_WORDS.get(cmd_name, ()))
-            hint = f" Use {meant}" if meant else nearest(cmd_name, [*self.commands, *chain(*PLUGINS.values())])
+            hint = f" Use {meant}" if meant else nearest(cmd_name, [*self.commands, *PLUGIN_VERBS])
             ctx.fail(f"No such command '{cmd_name}'.{hint}")
         return found
-
-
-_PLUGIN_VERBS = [
-    f"{name} ({plugin})"
-    for plugin, names in PLUGINS.items()
-    for name in names
-    if name.isidentifier() and name.islower()
-]
 
 
 @click.group(
     cls=Verbs,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog=f"Verbs of plug-ins: {', '.join(_PLUGIN_VERBS)}.",
+    epilog=f"Verbs of plug-ins: {', '.join(f'{verb} ({plugin})' for verb, plugin in PLUGIN_VERBS.items())}.",
 )
 @click.version_option(__version__, prog_name="deeplightning")
 def cli() -> None:
@@ -170,6 +166,8 @@ def with_config(words: str = "[key=value …]") -> Callable[[Verb], Verb]:
             if not files and os.path.isfile(HERE) and _names_no_file(given):  # noqa: PTH113
                 files = [HERE]
             elif not files and given:
+                if given[0].startswith("-") and not os.path.isfile(given[0]):  # noqa: PTH113
+                    raise click.NoSuchOption(given[0])
                 files = [given.pop(0)]
             elif not files:
                 raise click.UsageError("Missing argument 'CONFIG'.", click.get_current_context())

@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -40,9 +41,8 @@ from deeplightning.tracking.store import is_local, locate
 MAX_LISTED = 10
 """Maximum number of files that a message lists."""
 
-_KEPT_VARIABLES = {
-    *("DEEPLIGHTNING_CACHE", "DEEPLIGHTNING_CACHE_LIMIT", "DEEPLIGHTNING_TRACKING_WAIT", "DEEPLIGHTNING_DEBUG"),
-}
+_KEPT_VARIABLES = {"DEEPLIGHTNING_CACHE", "DEEPLIGHTNING_CACHE_LIMIT"}
+_KEPT_VARIABLES |= {"DEEPLIGHTNING_TRACKING_WAIT", "DEEPLIGHTNING_DEBUG"}
 _MACHINE_VARIABLES = ("CUDA_VISIBLE_DEVICES",)  # a scheduler sets it
 
 Say = Callable[[str], None]
@@ -145,8 +145,8 @@ def to_execute(run: str, trust: bool) -> PastRun:
     folder, code = original.folder, original.code
     if code is None:
         raise CheckpointError(
-            f"{folder.path}: this run kept no code ({folder.code.name}). `deeplightning train {folder.config}` trains "
-            "its config with the code that is here now"
+            f"{folder.path}: this run kept no code ({folder.code.name}). `deeplightning train "
+            f"{shlex.quote(str(folder.config))}` trains its config with the code that is here now"
         )
     if not trust and not is_own_code(folder):
         names = ", ".join([*sorted(code.names()), *sorted(code.changed)]) or "none"

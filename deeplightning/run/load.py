@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import shlex
 import shutil
 import tempfile
 from collections.abc import Collection, Sequence
@@ -134,9 +135,8 @@ def _with_hint(fault: Fault, folder: RunFolder, verb: str) -> Fault:
     if not folder.code.is_file() or not _is_gone(fault):
         return fault
     verb = verb if verb in ("test", "predict") else "export"
-    return replace(
-        fault, message=f"{fault.message} The run kept its code: deeplightning {verb} {folder.path} --code run uses it"
-    )
+    hint = f"The run kept its code: deeplightning {verb} {shlex.quote(str(folder.path))} --code run uses it"
+    return replace(fault, message=f"{fault.message} {hint}")
 
 
 def use_code(folder: RunFolder, allow: Sequence[str] = ()) -> None:

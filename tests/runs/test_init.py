@@ -1,6 +1,7 @@
 """`deeplightning init`: what it writes passes `check --dry-run` and trains as it is, with data and without."""
 
 import csv
+import re
 import zipfile
 from pathlib import Path
 
@@ -128,6 +129,8 @@ def test_what_is_written_passes_the_checks_and_trains(command, tmp_path, kind, d
     assert trained.folder.is_relative_to(project)
     readme = (project / "README.md").read_text()
     assert "deeplightning serve last" in readme
+    for explained in re.findall("`deeplightning (explain[^`]*)`", readme):
+        assert command(*explained.split(), cwd=project).code == 0, explained
     modules = {path.name for path in project.glob("*.py")}
     assert {name for name in modules if f"`{name}`" not in readme} == set()
     with zipfile.ZipFile(trained.folder / "code.zip") as code:

@@ -297,14 +297,14 @@ def test_the_code_of_a_run_that_was_made_elsewhere_is_not_executed(name, trained
 
 
 def test_a_run_without_kept_code_is_refused(trained, command, tmp_path):
-    """With the command that trains its config with the code that is here."""
-    copied = RunFolder(tmp_path / "copied")
+    """With the command that trains its config with the code that is here; a shell takes it."""
+    copied = RunFolder(tmp_path / "a copy")
     shutil.copytree(trained, copied.path)
     copied.code.unlink()
     outcome = command("reproduce", copied.path, "--trust", cwd=tmp_path)
     assert (outcome.code, "Traceback" in outcome.err) == (4, False)
     assert "this run kept no code (code.zip)" in outcome.err
-    assert f"deeplightning train {copied.config}" in outcome.err
+    assert f"`deeplightning train '{copied.config}'`" in outcome.err
 
 
 def test_packages_that_were_installed_into_a_folder_of_pythonpath_are_there_again(trained, tmp_path, monkeypatch):

@@ -159,6 +159,7 @@ def told_of(text: str, *overrides: str) -> list[str]:
         ("rm", "`deeplightning runs --clean`"),
         ("clean", "`deeplightning runs --clean`"),
         ("trian", "Did you mean train?"),
+        ("tunee", "Did you mean tune?"),
     ],
 )
 def test_the_verb_of_another_tool_gets_ours(monkeypatch, capsys, typed, answer):

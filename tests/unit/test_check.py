@@ -692,6 +692,8 @@ def test_a_misspelt_option_is_no_override(command, here):
     found = command("check", "c.yaml", "--dryrun", cwd=here)
     assert found.code == 2
     assert "override --dryrun: there is no such option, see --help; an override is key=value" in found.err
+    before = command("check", "--dryrun", "c.yaml", cwd=here)
+    assert (before.code, "No such option" in before.err, "--dryrun" in before.err) == (2, True, True)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has")

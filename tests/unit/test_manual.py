@@ -31,9 +31,9 @@ def rows(page: str) -> list[str]:
     return re.findall(r"^\| ([^|]+) \|", (REFERENCE / f"{page}.md").read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", reference_pages.PAGES)
+@pytest.mark.parametrize("name", [name for name in reference_pages.PAGES if not name.startswith("words-of-")])
 def test_the_reference_is_that_of_the_code(name):
-    """`.venv/bin/python tools/reference_pages.py` renews it."""
+    """`.venv/bin/python tools/reference_pages.py` renews it. The words of others are in the tests of `migrate`."""
     assert (REFERENCE / f"{name}.md").read_text() == reference_pages.renewed(name)
 
 

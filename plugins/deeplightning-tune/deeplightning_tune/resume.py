@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from deeplightning.checks.examine import examine
@@ -53,8 +54,7 @@ def code_of_search(path: Path, overrides: Sequence[str]) -> SearchCode:
 
 
 def _notes(parent: Parent) -> Mapping[str, Any]:
-    """Return the notes of the search file, or {} if it is missing, or if its run was deleted and the search starts
-    over."""
+    """Return the notes of the search file, or {} if it is missing or its run was deleted, so that the search is new."""
     database = parent.home / "study.db"
     if not database.exists():
         return {}
@@ -141,7 +141,7 @@ def changed_settings(before: Mapping[str, object], now: Mapping[str, object], na
         and began.get(key, _NONE) != found.get(key, _NONE)
         and (key in began or key.startswith("tune.space."))
     ]
-    remedy = f"To continue it, restore this, or give `deeplightning tune {config}`; for another search: tune.name=NEW"
+    remedy = f"Put it back, or give `deeplightning tune {quote(str(config))}`; for another search: tune.name=NEW"
     faults = []
     for key in changed[:MAX_NAMED]:
         old, new = ("absent" if (v := values.get(key, _NONE)) is _NONE else line(v) for values in (began, found))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shlex
 import signal
 import time
 import uuid
@@ -308,7 +309,7 @@ class _Search:
         if self.workers.signal is not None:
             number = signal.Signals(self.workers.signal)
             over = self.study.over()
-            again = f"deeplightning tune {' '.join([str(self.path), *self.overrides])}"
+            again = shlex.join(["deeplightning", "tune", str(self.path), *self.overrides])
             message = f"interrupted by {number.name} after {over} of {self.study.total()} trials; to continue: {again}"
             raise Stopped(message, 128 + number)
 
@@ -476,12 +477,11 @@ class _Search:
             point = self.study.point(best)
             write_whole(folder / "best.yaml", self._best_config(best, point))
             tags = {"best_trial": str(best.number), "best_run": str(best.user_attrs.get("run"))}
-            log.info(
-                "%-10s trial %d, %s %.6g: %s", "best", best.number, self.tune.metric, best.value, plain_text(point)
-            )
+            found = f"trial {best.number}, {self.tune.metric} {best.value:.6g}"
+            log.info("%-10s %s: %s", "best", found, plain_text(point))
             if best.user_attrs.get("folder"):
                 log.info("%-10s %s", "its run", best.user_attrs["folder"])
-            log.info("%-10s deeplightning train %s", "again", folder / "best.yaml")
+            log.info("%-10s deeplightning train %s", "again", shlex.quote(str(folder / "best.yaml")))
         self.parent.log(self._points(), tags)
 
     def _best_config(self, best: optuna.trial.FrozenTrial, point: Mapping[str, object]) -> str:

@@ -4,6 +4,7 @@ import contextlib
 import csv
 import os
 import re
+import shlex
 import sqlite3
 import sys
 import time
@@ -135,7 +136,7 @@ def test_the_best_is_reported_and_runs_again(searched, command, store, place):
     to the same metric."""
     best = max(table(searched), key=lambda row: float(row["val_acc"]))
     assert re.search(rf"^best +trial {best['trial']}, val_acc ", searched.out, re.MULTILINE)
-    assert str(searched.folder / "best.yaml") in searched.out
+    assert f"deeplightning train {shlex.quote(str(searched.folder / 'best.yaml'))}\n" in searched.out
     written = yaml.safe_load((searched.folder / "best.yaml").read_text())
     assert written["model"]["optimizer"]["params"]["lr"] == float(best["model.optimizer.params.lr"])
     assert written["data"]["batch_size"] == int(best["data.batch_size"])
@@ -265,7 +266,8 @@ def test_ctrl_c_ends_a_search_politely(command, config, store, place):
     config.with_name("go").touch()
     outcome = running.end()
     assert outcome.code == 130, outcome
-    assert "error: interrupted by SIGINT after 0 of 1 trials; to continue: deeplightning tune" in outcome.err
+    again = shlex.join(["deeplightning", *map(str, words)])
+    assert f"error: interrupted by SIGINT after 0 of 1 trials; to continue: {again}\n" in outcome.err
     assert outcome.out.count("Artifact storage path: ") == 1
     parent = outcome.folder.parent.name
     (trial,) = children(store, parent)
