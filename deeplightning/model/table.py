@@ -1,4 +1,4 @@
-"""A network for rows of a table: embedded categories and numbers, then fully connected layers.
+"""A network for rows of a table: embedded categories and numbers, then a linear layer beside fully connected ones.
 
 B batch, F columns of the table, M members, O outputs.
 """
@@ -12,12 +12,12 @@ from deeplightning.model.sizes import check_sizes
 
 
 class TableNet(nn.Module):
-    """An ensemble of multilayer perceptrons that share their hidden layers, after Gorishniy et al. 2025 (TabM),
-    https://arxiv.org/abs/2410.24210.
+    """A linear layer plus an ensemble of multilayer perceptrons that share their hidden layers (wide and deep, Cheng et
+    al. 2016, https://arxiv.org/abs/1606.07792; TabM, Gorishniy et al. 2025, https://arxiv.org/abs/2410.24210).
 
-    Each member multiplies the inputs by factors of its own and has an output layer of its own. In training, each row
+    Each member multiplies the inputs by factors of its own and has output weights of its own. In training, each row
     goes through one member, drawn at random, so that the loss is that of single members; otherwise the output is the
-    mean of all members.
+    mean of all members. Linear layer and output weights begin at zero: the network begins as a linear model.
 
     Args:
         num_numbers: number of numeric columns, which come first in a row.
@@ -54,14 +54,14 @@ class TableNet(nn.Module):
             nn.Embedding(cardinality, size) for cardinality, size in zip(cardinalities, sizes, strict=True)
         )
         inputs = num_numbers + sum(sizes)
-        self.factors = nn.Parameter(1 + 0.5 * torch.randn(members, inputs) * (members > 1))
+        self.linear = nn.Linear(inputs, num_outputs)
+        for parameter in self.linear.parameters():
+            nn.init.zeros_(parameter)
+        self.factors = nn.Parameter(1 + torch.randn(members, inputs) * (members > 1))
         self.hidden = nn.Sequential(
             nn.Linear(inputs, width), *(_Block(width, dropout) for _ in range(depth)), nn.LayerNorm(width), nn.ReLU()
         )
-        self.weights = nn.Parameter(torch.empty(members, width, num_outputs))
-        self.biases = nn.Parameter(torch.empty(members, num_outputs))
-        for parameter in (self.weights, self.biases):  # as `nn.Linear` begins
-            nn.init.uniform_(parameter, -(width**-0.5), width**-0.5)
+        self.weights = nn.Parameter(torch.zeros(members, width, num_outputs))
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return outputs (B, O) for rows, float32 (B, F).
@@ -82,9 +82,9 @@ class TableNet(nn.Module):
         if self.training:
             member = torch.randint(self.members, (len(rows),), device=rows.device)
             hidden = self.hidden(inputs * self.factors[member])  # (B, width)
-            return (hidden.unsqueeze(1) @ self.weights[member]).squeeze(1) + self.biases[member]
+            return self.linear(inputs) + (hidden.unsqueeze(1) @ self.weights[member]).squeeze(1)
         hidden = self.hidden(inputs * self.factors.unsqueeze(1))  # (M, B, width)
-        return (hidden @ self.weights + self.biases.unsqueeze(1)).mean(0)
+        return self.linear(inputs) + (hidden @ self.weights).mean(0)
 
 
 class _Block(nn.Sequential):

@@ -1,4 +1,5 @@
-"""The network for tables is an ensemble: each row trains one member, and the answer is the mean of all."""
+"""The network for tables is a linear layer plus an ensemble: each row trains one member, and the answer has the mean of
+all."""
 
 import pytest
 import torch
@@ -10,15 +11,20 @@ ROWS = torch.tensor([[0.5, -1.0, 2.0], [1.5, 0.0, 0.0], [-0.5, 2.0, 1.0], [0.0, 
 
 
 def network(**options: int) -> TableNet:
-    """A network of two numbers and a category of four values, without dropout."""
+    """A network of two numbers and a category of four values, without dropout, whose linear layer and output weights
+    are not zero any more."""
     torch.manual_seed(0)
-    return TableNet(2, 3, [4], dropout=0.0, **options)
+    net = TableNet(2, 3, [4], dropout=0.0, **options)
+    for parameter in (*net.linear.parameters(), net.weights):
+        torch.nn.init.normal_(parameter, std=0.2)
+    return net
 
 
 def of_member(net: TableNet, member: int) -> Tensor:
     """What one member answers to `ROWS`."""
     inputs = torch.cat([ROWS[:, :2], net.embeddings[0](ROWS[:, 2].long())], 1)
-    return net.hidden(inputs * net.factors[member]) @ net.weights[member] + net.biases[member]
+    linear = inputs @ net.linear.weight.T + net.linear.bias
+    return linear + net.hidden(inputs * net.factors[member]) @ net.weights[member]
 
 
 def test_the_answer_is_the_mean_of_members_that_differ():
@@ -26,6 +32,15 @@ def test_the_answer_is_the_mean_of_members_that_differ():
     single = torch.stack([of_member(net, member) for member in range(8)])
     assert single.std(0).min() > 1e-3
     torch.testing.assert_close(net(ROWS), single.mean(0))
+
+
+def test_the_network_begins_as_a_linear_model():
+    """The first step of an optimizer changes linear layer and output weights, and nothing before these."""
+    net = TableNet(2, 3, [4])
+    assert not net(ROWS).any()
+    (net(ROWS) - 1).square().sum().backward()
+    moved = {name for name, parameter in net.named_parameters() if parameter.grad.any()}
+    assert moved == {"linear.weight", "linear.bias", "weights"}
 
 
 def test_a_row_trains_one_member_that_is_drawn_at_random():
