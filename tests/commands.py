@@ -32,10 +32,15 @@ LIMIT_SECONDS = 300  # nothing here takes thirty on an idle machine, but machine
 MAIN = "deeplightning.cli:main"
 POLL_SECONDS = 0.02  # between two reads of a process's output
 
-_TO_EXPORT = (
+_LATER = (  # modules that our code and the libraries import inside functions
+    "alembic.command",
+    "mlflow.store.tracking.sqlalchemy_workspace_store",
     "networkx",
+    "omegaconf.grammar_parser",
     "onnxscript.function_libs.torch_lib.ops",
+    "sqlalchemy.dialects.sqlite",
     "torch.onnx._internal.exporter._core",
+    "torch.utils.serialization.config",
 )
 
 _numbers = itertools.count()
@@ -249,20 +254,22 @@ def import_all(preload: Sequence[str]) -> None:
     Otherwise each collection in a fork writes to every page of the imported modules, which doubles the training time.
     """
     import mlflow.tracking  # noqa: F401
-    import sklearn.datasets  # noqa: F401
+    import sklearn.datasets.data  # noqa: F401
+    import sqlalchemy.orm
     import torch._dynamo  # noqa: F401
     import torchvision.datasets  # noqa: F401
 
     import deeplightning
 
     own = [module.name for module in pkgutil.walk_packages(deeplightning.__path__, "deeplightning.")]
-    for name in (*own, *_TO_EXPORT, "omegaconf.grammar_parser"):
+    for name in (*own, *_LATER):
         with contextlib.suppress(ImportError):  # other versions have other modules; only time is lost
             __import__(name)
     for name in preload:
         __import__(name)
     with contextlib.suppress(ImportError):  # a machine for the GPU's tests may lack matplotlib
         import matplotlib.figure  # noqa: F401
+    sqlalchemy.orm.configure_mappers()  # half a second in each training otherwise
     gc.collect()
     gc.freeze()
 
