@@ -50,6 +50,19 @@ def log_levels():
         logger.setLevel(level)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def packed_code() -> Iterator[None]:
+    """A run that trains in this process packs the code of its user, without the two hundred modules of tests that are
+    imported here: reading them takes two seconds in each run."""
+    from deeplightning.tracking import code
+
+    root, installed = Path(__file__).parent, code._installed_into
+    ours = [__file__, *(f"{root / folder}{os.sep}" for folder in ("benchmarks", "tests", "tools"))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(code, "_installed_into", lambda path: [*installed(path), *ours])
+        yield
+
+
 @pytest.fixture(scope="session")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The working directory of the commands; nothing that was not asked for may appear in it."""
