@@ -5,6 +5,7 @@ that takes long to import: each worker and each small test file loads it.
 """
 
 import atexit
+import gc
 import logging
 import os
 import shutil
@@ -15,7 +16,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two spinning threads beside a busy neighbour are slower than one
 import pytest
-from commands import Commands, Outcome
+from commands import DEEPSPEED, Commands, Outcome
 from tiny import OWN, TINY, digest, weights
 
 __all__ = ["OWN", "TINY", "digest", "weights"]  # most tests import them from here
@@ -38,6 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.run)
             if "plugins" in item.path.parts:
                 item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Leave out what the collection has made, in this process and its forks, when garbage is collected."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -111,9 +118,7 @@ def train(command: Commands, tiny: Path, place: Path) -> Any:
 @pytest.fixture(scope="session")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
     """`jobs(VERB, …, cwd=…, ranks=2)` is `command` with DeepSpeed imported, which takes seconds in each process."""
-    commands = Commands(
-        tmp_path_factory.mktemp("jobs"), preload=("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
-    )
+    commands = Commands(tmp_path_factory.mktemp("jobs"), preload=DEEPSPEED)
     yield commands
     commands.close()
 
