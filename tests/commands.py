@@ -47,12 +47,18 @@ _LATER = (  # modules that our code and the libraries import inside functions
     "alembic.config",
     "deeplightning_ray.launcher",
     "deeplightning_slurm.launcher",
+    "matplotlib.figure",
     "mlflow.store.tracking.sqlalchemy_workspace_store",
     "networkx",
     "omegaconf.grammar_parser",
     "onnxscript.function_libs.torch_lib.ops",
     "sqlalchemy.dialects.sqlite",
-    "torch.onnx._internal.exporter._core",
+    "sympy.tensor.tensor",
+    "torch._inductor.compiler_bisector",
+    "torch.export._trace",
+    "torch.export._unlift",
+    "torch.onnx._internal.exporter._compat",
+    "torch.fx.experimental.validator",
     "torch.utils.serialization.config",
 )
 
@@ -278,8 +284,6 @@ def import_all(preload: Sequence[str]) -> None:
     for name in (*own, *_LATER, *preload):
         with contextlib.suppress(ImportError):  # other versions have other modules; only time is lost
             __import__(name)
-    with contextlib.suppress(ImportError):  # a machine for the GPU's tests may lack matplotlib
-        import matplotlib.figure  # noqa: F401
     sqlalchemy.orm.configure_mappers()  # half a second in each training otherwise
     gc.collect()
     gc.freeze()
