@@ -88,7 +88,7 @@ fi
 check ruff format --check .
 check ruff check .
 exec 3< <("$python" -m mypy 2>&1; echo "exit code $?")  # mypy takes a minute of one core: it runs beside the tests
-check pytest -n logical --maxprocesses 4 --dist "$distribution" "${marked[@]}" "${arguments[@]}"
+check pytest -n logical --maxprocesses 4 --no-loadscope-reorder --dist "$distribution" "${marked[@]}" "${arguments[@]}"
 types=$(cat <&3)
 printf '\n$ mypy\n%s\n' "${types%$'\n'*}"
 [ "${types##*$'\n'}" = "exit code 0" ] || failed+=" mypy"
