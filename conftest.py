@@ -130,9 +130,9 @@ def train(command: Commands, tiny: Path, place: Path) -> Any:
 
 
 @pytest.fixture(scope="session")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+def jobs(tmp_path_factory: pytest.TempPathFactory, command: Commands) -> Iterator[Commands]:
     """`jobs(VERB, …, cwd=…, ranks=2)` is `command` with DeepSpeed imported, which takes seconds in each process."""
-    commands = Commands(tmp_path_factory.mktemp("jobs"), preload=DEEPSPEED)
+    commands = Commands(tmp_path_factory.mktemp("jobs"), command, DEEPSPEED)
     yield commands
     commands.close()
 

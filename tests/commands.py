@@ -26,7 +26,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 LIMIT_SECONDS = 300  # nothing here takes thirty on an idle machine, but machines are busy and compilers cold
 MAIN = "deeplightning.cli:main"
@@ -158,13 +158,20 @@ class Commands:
     """Start commands, whose stdout and stderr go to files in `folder`.
 
     Args:
+        parent: of whose server this one is a fork; None: it is a new process.
         preload: further modules for the server to import.
     """
 
-    def __init__(self, folder: Path, preload: Sequence[str] = ()):
+    def __init__(self, folder: Path, parent: "Commands | None" = None, preload: Sequence[str] = ()):
         self.folder = folder
-        command = [sys.executable, __file__, *preload]
-        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment())
+        if parent is None:
+            server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, env=environment())
+            assert server.stdin is not None
+            self._orders, self._wait = server.stdin, server.wait
+        else:
+            os.mkfifo(orders := folder / "orders")
+            parent._send({"orders": str(orders), "preload": preload})
+            self._orders, self._wait = orders.open("wb"), lambda: 0  # which waits until the fork reads
 
     def start(self, *arguments: object, cwd: Path, ranks: int = 1, main: str = MAIN, **variables: str) -> Running:
         """Start a command, as several processes for several `ranks`, which Lightning would start itself otherwise.
@@ -183,17 +190,15 @@ class Commands:
         return Running(files[0], files[1:])
 
     def _send(self, order: dict) -> None:
-        assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps(order).encode() + b"\n")
-        self._server.stdin.flush()
+        self._orders.write(json.dumps(order).encode() + b"\n")
+        self._orders.flush()
 
     def __call__(self, *arguments: object, cwd: Path, **options: Any) -> Outcome:
         return self.start(*arguments, cwd=cwd, **options).end()
 
     def close(self) -> None:
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        self._server.wait()
+        self._orders.close()
+        self._wait()
 
 
 class Forking(Commands):
@@ -289,13 +294,17 @@ def import_all(preload: Sequence[str]) -> None:
     gc.freeze()
 
 
-def _serve(preload: Sequence[str]) -> None:
+def _serve(orders: BinaryIO, preload: Sequence[str] = ()) -> None:
     import_all(preload)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for the children here
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # ends with pytest, which outlives its terminal under nohup
-    for line in iter(sys.stdin.buffer.readline, b""):
+    for line in iter(orders.readline, b""):
         if os.fork() == 0:
-            _watch(json.loads(line))
+            order = json.loads(line)
+            if "preload" in order:
+                with Path(order["orders"]).open("rb") as others:
+                    _serve(others, order["preload"])
+            _watch(order)
     os._exit(0)  # Triton's bindings print a page about objects that are left at exit
 
 
@@ -349,4 +358,4 @@ def _run(order: dict, files: Path) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1:])
+    _serve(sys.stdin.buffer)
