@@ -61,6 +61,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Collect it after all: Triton's bindings print a page about objects that are left at exit."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def log_levels():
     """The levels of the root logger and ours, which a training in this process sets, are as before after a module."""
