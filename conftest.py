@@ -118,6 +118,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Path:
 def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
     """`command(VERB, …, cwd=…)` runs `deeplightning VERB …` and gives its Outcome."""
     commands = Commands(tmp_path_factory.mktemp("commands"))
+    commands("--help", cwd=commands.folder)  # returns once the server has imported all; no test waits for it
     yield commands
     commands.close()
 
