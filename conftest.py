@@ -5,17 +5,19 @@ that takes long to import: each worker and each small test file loads it.
 """
 
 import atexit
+import gc
 import logging
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two spinning threads beside a busy neighbour are slower than one
 import pytest
-from commands import Commands, Outcome
+from commands import DEEPSPEED, Commands, Outcome
 from tiny import OWN, TINY, digest, weights
 
 __all__ = ["OWN", "TINY", "digest", "weights"]  # most tests import them from here
@@ -30,14 +32,38 @@ def pytest_configure() -> None:
     atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Start three workers for two cores: tests wait for disks and other processes a fifth of their time."""
+    return (3 * (os.cpu_count() or 1) + 1) // 2
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark as `run` the tests that use a fixture which trains or starts `deeplightning`; those of plug-ins are `slow`,
-    so that only `bash test.sh --all` runs them."""
+    so that only `bash test.sh --all` runs them. Workers get the files that take longest first: none of them is left
+    for the end, where the other workers would wait."""
+    costs: Counter[Path] = Counter()  # of a file: about the tenths of a second that its tests take
     for item in items:
-        if {"command", "jobs", "fit"} & {*getattr(item, "fixturenames", ())}:  # `train` and `job` use the first two
+        used = {*getattr(item, "fixturenames", ())}
+        if {"command", "jobs", "fit"} & used:  # `train` and `job` use the first two
             item.add_marker(pytest.mark.run)
             if "plugins" in item.path.parts:
                 item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("slow") is None:
+            costs[item.path] += 40 if {"job", "jobs"} & used else 10 if item.get_closest_marker("run") else 1
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: (-costs[item.path], item.path))
+
+
+def pytest_collection_finish() -> None:
+    """Leave out what the collection has made, in this process and its forks, when garbage is collected."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Collect it after all: Triton's bindings print a page about objects that are left at exit."""
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -48,6 +74,19 @@ def log_levels():
     yield
     for logger, level in zip(loggers, before, strict=True):
         logger.setLevel(level)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def packed_code() -> Iterator[None]:
+    """A run that trains in this process packs the code of its user, without the two hundred modules of tests that are
+    imported here: reading them takes two seconds in each run."""
+    from deeplightning.tracking import code
+
+    root, installed = Path(__file__).parent, code._installed_into
+    ours = [__file__, *(f"{root / folder}{os.sep}" for folder in ("benchmarks", "tests", "tools"))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(code, "_installed_into", lambda path: [*installed(path), *ours])
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -79,6 +118,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Path:
 def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
     """`command(VERB, …, cwd=…)` runs `deeplightning VERB …` and gives its Outcome."""
     commands = Commands(tmp_path_factory.mktemp("commands"))
+    commands("--help", cwd=commands.folder)  # returns once the server has imported all; no test waits for it
     yield commands
     commands.close()
 
@@ -96,11 +136,9 @@ def train(command: Commands, tiny: Path, place: Path) -> Any:
 
 
 @pytest.fixture(scope="session")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+def jobs(tmp_path_factory: pytest.TempPathFactory, command: Commands) -> Iterator[Commands]:
     """`jobs(VERB, …, cwd=…, ranks=2)` is `command` with DeepSpeed imported, which takes seconds in each process."""
-    commands = Commands(
-        tmp_path_factory.mktemp("jobs"), preload=("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
-    )
+    commands = Commands(tmp_path_factory.mktemp("jobs"), command, DEEPSPEED)
     yield commands
     commands.close()
 

@@ -26,16 +26,40 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 LIMIT_SECONDS = 300  # nothing here takes thirty on an idle machine, but machines are busy and compilers cold
 MAIN = "deeplightning.cli:main"
+DEEPSPEED = (
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "setuptools",
+    "distutils.ccompiler",  # after setuptools, which replaces distutils
+    "torch._subclasses.schema_check_mode",
+)
+"""What to preload for DeepSpeed: a third of a tiny training's CPU time."""
 POLL_SECONDS = 0.02  # between two reads of a process's output
 
-_TO_EXPORT = (
+_LATER = (  # modules that our code and the libraries import inside functions
+    "alembic.command",
+    "alembic.config",
+    "deeplightning_ray.launcher",
+    "deeplightning_slurm.launcher",
+    "matplotlib.figure",
+    "mlflow.store.tracking.sqlalchemy_workspace_store",
     "networkx",
+    "omegaconf.grammar_parser",
     "onnxscript.function_libs.torch_lib.ops",
-    "torch.onnx._internal.exporter._core",
+    "sqlalchemy.dialects.sqlite",
+    "sympy.tensor.tensor",
+    "torch._inductor.compiler_bisector",
+    "torch.export._trace",
+    "torch.export._unlift",
+    "torch.onnx._internal.exporter._compat",
+    "torch.fx.experimental.validator",
+    "torch.utils.serialization.config",
 )
 
 _numbers = itertools.count()
@@ -134,13 +158,20 @@ class Commands:
     """Start commands, whose stdout and stderr go to files in `folder`.
 
     Args:
+        parent: of whose server this one is a fork; None: it is a new process.
         preload: further modules for the server to import.
     """
 
-    def __init__(self, folder: Path, preload: Sequence[str] = ()):
+    def __init__(self, folder: Path, parent: "Commands | None" = None, preload: Sequence[str] = ()):
         self.folder = folder
-        command = [sys.executable, __file__, *preload]
-        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment())
+        if parent is None:
+            server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, env=environment())
+            assert server.stdin is not None
+            self._orders, self._wait = server.stdin, server.wait
+        else:
+            os.mkfifo(orders := folder / "orders")
+            parent._send({"orders": str(orders), "preload": preload})
+            self._orders, self._wait = orders.open("wb"), lambda: 0  # which waits until the fork reads
 
     def start(self, *arguments: object, cwd: Path, ranks: int = 1, main: str = MAIN, **variables: str) -> Running:
         """Start a command, as several processes for several `ranks`, which Lightning would start itself otherwise.
@@ -159,17 +190,15 @@ class Commands:
         return Running(files[0], files[1:])
 
     def _send(self, order: dict) -> None:
-        assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps(order).encode() + b"\n")
-        self._server.stdin.flush()
+        self._orders.write(json.dumps(order).encode() + b"\n")
+        self._orders.flush()
 
     def __call__(self, *arguments: object, cwd: Path, **options: Any) -> Outcome:
         return self.start(*arguments, cwd=cwd, **options).end()
 
     def close(self) -> None:
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        self._server.wait()
+        self._orders.close()
+        self._wait()
 
 
 class Forking(Commands):
@@ -249,31 +278,33 @@ def import_all(preload: Sequence[str]) -> None:
     Otherwise each collection in a fork writes to every page of the imported modules, which doubles the training time.
     """
     import mlflow.tracking  # noqa: F401
-    import sklearn.datasets  # noqa: F401
+    import sklearn.datasets.data  # noqa: F401
+    import sqlalchemy.orm
     import torch._dynamo  # noqa: F401
     import torchvision.datasets  # noqa: F401
 
     import deeplightning
 
     own = [module.name for module in pkgutil.walk_packages(deeplightning.__path__, "deeplightning.")]
-    for name in (*own, *_TO_EXPORT, "omegaconf.grammar_parser"):
+    for name in (*own, *_LATER, *preload):
         with contextlib.suppress(ImportError):  # other versions have other modules; only time is lost
             __import__(name)
-    for name in preload:
-        __import__(name)
-    with contextlib.suppress(ImportError):  # a machine for the GPU's tests may lack matplotlib
-        import matplotlib.figure  # noqa: F401
+    sqlalchemy.orm.configure_mappers()  # half a second in each training otherwise
     gc.collect()
     gc.freeze()
 
 
-def _serve(preload: Sequence[str]) -> None:
+def _serve(orders: BinaryIO, preload: Sequence[str] = ()) -> None:
     import_all(preload)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for the children here
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # ends with pytest, which outlives its terminal under nohup
-    for line in iter(sys.stdin.buffer.readline, b""):
+    for line in iter(orders.readline, b""):
         if os.fork() == 0:
-            _watch(json.loads(line))
+            order = json.loads(line)
+            if "preload" in order:
+                with Path(order["orders"]).open("rb") as others:
+                    _serve(others, order["preload"])
+            _watch(order)
     os._exit(0)  # Triton's bindings print a page about objects that are left at exit
 
 
@@ -327,4 +358,4 @@ def _run(order: dict, files: Path) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1:])
+    _serve(sys.stdin.buffer)

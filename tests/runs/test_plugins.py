@@ -139,20 +139,33 @@ def command(installed, monkeypatch):
     return run
 
 
-def test_an_installed_package_adds_a_verb(command):
+@pytest.fixture
+def called(installed, monkeypatch, capfd):
+    """`called(words)` is the same in this process."""
+    monkeypatch.syspath_prepend(str(installed))
+
+    def run(*words):
+        capfd.readouterr()
+        monkeypatch.setattr(sys, "argv", ["deeplightning", *words])
+        return run_verb(cli), *capfd.readouterr()
+
+    return run
+
+
+def test_an_installed_package_adds_a_verb(command, called):
     """With its help and arguments. It replaces none of ours."""
     assert command("greet", "Ada") == (0, "hello Ada\n", "")
-    assert "Greet somebody." in command("greet", "--help")[1]
-    assert "Run the stages of CONFIG" in command("train", "--help")[1]
+    assert "Greet somebody." in called("greet", "--help")[1]
+    assert "Run the stages of CONFIG" in called("train", "--help")[1]
     code, out, _ = command(_DEEPLIGHTNING_COMPLETE="bash_complete", COMP_WORDS="deeplightning g", COMP_CWORD="1")
     assert (code, "greet" in out) == (0, True)
 
 
-def test_a_verb_that_cannot_be_used_names_its_package(command):
+def test_a_verb_that_cannot_be_used_names_its_package(command, called):
     code, _, err = command("broken")
     assert code == 3
     assert "broken, which the installed package greetings adds, cannot be imported: No module named" in err
-    code, _, err = command("number")
+    code, _, err = called("number")
     assert code == 2
     assert "the verb number of an installed package is no click.Command: 3" in err
     code, _, err = command("unknown")
@@ -188,11 +201,11 @@ def test_an_installed_package_adds_a_section(installed, monkeypatch):
     assert (config.get("cards"), "cards" in config, config.data.batch_size) == (None, False, 32)
 
 
-def test_an_added_section_is_described(command):
+def test_an_added_section_is_described(called):
     """By `explain`, and by the JSON Schema; it replaces none of the core."""
-    code, out, _ = command("explain", str(BASE), "cards.people")
+    code, out, _ = called("explain", str(BASE), "cards.people")
     assert (code, "who gets one" in out, "cards is null" in out) == (0, True, True)
-    code, out, _ = command("schema")
+    code, out, _ = called("schema")
     schema = json.loads(out)
     assert schema["properties"]["cards"]["description"].startswith("cards that the run sends; null: none")
     assert schema["$defs"]["Cards"]["properties"].keys() == {"people", "metric"}
@@ -210,16 +223,16 @@ def test_two_packages_with_one_name_are_refused(installed, monkeypatch, tmp_path
     assert "`Tiny` is the name of several: greetings.Tiny, others.Tiny" in fault.message
 
 
-def test_an_installed_package_adds_a_launcher(command):
+def test_an_installed_package_adds_a_launcher(called):
     """By its short name, with its arguments; its exit code is that of the command. It does not replace `Local`."""
     words = ("train", str(BASE), "engine.launcher={type: Echo, params: {code: 7}}", "engine.processes=2")
-    assert command(*words)[:2] == (7, f"echo base.yaml {' '.join(words[2:])}\n")
-    code, _, err = command("check", str(BASE), "engine.launcher={type: Echo, params: {size: 7}}")
+    assert called(*words)[:2] == (7, f"echo base.yaml {' '.join(words[2:])}\n")
+    code, _, err = called("check", str(BASE), "engine.launcher={type: Echo, params: {size: 7}}")
     assert (code, "greetings.Echo" in err, "size" in err) == (2, True, True)
-    code, _, err = command("check", str(BASE), "engine.launcher.type=echo")
+    code, _, err = called("check", str(BASE), "engine.launcher.type=echo")
     assert code == 2
     assert "engine.launcher.type: there is no launcher `echo`. Did you mean Echo?" in err
-    code, out, _ = command("explain", str(BASE), "engine.launcher.type=Local", "engine.launcher.type")
+    code, out, _ = called("explain", str(BASE), "engine.launcher.type=Local", "engine.launcher.type")
     assert (code, "deeplightning.launch.Local" in out) == (0, True)
 
 
