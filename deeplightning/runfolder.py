@@ -77,7 +77,7 @@ class RunFolder:
         self.git_diff = self.path / "git.diff"
         self.code = self.path / "code.zip"  # the user's own code at the start
         self.data = self.path / "data.json"  # name, size and SHA-256 of the files that were read
-        self.series = self.path / "metrics.json"
+        self.metrics = self.path / "metrics.jsonl"  # all points, see `deeplightning.tracking.metrics_file`
         self.last = self.path / "last.ckpt"
         self.best = self.path / "best.ckpt"
         self.best_score = self.path / "best.json"

@@ -1,7 +1,8 @@
 """Provide a run that is hard to resume, and user code that kills it at one of its events.
 
 The events are: before or after a batch, inside the writing of a checkpoint, before or after a file is synced, renamed
-or linked, before or after points go to the tracker.
+or linked, before or after lines are appended to `metrics.jsonl` or
+sent.
 """
 
 KILLS = '''\
@@ -18,7 +19,8 @@ import pytorch_lightning as pl
 import torch
 
 from deeplightning.engine import background
-from deeplightning.tracking.sqlite import Tracker
+from deeplightning.tracking.delivery import Delivery
+from deeplightning.tracking.metrics_file import MetricsFile
 
 if os.environ.get("BACKGROUND"):  # else checkpoints on a CPU are written at once
     background.MIN_BYTES, background.is_asynchronous = 0, lambda device: True
@@ -70,8 +72,8 @@ def save(content, file, *args, real=torch.save, **kwargs):
 torch.save = save
 for name in ("replace", "fsync", "link"):
     around(os, name, name)
-for name in ("create_run", "log_batch"):
-    around(Tracker, name, name)
+around(MetricsFile, "append", "append")
+around(Delivery, "deliver", "deliver")
 
 
 class Events(pl.Callback):

@@ -1,4 +1,4 @@
-"""Keep what makes a run reproducible: its code, the digest of its data, its metrics.
+"""Keep what makes a run reproducible: its code and the digest of its data.
 
 All of it happens on rank 0, and no failure here ends the run. A thread of low priority hashes the data while the
 network learns.
@@ -24,10 +24,9 @@ from deeplightning.config.secrets import redact
 from deeplightning.runfolder import RunFolder, from_start, permissions_of, write_whole
 from deeplightning.tracking.code import Code, collect, versions_of, without_secrets
 from deeplightning.tracking.datafiles import describe_arrays, describe_files, paths_of
+from deeplightning.tracking.entities import Dataset
 from deeplightning.tracking.program import changed_files, describe_program
-from deeplightning.tracking.series import MAX_POINTS, read_series, to_text
 from deeplightning.tracking.store import locate
-from deeplightning.tracking.tracker import Dataset
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -87,7 +86,7 @@ class Origin:
             log.warning("code       what the run is made of cannot be kept: %s", error)
 
     def end(self, was_interrupted: bool) -> None:
-        """Keep what is known only now: modules that were imported late, the digest of the data, the metrics.
+        """Keep what is known only now: modules that were imported late, the digest of the data.
 
         Args:
             was_interrupted: somebody waits for the process to end.
@@ -107,8 +106,6 @@ class Origin:
                     code.program |= self._program
                     code.changed = self._changed
                     self._keep_code(code)
-            with _or_warned(self.folder.series):
-                self._keep_metrics()
 
     def _redact(self, text: str) -> str:
         """Remove the values of the environment, except those that are too short to be a secret and would be found all
@@ -190,15 +187,6 @@ class Origin:
         size = size if size["bytes"] else {}
         digest = hashlib.sha256(content.encode()).hexdigest()[:16]
         self.tell(Dataset(data_name(self.cfg), digest, kind, self._redact(json.dumps(source)), json.dumps(size)))
-
-    def _keep_metrics(self) -> None:
-        """Write the metrics if the store is on this machine, so that a copied folder has them."""
-        store = locate(self.cfg.logger.params.get("tracking_uri"))
-        if store.database is None or self.folder.path.name != "artifacts":
-            return
-        found = read_series(store, self.folder.path.parent.name)
-        if found is not None and sum(map(len, found.values())) <= MAX_POINTS:
-            write_whole(self.folder.series, to_text(found))
 
 
 @contextlib.contextmanager

@@ -40,10 +40,10 @@ from deeplightning.process.streams import Interrupted, say_losses
 from deeplightning.process.terminal import LAYOUT, say
 from deeplightning.runfolder import UMASK, FolderLock, RunFolder, make_private, read_object, umask_of, write_whole
 from deeplightning.tracking.build import end, go_on, open_runs, point_at, publish, run_folder
+from deeplightning.tracking.entities import Dataset
 from deeplightning.tracking.environment import REPRODUCES, describe, git_diff
 from deeplightning.tracking.metric_names import DATA, ENGINE, NETWORK
-from deeplightning.tracking.tracker import Dataset
-from deeplightning.tracking.user_calls import TrackedRun, UserCalls, run_of
+from deeplightning.tracking.user_calls import TrackedRun, UserCalls, maker_of, run_of
 from deeplightning.version import __version__
 from deeplightning.words import printable
 
@@ -60,7 +60,7 @@ class Resumption:
         checkpoint: absolute; None: from the start.
         run_id: the run of the tracker that is continued; None: a new one.
         folder: of the continued run.
-        owed: points that this run has logged and its store may lack: (name, value, milliseconds since 1970, step).
+        owed: points that this run was about to log: (name, value, milliseconds since 1970, step).
         hold: the claim on `folder`.
         notes: what a person should know, a line each.
         inexact: why the end will not be that of an uninterrupted run, bit for bit; "": it will.
@@ -210,7 +210,7 @@ class Record(Callback):
         folder, tracked = self._agreed(trainer, folder, tracked)
         self._folder = RunFolder(folder)
         if tracked is not None:
-            self._user_calls.begin(tracked)
+            self._user_calls.begin(tracked, maker_of(self.loggers) if trainer.is_global_zero else None)
         self._restrict()
         print_once()
         if self.cfg.logger.per_rank_files:
@@ -249,14 +249,14 @@ class Record(Callback):
             if hasattr(logger, "suggest_name"):
                 logger.suggest_name(f"{network_name(self.cfg)}-{data_name(self.cfg)}")
         if trainer.is_global_zero and self.resumption is not None and self.resumption.run_id is not None:
-            point_at(self.loggers, self.resumption.run_id, self.resumption.owed)
+            point_at(self.loggers, self.resumption.run_id, self.resumption.owed, self.resumption.folder)
 
     def prepare_autolog(self, trainer: Trainer) -> None:
         """Have MLflow's autolog use this run: it asks for the active one before training starts."""
         if trainer.is_global_zero and autologs() and not self._expect_user_calls(trainer):
             self._prepare_loggers(trainer)
             if (tracked := run_of(self.loggers)) is not None:
-                self._user_calls.begin(tracked)
+                self._user_calls.begin(tracked, maker_of(self.loggers))
 
     def _expect_user_calls(self, trainer: Trainer) -> bool:
         """Direct calls of MLflow's functions to the run that training continues; return whether there is one."""
@@ -421,8 +421,9 @@ class Record(Callback):
         save_plain_values(trainer, checkpoint, self.cfg.redact)
         run = {name: getattr(trainer.logger, f"run_{name}", None) for name in ("id", "name")}
         checkpoint["run"] = {"folder": str(self.folder.path), **run}
-        # A run that ends now logs these never again, and the store may not have them yet.
-        checkpoint["points"] = [*(getattr(trainer.logger, "unwritten", list)() or ()), *_due(trainer)]
+        # A run that ends now logs these never again.
+        checkpoint["points"] = _due(trainer)
+        getattr(trainer.logger, "sync", lambda: None)()  # the points before must last as long as the checkpoint
         checkpoint["engine"] = engine_of(self.cfg)
         checkpoint["versions"] = versions()
         checkpoint["accumulating"] = not between_steps(trainer)

@@ -231,7 +231,7 @@ _STATUS = click.Choice(["running", "finished", "failed", "killed", "pruned"], ca
 @click.option("--last", is_flag=True, help="Only the folder of the newest of them.")
 @click.option("--clean", is_flag=True, help="Show which of them would be removed: unfinished ones, or of --status.")
 @click.option("--delete", is_flag=True, help="With --clean: remove them, and their files.")
-@click.option("--sync", is_flag=True, help="Write what killed runs and dead servers have left unwritten.")
+@click.option("--sync", is_flag=True, help="Send what killed runs have left unsent, or what a dead server has not got.")
 def runs(
     tracking_uri: str | None,
     status: tuple[str, ...],
@@ -251,8 +251,8 @@ def runs(
     PRUNED, which is an end as good as any: --clean alone leaves it. Running ones are never removed, and nothing
     is without --delete; files only of runs that this store keeps on this machine. A run whose process was killed on
     this machine is written as FAILED first, or shown as DEAD where the store cannot be written. With --sync nothing is
-    listed: the journals of runs that ended before their store had all of their points are written into it, those of
-    other machines too once they were silent for a day.
+    listed: what runs logged that ended before their store had all of it is sent, of other machines too once they were
+    silent for a day.
 
     --last prints the folder of the newest run and nothing else: exit code 4 if there is none. Wherever a verb takes a
     RUN, the word `last` means the newest one.
@@ -272,7 +272,7 @@ def runs(
         for line in of.sync(tracking_uri):
             say(line)
         if not line:
-            say("nothing was left unwritten")
+            say("nothing was left unsent")
         return
     for line in of.settled(tracking_uri):
         say(line, err=True)

@@ -130,12 +130,12 @@ def _runs() -> list[CompletionItem]:
     from datetime import UTC, datetime
 
     from deeplightning.faults import UserError
-    from deeplightning.tracking.sqlite import recent
+    from deeplightning.tracking.reader import DatabaseReader
     from deeplightning.tracking.store import locate
 
     try:
         store = locate(None)
-        found = recent(store.database, MAX_OFFERED_RUNS) if store.database is not None else []
+        found = DatabaseReader(store.database).recent(MAX_OFFERED_RUNS) if store.database is not None else []
     except (UserError, OSError, sqlite3.Error):
         return []
     often = Counter(name for _, name, *_ in found)

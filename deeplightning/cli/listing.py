@@ -1,4 +1,4 @@
-"""List runs, remove unfinished ones, and write what a killed run or a dead server has left unwritten."""
+"""List runs, remove unfinished ones, and send what a killed run has left unsent."""
 
 import contextlib
 import operator
@@ -10,13 +10,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from deeplightning.faults import CheckpointError, SetupError
+from deeplightning.faults import CheckpointError, SetupError, count
 from deeplightning.process.terminal import styled
-from deeplightning.tracking.journal import dead, settle, settle_quietly
-from deeplightning.tracking.journal_owner import AGE
-from deeplightning.tracking.mlflow_store import attach
-from deeplightning.tracking.sqlite import PRUNED, Listed, open_directly
-from deeplightning.tracking.store import explain, local_path, locate, remove_files
+from deeplightning.tracking.entities import Listed
+from deeplightning.tracking.process_id import AGE
+from deeplightning.tracking.reader import open_reader
+from deeplightning.tracking.store import Store, explain, local_path, locate, remove_files
+from deeplightning.tracking.unsent import dead, settle, settle_quietly, unsent_runs
 from deeplightning.words import printable
 
 UNFINISHED = ("FAILED", "KILLED")
@@ -50,9 +50,16 @@ def listing(
     """
     wanted, compare, bound = _condition(metric)
     rows = []
-    with _runs(tracking_uri) as runs:
-        killed = dead(locate(tracking_uri))
-        for run in runs.listing():
+    with _store(tracking_uri) as store:
+        killed = dead(store)
+        runs = open_reader(store).listing()
+        known = {run.id for run in runs}
+        waiting = [
+            Listed(run.id, run.tags.get("mlflow.runName", ""), run.status, run.started, of, run.artifact_uri, {})
+            for run, of in unsent_runs(store)
+            if run.id not in known
+        ]
+        for run in sorted(waiting + runs, key=lambda run: run.started, reverse=True) if waiting else runs:
             status = "PRUNED" if run.is_pruned and run.status == "KILLED" else run.status
             if statuses and status not in statuses:
                 continue
@@ -151,30 +158,33 @@ def remove(
     """
     assert set(statuses) <= set(REMOVABLE)
     gone = []
-    with _runs(tracking_uri) as runs:
+    with _store(tracking_uri) as store:
+        from deeplightning.tracking.client import Client
+
+        client = Client(store)
         for row in rows:
-            if not runs.delete(row["id"], {"KILLED" if status == "PRUNED" else status for status in statuses}):
+            if not client.delete(row["id"], {"KILLED" if status == "PRUNED" else status for status in statuses}):
                 continue
             gone.append(row)
             folder = Path(row["folder"])
-            if folder.is_dir() and (why := remove_files(locate(tracking_uri), row["id"], folder)):
+            if folder.is_dir() and (why := remove_files(store, row["id"], folder)):
                 say(f"{folder.parent}: left as it is: {why}")
     return gone
 
 
 def settled(tracking_uri: str | None) -> Iterator[str]:
-    """Write what killed processes of this machine have left; yield a line for each run that is FAILED from now on."""
+    """Send what killed processes of this machine have left; yield a line for each run that is FAILED from now on."""
     return settle_quietly(locate(tracking_uri))
 
 
 def sync(tracking_uri: str | None) -> Iterator[str]:
-    """Write the journals that ended processes have left for a store; yield a line for each run, as it is written.
+    """Send what ended processes have left for a store; yield a line for each run, as it is sent.
 
     Raises:
-        SetupError: the store cannot be used, or does not answer; what is not written stays.
+        SetupError: the store cannot be used, or does not answer; what is not sent stays.
     """
     for found in settle(locate(tracking_uri), silent=AGE):
-        if found.is_refused:
+        if found.problem:
             yield f"{found.run_id}  refused ({found.problem}); kept as {found.kept}"
         elif found.elsewhere:
             yield (
@@ -185,58 +195,18 @@ def sync(tracking_uri: str | None) -> Iterator[str]:
             yield f"{found.run_id}  deleted: its process was killed before it recorded anything"
         else:
             losses = f"; {found.losses}" if found.damaged else ""
-            yield f"{found.run_id}  {found.points} points and {found.others} other entries written{losses}"
+            yield f"{found.run_id}  {count(found.points, 'point')} sent{losses}"
 
 
 @contextlib.contextmanager
-def _runs(tracking_uri: str | None) -> Iterator[Any]:
-    """Open the runs of a store, to list and to delete; report an error inside the block as a fault of the store.
-
-    MLflow is imported only where the store is not an SQLite file of the schema that we know.
-    """
-    store, opened = locate(tracking_uri), None
+def _store(tracking_uri: str | None) -> Iterator[Store]:
+    """Yield a store that has runs; report an error inside the block as a fault of the store."""
+    store = locate(tracking_uri)
+    if store.database is not None and not store.database.exists():  # MLflow would make one
+        raise SetupError(f"{store.shown}: there are no runs; `deeplightning train` makes the first one")
     try:
-        if store.database is not None:
-            if not store.database.exists():  # MLflow would make one
-                raise SetupError(f"{store.shown}: there are no runs; `deeplightning train` makes the first one")
-            opened = open_directly(store)
-        yield opened or _ByMLflow(attach(store))
+        yield store
     except Exception as error:
         if hasattr(error, "exit_code"):
             raise
         raise explain(error, store) from error
-    finally:
-        if opened is not None:
-            opened.close()
-
-
-class _ByMLflow:
-    """List and delete runs with MLflow's client, in any store."""
-
-    def __init__(self, uri: str):
-        from mlflow.tracking import MlflowClient
-
-        self.client = MlflowClient(uri)
-
-    def listing(self) -> Iterator[Listed]:
-        from mlflow.entities import ViewType
-
-        found = self.client.search_experiments(view_type=ViewType.ACTIVE_ONLY)
-        experiments = {e.experiment_id: e.name for e in found}
-        token: str | None = None
-        while experiments:
-            page = self.client.search_runs(list(experiments), order_by=["start_time DESC"], page_token=token)
-            for run in page:
-                info, of = run.info, experiments[run.info.experiment_id]
-                first = (info.run_id, info.run_name, info.status, info.start_time, of, info.artifact_uri)
-                pruned = PRUNED in run.data.tags.items()
-                yield Listed(*first, dict(run.data.metrics), pruned)
-            token = page.token
-            if not token:
-                break
-
-    def delete(self, run_id: str, statuses: Collection[str]) -> bool:
-        if self.client.get_run(run_id).info.status not in statuses:
-            return False
-        self.client.delete_run(run_id)
-        return True

@@ -113,17 +113,11 @@ class Local:
 
 def _end_run(job: Job, folder: RunFolder, tags: dict[str, str]) -> None:
     """Mark a run as failed if the process that would do so was killed."""
-    from deeplightning.tracking.open import open_tracker
     from deeplightning.tracking.store import locate
-    from deeplightning.tracking.tracker import Batch
+    from deeplightning.tracking.unsent import end_run
 
-    store, run_id = locate(job.cfg.logger.params.get("tracking_uri")), folder.path.parent.name
     with contextlib.suppress(Exception):  # any error of a store: the mark is optional
-        tracker = open_tracker(store, run_id)
-        if tracker.run(run_id) is not None:
-            ended = ("FAILED", time.time_ns() // 1_000_000)
-            tracker.log_batch(run_id, Batch(tags=tags, status=ended))
-        tracker.close()
+        end_run(locate(job.cfg.logger.params.get("tracking_uri")), folder.path.parent.name, tags)
 
 
 def _command(job: Job) -> list[str]:

@@ -1,9 +1,10 @@
-"""Private names of MLflow 3.17."""
+"""Private names of MLflow 3.10 to 3.18."""
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -16,6 +17,24 @@ def register_store(scheme: str, build: Callable[..., object]) -> None:
     from mlflow.tracking._tracking_service import utils
 
     utils._tracking_store_registry.register(scheme, build)
+
+
+def add_run(store: Any, run: Any) -> None:
+    """Add a run, with its id, to MLflow's SQL store, if it is not there; the client's `create_run` draws another id,
+    and the id is part of the path of the run's folder, which is there before MLflow is imported. If a column moves,
+    runs stay unsent, with a warning."""
+    from mlflow.store.tracking.dbmodels.models import SqlRun, SqlTag
+
+    make = store.ManagedSessionMaker
+    options = {"read_only": False} if "read_only" in inspect.signature(make).parameters else {}
+    ids = {"run_uuid": run.id, "experiment_id": int(run.experiment_id), "artifact_uri": run.artifact_uri}
+    names = {"name": run.tags["mlflow.runName"], "user_id": run.tags.get("mlflow.user", "unknown")}
+    states = {"status": "RUNNING", "start_time": run.started, "lifecycle_stage": "active"}
+    source = {"source_type": "UNKNOWN", "source_name": "", "entry_point_name": "", "source_version": ""}
+    with make(**options) as session:
+        if session.get(SqlRun, run.id) is None:
+            tags = [SqlTag(key=name, value=value) for name, value in run.tags.items()]
+            session.add(SqlRun(**ids, **names, **states, **source, tags=tags))
 
 
 def autologs() -> bool:

@@ -15,7 +15,7 @@ from deeplightning.config.secret_scan import BLOT, conceal, secrets_in_value
 from deeplightning.config.tree import flat, parse, plain
 from deeplightning.faults import CheckpointError, Fault
 from deeplightning.runfolder import RunFolder, read_object
-from deeplightning.tracking.series import Series, from_file
+from deeplightning.tracking.metrics_file import Series, read_series
 from deeplightning.words import first_line
 
 MAX_FILE_BYTES = 64 * 2**20
@@ -144,9 +144,9 @@ def facts(folder: RunFolder, series: Series | None = None) -> Facts:
         found.best = best
     if series is not None:
         found.series = series
-    elif is_inside(folder, folder.series):
+    elif is_inside(folder, folder.metrics):
         with contextlib.suppress(ValueError, RecursionError):
-            found.series = from_file(folder.series)
+            found.series = read_series(folder.metrics)
     return found
 
 

@@ -14,7 +14,7 @@ from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.code import Code
 from deeplightning.tracking.datafiles import changes
-from deeplightning.tracking.series import is_repeatable, last_values, parted
+from deeplightning.tracking.metrics_file import is_repeatable, last_values, parted
 from deeplightning.tracking.store import is_local
 from deeplightning.words import printable
 
@@ -200,7 +200,7 @@ def compare(original: PastRun, again: PastRun, say: Callable[[str], None]) -> li
     found: list[str] = []
     one, two = original.series, again.series
     if one is None or two is None:
-        say("there are no metric series to compare: neither a tracker nor metrics.json has those of the original run")
+        say("there are no metric series to compare: neither a tracker nor metrics.jsonl has those of the original run")
     else:
         two = two if whole else {name: two.get(name, [])[: len(one[name])] for name in one}
         found += [str(apart) for apart in parted(one, two)]

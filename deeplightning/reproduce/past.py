@@ -17,10 +17,10 @@ from deeplightning.faults import ConfigError
 from deeplightning.runfolder import RunFolder, read_object
 from deeplightning.tracking import resolve_run
 from deeplightning.tracking.code import Code, read_code
-from deeplightning.tracking.open import open_tracker
-from deeplightning.tracking.series import Series, from_file, is_repeatable, last_values, read_series
+from deeplightning.tracking.entities import Run
+from deeplightning.tracking.metrics_file import Series, is_repeatable, last_values, read_series, series_of
+from deeplightning.tracking.reader import open_reader
 from deeplightning.tracking.store import Store, locate
-from deeplightning.tracking.tracker import Run
 from deeplightning.words import stage_of
 
 _ID = re.compile(r"[0-9a-f]{32}")
@@ -86,15 +86,13 @@ class PastRun:
 
     @cached_property
     def series(self) -> Series | None:
-        """Metric series from the store, else from the run folder; None if neither has them."""
-        if self.store is not None and self.run_id is not None:
-            found = read_series(self.store, self.run_id)
-            if found is not None:
-                return found
+        """Metric series from the run folder, else from the store, for Lightning's logger; None if neither has them."""
         try:
-            return {n: s for n, s in from_file(self.folder.series).items() if is_repeatable(n)}
+            return read_series(self.folder.metrics)
         except ValueError:
-            return None
+            if self._tracked is None or self.store is None or self.run_id is None:
+                return None
+            return series_of(open_reader(self.store).history(self.run_id))
 
     @property
     def status(self) -> str | None:
@@ -110,10 +108,9 @@ class PastRun:
     def _tracked(self) -> Run | None:
         if self.store is None or self.run_id is None:
             return None
-        tracker = open_tracker(self.store, self.run_id)
-        run = tracker.run(self.run_id)
-        tracker.close()
-        return run
+        if self.store.database is not None and not self.store.database.exists():
+            return None
+        return open_reader(self.store).run(self.run_id)
 
     @cached_property
     def results(self) -> dict[str, Any]:
@@ -129,11 +126,7 @@ class PastRun:
     @cached_property
     def metrics(self) -> dict[str, float]:
         """Last value of each metric, and the best of the monitored one, without learning rates, times and loads."""
-        try:
-            series = from_file(self.folder.series)  # preferred: a remote server has the same points
-        except ValueError:
-            series = self.series or {}
-        found = last_values(series) | self.results
+        found = last_values(self.series or {}) | self.results
         found = {name: value for name, value in found.items() if f"{name}_epoch" not in found}  # of a single batch
         return {
             name: float(value)
@@ -185,10 +178,7 @@ def _with_store(run: str, folder: RunFolder, remote: bool) -> PastRun:
     for store in _stores_around(folder):
         if store.is_remote and not remote:
             continue
-        tracker = open_tracker(store, run_id)
-        found = tracker.run(run_id)
-        tracker.close()
-        if found is not None:
+        if open_reader(store).run(run_id) is not None:
             return PastRun(folder, store, run_id)
     return PastRun(folder, None, None)
 

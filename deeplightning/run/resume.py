@@ -158,14 +158,9 @@ def _of_launch(cfg: Config) -> Resumption | None:
 
 
 def _has_finished(cfg: Config, folder: RunFolder) -> bool:
-    from deeplightning.tracking.open import open_tracker
+    from deeplightning.tracking.reader import open_reader
 
-    run_id = folder.path.parent.name
-    tracker = open_tracker(store_of(cfg), run_id)
-    try:
-        run = tracker.run(run_id)
-    finally:
-        tracker.close()
+    run = open_reader(store_of(cfg)).run(folder.path.parent.name)
     return run is not None and run.status == "FINISHED"
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from deeplightning.config.source import is_file
 from deeplightning.config.tree import line, scalar
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.runfolder import RunFolder
+from deeplightning.tracking.metrics_file import read_series
 
 log = logging.getLogger("deeplightning")
 
@@ -88,11 +89,11 @@ def warn_of_no_effect(runs: Mapping[int, tuple[Mapping[str, object], str]]) -> N
     Args:
         runs: the number of each run to its values and its folder.
     """
-    alike: dict[bytes, list[int]] = {}
+    alike: dict[str, list[int]] = {}
     for number, (_, folder) in sorted(runs.items()):
-        series = RunFolder(Path(folder)).series
-        if series.is_file() and b"[" in (content := series.read_bytes()):
-            alike.setdefault(hashlib.sha256(content).digest(), []).append(number)
+        with suppress(ValueError):
+            if series := read_series(RunFolder(Path(folder)).metrics):
+                alike.setdefault(repr(series), []).append(number)
     groups: dict[str, list[str]] = {}
     for numbers in alike.values():
         values = [runs[number][0] for number in numbers]

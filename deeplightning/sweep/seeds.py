@@ -33,9 +33,9 @@ from deeplightning.sweep import multirun
 from deeplightning.sweep.frozen_code import code_of_grid, own_code
 from deeplightning.sweep.multirun import FINISHED, UNDERWAY, Grid
 from deeplightning.sweep.worker import Train
+from deeplightning.tracking.entities import Point
 from deeplightning.tracking.metric_names import clean
 from deeplightning.tracking.parent import Parent, Stopped
-from deeplightning.tracking.tracker import Point
 
 if TYPE_CHECKING:
     from deeplightning.config.schema import Config
@@ -128,9 +128,7 @@ class Seeds(Grid):
         return self.parent.overrides(f"{self.parent.name}-seed-{point.words[-1].partition('=')[2]}")
 
     def _environment(self, number: int) -> dict[str, str]:
-        environment = self.parent.environment(number, self.sign)
-        self.parent.let_go()
-        return environment
+        return self.parent.environment(number, self.sign)
 
     def _to_continue(self, point: multirun.Point) -> list[str]:
         """Delete a run that was killed before its first checkpoint from the tracker, so that it starts over."""

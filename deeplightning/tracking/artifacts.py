@@ -3,15 +3,13 @@
 import contextlib
 import logging
 import shutil
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 
 from deeplightning.runfolder import permissions_of
 from deeplightning.tracking.metric_names import inside
-from deeplightning.tracking.tracker import Tracker
-from deeplightning.tracking.writer import Writer
+from deeplightning.tracking.sender import Sender
 
 log = logging.getLogger("deeplightning.tracking")
 
@@ -72,30 +70,24 @@ class LocalArtifacts(Artifacts):
 
 
 class RemoteArtifacts(Artifacts):
-    """Artifacts that a server keeps, sent by the run's writer."""
+    """Artifacts that a server keeps: written below a folder of this machine, and sent by the run's thread.
 
-    def __init__(self, writer: Writer, tracker: Tracker, run_id: str):
-        self._writer, self._tracker, self._run_id = writer, tracker, run_id
+    Args:
+        sender: of the run.
+        top: the folder.
+    """
+
+    def __init__(self, sender: Sender, top: Path):
+        self._sender, self._top = sender, top
 
     def put(self, source: Path, folder: str | None) -> None:
-        """Sends it later: the source must stay until the run is finalized."""
+        """Send it later: the source must stay until the run is finalized."""
         path = inside(folder or ".")
         target = path / source.name if source.is_dir() else path
-        parent = None if target == Path() else target.as_posix()
-        self._writer.do(
-            f"the artifact {source.name}",
-            lambda: self._tracker.upload(self._run_id, source, parent),
-            ("artifact", str(source), parent),
-        )
+        self._sender.say({"artifact": [str(source), None if target == Path() else target.as_posix()]})
 
     def save(self, name: str, content: bytes) -> None:
-        """Sends it later, from memory."""
+        """Write it, and send it later."""
+        LocalArtifacts(self._top).save(name, content)
         path = inside(name)
-
-        def upload() -> None:
-            with tempfile.TemporaryDirectory() as folder:
-                (Path(folder) / path.name).write_bytes(content)
-                parent = None if path.parent == Path() else path.parent.as_posix()
-                self._tracker.upload(self._run_id, Path(folder) / path.name, parent)
-
-        self._writer.do(f"the artifact {name}", upload)
+        self.put(self._top / path, None if path.parent == Path() else path.parent.as_posix())

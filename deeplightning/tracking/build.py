@@ -14,10 +14,11 @@ from deeplightning.config.schema import Target
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.private.lightning import has_run, resume_run
 from deeplightning.runfolder import from_start
+from deeplightning.tracking.entities import SYSTEM
 from deeplightning.tracking.mlflow_store import attach
-from deeplightning.tracking.open import open_tracker
+from deeplightning.tracking.reader import open_reader
 from deeplightning.tracking.store import Store, explain, local_path, locate
-from deeplightning.tracking.tracker import SYSTEM
+from deeplightning.tracking.unsent import unsent_run
 
 if TYPE_CHECKING:
     import mlflow
@@ -50,7 +51,7 @@ def prepare(type_name: str, params: dict[str, Any]) -> dict[str, object]:
 
 
 def experiment_of(type_name: str, params: Mapping[str, Any]) -> str:
-    """The name of the experiment that a logger of this type and these arguments tracks into."""
+    """Return the name of the experiment that a logger of this type and these arguments tracks into."""
     return params.get("experiment_name") or ("lightning_logs" if _LIGHTNINGS.fullmatch(type_name) else "Default")
 
 
@@ -63,17 +64,20 @@ def experiments_of(store: Store, run_ids: Sequence[str]) -> dict[str, str | None
     if store.database is None or not store.database.exists() or not run_ids:
         return {}
     try:
-        tracker = open_tracker(store)
-        runs = [run for run_id in run_ids if (run := tracker.run(run_id)) is not None]
-        found = {run.id: tracker.name_of(run.experiment_id) if run.is_active else None for run in runs}
-        tracker.close()
+        reader = open_reader(store)
+        found = {}
+        for run_id in run_ids:
+            if (run := reader.run(run_id)) is not None:
+                found[run_id] = reader.name_of(run.experiment_id) if run.is_active else None
+            elif (unsent := unsent_run(store, run_id)) is not None:
+                found[run_id] = unsent[1]
     except Exception as error:  # MLflow, SQLAlchemy, requests and the file system each have their own
         raise explain(error, store) from error
     return found
 
 
 def refusal(type_name: str, params: Mapping[str, Any], run_id: str, folder: Path) -> str | None:
-    """Why a logger of this type and these arguments cannot continue a run; None: it can.
+    """Return why a logger of this type and these arguments cannot continue a run; None: it can.
 
     Args:
         run_id: the run.
@@ -92,10 +96,11 @@ def refusal(type_name: str, params: Mapping[str, Any], run_id: str, folder: Path
     if store.database is not None and not store.database.exists():
         return absent
     try:
-        tracker = open_tracker(store, run_id)
-        run = tracker.run(run_id)
-        experiment = tracker.name_of(run.experiment_id) if run is not None else None
-        tracker.close()
+        reader = open_reader(store)
+        run = reader.run(run_id)
+        experiment = reader.name_of(run.experiment_id) if run is not None else None
+        if run is None and (unsent := unsent_run(store, run_id)) is not None:
+            run, experiment = unsent
     except Exception as error:  # MLflow, SQLAlchemy, requests and the file system each have their own
         raise explain(error, store) from error
     if run is None:
@@ -110,20 +115,21 @@ def refusal(type_name: str, params: Mapping[str, Any], run_id: str, folder: Path
     return None
 
 
-def point_at(loggers: Sequence[Any], run_id: str, owed: Sequence[Sequence[Any]]) -> None:
-    """Has the first logger, before its first use, continue a run; the others begin runs of their own. Opens nothing.
+def point_at(loggers: Sequence[Any], run_id: str, owed: Sequence[Sequence[Any]], folder: Path | None) -> None:
+    """Have the first logger, before its first use, continue a run; the others begin runs of their own. Open nothing.
 
     Args:
-        owed: points that the run has logged and the store may lack; see `MLflowLogger.go_on`.
+        owed: points that the run was about to log; see `MLflowLogger.go_on`.
+        folder: of the run.
     """
     if hasattr(loggers[0], "go_on"):
-        loggers[0].go_on(run_id, owed)
+        loggers[0].go_on(run_id, owed, folder)
     else:
         resume_run(loggers[0], run_id)
 
 
 def go_on(loggers: Sequence[Any], run_id: str, owed: Sequence[Sequence[Any]]) -> None:
-    """Opens the run that the first logger was pointed at, where the logger does not do so itself.
+    """Open the run that the first logger was pointed at, where the logger does not do so itself.
 
     Args:
         owed: as `point_at`.
@@ -147,7 +153,7 @@ def go_on(loggers: Sequence[Any], run_id: str, owed: Sequence[Sequence[Any]]) ->
 
 
 def _steps_there(client: "MlflowClient", run: "mlflow.entities.Run") -> dict[str, set[int]]:
-    """The steps of each metric of an MLflow run, but for the load of the machine."""
+    """Return the steps of each metric of an MLflow run, but for the load of the machine."""
     names = [name for name in run.data.metrics if not name.startswith(SYSTEM)]
     return {name: {point.step for point in client.get_metric_history(run.info.run_id, name)} for name in names}
 
@@ -172,12 +178,15 @@ def open_runs(loggers: Iterable[Any], targets: Iterable[Target]) -> None:
 
 
 def run_folder(loggers: Iterable[object], fallback: str | os.PathLike) -> Path:
-    """Where the files of the run go, absolute; ask on rank 0, for it opens the run.
+    """Return where the files of the run go, absolute; to be called on rank 0, since it opens the run.
 
     It is the local artifact folder of the first MLflow logger that has one, else the folder of the first logger that
     writes files, else `fallback`.
     """
-    loggers = list(loggers)
+    loggers = list[Any](loggers)
+    for logger in loggers[:1]:
+        if hasattr(logger, "keep_in"):
+            logger.keep_in(from_start(fallback))
     for logger in loggers:
         if (folder := _artifact_folder(logger)) is not None:
             return folder
@@ -197,7 +206,7 @@ def _artifact_folder(logger: Any) -> Path | None:
 
 
 def end(loggers: Iterable[Any], status: str, reason: str) -> None:
-    """Gives each run its last status, `failed` or `killed`, and the reason where a logger keeps one."""
+    """Give each run its last status, `failed` or `killed`, and the reason where a logger keeps one."""
     for logger in loggers:
         names = {base.__name__ for base in type(logger).__mro__}
         if "MLflowLogger" in names:
@@ -212,7 +221,7 @@ def end(loggers: Iterable[Any], status: str, reason: str) -> None:
 
 
 def publish(loggers: Iterable[Any], folder: Path) -> None:
-    """Sends the files of the run to trackers that keep their artifacts elsewhere; ends their runs as finished."""
+    """Send the files of the run to trackers that keep their artifacts elsewhere; end their runs as finished."""
     for logger in loggers:
         if "MLflowLogger" in {base.__name__ for base in type(logger).__mro__} and logger.artifact_folder is None:
             for path in sorted(folder.iterdir()):

@@ -1,22 +1,30 @@
-"""A tracking store through MLflow's own client: servers, databases on servers, file stores, and SQLite of another
-version than `deeplightning.tracking.sqlite` knows."""
+"""Write to a tracking store, and read it, through MLflow's own client. Importing this module imports MLflow."""
 
 import contextlib
 import os
-import random
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlflow.entities import Dataset as MLflowDataset
-from mlflow.entities import DatasetInput, InputTag, LoggedModelOutput, Metric, Param, RunTag
+from mlflow.entities import DatasetInput, InputTag, LoggedModelOutput, Metric, Param, RunTag, ViewType
 from mlflow.exceptions import MlflowException
-from mlflow.tracking import MlflowClient
 
-from deeplightning.tracking.mlflow_store import attach
+from deeplightning.tracking.entities import (
+    DATA_CONTEXT,
+    PRUNED,
+    SYSTEM,
+    Batch,
+    Experiment,
+    Listed,
+    Point,
+    Run,
+    as_logged,
+    is_of_test,
+)
+from deeplightning.tracking.mlflow_store import attach, make_run
 from deeplightning.tracking.mlflow_tags import RUN_NAME, name_of
-from deeplightning.tracking.store import Store, check_writable
-from deeplightning.tracking.tracker import DATA_CONTEXT, SYSTEM, Batch, Experiment, Point, Run, as_logged, is_of_test
+from deeplightning.tracking.store import Store, is_locked
 
 if TYPE_CHECKING:
     import mlflow
@@ -36,20 +44,20 @@ _TRANSIENT = (
 
 
 class Client:
-    """See `deeplightning.tracking.tracker.Tracker`.
+    """A store; whatever it raises is the store's own, and `is_transient` judges it.
 
     Args:
         store: made at the first use, if it is not there.
     """
 
     def __init__(self, store: Store):
-        self._store, self._client = store, MlflowClient(attach(store))
+        uri = attach(store)  # quiets MLflow before more of it is imported
+        from mlflow.tracking import MlflowClient
 
-    def make_ready(self) -> None:
-        if self._store.database is not None and self._store.database.exists():
-            check_writable(self._store)
+        self._store, self._client = store, MlflowClient(uri)
 
     def experiment(self, name: str) -> Experiment:
+        """Return the experiment of a name, which is made if there is none."""
         found: Any = self._client.get_experiment_by_name(name)
         if found is None:
             # Another process may be first: then the experiment is there after all.
@@ -62,32 +70,25 @@ class Client:
         return Experiment(found.experiment_id, found.artifact_location, found.lifecycle_stage == "active")
 
     def name_of(self, experiment_id: str) -> str:
-        return self._client.get_experiment(experiment_id).name
+        """Return the name of an experiment."""
+        return str(self._client.get_experiment(experiment_id).name)
 
-    def new_id(self) -> None:
-        return None
+    def make_run(self, run: Run) -> None:
+        """Make a run whose id is known; do nothing if it is there. For SQLite stores."""
+        make_run(self._store, run)
 
-    def create_run(
-        self, experiment: Experiment, name: str | None, tags: dict[str, str], stem: str = "", run_id: str | None = None
-    ) -> Run:
-        state = random.getstate()
-        random.seed()  # MLflow draws the run's name from it: with the run's seed every run would be named alike
-        try:
-            run = _run(self._client.create_run(experiment.id, tags=tags, run_name=name))
-        finally:
-            random.setstate(state)
-        if stem and not name and RUN_NAME not in tags:
-            self.rename(run.id, name_of(stem, run.id))
+    def create_run(self, experiment: Experiment, name: str | None, tags: dict[str, str], stem: str = "") -> Run:
+        """Create a run, RUNNING; without a name it gets that of `stem` and the first digits of its id."""
+        stem = stem or "run"  # MLflow draws names from Python's `random`: a run's seed would give every run the same
+        given = name or tags.get(RUN_NAME)
+        run = _run(self._client.create_run(experiment.id, tags=tags, run_name=given or stem))
+        if given is None:
+            run.tags[RUN_NAME] = name_of(stem, run.id)
+            self._client.update_run(run.id, name=run.tags[RUN_NAME])
         return run
 
-    def delete(self, run_id: str, statuses: Collection[str]) -> bool:
-        run = self.run(run_id)
-        is_wanted = run is not None and run.is_active and run.status in statuses
-        if is_wanted:
-            self._client.delete_run(run_id)
-        return is_wanted
-
     def run(self, run_id: str) -> Run | None:
+        """Return a run, deleted ones too; None if there is none."""
         try:
             return _run(self._client.get_run(run_id))
         except MlflowException as error:
@@ -95,13 +96,33 @@ class Client:
                 raise
             return None
 
-    def rename(self, run_id: str, name: str) -> None:
-        self._client.update_run(run_id, name=name)
+    def listing(self) -> list[Listed]:
+        """Return all runs that were not deleted, the newest first."""
+        found = self._client.search_experiments(view_type=ViewType.ACTIVE_ONLY)
+        experiments = {e.experiment_id: e.name for e in found}
+        runs: list[Listed] = []
+        token: str | None = None
+        while experiments:
+            page = self._client.search_runs(list(experiments), order_by=["start_time DESC"], page_token=token)
+            for run in page:
+                info, of = run.info, experiments[run.info.experiment_id]
+                first = (info.run_id, info.run_name, info.status, info.start_time, of, info.artifact_uri)
+                runs.append(Listed(*first, dict(run.data.metrics), PRUNED in run.data.tags.items()))
+            token = page.token
+            if not token:
+                break
+        return runs
 
-    def drop_tag(self, run_id: str, name: str) -> None:
-        self._client.delete_tag(run_id, name)
+    def tagged(self, experiment: str, tag: str, value: str) -> list[Run]:
+        """Return the runs of an experiment with a tag of a value."""
+        found = self._client.get_experiment_by_name(experiment)
+        return [
+            _run(run)
+            for run in (self._client.search_runs([found.experiment_id], f"tags.`{tag}` = '{value}'") if found else ())
+        ]
 
-    def history(self, run_id: str, names: Collection[str] | None = None) -> Iterable[Point]:
+    def history(self, run_id: str, names: Collection[str] | None = None) -> Iterator[Point]:
+        """Yield the points of some metrics of a run; None: of all but those of the machine's load."""
         if names is None:
             there = self._client.get_run(run_id).data.metrics
             names = [name for name in there if not name.startswith(SYSTEM)]
@@ -109,7 +130,28 @@ class Client:
             for point in self._client.get_metric_history(run_id, name):
                 yield Point(point.key, as_logged(point.value), point.timestamp, point.step)
 
+    def delete(self, run_id: str, statuses: Collection[str]) -> bool:
+        """Mark a run as deleted if its status is one of these; return whether it was."""
+        run = self.run(run_id)
+        is_wanted = run is not None and run.is_active and run.status in statuses
+        if is_wanted:
+            self._client.delete_run(run_id)
+        return is_wanted
+
+    def drop_tag(self, run_id: str, name: str) -> None:
+        """Remove a tag of a run, if it is there."""
+        try:
+            self._client.delete_tag(run_id, name)
+        except MlflowException as error:
+            if error.error_code not in _ABSENT:
+                raise
+
     def log_batch(self, run_id: str, batch: Batch) -> None:
+        """Write a batch; points that are there already stay once, tags replace those of their names.
+
+        Raises:
+            Exception: the run is not there or was deleted, or a parameter has another value.
+        """
         params = [Param(*item) for item in batch.params.items()]
         tags = [RunTag(*item) for item in batch.tags.items()]
         points = [Metric(*point) for point in batch.points]
@@ -118,6 +160,8 @@ class Client:
             room = MAX_ENTRIES - len(few[0]) - len(few[1])
             self._client.log_batch(run_id, points[:room], *few)
             params, tags, points = params[MAX_OTHERS:], tags[MAX_OTHERS:], points[room:]
+        if RUN_NAME in batch.tags:
+            self._client.update_run(run_id, name=batch.tags[RUN_NAME])
         if batch.datasets:
             context = [InputTag(*DATA_CONTEXT)]
             inputs = [
@@ -133,10 +177,18 @@ class Client:
                 self._client.set_terminated(run_id, word, ended)
 
     def upload(self, run_id: str, path: Path, folder: str | None) -> None:
+        """Put a file or folder into the artifacts of a run whose artifacts are elsewhere."""
         send = self._client.log_artifacts if path.is_dir() else self._client.log_artifact
         send(run_id, os.fspath(path), folder)
 
-    def log_model(self, run_id: str, name: str, path: Path, kind: str) -> None:
+    def log_model(self, run_id: str, path: Path, name: str, kind: str) -> None:
+        """List an MLflow model among those of the run's experiment, with the run's parameters and the metrics of its
+        test (those of a validation are of other weights than the best); a second time it replaces the first.
+
+        Args:
+            path: the model's folder.
+            kind: of the task.
+        """
         run = self._client.get_run(run_id)
         for former in run.outputs.model_outputs if run.outputs else ():
             self._client.delete_logged_model(former.model_id)
@@ -152,13 +204,14 @@ class Client:
         self._client.log_batch(run_id, [Metric(*point, model_id=model.model_id) for point in latest.values()])
         self._client.finalize_logged_model(model.model_id, "READY")
 
-    def is_transient(self, error: Exception) -> bool:
-        if isinstance(error, MlflowException):
-            return error.error_code in _TRANSIENT
-        return isinstance(error, OSError) and not isinstance(error, FileNotFoundError)  # OSError: also the network's
 
-    def close(self) -> None:
-        pass
+def is_transient(error: Exception) -> bool:
+    """Return whether the same call may succeed later."""
+    if isinstance(error, MlflowException):
+        return error.error_code in _TRANSIENT
+    if is_locked(error):
+        return True
+    return isinstance(error, OSError) and not isinstance(error, FileNotFoundError)  # OSError: also the network's
 
 
 def _run(run: "mlflow.entities.Run") -> Run:
@@ -166,5 +219,5 @@ def _run(run: "mlflow.entities.Run") -> Run:
     is_active = info.lifecycle_stage == "active"
     return Run(
         *(info.run_id, info.experiment_id, info.status, info.start_time, info.artifact_uri, is_active),
-        *(data.params, data.tags),
+        *(dict(data.params), dict(data.tags)),
     )

@@ -148,6 +148,13 @@ def extract(packed: bytes, into: Path) -> None:
     """
     with tarfile.open(fileobj=io.BytesIO(packed)) as opened:
         try:
-            opened.extractall(into, filter="data")
+            if hasattr(tarfile, "data_filter"):
+                opened.extractall(into, filter="data")
+                return
+            for entry in opened:  # Python 3.11.3 and older, as Debian 12 has
+                places = [into / entry.name, *([(into / entry.name).parent / entry.linkname] if entry.issym() else [])]
+                if not all(place.resolve().is_relative_to(into.resolve()) for place in places):
+                    raise OSError(f"{entry.name} leads out of the folder")
+                opened.extract(entry, into)
         except tarfile.TarError as error:
             raise OSError(str(error)) from error

@@ -4,35 +4,40 @@ Making the logger does nothing. The first use in a hook, on rank 0, opens or joi
 """
 
 import atexit
-import contextlib
 import hashlib
 import json
 import logging
 import os
 import sys
 import time
+import uuid
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from pytorch_lightning.loggers.logger import Logger, rank_zero_experiment
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from deeplightning.faults import SetupError, count
-from deeplightning.runfolder import make_private
+from deeplightning.runfolder import RunFolder, make_private
 from deeplightning.tracking.artifacts import Artifacts, LocalArtifacts, RemoteArtifacts
+from deeplightning.tracking.delivery import Delivery, header_of
+from deeplightning.tracking.entities import EPOCH, Dataset, Run, is_of_test
 from deeplightning.tracking.environment import git_state
-from deeplightning.tracking.journal import Journal, replay
 from deeplightning.tracking.metric_names import MAX_NAME, MAX_REASON, MAX_TAG, NOTE, NOTE_DIGEST, clean, flatten
+from deeplightning.tracking.metrics_file import Line, points_line, points_of, read_lines
 from deeplightning.tracking.mlflow_store import LazyClient, uri_of
-from deeplightning.tracking.mlflow_tags import RUN_NAME, run_tags
-from deeplightning.tracking.open import open_tracker
-from deeplightning.tracking.store import Store, explain, local_path, locate
-from deeplightning.tracking.tracker import EPOCH, SYSTEM, Batch, Dataset, Point, Run, Tracker, is_of_test
-from deeplightning.tracking.writer import Writer
+from deeplightning.tracking.mlflow_tags import RUN_NAME, name_of, run_tags
+from deeplightning.tracking.reader import open_reader, raise_if_newer
+from deeplightning.tracking.sender import Sender
+from deeplightning.tracking.store import Store, check_writable, explain, local_path, locate
+from deeplightning.tracking.unsent import folder_of, settle, unsent_run
 from deeplightning.words import printable
+
+if TYPE_CHECKING:
+    from deeplightning.tracking.client import Client
 
 log = logging.getLogger("deeplightning.tracking")
 
@@ -57,8 +62,7 @@ class MLflowLogger(Logger):
         experiment_name: the experiment, made if there is none of that name.
         tracking_uri: a directory (an SQLite database in it, artifacts beside it), `sqlite:///FILE`, or the address of a
             server. None: the variable MLFLOW_TRACKING_URI, else `mlruns`.
-        run_name: the run's name; None: what `suggest_name` was given, with the first digits of the run's id, else a
-            random one.
+        run_name: the run's name; None: what `suggest_name` was given, else `run`, and the first digits of the id.
         tags: tags of the run.
         run_id: an existing run to continue; None: a new one.
         system_metrics: track the load of the machine (CPU, memory; GPUs with nvidia-ml-py) every ten seconds.
@@ -88,23 +92,22 @@ class MLflowLogger(Logger):
         self._last_step = 0
         self._names: dict[str, str] = {}  # of metrics, as they are logged and as they are tracked
         self._latest: dict[str, tuple[int, float]] = {}  # the last point of each metric
-        self._there: dict[str, set[int]] = {}  # steps that the store has of a continued run
+        self._there: dict[str, set[int]] = {}  # steps that a continued run has logged
         self._continues = False
-        self._owed: list[Point] = []
+        self._owed: list[tuple[str, float, int, int]] = []
         self._is_described = NOTE in self._tags  # by somebody else
         self._status: str | None = None  # None: no run is open in this process
         self._store: Store | None = None
-        self._tracker: Tracker | None = None
-        self._writer: Writer | None = None
+        self._sender: Sender | None = None
         self._early: dict[str, object] = {}  # parameters of a continued run that is not open yet
         self._params: dict[str, str] = {}  # what the run has, or is about to have
+        self._kept_in: Path | None = None  # the folder of a run whose artifacts are elsewhere
         self._opened_in = 0  # the process that opened it
-        self._started = 0  # milliseconds since 1970
         self._ended_as: str | None = None  # the status before it was opened again
 
     def __getstate__(self) -> dict[str, object]:
         """A copy sent to another process leaves the open run behind, and would continue it."""
-        return self.__dict__ | {"_tracker": None, "_writer": None, "_artifacts": None, "_status": None, "_opened_in": 0}
+        return self.__dict__ | {"_sender": None, "_artifacts": None, "_status": None, "_opened_in": 0}
 
     # The identity of the run
 
@@ -114,7 +117,7 @@ class MLflowLogger(Logger):
         """MLflow's `MlflowClient` on the run's store; opens the run. MLflow is imported when the client is used."""
         self._open()
         assert self._store is not None
-        return LazyClient(self._store)
+        return LazyClient(self._store, self.make_run)
 
     @property
     def run_id(self) -> str | None:
@@ -163,24 +166,36 @@ class MLflowLogger(Logger):
 
     # Continuing a run
 
-    def go_on(self, run_id: str, owed: Iterable[Sequence[Any]]) -> None:
+    def go_on(self, run_id: str, owed: Iterable[Sequence[Any]], folder: Path | None = None) -> None:
         """Continue a run from an earlier point of it; to be called before the first use.
 
-        What it logs again is there already, and MLflow deletes no point: of each metric, the steps that the store has
-        are not written again.
+        What it logs again is there already: of each metric, the steps in `metrics.jsonl` are not logged again.
 
         Args:
             run_id: the run.
-            owed: points (see `Point`) that the run has logged, and that may not have reached the store.
+            owed: points (name, value, milliseconds since 1970, step) that the run was about to log.
+            folder: of the run.
         """
         self._run_id, self._continues = run_id, True
-        self._owed = [Point(str(name), float(value), int(time), int(step)) for name, value, time, step in owed]
+        self._owed = [(str(name), float(value), int(time), int(step)) for name, value, time, step in owed]
+        self._kept_in = folder
+
+    def keep_in(self, folder: Path) -> None:
+        """Say where the files of a run go whose artifacts a server has; to be called before the first use."""
+        self._kept_in = folder
 
     @rank_zero_only
-    def unwritten(self) -> list[tuple[object, ...]]:
-        """Points (see `Point`) that may not be in the store yet, plain tuples for a checkpoint; opens nothing."""
-        waiting = self._writer.waiting() if self._writer is not None else []
-        return [tuple(point) for point in waiting if not point.name.startswith(SYSTEM)]
+    def sync(self) -> None:
+        """Wait until all points that were logged outlast a loss of power; opens nothing."""
+        if self._sender is not None:
+            self._sender.sync()
+
+    def make_run(self) -> None:
+        """Make sure, at once, that the store has the run, for code that uses MLflow itself; else it has it after the
+        first training step."""
+        self._open()
+        if self._sender is not None:
+            self._sender.make_run()
 
     def suggest_name(self, stem: str) -> None:
         """Say what a new run is about, for its name; to be called before the first use. `run_name` wins."""
@@ -201,7 +216,7 @@ class MLflowLogger(Logger):
         if self._continues and self._status is None:  # Lightning says them before a checkpoint is restored
             self._early |= values
             return
-        writer = self._running()
+        sender = self._running()
         if changed := [key for key, value in values.items() if self._params.get(key, value) != value]:
             log.warning(
                 "The continued run keeps the first values of %s: %s. The new ones are in its config file.",
@@ -209,7 +224,7 @@ class MLflowLogger(Logger):
             )
         if new := {key: value for key, value in values.items() if key not in self._params}:
             self._params |= new
-            writer.say(("params", new))
+            sender.say({"params": new})
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -245,7 +260,7 @@ class MLflowLogger(Logger):
         return self._names[name]
 
     def _add(self, values: Mapping[str, float], moment: int, step: int) -> None:
-        writer, new, tested = self._running(), {}, {}
+        sender, new, tested = self._running(), {}, {}
         for name, value in values.items():
             if name == EPOCH:
                 continue
@@ -258,14 +273,14 @@ class MLflowLogger(Logger):
             elif step not in self._there.get(name, ()):
                 new[name] = value
         if new:
-            writer.say(("points", moment, step, new))
+            sender.say(points_line(moment, step, new))
         if tested:
-            writer.say(("points", moment, 0, tested))
+            sender.say(points_line(moment, 0, tested))
 
     @rank_zero_only
     def log_tags(self, tags: Mapping[str, object]) -> None:
         """Set tags of the run; a value is cut at 5,000 characters."""
-        self._running().say(("tags", {clean(name): str(value)[:MAX_TAG] for name, value in tags.items()}))
+        self._running().say({"tags": {clean(name): str(value)[:MAX_TAG] for name, value in tags.items()}})
 
     @rank_zero_only
     def describe(self, text: str) -> None:
@@ -278,7 +293,7 @@ class MLflowLogger(Logger):
     @rank_zero_only
     def log_dataset(self, dataset: Dataset) -> None:
         """Say what data the run uses; MLflow shows them with their digest. Changes no status, so any thread may."""
-        self._writing().say(("dataset", list(dataset)))
+        self._sending().say({"dataset": list(dataset)})
 
     @rank_zero_only
     def log_model(self, path: str | Path, name: str, kind: str) -> None:
@@ -289,19 +304,14 @@ class MLflowLogger(Logger):
             name: what MLflow lists it under.
             kind: of the task, such as `image_classification`.
         """
-        source, tracker, run_id = Path(path).absolute(), self._tracker, self._run_id
-        if tracker is None or run_id is None:
-            return
-        listed = clean(name).replace("/", "_")
-        self._writing().do(f"the model {name}", lambda: tracker.log_model(run_id, listed, source, kind))
+        if self._sender is not None:
+            self._sender.say({"model": [str(Path(path).absolute()), clean(name).replace("/", "_"), kind]})
 
     @rank_zero_only
     def rest(self) -> None:
-        """Write what came after the end of the run, without opening it again."""
-        if self._writer is not None and self._status != "RUNNING" and not self._writer.stop():
-            return
-        if self._tracker is not None and self._status != "RUNNING":
-            self._tracker.close()
+        """Send what came after the end of the run, without opening it again."""
+        if self._sender is not None and self._status != "RUNNING":
+            self._sender.stop()
 
     @rank_zero_only
     def log_artifact(self, path: str | Path, folder: str | None = None) -> None:
@@ -391,18 +401,17 @@ class MLflowLogger(Logger):
         word = _STATUS[status]
         if self._status is None or (self._status == "KILLED" and word == "FAILED"):  # Lightning says `failed` of both
             return
-        writer = self._writing()
+        sender = self._sending()
         if reason:
-            writer.say(("tags", {"failure": reason[:MAX_REASON]}))
-        writer.say(("status", word, time.time_ns() // 1_000_000))
+            sender.say({"tags": {"failure": reason[:MAX_REASON]}})
+        sender.say({"status": word, "time": time.time_ns() // 1_000_000})
         self._status = word
-        if writer.stop() and self._tracker is not None:
-            self._tracker.close()
+        sender.stop()
 
     # Opening and ending
 
     def _locate(self) -> tuple[Store, str | None]:
-        """The store and the run to join: under `mlflow run` MLflow's, else ours."""
+        """Return the store and the run to join: under `mlflow run` MLflow's, else ours."""
         if self._run_id is None and (run_id := os.environ.get("MLFLOW_RUN_ID")):
             return locate(os.environ.get("MLFLOW_TRACKING_URI") or self._tracking_uri), run_id
         return locate(self._tracking_uri), self._run_id
@@ -417,112 +426,126 @@ class MLflowLogger(Logger):
         if self._status is not None:
             return
         store, run_id = self._locate()
-        journal = None
+        client = None
         try:
-            tracker = open_tracker(store, run_id, self._experiment_name)
-            tracker.make_ready()
-            self._replay(store, tracker, run_id)
-            # Before the store has it as RUNNING: a process that is killed here leaves a sign of its end.
-            if (planned := run_id or tracker.new_id()) is not None:
-                with contextlib.suppress(OSError, RuntimeError):  # the writer tries again, and tells why
-                    journal = Journal(store, planned)
-            run = self._old_run(tracker, store, run_id) if run_id else self._new_run(tracker, store, planned)
-            try:
-                folder = local_path(run.artifact_uri)
-                if folder is not None:
-                    root = store.artifact_root
-                    make_private(folder, root if root is not None and root in folder.parents else folder.parent)
-            except OSError:
-                tracker.log_batch(run.id, Batch(status=("FAILED", time.time_ns() // 1_000_000)))
-                raise
-        except BaseException as error:
-            if journal is not None and planned is not None:  # the sign by which the next command ends a run
-                journal.end(keep=not _is_settled(tracker, planned))
-            if isinstance(error, SetupError) or not isinstance(error, Exception):
-                raise
-            # MLflow, SQLite, requests and the file system each have their own.
+            if store.database is None:
+                client = _open_client(store)
+            elif store.database.exists():
+                check_writable(store)
+                raise_if_newer(store)
+            run, lines = self._old_run(store, client, run_id) if run_id else self._new_run(store, client)
+            folder = local_path(run.artifact_uri)
+            if folder is not None:
+                root = store.artifact_root
+                make_private(folder, root if root is not None and root in folder.parents else folder.parent)
+        except SetupError:
+            raise
+        except Exception as error:  # MLflow, SQLite, requests and the file system each have their own
             raise explain(error, store) from error
-        self._store, self._tracker = store, tracker
+        self._store = store
         self._run_id, self._experiment_id = run.id, run.experiment_id
         self._name = self._run_name or run.tags.get(RUN_NAME)
         self._artifact_folder = folder
-        self._started, self._params = run.started, dict(run.params)
+        self._params = dict(run.params)
+        metrics = RunFolder(self._top()).metrics
+        if run_id:
+            self._read(metrics)
         self._status = "RUNNING"
         self._opened_in = os.getpid()
         atexit.register(self._at_exit)
-        writer = self._writing(journal)
-        self._artifacts = RemoteArtifacts(writer, tracker, run.id) if folder is None else LocalArtifacts(folder)
+        from deeplightning.tracking.system_metrics import sampler
+
+        sample = sampler(run.started) if self._system_metrics else None
+        pause = float(os.environ.get("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL") or SAMPLE_SECONDS)
+        delivery = Delivery(store, run.id, metrics, client)
+        self._sender = Sender(delivery, self._settle_others, sample, pause)
+        self._artifacts = LocalArtifacts(folder) if folder is not None else RemoteArtifacts(self._sender, self._top())
+        for line in lines:
+            self._sender.say(line)
         owed, self._owed = self._owed, []
         if self._early:
             self.log_hyperparams(self._early)
-        for point in owed:
-            self._add({point.name: point.value}, point.time, point.step)
+        for name, value, moment, step in owed:
+            self._add({name: value}, moment, step)
 
-    def _replay(self, store: Store, tracker: Tracker, run_id: str | None) -> None:
-        """What ended processes could not write is written first: a continued run then has its points."""
-        for found in replay(store, tracker, continuing=run_id if self._continues else None):
-            if found.problem:
-                log.warning(
-                    "The journal of the run %s could not be written (%s); it stays in %s.",
-                    *(found.run_id, found.problem, found.kept),
-                )
-                continue
-            if found.damaged:
-                log.warning("The run %s: %s.", found.run_id, found.losses)
-            if found.points or found.others:
-                log.info("The run %s had left %d points unwritten; they are there now.", found.run_id, found.points)
+    def _top(self) -> Path:
+        """Return the folder of the run's files: where a server has the artifacts, that which `keep_in` names."""
+        if self._artifact_folder is not None:
+            return self._artifact_folder
+        if self._kept_in is not None:
+            return self._kept_in
+        assert self._store is not None
+        folder = folder_of(self._store) / f"{self._run_id}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
-    def _new_run(self, tracker: Tracker, store: Store, run_id: str | None) -> Run:
-        experiment = tracker.experiment(self._experiment_name)
+    def _new_run(self, store: Store, client: "Client | None") -> tuple[Run, list[Line]]:
+        """Return a new run, and lines to say first."""
+        # MLflow describes the repository of the started file, which is ours, and its address, perhaps with a password.
+        git = git_state() or {}
+        tags = run_tags() | {f"mlflow.source.git.{name}": git[name] for name in ("commit", "branch") if git.get(name)}
+        tags = {name: str(value)[:MAX_TAG] for name, value in (tags | self._tags).items()}
+        experiment = None if client is not None else open_reader(store).experiment(self._experiment_name)
+        if experiment is None:
+            experiment = (client or _open_client(store)).experiment(self._experiment_name)
         if not experiment.is_active:
             raise SetupError(
                 f"The experiment {self._experiment_name!r} in {store.shown} was deleted. Restore it (mlflow "
                 f"experiments restore --experiment-id {experiment.id}) or set another "
                 "logger.params.experiment_name."
             )
-        # MLflow describes the repository of the started file, which is ours, and its address, perhaps with a password.
-        git = git_state() or {}
-        tags = run_tags() | {f"mlflow.source.git.{name}": git[name] for name in ("commit", "branch") if git.get(name)}
-        tags = {name: str(value)[:MAX_TAG] for name, value in (tags | self._tags).items()}
-        return tracker.create_run(experiment, self._run_name, tags, self._stem, run_id)
+        if client is not None:
+            return client.create_run(experiment, self._run_name, tags, self._stem), []
+        run_id, started = uuid.uuid4().hex, time.time_ns() // 1_000_000
+        tags |= {RUN_NAME: self._run_name or tags.get(RUN_NAME) or name_of(self._stem or "run", run_id)}
+        location = f"{experiment.artifact_location.rstrip('/')}/{run_id}/artifacts"
+        run = Run(run_id, experiment.id, "RUNNING", started, location, True, {}, tags)
+        return run, [{"run": header_of(run, self._experiment_name)}]
 
-    def _old_run(self, tracker: Tracker, store: Store, run_id: str) -> Run:
-        run = tracker.run(run_id)
+    def _old_run(self, store: Store, client: "Client | None", run_id: str) -> tuple[Run, list[Line]]:
+        """Return the run to join, and lines to say first."""
+        run = (client or open_reader(store)).run(run_id)
+        if run is None and (unsent := unsent_run(store, run_id)) is not None:
+            run = unsent[0]
         if run is None or not run.is_active:
             state = "is not" if run is None else "was deleted"
             raise SetupError(
                 f"The run {run_id!r} {state} in the tracking store {store.shown}. Give the id of a run there, or leave "
                 "it out (logger.params.run_id, the variable MLFLOW_RUN_ID) to start a new one."
             )
-        self._there = {}
-        for point in sorted(tracker.history(run_id), key=lambda point: point.time):
-            if self._continues:
-                self._there.setdefault(point.name, set()).add(point.step)
-            if is_of_test(point.name):
-                self._latest[point.name] = (0, point.value)
-        if self._continues and "failure" in run.tags:
-            tracker.drop_tag(run_id, "failure")
         if (note := run.tags.get(NOTE)) is not None:
             self._is_described = self._is_described or run.tags.get(NOTE_DIGEST) != _digest(note)
-        if self._run_name:
-            tracker.rename(run_id, self._run_name)
         tags = {name: str(value)[:MAX_TAG] for name, value in self._tags.items()}
-        tracker.log_batch(run_id, Batch(tags=tags, status=("RUNNING", None)))
-        return run
+        tags |= {RUN_NAME: self._run_name} if self._run_name else {}
+        lines: list[Line] = [{"untag": "failure"}] if self._continues else []
+        return run, [*lines, *([{"tags": tags}] if tags else []), {"status": "RUNNING", "time": None}]
 
-    def _writing(self, journal: Journal | None = None) -> Writer:
-        """The writer, made at the first need, with a journal that is there already."""
-        self._open()
-        if self._writer is None:
-            from deeplightning.tracking.system_metrics import sampler
+    def _read(self, metrics: Path) -> None:
+        """Learn what the run has logged."""
+        self._there = {}
+        for _, line in read_lines(metrics):
+            self._params |= line.get("params", {})
+            for point in points_of(line):
+                if self._continues:
+                    self._there.setdefault(point.name, set()).add(point.step)
+                if is_of_test(point.name):
+                    self._latest[point.name] = (0, point.value)
 
-            sample = sampler(self._started) if self._system_metrics else None
-            pause = float(os.environ.get("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL") or SAMPLE_SECONDS)
-            assert self._tracker is not None
-            assert self._store is not None
-            assert self._run_id is not None
-            self._writer = Writer(self._tracker, self._store, self._run_id, sample, pause, journal)
-        return self._writer
+    def _settle_others(self) -> None:
+        """Send, in the run's thread, what ended processes have left."""
+        assert self._store is not None
+        try:
+            for found in settle(self._store):
+                if found.problem:
+                    log.warning("The run %s is refused (%s); kept as %s.", found.run_id, found.problem, found.kept)
+                elif found.damaged:
+                    log.warning("The run %s: %s.", found.run_id, found.losses)
+                elif found.points:
+                    log.info(
+                        "The run %s had left %s unsent; all is sent now.", found.run_id, count(found.points, "point")
+                    )
+        except SetupError as error:
+            log.warning("%s", error)
 
     def _stored(self) -> Artifacts:
         """The run's artifacts; opens the run."""
@@ -530,15 +553,18 @@ class MLflowLogger(Logger):
         assert self._artifacts is not None
         return self._artifacts
 
-    def _running(self) -> Writer:
-        """The writer, with the run's status RUNNING."""
-        if self._status == "RUNNING" and self._writer is not None:
-            return self._writer
-        writer = self._writing()
+    def _sending(self) -> Sender:
+        self._open()
+        assert self._sender is not None
+        return self._sender
+
+    def _running(self) -> Sender:
+        """Return the sender, with the run's status RUNNING."""
+        sender = self._sending()
         if self._status != "RUNNING":
             self._ended_as, self._status = self._status, "RUNNING"
-            writer.say(("status", "RUNNING", None))
-        return writer
+            sender.say({"status": "RUNNING", "time": None})
+        return sender
 
     def _at_exit(self) -> None:
         """A process that ends without `finalize` leaves no run RUNNING, and no point unwritten."""
@@ -551,20 +577,14 @@ class MLflowLogger(Logger):
                 self.finalize("failed", reason)
             else:
                 self.finalize({word: key for key, word in _STATUS.items()}[self._ended_as])
-        elif self._writer is not None:
-            self._writer.stop()
+        elif self._sender is not None:
+            self._sender.stop()
 
 
-def _is_settled(tracker: Tracker, run_id: str) -> bool:
-    """Whether a run that could not be opened is known not to be RUNNING: a store may have taken that and still have
-    reported a fault. It is FAILED then."""
-    try:
-        run = tracker.run(run_id)
-        if run is not None and run.status == "RUNNING":
-            tracker.log_batch(run_id, Batch(status=("FAILED", time.time_ns() // 1_000_000)))
-    except Exception:
-        return False
-    return True
+def _open_client(store: Store) -> "Client":
+    from deeplightning.tracking.client import Client
+
+    return Client(store)
 
 
 def _digest(text: str) -> str:

@@ -7,16 +7,19 @@ import shutil
 import sqlite3
 import tempfile
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from deeplightning.faults import SetupError
-from deeplightning.private.mlflow import latest_schema, register_store, upgrade_database
-from deeplightning.tracking import sqlite
+from deeplightning.private.mlflow import add_run, latest_schema, register_store, upgrade_database
+from deeplightning.tracking.entities import Run
 from deeplightning.tracking.store import DATABASE, Store, explain, locked, no_foreign_warnings, quiet_mlflow
 
 log = logging.getLogger("deeplightning.tracking")
 
 _attached: dict[str, Store] = {}
+_stores: "dict[str, _LateStore]" = {}
 _links: dict[Path, Path] = {}
 
 
@@ -66,7 +69,12 @@ def _sqlite_uri(database: Path) -> str:
 
 
 def _build_late(store_uri: str, artifact_uri: str | None = None):
-    return _LateStore(store_uri, artifact_uri)
+    return _stores.setdefault(store_uri, _LateStore(store_uri, artifact_uri))
+
+
+def make_run(store: Store, run: Run) -> None:
+    """Make a run whose id is known, in an SQLite store; do nothing if it is there."""
+    add_run(_build_late(attach(store)).opened(), run)
 
 
 class _LateStore:
@@ -76,10 +84,13 @@ class _LateStore:
         self.__dict__.update(_uri=uri, _artifact_uri=artifact_uri, _store=None, _opening=threading.Lock())
 
     def __getattr__(self, name: str):
+        return getattr(self.opened(), name)
+
+    def opened(self):
         with self._opening:
             if self._store is None:
                 self.__dict__["_store"] = _open_database(self._uri, self._artifact_uri)
-        return getattr(self._store, name)
+        return self._store
 
 
 def _open_database(uri: str, artifact_uri: str | None):
@@ -100,15 +111,25 @@ def _open_database(uri: str, artifact_uri: str | None):
         assert store.artifact_root is not None
         try:
             with locked(store):
-                if sqlite.mlflow_is_known() and sqlite.is_empty(store.database):
-                    sqlite.make(store)
                 _migrate(store, uri)
-                return SqlAlchemyStore(uri, artifact_uri or store.artifact_root.as_uri())
+                with _variable("MLFLOW_SQLALCHEMYSTORE_POOLCLASS", "NullPool"):  # a forked process gets no connection
+                    return SqlAlchemyStore(uri, artifact_uri or store.artifact_root.as_uri())
         except SetupError:
             raise
         except Exception as error:
             # MLflow, SQLAlchemy, Alembic and SQLite each have exceptions of their own for the same few faults.
             raise explain(error, store) from error
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    is_set = name in os.environ
+    os.environ.setdefault(name, value)
+    try:
+        yield
+    finally:
+        if not is_set:
+            del os.environ[name]
 
 
 def _migrate(store: Store, uri: str) -> None:
@@ -141,10 +162,14 @@ def _migrate(store: Store, uri: str) -> None:
 
 
 class LazyClient:
-    """MLflow's client on a store, made when an attribute is used: Lightning reads `experiment` of all loggers."""
+    """MLflow's client on a store, made when an attribute is used: Lightning reads `experiment` of all loggers.
 
-    def __init__(self, store: Store):
-        self.__dict__["_store"] = store
+    Args:
+        prepare: called before, so that the store has the run.
+    """
+
+    def __init__(self, store: Store, prepare: Callable[[], object]):
+        self.__dict__.update(_store=store, _prepare=prepare)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._made(), name)
@@ -159,5 +184,6 @@ class LazyClient:
             uri = attach(self.__dict__["_store"])
             from mlflow.tracking import MlflowClient
 
+            self.__dict__["_prepare"]()
             self.__dict__["_client"] = MlflowClient(uri)
         return self.__dict__["_client"]

@@ -1,11 +1,10 @@
-"""What MLflow's client says of a run by itself, without MLflow: who started it, from what; and a name for it."""
+"""What MLflow's client says of a run by itself, without MLflow: who started it, and from what."""
 
 import configparser
 import getpass
 import json
 import logging
 import os
-import random
 import sys
 from pathlib import Path
 
@@ -13,27 +12,6 @@ log = logging.getLogger("deeplightning.tracking")
 
 USER = "mlflow.user"
 RUN_NAME = "mlflow.runName"
-
-_MANNERS = (
-    "able amber bold brave brief brisk calm candid clear clever cosy crisp daring deft eager early exact fair fast "
-    "firm fleet fond frank free fresh gentle glad grand happy hardy honest humble jolly keen kind lively loyal lucid "
-    "lucky mellow merry mild modest neat nimble noble patient plain polite proud quick quiet rapid ready serene sharp "
-    "silent simple sincere smart smooth snug sober solid spry stable steady stout sturdy subtle sunny sure swift "
-    "tidy tranquil trusty upbeat vivid warm wise witty young zesty"
-)
-_THINGS = (
-    "acorn alder anchor apple arch ash aspen atlas barley basin bay beacon birch bloom breeze bridge brook cairn "
-    "canyon cedar chalk cliff clover comet coral cove creek delta dune elm ember fern field fjord flint forest garden "
-    "glade grove harbour hazel heath hill island ivy juniper lagoon lake lantern larch lichen maple marsh meadow mesa "
-    "mist moor moss mountain oak oasis orchard pebble pine plain pond poplar prairie rain reed reef ridge river rowan "
-    "sand shore sky spring star stone stream summit thicket tide valley willow wind wood yarrow"
-)
-
-
-def run_name() -> str:
-    """Draw a name in MLflow's manner, `quiet-harbour-417`, from system randomness, so that no seed repeats one."""
-    draw = random.SystemRandom()
-    return f"{draw.choice(_MANNERS.split())}-{draw.choice(_THINGS.split())}-{draw.randrange(1000)}"
 
 
 def name_of(stem: str, run_id: str) -> str:

@@ -15,10 +15,10 @@ from importlib.metadata import entry_points
 from deeplightning.faults import SetupError
 from deeplightning.process.streams import outlive_reader, prepare_streams
 from deeplightning.process.terminal import say
-from deeplightning.tracking.journal import settle_quietly
 from deeplightning.tracking.mlflow_columns import OPENS, PORT, newest_runs, runs_page
 from deeplightning.tracking.mlflow_store import attach
 from deeplightning.tracking.store import Store, explain, locate
+from deeplightning.tracking.unsent import settle_quietly
 
 APPLICATION = "deeplightning"
 """MLflow's name for `deeplightning.tracking.pages`, an entry point of the group `mlflow.app`."""

@@ -13,18 +13,21 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deeplightning.config.schema import Config
 from deeplightning.config.tree import line
 from deeplightning.faults import UserError
 from deeplightning.tracking.build import experiment_of
+from deeplightning.tracking.entities import Batch, Point
 from deeplightning.tracking.environment import git_state
 from deeplightning.tracking.metric_names import MAX_TAG, flatten
-from deeplightning.tracking.mlflow_store import attach
 from deeplightning.tracking.mlflow_tags import run_tags
-from deeplightning.tracking.open import open_tracker
-from deeplightning.tracking.store import Store, explain, local_path, locate, remove_files
-from deeplightning.tracking.tracker import Batch, Point, Tracker
+from deeplightning.tracking.reader import open_reader
+from deeplightning.tracking.store import Store, check_writable, explain, local_path, locate, remove_files
+
+if TYPE_CHECKING:
+    from deeplightning.tracking.client import Client
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +63,7 @@ class Parent:
         self.store: Store | None = locate(self.address) if self.is_tracked else None
         self.run_id: str | None = None
         self._folder: Path | None = None
-        self._tracker: Tracker | None = None
+        self._client: Client | None = None
 
     def _address(self) -> str | None:
         params = self.cfg.logger.params
@@ -97,17 +100,17 @@ class Parent:
         if self.store is None:
             return None
         with self._told():
-            tracker = self._open()
+            client = self._open()
             run_id = run_id or self.joined
-            run = tracker.run(run_id) if run_id is not None else None
+            run = client.run(run_id) if run_id is not None else None
             if run is None or not run.is_active:
-                experiment = tracker.experiment(self.experiment)
-                run = tracker.create_run(experiment, self.name, self._tags(sign))
+                experiment = client.experiment(self.experiment)
+                run = client.create_run(experiment, self.name, self._tags(sign))
                 params = flatten(self.cfg.public())
-                tracker.log_batch(run.id, Batch(params=params))
+                client.log_batch(run.id, Batch(params=params))
             else:
                 tags = {SEARCH: sign, "deeplightning.searched": self.name}
-                tracker.log_batch(run.id, Batch(tags=tags, status=("RUNNING", None)))
+                client.log_batch(run.id, Batch(tags=tags, status=("RUNNING", None)))
             self.run_id, self._folder = run.id, local_path(run.artifact_uri)
             if self._folder is not None:
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -120,7 +123,7 @@ class Parent:
         if self.store.database is not None and not self.store.database.exists():
             return False
         with self._told():
-            run = self._open().run(run_id)
+            run = open_reader(self.store).run(run_id)
         return run is not None and run.is_active
 
     def _tags(self, sign: str) -> dict[str, str]:
@@ -131,12 +134,15 @@ class Parent:
         }
         return {name: str(value)[:MAX_TAG] for name, value in tags.items()} | {SEARCH: sign}
 
-    def _open(self) -> Tracker:
+    def _open(self) -> Client:
+        from deeplightning.tracking.client import Client
+
         assert self.store is not None
-        if self._tracker is None:
-            self._tracker = open_tracker(self.store, self.run_id or self.joined, self.experiment)
-            self._tracker.make_ready()
-        return self._tracker
+        if self._client is None:
+            if self.store.database is not None and self.store.database.exists():
+                check_writable(self.store)
+            self._client = Client(self.store)
+        return self._client
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -150,11 +156,6 @@ class Parent:
             raise explain(error, self.store) from error
         except Exception as error:  # MLflow, SQLite and requests each have their own
             raise explain(error, self.store) from error
-
-    def let_go(self) -> None:
-        """Closes the store, until it is used again: a forked process must not share the connection."""
-        if self._tracker is not None:
-            self._tracker.close()
 
     def environment(self, number: int, sign: str) -> dict[str, str]:
         """What makes a run of another process a child of this one."""
@@ -182,33 +183,16 @@ class Parent:
         if self.store is None or (self.store.database is not None and not self.store.database.exists()):
             return {}
         with self._told():
-            uri = attach(self.store)
-            from mlflow.tracking import MlflowClient
-
-            client = MlflowClient(uri)
-            experiment = client.get_experiment_by_name(self.experiment)
-            found = client.search_runs([experiment.experiment_id], f"tags.`{SEARCH}` = '{sign}'") if experiment else []
-            numbers = [(run.data.tags.get(TRIAL), run.info.run_id) for run in found]
-            return {None if number is None else int(number): run_id for number, run_id in numbers}
+            found = self._open().tagged(self.experiment, SEARCH, sign)
+        numbers = [(run.tags.get(TRIAL), run.id) for run in found]
+        return {None if number is None else int(number): run_id for number, run_id in numbers}
 
     def delete(self, run_id: str, folder: Path | None) -> None:
         """Removes the run of a trial that left nothing to resume from."""
         if self.store is None:
             return
         with self._told():
-            opened = None
-            if self.store.database is not None:
-                from deeplightning.tracking.sqlite import open_directly
-
-                opened = open_directly(self.store)
-            if opened is not None:
-                opened.delete(run_id, ("RUNNING", "FAILED", "KILLED"))
-                opened.close()
-            else:
-                uri = attach(self.store)
-                from mlflow.tracking import MlflowClient
-
-                MlflowClient(uri).delete_run(run_id)
+            self._open().delete(run_id, ("RUNNING", "FAILED", "KILLED"))
         if folder is not None and folder.is_dir() and (why := remove_files(self.store, run_id, folder)):
             log.warning("%s: left as it is: %s", folder.parent, why)
 
@@ -217,10 +201,9 @@ class Parent:
         if self.run_id is None:
             return
         with self._told():
-            tracker = self._open()
+            client = self._open()
             if self._folder is None:
                 for path in sorted(p for p in self.home.iterdir() if p.suffix in (".yaml", ".csv", ".json", ".png")):
-                    tracker.upload(self.run_id, path, None)
+                    client.upload(self.run_id, path, None)
             tags = {"failure": reason[:1000]} if reason else {}
-            tracker.log_batch(self.run_id, Batch(tags=tags, status=(status, time.time_ns() // 1_000_000)))
-            tracker.close()
+            client.log_batch(self.run_id, Batch(tags=tags, status=(status, time.time_ns() // 1_000_000)))

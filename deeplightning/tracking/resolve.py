@@ -64,16 +64,18 @@ def _of_run(run_id: str, store: Store, also: str = "") -> Path:
     def missing(why: str) -> CheckpointError:
         return CheckpointError(f"{why} {also}The runs there: deeplightning monitor")
 
-    from deeplightning.tracking.open import open_tracker  # for a folder it is not needed
+    from deeplightning.tracking.reader import open_reader  # for a folder it is not needed
+    from deeplightning.tracking.unsent import unsent_run
 
     _expect(store, f"the run {run_id}")
     if not re.fullmatch(_ID, run_id):  # it also names files, and it may come from a server
         raise missing(f"{run_id!r} is no run id.")
     try:
-        tracker = open_tracker(store, run_id)
-        found = tracker.run(run_id)
-        named = _named(run_id, tracker, store) if found is None else []
-        tracker.close()
+        reader = open_reader(store)
+        found = reader.run(run_id)
+        if found is None and (unsent := unsent_run(store, run_id)) is not None:
+            found = unsent[0]
+        named = [run.id for run in reader.listing() if run.name == run_id] if found is None else []
     except Exception as error:  # MLflow, SQLite and the network each have their own
         raise explain(error, store) from error
     if len(named) == 1:
@@ -96,16 +98,6 @@ def _of_run(run_id: str, store: Store, also: str = "") -> Path:
         if moved.is_dir():
             return moved
     raise missing(f"The run {run_id} is in the tracking store {store.shown}, but its folder {folder} is gone.")
-
-
-def _named(name: str, tracker: Any, store: Store) -> list[str]:
-    """Return the ids of the runs with a name, newest first."""
-    if hasattr(tracker, "listing"):
-        return [run.id for run in tracker.listing() if run.name == name]
-    client = _client(store)
-    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
-    query, order = f"attributes.run_name = '{name}'", ["start_time DESC"]  # the name has letters, digits, _ and - only
-    return [run.info.run_id for run in client.search_runs(experiments, query, order_by=order)] if experiments else []
 
 
 def _of_model(uri: str, store: Store) -> Path:

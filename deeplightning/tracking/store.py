@@ -11,7 +11,7 @@ import sqlite3
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -156,6 +156,9 @@ def check_writable(store: Store) -> None:
     """
     if store.database is None:
         return
+    options = {"effective_ids": True} if os.access in os.supports_effective_ids else {}
+    if not all(os.access(path, os.W_OK, **options) for path in (store.database, store.database.parent)):
+        raise explain(PermissionError("readonly database"), store)
     waited = Wait(f"the tracking database {store.database}")
     while True:
         try:
@@ -170,6 +173,19 @@ def check_writable(store: Store) -> None:
         except sqlite3.Error as error:
             if not is_locked(error) or not waited.again():
                 raise explain(error, store) from None
+
+
+def raise_if_locked(database: Path) -> None:
+    """Raise SQLite's error if another process is writing to a database; wait for nobody."""
+    if not database.exists():
+        return
+    try:
+        with closing(sqlite3.connect(database, timeout=0, isolation_level=None)) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute("ROLLBACK")
+    except sqlite3.Error as error:
+        if is_locked(error):
+            raise
 
 
 def is_locked(error: Exception) -> bool:

@@ -5,15 +5,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from deeplightning.tracking.journal import Entry
-from deeplightning.tracking.tracker import SYSTEM
+from deeplightning.tracking.entities import SYSTEM
 
 if TYPE_CHECKING:
     from types import ModuleType
 
 
-def sampler(started: int) -> Callable[[], list[Entry]] | None:
-    """A function that reads CPU, memory and, with the package nvidia-ml-py, GPUs; None where psutil is missing.
+Sample = tuple[int, int, dict[str, float]]
+"""Milliseconds since 1970, the second of the run, and values by their names."""
+
+
+def sampler(started: int) -> Callable[[], Sample] | None:
+    """Return a function that reads CPU, memory and, with the package nvidia-ml-py, GPUs; None where psutil is missing.
 
     Args:
         started: start of the run in milliseconds since 1970. The step of a point is the second of the run, so that a
@@ -24,8 +27,9 @@ def sampler(started: int) -> Callable[[], list[Entry]] | None:
     except ImportError:
         return None
     read_gpus = _gpus()
+    psutil.cpu_percent()  # its first answer means nothing: a CPU is measured since the last question
 
-    def sample() -> list[Entry]:
+    def sample() -> Sample:
         now, memory = time.time_ns() // 1_000_000, psutil.virtual_memory()
         load = {
             "cpu_utilization_percentage": psutil.cpu_percent(),
@@ -33,13 +37,13 @@ def sampler(started: int) -> Callable[[], list[Entry]] | None:
             "system_memory_usage_percentage": memory.used / memory.total * 100,
         } | read_gpus()
         points = {f"{SYSTEM}{name}": round(float(value), 1) for name, value in load.items()}
-        return [("points", now, max(0, now - started) // 1000, points)]
+        return now, max(0, now - started) // 1000, points
 
     return sample
 
 
 def _gpus() -> Callable[[], dict[str, float]]:
-    """A function that reads the GPUs; where there is none, or nothing to read them with, it finds nothing."""
+    """Return a function that reads the GPUs; where there is none, or nothing to read them with, it finds nothing."""
     try:
         import pynvml
 

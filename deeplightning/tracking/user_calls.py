@@ -7,7 +7,8 @@ MLflow reads both from environment variables. If own code imports MLflow, the ru
 import logging
 import os
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ log = logging.getLogger("deeplightning")
 
 _URI, _RUN = "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"
 _EXPERIMENT, _EXPERIMENT_NAME = "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME"
+WAIT_SECONDS = 60.0
+"""How long another rank than 0 waits for the run to be in the store."""
 _QUIET = "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"  # the last line on stdout is ours
 
 
@@ -45,6 +48,11 @@ def run_of(loggers: Iterable[Any]) -> TrackedRun | None:
     return None
 
 
+def maker_of(loggers: Iterable[Any]) -> Callable[[], object]:
+    """Return what makes sure that the store has the run of `run_of`."""
+    return next((logger.make_run for logger in loggers if hasattr(logger, "make_run")), lambda: None)
+
+
 class UserCalls:
     """Directs the calls of MLflow's functions in this process to a run, until `end`."""
 
@@ -52,6 +60,7 @@ class UserCalls:
         self._run: TrackedRun | None = None
         self._before: dict[str, str | None] | None = None  # variables of the user
         self._is_active = False
+        self._make: Callable[[], object] | None = None
 
     def expect(self, run: TrackedRun) -> None:
         """Direct MLflow calls to a run that is not open yet; the first call opens it."""
@@ -66,11 +75,16 @@ class UserCalls:
             os.environ[_EXPERIMENT] = run.experiment_id
             os.environ.pop(_EXPERIMENT_NAME, None)  # MLflow refuses both
 
-    def begin(self, run: TrackedRun) -> None:
-        """Direct calls to an open run, and make it the active one if own code uses MLflow, now or later."""
+    def begin(self, run: TrackedRun, make: Callable[[], object] | None = None) -> None:
+        """Direct calls to an open run, and make it the active one if own code uses MLflow, now or later.
+
+        Args:
+            make: makes sure that the store has the run; None: another process does.
+        """
         if self._is_active:
             return
         self.expect(run)
+        self._make = make
         if "mlflow" in sys.modules:
             self._activate()
         else:
@@ -90,10 +104,23 @@ class UserCalls:
             os.environ.pop(_RUN, None)  # else a nested run would continue this one
             if (active := mlflow.active_run()) is None:
                 with no_foreign_warnings():
+                    self._wait_for(mlflow, run)
                     active = mlflow.start_run(run_id=run.run_id, log_system_metrics=False)
             self._is_active = active.info.run_id == run.run_id
         except Exception as error:  # MLflow, SQLAlchemy, requests and the file system each have their own
             log.warning("mlflow     calls in your code do not reach the run: %s", error)
+
+    def _wait_for(self, mlflow: Any, run: TrackedRun) -> None:
+        """Make sure that the store has the run, or wait until another process has made it."""
+        if self._make is not None:
+            self._make()
+            return
+        end = time.monotonic() + WAIT_SECONDS
+        while time.monotonic() < end:
+            with suppress(mlflow.exceptions.MlflowException):
+                mlflow.get_run(run.run_id)
+                return
+            time.sleep(0.2)
 
     def end(self, status: str) -> None:
         """End what own code has begun in the run, and restore the variables.

@@ -21,6 +21,7 @@ from commands import environment, read_terminal
 import deeplightning
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.code import read_code
+from deeplightning.tracking.metrics_file import points_line
 from deeplightning.words import printable
 
 TITLE = "\x1b]0;TITLE\x07\x1b[31mred\u202eder\u2066\u200b\x9b2J\x7f\u2028\r!!!"
@@ -80,11 +81,12 @@ def foreign(made, tmp_path):
     for path, more in {
         folder.environment: {"host": FORGED, "os": FORGED, "packages": {"a": FORGED}, "variables": {FORGED: FORGED}},
         folder.results("test"): {f"test_{FORGED}": 1.0},
-        folder.series: {f"val_{FORGED}": [[0, 1.0], [1, 2.0]]},
         folder.data: {"files": {f"{FORGED}.csv": [3, "00"]}, "arrays": {FORGED: [3, "00"]}},
         folder.places: {"seed": FORGED},
     }.items():
         path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    with folder.metrics.open("a") as file:
+        file.write(json.dumps(points_line(1, 0, {f"val_{FORGED}": 1.0})) + "\n")
     folder.git_diff.write_text(FORGED)
     code = read_code(folder.code)
     code.roots, code.files[0, f"{FORGED}.py"], code.packages = ["/own"], f"# {FORGED}\n".encode(), {FORGED: FORGED}
@@ -113,7 +115,7 @@ def refused(foreign, tmp_path):
     settings = yaml.safe_load(folder.config.read_text())
     settings["train"]["checkpoint"]["monitor"], settings["model"][FORGED] = FORGED, FORGED
     folder.config.write_text(yaml.safe_dump(settings, sort_keys=False))
-    folder.best_score.write_text(json.dumps(json.loads(folder.best_score.read_text()) | {"metric": FORGED}))
+    folder.best_score.write_text(json.dumps({"metric": FORGED, "value": 0.5, "step": 1}))
     card = json.loads(folder.bundle_card.read_text())
     card["task"], card["labels"] = FORGED, [FORGED, "b"]
     card["run"] |= {"id": FORGED, "versions": {FORGED: FORGED}}

@@ -50,7 +50,7 @@ def test_everything_a_run_leaves_lies_in_the_folder_of_the_last_line(base, store
     left = {str(path.relative_to(base.folder)) for path in base.folder.rglob("*") if path.is_file()}
     assert base.folder.is_relative_to(store)
     assert left == {
-        *("cfg.yaml", "environment.json", "code.zip", "metrics.json"),
+        *("cfg.yaml", "environment.json", "code.zip", "metrics.jsonl", ".metrics.sent"),
         *("last.ckpt", "best.ckpt", "best.json", "logs/rank_0.log", "samples.npz"),
         *("test_results.json", "test_predictions.csv", "test_mistakes.json", "places.json", "report.html"),
         *(f"{name}.{ending}" for name in PICTURES for ending in ("svg", "png")),

@@ -95,14 +95,21 @@ def test_an_uninterrupted_run_is_what_is_to_be_shown(whole):
     assert len(end.weights) == 3
     assert len(end.series["val_loss"]) == 2
     assert len(end.series["test_acc"]) == 1
-    assert {"inside a checkpoint", "before replace", "after fsync", "before link", "after log_batch"} <= set(events)
+    assert {
+        "inside a checkpoint",
+        "before replace",
+        "after fsync",
+        "before link",
+        "after append",
+        "after deliver",
+    } <= set(events)
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
 def test_a_signal_while_a_run_is_opened_is_no_fault_of_the_store(start, whole, name, code):
     """The exit code is the signal's, and the note names it."""
     _, (events,), _ = whole(1)
-    number = events.index("before create_run") + 1
+    number = events.index("before append") + 1
     ended = start(f"opened-{code}", 1, f"0:{number}", HOW=name).end()
     assert (ended.code, "cannot be used" in ended.err) == (code, False), ended
     assert f"interrupted by {name}" in ended.err
@@ -154,10 +161,10 @@ def test_a_killed_run_ends_like_one_that_was_not(fraction, start, end_of, whole)
 
 
 def test_a_run_killed_as_it_begins_is_none(start, end_of, whole):
-    """Once when the store has it and nothing is recorded, once while its config is written: in the end there is one
+    """Once when its first line is written and nothing else, once while its config is written: in the end there is one
     run. Seed 2 of the storm, case 10."""
     _, (events,), _ = whole(1)
-    created = events.index("after create_run") + 1
+    created = events.index("after append") + 1
     places = [created, events.index("before replace", created) + 1]
     kills = [("0", place / len(events)) for place in places]
     assert_ends_like_whole(start, end_of, whole, 1, kills, "begins")

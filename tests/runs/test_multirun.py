@@ -1,6 +1,7 @@
 """`train CONFIG key=a,b --multirun`: a run for each point of a grid, one table, and the same command continues."""
 
 import csv
+import json
 import signal
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from deeplightning.faults import ConfigError
 from deeplightning.runfolder import RunFolder
 from deeplightning.sweep.grid import points, values_of, warn_of_no_effect
+from deeplightning.tracking.metrics_file import points_line
 
 
 @pytest.mark.parametrize(
@@ -142,13 +144,13 @@ def test_a_key_without_effect_is_named(command, tiny, place):
 def test_runs_with_equal_metrics_are_compared_by_all_their_keys(tmp_path, caplog):
     """Only keys whose values differ within a group of equal runs are named, each set of keys once; a run without
     metrics is left out."""
-    series = ['{"a": [[0, 1.0]]}', '{"a": [[0, 2.0]]}']
     values = [(0.1, "x", 0), (0.1, "y", 0), (0.2, "x", 1), (0.2, "y", 1), (0.3, "x", None), (0.3, "y", None)]
     runs = {}
     for number, (rate, word, metrics) in enumerate(values):
         folder = tmp_path / str(number)
         folder.mkdir()
-        RunFolder(folder).series.write_text("{}" if metrics is None else series[metrics])
+        line = {"tags": {}} if metrics is None else points_line(number, 0, {"a": float(metrics)})
+        RunFolder(folder).metrics.write_text(json.dumps(line) + "\n")
         runs[number] = {"rate": rate, "word": word}, str(folder)
     warn_of_no_effect(runs)
     told = "word made no difference: the metrics of these runs are equal at every step: 0, 1; 2, 3"

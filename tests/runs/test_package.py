@@ -59,7 +59,6 @@ def test_the_wheel_has_the_package_and_its_data(built):
     assert {
         "serve/page.html",
         "serve/docs.html",
-        "deeplightning/tracking/schema.sql",
         "deeplightning/report/page.css",
     } <= set(names)
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"deeplightning", "serve"}

@@ -26,7 +26,7 @@ from deeplightning.reproduce.past import PastRun, past_run
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import code, datafiles, environment, program
 from deeplightning.tracking.git import archive, extract
-from deeplightning.tracking.series import is_repeatable, parted
+from deeplightning.tracking.metrics_file import is_repeatable, parted
 
 PASSWORD = "correct-horse-battery"  # comes from the environment
 WRITTEN = "hf_" + "Zk3b9QeX7LmP2vRt8YwN5dHc1sJa4gUf"  # somebody has written this one into the code
@@ -243,7 +243,7 @@ def test_other_data_make_another_run_and_the_first_difference_is_named(gone, for
 
 
 def test_a_copied_folder_is_enough(trained, forked, tmp_path, monkeypatch):
-    """Its series stand in `metrics.json`; the new run goes into the store that is in use."""
+    """Its series stand in `metrics.jsonl`; the new run goes into the store that is in use."""
     copied = tmp_path / "copied"
     shutil.copytree(trained, copied)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", str(tmp_path / "store"))
@@ -265,7 +265,7 @@ def test_weights_that_differ_are_told_by_their_tensor(trained, forked, tmp_path,
     name = next(iter(checkpoint["state_dict"]))
     checkpoint["state_dict"][name].view(-1)[0] += 0.25
     torch.save(checkpoint, copied.last)
-    copied.series.unlink()
+    copied.metrics.unlink()
     copied.results("test").write_text('{"test_acc": 2.0}')
     monkeypatch.chdir(tmp_path)
     said = []
@@ -273,7 +273,7 @@ def test_weights_that_differ_are_told_by_their_tensor(trained, forked, tmp_path,
         reproduce(str(copied.path), say=said.append, start=forked)
     assert "first difference: test_acc: 2.0 →" in str(failed.value)
     assert f"the tensor {name}, by up to 0.25 (1 of " in str(failed.value)
-    assert "neither a tracker nor metrics.json" in " ".join(said)
+    assert "neither a tracker nor metrics.jsonl" in " ".join(said)
 
 
 @pytest.mark.parametrize("name", ["cfg.yaml", "code.zip"])
@@ -466,9 +466,10 @@ def test_each_kind_of_difference_has_its_group(gone, command, tmp_path):
     kept = code.read_code(second.code)
     kept.files[0, "nets/narrow.py"] = b"WIDTH = 13\n"
     second.code.write_bytes(kept.pack())
-    series = json.loads(second.series.read_text())
-    series["val_loss"][0][1] = 3.5
-    second.series.write_text(json.dumps(series))
+    lines = [json.loads(line) for line in second.metrics.read_text().splitlines()]
+    changed = next(line for line in lines if "val_loss" in line.get("values", {}))
+    changed["values"]["val_loss"] = 3.5
+    second.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     found = differences(past_run(str(first.path)), past_run(str(second.path)))
     assert {group: [name for name, _, _ in items] for group, items in found.items()} == {
@@ -477,7 +478,7 @@ def test_each_kind_of_difference_has_its_group(gone, command, tmp_path):
         "data": ["digits.csv"],
         "environment": ["torch"],
         "hardware": ["cpu"],
-        "metrics": [f"val_loss (from step {series['val_loss'][0][0]} on)"],
+        "metrics": [f"val_loss (from step {changed['step']} on)"],
     }
     outcome = command("diff", first.path, second.path, "--patch", cwd=tmp_path)
     assert outcome.out.strip() == as_text(differences(past_run(str(first.path)), past_run(str(second.path)), True))

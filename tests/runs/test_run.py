@@ -108,7 +108,7 @@ def test_validate_and_predict_alone(train, trained):
     done = train("stages=[validate,predict]", f"test.ckpt='{trained.folder}'")
     left = {path.name for path in done.folder.iterdir()} - {"git.diff"}
     assert left == {
-        *("cfg.yaml", "environment.json", "code.zip", "metrics.json", "places.json"),
+        *("cfg.yaml", "environment.json", "code.zip", "metrics.jsonl", ".metrics.sent", "places.json"),
         *("logs", "val_results.json", "val_predictions.csv", "predictions.csv"),
     }
     best = json.loads((trained.folder / "best.json").read_text())

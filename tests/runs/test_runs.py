@@ -7,6 +7,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from deeplightning.cli.listing import UNFINISHED, listing, remove
+from deeplightning.tracking.client import Client
 
 
 @pytest.fixture(scope="module")
@@ -93,14 +94,14 @@ def test_options_that_mean_nothing_are_told(options, words, ended, here, command
 def spoken(request, monkeypatch):
     """How the store is spoken to; MLflow takes over where the schema is another."""
     if request.param == "by MLflow":
-        monkeypatch.setattr("deeplightning.cli.listing.open_directly", lambda store: None)
+        monkeypatch.setattr("deeplightning.cli.listing.open_reader", Client)
     return request.param
 
 
 def test_a_list_is_the_same_whoever_reads_the_store(ended, here, monkeypatch):
     """The rows that are read directly are MLflow's, value by value."""
     directly = listing(str(here))
-    monkeypatch.setattr("deeplightning.cli.listing.open_directly", lambda store: None)
+    monkeypatch.setattr("deeplightning.cli.listing.open_reader", Client)
     assert listing(str(here)) == directly
     assert {row["id"] for row in directly} >= {folder.parent.name for folder in ended}
 

@@ -16,7 +16,7 @@ from deeplightning.faults import ConfigError
 from deeplightning.image_spec import ImageSpec
 from deeplightning.run import predict
 from deeplightning.runfolder import RunFolder
-from deeplightning.tracking.sqlite import open_directly
+from deeplightning.tracking.client import Client
 from deeplightning.tracking.store import local_path, locate
 from serve import local
 
@@ -132,8 +132,8 @@ def test_the_newest_run_needs_no_name(gone, command, tmp_path, monkeypatch):
 
     here = gone.folder.parents[3]
     (here / "last").mkdir(exist_ok=True)  # `./last`
-    tracker = open_directly(locate(here / "mlruns"))
-    other = tracker.create_run(tracker.experiment("Other"), None, {})
+    client = Client(locate(here / "mlruns"))
+    other = client.create_run(client.experiment("Other"), None, {})
     folder = local_path(other.artifact_uri)
     folder.mkdir(parents=True)
     for options, found in (
@@ -159,8 +159,7 @@ def test_the_newest_run_needs_no_name(gone, command, tmp_path, monkeypatch):
                 verbs.add(verb)
                 assert param.process_value(context, "last") == f"runs:/{other.id}"
     assert verbs == {"test", "predict", "export", "serve", "reproduce", "diff"}
-    tracker.delete(other.id, {"RUNNING"})
-    tracker.close()
+    client.delete(other.id, {"RUNNING"})
     outcome = command("predict", "last", PICTURE, cwd=here)
     assert outcome.code == 0, outcome
     assert outcome.out.splitlines()[0] == "path,predicted_class,predicted_label,predicted_probability"

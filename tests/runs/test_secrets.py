@@ -33,9 +33,10 @@ from deeplightning.config.secret_scan import conceal, conceal_diff
 from deeplightning.config.secrets import Secrets
 from deeplightning.runfolder import RunFolder, permissions_of
 from deeplightning.tracking.client import Client
+from deeplightning.tracking.entities import Batch
 from deeplightning.tracking.logger import MLflowLogger
 from deeplightning.tracking.store import locate
-from deeplightning.tracking.tracker import Batch
+from deeplightning.tracking.unsent import claims
 
 HOSTILE = Path(__file__).parents[1] / "hostile"
 PLANTED = [json.loads(line.replace("¦", "")) for line in (HOSTILE / "secrets.jsonl").read_text("utf-8").splitlines()]
@@ -495,12 +496,12 @@ def test_a_run_inherits_the_permissions_of_its_store(mode, umask, tmp_path):
         (tmp_path / "picture.txt").write_text("x")
         logger.log_artifact(tmp_path / "picture.txt")
         logger.log("settings", {"a": 1})
-        journals = [path for path in store.folder.rglob("*.journal") if path.is_file()]
+        claimed = claims(store)
         logger.finalize("success")
         assert os.umask(umask) == umask
     finally:
         os.umask(before)
-    assert len(journals) == 1
+    assert len(claimed) == 1
     folders, files = modes(store.folder)
     assert folders <= {mode & 0o777, mode & 0o775}
     assert files == {mode & 0o664}

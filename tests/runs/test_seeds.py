@@ -10,8 +10,9 @@ import yaml
 from scipy import stats
 
 from deeplightning.runfolder import RunFolder
-from deeplightning.tracking.open import open_tracker
+from deeplightning.tracking.client import Client
 from deeplightning.tracking.parent import PARENT
+from deeplightning.tracking.reader import open_reader
 from deeplightning.tracking.store import locate
 
 SHORT = ["train.num_epochs=1", "stages=[train,test]"]
@@ -24,19 +25,14 @@ def rows(folder: Path, file: str = "runs.csv") -> list[dict[str, str]]:
 
 def tracked(store: Path, run_id: str):
     """A run of the store, and the last values of its metrics."""
-    tracker = open_tracker(locate(store), run_id)
-    run = tracker.run(run_id)
-    values = {point.name: point.value for point in tracker.history(run_id)}
-    tracker.close()
-    return run, values
+    reader = open_reader(locate(store))
+    return reader.run(run_id), {point.name: point.value for point in reader.history(run_id)}
 
 
 def children(store: Path, parent: str) -> list[str]:
     """The runs below a parent, those that were deleted left out."""
-    tracker = open_tracker(locate(store), parent)
-    found = [run.id for run in tracker.listing() if tracker.run(run.id).tags.get(PARENT) == parent]
-    tracker.close()
-    return found
+    reader = open_reader(locate(store))
+    return [run.id for run in reader.listing() if reader.run(run.id).tags.get(PARENT) == parent]
 
 
 @pytest.fixture(scope="module")
@@ -224,9 +220,7 @@ def test_a_deleted_parent_begins_the_group_anew(command, tiny, place, store):
     words = ["train", tiny, *SHORT, "--seeds", "2", "logger.params.experiment_name=Deleted"]
     first = command(*words, cwd=place)
     assert first.code == 0, first
-    tracker = open_tracker(locate(store), first.folder.parent.name)
-    assert tracker.delete(first.folder.parent.name, ["FINISHED"])
-    tracker.close()
+    assert Client(locate(store)).delete(first.folder.parent.name, ["FINISHED"])
     again = command(*words, cwd=place)
     assert again.code == 0, again
     assert "was deleted: they start over" in again.err + again.out

@@ -37,16 +37,15 @@ from deeplightning.faults import CheckpointError, ConfigError, SetupError
 from deeplightning.tracking import MLflowLogger, resolve_run
 from deeplightning.tracking.build import end, open_runs, prepare, refusal, run_folder
 from deeplightning.tracking.client import Client
-from deeplightning.tracking.journal import replay
+from deeplightning.tracking.entities import Dataset
 from deeplightning.tracking.metric_names import flatten
+from deeplightning.tracking.metrics_file import read_series
 from deeplightning.tracking.mlflow_columns import runs_page
 from deeplightning.tracking.mlflow_store import attach
 from deeplightning.tracking.picture import to_pixels
-from deeplightning.tracking.series import read_series
-from deeplightning.tracking.sqlite import Tracker as SqliteTracker
-from deeplightning.tracking.sqlite import open_directly
+from deeplightning.tracking.reader import open_reader
 from deeplightning.tracking.store import locate
-from deeplightning.tracking.tracker import Dataset
+from deeplightning.tracking.unsent import claims
 
 
 @pytest.fixture(autouse=True)
@@ -154,13 +153,13 @@ def test_what_is_not_a_number_is_told_apart(logger, caplog):
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, 1e308])
 def test_an_infinity_is_read_as_it_was_logged(logger, store, value):
-    """MLflow's database holds the largest float for it, and a number below that stays as it is. The client and the
-    direct access to the database agree."""
+    """MLflow's database holds the largest float for it, and a number below that stays as it is. The client, the
+    reader of the database and the file agree."""
     logger.log_metrics({"up": value}, 3)
     logger.finalize("success")
-    place = locate(str(store))
-    assert read_series(place, logger.run_id)["up"] == [(3, value)]
-    through = Client(place)
+    assert read_series(logger.artifact_folder / "metrics.jsonl")["up"] == [(3, value)]
+    assert [point.value for point in open_reader(locate(store)).history(logger.run_id)] == [value]
+    through = Client(locate(store))
     assert [(point.step, point.value) for point in through.history(logger.run_id)] == [(3, value)]
 
 
@@ -226,23 +225,6 @@ def test_what_repeats_the_last_point_of_a_metric_is_left_out(logger):
     logger.finalize("success")
     values = sorted((step, str(value)) for step, value in history(logger, "x"))
     assert values == [(3, "1.0"), (3, "2.0"), (3, "nan"), (4, "2.0")]
-
-
-def test_points_that_the_store_does_not_take_are_known(store, logger):
-    """While the database is locked, what is tracked is `unwritten`, and goes with a checkpoint; later nothing is."""
-    logger.log_metrics({"x": 0.0}, 0)
-    logger.finalize("success")
-    holder = sqlite3.connect(store / "mlflow.db", isolation_level=None)
-    try:
-        holder.execute("BEGIN IMMEDIATE")
-        logger.log_metrics({"x": 1.0, "y": 2.0}, 1)
-        assert [(name, value, step) for name, value, _, step in logger.unwritten()] == [("x", 1.0, 1), ("y", 2.0, 1)]
-        holder.execute("ROLLBACK")
-    finally:
-        holder.close()
-    logger.finalize("success")
-    assert logger.unwritten() == []
-    assert history(logger, "x") == [(0, 0.0), (1, 1.0)]
 
 
 @pytest.mark.parametrize(
@@ -351,26 +333,24 @@ def test_processes_started_together_share_a_fresh_store(tmp_path):
     assert {run.info.status for run in runs} == {"FINISHED"}
 
 
-@pytest.mark.parametrize("times", [1, 100], ids=["once", "for good"])
-def test_a_store_that_fails_after_it_has_taken_a_run_leaves_none_running(times, store, logger, monkeypatch):
-    """SQLite may report a fault when all is written: the run that is continued is FAILED, at the latest when another
-    command looks."""
-    run_id, real, left = logger.run_id, SqliteTracker.log_batch, [times]
-    logger.finalize("success")
+def test_a_store_that_fails_after_it_has_taken_all_has_it_once(store, logger, monkeypatch):
+    """SQLite may report a fault when all is written: it is sent again, and is there once."""
+    assert logger.run_id
+    real, left = Client.log_batch, [3]
 
     def failing(self, *arguments):
         real(self, *arguments)
         left[0] -= 1
         if left[0] >= 0:
-            raise sqlite3.OperationalError("disk I/O error")
+            raise OSError("disk I/O error")
 
     with monkeypatch.context() as patched:
-        patched.setattr(SqliteTracker, "log_batch", failing)
-        again = MLflowLogger(tracking_uri=store, run_id=run_id, system_metrics=False)
-        with pytest.raises(SetupError, match="disk I/O error"):
-            again.log_metrics({"x": 1.0}, 0)
-    replay(locate(store), open_directly(locate(store)))
-    assert in_store(store, run_id).info.status == "FAILED"
+        patched.setattr(Client, "log_batch", failing)
+        logger.log_hyperparams({"a": 1})
+        logger.log_metrics({"x": 1.0}, 0)
+        logger.finalize("success")
+    run = in_store(store, logger.run_id)
+    assert (run.info.status, run.data.params, history(logger, "x")) == ("FINISHED", {"a": "1"}, [(0, 1.0)])
 
 
 def test_a_process_that_dies_leaves_no_running_run(store, logger):
@@ -464,6 +444,7 @@ def test_a_damaged_database_is_named(tmp_path):
 def test_a_read_only_store_is_named(store, logger):
     """A store or a place that cannot be written: exit code 3, naming it, and nothing is made."""
     assert logger.run_id
+    logger.finalize("success")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         source = sqlite3.connect(store / "mlflow.db")
@@ -631,7 +612,7 @@ def test_artifacts_are_put_beside_the_rest(logger, tmp_path):
     logger.log_artifact(tmp_path / "bundle" / "a.txt", folder="notes")
     logger.log_artifact(logger.artifact_folder / "notes" / "a.txt", folder="notes")
     found = sorted(str(path.relative_to(logger.artifact_folder)) for path in logger.artifact_folder.rglob("*.*"))
-    assert found == ["bundle/a.txt", "notes/a.txt"]
+    assert found == ["bundle/a.txt", "metrics.jsonl", "notes/a.txt"]
     with pytest.raises(FileNotFoundError, match=r"nothing\.txt"):
         logger.log_artifact(tmp_path / "nothing.txt")
     with pytest.raises(ValueError, match="not a name inside"):
@@ -796,11 +777,10 @@ def test_a_run_id_that_a_server_says_names_no_other_folder(monkeypatch, tmp_path
         get_model_version = staticmethod(lambda *_: SimpleNamespace(run_id="..", source=""))
         run = staticmethod(lambda _: SimpleNamespace(artifact_uri="s3://there/artifacts", experiment_id="0"))
         download_artifacts = staticmethod(lambda *_: None)
-        close = staticmethod(lambda: None)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("deeplightning.tracking.resolve._client", lambda _: Hostile)
-    monkeypatch.setattr("deeplightning.tracking.open.open_tracker", lambda *_: Hostile)
+    monkeypatch.setattr("deeplightning.tracking.reader.open_reader", lambda *_: Hostile)
     kept = tmp_path / "deeplightning" / "images" / "kept"
     kept.mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"'\.\.' is no run id"):
@@ -823,6 +803,7 @@ def test_a_run_whose_files_are_elsewhere_is_named(monkeypatch, store, logger, tm
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if module:
         monkeypatch.setitem(sys.modules, module, None)
+    assert logger.run_id
     logger.finalize("success")
     with sqlite3.connect(store / "mlflow.db") as database:
         database.execute("UPDATE runs SET artifact_uri = ? WHERE run_uuid = ?", (address, logger.run_id))
@@ -916,7 +897,7 @@ def test_data_that_are_known_after_the_end_leave_the_run_ended(store, logger):
     (used,) = run.inputs.dataset_inputs
     assert (run.info.status, used.dataset.name, used.dataset.digest) == ("FINISHED", "Digits", "0a1b")
     assert [(tag.key, tag.value) for tag in used.tags] == [("mlflow.data.context", "training")]
-    assert not list(store.glob("*.journal"))
+    assert claims(locate(store)) == []
 
 
 def start_monitor(store, port):
@@ -1037,7 +1018,7 @@ def test_a_server_that_stays_dead_costs_seconds(store, logger, monkeypatch, capl
         start = time.monotonic()
         logger.finalize("success")
         assert time.monotonic() - start < 2
-        assert "could not be written to" in caplog.text
+        assert "could not be sent to" in caplog.text
         holder.execute("ROLLBACK")
     finally:
         holder.close()

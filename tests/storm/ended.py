@@ -22,7 +22,7 @@ class End:
         weights: the digest of the weights in each checkpoint file.
         files: the digest of each of `FILES`.
         series: steps and values of each metric, without the machine's load.
-        points: the same, as `metrics.json` in the run's folder has them.
+        points: the same, as `metrics.jsonl` in the run's folder has them.
     """
 
     status: str
@@ -72,7 +72,7 @@ def end_of(store: Path, experiment: str = "Default", run_id: str | None = None) 
         name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in FILES if (folder / name).exists()
     }
     best = json.loads((folder / "best.json").read_text()) if (folder / "best.json").exists() else {}
-    return End(run.info.status, weights, best, files, series, _points(folder / "metrics.json"))
+    return End(run.info.status, weights, best, files, series, _points(folder / "metrics.jsonl"))
 
 
 def statuses(store: Path, experiment: str = "Default") -> dict[str, str]:
@@ -103,4 +103,6 @@ def _runs(store: Path, experiment: str) -> tuple[Any, list[Any]]:
 
 def _points(path: Path) -> Any:
     """Without times, which differ."""
-    return json.loads(path.read_text()) if path.exists() else None
+    from deeplightning.tracking.metrics_file import read_series
+
+    return {name: [list(point) for point in points] for name, points in read_series(path).items()}

@@ -52,10 +52,12 @@ FAULTS = {
         "power",
     ),
     "replayed": Fault(
-        "a journal is replayed with the time at which it is, whatever of it is in the store",
-        "deeplightning/tracking/journal.py",
-        "    batch.points = [point for point in batch.points if not _identities([point]) <= there]\n",
-        "    batch.points = [point._replace(time=ended) for point in batch.points]\n",
+        "what was left is sent from the start with the time at which it is, whatever of it is in the store",
+        "deeplightning/tracking/unsent.py",
+        "    delivery.position, delivery.is_leftover = start, True\n",
+        "    delivery.position, delivery.is_leftover = 0, True\n"
+        "    from deeplightning.tracking import delivery as sent\n"
+        "    sent.points_of = lambda line, of=sent.points_of: [p._replace(time=died or 1) for p in of(line)]\n",
         "kills",
     ),
     "lock": Fault(
@@ -80,12 +82,12 @@ FAULTS = {
         "power",
     ),
     "twice": Fault(
-        "the writer leaves in its queue what it has written, with a new time",
-        "deeplightning/tracking/writer.py",
-        "                self._tracker.log_batch(self._run_id, gather(head))\n        except",
-        "                self._tracker.log_batch(self._run_id, batch := gather(head))\n"
-        "                batch.points = [p._replace(time=p.time + 1) for p in batch.points]\n"
-        "                self._tracker.log_batch(self._run_id, batch)\n        except",
+        "points are sent twice, with a new time",
+        "deeplightning/tracking/delivery.py",
+        "        self.params |= batch.params\n",
+        "        self.params |= batch.params\n"
+        "        again = [p._replace(time=p.time + 1) for p in batch.points]\n"
+        "        self.client.log_batch(self.run_id, Batch(points=again))\n",
         "kills",
     ),
     "signal": Fault(

@@ -15,8 +15,9 @@ from deeplightning.config import source
 from deeplightning.engine.checkpoint_io import SafeCheckpointIO
 from deeplightning.faults import SetupError
 from deeplightning.runfolder import RunFolder, whole, write_whole
-from deeplightning.tracking.journal import Journal, _read
+from deeplightning.tracking.metrics_file import MetricsFile, read_lines
 from deeplightning.tracking.store import locate
+from deeplightning.tracking.unsent import Claim
 
 
 @pytest.fixture
@@ -36,51 +37,38 @@ def fails(monkeypatch):
     return failing
 
 
-@pytest.fixture
-def journal(tmp_path):
-    """The journal of a run in an own store."""
-    return Journal(locate(str(tmp_path / "mlruns")), "a" * 32)
-
-
-def entries(journal):
-    descriptor = os.open(journal.path, os.O_RDONLY)
-    try:
-        return _read(descriptor)[1]
-    finally:
-        os.close(descriptor)
-
-
-def test_a_journal_that_cannot_be_emptied_is_emptied_the_next_time(journal, monkeypatch, fails):
-    """The thread that tracks a run survives it (call 783 of a run, ESTALE)."""
-    journal.append(("tags", {"a": "b"}))
-    with monkeypatch.context():
-        fails("ftruncate", errno.ESTALE)
-        journal.forget()
-    monkeypatch.undo()
-    assert len(entries(journal)) == 1
-    journal.forget()
-    assert entries(journal) == []
-    journal.end()
-
-
-def test_a_journal_that_cannot_be_closed_has_ended(journal, fails, monkeypatch):
+def test_a_claim_that_cannot_be_closed_has_ended(tmp_path, fails, monkeypatch):
     """On Linux the descriptor is gone whatever close(2) returns."""
+    claim = Claim(locate(str(tmp_path / "mlruns")), "a" * 32, tmp_path / "metrics.jsonl")
     fails("close", errno.EIO)
-    journal.end()
+    claim.close()
     monkeypatch.undo()
-    assert not journal.path.exists()
-    journal.end()
+    assert not claim.path.exists()
+    claim.close()
 
 
-def test_an_entry_that_is_written_in_parts_is_whole(journal, monkeypatch):
-    """A write may take less than it was given, as on a disk that is nearly full."""
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, bytes(data)[: len(data) // 2 + 1]))
-    journal.append(("tags", {"first": "1"}))
-    journal.append(("tags", {"second": "2"}))
-    monkeypatch.undo()
-    assert [entry[1] for entry in entries(journal)] == [{"first": "1"}, {"second": "2"}]
-    journal.end()
+def test_a_line_that_is_written_in_parts_is_whole(tmp_path, monkeypatch):
+    """A disk that is nearly full takes a part; what a full one has cut is no part of the next line."""
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    with monkeypatch.context() as few:
+        few.setattr(os, "write", lambda descriptor, data, write=os.write: write(descriptor, data[:3]))
+        metrics.append({"tags": {"first": "1"}})
+    calls = []
+
+    def full(descriptor, data, write=os.write):
+        calls.append(data)
+        if len(calls) > 1:
+            raise OSError(errno.ENOSPC, "full")
+        return write(descriptor, data[:5])
+
+    with monkeypatch.context() as now:
+        now.setattr(os, "write", full)
+        with pytest.raises(OSError, match="full"):
+            metrics.append({"tags": {"lost": "x"}})
+    metrics.append({"tags": {"second": "2"}})
+    metrics.close()
+    lines = [line for _, line in read_lines(metrics.path)]
+    assert lines == [{"tags": {"first": "1"}}, {}, {"tags": {"second": "2"}}]
 
 
 def test_a_log_file_that_takes_no_line_is_reported_once(tmp_path, caplog, capsys, monkeypatch):
@@ -168,19 +156,16 @@ def test_a_best_that_cannot_be_read_is_put_aside(tmp_path, caplog):
     assert f"chooses a new best checkpoint and keeps {tmp_path}/best.1.ckpt" in caplog.text
 
 
-def test_code_that_cannot_be_written_costs_no_metrics(tmp_path, caplog, monkeypatch):
+def test_code_that_cannot_be_written_is_named(tmp_path, caplog, monkeypatch):
     """Each file that a run leaves at its end is written or named (call 891, EINTR at a close)."""
-    written = []
 
     def fail(*arguments):
         raise OSError(errno.EINTR, os.strerror(errno.EINTR), "code.zip")
 
     monkeypatch.setattr(provenance, "collect", fail)
-    monkeypatch.setattr(provenance.Origin, "_keep_metrics", lambda self: written.append(self.folder.series.name))
     origin = provenance.Origin(SimpleNamespace(secrets=None), RunFolder(tmp_path))
     origin._code = object()
     origin.end(was_interrupted=False)
-    assert written == ["metrics.json"]
     assert "code.zip is not written: [Errno 4] Interrupted system call" in caplog.text
 
 

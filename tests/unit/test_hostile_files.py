@@ -29,9 +29,11 @@ from deeplightning.engine.checkpoint_io import load_weights, read_checkpoint
 from deeplightning.faults import CheckpointError
 from deeplightning.runfolder import RunFolder, card_digest, golden_digest
 from deeplightning.tracking import MLflowLogger
-from deeplightning.tracking.journal import folder_of
-from deeplightning.tracking.open import open_tracker
+from deeplightning.tracking.client import Client
+from deeplightning.tracking.process_id import this_process
+from deeplightning.tracking.reader import open_reader
 from deeplightning.tracking.store import locate
+from deeplightning.tracking.unsent import folder_of
 from serve.bundle import Bundle, BundleError
 
 HOSTILE = Path(__file__).parents[1] / "hostile"
@@ -44,12 +46,12 @@ def corpus(name: str) -> list[Any]:
     return [pytest.param(line["recipe"], line["answer"], id=line["name"]) for line in lines]
 
 
-BUNDLES, CHECKPOINTS, JOURNALS = (corpus(f"{name}.jsonl") for name in ("bundles", "checkpoints", "journals"))
+BUNDLES, CHECKPOINTS, UNSENT = (corpus(f"{name}.jsonl") for name in ("bundles", "checkpoints", "unsent"))
 
 
 def test_the_corpora_are_large_and_name_each_kind_once():
     """As many kinds as were promised."""
-    for kinds, least in ((BUNDLES, 100), (CHECKPOINTS, 60), (JOURNALS, 20)):
+    for kinds, least in ((BUNDLES, 100), (CHECKPOINTS, 60), (UNSENT, 20)):
         assert len({kind.id for kind in kinds}) == len(kinds) >= least
 
 
@@ -510,7 +512,7 @@ def test_values_in_many_places_are_put_together_once(tmp_path):
     limited(SECONDS, stay_shared)
 
 
-# Journals
+# What runs have left unsent
 
 
 def finished_run(folder: Path) -> str:
@@ -528,24 +530,38 @@ def own_state(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
-@pytest.mark.parametrize(("recipe", "answer"), JOURNALS)
-def test_a_journal_from_elsewhere_leaves_a_finished_run_finished(tmp_path, recipe, answer):
+def left(store: Path, name: str, metrics: Path, run: Any) -> Path:
+    """The claim of a process of this machine that has ended."""
+    folder = folder_of(locate(store))
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.deadbeef.unsent"
+    claim = {"run": run, "metrics": str(metrics), "store": str(store)} | this_process() | {"start": 1}
+    path.write_text(json.dumps(claim) + "\n")
+    path.chmod(0o600)
+    return path
+
+
+@pytest.mark.parametrize(("recipe", "answer"), UNSENT)
+def test_what_is_left_from_elsewhere_leaves_a_finished_run_finished(tmp_path, recipe, answer):
     """`runs --sync` and the next run on the store say one line of it, or none; the run stays as it is."""
     store = tmp_path / "mlruns"
     run_id = finished_run(store)
-    folder = folder_of(locate(store))
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{run_id}.deadbeef.journal"
+    (metrics,) = store.glob(f"*/{run_id}/artifacts/metrics.jsonl")
     head: Any = run_id
     said = io.BytesIO()
     kind = "file"
     for line in recipe:
-        if not isinstance(line, dict):
+        if not isinstance(line, dict) or not {"raw", "head", "kind"} & line.keys():
             said.write(json.dumps(line).encode() + b"\n")
         elif "raw" in line:
             said.write(line["raw"].encode("latin-1") * line["times"] + b"\n")
         else:
             head, kind = line.get("head", head), line.get("kind", kind)
+    metrics.write_bytes(metrics.read_bytes() + said.getvalue())
+    path = left(store, run_id, metrics, head)
+    if kind != "file":
+        content = path.read_bytes()
+        path.unlink()
     if kind == "pipe":
         os.mkfifo(path)
     elif kind == "folder":
@@ -554,14 +570,11 @@ def test_a_journal_from_elsewhere_leaves_a_finished_run_finished(tmp_path, recip
         (tmp_path / "elsewhere").write_text("precious")
         path.symlink_to(tmp_path / "elsewhere")
     elif kind == "writable":
-        path.touch()
+        path.write_bytes(content)
         path.chmod(0o666)
     elif kind == "sparse":
-        path.touch()
+        path.touch(mode=0o600)
         os.truncate(path, 10**12)
-    if kind in ("file", "writable"):
-        path.write_bytes(json.dumps([{"run": head, "store": str(store), "process": 1}]).encode() + b"\n")
-        path.write_bytes(path.read_bytes() + said.getvalue())
 
     def says_one_line():
         told = list(sync(str(store)))
@@ -569,46 +582,39 @@ def test_a_journal_from_elsewhere_leaves_a_finished_run_finished(tmp_path, recip
         assert all("\n" not in line and "Traceback" not in line for line in told)
 
     limited(SECONDS, says_one_line)
-    runs = open_tracker(locate(store))
-    found = runs.run(run_id)
-    runs.close()
+    found = open_reader(locate(store)).run(run_id)
     assert (found.status, found.tags.get("failure")) == ("FINISHED", None)
     if kind == "link":
         assert (tmp_path / "elsewhere").read_text() == "precious"
 
 
-def left_journal(store: Path, name: str, *entries: Any, run: str) -> Path:
-    """A journal of a process that has ended."""
-    folder = folder_of(locate(store))
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{name}.deadbeef.journal"
-    head = {"run": run, "store": str(store), "process": 1}
-    path.write_text("".join(json.dumps(line) + "\n" for line in ([head], *entries)))
-    return path
-
-
-def test_a_journal_writes_the_run_alone_that_it_is_named_after(tmp_path):
-    """A point and a tag for another run of the store are refused, and kept for a person to see."""
+def test_a_claim_is_on_the_run_alone_that_it_is_named_after(tmp_path):
+    """One that names another run is refused, and kept for a person to see; so is a file outside the store."""
     store = tmp_path / "mlruns"
     one, other = finished_run(store), finished_run(store)
-    path = left_journal(store, one, ["points", 1, 9, {"x": 9.0}], ["tags", {"pwned": "yes"}], run=other)
-    (line,) = sync(str(store))
-    assert "refused" in line
-    assert path.with_suffix(".refused").is_file()
-    runs = open_tracker(locate(store))
-    assert [point.step for point in runs.history(other, {"x"})] == [0]
-    assert "pwned" not in runs.run(other).tags
-    runs.close()
+    (metrics,) = store.glob(f"*/{one}/artifacts/metrics.jsonl")
+    metrics.write_text('{"step":9,"time":1,"values":{"x":9.0}}\n{"tags":{"pwned":"yes"}}\n')
+    outside = tmp_path / "metrics.jsonl"
+    outside.write_bytes(metrics.read_bytes())
+    for run, file in ((other, metrics), (one, outside)):
+        path = left(store, one, file, run)
+        (line,) = sync(str(store))
+        assert "refused" in line
+        assert path.with_suffix(".refused").is_file()
+    reader = open_reader(locate(store))
+    assert [point.step for point in reader.history(other, {"x"})] == [0]
+    assert [point.step for point in reader.history(one, {"x"})] == [0]
+    assert "pwned" not in reader.run(other).tags
+    assert not (tmp_path / ".metrics.sent").exists()
 
 
-def test_a_journal_beside_a_store_sends_files_of_own_runs_only(tmp_path, monkeypatch):
+def test_a_claim_beside_a_store_sends_files_of_own_runs_only(tmp_path, monkeypatch):
     """It may have come with the store, and the store may send files to its maker's server."""
     store, sent = tmp_path / "mlruns", []
-    tracker = open_tracker(locate(store))
-    tracker.close()
-    monkeypatch.setattr(type(tracker), "upload", lambda self, run_id, path, folder: sent.append(path))
+    monkeypatch.setattr(Client, "upload", lambda self, run_id, path, folder: sent.append(path))
     monkeypatch.setattr(trust, "_noted", set())
     run_id = finished_run(store)
+    (metrics,) = store.glob(f"*/{run_id}/artifacts/metrics.jsonl")
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
     folder.config.write_text("seed: 1\n")
@@ -619,7 +625,8 @@ def test_a_journal_beside_a_store_sends_files_of_own_runs_only(tmp_path, monkeyp
     for source, own in ((weights, False), (weights, True), (link, True), (Path("/etc/hostname"), True)):
         if own:
             trust.note_own(folder.config)
-        left_journal(store, run_id, ["artifact", str(source), None], run=run_id)
-        (line,) = sync(str(store))
-        assert ("refused" in line) == (not own or source != weights), line
-    assert sent == [weights]
+        with metrics.open("a") as file:
+            file.write(json.dumps({"artifact": [str(source), None]}) + "\n")
+        left(store, run_id, metrics, run_id)
+        assert list(sync(str(store))) == [f"{run_id}  1 point sent"]  # which is there
+    assert set(sent) == {weights}

@@ -19,6 +19,7 @@ from deeplightning.report.evaluation import evaluate
 from deeplightning.report.facts import facts
 from deeplightning.report.write import comparison, report, write_report, write_run
 from deeplightning.runfolder import RunFolder
+from deeplightning.tracking.metrics_file import points_line
 
 SCRIPT = "<script>alert(1)</script>"
 QUOTE = "\"'><img src=x onerror=alert(1)>"
@@ -72,7 +73,8 @@ def run_folder(path: Path, names: tuple[str, ...] = ("cat", "dog", "owl"), **mor
     )
     folder.results("test").write_text(json.dumps({"test_acc": 2 / 3, "test_loss": 0.5}))
     folder.best_score.write_text(json.dumps({"metric": "val_acc", "value": 0.7, "step": 10}))
-    folder.series.write_text(json.dumps({"val_loss": [[4, 1.0], [9, 0.5]], "val_acc": [[4, 0.5], [9, 0.7]]}))
+    points = [(4, {"val_loss": 1.0, "val_acc": 0.5}), (9, {"val_loss": 0.5, "val_acc": 0.7})]
+    folder.metrics.write_text("".join(json.dumps(points_line(1, *point)) + "\n" for point in points))
     with folder.stage_predictions("test").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["index", "label", "predicted_class", "predicted_label", "predicted_probability"])
@@ -118,7 +120,7 @@ def test_names_from_a_run_stay_text(tmp_path):
     config = f"seed: 1\nmodel: {{network: {{type: {json.dumps(SCRIPT)}}}}}\n{json.dumps(QUOTE)}: {json.dumps(SCRIPT)}\n"
     folder = run_folder(tmp_path / "x", (SCRIPT, QUOTE, "c"), config=config, host=SCRIPT, file=QUOTE + ".png")
     folder.results("test").write_text(json.dumps({SCRIPT: 1.0}))
-    folder.series.write_text(json.dumps({SCRIPT: [[0, 1.0], [1, 2.0]]}))
+    folder.metrics.write_text("".join(json.dumps(points_line(1, step, {SCRIPT: 1.0})) + "\n" for step in (0, 1)))
     content = write_run(folder).read_text()
     shown = Page(content)
     shown.check()
@@ -156,7 +158,7 @@ def test_nothing_of_a_foreign_folder_is_executed_or_followed(tmp_path):
 
 DAMAGED = [
     {
-        "metrics.json": "[1, 2",
+        "metrics.jsonl": "[1, 2",
         "test_results.json": '{"test_acc": "<b>", "x": null}',
         "best.json": '{"metric": [], "value": {}, "step": "x"}',
         "environment.json": '{"packages": 3, "git": [], "gpus": "x", "cpu": 1, "python": 2}',
@@ -165,8 +167,8 @@ DAMAGED = [
         "test_predictions.csv": "label,predicted_class,predicted_label\n-1,99999999999999999999,x\n",
         "own_picture.png": "\x89PNG\r\n\x1a\n",
     },
-    {"metrics.json": "[" * 100_000, "test_predictions.csv": "label,predicted_class,predicted_label\n0,1000000000,x\n"},
-    {"metrics.json": '{"val_acc": 3}', "test_predictions.csv": "prediction,target\n1,inf\n"},
+    {"metrics.jsonl": "[" * 100_000, "test_predictions.csv": "label,predicted_class,predicted_label\n0,1000000000,x\n"},
+    {"metrics.jsonl": '{"val_acc": 3}', "test_predictions.csv": "prediction,target\n1,inf\n"},
     {"test_predictions.csv": "label,predicted_class,predicted_label,predicted_probability\n0,1,x,nan\n"},
     {"test_predictions.csv": "prediction,target\n1e999,x\n"},
     {"test_predictions.csv": "label,predicted_class,predicted_label\n"},
@@ -178,7 +180,7 @@ DAMAGED = [
 def test_damaged_files_are_left_out(damage, tmp_path):
     """The report leaves out damaged files."""
     folder = run_folder(tmp_path / "x")
-    folder.series.unlink()
+    folder.metrics.unlink()
     for name, content in damage.items():
         (folder.path / name).write_text(content, encoding="latin-1")
     shown = Page(report(facts(folder)))
@@ -230,9 +232,9 @@ def test_several_runs_are_compared(tmp_path):
     shown = Page(content)
     shown.check()
     metrics = content[content.index("<h2>Metrics") : content.index("<h2>Curves")]
-    # best val_acc, test_acc, test_loss, last val_loss and val_acc of both; of equals both are the best
+    # best val_acc, test_acc, test_loss, last val_acc and val_loss of both; of equals both are the best
     marked = re.findall(r'<td class="n best">([\d.]+)</td>', metrics)
-    assert marked == ["0.7", "0.5", "0.5", "0.7", "0.7", "0.9", "0.5", "0.7"]
+    assert marked == ["0.7", "0.5", "0.7", "0.5", "0.7", "0.9", "0.7", "0.5"]
     content = content.replace("<wbr>", "")
     rows = re.findall(r"<tr><td>(seed|host|packages.torch|model.network.type)</td>(.*?)</tr>", content)
     assert [name for name, _ in rows] == ["seed", "host"]

@@ -18,7 +18,7 @@ from deeplightning.config.tree import as_written, dump
 from deeplightning.faults import count
 from deeplightning.kinds import KINDS
 from deeplightning.runfolder import Card, RunFolder
-from deeplightning.tracking.series import from_file
+from deeplightning.tracking.metrics_file import read_series
 from deeplightning.words import printable, stage_of
 
 PIPELINES = {
@@ -132,7 +132,7 @@ def _metrics(folder: RunFolder) -> dict[str, float]:
     found: dict[str, float] = {}
     best = _json(folder.best_score)
     try:
-        series = from_file(folder.series)
+        series = read_series(folder.metrics)
     except ValueError:
         series = {}
     for name, points in sorted(series.items()):

@@ -21,6 +21,7 @@ from test_trust import BEYOND_PLAIN, BY_ALL, IMPORTED, _by_kind
 import deeplightning as dl
 from deeplightning.export.bundle import card_text
 from deeplightning.runfolder import RunFolder
+from deeplightning.tracking.metrics_file import points_line
 from serve.bundle import Bundle
 
 pytest.importorskip("deeplightning_hub")
@@ -141,10 +142,11 @@ def test_a_card_holds_no_characters_that_steer_a_terminal(run, command, place, t
     for path, more in {
         folder.environment: {"host": FORGED, "os": FORGED, "packages": {"a": FORGED, "torch": FORGED}},
         folder.results("test"): {f"test_{FORGED}": 1.0},
-        folder.series: {f"val_{FORGED}": [[0, 1.0], [1, 2.0]]},
         folder.data: {"files": {f"{FORGED}.csv": [3, "00"]}, "arrays": {FORGED: [3, "00"]}},
     }.items():
         path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    with folder.metrics.open("a") as file:
+        file.write(json.dumps(points_line(1, 0, {f"val_{FORGED}": 1.0})) + "\n")
     card = json.loads(folder.bundle_card.read_text())
     folder.bundle_card.write_text(card_text(card | {"labels": [FORGED, *card["labels"][1:]]}))
     outcome = command("push", folder.path, "hf://me/model", "--to", tmp_path / "card", cwd=place)

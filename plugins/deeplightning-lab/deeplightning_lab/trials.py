@@ -31,8 +31,8 @@ from deeplightning.reproduce.again import Plan, Say, prepare, quoted
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder, read_object, write_whole
 from deeplightning.tracking.environment import REPRODUCES
+from deeplightning.tracking.metrics_file import last_values
 from deeplightning.tracking.parent import Parent, Stopped
-from deeplightning.tracking.series import last_values
 from deeplightning.tracking.store import Store
 from deeplightning_lab.bisect_run import Parts
 
@@ -207,7 +207,6 @@ class Trials:
             plan.variables.update(self.parent.environment(number, self.sign))
             for variable in (REPRODUCES, DECIDED, "MLFLOW_RUN_ID"):
                 plan.variables.pop(variable, None)
-            self.parent.let_go()
             self._process = start_process(plan, parts.python, log)
             try:
                 if self.signal is not None:  # it came before the process was started

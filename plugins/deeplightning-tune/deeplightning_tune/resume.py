@@ -66,7 +66,6 @@ def _notes(parent: Parent) -> Mapping[str, Any]:
         return {}
     run_id = notes.get("run")
     is_there = run_id is None or parent.is_there(run_id)
-    parent.let_go()
     return notes if is_there else {}
 
 

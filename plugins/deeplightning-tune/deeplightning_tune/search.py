@@ -336,7 +336,6 @@ class _Search:
 
         log.info("%-10s %s%s", f"trial {number}", plain_text(point), "  (continues)" if more else "")
         self.study.let_go()
-        self.parent.let_go()
         self.workers.start(number, [str(file), *more], file.with_suffix(".log"), environment)
 
     def _resuming(self, number: int, children: Mapping[int | None, str]) -> list[str]:
@@ -494,7 +493,7 @@ class _Search:
 
         Lists of runs show the last point of a metric.
         """
-        from deeplightning.tracking.tracker import Point
+        from deeplightning.tracking.entities import Point
 
         points, best, metric = [], None, self.tune.metric
         pick = max if self.tune.mode == "max" else min

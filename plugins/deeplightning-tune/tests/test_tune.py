@@ -31,7 +31,7 @@ from deeplightning.config.tree import line
 from deeplightning.faults import ConfigError, SetupError
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.code import read_code
-from deeplightning.tracking.sqlite import open_directly
+from deeplightning.tracking.reader import open_reader
 from deeplightning.tracking.store import locate
 
 SEARCH = """\
@@ -104,10 +104,7 @@ def children(store: Path, parent: str) -> dict[str, str]:
 
 
 def run(store: Path, run_id: str):
-    tracker = open_directly(locate(store))
-    found = tracker.run(run_id)
-    tracker.close()
-    return found
+    return open_reader(locate(store)).run(run_id)
 
 
 def study_file(store: Path, name: str) -> Path:
@@ -149,9 +146,7 @@ def test_the_best_is_reported_and_runs_again(searched, command, store, place):
 
 
 def last_value(store: Path, run_id: str) -> float:
-    tracker = open_directly(locate(store))
-    points = list(tracker.history(run_id, ["val_acc"]))
-    tracker.close()
+    points = list(open_reader(locate(store)).history(run_id, ["val_acc"]))
     return max(points, key=lambda point: point.step).value
 
 

@@ -1,4 +1,4 @@
-"""Which process a journal is of: its machine, its number and its start, since a number is used again.
+"""Identify the process of a ledger: its machine, its number and its start, since a number is used again.
 
 A process of this machine can be looked for; of one on another machine only the time of its last sign of life is known.
 """
@@ -14,22 +14,17 @@ AGE = 24 * 3600.0
 
 
 def this_process() -> dict[str, object]:
-    """What a journal says of the process that writes it, plain values."""
+    """Return what a ledger says of its process, plain values."""
     pid = os.getpid()
     return {"process": pid, "start": started(pid), **_machine()}
 
 
 def has_ended(owner: Mapping[str, object]) -> bool | None:
-    """Whether the process that a journal tells of has ended; None: it is of another machine, which alone knows.
-
-    A journal that tells no machine, of an earlier version, was left by a process that has ended: its lock is free.
-    """
-    if "host" not in owner:
-        return True
+    """Return whether the process of a ledger has ended; None: it is of another machine, which alone knows."""
     here = _machine()
-    if owner.get("boot") != here["boot"] or (not here["boot"] and owner["host"] != here["host"]):
+    if owner.get("boot") != here["boot"] or (not here["boot"] and owner.get("host") != here["host"]):
         # The machine was started again, or it is another one.
-        is_this = owner["host"] == here["host"] and owner.get("machine") == here["machine"]
+        is_this = owner.get("host") == here["host"] and owner.get("machine") == here["machine"]
         return True if is_this and here["machine"] else None
     if owner.get("space") != here["space"]:  # another container's; the kernel is the same, so the free lock is its end
         return True
@@ -38,7 +33,8 @@ def has_ended(owner: Mapping[str, object]) -> bool | None:
 
 
 def started(pid: object) -> int | None:
-    """When a process of this machine started, in ticks since the machine did; None: it has ended, or nothing tells."""
+    """Return when a process of this machine started, in ticks since the machine did; None: it has ended, or nothing
+    tells."""
     if not isinstance(pid, int):
         return None
     try:

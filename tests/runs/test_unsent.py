@@ -1,8 +1,10 @@
-"""What a run says is never lost: not where its process is killed, not where its server dies; and it is there once."""
+"""What a run logs is never lost, neither with its process nor with its server, and it is there once."""
 
 import json
 import math
 import os
+import random
+import re
 import signal
 import socket
 import sqlite3
@@ -20,13 +22,14 @@ from mlflow.tracking import MlflowClient
 
 from deeplightning.cli.listing import listing, sync
 from deeplightning.faults import SetupError
-from deeplightning.tracking import MLflowLogger, sqlite
-from deeplightning.tracking.journal import Journal, folder_of, left_behind
-from deeplightning.tracking.journal_owner import has_ended, this_process
+from deeplightning.tracking import MLflowLogger
+from deeplightning.tracking.client import Client
+from deeplightning.tracking.entities import Dataset
+from deeplightning.tracking.metrics_file import points_line, sent_position
 from deeplightning.tracking.mlflow_store import attach
-from deeplightning.tracking.sqlite import Tracker
+from deeplightning.tracking.process_id import has_ended, this_process
 from deeplightning.tracking.store import locate
-from deeplightning.tracking.tracker import Dataset
+from deeplightning.tracking.unsent import Claim, claims, folder_of
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +54,8 @@ def history(store, run_id, name):
 
 
 def killed(store, *said, run_id=None):
-    """The id of a run whose process said something and was killed at once, before a second was over."""
+    """Return the id of a run whose process logged something and was killed at once, before a second was over."""
+    client(store).search_experiments()  # makes the store, if it is not there
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
         logger = MLflowLogger(tracking_uri=store, system_metrics=False, run_id=run_id)
@@ -66,8 +70,13 @@ def killed(store, *said, run_id=None):
     return found
 
 
-def journals(store):
-    return left_behind(locate(store))
+def claimed(store):
+    return claims(locate(store))
+
+
+def metrics_of(folder, run_id):
+    (path,) = folder.glob(f"*/{run_id}/artifacts/metrics.jsonl")
+    return path
 
 
 SAID = [({"x": float(step), "y": math.nan}, step) for step in range(200)]
@@ -76,8 +85,7 @@ SAID = [({"x": float(step), "y": math.nan}, step) for step in range(200)]
 def test_a_killed_process_loses_no_point(folder):
     """What it had said is in the folder once the next run on it has begun; its run is FAILED, and says why."""
     run_id = killed(folder, *SAID)
-    assert history(folder, run_id, "x") == []
-    assert [path.name.partition(".")[0] for path in journals(folder)] == [run_id]
+    assert [path.name.partition(".")[0] for path in claimed(folder)] == [run_id]
     after = MLflowLogger(tracking_uri=folder, system_metrics=False)
     after.log_metrics({"x": 1.0}, 0)
     after.finalize("success")
@@ -94,27 +102,29 @@ def test_a_run_whose_process_was_killed_before_it_recorded_anything_is_deleted(f
     run_id = killed(folder)
     assert list(sync(folder)) == [f"{run_id}  deleted: its process was killed before it recorded anything"]
     assert listing(str(folder)) == []
-    assert client(folder).get_run(run_id).info.lifecycle_stage == "deleted"
     logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
     logger.log_metrics({"x": 1.0}, 0)
     logger.finalize("killed")
     killed(folder, run_id=logger.run_id)
-    assert client(folder).get_run(logger.run_id).info.status == "RUNNING"
     assert len(list(sync(folder))) == 1
     assert [(row["id"], row["status"]) for row in listing(str(folder))] == [(logger.run_id, "FAILED")]
 
 
-def test_a_journal_is_written_twice_and_is_there_once(folder):
-    """Killed between the folder's taking and the journal's end, a second writing changes nothing."""
+def test_what_is_sent_twice_is_there_once(folder):
+    """Killed between the taking of the store and the note of it, a second sending changes nothing."""
     run_id = killed(folder, *SAID)
-    (path,) = journals(folder)
-    content = path.read_bytes()
-    assert list(sync(folder)) == [f"{run_id}  400 points and 2 other entries written"]
-    four = "; 4 lines of its journal are damaged and not written"
-    for damage, told in ((b"", ""), (b'["points",1,2,{"x":', ""), (b"\xff\n{}\n[]\n7\n", four)):
+    (path,) = claimed(folder)
+    content, metrics = path.read_bytes(), metrics_of(folder, run_id)
+    assert list(sync(folder)) == [f"{run_id}  400 points sent"]
+    four = "; 4 lines of its metrics.jsonl are damaged and not sent"
+    for damage, told in ((b"", ""), (b'{"step":1,"time":2,"values":{"x":', ""), (b"\n\xff\n{}\n[]\n7\n", four)):
         path.parent.mkdir(exist_ok=True)
-        path.write_bytes(content + damage)
-        assert list(sync(folder)) == [f"{run_id}  0 points and 0 other entries written{told}"]
+        path.write_bytes(content)
+        path.chmod(0o600)
+        metrics.with_name(".metrics.sent").write_text("0")
+        metrics.write_bytes(metrics.read_bytes() + damage)
+        told = told.replace("4", "5") if damage[:1] == b"\n" else told  # with the torn one of before
+        assert list(sync(folder)) == [f"{run_id}  400 points sent{told}"]
     assert history(folder, run_id, "x") == [(step, float(step)) for step in range(200)]
     assert len(history(folder, run_id, "y")) == 200
     assert list(sync(folder)) == []
@@ -123,38 +133,41 @@ def test_a_journal_is_written_twice_and_is_there_once(folder):
 @pytest.mark.parametrize(
     ("damage", "lost", "points"),
     [
-        (lambda text: text.replace(b'"x":7.0', b'"x":9.0'), 1, 199),
-        (lambda text: text.replace(b'["points"', b'["pomnts"', 3), 3, 197),
-        (lambda text: b"".join(text.splitlines(keepends=True)[:5] + text.splitlines(keepends=True)[7:]), 2, 198),
-        (lambda text: text.replace(b'"run"', b'"rum"'), 1, 200),
-        (lambda text: b"", 1, 0),
+        (lambda text: text.replace(b'"values"', b'"valves"', 3), 3, 197),
+        (lambda text: text.replace(b'"x":7.0', b'"x":"high"'), 1, 199),
+        (lambda text: text.replace(b'"run"', b'"rum"'), 1, 0),
         (lambda text: text[:-9], 0, 199),  # the process was killed while it wrote
+        (lambda text: text.replace(b'"step":5,', b'"step":null,'), 1, 199),
     ],
-    ids=["a number", "words", "lines that are gone", "the head", "all", "the end of a line"],
+    ids=["words", "a number", "the head", "the end of a line", "a step"],
 )
-def test_what_is_damaged_in_a_journal_is_told_and_not_believed(folder, damage, lost, points):
-    """No point reaches the store that nobody has said."""
+def test_a_damaged_line_is_told_and_not_sent(folder, damage, lost, points):
+    """The other lines are; without the first line nobody knows which run it is."""
     run_id = killed(folder, *SAID)
-    (path,) = journals(folder)
-    path.write_bytes(damage(path.read_bytes()))
+    metrics = metrics_of(folder, run_id)
+    metrics.write_bytes(damage(metrics.read_bytes()))
     (line,) = sync(folder)
-    lines = "line of its journal is" if lost == 1 else "lines of its journal are"
-    assert line.endswith(f"; {lost} {lines} damaged and not written") == bool(lost), line
+    if not points:
+        assert "refused (the run" in line
+        assert listing(str(folder)) == []
+        return
+    lines = "line of its metrics.jsonl is" if lost == 1 else "lines of its metrics.jsonl are"
+    assert line.endswith(f"; {lost} {lines} damaged and not sent") == bool(lost), line
     found = history(folder, run_id, "x")
     assert set(found) <= {(step, float(step)) for step in range(200)}
     assert len(found) == points
     assert client(folder).get_run(run_id).info.status == "FAILED"
 
 
-def test_the_journal_of_a_living_process_is_left_alone(folder):
+def test_the_run_of_a_living_process_is_left_alone(folder):
     """It is locked, also for the process itself; and a run that another process is at work on is not FAILED."""
     logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
     logger.log_metrics({"x": 1.0}, 0)
-    (path,) = journals(folder)
+    (path,) = claimed(folder)
     assert list(sync(folder)) == []
     killed(folder, ({"x": 2.0}, 1), run_id=logger.run_id)
     assert len(list(sync(folder))) == 1
-    assert journals(folder) == [path]
+    assert claimed(folder) == [path]
     assert client(folder).get_run(logger.run_id).info.status == "RUNNING"
     logger.finalize("success")
     assert client(folder).get_run(logger.run_id).info.status == "FINISHED"
@@ -175,35 +188,40 @@ def test_a_killed_run_that_goes_on_has_its_points_first(folder):
     assert (run.info.status, "failure" in run.data.tags) == ("FINISHED", False)
 
 
-def test_a_finished_run_leaves_no_journal(folder):
-    """Nor does it grow while the folder takes what is said: it is emptied each time."""
+def test_a_finished_run_leaves_no_claim(folder):
+    """While it runs, its claim names its file and its process; at the end nothing is held open."""
+
+    def held():
+        links = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        return sorted(link.name for link in links if link.is_relative_to(folder))
+
     logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
-    logger.log_metrics({"x": 1.0}, 0)
-    (path,) = journals(folder)
-    head = json.loads(path.read_text().splitlines()[0])
-    assert (head[0]["run"], head[0]["store"]) == (logger.run_id, str(folder))
-    assert path.read_text().count("\n") == 2
-    deadline = time.monotonic() + 20
-    while path.read_text().count("\n") > 1 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert path.read_text().count("\n") == 1
-    logger.finalize("success")
-    assert not path.parent.exists()
+    for step in range(2):
+        logger.log_metrics({"x": 1.0}, step)
+        (path,) = claimed(folder)
+        claim = json.loads(path.read_text())
+        metrics = logger.artifact_folder / "metrics.jsonl"
+        assert (claim["run"], claim["store"], claim["metrics"]) == (logger.run_id, str(folder), str(metrics))
+        assert held() == sorted([path.name, "metrics.jsonl"])
+        logger.finalize("success")
+        assert held() == []
+        assert sent_position(metrics) == metrics.stat().st_size
+        assert not path.parent.exists()
 
 
 def test_what_another_thread_says_while_a_run_ends_does_not_keep_it(folder, monkeypatch, caplog):
     """The digest of the data may be known just then: it is written, and the end does not wait for more."""
     writing, said = threading.Event(), threading.Event()
 
-    def slowly(head):
+    def slowly(until):
         writing.set()
         assert said.wait(60)
-        return write(head)
+        send(until)
 
     logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
     logger.log_metrics({"loss": 1.0}, 0)
-    write = logger._writer._write
-    monkeypatch.setattr(logger._writer, "_write", slowly)
+    send = logger._sender._delivery.send
+    monkeypatch.setattr(logger._sender._delivery, "send", slowly)
     ending = threading.Thread(target=logger.finalize, args=("success",))
     begun = time.monotonic()
     ending.start()
@@ -212,98 +230,105 @@ def test_what_another_thread_says_while_a_run_ends_does_not_keep_it(folder, monk
     said.set()
     ending.join(60)
     assert time.monotonic() - begun < 10
-    assert not left_behind(locate(folder))
+    assert not claimed(folder)
     assert not caplog.records
     run = client(folder).get_run(logger.run_id)
     assert (run.info.status, run.inputs.dataset_inputs[0].dataset.digest) == ("FINISHED", "abc")
 
 
-def test_a_journal_of_a_deleted_or_unknown_run_is_no_obstacle(folder, caplog):
-    """Of a deleted run nothing is written; of one that is not in the folder the journal is kept aside, and said."""
-    gone = killed(folder, *SAID)
+def test_a_deleted_or_unknown_run_is_no_obstacle(folder):
+    """Of a deleted run nothing is sent; the claim on one that is not in the store is kept aside, and said."""
+    logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
+    logger.log_metrics({"x": 0.0}, 0)
+    logger.finalize("success")
+    gone = killed(folder, *SAID, run_id=logger.run_id)
     client(folder).delete_run(gone)
-    journal = Journal(locate(folder), "0" * 32)
-    journal.append(("points", 1, 2, {"x": 3.0}))
-    journal.end(keep=True)
+    metrics = folder / "0" / ("0" * 32) / "artifacts" / "metrics.jsonl"
+    metrics.parent.mkdir(parents=True)
+    metrics.write_text(json.dumps(points_line(1, 2, {"x": 3.0})) + "\n")
+    if (child := os.fork()) == 0:
+        Claim(locate(folder), "0" * 32, metrics)
+        os._exit(0)
+    os.waitpid(child, 0)
     told = list(sync(folder))
-    assert told[0] == f"{gone}  0 points and 0 other entries written"
+    assert told[0] == f"{gone}  0 points sent"
     assert "refused (the run 00000000000000000000000000000000 is not in the store); kept as " in told[1]
     assert list(sync(folder)) == []
     assert [path.suffix for path in folder_of(locate(folder)).iterdir()] == [".refused"]
 
 
-def test_a_place_that_cannot_be_written_costs_the_journal_only(folder, monkeypatch, caplog):
+def test_a_place_that_cannot_be_written_costs_the_claim_only(folder, monkeypatch, caplog):
     """Then a line says so, and the run is tracked."""
-    monkeypatch.setattr("deeplightning.tracking.journal.folder_of", lambda store: store.database)
+    monkeypatch.setattr("deeplightning.tracking.unsent.folder_of", lambda store: store.database)
     logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
     logger.log_metrics({"x": 1.0}, 0)
     logger.finalize("success")
     assert history(folder, logger.run_id, "x") == [(0, 1.0)]
-    assert "No journal of the run is kept" in caplog.text
+    assert "The run is not claimed" in caplog.text
 
 
-def test_what_memory_cannot_hold_stays_in_the_journal(folder, monkeypatch, caplog):
-    """While the store does not answer, memory is bounded and the journal is not; after the end it is written once."""
-    monkeypatch.setattr("deeplightning.tracking.writer.MAX_POINTS", 10)
+def test_what_the_disk_does_not_take_is_sent_from_memory(folder, monkeypatch, caplog):
+    """A full disk is one warning; the store on another disk has all points, and the status."""
+    from deeplightning.tracking.metrics_file import MetricsFile
+
+    def full(self, line):
+        raise OSError(28, "No space left on device")
+
     logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
     logger.log_metrics({"x": 0.0}, 0)
-    logger.finalize("success")
-    with closing(sqlite3.connect(folder / "mlflow.db", isolation_level=None)) as holder:
-        holder.execute("BEGIN IMMEDIATE")
-        for step in range(1, 100):
+    with monkeypatch.context() as patched:
+        patched.setattr(MetricsFile, "append", full)
+        for step in range(1, 50):
             logger.log_metrics({"x": float(step)}, step)
-        assert [step for _, _, _, step in logger.unwritten()] == list(range(90, 100))
-        holder.execute("ROLLBACK")
-    logger.finalize("success")
-    assert len(history(folder, logger.run_id, "x")) <= 100
-    assert "the oldest points are only in" in caplog.text
-    assert "89 points are only in" in caplog.text
-    list(sync(folder))
-    assert history(folder, logger.run_id, "x") == [(step, float(step)) for step in range(100)]
+        logger.finalize("success")
+    assert history(folder, logger.run_id, "x") == [(step, float(step)) for step in range(50)]
     assert client(folder).get_run(logger.run_id).info.status == "FINISHED"
+    assert caplog.text.count("No space left on device") == 1
 
 
 def test_what_is_refused_costs_nothing_else(folder, caplog):
     """A parameter that another process has set differently is named; points and tags said with it are written."""
     first = MLflowLogger(tracking_uri=folder, system_metrics=False)
+    first.log_metrics({"y": 1.0}, 0)
+    first.finalize("success")
     second = MLflowLogger(tracking_uri=folder, system_metrics=False, run_id=first.run_id)
     assert second.run_id == first.run_id
-    first.log_hyperparams({"lr": 1})
-    first.finalize("success")
+    client(folder).log_param(first.run_id, "lr", 1)
     second.log_hyperparams({"lr": 2})
     second.log_metrics({"x": 1.0}, 0)
     second.log_tags({"note": "here"})
     second.finalize("success")
     run = client(folder).get_run(first.run_id)
-    assert (run.data.params, run.data.metrics, run.data.tags["note"]) == ({"lr": "1"}, {"x": 1.0}, "here")
-    assert "1 parameter (parameters keep their first value: lr)" in caplog.text
+    assert (run.data.params, run.data.metrics["x"], run.data.tags["note"]) == ({"lr": "1"}, 1.0, "here")
+    assert "Not tracked" in caplog.text
+    assert "lr" in caplog.text
     assert not folder_of(locate(folder)).exists()
 
 
-def test_one_interval_is_one_transaction(folder, monkeypatch):
-    """Parameters, tags, points and the status that are said within a second are written together."""
+def test_points_of_one_interval_are_sent_together(folder, monkeypatch):
+    """What is logged within a second costs few calls."""
     written = []
-    real = Tracker.log_batch
-    monkeypatch.setattr(Tracker, "log_batch", lambda *args: written.append(args[2]) or real(*args))
+    real = Client.log_batch
+    monkeypatch.setattr(Client, "log_batch", lambda *args: written.append(args[2]) or real(*args))
     logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
     logger.log_hyperparams({"lr": 1})
     logger.log_tags({"note": "here"})
     for step in range(50):
         logger.log_metrics({"x": float(step)}, step)
     logger.finalize("success")
-    assert len(written) <= 2, "a slow machine may need more than a second for this"
+    assert len([batch for batch in written if batch.points]) <= 2, "a slow machine may need more than a second for this"
     assert sum(len(batch.points) for batch in written) == 50
 
 
-def test_what_was_left_is_written_by_a_command(folder, command, place):
+def test_what_was_left_is_sent_by_a_command(folder, command, place):
     """`deeplightning runs --sync` says what it wrote, or that there was nothing; both end with 0."""
     run_id = killed(folder, *SAID)
     told = command("runs", "--sync", "--tracking-uri", folder, cwd=place)
-    assert (told.code, told.out) == (0, f"{run_id}  400 points and 2 other entries written\n")
+    assert (told.code, told.out) == (0, f"{run_id}  400 points sent\n")
     told = command("runs", "--sync", "--tracking-uri", folder, cwd=place)
-    assert (told.code, told.out) == (0, "nothing was left unwritten\n")
+    assert (told.code, told.out) == (0, "nothing was left unsent\n")
     told = command("runs", "--sync", "--tracking-uri", folder.with_name("none"), cwd=place)
-    assert (told.code, told.out) == (0, "nothing was left unwritten\n")
+    assert (told.code, told.out) == (0, "nothing was left unsent\n")
     assert not folder.with_name("none").exists()
 
 
@@ -372,7 +397,7 @@ def test_a_server_that_dies_and_comes_back_has_every_point_once(server):
     assert history(server.address, logger.run_id, "x") == [(number, float(number)) for number in range(step)]
     run = client(server.address).get_run(logger.run_id)
     assert (run.info.status, run.data.params) == ("FINISHED", {"lr": "0.1"})
-    assert journals(server.address) == []
+    assert claimed(server.address) == []
 
 
 def bind_when_free(hole, port):
@@ -421,7 +446,7 @@ def test_a_dead_server_costs_no_more_than_one_that_answers(server, monkeypatch):
     assert time.monotonic() - start < 5
     server.start()
     deadline = time.monotonic() + 60
-    while journals(server.address) and time.monotonic() < deadline:
+    while claimed(server.address) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert history(server.address, logger.run_id, "x") == [(number, float(number)) for number in range(step)]
 
@@ -446,20 +471,20 @@ def test_a_server_that_stays_dead_gets_all_later(server, command, tiny, tmp_path
     asked = ("runs", "--sync", "--tracking-uri", server.address)
     refused = command(*asked, cwd=here, **state)
     assert refused.code == 3, refused
-    assert "does not take what was left unwritten" in refused.err
+    assert "What was left unsent stays" in refused.err
     with pytest.raises(SetupError):
         list(sync(server.address))
-    assert len(journals(server.address)) == 1
+    assert len(claimed(server.address)) == 1
     server.start()
     told = command(*asked, cwd=here, **state)
     assert told.code == 0, told
-    assert "points and" in told.out
+    assert "points sent" in told.out
     run = client(server.address).search_runs(["0"])[0]
     assert run.info.status == "FINISHED"
     steps = [step for step, _ in history(server.address, run.info.run_id, "train_loss")]
     assert steps == list(range(6 * 9))
     assert (tmp_path / "kept" / "0" / run.info.run_id / "artifacts" / "last.ckpt").is_file()
-    assert journals(server.address) == []
+    assert claimed(server.address) == []
 
 
 WAITS = '''\
@@ -483,15 +508,10 @@ class Waits(pl.Callback):
 # ---- a run whose process was killed
 
 
-def head(store, **changed):
-    """What the only journal of a store tells of its process; after a change of that."""
-    (path,) = journals(store)
-    first, *rest = path.read_text().splitlines(keepends=True)
-    told = json.loads(first)[0] | changed
-    if changed:
-        told.pop("format", None)  # which asks for a check sum
-        path.write_text(json.dumps([told]) + "\n" + "".join(rest))
-    return told
+def change(store, **changed):
+    """Change what the only claim on a store says of its process."""
+    (path,) = claimed(store)
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
 
 
 def test_runs_settles_a_killed_run_by_itself(folder, command, place):
@@ -526,21 +546,22 @@ def test_a_dead_run_that_cannot_be_settled_is_shown_as_such(folder, monkeypatch,
         other.execute("BEGIN IMMEDIATE")
         told = command("runs", "--tracking-uri", folder, cwd=place, DEEPLIGHTNING_TRACKING_WAIT="0.5")
     assert (told.code, told.out.split()[:2]) == (0, [run_id, "DEAD"]), told
-    assert "does not take what was left unwritten" in told.err
+    assert "What was left unsent stays" in told.err
 
 
 def test_a_number_that_was_used_again_is_not_the_run(folder):
     """The process of that number started later than the run's: the run is FAILED. The very process is not."""
     killed(folder, *SAID)
     mine = this_process()
-    head(folder, process=mine["process"], start=mine["start"])
-    path = journals(folder)[0]
+    change(folder, process=mine["process"], start=mine["start"])
+    path = claimed(folder)[0]
     content = path.read_bytes()
     assert len(list(sync(folder))) == 1  # its points
     assert [row["status"] for row in listing(str(folder))] == ["RUNNING"]
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content)
-    head(folder, start=mine["start"] - 1)
+    path.chmod(0o600)
+    change(folder, start=mine["start"] - 1)
     assert len(list(sync(folder))) == 1
     assert [row["status"] for row in listing(str(folder))] == ["FAILED"]
 
@@ -549,26 +570,27 @@ def test_another_machines_run_is_left_to_it(folder, command, place):
     """Its free lock proves nothing here: `runs`, the next run and `--sync` leave it alone, until it was silent for a
     day. After a restart of its own machine, or where the very run goes on, it is settled."""
     run_id = killed(folder, *SAID)
-    head(folder, host="elsewhere", machine="b" * 32, boot="c" * 36)
+    change(folder, host="elsewhere", machine="b" * 32, boot="c" * 36)
     assert command("runs", "--tracking-uri", folder, cwd=place).out.split()[:2] == [run_id, "RUNNING"]
     after = MLflowLogger(tracking_uri=folder, system_metrics=False)
     after.log_metrics({"x": 1.0}, 0)
     after.finalize("success")
-    assert history(folder, run_id, "x") == []
+    assert [row["status"] for row in listing(str(folder))] == ["FINISHED", "RUNNING"]
     (line,) = sync(folder)
     assert line.startswith(f"{run_id}  left alone: its process is of elsewhere")
-    (path,) = journals(folder)
+    (path,) = claimed(folder)
     long_ago = time.time() - 25 * 3600
-    os.utime(path, (long_ago, long_ago))
+    for file in (path, metrics_of(folder, run_id)):
+        os.utime(file, (long_ago, long_ago))
     assert command("runs", "--tracking-uri", folder, cwd=place).out.count("RUNNING") == 1
-    assert list(sync(folder)) == [f"{run_id}  400 points and 2 other entries written"]
+    assert list(sync(folder)) == [f"{run_id}  400 points sent"]
     assert client(folder).get_run(run_id).info.status == "FAILED"
 
 
 def test_what_a_process_of_another_machine_left_is_there_where_its_run_goes_on(folder):
     """A job that was sent to another machine has the points of the first one."""
     run_id = killed(folder, *SAID)
-    head(folder, host="elsewhere", machine="b" * 32, boot="c" * 36)
+    change(folder, host="elsewhere", machine="b" * 32, boot="c" * 36)
     again = MLflowLogger(tracking_uri=folder, system_metrics=False)
     again.go_on(run_id, [])
     again.log_metrics({"x": 200.0}, 200)
@@ -584,10 +606,10 @@ def test_a_machine_that_was_started_again_settles_its_runs():
     assert has_ended({**mine, "boot": "c" * 36, "machine": ""}) is None
     assert has_ended({**mine, "boot": "c" * 36}) is (True if mine["machine"] else None)
     assert has_ended({**mine, "boot": "c" * 36, "host": "elsewhere"}) is None
-    assert has_ended({"run": "a" * 32, "process": 1}) is True
+    assert has_ended({"run": "a" * 32, "process": 1}) is None
 
 
-def test_a_run_is_in_the_store_only_once_its_journal_outlasts_a_loss_of_power(folder, monkeypatch):
+def test_a_run_is_in_the_store_only_once_its_claim_outlasts_a_loss_of_power(folder, monkeypatch):
     """The content is synced before the file has its name, and the name before the run is created."""
     order = []
 
@@ -596,12 +618,12 @@ def test_a_run_is_in_the_store_only_once_its_journal_outlasts_a_loss_of_power(fo
         order.append("names" if path.is_dir() else path.suffix)
         real(descriptor)
 
-    def create_run(self, *arguments, real=Tracker.create_run, **options):
+    def make_run(self, *arguments, real=Client.make_run):
         order.append("run")
-        return real(self, *arguments, **options)
+        return real(self, *arguments)
 
     monkeypatch.setattr("os.fsync", fsync)
-    monkeypatch.setattr(Tracker, "create_run", create_run)
+    monkeypatch.setattr(Client, "make_run", make_run)
     logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
     logger.log_metrics({"x": 1.0}, 0)
     logger.finalize("success")
@@ -610,10 +632,73 @@ def test_a_run_is_in_the_store_only_once_its_journal_outlasts_a_loss_of_power(fo
     assert "names" in before[before.index(".new") :]
 
 
-def test_what_the_store_has_committed_outlasts_a_loss_of_power(folder):
-    """SQLite also syncs the folder behind the removal of its journal: its level EXTRA, the third."""
+def test_the_tags_of_a_run_are_those_that_mlflow_resolves(folder, monkeypatch):
+    """User, source, what MLFLOW_RUN_CONTEXT adds; the name is readable, and no seed makes two alike."""
+    from mlflow.tracking.context.registry import resolve_tags
+
+    monkeypatch.setenv("MLFLOW_RUN_CONTEXT", '{"from": "a queue"}')
+    names = []
+    for _ in range(2):
+        random.seed(7)
+        logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
+        tags = logger.experiment.get_run(logger.run_id).data.tags
+        logger.finalize("success")
+        names.append(tags.pop("mlflow.runName"))
+        assert random.random() == random.Random(7).random()
+        expected = {name: value for name, value in resolve_tags().items() if ".git." not in name}
+        assert {name: value for name, value in tags.items() if ".git." not in name} == expected
+    assert names[0] != names[1]
+    assert all(re.fullmatch("run-[0-9a-f]{4}", name) for name in names)
+
+
+def test_mlflow_is_imported_after_the_first_point(folder):
+    """A run in a store that is there opens, and says its parameters, without MLflow."""
+    killed(folder)
+    program = (
+        "import sys; from deeplightning.tracking import MLflowLogger; before = set(sys.modules)\n"
+        "logger = MLflowLogger(tracking_uri=sys.argv[1]); logger.log_hyperparams({'lr': 0.1})\n"
+        "logger.log('cfg', {'a': 1}); assert logger.experiment is not None and logger.run_id\n"
+        "print(*{name.partition('.')[0] for name in set(sys.modules) - before | {'mlflow'} & set(sys.modules)})\n"
+        "logger.log_metrics({'x': 1.0}, 0); logger.finalize('success'); assert 'mlflow' in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) <= {"deeplightning", "filelock", "psutil", "pynvml", *sys.stdlib_module_names}
+
+
+def rows(folder, statement):
+    with closing(sqlite3.connect(folder / "mlflow.db")) as connection:
+        return connection.execute(statement).fetchall()
+
+
+def one(folder, number):
+    """Do what one of the 64 does."""
     logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
-    logger.log_metrics({"x": 1.0}, 0)
+    logger.log_hyperparams({"number": number})
+    for step in range(20):
+        logger.log_metrics({"x": float(number), "y": float(step)}, step)
     logger.finalize("success")
-    with closing(sqlite._connect(folder / "mlflow.db")) as connection:
-        assert connection.execute("PRAGMA synchronous").fetchone() == (3,)
+
+
+@pytest.mark.slow
+def test_64_runs_started_together_on_no_store_all_record(tmp_path):
+    """64 finished runs with all their points, one Default experiment, nothing left lying about."""
+    folder = tmp_path / "mlruns"
+    children = []
+    for number in range(64):
+        if (child := os.fork()) == 0:
+            code = 1
+            try:
+                one(folder, number)
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert codes == [0] * 64
+    list(sync(folder))
+    assert rows(folder, "SELECT name FROM experiments") == [("Default",)]
+    assert rows(folder, "SELECT status, count(*) FROM runs GROUP BY status") == [("FINISHED", 64)]
+    assert rows(folder, "SELECT count(*), count(DISTINCT run_uuid) FROM metrics") == [(64 * 40, 64)]
+    assert rows(folder, "SELECT count(DISTINCT value) FROM params") == [(64,)]
+    assert rows(folder, "PRAGMA integrity_check") == [("ok",)]
+    assert {path.name for path in folder.iterdir()} <= {"mlflow.db", "mlflow.db.lock", "0"}

@@ -1,0 +1,182 @@
+"""Send the lines of a run's `metrics.jsonl` to its tracking store, in the run's own thread or by a later command."""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deeplightning.checks.trust import is_own
+from deeplightning.runfolder import RunFolder
+from deeplightning.tracking.entities import SYSTEM, Batch, Dataset, Run
+from deeplightning.tracking.metrics_file import Line, note_sent, points_of, read_lines, sent_position
+from deeplightning.tracking.store import Store, raise_if_locked
+
+if TYPE_CHECKING:
+    from deeplightning.tracking.client import Client
+
+log = logging.getLogger("deeplightning.tracking")
+
+BATCH = 1000
+"""The most points that are sent together."""
+_AGAIN = {"run", "values", "params", "dataset"}
+
+# A process that is forked while another thread imports, or is inside a transaction, would have a module that is never
+# complete, or a connection that rolls the transaction back. So no fork happens meanwhile.
+_no_fork = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_no_fork.acquire, after_in_parent=_no_fork.release, after_in_child=_no_fork.release)
+
+
+class Delivery:
+    """Send one run.
+
+    Args:
+        store: where the run is, or is to be made.
+        metrics: the run's file.
+        client: of the store, if it is open already.
+
+    Attributes:
+        position: from which to send.
+        known: how many bytes the store has taken; of lines before, points and parameters alone are sent again.
+        points: how many were sent.
+        params: that the store has.
+        is_leftover: the run is of an ended process: only files of this user's runs are sent.
+        has_finished: the run is FINISHED and stays so, whatever a file says that was copied here, or comes late.
+    """
+
+    def __init__(self, store: Store, run_id: str, metrics: Path, client: "Client | None" = None):
+        self.store, self.run_id, self.metrics, self.client = store, run_id, metrics, client
+        self.position = self.known = sent_position(metrics)
+        self.points = 0
+        self.params: dict[str, str] = {}
+        self.is_leftover = self.has_finished = False
+
+    def open(self) -> "Client":
+        """Return the client of the store; import MLflow if necessary."""
+        if self.client is None:
+            with _no_fork:
+                from deeplightning.tracking.client import Client
+
+                self.client = Client(self.store)
+        return self.client
+
+    def send(self, until: int) -> None:
+        """Send the lines up to a position of the file.
+
+        What the store refuses is reported and given up, so that a parameter costs no point.
+
+        Raises:
+            Exception: the store does not answer now; what it has not got is sent by the next call.
+        """
+        self.deliver(read_lines(self.metrics, self.position, until))
+        self.position = max(self.position, until)  # also behind a last line that is torn
+
+    def deliver(self, lines: Iterable[tuple[int | None, Line]]) -> None:
+        """Send lines in their order.
+
+        Args:
+            lines: with the position behind each; None: they are not in the file.
+        """
+        client, batch, behind = self.open(), Batch(), self.position
+        for position, line in lines:
+            if position is not None and position <= self.known and not line.keys() & _AGAIN:
+                continue
+            do = self._action(client, line)
+            if "run" in line or do is not None or len(batch.points) >= BATCH:
+                self._flush(batch, behind)
+                batch = Batch()
+            if "run" in line:
+                self._make_run(client, line["run"])
+            elif do is not None:
+                self._try(*do)
+            elif "status" in line and not self.has_finished:
+                batch.status = (line["status"], line.get("time"))
+            elif "params" in line:
+                batch.params |= {name: v for name, v in line["params"].items() if self.params.get(name) != v}
+            elif "tags" in line:
+                batch.tags |= {n: v for n, v in line["tags"].items() if not (self.has_finished and n == "failure")}
+            elif "dataset" in line:
+                batch.datasets.append(Dataset(*line["dataset"]))
+            batch.points += points_of(line)
+            behind = behind if position is None else position
+        self._flush(batch, behind)
+
+    def _make_run(self, client: "Client", header: Line) -> None:
+        """Make the run, if it is not there; what the store refuses here is an error, since it has nothing to add to."""
+        if header.get("run") == self.run_id:
+            with self._alone():
+                client.make_run(run_of(header))
+
+    def _action(self, client: "Client", line: Line) -> tuple[str, Callable[[], object]] | None:
+        """Return what a line asks for that is no part of a batch, with words for it."""
+        if "untag" in line:
+            return f"the tag {line['untag']}", partial(client.drop_tag, self.run_id, line["untag"])
+        kind = "artifact" if "artifact" in line else "model" if "model" in line else None
+        if kind is None:
+            return None
+        path, *rest = line[kind]
+        source = Path(path).resolve()
+        if not source.exists():
+            return None
+        is_foreign = self.is_leftover and self.store.database is not None  # it may have come with the store
+        if is_foreign and not any(is_own(RunFolder(folder)) for folder in (source, *source.parents)):
+            log.warning("%s is not sent: it is in the folder of no run that was started here by you", source)
+            return None
+        do = client.upload if kind == "artifact" else client.log_model
+        return f"the {kind} {source.name}", partial(do, self.run_id, source, *rest)
+
+    def _flush(self, batch: Batch, position: int) -> None:
+        for part in (
+            Batch(params=batch.params),
+            Batch(tags=batch.tags),
+            Batch(datasets=batch.datasets),
+            Batch(points=batch.points),
+            Batch(status=batch.status),
+        ):
+            if part != Batch():
+                assert self.client is not None
+                self._try(str(part), partial(self.client.log_batch, self.run_id, part))
+        self.params |= batch.params
+        self.points += sum(not point.name.startswith(SYSTEM) for point in batch.points)
+        if position != self.position:
+            self.position = position
+            note_sent(self.metrics, position)
+
+    def _try(self, words: str, do: Callable[[], object]) -> None:
+        from deeplightning.tracking.client import is_transient
+
+        try:
+            with self._alone():
+                do()
+        except Exception as error:  # MLflow, SQLAlchemy and the network each have their own
+            if is_transient(error):
+                raise
+            log.warning("Not tracked in %s: %s (%s)", self.store.shown, words, first_line(error))
+
+    def _alone(self) -> Any:
+        """No fork inside a transaction of SQLite; a server has its own, and may take long."""
+        if self.store.database is None:
+            return nullcontext()
+        raise_if_locked(self.store.database)  # instead of waiting for 20 seconds with the lock
+        return _no_fork
+
+
+def run_of(header: Mapping[str, Any]) -> Run:
+    """Return the run that the first line of a file describes."""
+    ids, tags = (str(header["run"]), str(header["experiment_id"])), {str(n): str(v) for n, v in header["tags"].items()}
+    return Run(*ids, "RUNNING", int(header["started"]), str(header["artifact_uri"]), True, {}, tags)
+
+
+def header_of(run: Run, experiment: str) -> Line:
+    """Return what the first line of a file says of a run that its store may not have yet."""
+    ids = {"run": run.id, "experiment_id": run.experiment_id, "experiment": experiment}
+    return ids | {"artifact_uri": run.artifact_uri, "started": run.started, "tags": run.tags}
+
+
+def first_line(error: Exception) -> str:
+    """Return an error in a few words."""
+    return " ".join(str(error).split("\n[SQL")[0].split())[:200] or type(error).__name__

@@ -1,0 +1,121 @@
+"""What a tracking store holds, as plain values."""
+
+import math
+import sys
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from deeplightning.words import stage_of
+
+SYSTEM = "system/"
+"""How the names of metrics of the machine's load begin."""
+EPOCH = "epoch"
+"""What Lightning adds to all that it logs; no metric."""
+DATA_CONTEXT = ("mlflow.data.context", "training")
+"""The tag by which MLflow says what a run has used a dataset for."""
+PRUNED = ("trial.state", "pruned")
+"""The tag of a trial that its search has stopped early."""
+
+
+def is_of_test(name: str) -> bool:
+    """Return whether a metric is of a test. It is of a whole run and stands at step 0, where MLflow compares runs by
+    bars; at a later step it draws a line of one point."""
+    return stage_of(name)[0] == "test"
+
+
+class Point(NamedTuple):
+    """One value of a metric.
+
+    Attributes:
+        name: of the metric.
+        value: may be NaN or infinite.
+        time: milliseconds since 1970.
+        step: of the training, or the second of the run for the machine's load.
+    """
+
+    name: str
+    value: float
+    time: int
+    step: int
+
+
+class Dataset(NamedTuple):
+    """The data of a run, as MLflow's pages show and compare them.
+
+    Attributes:
+        name: of the kind of data.
+        digest: at most 36 characters; other content has another one.
+        source_type: MLflow's word for where they are: "local", "http", "code".
+        source: JSON, such as {"uri": "/data/flowers"}.
+        profile: JSON, what is known of their size.
+    """
+
+    name: str
+    digest: str
+    source_type: str
+    source: str
+    profile: str
+
+
+class Run(NamedTuple):
+    """A run in its store.
+
+    Attributes:
+        id: 32 hexadecimal digits.
+        experiment_id: a number as text.
+        status: RUNNING, FINISHED, FAILED or KILLED.
+        started: milliseconds since 1970.
+        artifact_uri: where its files are.
+        is_active: False if it was deleted.
+        params: by their names.
+        tags: by their names.
+    """
+
+    id: str
+    experiment_id: str
+    status: str
+    started: int
+    artifact_uri: str
+    is_active: bool
+    params: dict[str, str]
+    tags: dict[str, str]
+
+
+class Listed(NamedTuple):
+    """A run in a list of runs: `started` in milliseconds since 1970, the last value of each metric, and whether it is a
+    trial that its search has stopped early."""
+
+    id: str
+    name: str
+    status: str
+    started: int
+    experiment: str
+    artifact_uri: str
+    metrics: dict[str, float]
+    is_pruned: bool = False
+
+
+class Experiment(NamedTuple):
+    """An experiment in its store."""
+
+    id: str
+    artifact_location: str
+    is_active: bool
+
+
+@dataclass
+class Batch:
+    """What is written together; `status` is a word and the time of the end in milliseconds, None if it has none."""
+
+    points: list[Point] = field(default_factory=list)
+    params: dict[str, str] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+    datasets: list[Dataset] = field(default_factory=list)
+    status: tuple[str, int | None] | None = None
+
+
+def as_logged(value: float, is_nan: bool = False) -> float:
+    """Return the value that was logged: MLflow's databases hold an infinity as the largest float."""
+    if is_nan:
+        return math.nan
+    return math.copysign(math.inf, value) if abs(value) == sys.float_info.max else value

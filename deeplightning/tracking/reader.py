@@ -1,0 +1,167 @@
+"""Read a tracking store: an SQLite file with a read-only connection, anything else with MLflow's client.
+
+Importing MLflow costs 1.2 CPU seconds, which a command that only looks at runs need not spend.
+"""
+
+import importlib.util
+import os
+import sqlite3
+from collections.abc import Collection, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Protocol
+
+from deeplightning.faults import SetupError
+from deeplightning.tracking.entities import PRUNED, SYSTEM, Experiment, Listed, Point, Run, as_logged
+from deeplightning.tracking.store import Store, Wait, explain, is_locked
+
+_RUN = "SELECT experiment_id, status, start_time, artifact_uri, lifecycle_stage FROM runs WHERE run_uuid = ?"
+_LISTED = (
+    "SELECT r.run_uuid, r.name, r.status, r.start_time, e.name, r.artifact_uri FROM runs r"
+    " JOIN experiments e ON e.experiment_id = r.experiment_id"
+    " WHERE r.lifecycle_stage = 'active' AND e.lifecycle_stage = 'active'"
+    " ORDER BY r.start_time DESC, r.run_uuid"
+)
+
+
+class Reader(Protocol):
+    """What commands ask of a store. What it raises is the store's own, see `deeplightning.tracking.store.explain`."""
+
+    def run(self, run_id: str) -> Run | None:
+        """Return a run, deleted ones too; None if there is none."""
+
+    def experiment(self, name: str) -> Experiment | None:
+        """Return the experiment of a name."""
+
+    def name_of(self, experiment_id: str) -> str:
+        """Return the name of an experiment."""
+
+    def listing(self) -> list[Listed]:
+        """Return all runs that were not deleted, the newest first."""
+
+    def history(self, run_id: str, names: Collection[str] | None = None) -> Iterator[Point]:
+        """Yield the points of some metrics of a run; None: of all but those of the machine's load."""
+
+
+def open_reader(store: Store) -> Reader:
+    """Return the reader of a store, which makes none.
+
+    Raises:
+        SetupError: the store cannot be read.
+    """
+    if store.database is not None:
+        reader = DatabaseReader(store.database)
+        try:
+            reader.probe()
+            return reader
+        except sqlite3.OperationalError as error:
+            if is_locked(error) or "no such" not in str(error):
+                raise explain(error, store) from error  # else MLflow has renamed a table or a column
+        except sqlite3.Error as error:
+            raise explain(error, store) from error
+    from deeplightning.tracking.client import Client
+
+    return Client(store)
+
+
+class DatabaseReader:
+    """Read an SQLite file as MLflow's migrations leave it; the tables and columns are those of 3.10 to 3.18.
+
+    Args:
+        database: a file that is missing or empty has no runs.
+    """
+
+    def __init__(self, database: Path):
+        self._database = database
+
+    def probe(self) -> None:
+        """Raise an error of SQLite if the database cannot be read, or has other tables."""
+        for statement in (_RUN.replace("?", "''"), f"{_LISTED} LIMIT 0"):
+            self._find(statement)
+
+    def revision(self) -> str | None:
+        """Return the revision of the schema, by Alembic's name; None if the database is empty."""
+        found = self._find("SELECT version_num FROM alembic_version")
+        return str(found[0][0]) if found else None
+
+    def run(self, run_id: str) -> Run | None:
+        found = self._find(_RUN, run_id)
+        if not found:
+            return None
+        number, status, started, location, stage = found[0]
+        params = dict(self._find("SELECT key, value FROM params WHERE run_uuid = ?", run_id))
+        tags = dict(self._find("SELECT key, value FROM tags WHERE run_uuid = ?", run_id))
+        return Run(run_id, str(number), status, started, location, stage == "active", params, tags)
+
+    def experiment(self, name: str) -> Experiment | None:
+        asked = "SELECT experiment_id, artifact_location, lifecycle_stage FROM experiments WHERE name = ?"
+        found = self._find(asked, name)
+        return Experiment(str(found[0][0]), found[0][1], found[0][2] == "active") if found else None
+
+    def name_of(self, experiment_id: str) -> str:
+        return str(self._find("SELECT name FROM experiments WHERE experiment_id = ?", int(experiment_id))[0][0])
+
+    def listing(self) -> list[Listed]:
+        metrics: dict[str, dict[str, float]] = {}
+        for run_id, name, value, is_nan in self._find("SELECT run_uuid, key, value, is_nan FROM latest_metrics"):
+            metrics.setdefault(run_id, {})[name] = as_logged(value, is_nan)
+        pruned = {row[0] for row in self._find("SELECT run_uuid FROM tags WHERE key = ? AND value = ?", *PRUNED)}
+        return [Listed._make([*row, metrics.get(row[0], {}), row[0] in pruned]) for row in self._find(_LISTED)]
+
+    def recent(self, limit: int) -> list[tuple[str, str, str, int]]:
+        """Return id, name, status and start (milliseconds since 1970) of the newest runs, for a shell that completes a
+        word."""
+        return self._find(
+            "SELECT run_uuid, coalesce(name, ''), status, coalesce(start_time, 0) FROM runs"
+            " WHERE lifecycle_stage = 'active' ORDER BY start_time DESC LIMIT ?",
+            limit,
+            seconds=0.2,
+        )
+
+    def history(self, run_id: str, names: Collection[str] | None = None) -> Iterator[Point]:
+        rows = self._find("SELECT key, value, timestamp, step, is_nan FROM metrics WHERE run_uuid = ?", run_id)
+        for name, value, moment, step, is_nan in rows:
+            if name in names if names is not None else not name.startswith(SYSTEM):
+                yield Point(name, as_logged(value, is_nan), moment, step)
+
+    def _has_tables(self) -> bool:
+        return bool(self._find("SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'"))
+
+    def _find(self, statement: str, *values: object, seconds: float | None = None) -> list[Any]:
+        """Run a query; wait, within bounds, for a process that holds the database."""
+        waited = Wait(f"the tracking database {self._database}", seconds)
+        if not self._database.exists():
+            return []
+        while True:
+            try:
+                address = f"{self._database.absolute().as_uri()}?mode=ro"
+                with closing(sqlite3.connect(address, uri=True, timeout=0.2)) as connection:
+                    return connection.execute(statement, values).fetchall()
+            except sqlite3.OperationalError as error:
+                if "no such table" in str(error) and not self._has_tables():
+                    return []
+                if not is_locked(error) or not waited.again():
+                    raise
+            except UnicodeDecodeError as error:  # sqlite3 decodes what the database holds, also for its own messages
+                raise sqlite3.DatabaseError(f"malformed: it holds a text that is none ({error})") from error
+
+
+def raise_if_newer(store: Store) -> None:
+    """Check, without importing MLflow, that the installed one has the schema of a database.
+
+    Raises:
+        SetupError: a newer MLflow has migrated it, or the database cannot be read.
+    """
+    assert store.database is not None
+    try:
+        revision = DatabaseReader(store.database).revision()
+    except sqlite3.Error as error:
+        raise explain(error, store) from error
+    found = importlib.util.find_spec("mlflow")
+    for place in (found.submodule_search_locations or []) if found and revision is not None else []:
+        names = os.listdir(Path(place, "store/db_migrations/versions"))  # noqa: PTH208
+        if not any(name.startswith(f"{revision}_") for name in names):
+            raise SetupError(
+                f"{store.database} was made by a newer version of MLflow: its schema {revision} is unknown to the "
+                "installed one. Update MLflow (pip install -U mlflow), or set another logger.params.tracking_uri."
+            )

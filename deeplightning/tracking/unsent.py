@@ -1,0 +1,402 @@
+"""Runs that a tracking store may not have completely, and what a later command sends of them.
+
+A process that logs a run holds a small file locked, its claim, which names the run's `metrics.jsonl` and the process.
+A claim whose lock is free is of a process that has ended: the next command on the store sends the rest, and the run is
+FAILED if its process ended without a word. Claims on an SQLite store are beside it (`mlruns/mlflow.db.unsent/`), those
+on another one in the user's state folder (`~/.local/state/deeplightning/unsent/`, or below XDG_STATE_HOME).
+
+Claims beside a store may have come with it from somebody else: what another user can have written is left alone, and so
+are those of another machine.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import stat
+import time
+import uuid
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deeplightning.checks.trust import is_own
+from deeplightning.faults import SetupError, count
+from deeplightning.runfolder import RunFolder, make_private, sync_names
+from deeplightning.tracking.delivery import Delivery, first_line, run_of
+from deeplightning.tracking.entities import Batch, Run
+from deeplightning.tracking.metrics_file import Line, read_lines, safe_position
+from deeplightning.tracking.process_id import has_ended, this_process
+from deeplightning.tracking.store import Store, explain, local_path
+
+if TYPE_CHECKING:
+    from deeplightning.tracking.client import Client
+
+try:
+    import fcntl
+except ImportError:  # Windows has none: there every process looks alive
+    fcntl = None  # type: ignore[assignment]
+
+log = logging.getLogger("deeplightning.tracking")
+
+ENDED = "the process was killed"
+"""The reason of a run whose process ended without a word."""
+
+_SUFFIX = ".unsent"
+_RUN_ID = re.compile(r"[\w-]{1,64}", re.ASCII)  # 32 hexadecimal digits, or what a server gives
+_open: "weakref.WeakSet[Claim]" = weakref.WeakSet()
+
+
+def folder_of(store: Store) -> Path:
+    """Return the folder of the claims on a store."""
+    if store.database is not None:
+        return store.database.with_name(f"{store.database.name}{_SUFFIX}")
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser())
+    address = re.sub(r"://[^/@]*@", "://", store.address or str(store.folder))  # whatever the password is by then
+    return state / "deeplightning" / "unsent" / hashlib.sha256(address.encode()).hexdigest()[:16]
+
+
+class Claim:
+    """The claim of this process on a run.
+
+    Args:
+        metrics: the run's `metrics.jsonl`.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+
+    def __init__(self, store: Store, run_id: str, metrics: Path):
+        self.path = folder_of(store) / f"{run_id}.{uuid.uuid4().hex[:8]}{_SUFFIX}"
+        content = {"run": run_id, "metrics": str(metrics), "store": store.shown} | this_process()
+        # Locked before it has its name: nobody takes it for one that was left behind.
+        beside = self.path.with_suffix(".new")
+        for _ in range(100):
+            make_private(self.path.parent, store.database.parent if store.database else self.path.parent)
+            with contextlib.suppress(FileNotFoundError):  # a process that ended has just removed the empty folder
+                self._descriptor: int | None = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+                break
+        else:
+            raise FileNotFoundError(f"{self.path.parent} disappears again and again")
+        _hold(self._descriptor)
+        os.write(self._descriptor, json.dumps(content).encode() + b"\n")
+        os.fsync(self._descriptor)  # without this nobody could end the run after a loss of power
+        beside.rename(self.path)
+        sync_names(self.path.parent)
+        _open.add(self)
+
+    def close(self) -> None:
+        """Remove it; a second call does nothing."""
+        if self._descriptor is not None:
+            _remove(self.path)
+            descriptor, self._descriptor = self._descriptor, None
+            with contextlib.suppress(OSError):  # it is closed even so
+                os.close(descriptor)
+
+
+def _close_in_child() -> None:
+    """Close the parent's claims in a forked process, since a worker of a loader would hold the locks on."""
+    for claim in list(_open):
+        if claim._descriptor is not None:
+            os.close(claim._descriptor)
+            claim._descriptor = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
+@dataclass
+class Leftover:
+    """What came of a run that a process has left behind.
+
+    Attributes:
+        run_id: of the run.
+        points: how many were sent.
+        damaged: lines that could not be read, and are lost.
+        problem: why it could not be sent; "" if it was.
+        kept: where its claim is now, if not all of it was sent.
+        elsewhere: the machine that alone knows whether the process lives; "" if none.
+        has_died: its process was killed, and the run is FAILED from now on.
+        is_blank: its process was killed before anything was recorded, and there is no run.
+    """
+
+    run_id: str
+    points: int = 0
+    damaged: int = 0
+    problem: str = ""
+    kept: Path | None = None
+    elsewhere: str = ""
+    has_died: bool = False
+    is_blank: bool = False
+
+    @property
+    def losses(self) -> str:
+        """What was lost, for a person; "" if nothing was."""
+        verb = "is" if self.damaged == 1 else "are"
+        return f"{count(self.damaged, 'line')} of its metrics.jsonl {verb} damaged and not sent" if self.damaged else ""
+
+
+def claims(store: Store) -> list[Path]:
+    """Return the claims on the runs of a store, those of running processes too, the oldest first."""
+    try:
+        found = [(path.stat().st_mtime_ns, path) for path in folder_of(store).iterdir() if path.suffix == _SUFFIX]
+    except OSError:
+        return []
+    return [path for _, path in sorted(found)]
+
+
+def unsent_run(store: Store, run_id: str) -> tuple[Run, str] | None:
+    """Return a run that may not be in its store yet, and the name of its experiment; None if no process claims it."""
+    return next(unsent_runs(store, run_id), None)
+
+
+def unsent_runs(store: Store, run_id: str = "*") -> Iterator[tuple[Run, str]]:
+    """Yield the runs that may not be in their store yet, and the names of their experiments."""
+    for path in folder_of(store).glob(f"{run_id}.*{_SUFFIX}"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))
+            with os.fdopen(descriptor, "rb") as file:
+                header = _header(_metrics(store, _read(file.fileno()))) if _is_private(descriptor) else {}
+            if header.get("run") == path.name.partition(".")[0]:
+                yield run_of(header), str(header["experiment"])
+
+
+def dead(store: Store) -> set[str]:
+    """Return the runs of which a process of this machine was killed, and that are not settled yet."""
+    found = set()
+    for path in claims(store):
+        with _claimed(path) as descriptor, contextlib.suppress(ValueError):
+            if descriptor is not None and has_ended(_read(descriptor)):
+                found.add(path.name.partition(".")[0])
+    return found
+
+
+def settle(store: Store, silent: float | None = None) -> Iterator[Leftover]:
+    """Send what ended processes have left for a store; running processes are left alone.
+
+    Args:
+        silent: seconds after which another machine's process counts as dead if it has written nothing; None: never.
+
+    Raises:
+        SetupError: the store cannot be used, or does not answer; what is not sent stays.
+    """
+    client: Client | None = None
+    for path in claims(store):
+        with _claimed(path) as descriptor:
+            if descriptor is None:
+                continue
+            found = Leftover(path.name.partition(".")[0])
+            try:
+                claim = _read(descriptor)
+                if claim["run"] != found.run_id:
+                    raise ValueError(f"it is named after the run {found.run_id:.40}, and of {claim['run']:.40}")
+                metrics, ended = _metrics(store, claim), has_ended(claim)
+                last = (metrics if metrics.exists() else path).stat().st_mtime
+                if ended is None and (silent is None or time.time() - last < silent):
+                    found.elsewhere = str(claim.get("host", "another machine"))
+                    yield found
+                    continue
+                client = client or _open_client(store)
+                is_dead = ended is not False and not _is_at_work(path, found.run_id)
+                _send(store, client, found, metrics, int(last * 1000) if is_dead else None)
+            except Exception as error:  # MLflow, SQLite and the network each have their own
+                if isinstance(error, SetupError) or (client is not None and _is_transient(error)):
+                    raise SetupError(
+                        f"{explain(error, store)} What was left unsent stays; once the store answers: deeplightning "
+                        "runs --sync"
+                    ) from error
+                found.problem, found.kept = first_line(error), path.with_suffix(".refused")
+                path.rename(found.kept)
+            else:
+                _remove(path)
+            yield found
+
+
+def settle_quietly(store: Store) -> Iterator[str]:
+    """Do the same for a command that looks at the runs: yield a line for each run that was settled, or why none could
+    be."""
+    try:
+        for found in settle(store):
+            if found.problem:
+                yield f"warning: {found.run_id}: refused ({found.problem}); kept as {found.kept}"
+            elif found.has_died:
+                yield f"{found.run_id}: {ENDED}; it is FAILED from now on"
+            if found.damaged:
+                yield f"warning: {found.run_id}: {found.losses}"
+    except SetupError as error:
+        yield f"warning: {error}"
+
+
+def end_run(store: Store, run_id: str, tags: dict[str, str]) -> None:
+    """Send what a killed process has left of a run, and mark the run as failed, with tags.
+
+    Raises:
+        Exception: the store's own.
+    """
+    list(settle(store))
+    client = _open_client(store)
+    if client.run(run_id) is not None:
+        client.log_batch(run_id, Batch(tags=tags, status=("FAILED", time.time_ns() // 1_000_000)))
+
+
+def take_over(store: Store, run_id: str) -> bool:
+    """Remove the claims that ended processes have left of a run which this process claims from now on; return whether
+    there was one."""
+    found = False
+    for path in claims(store):
+        if path.name.partition(".")[0] == run_id:
+            with _claimed(path) as descriptor:
+                if descriptor is not None:
+                    found = True
+                    _remove(path)
+    return found
+
+
+def _send(store: Store, client: "Client", found: Leftover, metrics: Path, died: int | None) -> None:
+    """Send the rest of a run, and end it as FAILED if its process died, at a time in milliseconds since 1970."""
+    run = client.run(found.run_id)
+    if run is not None and not run.is_active:  # deleted by a person: nothing of it is wanted
+        return
+    header = _header(metrics)
+    if run is None and header.get("run") != found.run_id:
+        if any(line for _, line in read_lines(metrics)):
+            raise LookupError(f"the run {found.run_id} is not in the store")
+        found.is_blank = True
+        return
+    start = safe_position(metrics) if run is not None else 0
+    rest = [line for _, line in read_lines(metrics, start)]
+    status = next((line["status"] for line in reversed(rest) if "status" in line), run.status if run else "RUNNING")
+    found.has_died = died is not None and status == "RUNNING"
+    found.damaged = rest.count({})
+    if (
+        found.has_died
+        and not found.damaged
+        and _is_blank(run, local_path((run or run_of(header)).artifact_uri), metrics)
+    ):
+        found.has_died, found.is_blank = False, run is None or client.delete(found.run_id, ("RUNNING",))
+        return
+    delivery = Delivery(store, found.run_id, metrics, client)
+    delivery.position, delivery.is_leftover = start, True
+    delivery.known = delivery.known if run is not None else 0
+    delivery.has_finished = run is not None and run.status == "FINISHED"
+    delivery.params = dict(run.params) if run is not None else {}
+    delivery.send(metrics.stat().st_size if metrics.exists() else 0)
+    if found.has_died:
+        reason = {} if run is not None and "failure" in run.tags else {"failure": ENDED}
+        delivery.deliver([(None, {"tags": reason}), (None, {"status": "FAILED", "time": died})])
+    found.points = delivery.points
+
+
+def _header(metrics: Path) -> Line:
+    """Return what a run is made of, from its file; {} if that does not say."""
+    return next((line["run"] for _, line in read_lines(metrics) if "run" in line), {})
+
+
+def _metrics(store: Store, claim: dict[str, Any]) -> Path:
+    """Return the metrics file of a claim.
+
+    Raises:
+        ValueError: its folder is neither in the store nor that of a run of this user's.
+    """
+    path, root = Path(str(claim["metrics"])), store.artifact_root
+    is_inside = root is not None and root.resolve() in path.resolve().parents
+    if store.database is not None and not is_inside and not is_own(RunFolder(path.parent)):
+        raise ValueError(f"{str(path)!r:.80} is neither in the store nor of a run that you started here")
+    return path
+
+
+def _is_at_work(path: Path, run_id: str) -> bool:
+    """Return whether another process, which runs, logs to the same run."""
+    for other in path.parent.glob(f"{run_id}.*{_SUFFIX}"):
+        if other != path:
+            with _claimed(other) as descriptor:
+                if descriptor is None and other.exists():
+                    return True
+    return False
+
+
+def _is_blank(run: Run | None, folder: Path | None, metrics: Path) -> bool:
+    """Return whether a run holds nothing but its name: no parameter, no point, and no file but logs."""
+    if folder is None or (run is not None and run.params):
+        return False
+    if any(line.keys() & {"values", "params", "dataset", "artifact"} for _, line in read_lines(metrics)):
+        return False
+    begun = {*RunFolder(folder).unfinished(), metrics, metrics.with_name(f".{metrics.stem}.sent")}
+    logs = RunFolder(folder).log(0).parent
+    return all(path in begun or logs in path.parents for path in folder.rglob("*") if path.is_file())
+
+
+def _open_client(store: Store) -> "Client":
+    try:
+        from deeplightning.tracking.client import Client
+
+        return Client(store)
+    except Exception as error:  # MLflow, SQLite and the network each have their own
+        raise explain(error, store) from error
+
+
+def _is_transient(error: Exception) -> bool:
+    from deeplightning.tracking.client import is_transient
+
+    return is_transient(error)
+
+
+@contextlib.contextmanager
+def _claimed(path: Path) -> Iterator[int | None]:
+    """Open a claim and lock it; None if a process holds it, or has removed it, or another user can have written it."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))
+    except OSError:
+        yield None
+        return
+    try:
+        if not _is_private(descriptor):
+            log.warning("%s is left alone: another user could have written it", path)
+            yield None
+            return
+        is_ours = _hold(descriptor) and os.fstat(descriptor).st_nlink > 0
+        yield descriptor if is_ours else None
+    finally:
+        os.close(descriptor)
+
+
+def _is_private(descriptor: int) -> bool:
+    state, user = os.fstat(descriptor), os.geteuid() if hasattr(os, "geteuid") else 0  # Windows has no owners
+    return stat.S_ISREG(state.st_mode) and state.st_uid == user and not state.st_mode & 0o022
+
+
+def _hold(descriptor: int) -> bool:
+    """Lock a file for as long as it is open; False if a process has it, or nothing can be locked here."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _read(descriptor: int) -> dict[str, Any]:
+    """Return the content of a claim.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = json.loads(os.read(descriptor, 100_000) or b"null")
+    if not (isinstance(found, dict) and isinstance(found.get("run"), str) and isinstance(found.get("metrics"), str)):
+        raise ValueError("it names no run")
+    if not _RUN_ID.fullmatch(found["run"]):
+        raise ValueError(f"{found['run']!r:.60} is not the id of a run")
+    return found
+
+
+def _remove(path: Path) -> None:
+    """Remove a claim, and the folder with the last one."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+        path.parent.rmdir()
