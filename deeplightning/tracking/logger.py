@@ -450,9 +450,6 @@ class MLflowLogger(Logger):
         metrics = RunFolder(self._top()).metrics
         if run_id:
             self._read(metrics)
-        self._status = "RUNNING"
-        self._opened_in = os.getpid()
-        atexit.register(self._at_exit)
         from deeplightning.tracking.system_metrics import sampler
 
         sample = sampler(run.started) if self._system_metrics else None
@@ -460,6 +457,8 @@ class MLflowLogger(Logger):
         delivery = Delivery(store, run.id, metrics, client)
         self._sender = Sender(delivery, self._settle_others, sample, pause)
         self._artifacts = LocalArtifacts(folder) if folder is not None else RemoteArtifacts(self._sender, self._top())
+        self._status, self._opened_in = "RUNNING", os.getpid()  # not before: a signal may come at any line
+        atexit.register(self._at_exit)
         for line in lines:
             self._sender.say(line)
         owed, self._owed = self._owed, []

@@ -8,13 +8,14 @@ import sqlite3
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from deeplightning.faults import SetupError
 from deeplightning.private.mlflow import add_run, latest_schema, register_store, upgrade_database
+from deeplightning.runfolder import sync_names
 from deeplightning.tracking.entities import Run
-from deeplightning.tracking.store import DATABASE, Store, explain, locked, no_foreign_warnings, quiet_mlflow
+from deeplightning.tracking.store import DATABASE, Store, explain, lock_of, locked, no_foreign_warnings, quiet_mlflow
 
 log = logging.getLogger("deeplightning.tracking")
 
@@ -110,15 +111,35 @@ def _open_database(uri: str, artifact_uri: str | None):
         assert store.database is not None
         assert store.artifact_root is not None
         try:
-            with locked(store):
-                _migrate(store, uri)
-                with _variable("MLFLOW_SQLALCHEMYSTORE_POOLCLASS", "NullPool"):  # a forked process gets no connection
-                    return SqlAlchemyStore(uri, artifact_uri or store.artifact_root.as_uri())
+            root = artifact_uri or store.artifact_root.as_uri()
+            with _variable("MLFLOW_SQLALCHEMYSTORE_POOLCLASS", "NullPool"):  # a forked process gets no connection
+                if _revision(store.database) != latest_schema():
+                    with locked(store):
+                        if _revision(store.database) is None:
+                            # Beside its name: a process that is killed leaves no half of a database.
+                            beside = store.database.with_name(f".{store.database.name}.{os.getpid()}")
+                            SqlAlchemyStore(_sqlite_uri(beside), root)
+                            beside.replace(store.database)
+                            sync_names(store.database.parent)
+                        else:
+                            _migrate(store, uri)
+                        lock_of(store.database).unlink(missing_ok=True)
+                return SqlAlchemyStore(uri, root)
         except SetupError:
             raise
         except Exception as error:
             # MLflow, SQLAlchemy, Alembic and SQLite each have exceptions of their own for the same few faults.
             raise explain(error, store) from error
+
+
+def _revision(database: Path) -> str | None:
+    """Return the revision of a database's schema; None if there is no database, or nothing in it."""
+    if not database.exists() or database.stat().st_size == 0:
+        return None
+    with closing(sqlite3.connect(database)) as connection:
+        if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'").fetchone():
+            return ""
+        return str((connection.execute("SELECT version_num FROM alembic_version").fetchone() or ("",))[0])
 
 
 @contextmanager
