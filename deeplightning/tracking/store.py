@@ -176,11 +176,11 @@ def check_writable(store: Store) -> None:
 
 
 def raise_if_locked(database: Path) -> None:
-    """Raise SQLite's error if another process is writing to a database; wait for nobody."""
+    """Raise SQLite's error if another process writes to a database for more than five seconds."""
     if not database.exists():
         return
     try:
-        with closing(sqlite3.connect(database, timeout=0, isolation_level=None)) as connection:
+        with closing(sqlite3.connect(database, timeout=5, isolation_level=None)) as connection:
             connection.execute("BEGIN IMMEDIATE")
             connection.execute("ROLLBACK")
     except sqlite3.Error as error:
