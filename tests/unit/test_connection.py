@@ -91,7 +91,7 @@ def talk(dispatcher):
                     part(connection, transport)
                 elif transport.ended is None:
                     connection.data_received(part)
-            while transport.written.count(b"HTTP/1.1 ") < answers and transport.ended is None:
+            while len(re.findall(rb"HTTP/1\.1 \d{3} ", transport.written)) < answers and transport.ended is None:
                 await asyncio.sleep(0.005)
             await asyncio.sleep(0.01)
             connection.connection_lost(None)
