@@ -15,7 +15,7 @@ from deeplightning.faults import SetupError
 from deeplightning.private.mlflow import add_run, latest_schema, register_store, upgrade_database
 from deeplightning.runfolder import sync_names
 from deeplightning.tracking.entities import Run
-from deeplightning.tracking.store import DATABASE, Store, explain, lock_of, locked, no_foreign_warnings, quiet_mlflow
+from deeplightning.tracking.store import DATABASE, Store, explain, lock_of, locked, quiet_mlflow
 
 log = logging.getLogger("deeplightning.tracking")
 
@@ -100,40 +100,47 @@ def _open_database(uri: str, artifact_uri: str | None):
     Raises:
         SetupError: the folder cannot be made, the database is locked for too long, damaged, or of a newer MLflow.
     """
-    with no_foreign_warnings():
-        from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-        store = _attached.get(uri)
-        if store is None:  # someone else's database, opened in this process: as MLflow does it
-            from mlflow.store.tracking import DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
+    store = _attached.get(uri)
+    if store is None:  # someone else's database, opened in this process: as MLflow does it
+        from mlflow.store.tracking import DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
 
-            return SqlAlchemyStore(uri, artifact_uri or DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
-        assert store.database is not None
-        assert store.artifact_root is not None
-        try:
-            root = artifact_uri or store.artifact_root.as_uri()
-            with _variable("MLFLOW_SQLALCHEMYSTORE_POOLCLASS", "NullPool"):  # a forked process gets no connection
-                if _revision(store.database) != latest_schema():
-                    with locked(store):
-                        if _revision(store.database) is None:
-                            # Beside its name: a process that is killed leaves no half of a database.
-                            beside = store.database.with_name(f".{store.database.name}.{os.getpid()}")
-                            SqlAlchemyStore(_sqlite_uri(beside), root)
-                            beside.replace(store.database)
-                            sync_names(store.database.parent)
-                        else:
-                            _migrate(store, uri)
-                        lock_of(store.database).unlink(missing_ok=True)
-                return SqlAlchemyStore(uri, root)
-        except SetupError:
-            raise
-        except Exception as error:
-            # MLflow, SQLAlchemy, Alembic and SQLite each have exceptions of their own for the same few faults.
-            raise explain(error, store) from error
+        return SqlAlchemyStore(uri, artifact_uri or DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
+    assert store.database is not None
+    assert store.artifact_root is not None
+    try:
+        root = artifact_uri or store.artifact_root.as_uri()
+        with _variable("MLFLOW_SQLALCHEMYSTORE_POOLCLASS", "NullPool"):  # a forked process gets no connection
+            if _revision(store.database) != latest_schema():
+                with locked(store):
+                    if (revision := _revision(store.database)) is None:
+                        _make_database(store.database, root)
+                    elif revision not in ("", latest_schema()):
+                        _migrate(store.database, uri, revision)
+                    lock_of(store.database).unlink(missing_ok=True)
+            return SqlAlchemyStore(uri, root)
+    except Exception as error:
+        # MLflow, SQLAlchemy, Alembic and SQLite each have exceptions of their own for the same few faults.
+        raise explain(error, store) from error
+
+
+def _make_database(database: Path, artifact_root: str) -> None:
+    """Make it under another name first: a process that is killed leaves no half of a database. Needs the lock."""
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    beside = database.with_name(f".{database.name}.new")
+    for suffix in ("", "-journal", "-wal", "-shm"):  # what a process that was killed has left
+        Path(f"{beside}{suffix}").unlink(missing_ok=True)
+    beside.touch()  # SQLite itself would give it no more than 644
+    SqlAlchemyStore(_sqlite_uri(beside), artifact_root)
+    beside.replace(database)
+    sync_names(database.parent)
 
 
 def _revision(database: Path) -> str | None:
-    """Return the revision of a database's schema; None if there is no database, or nothing in it."""
+    """Return the revision of a database's schema; None if there is no database, or nothing in it; "" if it is not
+    MLflow's."""
     if not database.exists() or database.stat().st_size == 0:
         return None
     with closing(sqlite3.connect(database)) as connection:
@@ -153,31 +160,17 @@ def _variable(name: str, value: str) -> Iterator[None]:
             del os.environ[name]
 
 
-def _migrate(store: Store, uri: str) -> None:
-    """Bring a database of an older MLflow up to date, leaving a copy of it beside."""
-    assert store.database is not None
-    connection = sqlite3.connect(store.database)
-    try:
-        if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'").fetchone():
-            return
-        found = connection.execute("SELECT version_num FROM alembic_version").fetchone()
-        wanted = latest_schema()
-        if found is None or found[0] == wanted:
-            return
-        copy = store.database.with_name(f"{store.database.name}.{found[0]}.bak")
-        backup = sqlite3.connect(copy)
-        try:
-            connection.backup(backup)
-        finally:
-            backup.close()
-    finally:
-        connection.close()
-    log.warning("%s is of another MLflow version: migrating it; a copy stays in %s", store.database, copy)
+def _migrate(database: Path, uri: str, revision: str) -> None:
+    """Migrate a database of another MLflow version to this one's schema; a copy of it stays beside it."""
+    copy = database.with_name(f"{database.name}.{revision}.bak")
+    with closing(sqlite3.connect(database)) as connection, closing(sqlite3.connect(copy)) as backup:
+        connection.backup(backup)
+    log.warning("%s is of another MLflow version: migrating it; a copy stays in %s", database, copy)
     try:
         upgrade_database(uri)
     except Exception as error:
         raise SetupError(
-            f"{store.database} was made by another version of MLflow and cannot be migrated ({str(error)[:200]}). "
+            f"{database} was made by another version of MLflow and cannot be migrated ({str(error)[:200]}). "
             f"Install that version, or set another logger.params.tracking_uri. A copy is in {copy}."
         ) from error
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from deeplightning.tracking.delivery import Delivery, first_line
 from deeplightning.tracking.metrics_file import Line, MetricsFile, points_line, safe_position
+from deeplightning.tracking.store import ignore_mlflow_warnings
 from deeplightning.tracking.system_metrics import Sample
 from deeplightning.tracking.unsent import Claim, take_over
 
@@ -65,6 +66,7 @@ class Sender:
         self._in_vain = False  # whether the store was waited for, and nothing was sent since
         self._retry_at = self._quiet_until = self._sampled_at = self._sample_at = 0.0
         self._thread = threading.Thread()
+        ignore_mlflow_warnings()
         with self._change:
             self._start()
 

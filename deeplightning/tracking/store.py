@@ -102,8 +102,9 @@ def quiet_mlflow() -> None:
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     }.items():
         os.environ.setdefault(name, value)
-    with no_foreign_warnings():
-        import mlflow.tracking  # noqa: F401  (configures its logging when imported; ours must come after)
+    ignore_mlflow_warnings()
+    import mlflow.tracking  # noqa: F401  (configures its logging when imported; ours must come after)
+
     for name in ("mlflow.store", "mlflow.tracking", "mlflow.system_metrics", "alembic"):
         # Errors come back as exceptions and are reported once, by us; MLflow would print a traceback for each as well.
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -243,12 +244,12 @@ def locked(store: Store) -> Iterator[None]:
         lock.release()
 
 
-@contextmanager
-def no_foreign_warnings() -> Iterator[None]:
-    """MLflow's models use what SQLAlchemy 2.1 has deprecated: nothing a user, or a test of ours, could mend."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+def ignore_mlflow_warnings() -> None:
+    """Ignore Python's warnings that arise in MLflow and in what it uses: a user cannot mend them.
+
+    MLflow is used in a thread, where `warnings.catch_warnings` is not safe; so the filter stays.
+    """
+    warnings.filterwarnings("ignore", module=r"(alembic|mlflow|requests|sqlalchemy|urllib3)(\.|$)")
 
 
 def lock_of(database: Path) -> Path:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from deeplightning.own_code import ON_IMPORT
-from deeplightning.tracking.store import no_foreign_warnings
+from deeplightning.tracking.store import ignore_mlflow_warnings
 
 log = logging.getLogger("deeplightning")
 
@@ -103,9 +103,9 @@ class UserCalls:
                 return
             os.environ.pop(_RUN, None)  # else a nested run would continue this one
             if (active := mlflow.active_run()) is None:
-                with no_foreign_warnings():
-                    self._wait_for(mlflow, run)
-                    active = mlflow.start_run(run_id=run.run_id, log_system_metrics=False)
+                ignore_mlflow_warnings()
+                self._wait_for(mlflow, run)
+                active = mlflow.start_run(run_id=run.run_id, log_system_metrics=False)
             self._is_active = active.info.run_id == run.run_id
         except Exception as error:  # MLflow, SQLAlchemy, requests and the file system each have their own
             log.warning("mlflow     calls in your code do not reach the run: %s", error)
@@ -133,7 +133,7 @@ class UserCalls:
         run, self._run, self._is_active = self._run, None, False
         if run is None:
             return
-        with suppress(Exception), no_foreign_warnings():
+        with suppress(Exception):
             while _RUN not in os.environ and mlflow is not None and (active := mlflow.active_run()) is not None:
                 mlflow.end_run(status)
                 if active.info.run_id == run.run_id:

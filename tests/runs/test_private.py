@@ -22,12 +22,15 @@ from types import ModuleType
 import pytest
 import pytorch_lightning as pl
 import torch
+from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+from mlflow.tracking import MlflowClient
 from torch import nn
 from torch.utils.data import DataLoader
 
 import deeplightning.private
 from deeplightning.private import deepspeed, lightning, mlflow, omegaconf
 from deeplightning.private import torch as torchs
+from deeplightning.tracking.entities import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 PRIVATE = ROOT / "deeplightning" / "private"
@@ -481,6 +484,27 @@ def test_stores_of_a_scheme_are_opened_by_a_function_of_ours(tmp_path):
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.stderr.strip().splitlines()[-1] == "ours: sqlite:///there.db"
+
+
+def test_a_run_with_a_known_id_is_added_as_the_client_adds_it(tmp_path):
+    """Every column and tag equals those of the client's own run, but for the id and what follows from it."""
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    client = MlflowClient(uri)
+    tags = {"mlflow.runName": "a", "mlflow.user": "b", "c": "d"}
+    one = client.create_run("0", start_time=5, tags=tags, run_name="a").info.run_id
+    folder = client.get_run(one).info.artifact_uri
+    other = "0" * 32
+    run = Run(other, "0", "RUNNING", 5, folder.replace(one, other), True, {}, tags)
+    store = SqlAlchemyStore(uri, str(tmp_path))
+    mlflow.add_run(store, run)
+    mlflow.add_run(store, run)  # what is there stays
+    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+        rows = {row[0]: row[1:] for row in database.execute("SELECT * FROM runs")}
+        assert sorted(rows) == sorted((one, other))
+        theirs, ours = (str(rows[id]).replace(id, "ID") for id in (one, other))
+        assert ours == theirs
+        kept = {id: set(database.execute("SELECT key, value FROM tags WHERE run_uuid = ?", [id])) for id in rows}
+    assert kept[one] == kept[other] == set(tags.items())
 
 
 def test_torchmetrics_loads_what_draws_when_it_is_asked():

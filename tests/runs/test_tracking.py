@@ -16,6 +16,8 @@ import tempfile
 import threading
 import time
 import urllib.request
+import warnings
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -127,6 +129,44 @@ def test_a_run_is_kept_whole(store, logger):
     assert history(logger, "val_acc") == [(2499, 0.5)]  # without a step: the last one
     assert logger.artifact_folder == store / logger.name / logger.run_id / "artifacts"
     assert (store / "mlflow.db").is_file()
+
+
+def test_a_store_is_made_where_another_process_was_killed_while_it_made_it(tmp_path):
+    """Such a process leaves a part of a database under another name."""
+    store = tmp_path / "half"
+    store.mkdir()
+    logger = MLflowLogger(tracking_uri=store, system_metrics=False)
+    (store / ".mlflow.db.new").write_bytes(b"SQLite format 3\0 torn")
+    (store / ".mlflow.db.new-journal").write_bytes(b"\xd9\xd5\x05\xf9 torn")
+    (store / "mlflow.db").touch()
+    logger.log_metrics({"x": 1}, 0)
+    logger.finalize("success")
+    assert history(logger, "x") == [(0, 1)]
+    assert not list(store.glob(".mlflow.db.new*"))
+
+
+def test_a_database_that_is_held_for_a_moment_is_waited_for(store, logger, caplog):
+    assert logger.run_id
+    logger.finalize("success")
+    with closing(sqlite3.connect(store / "mlflow.db", isolation_level=None, check_same_thread=False)) as holder:
+        holder.execute("BEGIN IMMEDIATE")
+        logger.log_metrics({"x": 1}, 0)
+        release = threading.Timer(1.5, holder.execute, ["ROLLBACK"])
+        release.start()
+        logger.finalize("success")
+        release.join()
+    assert history(logger, "x") == [(0, 1)]
+    assert not caplog.records
+
+
+def test_warnings_of_mlflow_in_a_thread_are_not_shown(logger):
+    """Filters of warnings are the whole process's: another thread undoes what is set for a moment."""
+    logger.log_metrics({"x": 1}, 0)
+    for module in ("mlflow", "sqlalchemy.orm.session", "urllib3.contrib.socks", "requests"):
+        warnings.warn_explicit("of a library", UserWarning, "there.py", 1, module)
+    with pytest.raises(UserWarning, match="of own code"):
+        warnings.warn_explicit("of own code", UserWarning, "here.py", 1, "requests_of_mine")
+    logger.finalize("success")
 
 
 def test_points_reach_the_store_while_training_goes_on(logger):
@@ -961,7 +1001,7 @@ def test_the_monitor_shows_runs_and_a_run_outlives_its_server(store, logger, cap
         shown = next(run for run in runs if run["info"]["run_id"] == logger.run_id)
         assert [(point["key"], point["value"]) for point in shown["data"]["metrics"]] == [("val_acc", 0.75)]
         listed = json.loads(answer(port, f"/api/2.0/mlflow/artifacts/list?run_id={logger.run_id}"))["files"]
-        assert [file["path"] for file in listed] == ["picture.png"]
+        assert {file["path"] for file in listed} == {"metrics.jsonl", ".metrics.sent", "picture.png"}
         assert answer(port, f"/get-artifact?run_uuid={logger.run_id}&path=picture.png").startswith(b"\x89PNG")
 
         taken = [
