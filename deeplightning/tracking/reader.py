@@ -140,10 +140,18 @@ class DatabaseReader:
             except sqlite3.OperationalError as error:
                 if "no such table" in str(error) and not self._has_tables():
                     return []
-                if not is_locked(error) or not waited.again():
+                if not self._is_recovered(error) and (not is_locked(error) or not waited.again()):
                     raise
             except UnicodeDecodeError as error:  # sqlite3 decodes what the database holds, also for its own messages
                 raise sqlite3.DatabaseError(f"malformed: it holds a text that is none ({error})") from error
+
+    def _is_recovered(self, error: sqlite3.OperationalError) -> bool:
+        """Undo a transaction in which a process was killed, which a read-only connection does not."""
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_READONLY:
+            return False
+        with closing(sqlite3.connect(self._database)) as connection:
+            connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+        return True
 
 
 def raise_if_newer(store: Store) -> None:

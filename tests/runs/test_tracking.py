@@ -145,6 +145,30 @@ def test_a_store_is_made_where_another_process_was_killed_while_it_made_it(tmp_p
     assert not list(store.glob(".mlflow.db.new*"))
 
 
+def test_a_transaction_in_which_a_process_was_killed_is_undone(tmp_path):
+    """By whatever looks at the store first, a command that only reads it, too."""
+    store = tmp_path / "killed"
+    logger = MLflowLogger(tracking_uri=store, system_metrics=False)
+    logger.log_metrics({"x": 1}, 0)
+    logger.finalize("success")
+    kill = (
+        "import os, sqlite3, sys\n"
+        "connection = sqlite3.connect(sys.argv[1], isolation_level=None)\n"
+        "connection.execute('PRAGMA cache_size = 1')\n"  # pages go to the file before the transaction ends
+        "connection.execute('BEGIN')\n"
+        "connection.execute('DELETE FROM metrics')\n"
+        "connection.execute('UPDATE tags SET value = hex(randomblob(2000))')\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", kill, store / "mlflow.db"])
+    assert killed.returncode == -signal.SIGKILL
+    with closing(sqlite3.connect((store / "mlflow.db").as_uri() + "?mode=ro", uri=True)) as connection:
+        with pytest.raises(sqlite3.OperationalError, match="readonly"):
+            connection.execute("SELECT 1 FROM metrics").fetchall()
+    reader = open_reader(locate(store))
+    assert list(reader.history(logger.run_id, ["x"])) == [("x", 1.0, pytest.approx(time.time() * 1000, abs=6e5), 0)]
+
+
 def test_a_database_that_is_held_for_a_moment_is_waited_for(store, logger, caplog):
     assert logger.run_id
     logger.finalize("success")

@@ -1,0 +1,107 @@
+"""The lowest release of MLflow that pyproject.toml allows, and the newest, do all that a run asks of them."""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from commands import environment
+from tiny import TINY
+
+ROOT = Path(__file__).parents[2]
+LOWEST, BELOW = re.search(r'"mlflow(>=[\d.]+),(<\d+)"', (ROOT / "pyproject.toml").read_text()).groups()
+DIGIT = ROOT / "examples" / "digits" / "0.png"
+
+REGISTER = """\
+import sys
+import mlflow
+
+run_id, store, digit = sys.argv[1:]
+client = mlflow.MlflowClient(store, store)
+client.create_registered_model("digits")
+version = client.create_model_version("digits", f"runs:/{run_id}/model", run_id)
+mlflow.set_tracking_uri(store)
+import pandas
+
+answer = mlflow.pyfunc.load_model(f"models:/digits/{version.version}").predict(
+    pandas.DataFrame({"image": [open(digit, "rb").read()]})
+)
+print(mlflow.__version__, version.version, list(answer.columns))
+"""
+
+
+@pytest.fixture(scope="module", params=[LOWEST.replace(">=", "=="), BELOW], ids=["lowest", "newest"])
+def variables(request, tmp_path_factory):
+    """The environment of a process that imports this release instead of the installed one; what it needs stays."""
+    folder = tmp_path_factory.mktemp("mlflow")
+    pip = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--no-deps", "--compile-bytecode"]
+    subprocess.run([*pip, "--target", folder, f"mlflow{request.param}"], check=True)  # it has all that is in -skinny
+    return environment(PYTHONPATH=str(folder))
+
+
+@pytest.mark.slow
+def test_a_release_of_mlflow_does_what_a_run_asks_of_it(variables, tmp_path):
+    """Train, resume, list, register and load a model, show the page's data, delete for good."""
+    (tmp_path / "tiny.yaml").write_text(TINY.replace("STORE", "mlruns"))
+
+    def does(*words):
+        done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=variables, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def deeplightning(*words):
+        return does("-m", "deeplightning", *words)
+
+    more = ["train.export=true", "logger.log_model=true"]
+    first = Path(deeplightning("train", "tiny.yaml", "train.num_epochs=1").splitlines()[-1])
+    folder = Path(deeplightning("train", "tiny.yaml", "train.resume_ckpt=auto", *more).splitlines()[-1])
+    assert folder == first
+    other = Path(deeplightning("train", "tiny.yaml", "train.num_epochs=1", "seed=8").splitlines()[-1])
+    run_id, other_id = (path.parent.name for path in (folder, other))
+    listed = deeplightning("runs").splitlines()
+    assert [line.split()[:2] for line in listed] == [[other_id, "FINISHED"], [run_id, "FINISHED"]]
+
+    uri = f"sqlite:///{tmp_path / 'mlruns' / 'mlflow.db'}"
+    version, number, columns = does("-c", REGISTER, run_id, uri, str(DIGIT)).strip().split(" ", 2)
+    assert (number, columns) == ("1", "['class', 'label', 'probability']")
+    assert Path(variables["PYTHONPATH"], f"mlflow-{version}.dist-info").is_dir()
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [sys.executable, "-m", "deeplightning", "monitor", "--port", str(port)]
+    server = subprocess.Popen(words, cwd=tmp_path, env=variables, stderr=subprocess.PIPE)
+    try:
+        page, history = _answers(server, port, run_id)
+    finally:
+        server.terminate()
+        server.communicate(timeout=30)
+    assert '"mlflow.workflowType_v1": "machine_learning"' in page
+    steps = [point["step"] for point in history["metrics"]]
+    assert len(steps) == len(set(steps)) > 2
+
+    script = f"import mlflow; mlflow.MlflowClient({uri!r}).delete_run({other_id!r})"
+    does("-c", script)
+    does("-m", "mlflow", "gc", "--backend-store-uri", uri, "--tracking-uri", uri)
+    assert not other.exists()
+    assert [line.split()[0] for line in deeplightning("runs").splitlines()] == [run_id]
+
+
+def _answers(server, port, run_id):
+    """Return the first page, and the points of the training loss."""
+    address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 120
+    while True:
+        try:
+            page = urllib.request.urlopen(address, timeout=5).read().decode()
+            break
+        except OSError:
+            assert server.poll() is None, server.stderr.read().decode()
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+    asked = f"{address}/api/2.0/mlflow/metrics/get-history?run_id={run_id}&metric_key=train_loss&max_results=100"
+    return page, json.loads(urllib.request.urlopen(asked, timeout=30).read())
