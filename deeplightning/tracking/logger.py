@@ -27,7 +27,7 @@ from deeplightning.tracking.delivery import Delivery, header_of
 from deeplightning.tracking.entities import EPOCH, Dataset, Run, is_of_test
 from deeplightning.tracking.environment import git_state
 from deeplightning.tracking.metric_names import MAX_NAME, MAX_REASON, MAX_TAG, NOTE, NOTE_DIGEST, clean, flatten
-from deeplightning.tracking.metrics_file import Line, points_line, points_of, read_lines
+from deeplightning.tracking.metrics_file import Line, points_line, points_of, read_lines, sync
 from deeplightning.tracking.mlflow_store import LazyClient, uri_of
 from deeplightning.tracking.mlflow_tags import RUN_NAME, name_of, run_tags
 from deeplightning.tracking.reader import open_reader, raise_if_newer
@@ -188,7 +188,7 @@ class MLflowLogger(Logger):
     def sync(self) -> None:
         """Wait until all points that were logged outlast a loss of power; opens nothing."""
         if self._sender is not None:
-            self._sender.sync()
+            sync(RunFolder(self._top()).metrics)
 
     def make_run(self) -> None:
         """Make sure, at once, that the store has the run, for code that uses MLflow itself; else it has it after the

@@ -80,11 +80,6 @@ class Sender:
                 self._oldest = time.monotonic()
                 self._change.notify_all()
 
-    def sync(self) -> None:
-        """Wait until all lines outlast a loss of power."""
-        if self._file is not None:
-            self._file.sync()
-
     def make_run(self) -> None:
         """Wait until the store has all that was logged, or does not answer."""
         with self._change:
