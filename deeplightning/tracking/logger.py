@@ -30,7 +30,7 @@ from deeplightning.tracking.metric_names import MAX_NAME, MAX_REASON, MAX_TAG, N
 from deeplightning.tracking.metrics_file import Line, points_line, points_of, read_lines, sync
 from deeplightning.tracking.mlflow_store import LazyClient, uri_of
 from deeplightning.tracking.mlflow_tags import RUN_NAME, name_of, run_tags
-from deeplightning.tracking.reader import open_reader, raise_if_newer
+from deeplightning.tracking.reader import find_experiment, open_reader, raise_if_newer
 from deeplightning.tracking.sender import Sender
 from deeplightning.tracking.store import Store, check_writable, explain, local_path, locate
 from deeplightning.tracking.unsent import folder_of, settle, unsent_run
@@ -484,7 +484,7 @@ class MLflowLogger(Logger):
         git = git_state() or {}
         tags = run_tags() | {f"mlflow.source.git.{name}": git[name] for name in ("commit", "branch") if git.get(name)}
         tags = {name: str(value)[:MAX_TAG] for name, value in (tags | self._tags).items()}
-        experiment = None if client is not None else open_reader(store).experiment(self._experiment_name)
+        experiment = find_experiment(store, self._experiment_name) if client is None else None
         if experiment is None:
             experiment = (client or _open_client(store)).experiment(self._experiment_name)
         if not experiment.is_active:

@@ -75,8 +75,9 @@ class Sender:
         with self._change:
             self._start()
             self._append(line)
-            self._is_ready = self._is_ready or "values" in line
-            if self._oldest is None:  # the first wakes the thread, which then sleeps until it is time
+            is_first_point = not self._is_ready and "values" in line
+            self._is_ready = self._is_ready or is_first_point
+            if self._oldest is None or is_first_point:  # wakes the thread, which then sleeps until it is time
                 self._oldest = time.monotonic()
                 self._change.notify_all()
 

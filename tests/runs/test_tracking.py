@@ -172,6 +172,22 @@ def test_a_transaction_in_which_a_process_was_killed_is_undone(tmp_path):
     assert list(reader.history(logger.run_id, ["x"])) == [("x", 1.0, pytest.approx(time.time() * 1000, abs=6e5), 0)]
 
 
+def test_the_first_run_of_a_store_does_not_wait_for_the_store(tmp_path):
+    """MLflow's 67 migrations take a second or two; other commands see the run at once."""
+    store = tmp_path / "new"
+    logger = MLflowLogger(tracking_uri=store, system_metrics=False)
+    assert logger.artifact_folder == store / "0" / logger.run_id / "artifacts"
+    assert (store / "mlflow.db").stat().st_size == 0
+    assert [(row["id"], row["status"]) for row in listing(str(store))] == [(logger.run_id, "RUNNING")]
+    logger.log_metrics({"x": 1}, 0)
+    logger.finalize("success")
+    client = MlflowClient(attach(locate(store)))
+    run = client.get_run(logger.run_id)
+    assert (run.info.status, run.info.artifact_uri) == ("FINISHED", logger.artifact_folder.as_uri())
+    default = client.get_experiment_by_name("Default")
+    assert (default.experiment_id, default.artifact_location) == ("0", f"{store.as_uri()}/0")
+
+
 def test_a_point_is_durable_in_the_file_before_the_store_has_it(logger, monkeypatch):
     """Else a run that resumes after a loss of power logs what the file has lost a second time."""
     durable, fsync, log_batch, early = 0, os.fsync, Client.log_batch, []
