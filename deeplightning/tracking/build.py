@@ -14,11 +14,10 @@ from deeplightning.config.schema import Target
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.private.lightning import has_run, resume_run
 from deeplightning.runfolder import from_start
-from deeplightning.tracking.entities import SYSTEM, Run
+from deeplightning.tracking.entities import SYSTEM
 from deeplightning.tracking.mlflow_store import attach
-from deeplightning.tracking.reader import open_reader
-from deeplightning.tracking.store import Store, explain, local_path, locate
-from deeplightning.tracking.unsent import unsent_run
+from deeplightning.tracking.store import Store, local_path, locate
+from deeplightning.tracking.unsent import find_run
 
 if TYPE_CHECKING:
     import mlflow
@@ -63,19 +62,8 @@ def experiments_of(store: Store, run_ids: Sequence[str]) -> dict[str, str | None
     """
     if store.database is None:
         return {}
-    found = {run_id: _find(store, run_id) for run_id in run_ids}
+    found = {run_id: find_run(store, run_id) for run_id in run_ids}
     return {run_id: (one[1] if one[0].is_active else None) for run_id, one in found.items() if one is not None}
-
-
-def _find(store: Store, run_id: str) -> tuple[Run, str] | None:
-    """Return a run, also one that its store does not have yet, and the name of its experiment; None: there is none."""
-    try:
-        reader = open_reader(store)
-        if (run := reader.run(run_id)) is not None:
-            return run, reader.name_of(run.experiment_id)
-        return unsent_run(store, run_id)
-    except Exception as error:  # MLflow, SQLAlchemy, requests and the file system each have their own
-        raise explain(error, store) from error
 
 
 def refusal(type_name: str, params: Mapping[str, Any], run_id: str, folder: Path) -> str | None:
@@ -94,7 +82,7 @@ def refusal(type_name: str, params: Mapping[str, Any], run_id: str, folder: Path
     if named not in (None, run_id):
         return f"the run {named} is asked for"
     store = locate(params.get("tracking_uri"))
-    if (found := _find(store, run_id)) is None:
+    if (found := find_run(store, run_id)) is None:
         return f"the tracking store {store.shown} does not have its run {run_id}"
     run, experiment = found
     if not run.is_active:
