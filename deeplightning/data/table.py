@@ -18,7 +18,6 @@ import pyarrow as pa
 import torch
 
 from deeplightning.config.part_config import PartConfig
-from deeplightning.data.cache_files import Unusable
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, InMemory, OnDemand
 from deeplightning.data.loading import SET_NAMES, SPLITS, ColumnData, Moments, by_set
@@ -236,8 +235,8 @@ class TableData(ColumnData):
             return None
         try:
             return {name: self._rows(file, self._store(file, types)) for name, file in self.files.items()}
-        except (Unusable, OSError) as error:
-            reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+        except OSError as error:
+            reason = error.strerror or error
             if self.tables_in_memory is False:
                 raise DataError(
                     f"{self._describe()} cannot be kept on the disk: {reason}. DEEPLIGHTNING_CACHE names another "
