@@ -5,7 +5,6 @@ N samples, B batch, H height, W width, C channels of the prepared image.
 """
 
 import logging
-import mmap
 import os
 import threading
 import time
@@ -21,7 +20,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from deeplightning.data.data_errors import DataError
-from deeplightning.image_spec import MAX_PIXELS, ImageError, ImageSpec, caught_messages
+from deeplightning.image_spec import MAX_PIXELS, ImageError, ImageSpec
 from deeplightning.transfer import to_device
 
 Batch = dict[str, torch.Tensor]
@@ -35,10 +34,6 @@ _NO_POSITIONS = np.empty(0, np.int64)
 SHARE_OF_GPU = 0.5
 """Of the GPU's memory that is left beside the largest demand of a step, pictures take at most this share."""
 
-
-_reported = mmap.mmap(-1, 1)
-"""Whether a message of a decoder has been reported, shared by the processes that are forked from this one: the workers
-of a loader, whose fork server imports this module."""
 
 log = logging.getLogger(__name__)
 
@@ -81,16 +76,6 @@ class Samples:
             return spec.decode(item, max_pixels).transpose(2, 0, 1)
         except (ImageError, OSError) as error:
             raise DataError(f"{item}: cannot be used as an image. {error}") from error
-        finally:
-            report_messages(item)
-
-
-def report_messages(item: object) -> None:
-    """Logs how many messages a decoder had about the picture that was decoded just now, for the first that has any."""
-    if (number := caught_messages()) and not _reported[0]:
-        _reported[0] = 1
-        messages = f"{number:,} {'message' if number == 1 else 'messages'}"
-        log.warning("%s: left out %s of its decoder, and all about further pictures", item, messages)
 
 
 class InMemory(Dataset):
