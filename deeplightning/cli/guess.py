@@ -101,7 +101,9 @@ def class_folders(data: Path, noun: str, endings: Sequence[str]) -> tuple[list[P
     with errors_of_data():
         classes = found.classes()
         if len(classes) < 2:
-            raise SetupError(f"{data} must hold a folder for each of two or more classes; it has: {some(classes)}")
+            raise SetupError(
+                f"{data} must hold a folder for each of two or more classes; it has: {some(classes) or 'none'}"
+            )
         sets = found.find()
     top = data / "train" if found.is_divided else data
     paths, labels = sets["train" if found.is_divided else "all"]
