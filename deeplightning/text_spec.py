@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from deeplightning.words import require_keys
+from deeplightning.words import InputError, is_whole, require_keys
 
 PADDING, UNKNOWN, END = "<padding>", "<unknown>", "<end>"
 SPECIAL = (PADDING, UNKNOWN, END)
@@ -31,16 +31,12 @@ FILES = {"words": "vocabulary.txt", "hugging_face": "tokenizer.json"}
 _WORD = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")  # noqa: RUF001 (the second apostrophe is the typographer's)
 
 
-class TextError(ValueError):
-    """Raised for a text that cannot be used; the message is one sentence for users.
+class TextError(InputError):
+    """Raised for a text that cannot be used.
 
     Attributes:
-        status: HTTP status: 400 empty, 413 too long, 415 not text.
+        status: 400 empty, 413 too long, 415 not text.
     """
-
-    def __init__(self, message: str, status: int):
-        super().__init__(message)
-        self.status = status
 
 
 class VocabularyError(ValueError):
@@ -76,7 +72,7 @@ class TextSpec:
             raise ValueError(f"tokenizer must be one of {', '.join(FILES)}, not {self.tokenizer!r}")
         for name in ("max_length", "limit"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            if value is not None and not is_whole(value, 1):
                 raise ValueError(f"{name} must be null or a whole number of tokens of at least 1, not {value!r}")
         if not isinstance(self.lower, bool):
             raise ValueError(f"lower must be true or false, not {self.lower!r}")

@@ -32,7 +32,7 @@ from deeplightning.data import cache_files
 from deeplightning.data.cache_files import Damaged, Unusable, stat_of
 from deeplightning.data.data_errors import DataError
 from deeplightning.data.datasets import Batch
-from deeplightning.table_spec import Fault, TableError, TableSpec, Words
+from deeplightning.table_spec import TableSpec, Words
 
 if TYPE_CHECKING:  # a loader worker needs no pyarrow
     from deeplightning.data.table_files import TableFile
@@ -171,19 +171,7 @@ class Rows:
 
     def parts(self) -> Iterator[Part]:
         """Yield all rows, `CHUNK` at a time."""
-        return (self.load(slice(start, start + CHUNK)) for start in range(0, len(self), CHUNK))
-
-
-def check_parts(spec: TableSpec, rows: Rows) -> None:
-    """Raise what `TableSpec.encode` raises for all rows at a time: a TableError that names column and row."""
-    found: dict[str, Fault] = {}
-    for number, part in enumerate(rows.parts()):
-        for name, fault in spec.encode_part(part)[1].items():
-            later = fault.moved(number * CHUNK)
-            found[name] = found[name].and_then(later) if name in found else later
-    for column in spec.ordered:
-        if column.name in found:
-            raise TableError(found[column.name].text(column.name, len(rows)))
+        return (self.load(slice(start, start + CHUNK)) for start in range(0, max(1, len(self)), CHUNK))
 
 
 def encoded(spec: TableSpec, targets: Sequence[str], rows: Rows, positions: np.ndarray) -> Batch:

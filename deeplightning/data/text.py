@@ -22,8 +22,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.data.loading import DataOfSets, checked_names, is_whole
+from deeplightning.data.loading import DataOfSets, checked_names
 from deeplightning.text_spec import TextSpec, VocabularyError, from_lines, vocabulary
+from deeplightning.words import is_whole
 
 Batch = dict[str, Tensor]
 """`tokens` int64 (B, L), `label` int64 (B,) where there are labels, `index` int64 (B,): position in the set, -1: row
