@@ -181,8 +181,8 @@ class _Words:
             raise VocabularyError(f"a vocabulary begins with the lines {', '.join(SPECIAL)}")
         self._numbers = {word: number for number, word in enumerate(words)}
         if len(self._numbers) != len(words) or "" in self._numbers:
-            number = next(n for n, word in enumerate(words) if not word or self._numbers[word] != n)
-            raise VocabularyError(f"line {number + 1} is empty, or is there a second time: {words[number]!r}")
+            number = next(n for n, word in enumerate(words) if not word or words.index(word) != n)
+            raise VocabularyError(f"word {number - 2} is empty, or is there a second time: {words[number]!r}")
         self.size, self._lower = len(words), lower
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -213,19 +213,10 @@ def vocabulary(texts: Iterable[str], lower: bool = True, min_count: int = 1, max
 
 
 def from_lines(text: str) -> str:
-    """Return the content of a `TextSpec` from a file of words, one a line; `SPECIAL` is added if it is missing.
-
-    Raises:
-        VocabularyError: a line is empty, or is there twice.
-    """
+    """Return the content of a `TextSpec` from a file of words, one a line; `SPECIAL` is added if it is missing."""
     lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
-    added = 0 if tuple(lines[: len(SPECIAL)]) == SPECIAL else len(SPECIAL)
-    seen: set[str] = set()
-    for number, line in enumerate(lines, 1):
-        if not line or line in seen:
-            raise VocabularyError(f"line {number} {'is there a second time: ' + repr(line) if line else 'is empty'}")
-        seen.add(line)
-    return "\n".join([*SPECIAL[:added], *lines]) + "\n"
+    added = () if tuple(lines[: len(SPECIAL)]) == SPECIAL else SPECIAL
+    return "\n".join([*added, *lines]) + "\n"
 
 
 def cut(tokens: list[int], length: int) -> list[int]:

@@ -11,8 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -39,7 +39,24 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Samples:
+class Divisible:
+    """Base of samples: columns side by side, of N entries each but those in `shared`; `labels` divides them evenly."""
+
+    shared: ClassVar[tuple[str, ...]] = ()
+
+    def take(self, positions: np.ndarray) -> Self:
+        """Return the samples at these positions, int (n,), in this order."""
+        columns = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in self.shared}
+        taken = {
+            name: values[positions] if isinstance(values, np.ndarray) else [values[position] for position in positions]
+            for name, values in columns.items()
+            if values is not None
+        }
+        return replace(self, **taken)
+
+
+@dataclass(frozen=True)
+class Samples(Divisible):
     """Pictures as they come, with labels.
 
     Attributes:
@@ -52,12 +69,6 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.labels)
-
-    def take(self, positions: np.ndarray) -> "Samples":
-        """The samples at these positions, int (n,), in this order."""
-        if isinstance(self.items, np.ndarray):
-            return Samples(self.items[positions], self.labels[positions])
-        return Samples([self.items[position] for position in positions], self.labels[positions])
 
     def size_of(self, position: int) -> tuple[int, int]:
         """Return width and height of one picture as it comes; raise OSError if it cannot be read."""

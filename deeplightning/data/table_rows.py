@@ -31,7 +31,7 @@ import torch
 from deeplightning.data import cache_files
 from deeplightning.data.cache_files import Damaged, Unusable, stat_of
 from deeplightning.data.data_errors import DataError
-from deeplightning.data.datasets import Batch
+from deeplightning.data.datasets import Batch, Divisible
 from deeplightning.table_spec import TableSpec, Words
 
 if TYPE_CHECKING:  # a loader worker needs no pyarrow
@@ -141,7 +141,7 @@ class TableStore:
 
 
 @dataclass(frozen=True)
-class Rows:
+class Rows(Divisible):
     """Rows of a table.
 
     Attributes:
@@ -150,16 +150,14 @@ class Rows:
         labels: int32 or int64 (N,), by which they are divided evenly.
     """
 
+    shared = ("table",)
+
     table: Table | TableStore
     positions: np.ndarray
     labels: np.ndarray
 
     def __len__(self) -> int:
         return len(self.positions)
-
-    def take(self, positions: np.ndarray) -> "Rows":
-        """Return the rows at these positions, int (n,), in this order."""
-        return Rows(self.table, self.positions[positions], self.labels[positions])
 
     def load(self, positions: np.ndarray | slice) -> Part:
         """Return some rows in memory."""
