@@ -136,33 +136,6 @@ def _scale(axes: Any, name: str, values: Sequence[float]) -> None:
         axes.yaxis.set_major_formatter("{x:g}")
 
 
-def compared(name: str, of_runs: Sequence[tuple[str, Sequence[tuple[int, float]]]]) -> Drawing:
-    """Draw one metric of several runs.
-
-    Args:
-        name: of the metric.
-        of_runs: each run's name, and the points that it has of it.
-    """
-
-    def draw() -> "Figure":
-        made = figure(WIDTH, 2.55 + 0.15 * len(of_runs))
-        axes = made.subplots()
-        styles = ("-", (0, (4, 2)), (0, (1, 1.5)))
-        for number, (run, points) in enumerate(of_runs):
-            kept = [(step, value) for step, value in _thinned(points) if math.isfinite(value)]
-            if kept:
-                colour, dash = COLOURS[number % len(COLOURS)], styles[number // len(COLOURS) % len(styles)]
-                axes.plot(*zip(*kept, strict=True), color=colour, linestyle=dash, label=label(run, 40))
-        axes.set_title(label(name, 40))
-        axes.set_xlabel("step")
-        _scale(axes, name, [value for _, points in of_runs for _, value in points if math.isfinite(value)])
-        lines(axes)
-        made.legend(*axes.get_legend_handles_labels(), loc="outside lower left", labelspacing=0.2)
-        return made
-
-    return Drawing(draw, f"{label(name)} of {len(of_runs)} runs over the steps")
-
-
 MOST_DOTS = 3000
 """Dots of a picture of truth against prediction; of more samples, as many that are evenly spread."""
 
