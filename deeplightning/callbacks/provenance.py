@@ -22,10 +22,9 @@ from deeplightning.config.schema import Config
 from deeplightning.config.secret_scan import BLOT
 from deeplightning.config.secrets import redact
 from deeplightning.runfolder import RunFolder, from_start, permissions_of, write_whole
-from deeplightning.tracking.code import Code, collect, versions_of, without_secrets
+from deeplightning.tracking.code import Code, collect, describe_program, versions_of
 from deeplightning.tracking.datafiles import describe_arrays, describe_files, paths_of
 from deeplightning.tracking.entities import Dataset
-from deeplightning.tracking.program import changed_files, describe_program
 from deeplightning.tracking.store import locate
 
 if TYPE_CHECKING:
@@ -53,7 +52,6 @@ class Origin:
         self._code: Code | None = None
         self._digesting: threading.Thread | None = None
         self._program: dict[str, str] = {}
-        self._changed: dict[str, bytes] = {}
         self._enough = threading.Event()
         self._stored = b""
         self._has_ended = False
@@ -104,7 +102,6 @@ class Origin:
                     code = collect(self._redact, self._code)
                     code.packages = versions_of(code.imported)
                     code.program |= self._program
-                    code.changed = self._changed
                     self._keep_code(code)
 
     def _redact(self, text: str) -> str:
@@ -144,9 +141,6 @@ class Origin:
             if hasattr(os, "setpriority"):  # of this thread alone, on Linux
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)  # at 19 it may starve
             self._program = describe_program()
-            self._changed = {
-                name: without_secrets(text, self._redact, name)[0] for name, text in changed_files().items()
-            }
             of_a_package = type(data).__module__.startswith("deeplightning.data.") or data is None
             arrays = describe_arrays(data) if not paths and not of_a_package else {}
             if not paths and not arrays:
