@@ -130,7 +130,6 @@ def _data_between(first: PastRun, second: PastRun) -> Iterator[tuple[str, object
         if one is not two:
             yield "data.json", _listed(one), _listed(two)
         return
-    yield from between(*({n: _content(c) for n, c in dict(data.get("arrays") or {}).items()} for data in (one, two)))
     for name in changes(one, two):
         yield name, _content(one["files"].get(name)), _content(two["files"].get(name))
 

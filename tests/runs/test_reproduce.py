@@ -1,6 +1,5 @@
 """A run is made again from what it left, after everything else is gone; and two runs are told apart."""
 
-import hashlib
 import io
 import json
 import os
@@ -681,25 +680,6 @@ def test_a_data_module_tells_its_files(tmp_path):
     assert told(Module(), table="b.tsv", mode="crop") == {"b.tsv", tmp_path.name}
     assert told(Module()) == {tmp_path.name}
     assert datafiles.paths_of(Module(), None, {"mode": "crop", "sizes": [1, 2]}) == []
-
-
-def test_data_without_files_are_told_by_their_arrays():
-    """Numpy arrays and tensors that the module and its datasets hold, by their place and the bytes in them."""
-    values = np.arange(12.0).reshape(3, 4)
-
-    class Module:
-        def __init__(self):
-            self.trainer = self
-            self.sets = {"train": torch.utils.data.TensorDataset(torch.from_numpy(values), torch.arange(3))}
-            self.table, self.words = values.T, np.array(["a", "b"], dtype=object)
-
-    found = datafiles.describe_arrays(Module())
-    assert found.keys() == {"sets.train.tensors.0", "sets.train.tensors.1", "table"}
-    assert found["sets.train.tensors.0"] == [96, hashlib.sha256(values.tobytes()).hexdigest()]
-    assert found["table"] == [96, hashlib.sha256(values.T.tobytes()).hexdigest()]
-
-
-# ---- series
 
 
 def test_series_part_at_the_earliest_step_of_all():

@@ -176,7 +176,7 @@ def test_data_files_are_listed_where_no_key_names_others(run):
     """Where a key of the data differs, other files follow from it."""
     good, bad, other = run("good", tree()), run("bad", tree(seed=8)), run("other", tree(data={"root": "/other"}))
     for past, digest in ((good, "a" * 64), (bad, "b" * 64), (other, "b" * 64)):
-        listed = {"root": "/data", "files": {"x.csv": [10, digest]}, "folders": [], "incomplete": None, "arrays": {}}
+        listed = {"root": "/data", "files": {"x.csv": [10, digest]}, "folders": [], "incomplete": None}
         past.folder.data.write_text(json.dumps(listed))
     assert [text.partition(":")[0] for text in fixed(good, bad, switchable(*parts(good, bad)))] == [
         "data x.csv 10 bytes, aaaaaaaa → 10 bytes, bbbbbbbb"
