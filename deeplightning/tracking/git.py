@@ -5,7 +5,6 @@ run. Git itself refuses a repository of another user (`safe.directory`). Standar
 import os
 import shutil
 import subprocess
-import threading
 from pathlib import Path
 
 SECONDS = 10.0
@@ -17,7 +16,6 @@ _SETTINGS = {
     "core.sshCommand": "false",
     "core.attributesFile": os.devnull,
     "core.quotePath": "false",
-    "diff.external": "",
 }
 _VARIABLES = {
     "GIT_OPTIONAL_LOCKS": "0",
@@ -28,57 +26,40 @@ _VARIABLES = {
 }
 
 
-def run_git(folder: Path, *arguments: str, limit: int | None = None) -> bytes | None:
-    """Return git's output, or None if it fails, takes too long or is missing. It locks nothing and fetches nothing.
-
-    Args:
-        limit: bytes after which no more is read.
-    """
+def run_git(folder: Path, *arguments: str) -> bytes | None:
+    """Return git's output, or None if it fails, takes too long or is missing. It locks nothing and fetches nothing."""
     git = shutil.which("git")
     if git is None:
         return None
     variables: dict[str, str] = {}
-    if arguments[0] in ("status", "diff"):
+    if arguments[0] == "status":
         # Inside a submodule none of these settings would hold, so that nobody looks into its files.
         arguments = (arguments[0], "--ignore-submodules=dirty", *arguments[1:])
-        variables = _without_drivers(folder)
+        variables = _without_filters(folder)
     settings = [word for name, value in _SETTINGS.items() for word in ("-c", f"{name}={value}")]
     try:
-        process = subprocess.Popen(
+        done = subprocess.run(
             [git, "-C", str(folder), *settings, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=os.environ | _VARIABLES | variables,
+            timeout=SECONDS,
+            check=True,
         )
-    except OSError:
+    except (OSError, subprocess.SubprocessError):
         return None
-    timer = threading.Timer(SECONDS, process.kill)
-    timer.start()
-    is_cut = False
-    try:
-        with process:
-            assert process.stdout is not None
-            if limit is None:
-                output = process.stdout.read()
-            else:
-                output = process.stdout.read(limit)
-                is_cut = len(output) == limit
-                process.kill()
-    finally:
-        timer.cancel()
-    return output if process.returncode == 0 or is_cut else None
+    return done.stdout
 
 
-def _without_drivers(folder: Path) -> dict[str, str]:
-    """Return variables that disable the filters and diff drivers of the repository's settings; those of the user's
-    settings, such as Git LFS, stay."""
-    names = r"^(filter|diff)\..*\.(clean|smudge|process|command|textconv)$"
+def _without_filters(folder: Path) -> dict[str, str]:
+    """Return variables that disable the filters of the repository's settings; those of the user's settings, such as Git
+    LFS, stay."""
+    names = r"^filter\..*\.(clean|smudge|process)$"
     output = run_git(folder, "config", "-z", "--show-scope", "--name-only", "--get-regexp", names) or b""
     words = [os.fsdecode(word) for word in output.split(b"\0")]
     programs = [name for scope, name in zip(words[::2], words[1::2], strict=False) if scope in ("local", "worktree")]
-    filters = {name.rpartition(".")[0] for name in programs if name.startswith("filter.")}
-    settings = dict.fromkeys(programs, "") | {f"{name}.required": "false" for name in filters}
+    settings = dict.fromkeys(programs, "") | {f"{name.rpartition('.')[0]}.required": "false" for name in programs}
     first = int(os.environ.get("GIT_CONFIG_COUNT") or 0)
     found = {"GIT_CONFIG_COUNT": str(first + len(settings))}
     for number, (name, value) in enumerate(settings.items(), first):

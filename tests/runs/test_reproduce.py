@@ -349,7 +349,6 @@ def test_git_runs_no_program_that_a_repository_names(shipped, monkeypatch):
     (tree / ".gitattributes").write_text("*.py filter=a=b diff=p\n*.other filter=p\n")
     monkeypatch.chdir(tree)
     assert environment.git_state()["dirty"]
-    assert "+one = 2" in environment.git_diff()
     assert list(ran.iterdir()) == []
 
 
