@@ -216,7 +216,6 @@ _STATUS = click.Choice(["running", "finished", "failed", "killed", "pruned"], ca
 @cli.command()
 @click.option("--tracking-uri", help="The store; default: MLFLOW_TRACKING_URI, else mlruns.")
 @click.option("--status", multiple=True, type=_STATUS, help="Only runs that ended so, or are running; repeatable.")
-@click.option("--unfinished", is_flag=True, help="Only runs that failed or were killed.")
 @click.option("--metric", metavar="NAME[>NUMBER]", help="Only runs with this metric, or where it compares so.")
 @click.option("--name", metavar="TEXT", help="Only runs with this in their name or experiment; * is anything.")
 @click.option("--experiment", metavar="NAME", help="Only runs of the experiment of this name.")
@@ -227,7 +226,6 @@ _STATUS = click.Choice(["running", "finished", "failed", "killed", "pruned"], ca
 def runs(
     tracking_uri: str | None,
     status: tuple[str, ...],
-    unfinished: bool,
     metric: str | None,
     name: str | None,
     experiment: str | None,
@@ -251,7 +249,7 @@ def runs(
     """
     from deeplightning.cli import listing as of
 
-    statuses = [word.upper() for word in status] + [*of.UNFINISHED] * (unfinished or (clean and not status))
+    statuses = [word.upper() for word in status] + [*of.UNFINISHED] * (clean and not status)
     if delete and not clean:
         raise click.UsageError("--delete goes with --clean; --clean alone shows what would be removed")
     if last and (clean or sync):

@@ -139,7 +139,7 @@ VERBS = {
     "stats": ["stats FOREIGN/cfg.yaml", "stats CONFIG"],
     "runs": [
         *("runs", "runs --last", "runs --clean", "runs --sync", "runs --clean --delete"),
-        *("runs --status finished", "runs --unfinished", "runs --metric a>b", "runs --name *red*", "runs --name none"),
+        *("runs --status finished", "runs --metric a>b", "runs --name *red*", "runs --name none"),
         "runs --clean --status finished",
     ],
     "monitor": ["monitor --host nowhere.invalid"],
