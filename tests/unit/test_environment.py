@@ -66,7 +66,7 @@ def test_a_git_that_hangs_is_left(repository, monkeypatch, tmp_path_factory):
     (folder / "git").write_text("#!/bin/sh\nexec sleep 60\n")
     (folder / "git").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr("deeplightning.tracking.git.SECONDS", 0.2)
+    monkeypatch.setattr("deeplightning.tracking.environment.SECONDS", 0.2)
     assert environment.describe()["git"] is None
 
 
