@@ -1,4 +1,4 @@
-"""All that is wrong with a config is told at once, each fault with its place: `deeplightning.checks.check`."""
+"""All that is wrong with a config is told at once, each fault with its place: `deeplightning.checks.examine`."""
 
 import json
 import subprocess
@@ -11,8 +11,7 @@ import torch
 import yaml
 
 from deeplightning.checks import strategy
-from deeplightning.checks.check import load
-from deeplightning.checks.examine import examine
+from deeplightning.checks.examine import examine, load
 
 GOOD = """\
 data:
