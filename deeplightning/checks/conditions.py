@@ -129,10 +129,6 @@ def loses_eps(cfg: Config) -> bool:
     return False
 
 
-def lacks_weights(cfg: Config) -> bool:
-    return "train" not in cfg.stages and bool(cfg.stages) and cfg.test.ckpt is None
-
-
 def has_convolutions(cfg: Config) -> bool:
     """Return whether the source of a network speaks of convolutions of pictures."""
     found = cfg.model.network

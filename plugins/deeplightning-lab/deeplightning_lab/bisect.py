@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from deeplightning.checks.check import check
+from deeplightning.checks.examine import check
 from deeplightning.faults import ConfigError, SetupError, UserError
 from deeplightning.process.terminal import say_path
 from deeplightning.reproduce.again import Say, address_of, check_data, quoted, refuse_ranks, to_execute
