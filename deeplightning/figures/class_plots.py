@@ -84,7 +84,8 @@ def confusion_matrix(counts: np.ndarray, names: Sequence[str], of: str) -> Drawi
                 words_of_cell += f"\n{percent:.0f} %" if percent >= 0.5 else "\n<1 %"
             colour = WHITE if share[row, column] > 0.85 else INK
             axes.text(column, row, words_of_cell, ha="center", va="center", color=colour, fontsize=6)
-        made.colorbar(image, ax=axes, ticks=[0, 0.5, 1], format="{x:.0%}", aspect=30).ax.tick_params(length=0)
+        beside = axes.inset_axes((1.02, 0, 0.03, 1))  # as tall as the matrix
+        made.colorbar(image, cax=beside, ticks=[0, 0.5, 1], format="{x:.0%}").ax.tick_params(length=0)
         note = "; classes that are confused are neighbours" if classes > IN_GROUPS else ""
         title(made, words, f"colour: share of the true class{note}")
         return made

@@ -1,9 +1,9 @@
-"""Takes pictures of the report of a run, and of a comparison, narrow and wide, light and dark:
+"""Takes pictures of the report of a run, narrow and wide, light and dark:
 
     .venv/bin/python tools/screenshots/report.py OUT
 
-Two networks learn scikit-learn's digits (a minute), and answers of a made-up classifier of 100 classes are drawn. OUT
-gets a file `report-STATE-WIDTH-SCHEME.png` of each. It needs Chromium, and no network.
+A network learns scikit-learn's digits (half a minute), and answers of a made-up classifier of 100 classes are drawn.
+OUT gets a file `report-STATE-WIDTH-SCHEME.png` of each. It needs Chromium, and no network.
 """
 
 import os
@@ -37,9 +37,9 @@ def command(*words: object, cwd: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def trained(folder: Path, *words: str) -> RunFolder:
+def trained(folder: Path) -> RunFolder:
     """A run of `configs/base.yaml`."""
-    lines = command("train", ROOT / "configs/base.yaml", "logger.params.tracking_uri=mlruns", *words, cwd=folder)
+    lines = command("train", ROOT / "configs/base.yaml", "logger.params.tracking_uri=mlruns", cwd=folder)
     return RunFolder(lines[-1].removeprefix("Artifact storage path: "))
 
 
@@ -83,10 +83,8 @@ def main(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        one, other = trained(folder), trained(folder, "train.num_epochs=5", "model.optimizer.params.lr=0.01")
-        command("report", one.path, other.path, "--out", "comparison.html", cwd=folder)
         (folder / "hundred.html").write_text(hundred_classes())
-        pages = {"run": one.report, "comparison": folder / "comparison.html", "hundred": folder / "hundred.html"}
+        pages = {"run": trained(folder).report, "hundred": folder / "hundred.html"}
         for state, file in pages.items():
             for width in WIDTHS:
                 for scheme in SCHEMES:
