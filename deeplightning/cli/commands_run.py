@@ -160,9 +160,10 @@ def reproduce(run: str, overrides: tuple[str, ...], any_data: bool, trust: bool)
 @click.option("--format", type=click.Choice(["text", "json"]), default="text", help="The format of the output.")
 @click.option("--exit-code", is_flag=True, help="End with 1 if there are differences; else that is no fault.")
 def diff(first: str, second: str, patch: bool, format: str, exit_code: bool) -> None:
-    """Show where two runs differ: config, code, data, environment, hardware and metrics.
+    """Print where two runs differ: config, code, data, environment, hardware and metrics.
 
-    Nothing is printed of what is the same. What cannot be the same twice, such as times, ids and folders, is no
+    Nothing is printed of what is the same. `compare` judges whether a difference of metrics is luck; `report` shows
+    runs as a page. What cannot be the same twice, such as times, ids and folders, is no
     difference.
     """
     from deeplightning.reproduce.differences import as_text, differences
@@ -192,7 +193,7 @@ def newest_runs(ctx: click.Context, param: click.Parameter, runs: tuple[str, ...
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, callback=newest_runs)
 @click.option("--out", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Write this file alone.")
 def report(runs: tuple[str, ...], out: Path | None) -> None:
-    """Write the report of RUN, one HTML file that needs no network; of several, their comparison.
+    """Write an HTML page about RUN, which needs no network; of several, one page side by side.
 
     It has the curves, the pictures of the answers, metrics, mistakes, config and environment. Without --out it is
     report.html in RUN, beside the pictures; of a RUN that you did not make on this machine it is in the working

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import reference_pages
+from click.testing import CliRunner
 
 from deeplightning import faults
 from deeplightning.checks import allowed
@@ -97,6 +98,13 @@ def test_every_verb_has_its_heading():
     made = "".join((REFERENCE / f"verbs-of-{of}.md").read_text() for of in ("configs", "runs"))
     verbs = [verb for verb, found in cli.commands.items() if not found.hidden]
     assert sorted(re.findall(r"^## (.+)$", made, re.MULTILINE)) == sorted(verbs)
+
+
+def test_no_line_of_the_help_is_cut():
+    """The first sentence of each verb is whole, where the terminal has 80 columns."""
+    said = CliRunner().invoke(cli, ["--help"]).output
+    assert "..." not in said
+    assert all(len(line) <= 80 for line in said.splitlines())
 
 
 def test_every_exit_code_is_explained():
