@@ -103,7 +103,7 @@ def test_every_verb_has_its_heading():
 def test_no_line_of_the_help_is_cut():
     """The first sentence of each verb is whole, where the terminal has 80 columns."""
     said = CliRunner().invoke(cli, ["--help"]).output
-    assert "..." not in said
+    assert "..." not in said.partition("Commands:")[2]
     assert all(len(line) <= 80 for line in said.splitlines())
 
 
@@ -138,10 +138,10 @@ def test_no_page_is_long(page):
 
 
 def test_the_readme_is_short():
-    """At most 1,200 words and lines of 100 columns; the first answer comes within the first screen of text."""
+    """At most 700 words, and lines of 100 columns outside of tables."""
     text = README.read_text()
-    assert words(text) <= 1200
-    assert [line for line in text.splitlines() if len(line) > 100] == []
+    assert words(text) <= 700
+    assert [line for line in text.splitlines() if len(line) > 100 and line[0] not in "|<"] == []
 
 
 @pytest.mark.parametrize("index", sorted(DOCS.rglob("index.md")), ids=lambda page: str(page.relative_to(ROOT)))
