@@ -87,9 +87,9 @@ def test_every_key_is_documented():
 def test_the_head_of_a_page_is_kept(tmp_path, monkeypatch):
     """The command renews what stands below a page's line and keeps what people wrote above it."""
     monkeypatch.setattr(reference_pages, "FOLDER", tmp_path)
-    (tmp_path / "conflicts.md").write_text(f"# Mine\n\n{reference_pages.START}\nold")
-    renewed = reference_pages.renewed("conflicts")
-    assert renewed.startswith(f"# Mine\n\n{reference_pages.START}\n\n| Together |")
+    (tmp_path / "check.md").write_text(f"# Mine\n\n{reference_pages.START}\nold")
+    renewed = reference_pages.renewed("check")
+    assert renewed.startswith(f"# Mine\n\n{reference_pages.START}\n\n## Settings that exclude each other\n\n| Together |")
     assert "old" not in renewed.split()
 
 
@@ -110,7 +110,7 @@ def test_no_line_of_the_help_is_cut():
 def test_every_exit_code_is_explained():
     """Each code that an error of ours ends with has its row."""
     codes = {c.exit_code for _, c in inspect.getmembers(faults, inspect.isclass) if hasattr(c, "exit_code")}
-    found = {int(cell.strip("`")) for cell in rows("exit-codes") if cell.strip("`").isdigit()}
+    found = {int(cell.strip("`")) for cell in rows("environment") if cell.strip("`").isdigit()}
     assert codes | {0, 1, 130, 141, 143} == found
 
 
