@@ -142,6 +142,7 @@ def _meaning(field: Field[object]) -> str:
 
 # ---- engines
 
+
 def settings_with_engines() -> str:
     """What each engine answers to each setting."""
     return f"## Settings with each engine\n\n{engines()}"
@@ -298,11 +299,13 @@ def _described(found: Any) -> list[str]:
     for section in found.docstring.parsed if found.docstring else []:
         if section.kind.value == "text":
             parts += [text if text.startswith("- ") else plain(text) for text in section.value.split("\n\n")]
-        elif section.kind.value in ("parameters", "raises", "attributes"):
-            word = {"raises": "Raises"}.get(section.kind.value, "Arguments" if found.is_function else "Attributes")
+        elif section.kind.value in ("parameters", "attributes"):
+            word = "Arguments" if found.is_function else "Attributes"
             names = [getattr(item, "name", None) or item.annotation for item in section.value]
             lines = [f"- `{name}`: {plain(item.description)}" for name, item in zip(names, section.value, strict=True)]
             parts += [f"{word}:", "\n".join(lines)]
+        elif section.kind.value == "raises":
+            parts.append(f"Raises {', '.join(f'`{item.annotation}`' for item in section.value)}.")
         elif section.kind.value == "returns":
             parts += [f"Returns: {' '.join(plain(item.description) for item in section.value)}"]
     return parts

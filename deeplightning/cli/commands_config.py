@@ -47,10 +47,10 @@ def init(
 ) -> None:
     """Begin a project in DIR: config.yaml, README.md, .gitignore, and modules of your own where it needs some.
 
-    KIND is images, table, signal, text, segmentation, regression or own. Without --data the project learns from data
-    that everybody has. --data names a folder per class (images, signal), a folder with labels.csv (images), the folders
-    images and masks (segmentation), or a table with a header (table, text, regression): classes, channels, sizes, mean,
-    std and columns are filled in, and what was guessed is printed. Nothing is overwritten.
+    KIND is images, table, signal, text, segmentation, regression or own. Without --data the project learns from shipped
+    data. --data names a folder per class (images, signal), a folder with labels.csv (images), the folders images and
+    masks (segmentation), or a table with a header (table, text, regression): classes, channels, sizes, mean, std and
+    columns are filled in, and guesses are printed. Nothing is overwritten.
     """
     from deeplightning.cli.guess import Columns
     from deeplightning.cli.init import init as begin

@@ -247,16 +247,12 @@ def runs(
 ) -> None:
     """List runs, the newest first; remove those that are not wanted.
 
-    A line has id, status, start (UTC), experiment, name, result and folder; a terminal shows a table, without the last
-    of what has no room. A trial that its search has given up is
-    PRUNED, which is an end as good as any: --clean alone leaves it. Running ones are never removed, and nothing
-    is without --delete; files only of runs that this store keeps on this machine. A run whose process was killed on
-    this machine is written as FAILED first, or shown as DEAD where the store cannot be written. With --sync nothing is
-    listed: what runs logged that ended before their store had all of it is sent, of other machines too once they were
-    silent for a day.
-
-    --last prints the folder of the newest run and nothing else: exit code 4 if there is none. Wherever a verb takes a
-    RUN, the word `last` means the newest one.
+    A line has id, status, start (UTC), experiment, name, result and folder; a table on a terminal leaves out what has no
+    room. Nothing is removed without --delete, running runs never, and files only of runs that this store keeps on this
+    machine. Trials that a search stopped early are PRUNED; --clean alone does not remove them. A run whose process was
+    killed is FAILED, or shown as DEAD where the store cannot be written. --sync lists nothing: it sends what ended runs
+    have left unsent, of other machines too once they were silent for a day. --last prints the folder of the newest run;
+    exit code 4 if there is none.
     """
     from deeplightning.cli import listing as of
 

@@ -89,7 +89,9 @@ def test_the_head_of_a_page_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(reference_pages, "FOLDER", tmp_path)
     (tmp_path / "check.md").write_text(f"# Mine\n\n{reference_pages.START}\nold")
     renewed = reference_pages.renewed("check")
-    assert renewed.startswith(f"# Mine\n\n{reference_pages.START}\n\n## Settings that exclude each other\n\n| Together |")
+    assert renewed.startswith(
+        f"# Mine\n\n{reference_pages.START}\n\n## Settings that exclude each other\n\n| Together |"
+    )
     assert "old" not in renewed.split()
 
 
