@@ -10,14 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from deeplightning.checks.conditions import (
-    averages_of,
+    averages,
     clips_by,
     clips_by_other_norm,
     communication_hook,
     is_sharded,
     lacks_fused_kernel,
     lacks_nvme_folder,
-    lacks_weights,
     leaves_processes_over,
     loses_eps,
     names_another_stage,
@@ -41,21 +40,21 @@ class Rule:
 
     Attributes:
         key: the key at which the fault is reported.
-        other: the key that it does not go with.
         when: the two settings, in words.
         why: the reason, in words that follow a colon.
         remedy: what to do.
         broken: whether a config, with the engine that was asked for, has them both.
+        other: the key that it does not go with.
         exit_code: 2 where the config is wrong, 3 where the machine lacks something, 4 where weights are missing.
         at_start: it ends a run, and is no more than a warning in `check`: the config may be meant for another machine.
     """
 
     key: str
-    other: str
     when: str
     why: str
     remedy: str
     broken: Broken
+    other: str = "engine.backend"
     exit_code: int = 2
     at_start: bool = False
 
@@ -63,7 +62,6 @@ class Rule:
 RULES = [
     Rule(
         "train.gradient_clip.algorithm",
-        "engine.backend",
         "clip by value, DeepSpeed",
         "DeepSpeed clips by norm only",
         "set `train.gradient_clip.algorithm=norm`",
@@ -71,7 +69,6 @@ RULES = [
     ),
     Rule(
         "train.gradient_clip.algorithm",
-        "engine.backend",
         "adaptive clipping (`agc`), fsdp or DeepSpeed",
         "no process holds a complete weight, whose norm it needs",
         "set `train.gradient_clip.algorithm=norm`, or use ddp",
@@ -79,7 +76,6 @@ RULES = [
     ),
     Rule(
         "model.scheduler",
-        "engine.backend",
         "`warmup`, DeepSpeed",
         "DeepSpeed steps the optimizer itself, at a rate that cannot be scaled for one step",
         "set a schedule that warms up, such as OneCycleLR, or use fsdp or ddp",
@@ -87,7 +83,6 @@ RULES = [
     ),
     Rule(
         "logger.gradient_norm",
-        "engine.backend",
         "`gradient_norm`, fsdp or DeepSpeed",
         "no process holds a complete gradient",
         "set `logger.gradient_norm=false`, or use ddp",
@@ -95,7 +90,6 @@ RULES = [
     ),
     Rule(
         "train.gradient_clip.norm_type",
-        "engine.backend",
         "clip by another norm than 2, DeepSpeed or fsdp",
         "it knows the second norm only, and would ignore this one",
         "set `train.gradient_clip.norm_type=2`",
@@ -103,7 +97,6 @@ RULES = [
     ),
     Rule(
         "model.optimizer",
-        "engine.backend",
         "two optimizers, DeepSpeed",
         "DeepSpeed drives one optimizer",
         "use `engine.backend=ddp`",
@@ -111,7 +104,6 @@ RULES = [
     ),
     Rule(
         "train.accumulator_epoch",
-        "engine.backend",
         "accumulation that begins later, DeepSpeed",
         "DeepSpeed accumulates from the first batch on, or not at all",
         "set `train.accumulator_epoch=0`",
@@ -121,32 +113,31 @@ RULES = [
     ),
     Rule(
         "train.accumulator_factor",
-        "model.module",
         "accumulation, a task that steps its optimizers itself",
         "Lightning cannot accumulate for it",
         "set `train.accumulator_factor=1`",
         lambda cfg, _: cfg.train.accumulator_factor > 1 and steps_itself(cfg),
+        other="model.module",
     ),
     Rule(
         "train.gradient_clip",
-        "model.module",
         "clipping, a task that steps its optimizers itself",
         "Lightning cannot clip for it",
         "call `self.clip_gradients` in its training_step, and set this to null",
         lambda cfg, _: cfg.train.gradient_clip is not None and steps_itself(cfg),
+        other="model.module",
     ),
     Rule(
         "train.seeds",
-        "train.resume_ckpt",
         "several seeds, a checkpoint to resume from",
         "runs that continue the same training are no independent runs",
         "set `train.resume_ckpt=null` (the same command continues interrupted runs by itself), or begin all with the "
         "weights of `model.init_from`",
         lambda cfg, _: (cfg.train.seeds or 1) > 1 and cfg.train.resume_ckpt is not None,
+        other="train.resume_ckpt",
     ),
     Rule(
         "engine.precision",
-        "engine.backend",
         "precision 64, DeepSpeed or fsdp",
         "it computes in 32, 16 and bf16",
         "set `engine.precision=32`, or `engine.backend=ddp`",
@@ -154,7 +145,6 @@ RULES = [
     ),
     Rule(
         "engine.precision",
-        "engine.backend",
         "precision 16-mixed, fsdp",
         "it computes in 32 and bf16, or in 16 throughout",
         "set `engine.precision=bf16` or `16-true`, or a DeepSpeed backend",
@@ -164,7 +154,6 @@ RULES = [
     ),
     Rule(
         "engine.precision",
-        "engine.backend",
         "precision 16-true, DeepSpeed over CPU processes",
         "it scales the loss on GPUs only, and 16 bits without a scale lose small gradients",
         "set `engine.precision=bf16`",
@@ -172,7 +161,6 @@ RULES = [
     ),
     Rule(
         "engine.precision",
-        "engine.backend",
         "precision `deepspeed`, another engine",
         "the word means 16 bits as DeepSpeed computes them",
         "set `engine.precision=16`, or a DeepSpeed backend",
@@ -180,7 +168,6 @@ RULES = [
     ),
     Rule(
         "engine.params.stage",
-        "engine.backend",
         "another stage than the word says, DeepSpeed",
         "the word names the stage",
         "remove it, and choose the stage by `engine.backend`",
@@ -188,7 +175,6 @@ RULES = [
     ),
     Rule(
         "engine.params.precision_plugin",
-        "engine.backend",
         "a gradient scaler of one's own, DeepSpeed",
         "DeepSpeed scales the loss itself",
         "remove it; `engine.params` takes DeepSpeed's `initial_scale_power`, `loss_scale_window` and their kin",
@@ -196,7 +182,6 @@ RULES = [
     ),
     Rule(
         "model.optimizer.type",
-        "engine.backend",
         "LBFGS, DeepSpeed or fsdp",
         "LBFGS asks for the loss again and again within one step, which a sharded engine cannot give",
         "use another optimizer, or `engine.backend=ddp`",
@@ -204,23 +189,22 @@ RULES = [
     ),
     Rule(
         "model.optimizer.type",
-        "train.accumulator_factor",
         "LBFGS, accumulation",
         "LBFGS asks for the loss again within one step, where only the last of the accumulated batches is at hand",
         "set `train.accumulator_factor=1` and a larger `data.batch_size`, or use another optimizer",
         lambda cfg, _: cfg.train.accumulator_factor > 1 and uses_optimizer(cfg, "LBFGS") and "train" in cfg.stages,
+        other="train.accumulator_factor",
     ),
     Rule(
         "model.optimizer.type",
-        "engine.precision",
         "LBFGS, precision 16-mixed",
         "the loss cannot be scaled for an optimizer that computes it again within one step",
         "set `engine.precision=32`, or bf16",
         lambda cfg, _: cfg.engine.precision in (16, "16-mixed") and uses_optimizer(cfg, "LBFGS"),
+        other="engine.precision",
     ),
     Rule(
         "engine.precision",
-        "model.optimizer",
         "precision 16-true, an optimizer with `eps` below 1e-7 (the default of Adam and its kin), no DeepSpeed",
         "half precision rounds that eps to 0, and the weights become NaN within a few steps",
         "set `eps: 1e-4` in the optimizer's params, or `engine.precision=16` or bf16",
@@ -230,42 +214,42 @@ RULES = [
             and "train" in cfg.stages
             and loses_eps(cfg)
         ),
+        other="model.optimizer",
     ),
     Rule(
         "engine.processes",
-        "engine.gpus",
         "several CPU processes, GPUs",
         "`processes` counts CPU processes; there is one process for each GPU",
         "remove one of the two",
         lambda cfg, _: cfg.engine.gpus is not None and cfg.engine.processes > 1,
+        other="engine.gpus",
     ),
     Rule(
         "engine.params.process_group_backend",
-        "engine.gpus",
         "nccl, no GPU",
         "nccl needs GPUs",
         "over CPU processes it is gloo",
         lambda cfg, _: cfg.engine.params.get("process_group_backend") == "nccl" and cfg.engine.gpus is None,
+        other="engine.gpus",
     ),
     Rule(
         "engine.params.ddp_comm_hook",
-        "engine.gpus",
         "16-bit reduction, no GPU",
         "gloo, which CPU processes use, sums numbers of 32 bits",
         "remove it",
         lambda cfg, _: "16" in communication_hook(cfg) and cfg.engine.gpus is None,
+        other="engine.gpus",
     ),
     Rule(
         "engine.sync_batchnorm",
-        "engine.gpus",
         "batch norm over all processes, no GPU",
         "torch synchronises batch norm on GPUs only",
         "set it to false",
         lambda cfg, _: cfg.engine.sync_batchnorm and cfg.engine.gpus is None,
+        other="engine.gpus",
     ),
     Rule(
         "engine.params",
-        "engine.backend",
         "parameters of the strategy, no backend",
         "there is no strategy to give them to",
         "set `engine.backend`, or remove them",
@@ -273,7 +257,6 @@ RULES = [
     ),
     Rule(
         "model.optimizer.type",
-        "engine.gpus",
         "a fused optimizer of DeepSpeed or Apex, no GPU",
         "its step is a CUDA kernel, and there is no CUDA device in use",
         "set `engine.gpus`, or use torch's own optimizer, which `fused: true` fuses too",
@@ -284,18 +267,18 @@ RULES = [
         ),
         exit_code=3,
         at_start=True,
+        other="engine.gpus",
     ),
     Rule(
         "engine.backend",
-        "engine.gpus",
         "an NVMe disk, several CPU processes",
         "it relieves the memory of GPUs, and there are none",
         "use a backend without `_nvme`",
         lambda cfg, _: cfg.engine.gpus is None and (cfg.engine.backend or "").endswith("_nvme"),
+        other="engine.gpus",
     ),
     Rule(
         "engine.params.nvme_path",
-        "engine.backend",
         "an NVMe disk, no such folder",
         "there is no such folder on this machine (where none is given, /local_nvme is meant)",
         "set `engine.params.nvme_path` to one on the disk, or use a backend without `_nvme`",
@@ -304,7 +287,6 @@ RULES = [
     ),
     Rule(
         "engine.channels_last",
-        "engine.backend",
         "`channels_last`, fsdp or DeepSpeed",
         "they keep parameters flat, where there are no channels",
         "leave out `engine.channels_last`, or use ddp",
@@ -312,7 +294,6 @@ RULES = [
     ),
     Rule(
         "logger.histograms",
-        "engine.backend",
         "histograms, fsdp or ZeRO stage 3",
         "no process holds a complete parameter",
         "remove `logger.histograms`, or use ddp",
@@ -322,73 +303,61 @@ RULES = [
     ),
     Rule(
         "train.overfit",
-        "train.limit_batches",
         "`overfit`, `limit_batches`",
         "both say how many batches there are",
         "remove one of the two",
         lambda cfg, _: cfg.train.overfit is not None and cfg.train.limit_batches is not None,
+        other="train.limit_batches",
     ),
     Rule(
         "train.fast",
-        "train.resume_ckpt",
         "`fast`, a run that resumes",
         "its one batch would come after those of a checkpoint, and it saves none itself",
         "set `train.resume_ckpt=null`, or `train.fast=false`",
         lambda cfg, _: cfg.train.fast and cfg.train.resume_ckpt is not None and "train" in cfg.stages,
+        other="train.resume_ckpt",
     ),
     Rule(
         "train.callbacks",
-        "engine.backend",
-        "averaged weights (EMA, SWA), fsdp or DeepSpeed",
+        "averaged weights (EMA), fsdp or DeepSpeed",
         "each process holds parts of the weights, and its checkpoint is put together without the averages",
         "use `engine.backend=ddp`, or remove the callback",
-        lambda cfg, asked: is_sharded(asked) and bool(averages_of(cfg)) and "train" in cfg.stages,
+        lambda cfg, asked: is_sharded(asked) and averages(cfg),
     ),
     Rule(
         "train.callbacks",
-        "engine.precision",
-        "averaged weights (EMA, SWA), precision 16-true or bf16-true",
+        "averaged weights (EMA), precision 16-true or bf16-true",
         "16 bits round the small steps of an average to nothing",
         "set `engine.precision=bf16` or `16`, which keep weights in 32 bits",
-        lambda cfg, _: (
-            cfg.engine.precision in ("16-true", "bf16-true") and bool(averages_of(cfg)) and "train" in cfg.stages
-        ),
-    ),
-    Rule(
-        "train.callbacks",
-        "stages",
-        "EMA, SWA",
-        "a run has one kind of averaged weights, which its checkpoints hold",
-        "remove one of the two from `train.callbacks`",
-        lambda cfg, _: len(averages_of(cfg)) > 1 and "train" in cfg.stages,
+        lambda cfg, _: cfg.engine.precision in ("16-true", "bf16-true") and averages(cfg),
+        other="engine.precision",
     ),
     Rule(
         "serve.precision",
-        "serve.device",
         "a server in int8, GPUs",
         "the int8 model is made for CPUs",
         "set `serve.precision=fp16`, or `serve.device=cpu`",
         lambda cfg, _: cfg.serve.precision == "int8" and cfg.serve.device.startswith("cuda"),
+        other="serve.device",
     ),
     Rule(
         "serve.precision",
-        "serve.device",
         "a server in fp16, the CPU",
         "a CPU computes in 32 bits faster",
         "set `serve.precision=fp32` or `int8`, or `serve.device=cuda`",
         lambda cfg, _: cfg.serve.precision == "fp16" and cfg.serve.device == "cpu",
+        other="serve.device",
     ),
     Rule(
         "serve.tensorrt",
-        "serve.device",
         "TensorRT, the CPU",
         "TensorRT compiles for GPUs only",
         "set `serve.tensorrt=false`, or `serve.device=cuda`",
         lambda cfg, _: cfg.serve.tensorrt and cfg.serve.device == "cpu",
+        other="serve.device",
     ),
     Rule(
         "engine.compile",
-        "engine.backend",
         "`compile: graphs`, fsdp or DeepSpeed",
         "they have hooks in the network, which a recorded step would not call",
         "set `engine.compile=reduce-overhead`, or use ddp",
@@ -396,39 +365,38 @@ RULES = [
     ),
     Rule(
         "engine.params.tensor_parallel",
-        "engine.processes",
         "`tensor_parallel`, another number of processes than a multiple of it",
         "the processes form groups of that size, and each group computes one batch",
         "set `engine.gpus` or `engine.processes` to a multiple of it",
         lambda cfg, _: leaves_processes_over(cfg),
+        other="engine.processes",
     ),
     Rule(
         "engine.params.tensor_parallel",
-        "engine.compile",
         "`tensor_parallel`, `compile`",
         "a split layer has hooks that exchange tensors, which are not compiled",
         "set `engine.compile=false`",
         lambda cfg, asked: splits_layers(asked) and cfg.engine.compile not in (False, None),
+        other="engine.compile",
     ),
     Rule(
         "engine.params.tensor_parallel",
-        "engine.sync_batchnorm",
         "`tensor_parallel`, batch norm over all processes",
         "the processes of a group have the same samples, and batch norm would count them twice",
         "set `engine.sync_batchnorm=false`",
         lambda cfg, asked: splits_layers(asked) and cfg.engine.sync_batchnorm,
+        other="engine.sync_batchnorm",
     ),
     Rule(
         "engine.params.tensor_parallel",
-        "model.module",
         "`tensor_parallel`, a task that steps its optimizers itself",
         "it may draw random numbers by rank, and the processes of a group must compute the same",
         "leave out `engine.params.tensor_parallel`",
         lambda cfg, asked: splits_layers(asked) and "train" in cfg.stages and steps_itself(cfg),
+        other="model.module",
     ),
     Rule(
         "engine.fused",
-        "engine.backend",
         "`fused: true`, fsdp or DeepSpeed",
         "parameters are shared out, for which torch has no fused kernel of every optimizer",
         "set `engine.fused=auto`, or use ddp",
@@ -436,43 +404,42 @@ RULES = [
     ),
     Rule(
         "engine.fused",
-        "engine.precision",
         "`fused: true`, precision 16-mixed",
         "a fused optimizer leaves out a step inside its kernel where the scaled gradients overflow: nothing can clip "
         "them, and a schedule by steps would count it",
         "set `engine.fused=auto`, or `engine.precision=bf16`",
         lambda cfg, _: cfg.engine.fused is True and cfg.engine.precision in (16, "16-mixed"),
+        other="engine.precision",
     ),
     Rule(
         "engine.fused",
-        "model.optimizer.type",
         "`fused: true`, an optimizer of torch's without a fused kernel",
         "torch has fused kernels of Adam, AdamW, Adagrad and SGD",
         "set `engine.fused=auto`",
         lambda cfg, _: cfg.engine.fused is True and lacks_fused_kernel(cfg),
+        other="model.optimizer.type",
     ),
     Rule(
         "data.fold",
-        "data.num_splits",
         "a fold, no or fewer parts",
         "folds are counted from 0 to data.num_splits - 1",
         "set `data.num_splits`, or a smaller fold",
         lambda cfg, _: cfg.data.fold >= (cfg.data.num_splits or 1) and cfg.data.num_splits not in (0, 1),
+        other="data.num_splits",
     ),
     *(
         Rule(
             f"data.loader.{name}",
-            "data.num_workers",
             f"`{name}`, no workers",
             "it is about loader processes, and there are none",
             "set `data.num_workers`, or remove it",
             lambda cfg, _, name=name: cfg.data.num_workers == 0 and bool(cfg.data.loader.get(name)),  # type: ignore[misc]
+            other="data.num_workers",
         )
         for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context")
     ),
     Rule(
         "test.ckpt",
-        "train.checkpoint.monitor",
         "the best weights after training, no metric",
         "no metric says which weights are best",
         "set `train.checkpoint.monitor`, or `test.ckpt=last`",
@@ -482,15 +449,16 @@ RULES = [
             and "train" in cfg.stages
             and len(cfg.stages) > 1
         ),
+        other="train.checkpoint.monitor",
     ),
     Rule(
         "test.ckpt",
-        "stages",
         "validate, test or predict without train, no weights",
         "without training there must be weights to use",
         "set `test.ckpt` to a path, RUN, best or last",
-        lambda cfg, _: lacks_weights(cfg),
+        lambda cfg, _: "train" not in cfg.stages and bool(cfg.stages) and cfg.test.ckpt is None,
         exit_code=4,
+        other="stages",
     ),
 ]
 

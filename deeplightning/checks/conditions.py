@@ -51,12 +51,12 @@ def lacks_fused_kernel(cfg: Config) -> bool:
     )
 
 
-AVERAGES = ("deeplightning.callbacks.average.EMA", "deeplightning.callbacks.average.SWA")
+EMA = "deeplightning.callbacks.average.EMA"
 
 
-def averages_of(cfg: Config) -> list[str]:
-    """Return the callbacks of ours that average weights, by class name."""
-    return [c.type.rpartition(".")[2] for c in cfg.train.callbacks if isinstance(c, Target) and c.type in AVERAGES]
+def averages(cfg: Config) -> bool:
+    """Return whether a training averages its weights by the callback of ours."""
+    return "train" in cfg.stages and any(isinstance(c, Target) and c.type == EMA for c in cfg.train.callbacks)
 
 
 def warms_up(cfg: Config) -> bool:
@@ -127,10 +127,6 @@ def loses_eps(cfg: Config) -> bool:
         if any(isinstance(eps, int | float) and eps < LEAST_EPS for eps in given):
             return True
     return False
-
-
-def lacks_weights(cfg: Config) -> bool:
-    return "train" not in cfg.stages and bool(cfg.stages) and cfg.test.ckpt is None
 
 
 def has_convolutions(cfg: Config) -> bool:

@@ -153,7 +153,7 @@ _noted: set[str] = set()
 
 @dataclass(frozen=True)
 class RunConfig(Text):
-    """The config of a run, read once. `deeplightning.checks.check` admits the tree that it builds from.
+    """The config of a run, read once. `deeplightning.checks.examine` admits the tree that it builds from.
 
     Attributes:
         is_trusted: whether this user started the run on this machine, or trusts all of it.

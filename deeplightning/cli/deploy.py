@@ -10,8 +10,8 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 
-from deeplightning.checks.check import section
 from deeplightning.checks.combinations import server_conflicts
+from deeplightning.checks.examine import section
 from deeplightning.checks.trust import RunConfig, entry, refuse_links, run_config
 from deeplightning.config.schema import Serve, keys
 from deeplightning.config.source import Source, read

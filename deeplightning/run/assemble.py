@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from deeplightning.checks.check import OWN_LOADERS
+from deeplightning.checks.examine import OWN_LOADERS
 from deeplightning.config.schema import Config, LimitBatches
 from deeplightning.config.target import build
 from deeplightning.engine.plan import clip_arguments, trainer_arguments

@@ -1,4 +1,4 @@
-"""Annotations and defaults read from source, as the live hints and values that they stand for."""
+"""Annotations and defaults read from source, as the live hints and values that they stand for; what a call returns."""
 
 import ast
 import types
@@ -8,8 +8,17 @@ from typing import Any
 
 from deeplightning.static.bindings import Module
 from deeplightning.static.names import Names
-from deeplightning.static.signature import UNKNOWN, Options, allowed_by
-from deeplightning.static.symbol import UNKNOWABLE, Frame, Thing, is_type_variable, nominal
+from deeplightning.static.signature import UNKNOWN, Instance, Options, Undecided, allowed_by
+from deeplightning.static.symbol import (
+    UNKNOWABLE,
+    Frame,
+    Functions,
+    Thing,
+    is_type_variable,
+    live_class,
+    nominal,
+    role_of_function,
+)
 
 TENSOR = types.new_class("Tensor", exec_body=lambda space: space.update(__module__="torch"))
 """Stands for `torch.Tensor`, which is mostly written in C++."""
@@ -119,3 +128,60 @@ def _known(name: str, module: Module) -> type | None:
     if source in ("torch", "torch._tensor"):
         return TENSOR
     return CONFIG if source.startswith("deeplightning.config.") else None
+
+
+# ---- what a call returns
+
+_VAGUE = ("typing", "collections.abc", "abc")
+
+
+def instance(names: Names, thing: Thing) -> Instance:
+    """Return what is known of the instances of a class."""
+    line, complete = names.line(thing)
+    return Instance(tuple(t.path for t in line), complete, lambda: _forward(names, thing))
+
+
+def _forward(names: Names, thing: Thing) -> tuple[int, float] | None:
+    """Return the least and the largest number of positional arguments of a module's `forward`; None: unknown."""
+    try:
+        found = names.attribute(thing, "forward")
+    except UNKNOWABLE:
+        return None
+    if found.live is not None or not isinstance(found.node, ast.FunctionDef) or found.node.decorator_list:
+        return None
+    arguments = found.node.args
+    positional = len(arguments.posonlyargs) + len(arguments.args) - 1  # without self
+    if None in arguments.kw_defaults:
+        return None
+    return positional - len(arguments.defaults), float("inf") if arguments.vararg else positional
+
+
+def returned(names: Names, thing: Thing) -> list[Thing]:
+    """Return the classes that a function's annotation says it may return.
+
+    Raises:
+        Undecided: it has none, or one that leaves open what comes.
+    """
+    node = thing.node
+    if thing.live is not None or not isinstance(node, Functions) or role_of_function(node) == "property":
+        raise Undecided("it does not tell what it returns")
+    if isinstance(node, ast.AsyncFunctionDef):
+        return [live_class(types.CoroutineType)]
+    found = hint(names, node.returns, Frame(names.home(thing))) if node.returns is not None else Any
+    if found is typing.Self:
+        return names.line(thing.owner)[0][:1] if thing.owner is not None else []
+    options = typing.get_args(found) if typing.get_origin(found) in (typing.Union, types.UnionType) else [found]
+    things = [_class_of(option) for option in options]
+    if None in things:
+        raise Undecided("its annotation does not tell what it returns")
+    return [each for each in things if each is not None]
+
+
+def _class_of(option: Any) -> Thing | None:
+    """Return the class that an instance certainly has: no protocol and no abstract class."""
+    option = typing.get_origin(option) or option
+    if not isinstance(option, type):
+        return None
+    if not issubclass(option, ReadClass):
+        return None if option.__module__ in _VAGUE or option is object else live_class(option)
+    return None if {"typing.Protocol", "abc.ABC"} & {*option.paths} else option.thing

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from deeplightning import own_code
 from deeplightning.faults import Missing, nearest, no_module, refuse_moved
+from deeplightning.static.annotations import instance, returned
 from deeplightning.static.bindings import Broken, Defined, Module, contains_word
 from deeplightning.static.from_source import Signatures
 from deeplightning.static.names import Names, Texts
-from deeplightning.static.return_types import Made, instance
 from deeplightning.static.signature import Instance, Signature, Undecided
 from deeplightning.static.symbol import UNKNOWABLE, Absent, Failing, Frame, Functions, Kind, Lacking, Thing
 from deeplightning.static.task_source import TaskSource
@@ -126,14 +126,14 @@ class Definition(TaskSource):
         return [thing.path for thing in line], complete
 
     def makes(self) -> list[Instance]:
-        """Return what calling it gives: an instance of the class, or one of what the function may return.
+        """Return what calling it gives: an instance of the class, or of each class that a function's annotation names.
 
         Raises:
             Undecided: that cannot be known without calling it.
         """
         if self.kind == "class":
             return [instance(self._names, self._thing)]
-        made = self._names.guarded(lambda: Made(self._names).of(self._thing))
+        made = self._names.guarded(lambda: returned(self._names, self._thing))
         return [instance(self._names, thing) for thing in made]
 
     def signature(self) -> Signature:

@@ -1,15 +1,26 @@
 """What classes and functions take, read from their source."""
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from deeplightning.static.annotations import allowed, plain
-from deeplightning.static.decorators import changes_subclasses, role_of_function, words_beside
-from deeplightning.static.names import Names
+from deeplightning.static.names import KEEPING, Names
 from deeplightning.static.signature import UNKNOWN, Parameter, Signature, Undecided, of_object
-from deeplightning.static.symbol import UNKNOWABLE, Frame, Functions, Thing, first_argument
-from deeplightning.static.uses import Call, Uses, is_it, uses_of
+from deeplightning.static.symbol import (
+    UNKNOWABLE,
+    Frame,
+    Functions,
+    Thing,
+    first_argument,
+    inside,
+    role_of,
+    role_of_function,
+)
+from deeplightning.static.uses import Call, is_it, uses_of
+
+_RENAMING = "torchvision.models._utils.handle_legacy_interface"
+"""Takes older names of parameters, its texts, beside those of the function."""
 
 
 class Signatures:
@@ -139,39 +150,29 @@ class Handed:
         if self.node.args.kwarg is None:
             return Signature(tuple(own), variadic=variadic)
         uses = uses_of(self.node, self.node.args.kwarg.arg)
-        later = [part for attribute in uses.kept for part in self.later(attribute)]
-        calls = [(self, call) for call in uses.calls]
-        calls += [(place, replace(call, certain=False)) for place, inside in later for call in inside.calls]
         more: dict[str, Parameter] = {}
         first: list[Parameter] = []
-        why: list[str | None] = []  # others cannot be judged
-        for place, call in calls:
+        why = [uses.other and f"{self.node.name} {uses.other}"]  # others cannot be judged
+        for call in uses.calls:
             try:
-                taken, position = place.of_call(call, sure=len(calls) == 1 and not uses.adds)
+                taken, position = self.of_call(call, sure=len(uses.calls) == 1 and not uses.adds)
             except UNKNOWABLE as error:
                 why.append(f"`{ast.unparse(call.node.func)[:60]}`, which takes the others, is not known: {error}")
                 continue
             why.append(taken.rest)
             for parameter in taken.parameters:
                 more[parameter.name] = _either(more.get(parameter.name, parameter), parameter)
-            if position and place is self and len(calls) == 1:
+            if position and len(uses.calls) == 1:
                 first, variadic = [p for p in taken.parameters if p.position], taken.variadic
-        words: set[str] = set()
-        for place, inside in [(self, uses), *later]:
-            words |= inside.words
-            why.append(inside.other and f"{self.node.name} {inside.other}")
-            if inside.dynamic:
-                why.append(f"{self.node.name} looks up names that show only when it is run")
-            for node, at in inside.passed:
-                found = place.helper(node, at)
-                words |= found or set()
-                if found is None:
-                    why.append(
-                        f"{self.node.name} hands `{self.node.args.kwarg.arg}` to `{ast.unparse(node.func)[:40]}`"
-                    )
-        if uses.kept and not calls:
-            why.append(f"{self.node.name} keeps `{self.node.args.kwarg.arg}` for later")
-        if not calls and not uses.refuses:
+        words = uses.words
+        if uses.dynamic:
+            why.append(f"{self.node.name} looks up names that show only when it is run")
+        for node, at in uses.passed:
+            found = self.helper(node, at)
+            words |= found or set()
+            if found is None:
+                why.append(f"{self.node.name} hands `{self.node.args.kwarg.arg}` to `{ast.unparse(node.func)[:40]}`")
+        if not uses.calls and not uses.refuses:
             why.append("it takes any other keyword and ignores it")
         for word in sorted(words):
             more[word] = replace(more.get(word, Parameter(word, position=False)), required=False)
@@ -185,18 +186,6 @@ class Handed:
             *(replace(p, position=False) for p in more.values() if p.name not in known and p.keyword),
         ]
         return Signature(tuple(ordered), next(filter(None, why), None), variadic)
-
-    def later(self, attribute: str) -> Iterator[tuple["Handed", Uses]]:
-        """Return what the methods of the class do with `**kwargs` that have become an attribute."""
-        for position, each in enumerate(self.frame.line):
-            if each.live is not None:
-                continue
-            for node in each.node.body:
-                if not isinstance(node, Functions) or (first := first_argument(node)) is None:
-                    continue
-                uses = uses_of(node, f"{first}.{attribute.rpartition('.')[2]}")
-                frame = replace(self.frame, module=self.names.home(each), function=node, position=position)
-                yield Handed(self.signatures, frame), uses
 
     def own(self) -> list[Parameter]:
         arguments = self.node.args
@@ -306,3 +295,38 @@ def _makes_its_own(new: Functions) -> bool:
     return bool(names & {first_argument(new), "super"}) or any(
         isinstance(node, ast.Attribute) and node.attr == "__new__" for node in ast.walk(new)
     )
+
+
+def words_beside(names: Names, node: ast.ClassDef | Functions, frame: Frame) -> set[str]:
+    """Return the words that a class or function takes by its decorators, beside those that its own source shows.
+
+    Raises:
+        Undecided: a decorator may change what it takes.
+    """
+    words = set[str]()
+    for decorator in node.decorator_list:
+        path = names.real_path(decorator, frame)
+        if path == _RENAMING:
+            words |= {n.value for n in ast.walk(decorator) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+        elif role_of(decorator) is None and path not in {*KEEPING, "dataclasses.dataclass"}:
+            raise Undecided(f"@{ast.unparse(decorator)[:60]} may change what it takes")
+    return words
+
+
+_CONSTRUCTORS = {"__init__", "__new__", "__signature__"}
+_HARMLESS = {"super", "setattr"}
+
+
+def changes_subclasses(node: ast.ClassDef) -> bool:
+    """Return whether `__init_subclass__` of a class gives the subclass to a function as a statement of its own, or
+    names its constructor."""
+    methods = [each for each in node.body if isinstance(each, Functions) and each.name == "__init_subclass__"]
+    for part in inside(methods[0].body) if methods else ():
+        match part:
+            case ast.Attribute(attr=word) | ast.Constant(value=word) if word in _CONSTRUCTORS:
+                return True
+            case ast.Expr(value=ast.Call() as call) | ast.Assign(value=ast.Call() as call):
+                given = {getattr(each, "id", None) for each in call.args}
+                if first_argument(methods[0]) in given and getattr(call.func, "id", None) not in _HARMLESS:
+                    return True
+    return not methods  # it is no plain method

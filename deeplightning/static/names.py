@@ -41,15 +41,17 @@ _HELD = (
     "operator", "os", "os.path", "types", "typing",
 )  # fmt: skip
 
-# Decorators that leave alone what a function takes, beside those whose source shows it.
+# Decorators that leave alone what a function takes.
 KEEPING = {
     "abc.abstractmethod", "contextlib.contextmanager", "contextlib.asynccontextmanager", "functools.cache",
-    "functools.lru_cache", "functools.total_ordering", "torch.autograd.grad_mode.enable_grad",
-    "torch.autograd.grad_mode.inference_mode", "torch.autograd.grad_mode.no_grad",
-    "transformers.utils.auto_docstring.auto_docstring", "typing.final", "typing.no_type_check", "typing.overload",
-    "typing.runtime_checkable", "typing_extensions.deprecated", "typing_extensions.final",
-    "typing_extensions.overload", "typing_extensions.override", "typing_extensions.runtime_checkable",
-    "warnings.deprecated",
+    "functools.lru_cache", "functools.total_ordering", "functools.wraps",
+    "pytorch_lightning.utilities.argparse._defaults_from_env_vars", "sklearn.utils._param_validation.validate_params",
+    "torch.autograd.grad_mode.enable_grad", "torch.autograd.grad_mode.inference_mode",
+    "torch.autograd.grad_mode.no_grad", "torchvision.models._api.register_model",
+    "torchvision.models._utils.kwonly_to_pos_or_kw", "transformers.utils.auto_docstring.auto_docstring", "typing.final",
+    "typing.no_type_check", "typing.overload", "typing.runtime_checkable", "typing_extensions.deprecated",
+    "typing_extensions.final", "typing_extensions.overload", "typing_extensions.override",
+    "typing_extensions.runtime_checkable", "warnings.deprecated",
 }  # fmt: skip
 
 

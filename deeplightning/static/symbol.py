@@ -138,3 +138,21 @@ def inside(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
         yield node
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
             waiting += ast.iter_child_nodes(node)
+
+
+def role_of(decorator: ast.expr) -> str | None:
+    match decorator:
+        case ast.Name(id="staticmethod" | "classmethod" | "property" as word):
+            return word
+        case ast.Attribute(attr="setter" | "getter" | "deleter") | ast.Name(id="cached_property"):
+            return "property"
+        case ast.Attribute(attr="cached_property" | "abstractproperty"):
+            return "property"
+    return None
+
+
+def role_of_function(node: Functions) -> str | None:
+    roles = [role for d in node.decorator_list if (role := role_of(d))]
+    if node.name in ("__init_subclass__", "__class_getitem__"):
+        roles.append("classmethod")
+    return roles[0] if roles else None

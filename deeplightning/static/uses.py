@@ -32,7 +32,6 @@ class Uses:
         refuses: whether anything left over is an error.
         adds: whether names are put into it.
         dynamic: whether names are looked up in it that are not literal.
-        kept: attributes of the instance that it becomes.
         other: anything else, in words.
     """
 
@@ -42,7 +41,6 @@ class Uses:
     refuses: bool = False
     adds: bool = False
     dynamic: bool = False
-    kept: set[str] = field(default_factory=set)
     other: str | None = None
 
 
@@ -124,11 +122,6 @@ def _note(path: list[ast.AST], name: str, uses: Uses, certain: bool) -> None:
                 uses.other = uses.other or f"takes names out of `{name}` that show only when it is run"
         case ast.Compare(ops=[ast.In() | ast.NotIn()]) | ast.FormattedValue() | ast.Delete():
             pass
-        case (
-            ast.Assign(targets=[ast.Attribute(value=ast.Name(id=owner), attr=attribute)])
-            | ast.AnnAssign(target=ast.Attribute(value=ast.Name(id=owner), attr=attribute))
-        ) if above.value is place:
-            uses.kept.add(f"{owner}.{attribute}")
         case ast.Assign(value=ast.Name()) if above.value is not place:
             pass
         case _:

@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 
 from deeplightning.callbacks import random_state
-from deeplightning.checks.check import load
+from deeplightning.checks.examine import load
 from deeplightning.config.target import find
 from deeplightning.data.samplers import BatchIndices
 from deeplightning.data.splits import deal

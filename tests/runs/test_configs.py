@@ -19,7 +19,7 @@ from conftest import digest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from deeplightning.checks.check import load
+from deeplightning.checks.examine import load
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/*/*.yaml")])

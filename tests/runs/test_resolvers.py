@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from test_config import SMALL
 
-from deeplightning.checks import check as checks
+from deeplightning.checks import examine as checks
 from deeplightning.config.tree import dump
 
 OWN = """

@@ -16,7 +16,7 @@ import torch
 
 from deeplightning import load_run, model
 from deeplightning.checks import trust
-from deeplightning.checks.check import check
+from deeplightning.checks.examine import check
 from deeplightning.checks.trust import is_own, run_config
 from deeplightning.cli.deploy import command as command_of
 from deeplightning.config.source import read

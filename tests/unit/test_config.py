@@ -14,7 +14,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from deeplightning.checks.check import check, load, section
+from deeplightning.checks.examine import check, load, section
 from deeplightning.config import schema
 from deeplightning.config.plugin_sections import config_class
 from deeplightning.config.source import compose, read

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from test_config import SMALL
 
-from deeplightning.checks.check import load
+from deeplightning.checks.examine import load
 from deeplightning.config import schema
 from deeplightning.config.source import read
 from deeplightning.config.target import build

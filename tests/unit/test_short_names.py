@@ -90,7 +90,7 @@ def test_nothing_is_imported_for_it():
 
 def test_a_foreign_run_gains_nothing_by_a_short_name(tmp_path, monkeypatch):
     """A run's config is judged with the full name: a function of torchvision's that makes a network is refused."""
-    from deeplightning.checks.check import check
+    from deeplightning.checks.examine import check
     from deeplightning.checks.trust import run_config
     from deeplightning.faults import CheckpointError
     from deeplightning.runfolder import RunFolder

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deeplightning.checks.check import OWN_LOADERS, check
+from deeplightning.checks.examine import OWN_LOADERS, check
 from deeplightning.checks.signature_check import Meanings
 from deeplightning.config import other_tools, schema, short_names
 from deeplightning.config.section_kinds import is_bound

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deeplightning.checks.check import check
+from deeplightning.checks.examine import check
 from deeplightning.cli.shipped import write_new
 from deeplightning.config import other_tools
 from deeplightning.config.schema import VERSION

@@ -8,7 +8,7 @@ import yaml
 from deeplightning_migrate.lightning import convert as text_of_lightning
 from deeplightning_migrate.older_systems import text_from
 
-from deeplightning.checks.check import check
+from deeplightning.checks.examine import check
 from deeplightning.cli import cli
 from deeplightning.cli.exit_codes import run_verb
 from deeplightning.config.tree import parse, plain
