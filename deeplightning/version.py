@@ -1,3 +1,3 @@
-"""The version of this program, as the package's metadata have it."""
+"""The version of this program, the one place where it is set; pyproject.toml reads it from here."""
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"

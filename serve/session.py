@@ -98,7 +98,7 @@ def _unusable(device: Device, provider: str, reason: str) -> DeviceError:
     remedy = (
         "install TensorRT 10, or set serve.tensorrt=false"
         if provider == TENSORRT
-        else "see docs/explanation/server.md, GPUs"
+        else "see docs/reference/http.md, GPUs"
     )
     version = onnxruntime.__version__
     return DeviceError(f"{device} ({device.name}) cannot be used by onnxruntime-gpu {version}: {reason}; {remedy}.")

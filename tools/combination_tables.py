@@ -101,21 +101,37 @@ def refusal(setting: Setting, backend: Backend | None, gpus: int | None = None) 
     return next((rule for rule in RULES if rule.broken(cfg, cfg.engine)), None)
 
 
-def engines(gpus: int | None = None) -> str:
-    """Each setting with each engine as a Markdown table, for the manual."""
+AS_BF16 = {"engine.precision": 16}
+
+
+def engines() -> str:
+    """Each setting that not every engine allows, as a Markdown table for the manual; a cell has CPU processes first."""
     rows = [f"| Setting | {' | '.join(ENGINES)} |", "|---" * (len(ENGINES) + 1) + "|"]
+    rest = []
     for setting in SETTINGS:
-        on_cpu = gpus is None and setting.values.get("engine.precision") == 16
-        runs = "as bf16" if on_cpu else "yes"
-        cells = [f"no ({rule.exit_code})" if (rule := refusal(setting, b, gpus)) else runs for b in ENGINES.values()]
+        found = [(answer(setting, b), answer(setting, b, gpus=2)) for b in ENGINES.values()]
+        if {*found} == {("yes", "yes")}:
+            rest.append(setting.words)
+            continue
+        cells = [cpu if cpu == gpu else f"{cpu}; on GPUs {gpu}" for cpu, gpu in found]
         rows.append(f"| {setting.words} | {' | '.join(cells)} |")
-    return "\n".join(rows)
+    return (
+        f"`check` refuses a cell with a number, which is the exit code. All engines allow {', '.join(rest)}.\n\n"
+        + "\n".join(rows)
+    )
+
+
+def answer(setting: Setting, backend: Backend | None, gpus: int | None = None) -> str:
+    """What `check` answers to a setting with a backend, over CPU processes or with GPUs."""
+    if rule := refusal(setting, backend, gpus):
+        return f"no ({rule.exit_code})"
+    return "as bf16" if gpus is None and setting.values == AS_BF16 else "yes"
 
 
 def table() -> str:
     """All rules as a Markdown table, for the manual."""
-    rows = ["| Together | Keys | Exit code | Because | Instead |", "|---|---|---|---|---|"]
+    rows = ["| Together | Keys | Exit code | Instead |", "|---|---|---|---|"]
     for rule in RULES:
         answer = "3; `check` warns" if rule.at_start else rule.exit_code
-        rows.append(f"| {rule.when} | `{rule.key}`, `{rule.other}` | {answer} | {rule.why} | {rule.remedy} |")
+        rows.append(f"| {rule.when} | `{rule.key}`, `{rule.other}` | {answer} | {rule.remedy} |")
     return "\n".join(rows)

@@ -142,13 +142,10 @@ def _meaning(field: Field[object]) -> str:
 
 # ---- engines
 
-ON_CPU = "Over CPU processes, as the tests run each cell. `check` refuses a cell with a number, which is the exit code:"
-ON_GPUS = "On GPUs, by the same rules:"
-
 
 def settings_with_engines() -> str:
     """What each engine answers to each setting."""
-    return f"## Settings with each engine\n\n{ON_CPU}\n\n{engines()}\n\n{ON_GPUS}\n\n{engines(gpus=2)}"
+    return f"## Settings with each engine\n\n{engines()}"
 
 
 # ---- verbs
@@ -302,11 +299,13 @@ def _described(found: Any) -> list[str]:
     for section in found.docstring.parsed if found.docstring else []:
         if section.kind.value == "text":
             parts += [text if text.startswith("- ") else plain(text) for text in section.value.split("\n\n")]
-        elif section.kind.value in ("parameters", "raises", "attributes"):
-            word = {"raises": "Raises"}.get(section.kind.value, "Arguments" if found.is_function else "Attributes")
+        elif section.kind.value in ("parameters", "attributes"):
+            word = "Arguments" if found.is_function else "Attributes"
             names = [getattr(item, "name", None) or item.annotation for item in section.value]
             lines = [f"- `{name}`: {plain(item.description)}" for name, item in zip(names, section.value, strict=True)]
             parts += [f"{word}:", "\n".join(lines)]
+        elif section.kind.value == "raises":
+            parts.append(f"Raises {', '.join(f'`{item.annotation}`' for item in section.value)}.")
         elif section.kind.value == "returns":
             parts += [f"Returns: {' '.join(plain(item.description) for item in section.value)}"]
     return parts
@@ -343,7 +342,8 @@ def exit_codes() -> str:
     for name, error in inspect.getmembers(faults, inspect.isclass):
         if issubclass(error, faults.UserError) and error is not faults.UserError:
             found[error.exit_code] = (f"`{error.exit_code}`", plain(error.__doc__ or ""), f"`{name}`")
-    return rows("Exit code, Meaning, Exception of `deeplightning.faults`", [found[code] for code in sorted(found)])
+    table = rows("Exit code, Meaning, Exception of `deeplightning.faults`", [found[code] for code in sorted(found)])
+    return f"## Exit codes\n\n`deeplightning` and the scripts end with these:\n\n{table}"
 
 
 # ---- words of other tools
@@ -379,14 +379,14 @@ def _ours(new: str) -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     **{name: (lambda name=name: keys(name)) for name in PAGES_OF_KEYS},
-    "conflicts": table,
+    "check": lambda: f"## Settings that exclude each other\n\n{table()}",
     "engines": settings_with_engines,
     "verbs-of-configs": lambda: verbs(of_configs=True),
     "verbs-of-runs": lambda: verbs(of_configs=False),
     "metrics": metrics,
     "http": http,
     "python": python,
-    "exit-codes": exit_codes,
+    "environment": exit_codes,
     "words-of-frameworks": lambda: words_of(are_frameworks=True),
     "words-of-older-systems": lambda: words_of(are_frameworks=False),
 }

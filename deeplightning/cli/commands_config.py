@@ -45,12 +45,12 @@ def _complete_kind(ctx: click.Context, param: click.Parameter, incomplete: str) 
 def init(
     folder: Path, kind: str, data: Path | None, target: str | None, ignore: tuple[str, ...], task: str | None
 ) -> None:
-    """Begin a project in DIR: config.yaml, modules of your own where it needs some, README.md and .gitignore.
+    """Begin a project in DIR: config.yaml, README.md, .gitignore, and modules of your own where it needs some.
 
-    KIND is images, table, signal, text, segmentation, regression or own. Without --data the project learns from data
-    that everybody has. --data names a folder per class (images, signal), a folder with labels.csv (images), the folders
-    images and masks (segmentation), or a table with a header (table, text, regression): classes, channels, sizes, mean,
-    std and columns are filled in, and what was guessed is printed. Nothing is overwritten.
+    KIND is images, table, signal, text, segmentation, regression or own. Without --data the project learns from shipped
+    data. --data names a folder per class (images, signal), a folder with labels.csv (images), the folders images and
+    masks (segmentation), or a table with a header (table, text, regression): classes, channels, sizes, mean, std and
+    columns are filled in, and guesses are printed. Nothing is overwritten.
     """
     from deeplightning.cli.guess import Columns
     from deeplightning.cli.init import init as begin
@@ -138,9 +138,9 @@ def train_here(words: Sequence[str]) -> int:
 def check(
     config: Path, overrides: tuple[str, ...], importing: bool, dry_run: bool, format: str, show_config: bool
 ) -> None:
-    """Report every fault of CONFIG.
+    """Report every fault of CONFIG, before anything runs.
 
-    Nothing is run, and without options nothing is imported.
+    Without options nothing is imported. `explain` prints what CONFIG means; `plan` what `train` would start.
     """
     from deeplightning.checks.explain import show
     from deeplightning.config.tree import dump
@@ -174,7 +174,7 @@ def check(
 @cli.command(context_settings=LOOSE, epilog=OVERRIDES)
 @with_config("[KEY …] [key=value …]")
 def explain(config: Path, overrides: tuple[str, ...]) -> None:
-    """Print the complete config that CONFIG means on this machine, with who set each value.
+    """Print the complete config that CONFIG means on this machine, with the source of each value.
 
     For a KEY: its value, type and meaning, who set it, and what that replaced.
     """

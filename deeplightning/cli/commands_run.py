@@ -160,9 +160,10 @@ def reproduce(run: str, overrides: tuple[str, ...], any_data: bool, trust: bool)
 @click.option("--format", type=click.Choice(["text", "json"]), default="text", help="The format of the output.")
 @click.option("--exit-code", is_flag=True, help="End with 1 if there are differences; else that is no fault.")
 def diff(first: str, second: str, patch: bool, format: str, exit_code: bool) -> None:
-    """Show where two runs differ: config, code, data, environment, hardware and metrics.
+    """Print where two runs differ: config, code, data, environment, hardware and metrics.
 
-    Nothing is printed of what is the same. What cannot be the same twice, such as times, ids and folders, is no
+    Nothing is printed of what is the same. `compare` judges whether a difference of metrics is luck; `report` shows
+    runs as a page. What cannot be the same twice, such as times, ids and folders, is no
     difference.
     """
     from deeplightning.reproduce.differences import as_text, differences
@@ -187,7 +188,7 @@ def note(line: str) -> None:
 @with_run
 @click.option("--out", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Write this file alone.")
 def report(run: str, out: Path | None) -> None:
-    """Write the report of RUN, one HTML file that needs no network.
+    """Write an HTML page about RUN that needs no network.
 
     It has the curves, the pictures of the answers, metrics, mistakes, config and environment. Without --out it is
     report.html in RUN, beside the pictures; of a RUN that you did not make on this machine it is in the working
@@ -236,16 +237,12 @@ def runs(
 ) -> None:
     """List runs, the newest first; remove those that are not wanted.
 
-    A line has id, status, start (UTC), experiment, name, result and folder; a terminal shows a table, without the last
-    of what has no room. A trial that its search has given up is
-    PRUNED, which is an end as good as any: --clean alone leaves it. Running ones are never removed, and nothing
-    is without --delete; files only of runs that this store keeps on this machine. A run whose process was killed on
-    this machine is written as FAILED first, or shown as DEAD where the store cannot be written. With --sync nothing is
-    listed: what runs logged that ended before their store had all of it is sent, of other machines too once they were
-    silent for a day.
-
-    --last prints the folder of the newest run and nothing else: exit code 4 if there is none. Wherever a verb takes a
-    RUN, the word `last` means the newest one.
+    A line has id, status, start (UTC), experiment, name, result and folder; a table on a terminal leaves out what has no
+    room. Nothing is removed without --delete, running runs never, and files only of runs that this store keeps on this
+    machine. Trials that a search stopped early are PRUNED; --clean alone does not remove them. A run whose process was
+    killed is FAILED, or shown as DEAD where the store cannot be written. --sync lists nothing: it sends what ended runs
+    have left unsent, of other machines too once they were silent for a day. --last prints the folder of the newest run;
+    exit code 4 if there is none.
     """
     from deeplightning.cli import listing as of
 

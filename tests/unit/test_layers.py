@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from deeplightning.faults import PLUGINS
+from deeplightning.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRIES = {"deeplightning", "__main__", "api", "torch_server"}
@@ -179,9 +180,9 @@ def test_the_table_of_plugins_has_their_entry_points():
             {f"{entry}{':' * group.endswith('.schema')}" for group, added in groups for entry in added}
         )
         assert theirs["name"] == folder.name
-        assert theirs["version"] == project["version"]
+        assert theirs["version"] == __version__
         own, *others = theirs["dependencies"]
-        assert own == f"deeplightning=={project['version']}"
+        assert own == f"deeplightning=={__version__}"
         assert {*others} <= {*project["dependencies"], *project["optional-dependencies"]["dev"]}  # so the lock has them
         assert project["optional-dependencies"][name] == [folder.name]
         assert [path.name for path in (folder / "tests").glob("test_*.py")]

@@ -64,7 +64,7 @@ def bisect(good: str, bad: str, overrides: tuple[str, ...], **options: Any) -> N
 @click.option("--by", type=click.FloatRange(0, min_open=True), help="The least difference that matters, such as 0.01.")
 @click.option("--format", type=click.Choice(["text", "json"]), default="text", help="The format of the output.")
 def compare(first: str, second: str, metric: str | None, by: float | None, format: str) -> None:
-    """Judge whether the runs of B are better than those of A, or whether it may be luck.
+    """Judge whether the metrics of runs B are better than those of runs A, or whether it may be luck.
 
     A and B are what `train --seeds` or `--multirun` made (folder, name or id), a RUN, several of these with commas
     between them, or a choice as of `runs`: name=wide*, experiment=NAME, metric='val_acc>0.9', status=finished, with
