@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from deeplightning.words import require_keys
+from deeplightning.words import InputError, are_numbers, is_whole, require_keys
 
 MAGIC = b"\x93NUMPY"
 """First bytes of a file in numpy's format."""
@@ -30,16 +30,12 @@ _HEADER_LENGTH_BYTES = {1: 2, 2: 4, 3: 4}  # by version of the format: the size 
 _NUMERIC_KINDS = "biuf"
 
 
-class ArrayError(ValueError):
-    """Raised for an array that cannot be used; the message is one sentence for users.
+class ArrayError(InputError):
+    """Raised for an array that cannot be used.
 
     Attributes:
-        status: HTTP status of the response: 400, or 415 if it is not an array.
+        status: 400, or 415 if it is not an array.
     """
-
-    def __init__(self, message: str, status: int = 400):
-        super().__init__(message)
-        self.status = status
 
 
 @dataclass(frozen=True)
@@ -61,20 +57,12 @@ class ArraySpec:
 
     def __post_init__(self) -> None:
         sides = self.shape
-        if (
-            not isinstance(sides, list | tuple)
-            or not sides
-            or not all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in sides)
-        ):
+        if not isinstance(sides, list | tuple) or not sides or not all(is_whole(side, 1) for side in sides):
             raise ValueError(f"shape must be one or more whole numbers of at least 1, not {sides!r}")
         object.__setattr__(self, "shape", tuple(sides))
         for name, default in (("mean", 0.0), ("std", 1.0)):
             values = getattr(self, name)
-            if (
-                not isinstance(values, list | tuple)
-                or len(values) not in (0, 1, sides[0])
-                or not all(isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in values)
-            ):
+            if not are_numbers(values) or len(values) not in (0, 1, sides[0]):
                 raise ValueError(f"{name} must be 1 or {sides[0]} finite numbers, not {values!r}")
             object.__setattr__(self, name, tuple(map(float, values)) or (default,))
         if min(self.std) <= 0:
@@ -167,7 +155,7 @@ def read_npy(data: bytes | bytearray | memoryview) -> np.ndarray:
         header = ast.literal_eval(data[8 + size : start].decode("latin-1").strip())
         shape, order, word = header["shape"], header["fortran_order"], header["descr"]
         dtype = np.dtype(word) if isinstance(word, str) else np.dtype(object)
-        sides = [side for side in shape if isinstance(side, int) and not isinstance(side, bool) and side >= 0]
+        sides = [side for side in shape if is_whole(side, 0)]
         expected = math.prod(sides) * dtype.itemsize
     except (ValueError, TypeError, KeyError, SyntaxError, RecursionError, MemoryError) as error:
         raise ArrayError("The header of the array cannot be read.") from error

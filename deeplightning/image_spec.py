@@ -8,12 +8,11 @@ import contextlib
 import ctypes
 import io
 import logging
-import math
 import os
 import re
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import AvifImagePlugin, Image, TiffImagePlugin, UnidentifiedImageError, WebPImagePlugin
 
-from deeplightning.words import require_keys
+from deeplightning.words import InputError, are_numbers, is_whole, require_keys
 
 # Importing these three registers them; otherwise Pillow loads all its forty formats at the first unknown file.
 _REGISTERED = (AvifImagePlugin, TiffImagePlugin, WebPImagePlugin)
@@ -64,16 +63,12 @@ Extent = tuple[float, float]
 """Width and height, in pixels."""
 
 
-class ImageError(ValueError):
-    """Raised for a picture that cannot be used; the message is one sentence for users.
+class ImageError(InputError):
+    """Raised for a picture that cannot be used.
 
     Attributes:
-        status: HTTP status: 400 damaged or empty, 413 too many pixels, 415 not a picture of a supported format.
+        status: 400 damaged or empty, 413 too many pixels, 415 not a picture of a supported format.
     """
-
-    def __init__(self, message: str, status: int):
-        super().__init__(message)
-        self.status = status
 
 
 @dataclass(frozen=True)
@@ -104,16 +99,15 @@ class ImageSpec:
 
     def __post_init__(self) -> None:
         for name in ("height", "width"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a whole number of pixels of at least 1, not {value!r}")
+            if not is_whole(getattr(self, name), 1):
+                raise ValueError(f"{name} must be a whole number of pixels of at least 1, not {getattr(self, name)!r}")
         if not isinstance(self.mode, str) or self.mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
         if self.resize not in RESIZES:
             raise ValueError(f"resize must be one of {', '.join(RESIZES)}, not {self.resize!r}")
         for name, default in (("mean", 0.0), ("std", 1.0)):
             values = getattr(self, name)
-            if not _are_numbers(values) or len(values) not in (0, self.channels):
+            if not are_numbers(values) or len(values) not in (0, self.channels):
                 raise ValueError(
                     f"{name} must be {self.channels} finite number(s) for mode {self.mode}, not {values!r}"
                 )
@@ -313,12 +307,6 @@ def _catch_messages() -> object:
 
 
 _HANDLER = _catch_messages()
-
-
-def _are_numbers(values: object) -> bool:
-    return isinstance(values, Sequence) and all(
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) for value in values
-    )
 
 
 def _silence_pillow() -> None:

@@ -74,7 +74,6 @@ class RunFolder:
         self.config = self.path / "cfg.yaml"
         self.asked = self.path / "asked.yaml"  # requested values that differ from cfg.yaml, by key
         self.environment = self.path / "environment.json"
-        self.git_diff = self.path / "git.diff"
         self.code = self.path / "code.zip"  # the user's own code at the start
         self.data = self.path / "data.json"  # name, size and SHA-256 of the files that were read
         self.metrics = self.path / "metrics.jsonl"  # all points, see `deeplightning.tracking.metrics_file`

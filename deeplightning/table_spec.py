@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from deeplightning.words import require_keys
+from deeplightning.words import InputError, are_numbers, require_keys
 
 KINDS = ("number", "category")
 
@@ -50,14 +50,8 @@ MAX_SHOWN = 40
 """Letters of a value that a message shows."""
 
 
-class TableError(ValueError):
-    """A row cannot be used; the message is one sentence for people, and names row and column.
-
-    Attributes:
-        status: of the HTTP response: 400.
-    """
-
-    status = 400
+class TableError(InputError):
+    """Raised for a row that cannot be used; the message names row and column."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +149,7 @@ class Column:
             raise ValueError(f"the kind of column {self.name} must be one of {', '.join(KINDS)}, not {self.kind!r}")
         for name in ("mean", "std"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            if not are_numbers([value]):
                 raise ValueError(f"{name} of column {self.name} must be a finite number, not {value!r}")
         if self.std <= 0:
             raise ValueError(f"std of column {self.name} must be positive, not {self.std!r}")
@@ -188,35 +182,6 @@ class Words:
 
     def __len__(self) -> int:
         return len(self.indices)
-
-
-@dataclass(frozen=True)
-class Fault:
-    """What is refused in a column of many rows.
-
-    Attributes:
-        row: the first such row, from 0.
-        words: what is wrong with its value; empty: values are missing.
-        gaps: how many are missing.
-    """
-
-    row: int
-    words: str = ""
-    gaps: int = 0
-
-    def text(self, column: str, rows: int) -> str:
-        """For people; `rows`: how many there are."""
-        words = self.words or f"the value is missing, as are {self.gaps} of {rows} in this column"
-        return f"column {column}, row {self.row + 1}: {words}"
-
-    def moved(self, rows: int) -> "Fault":
-        """The same, where so many rows come before."""
-        return Fault(self.row + rows, self.words, self.gaps)
-
-    def and_then(self, later: "Fault") -> "Fault":
-        """Of two parts of the same rows: a wrong value counts before missing ones."""
-        first = later if later.words and not self.words else self
-        return Fault(first.row, first.words, self.gaps + later.gaps)
 
 
 @dataclass(frozen=True)
@@ -336,58 +301,47 @@ class TableSpec:
 
     # ---- all rows, for training
 
-    def encode(self, columns: Mapping[str, "np.ndarray | Words"]) -> np.ndarray:
+    def encode(self, columns: Mapping[str, "np.ndarray | Words"], before: int = 0) -> np.ndarray:
         """Many rows, float32 (N, F); the same numbers as `prepare` gives to each.
 
         Args:
             columns: by name; of a number float64 (N,), NaN where it is missing; of a category its words.
+            before: how many rows come before these, for messages.
 
         Raises:
             TableError: a value is missing, not finite or unknown, and refused; the message names column and row.
         """
-        encoded, faults = self.encode_part(columns)
-        for column in self.ordered:
-            if (fault := faults.get(column.name)) is not None:
-                raise TableError(fault.text(column.name, len(encoded)))
-        return encoded
-
-    def encode_part(self, columns: Mapping[str, "np.ndarray | Words"]) -> tuple[np.ndarray, dict[str, "Fault"]]:
-        """Some of many rows, float32 (n, F), and what is refused in them, by column; where there is any, the row is 0
-        in that column.
-
-        Args:
-            columns: as of `encode`.
-        """
         encoded = np.empty((len(next(iter(columns.values()))), len(self.columns)), np.float32)
-        faults = {}
         for place, column in enumerate(self.ordered):
             values = columns[column.name]
             encode = self._codes if isinstance(values, Words) else self._numbers
-            encoded[:, place], fault = encode(column, values)  # type: ignore[arg-type]
-            if fault is not None:
-                faults[column.name] = fault
-        return encoded, faults
+            encoded[:, place] = encode(column, values, before)  # type: ignore[arg-type]
+        return encoded
 
-    def _numbers(self, column: Column, values: np.ndarray) -> tuple[np.ndarray, "Fault | None"]:
+    def _numbers(self, column: Column, values: np.ndarray, before: int) -> np.ndarray:
         gaps, wrong = np.isnan(values), np.isinf(values)
         numbers = (np.where(gaps | wrong, column.mean, values) - column.mean) / column.std
         wrong |= np.abs(numbers) > _LARGEST
         if wrong.any():
             row = int(wrong.argmax())
-            return np.where(wrong, 0, numbers), Fault(row, f"{values[row]} is not finite, or too large")
-        return numbers, self._gaps(gaps)
+            raise _refused(column, before + row, f"{values[row]} is not finite, or too large")
+        self._check_gaps(column, gaps, before)
+        return numbers
 
-    def _codes(self, column: Column, values: "Words") -> tuple[np.ndarray, "Fault | None"]:
+    def _codes(self, column: Column, values: "Words", before: int) -> np.ndarray:
         codes = np.array([*(column.codes.get(word, 0) for word in values.words), 0])[values.indices]
         gaps = values.indices < 0
         if self.unknown == "refuse" and (wrong := (codes == 0) & ~gaps).any():
             row = int(wrong.argmax())
             word = _shown(values.words[values.indices[row]])
-            return codes, Fault(row, f"{word} is not a category of the training rows")
-        return codes, self._gaps(gaps)
+            raise _refused(column, before + row, f"{word} is not a category of the training rows")
+        self._check_gaps(column, gaps, before)
+        return codes
 
-    def _gaps(self, gaps: np.ndarray) -> "Fault | None":
-        return Fault(int(gaps.argmax()), gaps=int(gaps.sum())) if self.missing == "refuse" and gaps.any() else None
+    def _check_gaps(self, column: Column, gaps: np.ndarray, before: int) -> None:
+        if self.missing == "refuse" and gaps.any():
+            others = f"as are {gaps.sum()} of {len(gaps)} in this column" + f" from row {before + 1} on" * (before > 0)
+            raise _refused(column, before + int(gaps.argmax()), f"the value is missing, {others}")
 
     # ---- travelling
 
@@ -417,6 +371,10 @@ class TableSpec:
         form = values.get("format", asdict(TableFormat()))
         require_keys("the format of a table", form, [*asdict(TableFormat())])
         return cls(tuple(columns), values["unknown"], values["missing"], TableFormat(**form))
+
+
+def _refused(column: Column, row: int, words: str) -> TableError:
+    return TableError(f"column {column.name}, row {row + 1}: {words}")
 
 
 def as_word(value: object) -> str | None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from deeplightning.words import require_keys
+from deeplightning.words import InputError, is_whole, require_keys
 
 PADDING, UNKNOWN, END = "<padding>", "<unknown>", "<end>"
 SPECIAL = (PADDING, UNKNOWN, END)
@@ -31,16 +31,12 @@ FILES = {"words": "vocabulary.txt", "hugging_face": "tokenizer.json"}
 _WORD = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")  # noqa: RUF001 (the second apostrophe is the typographer's)
 
 
-class TextError(ValueError):
-    """Raised for a text that cannot be used; the message is one sentence for users.
+class TextError(InputError):
+    """Raised for a text that cannot be used.
 
     Attributes:
-        status: HTTP status: 400 empty, 413 too long, 415 not text.
+        status: 400 empty, 413 too long, 415 not text.
     """
-
-    def __init__(self, message: str, status: int):
-        super().__init__(message)
-        self.status = status
 
 
 class VocabularyError(ValueError):
@@ -76,7 +72,7 @@ class TextSpec:
             raise ValueError(f"tokenizer must be one of {', '.join(FILES)}, not {self.tokenizer!r}")
         for name in ("max_length", "limit"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            if value is not None and not is_whole(value, 1):
                 raise ValueError(f"{name} must be null or a whole number of tokens of at least 1, not {value!r}")
         if not isinstance(self.lower, bool):
             raise ValueError(f"lower must be true or false, not {self.lower!r}")
@@ -185,8 +181,8 @@ class _Words:
             raise VocabularyError(f"a vocabulary begins with the lines {', '.join(SPECIAL)}")
         self._numbers = {word: number for number, word in enumerate(words)}
         if len(self._numbers) != len(words) or "" in self._numbers:
-            number = next(n for n, word in enumerate(words) if not word or self._numbers[word] != n)
-            raise VocabularyError(f"line {number + 1} is empty, or is there a second time: {words[number]!r}")
+            number = next(n for n, word in enumerate(words) if not word or words.index(word) != n)
+            raise VocabularyError(f"word {number - 2} is empty, or is there a second time: {words[number]!r}")
         self.size, self._lower = len(words), lower
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -217,19 +213,10 @@ def vocabulary(texts: Iterable[str], lower: bool = True, min_count: int = 1, max
 
 
 def from_lines(text: str) -> str:
-    """Return the content of a `TextSpec` from a file of words, one a line; `SPECIAL` is added if it is missing.
-
-    Raises:
-        VocabularyError: a line is empty, or is there twice.
-    """
+    """Return the content of a `TextSpec` from a file of words, one a line; `SPECIAL` is added if it is missing."""
     lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
-    added = 0 if tuple(lines[: len(SPECIAL)]) == SPECIAL else len(SPECIAL)
-    seen: set[str] = set()
-    for number, line in enumerate(lines, 1):
-        if not line or line in seen:
-            raise VocabularyError(f"line {number} {'is there a second time: ' + repr(line) if line else 'is empty'}")
-        seen.add(line)
-    return "\n".join([*SPECIAL[:added], *lines]) + "\n"
+    added = () if tuple(lines[: len(SPECIAL)]) == SPECIAL else SPECIAL
+    return "\n".join([*added, *lines]) + "\n"
 
 
 def cut(tokens: list[int], length: int) -> list[int]:

@@ -1,10 +1,11 @@
-"""Shorten exceptions, recognise a lack of memory, make text safe to show, find near words, and check saved mappings.
+"""Shorten exceptions, recognise a lack of memory, make text safe to show, find near words, and check values.
 
 It imports nothing of ours, so that every module may use it.
 """
 
 import contextlib
 import difflib
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -91,6 +92,29 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
     """Return a sentence that names the nearest of some words, with a blank before it; "" if none is near."""
     close = difflib.get_close_matches(word, [*words], 1)
     return f" Do you mean {close[0]}?" if close else ""
+
+
+class InputError(ValueError):
+    """Raised for an input that cannot be used; the message is one sentence for users.
+
+    Attributes:
+        status: of the HTTP response.
+    """
+
+    def __init__(self, message: str, status: int = 400):
+        super().__init__(message)
+        self.status = status
+
+
+def is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def are_numbers(values: object) -> bool:
+    """Return whether these are a list or tuple of finite numbers."""
+    return isinstance(values, list | tuple) and all(
+        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) for value in values
+    )
 
 
 def require_keys(what: str, values: object, known: Sequence[str]) -> None:

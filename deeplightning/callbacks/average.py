@@ -1,56 +1,60 @@
 """Average weights before the validation that judges them: Lightning's WeightAveraging (2.6) averages the ends of epochs
 after their validation, and validates the initial weights until its first average.
 
-`train.callbacks` names `EMA` or `SWA`. Validation uses the averages, and every checkpoint holds them as its
+`train.callbacks` names `EMA`. Validation uses the averages, and every checkpoint holds them as its
 `state_dict`, so that `best.ckpt`, `test`, `predict`, `export` and the server use them too. The weights that learn are
 beside them in the checkpoint, under `averaging`, and training resumes from those.
 """
 
 import logging
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import Tensor
-from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from deeplightning.callbacks.record import epoch_is_over
 from deeplightning.callbacks.steps import SameBuffers
 from deeplightning.engine.checkpoint_io import described, raise_for_misfits
-from deeplightning.faults import CheckpointError, ConfigError, Fault
+from deeplightning.faults import CheckpointError
 
 log = logging.getLogger("deeplightning")
 
 KEY = "averaging"
-"""Of a checkpoint: {"kind", "settings", "steps", "updates", "weights"}; `weights` are those that learn, {} before the
+"""Of a checkpoint: {"settings", "steps", "updates", "weights"}; `weights` are those that learn, {} before the
 first average."""
 
 
-class Averaging(Callback):
-    """Exchange weights and averages around validations, and save both in checkpoints: the base of EMA and SWA.
+class EMA(Callback):
+    """The exponential moving average of the weights: after each step `decay · average + (1 - decay) · weights`. It
+    begins with the weights after the first step, changes places with the weights for each validation, and is saved
+    with them in checkpoints.
 
     All parameters and buffers of the task's `state_dict` are averaged; of those that are no floating-point numbers,
     such as the counters of batch norm, the newest values are kept.
 
+    Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992.
+
     Args:
-        average: adds weights to averages of a number of weights, in place, as `multi_avg_fn` of torch does.
-        settings: the arguments of the constructor.
+        decay: from 0 to below 1; the average is of about the last 1 / (1 - decay) averaged weights.
+        every_n_steps: optimizer steps from one averaged weight to the next, at least 1.
 
     Attributes:
         updates: how many weights the averages are of.
+
+    Raises:
+        ValueError: an argument is out of its range.
     """
 
-    def __init__(self, average: Callable[[Any, Any, Any], None], every_n_steps: int | None, **settings: float) -> None:
-        if every_n_steps is not None and (not isinstance(every_n_steps, int) or every_n_steps < 1):
+    def __init__(self, decay: float = 0.999, every_n_steps: int = 1) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay: must be from 0 to below 1, not {decay}")
+        if not isinstance(every_n_steps, int) or every_n_steps < 1:
             raise ValueError(f"every_n_steps: must be a whole number, at least 1, not {every_n_steps}")
-        self.every_n_steps = every_n_steps
-        self.settings: dict[str, Any] = {**settings, "every_n_steps": every_n_steps}
+        self.settings: dict[str, Any] = {"decay": decay, "every_n_steps": every_n_steps}
         self.updates = 0
-        self._average = average
-        self._first = 0.0  # step that may be averaged
-        self._first_epoch = 0
+        self._average: Any = get_ema_multi_avg_fn(decay)
         self._steps = 0  # batches after which optimizers had stepped
         self._global_step = -1  # of the last of these
         self._own: dict[str, Tensor] = {}  # of the task that learns
@@ -66,8 +70,8 @@ class Averaging(Callback):
             self._swap()
         if self._saved_settings not in (None, self.settings):
             log.warning(
-                "This run will not end bit for bit like an uninterrupted one: %s was %s and is %s",
-                *(type(self).__name__, _line(self._saved_settings or {}), _line(self.settings)),
+                "This run will not end bit for bit like an uninterrupted one: EMA was %s and is %s",
+                *(_line(self._saved_settings or {}), _line(self.settings)),
             )
         self._held = {name: values.to(self._own[name].device) for name, values in self._held.items()}
         self._global_step = trainer.global_step
@@ -78,9 +82,7 @@ class Averaging(Callback):
             return
         self._global_step = trainer.global_step
         self._steps += 1
-        if self._steps < self._first or trainer.current_epoch < self._first_epoch:
-            return
-        if epoch_is_over(trainer) if self.every_n_steps is None else self._steps % self.every_n_steps == 0:
+        if self._steps % self.settings["every_n_steps"] == 0:
             self._update()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -125,7 +127,6 @@ class Averaging(Callback):
         own = {name: weights.detach() for name, weights in _weights(pl_module).items()}
         averages, learning = (own, self._held) if self._shown else (self._held, own)
         checkpoint[KEY] = {
-            "kind": type(self).__name__,
             "settings": self.settings,
             "steps": self._steps,
             "updates": self.updates,
@@ -154,77 +155,13 @@ class Averaging(Callback):
             with torch.no_grad():
                 for name, weights in own.items():
                     weights.copy_(saved["weights"][name])
-        if saved["kind"] != type(self).__name__:
-            kinds = (saved["kind"], type(self).__name__)
-            log.warning("the checkpoint holds averages of %s, which %s leaves out: its own begin here", *kinds)
-            return
         self._steps, self.updates, self._saved_settings = saved["steps"], saved["updates"], saved["settings"]
         self._held = {name: checkpoint["state_dict"][name].clone() for name in saved["weights"]}
 
     @property
     def words(self) -> str:
-        """Return the kind of average with its settings, in one line."""
-        return f"{type(self).__name__} ({_line(self.settings)})"
-
-
-class EMA(Averaging):
-    """The exponential moving average of the weights: after each step `decay · average + (1 - decay) · weights`. It
-    begins with the weights after the first step.
-
-    Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992.
-
-    Args:
-        decay: from 0 to below 1; the average is of about the last 1 / (1 - decay) averaged weights.
-        every_n_steps: optimizer steps from one averaged weight to the next, at least 1.
-
-    Raises:
-        ValueError: an argument is out of its range.
-    """
-
-    def __init__(self, decay: float = 0.999, every_n_steps: int = 1):
-        if not 0 <= decay < 1:
-            raise ValueError(f"decay: must be from 0 to below 1, not {decay}")
-        super().__init__(get_ema_multi_avg_fn(decay), every_n_steps or 0, decay=decay)
-
-
-class SWA(Averaging):
-    """Stochastic weight averaging: the plain mean of the weights from a point of the training on. Until then the
-    weights are kept as they are. The rate that belongs to it is a schedule, `torch.optim.swa_utils.SWALR` for example.
-
-    Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization", 2018,
-    https://arxiv.org/abs/1803.05407. Running means of batch norm are averaged like weights; the training set is not
-    passed through the network once more.
-
-    Args:
-        start: a share of the training's steps, from 0 to 1, as a fraction; or a whole number, the epochs before it.
-        every_n_steps: optimizer steps from one averaged weight to the next, at least 1; None: the end of each epoch.
-
-    Raises:
-        ValueError: an argument is out of its range.
-    """
-
-    def __init__(self, start: float | int = 0.75, every_n_steps: int | None = None):
-        if start < 0 or (isinstance(start, float) and start > 1):
-            raise ValueError(f"start: must be a share from 0.0 to 1.0, or a whole number of epochs, not {start}")
-        super().__init__(get_swa_multi_avg_fn(), every_n_steps, start=start)
-        self.start = start
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """
-        Raises:
-            ConfigError: `start` is a share of a training whose length is not known.
-        """
-        if isinstance(self.start, int):
-            self._first_epoch = self.start
-        else:
-            total = trainer.estimated_stepping_batches
-            if not math.isfinite(total):
-                message = (
-                    f"SWA: a share of {self.start} of a training without end; set train.max_steps, or whole epochs"
-                )
-                raise ConfigError(Fault(message, "train.callbacks"))
-            self._first = self.start * total
-        super().on_train_start(trainer, pl_module)
+        """Return the average with its settings, in one line."""
+        return f"EMA ({_line(self.settings)})"
 
 
 def averaged(checkpoint: Mapping[str, object]) -> str | None:
@@ -232,7 +169,7 @@ def averaged(checkpoint: Mapping[str, object]) -> str | None:
     saved = _saved(checkpoint, None)
     if saved is None or not saved["updates"]:
         return None
-    return f"averaged by {saved['kind']} ({_line(saved['settings'])}), {saved['updates']} updates"
+    return f"averaged by EMA ({_line(saved['settings'])}), {saved['updates']} updates"
 
 
 def refuse_without(callbacks: list[object], checkpoint: Mapping[str, object], path: object) -> None:
@@ -242,10 +179,10 @@ def refuse_without(callbacks: list[object], checkpoint: Mapping[str, object], pa
         CheckpointError: a checkpoint holds averages, and no callback of the run would restore the weights that learn.
     """
     saved = _saved(checkpoint, path)
-    if saved is None or any(isinstance(callback, Averaging) for callback in callbacks):
+    if saved is None or any(isinstance(callback, EMA) for callback in callbacks):
         return
     raise CheckpointError(
-        f"{path}: its weights are averages of {saved['kind']}; keep the callback in train.callbacks, or start again "
+        f"{path}: its weights are averages of EMA; keep the callback in train.callbacks, or start again "
         f"from the averages: model.init_from='{path}'"
     )
 
@@ -254,7 +191,7 @@ def _saved(checkpoint: Mapping[str, Any], path: object) -> dict[str, Any] | None
     saved = checkpoint.get(KEY)
     if saved is None:
         return None
-    types = {"kind": str, "settings": dict, "steps": int, "updates": int, "weights": dict}
+    types = {"settings": dict, "steps": int, "updates": int, "weights": dict}
     for name, wanted in types.items():
         value = saved.get(name) if isinstance(saved, dict) else None
         if not isinstance(value, wanted):

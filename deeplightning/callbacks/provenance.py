@@ -22,10 +22,9 @@ from deeplightning.config.schema import Config
 from deeplightning.config.secret_scan import BLOT
 from deeplightning.config.secrets import redact
 from deeplightning.runfolder import RunFolder, from_start, permissions_of, write_whole
-from deeplightning.tracking.code import Code, collect, versions_of, without_secrets
-from deeplightning.tracking.datafiles import describe_arrays, describe_files, paths_of
+from deeplightning.tracking.code import Code, collect, describe_program, versions_of
+from deeplightning.tracking.datafiles import describe_files, paths_of
 from deeplightning.tracking.entities import Dataset
-from deeplightning.tracking.program import changed_files, describe_program
 from deeplightning.tracking.store import locate
 
 if TYPE_CHECKING:
@@ -53,7 +52,6 @@ class Origin:
         self._code: Code | None = None
         self._digesting: threading.Thread | None = None
         self._program: dict[str, str] = {}
-        self._changed: dict[str, bytes] = {}
         self._enough = threading.Event()
         self._stored = b""
         self._has_ended = False
@@ -104,7 +102,6 @@ class Origin:
                     code = collect(self._redact, self._code)
                     code.packages = versions_of(code.imported)
                     code.program |= self._program
-                    code.changed = self._changed
                     self._keep_code(code)
 
     def _redact(self, text: str) -> str:
@@ -144,38 +141,30 @@ class Origin:
             if hasattr(os, "setpriority"):  # of this thread alone, on Linux
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)  # at 19 it may starve
             self._program = describe_program()
-            self._changed = {
-                name: without_secrets(text, self._redact, name)[0] for name, text in changed_files().items()
-            }
             of_a_package = type(data).__module__.startswith("deeplightning.data.") or data is None
-            arrays = describe_arrays(data) if not paths and not of_a_package else {}
-            if not paths and not arrays:
+            if not paths:
                 if data is not None and of_a_package:  # what the data are follows from the package's version
                     module = self.cfg.data.module
                     settings = json.dumps([module.type, self.cfg.data.dataset, module.params], default=str)
-                    self._tell({settings: [0, version("scikit-learn")]}, {})
+                    self._tell({settings: [0, version("scikit-learn")]})
                 return
             store = locate(self.cfg.logger.params.get("tracking_uri")).artifact_root
             without = [self.folder.path, *([store] if store is not None else [])]
             found = describe_files(paths, self._root(data), without=without, stop=self._enough.is_set)
-            found["arrays"] = arrays
             if (root := self.cfg.data.root) is not None and is_address(root):
                 found["address"] = shown(root)
-            self._tell(found["files"], arrays, found.get("address"))
+            self._tell(found["files"], found.get("address"))
             with permissions_of(self.folder.path):  # the run may have ended by now, and restored those of the user
                 write_whole(self.folder.data, json.dumps(found, indent=1))
         except Exception as error:
             log.warning("data       no digest of them is kept: %s", error)
 
-    def _tell(
-        self, files: Mapping[str, list[Any]], arrays: Mapping[str, list[Any]], address: str | None = None
-    ) -> None:
+    def _tell(self, files: Mapping[str, list[Any]], address: str | None = None) -> None:
         """Describe the data for the tracker, if anything is known of them."""
-        listed = files or arrays
-        if not listed:
+        if not files:
             return
         cfg, root = self.cfg.data, self.cfg.data.root
-        content = json.dumps([dict(files), dict(arrays)], sort_keys=True)
+        content = json.dumps(dict(files), sort_keys=True)
         source: dict[str, object]
         if address is not None:
             kind, source = "http", {"url": address}
@@ -183,7 +172,7 @@ class Origin:
             kind, source = "local", {"uri": str(from_start(root))}
         else:
             kind, source = "code", {"tags": {"mlflow.source.name": cfg.module.type, "mlflow.source.type": "LOCAL"}}
-        size = {"files" if files else "arrays": len(listed), "bytes": sum(int(one[0]) for one in listed.values())}
+        size = {"files": len(files), "bytes": sum(int(one[0]) for one in files.values())}
         size = size if size["bytes"] else {}
         digest = hashlib.sha256(content.encode()).hexdigest()[:16]
         self.tell(Dataset(data_name(self.cfg), digest, kind, self._redact(json.dumps(source)), json.dumps(size)))

@@ -41,7 +41,7 @@ from deeplightning.process.terminal import LAYOUT, say
 from deeplightning.runfolder import UMASK, FolderLock, RunFolder, make_private, read_object, umask_of, write_whole
 from deeplightning.tracking.build import end, go_on, open_runs, point_at, publish, run_folder
 from deeplightning.tracking.entities import Dataset
-from deeplightning.tracking.environment import REPRODUCES, describe, git_diff
+from deeplightning.tracking.environment import REPRODUCES, describe
 from deeplightning.tracking.metric_names import DATA, ENGINE, NETWORK
 from deeplightning.tracking.user_calls import TrackedRun, UserCalls, maker_of, run_of
 from deeplightning.version import __version__
@@ -193,7 +193,7 @@ class Record(Callback):
             self._restrict()
             return
         # Before the run opens: a process that is killed while it asks git must not leave an empty run.
-        surroundings = (describe(self.cfg.redact), git_diff(self.cfg.redact)) if trainer.is_global_zero else None
+        environment = describe(self.cfg.redact) if trainer.is_global_zero else None
         if not trainer.loggers:
             self._point(trainer)
         resumption = self.resumption or Resumption()
@@ -215,7 +215,7 @@ class Record(Callback):
         print_once()
         if self.cfg.logger.per_rank_files:
             _log_to_file(self._folder.log(trainer.global_rank), self.cfg)
-        if surroundings is None:
+        if environment is None:
             return
         if (group := supervisor.here()) is not None:
             group.note_run(self._folder.path)
@@ -229,7 +229,7 @@ class Record(Callback):
             if resumption.run_id is not None:
                 for left in self._folder.unfinished():
                     left.unlink()
-            self._describe(*surroundings)
+            self._describe(environment)
         except OSError as error:
             raise SetupError(f"{self._folder.path}: the run's folder cannot be written: {error.strerror}") from error
         began_from = resumption.checkpoint if resumption.run_id is None else None
@@ -298,7 +298,7 @@ class Record(Callback):
             )
         return folder, run
 
-    def _describe(self, environment: dict[str, object], diff: str | None) -> None:
+    def _describe(self, environment: dict[str, object]) -> None:
         """Record what is known at the start of the run; a continued run keeps what was recorded before."""
         folder, continued = self.folder, self.resumption is not None and self.resumption.run_id is not None
         settings = self._settings(folder)
@@ -324,8 +324,6 @@ class Record(Callback):
             # An override's place names its value, which may be anything.
             places = {k: _COMMAND_LINE if p.startswith("override ") else p for k, p in (self.cfg.places or {}).items()}
             write_whole(folder.places, self.cfg.redact_message(json.dumps(places, indent=1)))
-        if diff is not None and not (folder.git_diff.exists() and folder.git_diff.read_text() == diff):
-            _replace(folder, folder.git_diff, diff)
 
     def _tell(self, logger: Any, settings: dict[str, object], environment: dict[str, object], is_new: bool) -> None:
         """Log the settings to a tracker, and tags of the run. MLflow refuses other settings than the first."""

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from deeplightning.checks.conditions import (
-    averages_of,
+    averages,
     clips_by,
     clips_by_other_norm,
     communication_hook,
@@ -339,28 +339,18 @@ RULES = [
     Rule(
         "train.callbacks",
         "engine.backend",
-        "averaged weights (EMA, SWA), fsdp or DeepSpeed",
+        "averaged weights (EMA), fsdp or DeepSpeed",
         "each process holds parts of the weights, and its checkpoint is put together without the averages",
         "use `engine.backend=ddp`, or remove the callback",
-        lambda cfg, asked: is_sharded(asked) and bool(averages_of(cfg)) and "train" in cfg.stages,
+        lambda cfg, asked: is_sharded(asked) and averages(cfg),
     ),
     Rule(
         "train.callbacks",
         "engine.precision",
-        "averaged weights (EMA, SWA), precision 16-true or bf16-true",
+        "averaged weights (EMA), precision 16-true or bf16-true",
         "16 bits round the small steps of an average to nothing",
         "set `engine.precision=bf16` or `16`, which keep weights in 32 bits",
-        lambda cfg, _: (
-            cfg.engine.precision in ("16-true", "bf16-true") and bool(averages_of(cfg)) and "train" in cfg.stages
-        ),
-    ),
-    Rule(
-        "train.callbacks",
-        "stages",
-        "EMA, SWA",
-        "a run has one kind of averaged weights, which its checkpoints hold",
-        "remove one of the two from `train.callbacks`",
-        lambda cfg, _: len(averages_of(cfg)) > 1 and "train" in cfg.stages,
+        lambda cfg, _: cfg.engine.precision in ("16-true", "bf16-true") and averages(cfg),
     ),
     Rule(
         "serve.precision",

@@ -51,12 +51,12 @@ def lacks_fused_kernel(cfg: Config) -> bool:
     )
 
 
-AVERAGES = ("deeplightning.callbacks.average.EMA", "deeplightning.callbacks.average.SWA")
+EMA = "deeplightning.callbacks.average.EMA"
 
 
-def averages_of(cfg: Config) -> list[str]:
-    """Return the callbacks of ours that average weights, by class name."""
-    return [c.type.rpartition(".")[2] for c in cfg.train.callbacks if isinstance(c, Target) and c.type in AVERAGES]
+def averages(cfg: Config) -> bool:
+    """Return whether a training averages its weights by the callback of ours."""
+    return "train" in cfg.stages and any(isinstance(c, Target) and c.type == EMA for c in cfg.train.callbacks)
 
 
 def warms_up(cfg: Config) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from deeplightning.checks import strategy
 from deeplightning.checks.allowed import default_of, describe, key_elsewhere, options_of
-from deeplightning.checks.conditions import AVERAGES
+from deeplightning.checks.conditions import EMA
 from deeplightning.checks.report import Report
 from deeplightning.checks.signature_check import Meanings
 from deeplightning.checks.targets import GIVEN
@@ -106,7 +106,7 @@ def _beside(text: str, place: str) -> str:
 def _spread(report: Report, path: KeyPath, value: Any) -> str:
     """Return what a word means for the run, to be shown after the place that set it."""
     assert report.config is not None
-    if path[:2] == ("train", "callbacks") and path[3:] == ("type",) and value in AVERAGES:
+    if path[:2] == ("train", "callbacks") and path[3:] == ("type",) and value == EMA:
         return "; best.ckpt, test, predict, export and the server use the averaged weights"
     means = strategy.meaning(value) if path == ("engine", "backend") else source_of(path, value, report.config)
     return f"; {means}" if means else ""

@@ -183,38 +183,30 @@ def note(line: str) -> None:
     say(printable(line), err=True)
 
 
-def newest_runs(ctx: click.Context, param: click.Parameter, runs: tuple[str, ...]) -> tuple[str, ...]:
-    """Return each RUN, `last` as the newest."""
-    return tuple(newest_run(ctx, param, run) for run in runs)
-
-
 @cli.command()
-@click.argument("runs", metavar="RUN...", nargs=-1, required=True, callback=newest_runs)
+@with_run
 @click.option("--out", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Write this file alone.")
-def report(runs: tuple[str, ...], out: Path | None) -> None:
-    """Write the report of RUN, one HTML file that needs no network; of several, their comparison.
+def report(run: str, out: Path | None) -> None:
+    """Write the report of RUN, one HTML file that needs no network.
 
     It has the curves, the pictures of the answers, metrics, mistakes, config and environment. Without --out it is
     report.html in RUN, beside the pictures; of a RUN that you did not make on this machine it is in the working
-    directory, and of several it is comparison.html there. Nothing of RUN is executed.
+    directory. Nothing of RUN is executed.
     """
     from deeplightning.checks.trust import is_own
     from deeplightning.report.facts import facts
-    from deeplightning.report.write import comparison, write_report, write_run
     from deeplightning.report.write import report as report_of
+    from deeplightning.report.write import write_report, write_run
     from deeplightning.reproduce.past import past_run
 
-    found = []
-    for run in runs:
-        past = past_run(run, remote=False)
-        found.append(facts(past.folder, past.series))
-        found[-1].name, found[-1].status = past.name or "", past.status or ""
-    if len(found) == 1 and out is None and is_own(found[0].folder):
-        say_path(write_run(found[0].folder, found[0]))
+    past = past_run(run, remote=False)
+    found = facts(past.folder, past.series)
+    found.name, found.status = past.name or "", past.status or ""
+    if out is None and is_own(found.folder):
+        say_path(write_run(found.folder, found))
         return
-    content = comparison(found) if len(found) > 1 else report_of(found[0])
-    path = out or Path("comparison.html" if len(found) > 1 else found[0].folder.report.name)
-    write_report(path, content)
+    path = out or Path(found.folder.report.name)
+    write_report(path, report_of(found))
     say_path(path.absolute())
 
 
@@ -224,7 +216,6 @@ _STATUS = click.Choice(["running", "finished", "failed", "killed", "pruned"], ca
 @cli.command()
 @click.option("--tracking-uri", help="The store; default: MLFLOW_TRACKING_URI, else mlruns.")
 @click.option("--status", multiple=True, type=_STATUS, help="Only runs that ended so, or are running; repeatable.")
-@click.option("--unfinished", is_flag=True, help="Only runs that failed or were killed.")
 @click.option("--metric", metavar="NAME[>NUMBER]", help="Only runs with this metric, or where it compares so.")
 @click.option("--name", metavar="TEXT", help="Only runs with this in their name or experiment; * is anything.")
 @click.option("--experiment", metavar="NAME", help="Only runs of the experiment of this name.")
@@ -235,7 +226,6 @@ _STATUS = click.Choice(["running", "finished", "failed", "killed", "pruned"], ca
 def runs(
     tracking_uri: str | None,
     status: tuple[str, ...],
-    unfinished: bool,
     metric: str | None,
     name: str | None,
     experiment: str | None,
@@ -259,7 +249,7 @@ def runs(
     """
     from deeplightning.cli import listing as of
 
-    statuses = [word.upper() for word in status] + [*of.UNFINISHED] * (unfinished or (clean and not status))
+    statuses = [word.upper() for word in status] + [*of.UNFINISHED] * (clean and not status)
     if delete and not clean:
         raise click.UsageError("--delete goes with --clean; --clean alone shows what would be removed")
     if last and (clean or sync):

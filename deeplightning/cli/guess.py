@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deeplightning.config.target import find
 from deeplightning.faults import SetupError, count
 from deeplightning.words import printable
 
@@ -87,39 +88,34 @@ def some(words: Sequence[object]) -> str:
     return f"{listed}, … ({len(words)})" if len(words) > 8 else listed
 
 
-@dataclass
-class ClassFolders:
-    """Files in a folder per class: all of them, the values that every such project has, and notes."""
+def class_folders(data: Path, noun: str, endings: Sequence[str]) -> tuple[list[Path], dict[str, Any], list[str]]:
+    """Find files in a folder for each class, or in `train`, and perhaps `val` and `test`, with such folders.
 
-    files: list[Path]
-    values: dict[str, Any]
-    note: str
-    left_out: list[str]
-
-
-def class_folders(data: Path, top: Path, noun: str, endings: tuple[str, ...]) -> ClassFolders:
-    """Find the classes, which are the folders of `top`, and their files.
+    Returns:
+        The files for the training, the values that every such project has, and notes.
 
     Raises:
-        SetupError: there are fewer than two folders, or a folder has no such file.
+        SetupError: there are fewer than two classes, or one has no file.
     """
-    from deeplightning.image_spec import files_below
-
-    classes = folders(top)
-    if len(classes) < 2:
-        raise SetupError(f"{top} must hold a folder for each of two or more classes; it has: {some(classes) or 'none'}")
-    by_class = {
-        name: sorted(path for path in files_below(top / name) if path.name.lower().endswith(endings))
-        for name in classes
-    }
-    if empty := next((name for name, files in by_class.items() if not files), None):
-        known = f"{', '.join(endings[:-1])} or {endings[-1]}"
-        raise SetupError(f"{top / empty} holds no {noun} ({known}); put some there, or remove the folder")
-    files = [path for found in by_class.values() for path in found]
+    found: Any = find("deeplightning.data.class_folders.ClassFolders")(data, noun, tuple(endings))
+    with errors_of_data():
+        classes = found.classes()
+        if len(classes) < 2:
+            raise SetupError(
+                f"{data} must hold a folder for each of two or more classes; it has: {some(classes) or 'none'}"
+            )
+        sets = found.find()
+    top = data / "train" if found.is_divided else data
+    paths, labels = sets["train" if found.is_divided else "all"]
     which, left_out = stages(data, top)
-    values = {"stages": which, "count": len(files), "number": len(classes), "classes": some(classes)}
-    counted = some([f"{name} ({len(found)})" for name, found in by_class.items()])
-    return ClassFolders(files, values, f"{len(classes)} classes, the folders of {top}: {counted}", left_out)
+    values = {"stages": which, "count": len(paths), "number": len(classes), "classes": some(classes)}
+    counts = Counter(labels.tolist())
+    counted = some([f"{name} ({counts[label]})" for label, name in enumerate(classes)])
+    return (
+        [Path(path) for path in paths],
+        values,
+        [f"{len(classes)} classes, the folders of {top}: {counted}", *left_out],
+    )
 
 
 @contextlib.contextmanager
@@ -139,33 +135,26 @@ def signals(data: Path) -> Guess:
     Raises:
         SetupError: it is something else.
     """
-    from deeplightning.config.target import find
-
     read_signal: Any = find("deeplightning.data.signal.read_signal")
     need_folder(data)
-    top = data / "train" if (data / "train").is_dir() and folders(data / "train") else data
-    found = class_folders(data, top, "signal", (".npy", ".csv", ".wav"))
+    files, values, notes = class_folders(data, "signal", (".npy", ".csv", ".wav"))
     first, shapes = None, Counter[tuple[int, int]]()
-    for path in evenly(found.files):
+    for path in evenly(files):
         with errors_of_data():
             signal = read_signal(path)  # (C, T)
         first = signal if first is None else first
         shapes[signal.shape] += 1
     channels = sorted({shape[0] for shape in shapes})
     if len(channels) > 1:
-        raise SetupError(f"the signals in {top} have {some(channels)} channels; all must have the same number")
+        raise SetupError(f"the signals in {data} have {some(channels)} channels; all must have the same number")
     lengths = sorted(shape[1] for shape in shapes.elements())
     length = None if lengths[0] == lengths[-1] else lengths[len(lengths) // 2]
-    values = found.values | {"channels": channels[0], "length": length}
-    notes = [
-        found.note,
-        f"{count(len(found.files), 'signal')} of {count(channels[0], 'channel')} and "
-        + (f"{lengths[0]} steps" if length is None else f"{lengths[0]} to {lengths[-1]} steps, brought to {length}"),
-        *found.left_out,
-    ]
+    values |= {"channels": channels[0], "length": length}
+    steps_of = f"{lengths[0]} steps" if length is None else f"{lengths[0]} to {lengths[-1]} steps, brought to {length}"
+    notes.append(f"{count(len(files), 'signal')} of {count(channels[0], 'channel')} and {steps_of}")
     steps = length or lengths[0]
     if first is None or channels[0] * steps > MAX_SHOWN:
-        return Guess(values, notes, found.files[0] if found.files[0].suffix.lower() == ".npy" else None)
+        return Guess(values, notes, files[0] if files[0].suffix.lower() == ".npy" else None)
     rows = [[round(float(value), 6) for value in row[:steps]] for row in first]
     body = json.dumps({"signal": [row + [0.0] * (steps - len(row)) for row in rows]})
     return Guess(values, notes, "signal.json", {"signal.json": f"{body}\n"})

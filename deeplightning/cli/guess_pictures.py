@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deeplightning.cli.guess import Guess, class_folders, errors_of_data, evenly, folders, need_folder, some, stages
+from deeplightning.config.target import find
 from deeplightning.faults import SetupError, count
 
 if TYPE_CHECKING:
@@ -37,12 +38,12 @@ def images(data: Path) -> Guess:
     for name in ("labels.csv", "labels.jsonl"):
         if (data / name).is_file() and _names_labels(data / name):
             return _labelled(data, name)
-    found = class_folders(data, data / "train" if _is_divided(data) else data, "picture", EXTENSIONS)
-    look = _look_at(found.files)
-    network, params = _network_for(look, found.values["number"])
+    files, found, notes = class_folders(data, "picture", EXTENSIONS)
+    look = _look_at(files)
+    network, params = _network_for(look, found["number"])
     values = {"network": network, "params": params, "on_bad": "skip" if look.bad else "error", **look.values()}
-    notes = [found.note, *look.notes(), *found.left_out, f"a network for them: {network.rpartition('.')[2]}"]
-    return Guess(found.values | values, notes, found.files[0])
+    notes += [*look.notes(), f"a network for them: {network.rpartition('.')[2]}"]
+    return Guess(found | values, notes, files[0])
 
 
 def _names_labels(path: Path) -> bool:
@@ -58,8 +59,6 @@ def _labelled(data: Path, name: str) -> Guess:
     Raises:
         SetupError: the file is not as it should be, or names a picture that is not there.
     """
-    from deeplightning.config.target import find
-
     read: Any = find("deeplightning.data.multilabel.LabelFile")
     with errors_of_data():
         lines = list(read(data / name).lines())
@@ -143,8 +142,6 @@ def _values_of(files: Sequence[Path], top: Path) -> tuple[list[Any], int | None,
     """
     import numpy as np
     from PIL import Image
-
-    from deeplightning.config.target import find
 
     read_codes: Any = find("deeplightning.data.masked.read_codes")
     value_of: Any = find("deeplightning.data.masked.value_of")
@@ -281,13 +278,3 @@ def _look_at(files: Sequence[Path], multiple: int = 1) -> _Look:
     std = np.maximum(np.sqrt(np.maximum(squares / pixels - mean**2, 0)), 0.01)  # of one colour: nothing to divide by
     rounded = [[round(float(value), 4) for value in found] for found in (mean, std)]
     return _Look(len(files), len(good) + len(bad), bad, grey, (height, width), alike, *rounded)
-
-
-def _is_divided(top: Path) -> bool:
-    """Return whether there is a folder `train` that holds folders and no picture, as in `data.image_folder`."""
-    from deeplightning.image_spec import EXTENSIONS
-
-    train = top / "train"
-    if not train.is_dir() or not folders(train):
-        return False
-    return not any(path.is_file() and path.name.lower().endswith(EXTENSIONS) for path in train.iterdir())

@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from string import Template
@@ -57,8 +57,7 @@ def _wine() -> str:
     from sklearn.datasets import load_wine  # imported lazily: it takes a second
 
     found: Any = load_wine()
-    rows = zip(found.data.tolist(), found.target, strict=True)
-    return _csv([*found.feature_names, "kind"], ([*row, str(found.target_names[kind])] for row, kind in rows))
+    return _csv(found, "kind", found.target_names[found.target])
 
 
 def _diabetes() -> str:
@@ -66,15 +65,14 @@ def _diabetes() -> str:
     from sklearn.datasets import load_diabetes
 
     found: Any = load_diabetes(scaled=False)
-    rows = zip(found.data.tolist(), found.target.tolist(), strict=True)
-    return _csv([*found.feature_names, "progression"], ([*row, value] for row, value in rows))
+    return _csv(found, "progression", found.target)
 
 
-def _csv(names: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+def _csv(found: Any, target: str, values: Any) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(names)
-    writer.writerows(rows)
+    writer.writerow([*found.feature_names, target])
+    writer.writerows([*row, value] for row, value in zip(found.data.tolist(), values.tolist(), strict=True))
     return text.getvalue()
 
 

@@ -21,7 +21,6 @@ BLOT = "***"
 _CODE = re.compile(r"(?i)\.(?:pyi?|pyx|[jt]sx?|c|cc|cpp|cuh?|h|hpp|java|go|rs|jl|rb|lua|r|ipynb|tf|sql)$|^$")
 _PROSE = re.compile(r"(?i)\.(?:md|rst|txt|tex|html?|csv)$")
 _COMMENT = re.compile(r"(?m)(?:^|[\s+-])(?:#|//|--)[^\n]*|(\"{3}|'{3})[\s\S]*?\1")
-_FILE = re.compile(r"^diff --git .*? b/(.*)$", re.MULTILINE)
 _WORD = r"(?:[A-Z]?[a-z]{1,18}(?:[A-Z][a-z]{2,18})*|[A-Z]{1,18})?\d{0,4}"
 _WORDS = re.compile(rf"{_WORD}(?:[_./-]{_WORD})*+")  # `fw_layers_of_the_encoder`: no token, whatever its prefix
 
@@ -128,16 +127,6 @@ def secrets_in_value(key: str, value: str) -> list[tuple[int, int]]:
     """Return the spans of secrets in the value of a config's key: all of it by the key's name, else known tokens."""
     strength = _strength(key)
     return [(0, len(value))] if strength and _is_secret(value, strength, False) else _spans(value, "")
-
-
-def conceal_diff(diff: str) -> str:
-    """Replace secrets in the output of `git diff`, in each file by its own kind."""
-    starts = [*_FILE.finditer(diff)]
-    ends = [found.start() for found in starts] + [len(diff)]
-    parts = [conceal(diff[: ends[0]])[0]]
-    for number, found in enumerate(starts):
-        parts.append(conceal(diff[found.start() : ends[number + 1]], found[1].strip('"'))[0])
-    return "".join(parts)
 
 
 @cache

@@ -18,7 +18,7 @@ import torch
 from deeplightning.array_spec import ArrayError, ArraySpec
 from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.data.datasets import Batch, InMemory, OnDemand
+from deeplightning.data.datasets import Batch, Divisible, InMemory, OnDemand
 from deeplightning.data.loading import ColumnData, Moments, checked_names
 
 IN_MEMORY_LIMIT = 2**30
@@ -28,7 +28,7 @@ _CHUNK = 4096  # arrays of which mean and deviation are summed at a time
 
 
 @dataclass(frozen=True)
-class Arrays:
+class Arrays(Divisible):
     """Arrays before they are prepared.
 
     Attributes:
@@ -38,6 +38,8 @@ class Arrays:
         labels: int64 (N,), by which the samples are divided evenly.
     """
 
+    shared = ("inputs",)
+
     inputs: np.ndarray
     rows: np.ndarray
     targets: np.ndarray
@@ -45,10 +47,6 @@ class Arrays:
 
     def __len__(self) -> int:
         return len(self.labels)
-
-    def take(self, positions: np.ndarray) -> "Arrays":
-        """Return the samples at these positions, int (n,), in this order."""
-        return Arrays(self.inputs, self.rows[positions], self.targets[positions], self.labels[positions])
 
     def load(self, positions: np.ndarray | slice) -> np.ndarray:
         """Return some inputs in memory, (n, C, …)."""

@@ -8,6 +8,8 @@ B batch, C channels, H height, W width.
 import torch
 from torch import nn
 
+from deeplightning.words import is_whole
+
 
 class RandomHorizontalFlip(nn.Module):
     """Mirrors each image left to right with probability `p`, from 0 to 1."""
@@ -29,7 +31,7 @@ class RandomCrop(nn.Module):
 
     def __init__(self, padding: int):
         super().__init__()
-        if not isinstance(padding, int) or isinstance(padding, bool) or padding < 0:
+        if not is_whole(padding, 0):
             raise ValueError(f"padding is a number of pixels, at least 0, not {padding!r}")
         self.padding = padding
 

@@ -1,18 +1,17 @@
 """Image files decoded once: pixels in a file that later runs, and all processes of one, map into their memory.
 
 `ImageCache.rows_of` takes paths and gives the mapped pixels, and the row of each path in them. The row of a file
-follows from what it holds, never from its name:
+follows from its state, never from its name:
 
-- A file's content is told by its SHA-256. It is read again only where its device, inode, size, time of change or time
-  of status change is another than when it was hashed. What was moved or touched is hashed, not decoded. A file that
-  changed less than `SETTLED` before it was read is hashed at the next start again.
-- What a content becomes stands in the name of the folder: the `ImageSpec`, `deeplightning/image_spec.py` itself, the
+- The state is device, inode, size, time of change and time of status change. A file in another state is decoded again,
+  into another row; so is, at the next start, one that changed less than `SETTLED` before it was read.
+- What a file becomes stands in the name of the folder: the `ImageSpec`, `deeplightning/image_spec.py` itself, the
   versions of Pillow and of its decoders, `max_pixels`. Where one changes, all is decoded again, into another folder.
 
 A folder (`deeplightning.data.cache_files`) has two files:
 
     pixels   row after row, uint8 (C, H, W)
-    index    a `RECORD` for each file seen; written once the pixels are on the disk
+    index    a `RECORD` for each row that counts; written once the pixels are on the disk
 
 Rows are only ever added behind all others, so a map stays right whatever happens.
 
@@ -20,7 +19,6 @@ N samples, R rows, C channels, H height, W width.
 """
 
 import contextlib
-import hashlib
 import logging
 import math
 import mmap
@@ -28,7 +26,7 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -38,18 +36,18 @@ from PIL import features
 
 from deeplightning import image_spec
 from deeplightning.data import cache_files
-from deeplightning.data.cache_files import Damaged, Unusable, stat_of
+from deeplightning.data.cache_files import Damaged, stat_of
 from deeplightning.data.data_errors import DataError
-from deeplightning.data.datasets import in_threads, report_messages
+from deeplightning.data.datasets import in_threads
 from deeplightning.image_spec import ImageError, ImageSpec
 
-RECORD = np.dtype([("stat", "<u8", 5), ("digest", "V16"), ("row", "<i8"), ("sum", "<u8")])
-"""Of a file: its state (all 0: not settled), the first half of its SHA-256, its row, the check sum of this row."""
+RECORD = np.dtype([("stat", "<u8", 5), ("row", "<i8"), ("sum", "<u8")])
+"""Of a file: its state (all 0: not settled), its row, the check sum of this row."""
 
 CHECKED = 2**30
 """Bytes of which check sums are compared when a set is opened: all of a smaller set, rows spread over a larger one."""
 
-_LAYOUT = 3  # of the files
+_LAYOUT = 4  # of the files
 _CHUNK = 4 * 2**20  # bytes that one thread prepares at a time
 _COMMIT = 2**28  # bytes of new rows after which the index is written
 
@@ -97,15 +95,10 @@ class ImageCache:
         """
         try:
             stats = stats_of(paths)
-            for _ in range(5):  # another process may remove the folder between two steps, which then find nothing
-                if (found := self._find(stats)) is not None:
-                    return found
-                with contextlib.suppress(FileNotFoundError), cache_files.alone(self.folder / "pixels"):
-                    # What this process waited for may be what it looks for.
-                    return self._find(stats) or self._add(paths, stats)
-            raise Unusable("other processes remove it over and over")
-        except Unusable as error:
-            log.warning("Decoded images are not cached in %s: %s.", self.top, error)
+            if (found := self._find(stats)) is not None:
+                return found
+            with cache_files.alone(self.folder):  # what this process waited for may be what it looks for
+                return self._find(stats) or self._add(paths, stats)
         except OSError as error:
             log.warning("Decoded images are not cached in %s: %s.", self.top, error.strerror or error)
         return None
@@ -142,10 +135,11 @@ class ImageCache:
         Raises:
             Damaged: a row is not what was written.
         """
-        rows, first = np.unique(records["row"], return_index=True)
-        chosen = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), max(2, CHECKED // self._row))).astype(int))
-        for row, checked in zip(rows[chosen].tolist(), records["sum"][first[chosen]].tolist(), strict=True):
-            if zlib.crc32(pixels[row]) != checked:
+        chosen = np.unique(
+            np.linspace(0, len(records) - 1, min(len(records), max(2, CHECKED // self._row))).astype(int)
+        )
+        for record in np.sort(records, order="row")[chosen]:
+            if zlib.crc32(pixels[record["row"]]) != record["sum"]:
                 raise Damaged
 
     def _add(self, paths: Sequence[str], stats: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -153,7 +147,7 @@ class ImageCache:
         records = np.empty(0, RECORD)
         try:
             there, pixels = self._load()
-            self._check(pixels, there)  # what has one of these contents is not decoded again
+            self._check(pixels, there)
             records = there
         except FileNotFoundError:
             cache_files.remove(self.folder)
@@ -162,84 +156,62 @@ class ImageCache:
             cache_files.remove(self.folder)
         known = find_rows(records["stat"], stats)
         missing = np.flatnonzero(known < 0)
-        self._make_room(len(np.unique(records["row"])), len(missing))
+        new = np.zeros(len(missing), RECORD)
+        new["row"] = np.arange(len(missing)) + records["row"].max(initial=-1) + 1
+        row = self._row + RECORD.itemsize
+        whole, size = self._size * row, (int(new["row"][-1]) + 1) * row
+        if size > cache_files.limit_in_bytes() >= whole:  # most rows are of files that are gone
+            cache_files.remove(self.folder)
+            return self._add(paths, stats)
+        words = f"{self._size:,} images take {whole / 2**30:.3g} GiB"
+        cache_files.make_room(self.folder / "pixels", max(whole, size), len(missing) * row, words)
         log.info("Decoding %s images into %s", f"{len(missing):,}", self.folder)
         cache_files.make_folder(self.folder)
-        with cache_files.in_use(self.folder / "pixels", os.O_RDWR | os.O_CREAT) as file:
-            found = self._decode(file, records, known, paths)
-        return self._load()[1].reshape(-1, *self._shape), found["row"].copy()
+        try:
+            with cache_files.in_use(self.folder / "pixels", os.O_RDWR | os.O_CREAT) as file:
+                self._decode(file, [paths[n] for n in missing.tolist()], records, new)
+        except OSError:  # the disk may be full
+            cache_files.remove(self.folder)
+            raise
+        rows = records["row"][known] if len(records) else np.empty(len(paths), np.int64)
+        rows[missing] = new["row"]
+        return self._load()[1].reshape(-1, *self._shape), rows
 
-    def _decode(self, file: int, records: np.ndarray, known: np.ndarray, paths: Sequence[str]) -> np.ndarray:
-        """Return the record of each path; those that are not among `records`, at the places `known`, are made."""
-        there, begun = known >= 0, time.time()
-        found = np.zeros(len(paths), RECORD)
-        found[there] = records[known[there]]
-        rows = dict(zip(records["digest"].tolist(), records[["row", "sum"]].tolist(), strict=True))
-        committed = first = number = int(records["row"].max(initial=-1)) + 1
+    def _decode(self, file: int, paths: Sequence[str], records: np.ndarray, new: np.ndarray) -> None:
+        """Write the pixels of files to the rows of `new`, and complete these records beside those that are there."""
+        begun, done, committed, step = time.time(), 0, 0, max(1, min(64, _CHUNK // self._row))
 
         def commit() -> None:
-            os.fsync(file)
-            if there.any():
-                cache_files.write_index(self.folder / "pixels", file, _merged(records, found[there]).tobytes())
+            if done:
+                os.fsync(file)
+                made = new[:done]
+                outdated = find_rows(made["stat"][:, :2], records["stat"][:, :2]) >= 0
+                index = np.concatenate([records[~outdated], made]).tobytes()
+                cache_files.write_index(self.folder / "pixels", file, index)
 
+        chunks = (paths[start : start + step] for start in range(0, len(paths), step))
         try:
-            missing, step = np.flatnonzero(~there), max(1, min(64, _CHUNK // self._row))
-            chunks = (missing[start : start + step] for start in range(0, len(missing), step))
-            for chunk, read in in_threads(lambda some: [self._read(paths[n], rows) for n in some], chunks):
-                for position, (stat, digest, pixels) in zip(chunk, read, strict=True):
-                    if digest not in rows:
-                        assert pixels is not None, "a row that was there stays there"
-                        cache_files.write(file, pixels, number * self._row)
-                        rows[digest], number = (number, zlib.crc32(pixels)), number + 1
-                    # One that changed just before it was read is hashed again.
-                    settled = stat if stat[4] < (begun - cache_files.SETTLED) * 1e9 else (0,) * 5
-                    found[position], there[position] = (settled, digest, *rows[digest]), True
-                os.utime(file)  # a sign of life
-                if (number - committed) * self._row >= _COMMIT:
+            for _, read in in_threads(lambda some: [self._read(path) for path in some], chunks):
+                for stat, pixels in read:
+                    cache_files.write(file, pixels, int(new["row"][done]) * self._row)
+                    # One that changed just before it was read is decoded again.
+                    new["stat"][done] = stat if stat[4] < (begun - cache_files.SETTLED) * 1e9 else 0
+                    new["sum"][done] = zlib.crc32(pixels)
+                    done += 1
+                if (done - committed) * self._row >= _COMMIT:
                     commit()
-                    committed = number
+                    committed = done
+        finally:  # what is done stays done
             commit()
-        except OSError:  # nothing is left of what could not be written: the disk may be full
-            if not first:
-                cache_files.remove(self.folder)
-            with contextlib.suppress(OSError):
-                os.ftruncate(file, committed * self._row)
-            raise
-        except BaseException:  # what is done stays done
-            with contextlib.suppress(OSError):
-                commit()
-            raise
-        return found
 
-    def _read(self, path: str, have: Container[bytes]) -> tuple[tuple[int, ...], bytes, np.ndarray | None]:
-        """Return state, digest and pixels of a file, uint8 (bytes of a row,); None: these are there already."""
+    def _read(self, path: str) -> tuple[tuple[int, ...], np.ndarray]:
+        """Return state and pixels of a file, uint8 (bytes of a row,)."""
         try:
             with open(path, "rb") as file:  # noqa: PTH123 (40,000 times a minute)
                 stat = stat_of(os.fstat(file.fileno()))
-                data = file.read()
-            digest = hashlib.sha256(data).digest()[:16]
-            if digest in have:
-                return stat, digest, None
-            return stat, digest, self._spec.decode(data, self._max_pixels).transpose(2, 0, 1).reshape(-1)
+                return stat, self._spec.decode(file, self._max_pixels).transpose(2, 0, 1).reshape(-1)
         except (ImageError, OSError) as error:
             raise DataError(f"{path}: cannot be used as an image. {error}") from error
-        finally:
-            report_messages(path)
-
-    def _make_room(self, have: int, new: int) -> None:
-        """Remove what is longest unused, so that so many rows fit.
-
-        Raises:
-            Unusable: they do not fit.
-            FileNotFoundError: this folder was removed: most of its rows are of files that are gone.
-        """
-        row = self._row + RECORD.itemsize
-        whole, size = self._size * row, (have + new) * row
-        if size > cache_files.limit_in_bytes() >= whole:
-            cache_files.remove(self.folder)
-            raise FileNotFoundError
-        words = f"{self._size:,} images take {whole / 2**30:.3g} GiB"
-        cache_files.make_room(self.folder / "pixels", max(whole, size), new * row, words)
 
 
 def stats_of(paths: Sequence[str]) -> np.ndarray:
@@ -257,11 +229,3 @@ def find_rows(table: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Return for each row of `wanted` where `table` has the same, int64 (n,); -1: nowhere."""
     places = {row.tobytes(): place for place, row in enumerate(np.ascontiguousarray(table))}
     return np.array([places.get(row.tobytes(), -1) for row in np.ascontiguousarray(wanted)], np.int64)
-
-
-def _merged(records: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Return records with new ones in the place of those of the same files; of files that are not settled, of those of
-    the same content."""
-    of_file = find_rows(new["stat"][:, :2], records["stat"][:, :2])
-    outdated = np.where(records["stat"][:, 1] > 0, of_file, find_rows(new["digest"], records["digest"]))
-    return np.concatenate([records[outdated < 0], new])

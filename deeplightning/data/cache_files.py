@@ -2,9 +2,9 @@
 
 A cache has a folder for each rule by which data are prepared and each source of data; its name is a digest of both. A
 folder has a data file, which processes map into their memory, and the file `index`, which describes it and is written
-last. One process at a time adds to a folder; it holds the lock file beside the folder. A process that has mapped the
-data file holds a shared lock on it. Where there is no room, the longest unused folder goes, and none in use. Deleting a
-folder by hand is safe at any time: what is mapped stays readable.
+last. One process at a time adds to a folder or removes it; it holds the lock file beside the folder. A process that has
+mapped the data file holds a shared lock on it. Where there is no room, the longest unused folder goes, and none in use.
+Deleting a folder by hand is safe at any time: what is mapped stays readable.
 """
 
 import contextlib
@@ -30,9 +30,6 @@ except ImportError:  # Windows, which cannot remove a mapped file either
 LIMIT = 20.0
 """GiB of the whole cache; `DEEPLIGHTNING_CACHE_LIMIT` overrides it. Half of the disk's free space stays free, too."""
 
-STALLED = 120.0
-"""Seconds without a sign of life from the process that adds, after which others continue without the cache."""
-
 SETTLED = 2.0
 """Seconds. The clock of a file system ticks every few milliseconds, on some every other second: a file that was read
 within the tick of its last change may change again without a trace."""
@@ -45,7 +42,7 @@ _TAG = """Signature: 8a477f597d28d172789f06886806bc55
 log = logging.getLogger("deeplightning.data")
 
 
-class Unusable(Exception):
+class Unusable(OSError):
     """The cache cannot take these data; the message says why."""
 
 
@@ -102,37 +99,29 @@ def in_use(data: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
     refuse_foreign(data.parent)
     file = os.open(data, flags, 0o600)
     try:
-        if not _locks(file, fcntl.LOCK_SH):
-            raise FileNotFoundError(data)
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FileNotFoundError(data) from None
         yield file
     finally:
         os.close(file)
 
 
 @contextlib.contextmanager
-def alone(data: Path) -> Iterator[None]:
-    """Wait to be the one process that adds to a folder, whose data file shows by its time that it works.
-
-    Raises:
-        Unusable: the process that adds shows no sign of life, or the system cannot lock files.
-    """
+def alone(folder: Path) -> Iterator[None]:
+    """Wait to be the one process that adds to a folder; raise Unusable if the system cannot lock files."""
     if fcntl is None:
         raise Unusable("this system has no flock")
     from filelock import FileLock, Timeout
 
-    folder = data.parent
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock, stamp, wait = FileLock(folder.with_suffix(".lock"), mode=0o600), -1, 0.0
-    while not lock.is_locked:
-        try:
-            lock.acquire(timeout=wait)
-        except Timeout:
-            before, stamp = stamp, data.stat().st_mtime_ns if data.exists() else -1
-            if not wait:
-                log.info("Waiting for another process that writes into %s", folder)
-            elif before == stamp:
-                raise Unusable(f"the process that writes into it has been silent for {STALLED:g} s") from None
-            wait = STALLED
+    lock = FileLock(folder.with_suffix(".lock"), mode=0o600)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        log.info("Waiting for another process that writes into %s", folder)
+        lock.acquire()
     try:
         yield
     finally:
@@ -183,22 +172,10 @@ def read_index(folder: Path) -> bytes:
 
 def refuse_foreign(folder: Path) -> None:
     """Raise Unusable if a folder is of another user than this one and root, or others may write into it."""
-    if not _is_ours(folder):
-        raise Unusable(f"{folder} is left alone: others may write into it")
-
-
-def _is_ours(folder: Path) -> bool:
     status = folder.lstat()
-    mine = stat.S_ISDIR(status.st_mode) and status.st_uid in (os.geteuid(), 0)
-    return mine and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
-def _locks(file: int, kind: int) -> bool:
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+    is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid in (os.geteuid(), 0)
+    if not is_ours or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise Unusable(f"{folder} is left alone: others may write into it")
 
 
 # ---- room
@@ -217,10 +194,12 @@ def make_room(data: Path, size: int, new: int, words: str, written: int = 0) -> 
     Raises:
         Unusable: it does not fit.
     """
+    from filelock import FileLock
+
     folder, limit, others = data.parent, limit_in_bytes(), list[tuple[float, int, Path]]()
     for path in folder.parent.iterdir():
         with contextlib.suppress(OSError):
-            if path != folder and _OURS.fullmatch(path.name) and _is_ours(path):
+            if path != folder and _OURS.fullmatch(path.name):
                 used = (path / data.name).stat().st_mtime
                 others.append((used, sum(file.stat().st_size for file in path.iterdir()), path))
     others.sort()
@@ -237,11 +216,15 @@ def make_room(data: Path, size: int, new: int, words: str, written: int = 0) -> 
         if not others:
             raise Unusable(f"{words}, and the rest of the cache is in use")
         _, gone, path = others.pop(0)
-        with contextlib.suppress(OSError, Unusable), in_use(path / data.name, os.O_RDWR) as file:
-            if _locks(file, fcntl.LOCK_EX):
-                remove(path)
-                log.info("Removed %s: there was no room, and it was longest unused", path)
-                taken -= gone
+        with (
+            contextlib.suppress(OSError),
+            FileLock(path.with_suffix(".lock"), timeout=0),
+            in_use(path / data.name) as file,
+        ):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove(path)
+            log.info("Removed %s: there was no room, and it was longest unused", path)
+            taken -= gone
 
 
 def limit_in_bytes() -> float:

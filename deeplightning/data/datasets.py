@@ -5,15 +5,14 @@ N samples, B batch, H height, W width, C channels of the prepared image.
 """
 
 import logging
-import mmap
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from deeplightning.data.data_errors import DataError
-from deeplightning.image_spec import MAX_PIXELS, ImageError, ImageSpec, caught_messages
+from deeplightning.image_spec import MAX_PIXELS, ImageError, ImageSpec
 from deeplightning.transfer import to_device
 
 Batch = dict[str, torch.Tensor]
@@ -36,15 +35,28 @@ SHARE_OF_GPU = 0.5
 """Of the GPU's memory that is left beside the largest demand of a step, pictures take at most this share."""
 
 
-_reported = mmap.mmap(-1, 1)
-"""Whether a message of a decoder has been reported, shared by the processes that are forked from this one: the workers
-of a loader, whose fork server imports this module."""
-
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Samples:
+class Divisible:
+    """Base of samples: columns side by side, of N entries each but those in `shared`; `labels` divides them evenly."""
+
+    shared: ClassVar[tuple[str, ...]] = ()
+
+    def take(self, positions: np.ndarray) -> Self:
+        """Return the samples at these positions, int (n,), in this order."""
+        columns = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in self.shared}
+        taken = {
+            name: values[positions] if isinstance(values, np.ndarray) else [values[position] for position in positions]
+            for name, values in columns.items()
+            if values is not None
+        }
+        return replace(self, **taken)
+
+
+@dataclass(frozen=True)
+class Samples(Divisible):
     """Pictures as they come, with labels.
 
     Attributes:
@@ -57,12 +69,6 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.labels)
-
-    def take(self, positions: np.ndarray) -> "Samples":
-        """The samples at these positions, int (n,), in this order."""
-        if isinstance(self.items, np.ndarray):
-            return Samples(self.items[positions], self.labels[positions])
-        return Samples([self.items[position] for position in positions], self.labels[positions])
 
     def size_of(self, position: int) -> tuple[int, int]:
         """Return width and height of one picture as it comes; raise OSError if it cannot be read."""
@@ -81,16 +87,6 @@ class Samples:
             return spec.decode(item, max_pixels).transpose(2, 0, 1)
         except (ImageError, OSError) as error:
             raise DataError(f"{item}: cannot be used as an image. {error}") from error
-        finally:
-            report_messages(item)
-
-
-def report_messages(item: object) -> None:
-    """Logs how many messages a decoder had about the picture that was decoded just now, for the first that has any."""
-    if (number := caught_messages()) and not _reported[0]:
-        _reported[0] = 1
-        messages = f"{number:,} {'message' if number == 1 else 'messages'}"
-        log.warning("%s: left out %s of its decoder, and all about further pictures", item, messages)
 
 
 class InMemory(Dataset):

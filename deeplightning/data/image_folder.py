@@ -10,7 +10,7 @@ import numpy as np
 from deeplightning.config.part_config import PartConfig
 from deeplightning.data.class_folders import ClassFolders
 from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.data.datasets import Batch, Samples, in_threads, report_messages
+from deeplightning.data.datasets import Batch, Samples, in_threads
 from deeplightning.data.images import ImageFiles, endings
 from deeplightning.image_spec import EXTENSIONS, ImageError
 
@@ -99,6 +99,4 @@ class ImageFolder(ImageFiles):
             self.image_spec.decode(path, self.max_pixels)
         except (ImageError, OSError) as error:
             return str(error).rstrip(".")
-        finally:
-            report_messages(path)
         return None

@@ -18,9 +18,10 @@ from deeplightning.data.cache import ImageCache
 from deeplightning.data.cache_files import cache_folder
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, InMemory, OnDemand, Pictures, Prepare, Samples, prepare_all
-from deeplightning.data.loading import DataOfSets, is_whole
+from deeplightning.data.loading import DataOfSets
 from deeplightning.data.remote_files import folder_of
 from deeplightning.image_spec import MAX_PIXELS, ImageSpec
+from deeplightning.words import is_whole
 
 IN_MEMORY_LIMIT = 2**30
 """Bytes of prepared images, all splits together, up to which they are held in memory: per process, 1 GiB."""

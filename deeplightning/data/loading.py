@@ -19,6 +19,7 @@ from deeplightning.data.datasets import Batch, EndsWithItsRun, InMemory, OnDeman
 from deeplightning.data.remote_files import folder_of
 from deeplightning.data.samplers import BatchIndices, go_on, replicas, train_sampler
 from deeplightning.data.splits import deal, keep_classes, shuffled
+from deeplightning.words import is_whole
 
 SPLITS: dict[str | None, tuple[str, ...]] = {
     "fit": ("train", "val"),
@@ -440,10 +441,6 @@ def checked_names(names: Sequence[object] | None, most: int | None = None) -> li
             f"of class 0 first, not {names!r}; a number or a word such as no needs quotes."
         )
     return found
-
-
-def is_whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def start_method() -> str:

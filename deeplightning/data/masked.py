@@ -38,11 +38,6 @@ class MaskedSamples(Samples):
 
     masks: Sequence[str] = ()
 
-    def take(self, positions: np.ndarray) -> "MaskedSamples":
-        """The samples at these positions, int (n,), in this order."""
-        items, masks = ([paths[position] for position in positions] for paths in (self.items, self.masks))
-        return MaskedSamples(items, self.labels[positions], masks)
-
 
 def code_of(value: object) -> int:
     """Return one number for a `MaskValue`. A grey colour has the code of its grey value.

@@ -19,6 +19,7 @@ from torch.utils.data import DistributedSampler, IterableDataset
 from deeplightning.config.part_config import PartConfig, Target
 from deeplightning.config.target import build
 from deeplightning.data.data_errors import DataConfigError
+from deeplightning.words import is_whole
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -257,7 +258,7 @@ class BucketedDistributedSampler(DistributedSampler):
         size = len(dataset)
         super().__init__(range(size), num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
         for name, value in (("buckets", buckets), ("batch_size", batch_size)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not is_whole(value, 1):
                 raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
         if seed < 0:
             raise ValueError(f"seed must be at least 0, not {seed}")

@@ -16,7 +16,7 @@ from deeplightning.config.part_config import PartConfig
 from deeplightning.data.arrays import ArrayData
 from deeplightning.data.class_folders import ClassFolders
 from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.data.loading import is_whole
+from deeplightning.words import is_whole
 
 
 class SignalFolder(ArrayData):

@@ -18,17 +18,16 @@ import pyarrow as pa
 import torch
 
 from deeplightning.config.part_config import PartConfig
-from deeplightning.data.cache_files import Unusable
 from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.data.datasets import Batch, InMemory, OnDemand
+from deeplightning.data.datasets import InMemory, OnDemand
 from deeplightning.data.loading import SET_NAMES, SPLITS, ColumnData, Moments, by_set
 from deeplightning.data.splits import deal
 from deeplightning.data.table_files import TableFile
 from deeplightning.data.table_rows import (
+    CHUNK,
     Rows,
     Table,
     TableStore,
-    check_parts,
     encoded,
     numbers_of,
     stored,
@@ -236,8 +235,8 @@ class TableData(ColumnData):
             return None
         try:
             return {name: self._rows(file, self._store(file, types)) for name, file in self.files.items()}
-        except (Unusable, OSError) as error:
-            reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+        except OSError as error:
+            reason = error.strerror or error
             if self.tables_in_memory is False:
                 raise DataError(
                     f"{self._describe()} cannot be kept on the disk: {reason}. DEEPLIGHTNING_CACHE names another "
@@ -357,22 +356,23 @@ class TableData(ColumnData):
     def _prepare(self, samples: Rows) -> InMemory | OnDemand:
         spec = self.table_spec
         assert spec is not None, "`setup` has read the rows"
+        target = samples.column(self.targets[0])
+        small = {"label": self._classes(target)} if isinstance(target, Words) else {}
+        inputs, is_in_memory = list[np.ndarray](), isinstance(samples.table, Table)
         try:
-            if isinstance(samples.table, Table):
-                rows = samples.load(slice(None))
-                small = self._labels_of(rows[self.targets[0]]) or numbers_of(self.targets, rows)
-                return InMemory({"input": torch.from_numpy(spec.encode(rows))}, small)
-            check_parts(spec, samples)
+            for number, part in enumerate(samples.parts()):
+                made = spec.encode(part, number * CHUNK)
+                inputs += [made] if is_in_memory else []
         except TableError as error:
             raise DataError(
                 f"{self._describe()}: {error}. data.module.params.missing=fill and unknown=other say what to do with "
                 "such values."
             ) from error
         targets = () if self.class_names else self.targets
-        return OnDemand(samples, partial(encoded, spec, targets), self._labels_of(samples.column(self.targets[0])))
-
-    def _labels_of(self, target: "np.ndarray | Words") -> Batch:
-        return {"label": self._classes(target)} if isinstance(target, Words) else {}
+        if not is_in_memory:
+            return OnDemand(samples, partial(encoded, spec, targets), small)
+        small |= numbers_of(targets, {name: samples.column(name) for name in targets})
+        return InMemory({"input": torch.from_numpy(np.concatenate(inputs))}, small)
 
     def _classes(self, target: Words) -> torch.Tensor:
         """int64 (N,)"""

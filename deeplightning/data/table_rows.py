@@ -6,9 +6,9 @@ columns read the same copy. The name of its folder (`deeplightning.data.cache_fi
 columns, of the file's state, and of the code that reads it; when one of them changes, the table is read again into
 another folder. It has these files:
 
-    numbers   row after row, float64 (N, n), the columns of numbers; NaN: missing
-    codes     row after row, int32 (N, c), the columns of words: the position of the row's word; -1: missing
-    index     JSON: N, the columns, and the words of each
+    rows    row after row, the columns of numbers, float64 (n,), NaN: missing; and the columns of words, int32 (c,): the
+            position of the row's word, -1: missing
+    index   JSON: N, the columns, and the words of each
 
 N rows, B batch, F columns that the network takes, n columns of numbers, c of words.
 """
@@ -20,7 +20,7 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,8 +31,8 @@ import torch
 from deeplightning.data import cache_files
 from deeplightning.data.cache_files import Damaged, Unusable, stat_of
 from deeplightning.data.data_errors import DataError
-from deeplightning.data.datasets import Batch
-from deeplightning.table_spec import Fault, TableError, TableSpec, Words
+from deeplightning.data.datasets import Batch, Divisible
+from deeplightning.table_spec import TableSpec, Words
 
 if TYPE_CHECKING:  # a loader worker needs no pyarrow
     from deeplightning.data.table_files import TableFile
@@ -43,7 +43,6 @@ CHUNK = 2**16
 MOST_WORDS = 1_000_000
 """The most different words that are held in memory of a column that nobody has called a category."""
 
-_FILES = ("numbers", "codes")
 _STEP = 2**12  # rows that are read at a time
 _KEPT = 2**15  # rows after which what was mapped for them is released: 2 GiB at most, where each maps 64 KiB
 _SIGN = 2**28  # bytes after which it is looked whether there is room for more
@@ -94,38 +93,30 @@ class TableStore:
 
     def __init__(self, path: Path):
         self.path = path
-        with contextlib.ExitStack() as opened:
-            files = [opened.enter_context(cache_files.in_use(path / name)) for name in _FILES]
+        with cache_files.in_use(path / "rows") as file:
             found = json.loads(cache_files.read_index(path))
-            self._rows: int = found["rows"]
             self._columns: list[str] = found["columns"]
             self._words: dict[str, list[str]] = found["words"]
             self._numbers: list[str] = found["numbers"]
-            self._maps: list[mmap.mmap] = []
             self._read = 0  # rows since the last release
-            self._values = self._map(files[0], np.dtype("<f8"), len(self._numbers))
-            self._codes = self._map(files[1], np.dtype("<i4"), len(self._words))
+            kind = _record(self._numbers, self._words)
+            if os.fstat(file).st_size != found["rows"] * kind.itemsize:
+                raise Damaged
+            self._map: Any = mmap.mmap(file, 0, access=mmap.ACCESS_READ) if found["rows"] else b""
+            self._rows = np.frombuffer(self._map, kind)
         with contextlib.suppress(OSError):  # a folder that may only be read
-            os.utime(path / "numbers")  # it was used
-
-    def _map(self, file: int, kind: np.dtype, width: int) -> np.ndarray:
-        size = self._rows * width * kind.itemsize
-        if os.fstat(file).st_size != size:
-            raise Damaged
-        if not size:
-            return np.empty((self._rows, width), kind)
-        self._maps.append(mmap.mmap(file, size, access=mmap.ACCESS_READ))
-        return np.frombuffer(self._maps[-1], kind).reshape(self._rows, width)
+            os.utime(path / "rows")  # it was used
 
     def __reduce__(self) -> Any:
         return TableStore, (self.path,)
 
     def __len__(self) -> int:
-        return self._rows
+        return len(self._rows)
 
     def read(self, positions: np.ndarray) -> Part:
         """Return some rows, int (n,), by column: copies, in memory."""
-        values, codes = self._gathered(self._values, positions), self._gathered(self._codes, positions).astype(np.int64)
+        rows = self._gathered(self._rows, positions)
+        values, codes = rows["numbers"], rows["codes"].astype(np.int64)
         found: dict[str, Any] = {name: values[:, place] for place, name in enumerate(self._numbers)}
         found |= {name: Words(words, codes[:, place]) for place, (name, words) in enumerate(self._words.items())}
         return {name: found[name] for name in self._columns}
@@ -133,25 +124,24 @@ class TableStore:
     def column(self, name: str, positions: np.ndarray) -> Column:
         """Return one column of some rows, int (n,)."""
         if name in self._words:
-            codes = self._codes[:, list(self._words).index(name)]
+            codes = self._rows["codes"][:, list(self._words).index(name)]
             return Words(self._words[name], self._gathered(codes, positions).astype(np.int64))
-        return self._gathered(self._values[:, self._numbers.index(name)], positions)
+        return self._gathered(self._rows["numbers"][:, self._numbers.index(name)], positions)
 
     def _gathered(self, source: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        found = np.empty((len(positions), *source.shape[1:]), source.dtype)
+        found = np.empty(len(positions), source.dtype)
         for start in range(0, len(positions), _STEP):
             some = positions[start : start + _STEP]
             found[start : start + _STEP] = source[some]
             self._read += len(some)
             if self._read >= _KEPT and hasattr(mmap, "MADV_DONTNEED"):
-                self._read = 0
-                for one in self._maps:  # the system keeps it while it likes, and not as memory of this process
-                    one.madvise(mmap.MADV_DONTNEED)
+                self._read = 0  # the system keeps it while it likes, and not as memory of this process
+                self._map.madvise(mmap.MADV_DONTNEED)
         return found
 
 
 @dataclass(frozen=True)
-class Rows:
+class Rows(Divisible):
     """Rows of a table.
 
     Attributes:
@@ -160,16 +150,14 @@ class Rows:
         labels: int32 or int64 (N,), by which they are divided evenly.
     """
 
+    shared = ("table",)
+
     table: Table | TableStore
     positions: np.ndarray
     labels: np.ndarray
 
     def __len__(self) -> int:
         return len(self.positions)
-
-    def take(self, positions: np.ndarray) -> "Rows":
-        """Return the rows at these positions, int (n,), in this order."""
-        return Rows(self.table, self.positions[positions], self.labels[positions])
 
     def load(self, positions: np.ndarray | slice) -> Part:
         """Return some rows in memory."""
@@ -181,19 +169,7 @@ class Rows:
 
     def parts(self) -> Iterator[Part]:
         """Yield all rows, `CHUNK` at a time."""
-        return (self.load(slice(start, start + CHUNK)) for start in range(0, len(self), CHUNK))
-
-
-def check_parts(spec: TableSpec, rows: Rows) -> None:
-    """Raise what `TableSpec.encode` raises for all rows at a time: a TableError that names column and row."""
-    found: dict[str, Fault] = {}
-    for number, part in enumerate(rows.parts()):
-        for name, fault in spec.encode_part(part)[1].items():
-            later = fault.moved(number * CHUNK)
-            found[name] = found[name].and_then(later) if name in found else later
-    for column in spec.ordered:
-        if column.name in found:
-            raise TableError(found[column.name].text(column.name, len(rows)))
+        return (self.load(slice(start, start + CHUNK)) for start in range(0, max(1, len(self)), CHUNK))
 
 
 def encoded(spec: TableSpec, targets: Sequence[str], rows: Rows, positions: np.ndarray) -> Batch:
@@ -221,8 +197,7 @@ def stored(file: "TableFile", types: Mapping[str, str], bounded: list[str]) -> T
 
     Raises:
         DataError: the table is not as it should be.
-        Unusable: there is no cache, or no room in it; the message says why.
-        OSError: likewise.
+        OSError: there is no cache, or no room in it; the message says why.
     """
     top = cache_files.cache_folder(True, "tables")
     if top is None:
@@ -236,23 +211,26 @@ def stored(file: "TableFile", types: Mapping[str, str], bounded: list[str]) -> T
     folder = top / cache_files.folder_name(rule, stat_of(before))
     with contextlib.suppress(FileNotFoundError, Damaged):
         return TableStore(folder)
-    with cache_files.alone(folder / "numbers"):
-        for _ in range(5):  # another process may remove a folder before this one has opened it
-            with contextlib.suppress(FileNotFoundError, Damaged):
-                return TableStore(folder)
+    with cache_files.alone(folder):
+        with contextlib.suppress(FileNotFoundError, Damaged):  # of a process that this one has waited for
+            return TableStore(folder)
+        cache_files.remove(folder)
+        try:
+            _make(folder, file, types, bounded)
+            if stat_of(path.stat()) != stat_of(before):
+                raise DataError(f"{path} was changed while it was read. Run again when it is whole.")
+        except BaseException:
             cache_files.remove(folder)
-            try:
-                _make(folder, file, types, bounded)
-                if stat_of(path.stat()) != stat_of(before):
-                    raise DataError(f"{path} was changed while it was read. Run again when it is whole.")
-            except BaseException:
-                cache_files.remove(folder)
-                raise
-    raise Unusable("other processes remove it over and over")
+            raise
+        return TableStore(folder)
+
+
+def _record(numbers: Collection[str], words: Collection[str]) -> np.dtype:
+    return np.dtype([("numbers", "<f8", (len(numbers),)), ("codes", "<i4", (len(words),))])
 
 
 def _make(folder: Path, table: "TableFile", types: Mapping[str, str], bounded: Sequence[str]) -> None:
-    path = table.path
+    path, data = table.path, folder / "rows"
     log.info("Reading %s, which is large, into %s", path, folder)
     known: dict[str, dict[str, int]] = {}  # of each column of words, the position of each
     columns: list[str] = []
@@ -260,42 +238,35 @@ def _make(folder: Path, table: "TableFile", types: Mapping[str, str], bounded: S
     rows = size = looked = 0
 
     def make_room() -> None:
-        cache_files.make_room(folder / "numbers", size, size, f"{path} takes {size / 2**30:.3g} GiB", size)
+        cache_files.make_room(data, size, size, f"{path} takes {size / 2**30:.3g} GiB", size)
 
     cache_files.make_folder(folder)
-    with contextlib.ExitStack() as opened:
-        in_use = (cache_files.in_use(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL) for name in _FILES)
-        files = [opened.enter_context(one) for one in in_use]
+    with cache_files.in_use(data, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
         for part in table.parts(types, CHUNK):
             if not columns:
                 columns = list(part)
                 numbers = [name for name, values in part.items() if not isinstance(values, Words)]
                 known = {name: {} for name in columns if name not in numbers}
-            count = len(part[columns[0]])
-            values = np.empty((count, len(numbers)), "<f8")
+            made = np.empty(len(part[columns[0]]), _record(numbers, known))
             for place, name in enumerate(numbers):
-                values[:, place] = part[name]
-            codes = np.empty((count, len(known)), "<i4")
+                made["numbers"][:, place] = part[name]
             for place, (name, positions) in enumerate(known.items()):
                 found = part[name]
                 assert isinstance(found, Words), "the columns of each part are of the same kinds"
                 numbered = [positions.setdefault(word, len(positions)) for word in found.words]
-                codes[:, place] = np.array([*numbered, -1])[found.indices]
+                made["codes"][:, place] = np.array([*numbered, -1])[found.indices]
                 if name in bounded and len(positions) > MOST_WORDS:
                     raise DataError(
                         f"{path}, column {name}: more than {MOST_WORDS:,} different texts. Set "
                         f"data.module.params.columns.{name} to ignore, or to category if you mean that many."
                     )
-            for file, array in zip(files, (values, codes), strict=True):
-                cache_files.write(file, array, rows * array[:1].nbytes)
-                size += array.nbytes
-            rows += count
+            cache_files.write(file, made, size)
+            rows, size = rows + len(made), size + made.nbytes
             if size - looked >= _SIGN:
                 make_room()
                 looked = size
         make_room()
-        for file in files:
-            os.fsync(file)
+        os.fsync(file)
         words = {name: list(positions) for name, positions in known.items()}
         index = {"rows": rows, "columns": columns, "numbers": numbers, "words": words}
-        cache_files.write_index(folder / "numbers", files[0], json.dumps(index).encode())
+        cache_files.write_index(data, file, json.dumps(index).encode())

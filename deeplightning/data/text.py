@@ -22,8 +22,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.data.loading import DataOfSets, checked_names, is_whole
+from deeplightning.data.datasets import Divisible
+from deeplightning.data.loading import DataOfSets, checked_names
 from deeplightning.text_spec import TextSpec, VocabularyError, from_lines, vocabulary
+from deeplightning.words import is_whole
 
 Batch = dict[str, Tensor]
 """`tokens` int64 (B, L), `label` int64 (B,) where there are labels, `index` int64 (B,): position in the set, -1: row
@@ -33,7 +35,7 @@ _COLUMNS = ("sentence", "label", "index")
 
 
 @dataclass(frozen=True)
-class Texts:
+class Texts(Divisible):
     """Texts as they come.
 
     Attributes:
@@ -43,6 +45,8 @@ class Texts:
         path: of the file, or where else they come from; for messages.
     """
 
+    shared = ("path",)
+
     texts: list[str]
     labels: np.ndarray | None
     lines: np.ndarray
@@ -50,11 +54,6 @@ class Texts:
 
     def __len__(self) -> int:
         return len(self.texts)
-
-    def take(self, positions: np.ndarray) -> "Texts":
-        """The samples at these positions, int (n,), in this order."""
-        labels = None if self.labels is None else self.labels[positions]
-        return Texts([self.texts[position] for position in positions], labels, self.lines[positions], self.path)
 
 
 def read_tsv(path: Path, labelled: bool = False) -> Texts:

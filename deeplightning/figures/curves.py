@@ -19,7 +19,6 @@ from deeplightning.figures.style import (
     figure,
     label,
     lines,
-    place,
 )
 from deeplightning.words import stage_of
 
@@ -99,28 +98,18 @@ def curves(series: Series, best: int | None = None) -> Drawing | None:
     return Drawing(lambda: _grid(found, best, min(2, len(found))), f"Curves of {names}")
 
 
-def _panels(
-    number: int, columns: int, height: float, margins: tuple[float, float, float, float], space: float
-) -> "tuple[Figure, Any]":
-    """Create a figure with a grid of axes, row by row.
-
-    Args:
-        number: of axes; the rest of the last row stays empty.
-        height: of a row, in inches.
-        margins: left, right, top and bottom, in inches.
-        space: between rows, as a share of an axes' height.
-    """
+def _panels(number: int, columns: int, height: float) -> "tuple[Figure, Any]":
+    """Create a figure with axes, row by row, each so many inches high; the rest of the last row stays empty."""
     rows = -(-number // columns)
     made = figure(WIDTH * columns, height * rows)
-    spaces = {"wspace": 0.24, "hspace": space}
-    grid = place(made, *margins, nrows=rows, ncols=columns, squeeze=False, gridspec_kw=spaces).flatten()
+    grid = made.subplots(rows, columns, squeeze=False).flatten()
     for axes in grid[number:]:
         axes.set_axis_off()
     return made, grid
 
 
 def _grid(found: Sequence[Chart], best: int | None, columns: int) -> "Figure":
-    made, grid = _panels(len(found), columns, 2.55, (0.62, 0.18, 0.36, 0.44), 0.46)
+    made, grid = _panels(len(found), columns, 2.55)
     for axes, chart in zip(grid, found, strict=False):
         for stage, points in chart.curves.items():
             steps, values = zip(*_thinned(points), strict=True)
@@ -147,33 +136,6 @@ def _scale(axes: Any, name: str, values: Sequence[float]) -> None:
         axes.yaxis.set_major_formatter("{x:g}")
 
 
-def compared(name: str, of_runs: Sequence[tuple[str, Sequence[tuple[int, float]]]]) -> Drawing:
-    """Draw one metric of several runs.
-
-    Args:
-        name: of the metric.
-        of_runs: each run's name, and the points that it has of it.
-    """
-
-    def draw() -> "Figure":
-        made = figure(WIDTH, 2.55 + 0.15 * len(of_runs))
-        axes = place(made, 0.62, 0.18, 0.36, 0.46 + 0.15 * len(of_runs))
-        styles = ("-", (0, (4, 2)), (0, (1, 1.5)))
-        for number, (run, points) in enumerate(of_runs):
-            kept = [(step, value) for step, value in _thinned(points) if math.isfinite(value)]
-            if kept:
-                colour, dash = COLOURS[number % len(COLOURS)], styles[number // len(COLOURS) % len(styles)]
-                axes.plot(*zip(*kept, strict=True), color=colour, linestyle=dash, label=label(run, 40))
-        axes.set_title(label(name, 40))
-        axes.set_xlabel("step")
-        _scale(axes, name, [value for _, points in of_runs for _, value in points if math.isfinite(value)])
-        lines(axes)
-        made.legend(*axes.get_legend_handles_labels(), loc="lower left", bbox_to_anchor=(0.1, 0.0), labelspacing=0.2)
-        return made
-
-    return Drawing(draw, f"{label(name)} of {len(of_runs)} runs over the steps")
-
-
 MOST_DOTS = 3000
 """Dots of a picture of truth against prediction; of more samples, as many that are evenly spread."""
 
@@ -189,7 +151,7 @@ def truth_against_prediction(truth: np.ndarray, predicted: np.ndarray, names: Se
     parts = [f"{label(name)}: {word}" for name, word in zip(names, words, strict=False)]
 
     def draw() -> "Figure":
-        made, grid = _panels(len(parts), min(2, len(parts)), 3.9, (0.62, 0.2, 0.5, 0.46), 0.34)
+        made, grid = _panels(len(parts), min(2, len(parts)), 3.9)
         some = np.linspace(0, len(truth) - 1, min(len(truth), MOST_DOTS)).astype(int)
         alpha = 0.8 if len(some) < 300 else 0.4
         for axes, name, word, x, y in zip(grid, names, words, truth[some].T, predicted[some].T, strict=False):

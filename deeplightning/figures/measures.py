@@ -26,12 +26,6 @@ def confusion(labels: np.ndarray, predicted: np.ndarray, classes: int) -> np.nda
     return np.bincount(labels * classes + predicted, minlength=classes * classes).reshape(classes, classes)
 
 
-def per_class(labels: np.ndarray, predicted: np.ndarray, classes: int) -> PerClass:
-    """Return precision, recall and F1 of each class, from labels and answers, int (N,)."""
-    each = labels[labels == predicted], predicted, labels
-    return from_counts(*(np.bincount(one, minlength=classes) for one in each))
-
-
 def from_counts(right: np.ndarray, predicted: np.ndarray, true: np.ndarray) -> PerClass:
     """Return precision, recall and F1 from the numbers of right, predicted and true samples by class, int (K,) each."""
     return PerClass(_share(right, predicted), _share(right, true), _share(2 * right, predicted + true), true)

@@ -8,11 +8,11 @@ Text from outside, such as names of classes, is never read as mathematics.
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from deeplightning.words import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
 INK, MUTED, GRID, PAPER = "#1b1f25", "#59636f", "#d9dee5", "#fefefe"
@@ -107,26 +108,27 @@ def style() -> Iterator[None]:
         log.setLevel(level)
 
 
-def figure(width: float = WIDTH, height: float = 3.2) -> "Figure":
-    """Create an empty figure, sizes in inches, without pyplot, so that nothing stays open."""
+def figure(
+    width: float = WIDTH, height: float = 3.2, layout: Literal["constrained"] | None = "constrained"
+) -> "Figure":
+    """Create an empty figure, sizes in inches, without pyplot, so that nothing stays open.
+
+    Args:
+        layout: None: whoever draws places all things.
+    """
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height))
+    return Figure(figsize=(width, height), layout=layout)
 
 
-def place(figure: "Figure", left: float, right: float, top: float, bottom: float, **grid: Any) -> Any:
-    """Place the axes by margins in inches; matplotlib's own layouts draw a picture twice."""
+def title(figure: "Figure", words: str, note: str = "") -> None:
+    """Write a title at the top, and a line below it."""
     width, height = figure.get_size_inches()
-    axes = figure.subplots(**grid)
-    figure.subplots_adjust(left / width, bottom / height, 1 - right / width, 1 - top / height)
-    return axes
-
-
-def title(figure: "Figure", words: str, note: str = "", left: float = 0.12) -> None:
-    """Write a title at the top, `left` inches from the edge, and a line below it."""
-    width, height = figure.get_size_inches()
-    figure.text(left / width, 1 - 0.18 / height, words, weight="bold", fontsize=9, va="center")
-    figure.text(left / width, 1 - 0.37 / height, note, color=MUTED, fontsize=7, va="center")
+    figure.text(0.12 / width, 1 - 0.18 / height, words, weight="bold", fontsize=9, va="center")
+    figure.text(0.12 / width, 1 - 0.37 / height, note, color=MUTED, fontsize=7, va="center")
+    engine: Any = figure.get_layout_engine()
+    if engine is not None:
+        engine.set(rect=(0, 0, 1, 1 - 0.5 / height))
 
 
 def lines(axes: "Axes", which: str = "both") -> None:
@@ -144,21 +146,11 @@ def label(text: object, longest: int = LONGEST) -> str:
     return f"{name[: longest - end - 1]}…{name[-end:]}"
 
 
-def room_for(names: Sequence[str], size: float) -> float:
-    """Return the width of the widest label in inches, at a font size in points."""
-    return max((sum(1.05 if ord(c) > 0x2E7F else 0.62 for c in name) for name in names), default=0) * size / 72
+def colour_map(least: float) -> "Colormap":
+    """Return the map of shares from 0 to 1 to one colour, of opacity `least` to 1; what is masked is transparent."""
+    from matplotlib.colors import ListedColormap, to_rgb
 
-
-def on_map(share: np.ndarray, least: float = 0.06) -> np.ndarray:
-    """Map shares from 0 to 1, (R, C), to a picture (R, C, 4) that is transparent at 0.
-
-    Args:
-        least: the opacity of the smallest share.
-    """
-    pixels = np.empty((*share.shape, 4))
-    pixels[..., :3] = [int(MAP[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    pixels[..., 3] = np.where(share > 0, least + (1 - least) * share, 0.0)
-    return pixels
+    return ListedColormap([(*to_rgb(MAP), opacity) for opacity in np.linspace(least, 1, 256)])
 
 
 def to_svg(figure: "Figure", alt: str = "") -> str:
@@ -186,9 +178,13 @@ def to_png(figure: "Figure") -> bytes:
 
 
 def drawn(drawing: Drawing) -> "Figure":
-    """Return the figure, drawn in the style."""
+    """Return the figure, drawn in the style and laid out."""
     with style():
-        return drawing.draw()
+        figure = drawing.draw()
+        if (engine := figure.get_layout_engine()) is not None:
+            engine.execute(figure)
+            figure.set_layout_engine("none")  # not once more for each file
+    return figure
 
 
 def save(drawing: Drawing, path: Path) -> str:

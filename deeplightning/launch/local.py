@@ -26,7 +26,7 @@ from deeplightning.process import failure, ranks, shared_folder, supervisor
 from deeplightning.process.agreement import enough_memory
 from deeplightning.process.terminal import say, say_path
 from deeplightning.runfolder import RunFolder
-from deeplightning.tracking.environment import git_answers
+from deeplightning.tracking.environment import git_state
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = ranks.SHUTDOWN_SECONDS + 2 * ranks.EXIT_SECONDS  # for the others to exit when one has failed
@@ -93,7 +93,7 @@ class Local:
 
         command, size = _command(job), local_size(job.cfg.engine)
         processes = Processes(command, size, restarts, self.master_port or 0, self.backoff, report)
-        with sealed_meanwhile(compose(job.config, [*job.overrides]).files, git_answers(redact)):
+        with sealed_meanwhile(compose(job.config, [*job.overrides]).files, git_state()):
             code = processes.run()
         folder, cause = processes.run_folder, processes.cause
         if code != 0 and cause is not None:

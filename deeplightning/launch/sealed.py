@@ -62,7 +62,7 @@ def seal(
         configs: files to freeze.
         code: None for this process's own code.
         linked: the roots whose other entries are linked; None for all.
-        git: the result of `git_answers`, for runs that record commit and diff; without it they ask git themselves.
+        git: the result of `git_state`, for runs that record the commit; without it they ask git themselves.
 
     Returns:
         The folder.

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 
+from deeplightning.words import is_whole
+
 
 def check_sizes(**sizes: object) -> None:
     """Raise ValueError unless each of these arguments is a whole number of at least 1."""
     for name, size in sizes.items():
-        if not _is_whole(size, 1):
+        if not is_whole(size, 1):
             raise ValueError(f"{name} must be a whole number of at least 1, not {size!r}")
 
 
@@ -17,10 +19,6 @@ def height_and_width(name: str, size: int | Sequence[int], least: int = 1) -> tu
         ValueError: it is something else, or a side has fewer pixels than `least`.
     """
     sides = size if isinstance(size, Sequence) else (size, size)
-    if len(sides) != 2 or not all(_is_whole(side, least) for side in sides):
+    if len(sides) != 2 or not all(is_whole(side, least) for side in sides):
         raise ValueError(f"{name} must be one whole number or [height, width], each at least {least}, not {size!r}")
     return sides[0], sides[1]
-
-
-def _is_whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -77,7 +77,9 @@ def _of_classes(run: Facts, columns: dict[str, Any], prefix: str, found: Evaluat
     names |= dict(enumerate(run.classes[:MAX_CLASSES]))
     number = max(number, len(run.classes[:MAX_CLASSES]))
     classes_ = [names.get(n, str(n)) for n in range(number)]
-    each = measures.per_class(labels, predicted, number)
+    each = measures.from_counts(
+        *(np.bincount(one, minlength=number) for one in (labels[labels == predicted], predicted, labels))
+    )
     found.per_class = list(zip(classes_, *(one.tolist() for one in each), strict=True))
     found.confused = [(classes_[t], classes_[p], often) for t, p, often in measures.most_confused(labels, predicted)]
     if number <= class_plots.MOST_IN_MATRIX:

@@ -89,11 +89,6 @@ class Facts:
         return words or self.folder.path.name
 
     @property
-    def label(self) -> str:
-        """Title that is unique among runs."""
-        return f"{self.title} {self.run_id[:6] or self.folder.path.name}"
-
-    @property
     def stage(self) -> str | None:
         """The first stage with a file of answers, or None."""
         return next((stage for stage in STAGES if self.folder.stage_predictions(stage).is_file()), None)

@@ -103,20 +103,17 @@ def tiles(values: Sequence[tuple[str, str]]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: Sequence[int] = ()) -> str:
-    """Return a table of text from a run. Columns in `numbers` are right-aligned. A cell may be a pair of text and CSS
-    class."""
+    """Return a table of text from a run. Columns in `numbers` are right-aligned."""
     given = list(rows)
     if not given:
         return ""
 
     def cell(tag: str, column: int, value: object) -> str:
-        value, marked = value if isinstance(value, tuple) else (value, "")
-        classes = " ".join([*(["n"] if column in numbers else []), *([marked] if marked else [])])
         scope = ' scope="col"' if tag == "th" else ""
         shown_ = text(value)
         if column not in numbers:  # keys and paths may break between their parts
             shown_ = re.sub(r"(?<=\w)([._/])(?=\w)", r"\1<wbr>", shown_)
-        return f"<{tag}{scope}{_class(classes)}>{shown_}</{tag}>"
+        return f"<{tag}{scope}{_class('n' if column in numbers else '')}>{shown_}</{tag}>"
 
     lines = [f"<tr>{''.join(cell('th', n, word) for n, word in enumerate(head))}</tr>"]
     lines += [f"<tr>{''.join(cell('td', n, value) for n, value in enumerate(one))}</tr>" for one in given]

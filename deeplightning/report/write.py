@@ -1,8 +1,6 @@
-"""Write the HTML report of a run, or of several side by side, and draw a run's figures."""
+"""Write the HTML report of a run, and draw its figures."""
 
-import math
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from deeplightning.config.tree import line
@@ -118,59 +116,6 @@ def _other_pictures(run: Facts, drawn_names: set[str]) -> list[str]:
     return parts
 
 
-# ---- several runs
-
-_LOWER_IS_BETTER = re.compile(r"(.*_)?(loss|mse|rmse|mae|error|fid|perplexity)(_.*)?")
-
-
-def comparison(runs: Sequence[Facts]) -> str:
-    """Return a report of several runs side by side: metrics, curves, and differences in config and environment."""
-    names = [run.label for run in runs]
-    sections = [
-        page.section("Metrics", f'<div class="card">{_compared_metrics(runs, names)}</div>'),
-        page.section("Curves", page.row(_compared_curves(runs, names))),
-        page.section("Config: what differs", _differing("key", [run.config for run in runs], names)),
-        page.section("Environment: what differs", _differing("what", [_environment(run) for run in runs], names)),
-        page.section("How to reproduce", *(page.reproduce(run) for run in runs)),
-    ]
-    return page.document(f"Comparison of {len(runs)} runs", ", ".join(names), sections)
-
-
-def _compared_metrics(runs: Sequence[Facts], names: Sequence[str]) -> str:
-    found: list[dict[str, float]] = []
-    for run in runs:
-        own = {f"best {run.best['metric']}": float(run.best["value"])} if run.best else {}
-        own |= {name: value for stage in STAGES for name, value in run.results.get(stage, {}).items()}
-        last = {name: points[-1][1] for name, points in run.series.items() if stage_of(name)[0] == "val" and points}
-        found.append(own | {f"last {name}": value for name, value in last.items()})
-    metrics = list(dict.fromkeys(name for own in found for name in own))
-    rows = []
-    for index, own in enumerate(found):
-        cells: list[object] = [names[index]]
-        for name in metrics:
-            values = [o[name] for o in found if name in o and math.isfinite(o[name])]
-            best = (min if _LOWER_IS_BETTER.fullmatch(name.rpartition(" ")[2]) else max)(values, default=None)
-            value = own.get(name)
-            word = "" if value is None else f"{value:.5g}"
-            cells.append((word, "best") if value is not None and value == best and len(values) > 1 else word)
-        rows.append(cells)
-    return page.table(["run", *metrics], rows, range(1, len(metrics) + 1))
-
-
-def _compared_curves(runs: Sequence[Facts], names: Sequence[str]) -> list[str]:
-    cards: list[str] = []
-    shown: list[tuple[str, str, Sequence[tuple[int, float]], bool]] = []
-    for run, name in zip(runs, names, strict=True):
-        for chart in curves.charts(run.series):
-            for stage, points in chart.curves.items():
-                shown.append((f"{stage}_{chart.name}".lstrip("_"), name, points, stage != "val"))
-    metrics = sorted({(is_late, metric) for metric, _, _, is_late in shown})
-    for _, metric in metrics[:24]:
-        of_runs = [(name, points) for m, name, points, _ in shown if m == metric]
-        cards.append(page.picture(metric, *_svg(curves.compared(metric, of_runs))))
-    return cards
-
-
 def _environment(run: Facts) -> dict[str, object]:
     """Return machine, code and packages by dotted name, without what differs between any two runs."""
     found = dict(run.environment)
@@ -183,21 +128,6 @@ def _environment(run: Facts) -> dict[str, object]:
         else:
             flat[name] = value
     return flat
-
-
-def _differing(head: str, found: Sequence[dict[str, object]], names: Sequence[str]) -> str:
-    keys = list(dict.fromkeys(key for own in found for key in own))
-    rows = [
-        (key, *("not there" if key not in own else line(own[key]) for own in found))
-        for key in keys
-        if any(key not in own or own[key] != found[0].get(key) for own in found)
-    ]
-    if not rows:
-        return '<p class="muted">Nothing.</p>'
-    return f'<div class="card">{page.table((head, *names), rows)}</div>'
-
-
-# ---- files
 
 
 def write_run(folder: RunFolder, run: Facts | None = None) -> Path:

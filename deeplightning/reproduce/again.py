@@ -32,10 +32,9 @@ from deeplightning.process.terminal import say_path
 from deeplightning.reproduce.differences import PATH_KEYS, compare, reasons
 from deeplightning.reproduce.past import PastRun, flat, past_run
 from deeplightning.runfolder import RunFolder
-from deeplightning.tracking.code import Code, restored, unpack
+from deeplightning.tracking.code import Code, describe_program, restored, unpack
 from deeplightning.tracking.datafiles import changes, describe_again
 from deeplightning.tracking.environment import REPRODUCES, VARIABLES, packages
-from deeplightning.tracking.program import rebuild
 from deeplightning.tracking.store import is_local, locate
 
 MAX_LISTED = 10
@@ -149,7 +148,7 @@ def to_execute(run: str, trust: bool) -> PastRun:
             f"{shlex.quote(str(folder.config))}` trains its config with the code that is here now"
         )
     if not trust and not is_own_code(folder):
-        names = ", ".join([*sorted(code.names()), *sorted(code.changed)]) or "none"
+        names = ", ".join(sorted(code.names())) or "none"
         raise CheckpointError(
             f"{folder.path}: you did not make this run, as it is now, on this machine. What its {folder.config.name} "
             f"names would be imported, and these files of {folder.code.name} would be executed: {names}. If you trust "
@@ -182,14 +181,12 @@ def prepare(original: PastRun, top: Path, overrides: Sequence[str], any_data: bo
     own.parent.mkdir(parents=True)
     own.write_text(original.source.text, encoding="utf-8", newline="")
     secrets = {expression: value for value, expression in source.secrets.values.items()}
-    changed = {name: restored(content, secrets) for name, content in code.changed.items()}
-    program = top / "program" if rebuild(code.program, changed, top / "program", say) else None
     directory, roots = _lay_out(code, original.folder.code, top, secrets, say)
     settings = [*_settings(original, config, overrides, top), *overrides]
     root = _value(settings, "data.root") or config.get("data.root")
     check_data(original, root if isinstance(root, str) else None, any_data, say)
     _link(original, config, directory)
-    return Plan(own, settings, directory, _variables(original, roots, program))
+    return Plan(own, settings, directory, _variables(original, roots))
 
 
 def _say_versions(original: PastRun, code: Code, say: Say) -> None:
@@ -211,6 +208,9 @@ def _say_versions(original: PastRun, code: Code, say: Say) -> None:
             changed.append(f"{name} {version} → {installed}")
     if changed:
         say(f"warning: other versions than then: {', '.join(changed)}")
+    if code.program.get("digest") not in (None, describe_program()["digest"]):
+        then = ", ".join(f"{name} {code.program[name]}" for name in ("version", "commit") if name in code.program)
+        say(f"warning: Deep Lightning itself is not what it was then ({then}); a clone at that commit has it")
 
 
 def _lay_out(code: Code, file: Path, top: Path, secrets: Mapping[str, str], say: Say) -> tuple[Path, list[Path]]:
@@ -342,7 +342,7 @@ def _link(original: PastRun, config: Mapping[str, object], directory: Path) -> N
                 break
 
 
-def _variables(original: PastRun, roots: Iterable[Path], program: Path | None) -> dict[str, str]:
+def _variables(original: PastRun, roots: Iterable[Path]) -> dict[str, str]:
     """Return this process's environment without launch variables, and with recorded variables that affect results."""
     found = {
         name: value
@@ -354,9 +354,8 @@ def _variables(original: PastRun, roots: Iterable[Path], program: Path | None) -
     ours = str(Path(__file__).resolve().parents[2])
     had = [os.path.abspath(entry or ".") for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep)]  # noqa: PTH100
     installed = [entry for entry in had if _holds_packages(entry)]
-    own = [ours] if program is None and ours in (*had, os.getcwd()) else []  # noqa: PTH109
-    rebuilt = [program] if program is not None else []
-    found["PYTHONPATH"] = os.pathsep.join([*map(str, rebuilt), *installed, *own])
+    own = [ours] if ours in (*had, os.getcwd()) else []  # noqa: PTH109
+    found["PYTHONPATH"] = os.pathsep.join([*installed, *own])
     found[ROOTS] = json.dumps([*map(str, roots)])
     then = original.environment.get("variables")
     if isinstance(then, dict):

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 PATH_KEYS = ("data.root", "logger.params.tracking_uri")
 """Keys whose relative paths start at the working directory of the run."""
 
+PROGRAM = "deeplightning (its own files)"
+
 GROUPS = ("config", "code", "data", "environment", "hardware", "metrics")
 
 
@@ -99,7 +101,7 @@ def _code_between(first: PastRun, second: PastRun, patch: bool) -> Iterator[tupl
     if one.program.get("version") == two.program.get("version"):
         mine, theirs = one.program.get("digest"), two.program.get("digest")
         if mine != theirs and None not in (mine, theirs):
-            yield "deeplightning (its own files)", str(mine)[:12], str(theirs)[:12]
+            yield PROGRAM, str(mine)[:12], str(theirs)[:12]
     before, after = one.names(), two.names()
     for name in sorted({*before, *after}):
         text, other = before.get(name), after.get(name)
@@ -128,7 +130,6 @@ def _data_between(first: PastRun, second: PastRun) -> Iterator[tuple[str, object
         if one is not two:
             yield "data.json", _listed(one), _listed(two)
         return
-    yield from between(*({n: _content(c) for n, c in dict(data.get("arrays") or {}).items()} for data in (one, two)))
     for name in changes(one, two):
         yield name, _content(one["files"].get(name)), _content(two["files"].get(name))
 

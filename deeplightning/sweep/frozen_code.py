@@ -23,7 +23,7 @@ from deeplightning.launch.sealed import files_of, seal
 from deeplightning.own_code import SEAL, is_theirs, original, use_seal
 from deeplightning.runfolder import make_private
 from deeplightning.sweep.worker import fork
-from deeplightning.tracking.environment import git_answers
+from deeplightning.tracking.environment import git_state
 from deeplightning.tracking.parent import Parent
 
 FOLDER = ".sealed"
@@ -91,12 +91,12 @@ def freeze(parent: Parent, path: Path, overrides: Sequence[str]) -> SearchCode:
     folder, store = parent.home / FOLDER / secrets.token_hex(8), parent.home.parents[2]
 
     def make() -> None:
-        cfg = load_config(path, [*overrides])
+        load_config(path, [*overrides])  # imports what is copied
         try:
             make_private(folder.parent, store)
         except OSError as error:
             raise SetupError(f"{folder.parent}: this folder cannot be made: {error.strerror}") from error
-        seal(folder, git=git_answers(cfg.redact))
+        seal(folder, git=git_state())
 
     def work() -> int:
         for stream in (1, 2):  # this process imports the same, prints the same, and reports errors

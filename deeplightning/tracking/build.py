@@ -16,9 +16,8 @@ from deeplightning.private.lightning import has_run, resume_run
 from deeplightning.runfolder import from_start
 from deeplightning.tracking.entities import SYSTEM
 from deeplightning.tracking.mlflow_store import attach
-from deeplightning.tracking.reader import open_reader
-from deeplightning.tracking.store import Store, explain, local_path, locate
-from deeplightning.tracking.unsent import unsent_run
+from deeplightning.tracking.store import Store, local_path, locate
+from deeplightning.tracking.unsent import find_run
 
 if TYPE_CHECKING:
     import mlflow
@@ -61,19 +60,10 @@ def experiments_of(store: Store, run_ids: Sequence[str]) -> dict[str, str | None
     Raises:
         SetupError: the store cannot be asked.
     """
-    if store.database is None or not store.database.exists() or not run_ids:
+    if store.database is None:
         return {}
-    try:
-        reader = open_reader(store)
-        found = {}
-        for run_id in run_ids:
-            if (run := reader.run(run_id)) is not None:
-                found[run_id] = reader.name_of(run.experiment_id) if run.is_active else None
-            elif (unsent := unsent_run(store, run_id)) is not None:
-                found[run_id] = unsent[1]
-    except Exception as error:  # MLflow, SQLAlchemy, requests and the file system each have their own
-        raise explain(error, store) from error
-    return found
+    found = {run_id: find_run(store, run_id) for run_id in run_ids}
+    return {run_id: (one[1] if one[0].is_active else None) for run_id, one in found.items() if one is not None}
 
 
 def refusal(type_name: str, params: Mapping[str, Any], run_id: str, folder: Path) -> str | None:
@@ -92,19 +82,9 @@ def refusal(type_name: str, params: Mapping[str, Any], run_id: str, folder: Path
     if named not in (None, run_id):
         return f"the run {named} is asked for"
     store = locate(params.get("tracking_uri"))
-    absent = f"the tracking store {store.shown} does not have its run {run_id}"
-    if store.database is not None and not store.database.exists():
-        return absent
-    try:
-        reader = open_reader(store)
-        run = reader.run(run_id)
-        experiment = reader.name_of(run.experiment_id) if run is not None else None
-        if run is None and (unsent := unsent_run(store, run_id)) is not None:
-            run, experiment = unsent
-    except Exception as error:  # MLflow, SQLAlchemy, requests and the file system each have their own
-        raise explain(error, store) from error
-    if run is None:
-        return absent
+    if (found := find_run(store, run_id)) is None:
+        return f"the tracking store {store.shown} does not have its run {run_id}"
+    run, experiment = found
     if not run.is_active:
         return f"its run {run_id} was deleted"
     if experiment != experiment_of(type_name, params):

@@ -22,7 +22,7 @@ from deeplightning.tracking.entities import (
     as_logged,
     is_of_test,
 )
-from deeplightning.tracking.mlflow_store import attach, make_run
+from deeplightning.tracking.mlflow_store import make_run, open_client
 from deeplightning.tracking.mlflow_tags import RUN_NAME, name_of
 from deeplightning.tracking.store import Store, is_locked
 
@@ -51,10 +51,7 @@ class Client:
     """
 
     def __init__(self, store: Store):
-        uri = attach(store)  # quiets MLflow before more of it is imported
-        from mlflow.tracking import MlflowClient
-
-        self._store, self._client = store, MlflowClient(uri)
+        self._store, self._client = store, open_client(store)
 
     def experiment(self, name: str) -> Experiment:
         """Return the experiment of a name, which is made if there is none."""

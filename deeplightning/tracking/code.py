@@ -18,6 +18,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path, PurePosixPath
 
@@ -25,7 +26,6 @@ from deeplightning import own_code
 from deeplightning.config.secret_scan import conceal
 from deeplightning.faults import PROJECTS, CheckpointError
 from deeplightning.tracking import environment
-from deeplightning.tracking.program import PACKAGES
 from deeplightning.version import __version__
 
 MAX_FILES, MAX_BYTES, MAX_FILE = 2_000, 20_000_000, 1_000_000
@@ -36,7 +36,6 @@ MAX_SEEN = 10_000
 """Entries of package folders that are looked at."""
 
 MANIFEST = "manifest.json"
-_CHANGED = "program"  # the folder of what was changed in Deep Lightning itself
 _FORMAT = 1
 TEXTS = (".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".txt")
 _PRIVATE = re.compile(r"(?i)secret|credential|password|token(?!iz)|\.env|\.pem|\.key|netrc|htpasswd")
@@ -55,8 +54,7 @@ class Code:
         left_out: files and folders that were not kept, and why.
         concealed: places (`own.py:12`) where a secret was blotted out.
         packages: versions of the installed packages that this code imports.
-        program: Deep Lightning itself, see `deeplightning.tracking.program.describe_program`.
-        changed: what its files held that somebody has changed or added; by their paths, from `deeplightning/` on.
+        program: Deep Lightning itself, see `describe_program`.
         imported: names of installed packages, and of modules of Python's, that it imports; not in the zip.
         secrets: what was blotted out, but for ordinary words; not in the zip.
     """
@@ -68,7 +66,6 @@ class Code:
     concealed: list[str] = field(default_factory=list)
     packages: dict[str, str] = field(default_factory=dict)
     program: dict[str, str] = field(default_factory=dict)
-    changed: dict[str, bytes] = field(default_factory=dict)
     imported: set[str] = field(default_factory=set)
     secrets: set[str] = field(default_factory=set, repr=False)
 
@@ -86,24 +83,33 @@ class Code:
             "format": _FORMAT,
             "roots": [redact(root) for root in self.roots],
             "working_directory": self.working_directory and redact(self.working_directory),
-            "files": {
-                f"{r}/{path}": hashlib.sha256(text).hexdigest() for (r, path), text in sorted(self.files.items())
-            },
+            "files": [f"{root}/{path}" for root, path in sorted(self.files)],
             "left_out": {redact(path): why for path, why in self.left_out.items()},
             "concealed": self.concealed,
             "packages": self.packages,
             "deeplightning": self.program,
-            "changed": {name: hashlib.sha256(text).hexdigest() for name, text in sorted(self.changed.items())},
         }
         packed = io.BytesIO()
         with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
             content = {f"{root}/{path}": text for (root, path), text in sorted(self.files.items())}
-            content |= {f"{_CHANGED}/{path}": text for path, text in sorted(self.changed.items())}
             for name, text in {MANIFEST: json.dumps(manifest, indent=1).encode(), **content}.items():
                 entry = zipfile.ZipInfo(name)  # of 1980-01-01: the same code gives the same zip
                 entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
                 archive.writestr(entry, text)
         return packed.getvalue()
+
+
+@cache
+def describe_program() -> dict[str, str]:
+    """Describe this Deep Lightning: `version`, the SHA-256 `digest` of its sources and, for a clone, its `commit`."""
+    top, digest = Path(__file__).resolve().parents[2], hashlib.sha256()
+    for path in sorted(path for name in ("deeplightning", "serve") for path in (top / name).rglob("*.py")):
+        with suppress(OSError):
+            digest.update(path.relative_to(top).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    is_clone = (top / ".git").exists()
+    commit = environment.ask_git("rev-parse", "--verify", "--quiet", "HEAD", folder=top) if is_clone else None
+    found = {"version": __version__, "digest": digest.hexdigest()}
+    return found | ({"commit": commit.strip()} if commit else {})
 
 
 def collect(
@@ -383,21 +389,12 @@ def read_code(path: Path) -> Code:
                 packages=dict(manifest["packages"]),
                 program=dict(manifest["deeplightning"]),
             )
-            for name, digest in manifest["files"].items():
+            for name in manifest["files"]:
                 root, _, inside = name.partition("/")
                 inner = PurePosixPath(inside)
                 if not root.isdecimal() or int(root) >= len(code.roots) or not _stays_inside(inner, inside):
                     raise CheckpointError(f"{path}: {name!r} is no name of a file of code")
-                content = archive.read(name)
-                if hashlib.sha256(content).hexdigest() != digest:
-                    raise CheckpointError(f"{path}: {name} is not what was written")
-                code.files[int(root), inside] = content
-            for name, digest in dict(manifest.get("changed", {})).items():
-                if not _stays_inside(PurePosixPath(name), name) or PurePosixPath(name).parts[0] not in PACKAGES:
-                    raise CheckpointError(f"{path}: {name!r} is no name of a file of code")
-                code.changed[name] = archive.read(f"{_CHANGED}/{name}")
-                if hashlib.sha256(code.changed[name]).hexdigest() != digest:
-                    raise CheckpointError(f"{path}: {name} is not what was written")
+                code.files[int(root), inside] = archive.read(name)
             return code
     except CheckpointError:
         raise

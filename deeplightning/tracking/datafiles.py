@@ -1,14 +1,12 @@
 """The files that a data module reads, by name, size and SHA-256, so that a changed one can be named later.
 
 The data module names them in `files`, keeps their paths as attributes, or gets them from the config's params; else they
-are all files below `data.root`. For data without files, the arrays in the module are hashed. For data that come with a
-package, its version is enough. Standard library only.
+are all files below `data.root`. For data that come with a package, its version is enough. Standard library only.
 """
 
 import hashlib
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -25,11 +23,7 @@ MAX_FILES = 20_000
 SECONDS = 120.0
 """How long files are hashed; of those that are left, the sizes are kept."""
 
-MAX_ARRAYS, MAX_HELD, MAX_DEPTH = 256 << 20, 100, 5
-"""Bytes of arrays that are hashed, items of a list that are looked at, and how deep things may lie in each other."""
-
 _BLOCK = 1 << 20
-_NOT_HELD = ("trainer", "cfg", "_trainer", "_hparams", "_sampler", "_loader_options")
 _WORTH_KEEPING = 8 << 20  # bytes; hashing less is as fast as looking it up
 _SETTLED = 2_000_000_000  # nanoseconds; what changed less before may change again without a trace
 _NO_DATA = (".py", ".pyc", ".ckpt", ".lock")
@@ -127,43 +121,6 @@ def describe_files(
     if unread:
         incomplete = incomplete or f"of {unread:,} files only the size is known: reading all would take too long"
     return {"root": str(top) if top else None, "folders": folders, "files": listed, "incomplete": incomplete}
-
-
-def describe_arrays(data: object) -> dict[str, list[Any]]:
-    """Return [bytes, SHA-256] of each numpy array and CPU tensor that a data module or its datasets hold, by place."""
-    found: dict[str, list[object]] = {}
-    left = MAX_ARRAYS
-
-    def visit(value: object, name: str, depth: int) -> None:
-        nonlocal left
-        kind = type(value).__module__.partition(".")[0], type(value).__name__
-        inside: Iterable[tuple[object, object]] = ()
-        if kind == ("numpy", "ndarray") or kind == ("torch", "Tensor"):
-            if (content := _bytes_of(value)) is not None and content.nbytes <= left:
-                left -= content.nbytes
-                found[name] = [content.nbytes, hashlib.sha256(content).hexdigest()]
-        elif isinstance(value, Mapping):
-            inside = list(value.items())
-        elif isinstance(value, list | tuple):
-            inside = list(enumerate(value)) if len(value) <= MAX_HELD else ()
-        elif depth == 0 or (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
-            inside = list(getattr(value, "__dict__", {}).items())
-        for inner, item in inside if depth < MAX_DEPTH else ():
-            if inner not in _NOT_HELD:
-                visit(item, f"{name}.{inner}".lstrip("."), depth + 1)
-
-    visit(data, "", 0)
-    return dict(sorted(found.items()))
-
-
-def _bytes_of(array: Any) -> Any:
-    """Return the content of an array, uint8 (bytes,), or None if it is elsewhere or holds objects."""
-    if hasattr(array, "untyped_storage"):
-        torch = sys.modules["torch"]
-        if array.device.type != "cpu" or array.layout != torch.strided:
-            return None
-        return array.detach().contiguous().flatten().view(torch.uint8).numpy()
-    return None if array.dtype.hasobject else array.ravel().view("uint8")
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from deeplightning.checks.trust import is_own
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.entities import SYSTEM, Batch, Dataset, Run
-from deeplightning.tracking.metrics_file import Line, note_sent, points_of, read_lines, sent_position
+from deeplightning.tracking.metrics_file import Line, note_sent, points_of, read_lines, sent_position, sync
 from deeplightning.tracking.store import Store, raise_if_locked
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class Delivery:
         Raises:
             Exception: the store does not answer now; what it has not got is sent by the next call.
         """
+        sync(self.metrics)  # else the store may keep a point which a loss of power takes from the file
         self.deliver(read_lines(self.metrics, self.position, until))
         self.position = max(self.position, until)  # also behind a last line that is torn
 

@@ -13,21 +13,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from deeplightning.config.secret_scan import conceal_diff
 from deeplightning.faults import SetupError
 from deeplightning.own_code import SEALED
 from deeplightning.process.identity import identity
 from deeplightning.runfolder import start_folder
-from deeplightning.tracking.git import SECONDS, run_git
-
-MAX_DIFF = 2_000_000
-"""Bytes kept of a diff."""
-MAX_UNTRACKED = 1000
-"""Untracked files that are listed."""
 
 PACKAGES = [
     *("deeplightning", "torch", "torchvision", "triton", "pytorch-lightning", "lightning", "lightning-utilities"),
@@ -53,9 +47,25 @@ VARIABLES = [
 """Environment variables that decide how many compute, in what order, and how numbers are rounded."""
 
 GIT = "git.json"
-"""The file in the folder of a sealed launch with what git printed when it was submitted."""
+"""The file in the folder of a sealed launch with `git_state` as it was when it was submitted."""
 
-Ask = Callable[..., str | None]
+SECONDS = 10.0
+"""How long a program such as git may take; a repository on a slow network disk is then left out."""
+
+_SETTINGS = {
+    "core.fsmonitor": "false",
+    "core.hooksPath": os.devnull,
+    "core.sshCommand": "false",
+    "core.attributesFile": os.devnull,
+    "core.quotePath": "false",
+}
+_VARIABLES = {
+    "GIT_OPTIONAL_LOCKS": "0",
+    "GIT_TERMINAL_PROMPT": "0",
+    "GIT_ALLOW_PROTOCOL": "none",  # a partial clone would fetch what it lacks, by a program that it names
+    "GIT_NO_LAZY_FETCH": "1",
+    "LC_ALL": "C",
+}
 
 REPRODUCES = "DEEPLIGHTNING_REPRODUCES"
 """The variable that names the run which this one makes again; the tag `reproduces` of this one."""
@@ -97,56 +107,13 @@ def _launch() -> str | None:
     return found.launch if found else None
 
 
-def git_answers(redact: Callable[[str], str]) -> dict[str, str | None]:
-    """Return git's answers to the queries of `git_diff` and `git_state`, by arguments, without secrets."""
-    answers: dict[str, str | None] = {}
-
-    def ask(*arguments: str, limit: int | None = None) -> str | None:
-        answer = _ask_sealed(*arguments, limit=limit)
-        answers[shlex.join(arguments)] = None if answer is None else conceal_diff(redact(answer))
-        return answer
-
-    git_diff(ask=ask)
-    git_state(ask)
-    return answers
-
-
-def _ask_sealed(*arguments: str, limit: int | None = None) -> str | None:
-    """Return what git printed when this launch was sealed, or else what it prints now."""
-    try:
-        answers = json.loads(Path(os.environ[SEALED], GIT).read_text())
-    except (KeyError, OSError, ValueError):
-        return ask_git(*arguments, limit=limit)
-    answer: str | None = answers.get(shlex.join(arguments))
-    return answer
-
-
-def git_diff(redact: Callable[[str], str] = str, ask: Ask = _ask_sealed) -> str | None:
-    """Return what the repository has beyond its last commit: the diff, then the names of untracked files.
-
-    The repository is the working directory's; where that is in none, the one that this code runs from.
-
-    None where there is nothing to tell: no git, no repository, or a clean one. At most 2 MB of the diff are kept.
-    """
-    status = ask("status", "--porcelain", "-z", "--untracked-files=normal")
-    if not status:
-        return None
-    has_commit = ask("rev-parse", "--verify", "--quiet", "HEAD") is not None
-    arguments = ("HEAD",) if has_commit else ("--cached",)
-    diff = ask("diff", "--no-ext-diff", "--no-textconv", "--no-color", *arguments, limit=MAX_DIFF + 1)
-    parts = ["# The diff could not be read.\n"] if diff is None else [diff[:MAX_DIFF]]
-    if diff is not None and len(diff) > MAX_DIFF:
-        parts.append(f"\n# Cut here, after {MAX_DIFF} bytes.\n")
-    untracked = [entry[3:] for entry in status.split("\0") if entry.startswith("?? ")]
-    if untracked:
-        parts.append(f"# Untracked files ({len(untracked)}), without their content:\n")
-        parts += [f"#   {name}\n" for name in untracked[:MAX_UNTRACKED]]
-    return conceal_diff(redact("".join(parts)))
-
-
-def git_state(ask: Ask = _ask_sealed) -> dict[str, Any] | None:
-    """Return commit, branch (None if detached) and dirtiness of the repository of `git_diff`, or None without one."""
-    status = ask("status", "--porcelain=v2", "--branch", "--untracked-files=normal")
+def git_state() -> dict[str, Any] | None:
+    """Return commit, branch (None if detached) and dirtiness of a repository, or None without one: that of the working
+    directory; where that is in none, the one that this code runs from. A sealed launch keeps those of its sealing."""
+    with suppress(KeyError, OSError, ValueError):
+        sealed: dict[str, Any] = json.loads(Path(os.environ[SEALED], GIT).read_text())
+        return sealed
+    status = ask_git("status", "--porcelain=v2", "--branch", "--untracked-files=normal")
     if status is None:
         return None
     lines = status.splitlines()
@@ -159,14 +126,59 @@ def git_state(ask: Ask = _ask_sealed) -> dict[str, Any] | None:
     }
 
 
-def ask_git(*arguments: str, limit: int | None = None, folder: Path | None = None) -> str | None:
-    """Return git's output, at most `limit` bytes, or None if it fails or takes too long.
+def run_git(folder: Path, *arguments: str) -> bytes | None:
+    """Return git's output, or None if it fails, takes too long or is missing. It locks nothing and fetches nothing.
+
+    A repository may have come with somebody else's folder, and its settings name programs: none is run. Git itself
+    refuses a repository of another user (`safe.directory`).
+    """
+    git = shutil.which("git")
+    if git is None:
+        return None
+    variables: dict[str, str] = {}
+    if arguments[0] == "status":
+        # Inside a submodule none of these settings would hold, so that nobody looks into its files.
+        arguments = (arguments[0], "--ignore-submodules=dirty", *arguments[1:])
+        variables = _without_filters(folder)
+    settings = [word for name, value in _SETTINGS.items() for word in ("-c", f"{name}={value}")]
+    try:
+        done = subprocess.run(
+            [git, "-C", str(folder), *settings, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | _VARIABLES | variables,
+            timeout=SECONDS,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
+
+
+def _without_filters(folder: Path) -> dict[str, str]:
+    """Return variables that disable the filters of the repository's settings; those of the user's settings, such as Git
+    LFS, stay."""
+    names = r"^filter\..*\.(clean|smudge|process)$"
+    output = run_git(folder, "config", "-z", "--show-scope", "--name-only", "--get-regexp", names) or b""
+    words = [os.fsdecode(word) for word in output.split(b"\0")]
+    programs = [name for scope, name in zip(words[::2], words[1::2], strict=False) if scope in ("local", "worktree")]
+    settings = dict.fromkeys(programs, "") | {f"{name.rpartition('.')[0]}.required": "false" for name in programs}
+    first = int(os.environ.get("GIT_CONFIG_COUNT") or 0)
+    found = {"GIT_CONFIG_COUNT": str(first + len(settings))}
+    for number, (name, value) in enumerate(settings.items(), first):
+        found |= {f"GIT_CONFIG_KEY_{number}": name, f"GIT_CONFIG_VALUE_{number}": value}
+    return found if settings else {}
+
+
+def ask_git(*arguments: str, folder: Path | None = None) -> str | None:
+    """Return git's output, or None if it fails or takes too long.
 
     Args:
-        folder: of the repository; None: the one that `git_diff` speaks of.
+        folder: of the repository; None: the one of `git_state`.
     """
     try:
-        output = run_git(folder or Path(_directory()), *arguments, limit=limit)
+        output = run_git(folder or Path(_directory()), *arguments)
     except OSError:  # the working directory was deleted
         return None
     return None if output is None else output.decode("utf-8", "replace")

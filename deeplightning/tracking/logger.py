@@ -25,15 +25,14 @@ from deeplightning.runfolder import RunFolder, make_private
 from deeplightning.tracking.artifacts import Artifacts, LocalArtifacts, RemoteArtifacts
 from deeplightning.tracking.delivery import Delivery, header_of
 from deeplightning.tracking.entities import EPOCH, Dataset, Run, is_of_test
-from deeplightning.tracking.environment import git_state
 from deeplightning.tracking.metric_names import MAX_NAME, MAX_REASON, MAX_TAG, NOTE, NOTE_DIGEST, clean, flatten
-from deeplightning.tracking.metrics_file import Line, points_line, points_of, read_lines
+from deeplightning.tracking.metrics_file import Line, points_line, points_of, read_lines, sync
 from deeplightning.tracking.mlflow_store import LazyClient, uri_of
 from deeplightning.tracking.mlflow_tags import RUN_NAME, name_of, run_tags
-from deeplightning.tracking.reader import open_reader, raise_if_newer
+from deeplightning.tracking.reader import find_experiment, raise_if_newer
 from deeplightning.tracking.sender import Sender
 from deeplightning.tracking.store import Store, check_writable, explain, local_path, locate
-from deeplightning.tracking.unsent import folder_of, settle, unsent_run
+from deeplightning.tracking.unsent import find_run, folder_of, settle
 from deeplightning.words import printable
 
 if TYPE_CHECKING:
@@ -188,7 +187,7 @@ class MLflowLogger(Logger):
     def sync(self) -> None:
         """Wait until all points that were logged outlast a loss of power; opens nothing."""
         if self._sender is not None:
-            self._sender.sync()
+            sync(RunFolder(self._top()).metrics)
 
     def make_run(self) -> None:
         """Make sure, at once, that the store has the run, for code that uses MLflow itself; else it has it after the
@@ -480,11 +479,8 @@ class MLflowLogger(Logger):
 
     def _new_run(self, store: Store, client: "Client | None") -> tuple[Run, list[Line]]:
         """Return a new run, and lines to say first."""
-        # MLflow describes the repository of the started file, which is ours, and its address, perhaps with a password.
-        git = git_state() or {}
-        tags = run_tags() | {f"mlflow.source.git.{name}": git[name] for name in ("commit", "branch") if git.get(name)}
-        tags = {name: str(value)[:MAX_TAG] for name, value in (tags | self._tags).items()}
-        experiment = None if client is not None else open_reader(store).experiment(self._experiment_name)
+        tags = {name: str(value)[:MAX_TAG] for name, value in (run_tags() | self._tags).items()}
+        experiment = find_experiment(store, self._experiment_name) if client is None else None
         if experiment is None:
             experiment = (client or _open_client(store)).experiment(self._experiment_name)
         if not experiment.is_active:
@@ -503,9 +499,7 @@ class MLflowLogger(Logger):
 
     def _old_run(self, store: Store, client: "Client | None", run_id: str) -> tuple[Run, list[Line]]:
         """Return the run to join, and lines to say first."""
-        run = (client or open_reader(store)).run(run_id)
-        if run is None and (unsent := unsent_run(store, run_id)) is not None:
-            run = unsent[0]
+        run, _ = find_run(store, run_id) or (None, "")
         if run is None or not run.is_active:
             state = "is not" if run is None else "was deleted"
             raise SetupError(

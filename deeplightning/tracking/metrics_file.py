@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deeplightning.runfolder import permissions_of
+from deeplightning.runfolder import permissions_of, sync_names
 from deeplightning.tracking.entities import EPOCH, SYSTEM, Point, is_of_test
 
 Line = dict[str, Any]
@@ -90,14 +90,16 @@ class MetricsFile:
             self._is_torn = written < len(rest)
             rest = rest[written:]
 
-    def sync(self) -> None:
-        """Wait until the lines outlast a loss of power."""
-        with suppress(OSError):  # a checkpoint is worth more than that
-            os.fsync(self._descriptor)
-
     def close(self) -> None:
         """Close the file."""
         os.close(self._descriptor)
+
+
+def sync(path: Path) -> None:
+    """Wait until the lines of a file outlast a loss of power."""
+    with suppress(OSError), path.open("rb") as file:
+        os.fsync(file.fileno())
+    sync_names(path.parent)
 
 
 def points_line(moment: int, step: int, values: Mapping[str, float]) -> Line:

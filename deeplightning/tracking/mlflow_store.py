@@ -10,12 +10,16 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deeplightning.faults import SetupError
 from deeplightning.private.mlflow import add_run, latest_schema, register_store, upgrade_database
 from deeplightning.runfolder import sync_names
 from deeplightning.tracking.entities import Run
 from deeplightning.tracking.store import DATABASE, Store, explain, lock_of, locked, quiet_mlflow
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 log = logging.getLogger("deeplightning.tracking")
 
@@ -47,6 +51,14 @@ def attach(store: Store) -> str:
     _attached[uri] = store
     register_store("sqlite", _build_late)
     return uri
+
+
+def open_client(store: Store) -> "MlflowClient":
+    """Return MLflow's own client on a store."""
+    uri = attach(store)  # quiets MLflow before more of it is imported
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(uri)
 
 
 def uri_of(store: Store) -> str:
@@ -195,9 +207,6 @@ class LazyClient:
 
     def _made(self) -> object:
         if "_client" not in self.__dict__:
-            uri = attach(self.__dict__["_store"])
-            from mlflow.tracking import MlflowClient
-
             self.__dict__["_prepare"]()
-            self.__dict__["_client"] = MlflowClient(uri)
+            self.__dict__["_client"] = open_client(self.__dict__["_store"])
         return self.__dict__["_client"]

@@ -8,6 +8,8 @@ import os
 import sys
 from pathlib import Path
 
+from deeplightning.tracking.environment import git_state
+
 log = logging.getLogger("deeplightning.tracking")
 
 USER = "mlflow.user"
@@ -20,16 +22,20 @@ def name_of(stem: str, run_id: str) -> str:
 
 
 def run_tags() -> dict[str, str]:
-    """Return the tags that MLflow's client resolves, without the repository's.
+    """Return the tags that MLflow's client resolves.
 
-    In a notebook MLflow is asked itself: only there it finds the notebook's name.
+    In a notebook MLflow is asked itself: only there it finds the notebook's name. It describes the repository of the
+    started file, which is ours, and its address, perhaps with a password; so git is asked here for that of the user.
     """
+    git = git_state() or {}
+    repository = {f"mlflow.source.git.{name}": git[name] for name in ("commit", "branch") if git.get(name)}
     if "ipykernel" in sys.modules or "DATABRICKS_RUNTIME_VERSION" in os.environ:
         from mlflow.tracking.context.registry import resolve_tags
 
-        return {name: value for name, value in resolve_tags().items() if not name.startswith("mlflow.source.git.")}
+        resolved = resolve_tags()
+        return {name: resolved[name] for name in resolved if not name.startswith("mlflow.source.git.")} | repository
     script = sys.argv[0] if sys.argv and sys.argv[0] else "<console>"
-    tags = {USER: _user(), "mlflow.source.name": script, "mlflow.source.type": "LOCAL"}
+    tags = {USER: _user(), "mlflow.source.name": script, "mlflow.source.type": "LOCAL"} | repository
     if given := os.environ.get("MLFLOW_RUN_CONTEXT"):
         try:
             tags |= {str(name): str(value) for name, value in dict(json.loads(given)).items()}

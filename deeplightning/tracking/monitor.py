@@ -16,7 +16,7 @@ from deeplightning.faults import SetupError
 from deeplightning.process.streams import outlive_reader, prepare_streams
 from deeplightning.process.terminal import say
 from deeplightning.tracking.mlflow_columns import OPENS, PORT, newest_runs, runs_page
-from deeplightning.tracking.mlflow_store import attach
+from deeplightning.tracking.mlflow_store import open_client, uri_of
 from deeplightning.tracking.store import Store, explain, locate
 from deeplightning.tracking.unsent import settle_quietly
 
@@ -81,10 +81,7 @@ def _with_newest(store: Store, address: str) -> str:
     """Return the address at which MLflow's own page shows the experiment of the newest run, or else the page's
     address."""
     with suppress(Exception):  # of the network, or MLflow's
-        uri = attach(store)
-        from mlflow.tracking import MlflowClient
-
-        return f"{address}/{runs_page(newest_runs(MlflowClient(uri), 1)[0].info.experiment_id)}"
+        return f"{address}/{runs_page(newest_runs(open_client(store), 1)[0].info.experiment_id)}"
     return address
 
 
@@ -104,18 +101,17 @@ def server_command(tracking_uri: str | None, host: str, port: int) -> list[str] 
     if store.address is not None and store.address.startswith("http"):
         return None
     _check_free(host, port)
-    uri = attach(store)
-    from mlflow.tracking import MlflowClient
-
     try:
         # Opened here first: under our lock, and a damaged one gives a note instead of a server's traceback.
-        MlflowClient(uri).search_experiments(max_results=1)
+        open_client(store).search_experiments(max_results=1)
     except Exception as error:  # MLflow and SQLAlchemy each have their own
         raise explain(error, store) from error
     # Without this MLflow starts ten processes with 1.9 GB (3.17, 2026).
     os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # the server tells what its own libraries deprecate
-    os.environ["MLFLOW_BACKEND_STORE_URI"] = uri  # not an argument, which every user of the machine could read
+    os.environ["MLFLOW_BACKEND_STORE_URI"] = uri_of(
+        store
+    )  # not an argument, which every user of the machine could read
     command = [sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port)]
     if store.artifact_root is not None:
         command += ["--default-artifact-root", store.artifact_root.as_uri(), "--no-serve-artifacts"]

@@ -20,7 +20,6 @@ from deeplightning.config.tree import line
 from deeplightning.faults import UserError
 from deeplightning.tracking.build import experiment_of
 from deeplightning.tracking.entities import Batch, Point
-from deeplightning.tracking.environment import git_state
 from deeplightning.tracking.metric_names import MAX_TAG, flatten
 from deeplightning.tracking.mlflow_tags import run_tags
 from deeplightning.tracking.reader import open_reader
@@ -120,18 +119,13 @@ class Parent:
         """Whether the parent run of a former start is in the store and was not deleted."""
         if self.store is None:
             return True
-        if self.store.database is not None and not self.store.database.exists():
-            return False
         with self._told():
             run = open_reader(self.store).run(run_id)
         return run is not None and run.is_active
 
     def _tags(self, sign: str) -> dict[str, str]:
-        git = git_state() or {}
-        tags = run_tags() | {f"mlflow.source.git.{name}": git[name] for name in ("commit", "branch") if git.get(name)}
-        tags |= {
-            name: self.cfg.redact(str(value)) for name, value in (self.cfg.logger.params.get("tags") or {}).items()
-        }
+        own = self.cfg.logger.params.get("tags") or {}
+        tags = run_tags() | {name: self.cfg.redact(str(value)) for name, value in own.items()}
         return {name: str(value)[:MAX_TAG] for name, value in tags.items()} | {SEARCH: sign}
 
     def _open(self) -> Client:

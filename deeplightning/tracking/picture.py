@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from deeplightning.figures.style import BLUE, figure, label, lines, place, style
+from deeplightning.figures.style import BLUE, figure, label, lines, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -88,7 +88,7 @@ def histogram_figure(title: str, counts: list[int], edges: list[float]) -> "Figu
     """Draw a histogram as a matplotlib figure."""
     with style():
         made = figure(height=2.55)
-        axes = place(made, 0.62, 0.18, 0.36, 0.44)
+        axes = made.subplots()
         axes.stairs(counts, edges, fill=True, color=BLUE)
         axes.set_title(label(title, 40))
         axes.set_ylabel("count")

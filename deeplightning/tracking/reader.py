@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from deeplightning.faults import SetupError
+from deeplightning.runfolder import make_private, permissions_of
 from deeplightning.tracking.entities import PRUNED, SYSTEM, Experiment, Listed, Point, Run, as_logged
 from deeplightning.tracking.store import Store, Wait, explain, is_locked
 
@@ -62,6 +63,21 @@ def open_reader(store: Store) -> Reader:
     from deeplightning.tracking.client import Client
 
     return Client(store)
+
+
+def find_experiment(store: Store, name: str) -> Experiment | None:
+    """Return an experiment of a local store; of a database that is still to be made, `Default`, which MLflow makes
+    with it. Then there is an empty file for other processes to see."""
+    if (found := open_reader(store).experiment(name)) is not None or name != "Default":
+        return found
+    assert store.database is not None
+    assert store.artifact_root is not None
+    if DatabaseReader(store.database).revision() is not None:
+        return None
+    make_private(store.database.parent, store.database.parent)
+    with permissions_of(store.database.parent):
+        store.database.touch()
+    return Experiment("0", f"{store.artifact_root.as_uri()}/0", True)
 
 
 class DatabaseReader:

@@ -5,7 +5,7 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from deeplightning.faults import CheckpointError, SetupError, install
@@ -65,17 +65,14 @@ def _of_run(run_id: str, store: Store, also: str = "") -> Path:
         return CheckpointError(f"{why} {also}The runs there: deeplightning monitor")
 
     from deeplightning.tracking.reader import open_reader  # for a folder it is not needed
-    from deeplightning.tracking.unsent import unsent_run
+    from deeplightning.tracking.unsent import find_run
 
     _expect(store, f"the run {run_id}")
     if not re.fullmatch(_ID, run_id):  # it also names files, and it may come from a server
         raise missing(f"{run_id!r} is no run id.")
     try:
-        reader = open_reader(store)
-        found = reader.run(run_id)
-        if found is None and (unsent := unsent_run(store, run_id)) is not None:
-            found = unsent[0]
-        named = [run.id for run in reader.listing() if run.name == run_id] if found is None else []
+        found = find_run(store, run_id)
+        named = [run.id for run in open_reader(store).listing() if run.name == run_id] if found is None else []
     except Exception as error:  # MLflow, SQLite and the network each have their own
         raise explain(error, store) from error
     if len(named) == 1:
@@ -88,13 +85,14 @@ def _of_run(run_id: str, store: Store, also: str = "") -> Path:
         )
     if found is None:
         raise missing(f"There is no run {run_id!r} in the tracking store {store.shown}.")
-    folder = local_path(found.artifact_uri)
+    asked = found[0]
+    folder = local_path(asked.artifact_uri)
     if folder is None:
-        return _download(_client(store), run_id, store, found.artifact_uri)
+        return _download(_client(store), run_id, store, asked.artifact_uri)
     if folder.is_dir():
         return folder
     if store.artifact_root is not None:  # the store's folder was moved or copied with all that is in it
-        moved = store.artifact_root / found.experiment_id / run_id / "artifacts"
+        moved = store.artifact_root / asked.experiment_id / run_id / "artifacts"
         if moved.is_dir():
             return moved
     raise missing(f"The run {run_id} is in the tracking store {store.shown}, but its folder {folder} is gone.")
@@ -131,15 +129,12 @@ def _expect(store: Store, run: str) -> None:
         raise CheckpointError(f"There is no tracking store {store.shown} to look {run} up in. Give the run's folder.")
 
 
-def _client(store: Store) -> Any:
+def _client(store: Store) -> "MlflowClient":
     """Return MLflow's client for a store that exists."""
-    from deeplightning.tracking.mlflow_store import attach
+    from deeplightning.tracking.mlflow_store import open_client
 
     _expect(store, "a run")
-    uri = attach(store)
-    from mlflow.tracking import MlflowClient
-
-    return MlflowClient(uri)
+    return open_client(store)
 
 
 def _download(client: "MlflowClient", run_id: str, store: Store, address: str) -> Path:

@@ -11,7 +11,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
+from deeplightning.process import garbage
 from deeplightning.tracking.delivery import Delivery, first_line
 from deeplightning.tracking.metrics_file import Line, MetricsFile, points_line, safe_position
 from deeplightning.tracking.store import ignore_mlflow_warnings
@@ -75,15 +77,11 @@ class Sender:
         with self._change:
             self._start()
             self._append(line)
-            self._is_ready = self._is_ready or "values" in line
-            if self._oldest is None:  # the first wakes the thread, which then sleeps until it is time
+            is_first_point = not self._is_ready and "values" in line
+            self._is_ready = self._is_ready or is_first_point
+            if self._oldest is None or is_first_point:  # wakes the thread, which then sleeps until it is time
                 self._oldest = time.monotonic()
                 self._change.notify_all()
-
-    def sync(self) -> None:
-        """Wait until all lines outlast a loss of power."""
-        if self._file is not None:
-            self._file.sync()
 
     def make_run(self) -> None:
         """Wait until the store has all that was logged, or does not answer."""
@@ -197,7 +195,8 @@ class Sender:
                 until, held = self._file.size if self._file is not None else 0, list(self._held)
             error = None
             try:
-                self._delivery.send(until)
+                with garbage.rarely() if self._is_opening else nullcontext():
+                    self._delivery.send(until)
                 self._delivery.deliver([(None, line) for line in held])
                 afterwards, self._afterwards = self._afterwards, lambda: None
                 afterwards()

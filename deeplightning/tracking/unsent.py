@@ -31,6 +31,7 @@ from deeplightning.tracking.delivery import Delivery, first_line, run_of
 from deeplightning.tracking.entities import Batch, Run
 from deeplightning.tracking.metrics_file import Line, read_lines, safe_position
 from deeplightning.tracking.process_id import has_ended, this_process
+from deeplightning.tracking.reader import open_reader
 from deeplightning.tracking.store import Store, explain, local_path
 
 if TYPE_CHECKING:
@@ -150,9 +151,19 @@ def claims(store: Store) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def unsent_run(store: Store, run_id: str) -> tuple[Run, str] | None:
-    """Return a run that may not be in its store yet, and the name of its experiment; None if no process claims it."""
-    return next(unsent_runs(store, run_id), None)
+def find_run(store: Store, run_id: str) -> tuple[Run, str] | None:
+    """Return a run, also one that its store does not have yet, and the name of its experiment; None: there is none.
+
+    Raises:
+        SetupError: the store cannot be asked.
+    """
+    try:
+        reader = open_reader(store)
+        if (run := reader.run(run_id)) is not None:
+            return run, reader.name_of(run.experiment_id)
+        return next(unsent_runs(store, run_id), None)
+    except Exception as error:  # MLflow, SQLAlchemy, requests and the file system each have their own
+        raise explain(error, store) from error
 
 
 def unsent_runs(store: Store, run_id: str = "*") -> Iterator[tuple[Run, str]]:

@@ -13,7 +13,7 @@ from fitted import Fitted
 from safetensors.torch import load_file
 from test_resume import RANDOM, assert_ends_like
 
-from deeplightning.callbacks.average import EMA, SWA
+from deeplightning.callbacks.average import EMA
 from deeplightning.checks.examine import load_config
 from deeplightning.engine.checkpoint_io import read_checkpoint
 from deeplightning.run.assemble import init_module
@@ -24,11 +24,11 @@ AVERAGE = "deeplightning.callbacks.average"
 NORMED = "model.network={type: own.Normed}"
 
 
-def callbacks(kind, file=None, **params):
-    """An override: one kind of average, and a callback that writes the weights of each step into a file."""
+def callbacks(file=None, **params):
+    """An override: the average, and a callback that writes the weights of each step into a file."""
     given = ", ".join(f"{name}: {value}" for name, value in params.items())
     watches = f", {{type: own.Weights, params: {{file: '{file}'}}}}" if file else ""
-    return f"train.callbacks=[{{type: {AVERAGE}.{kind}, params: {{{given}}}}}{watches}]"
+    return f"train.callbacks=[{{type: {AVERAGE}.EMA, params: {{{given}}}}}{watches}]"
 
 
 def own_ema(seen, decay):
@@ -37,16 +37,6 @@ def own_ema(seen, decay):
     for now in seen[1:]:
         for name, value in now.items():
             average[name] = torch.lerp(average[name], value, 1 - decay) if value.is_floating_point() else value
-    return average
-
-
-def own_mean(seen):
-    """The running mean, in plain torch."""
-    average = dict(seen[0])
-    for number, now in enumerate(seen[1:], 1):
-        for name, value in now.items():
-            share = 1 / (number + 1)
-            average[name] = torch.lerp(average[name], value, share) if value.is_floating_point() else value
     return average
 
 
@@ -61,7 +51,7 @@ def ema(train, tmp_path_factory):
     """A run with batch norm that averages with a decay of 0.9, tests and exports; and the weights of each step."""
     file = tmp_path_factory.mktemp("ema") / "seen.pt"
     settings = ["stages=[train, test]", "train.export=true", "train.checkpoint.monitor=val_loss"]
-    run = train(NORMED, callbacks("EMA", file, decay=0.9), *settings)
+    run = train(NORMED, callbacks(file, decay=0.9), *settings)
     return run, torch.load(file)
 
 
@@ -131,22 +121,9 @@ def test_the_bundle_answers_by_the_averages_and_its_card_says_so(ema, place, mon
     assert np.abs(answers - plain).max() <= 1e-5
 
 
-@pytest.mark.slow
-def test_swa_is_the_mean_of_the_weights_at_the_ends_of_epochs(train, tmp_path):
-    """From the second of four epochs on, bit for bit; before, the weights are kept as they are. A share of the steps
-    means the same."""
-    for start in ("1", "0.3"):
-        run = train(callbacks("SWA", tmp_path / "seen.pt", start=start), "train.num_epochs=4")
-        seen = torch.load(tmp_path / "seen.pt")
-        assert_equal(weights(run.folder / "last.ckpt"), own_mean([seen[17], seen[26], seen[35]]))
-    short = train(callbacks("SWA", tmp_path / "seen.pt", start="1"), "train.num_epochs=1")
-    assert "training ended before the first average" in short.err
-    assert_equal(weights(short.folder / "last.ckpt"), torch.load(tmp_path / "seen.pt")[-1])
-
-
 @pytest.fixture(scope="module")
 def settings():
-    return [*RANDOM, callbacks("EMA", decay=0.8, every_n_steps=2)]
+    return [*RANDOM, callbacks(decay=0.8, every_n_steps=2)]
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +175,7 @@ def test_a_checkpoint_of_averages_resumes_only_with_them(train, settings, whole)
     refused = train(*plain, "train.num_epochs=5", f"train.resume_ckpt='{last}'", code=4)
     assert "its weights are averages of EMA; keep the callback in train.callbacks" in refused.err
     assert f"model.init_from='{last}'" in refused.err
-    other = train(*plain, callbacks("EMA", decay=0.5), "train.num_epochs=5", f"train.resume_ckpt='{last}'")
+    other = train(*plain, callbacks(decay=0.5), "train.num_epochs=5", f"train.resume_ckpt='{last}'")
     assert "EMA was decay=0.8, every_n_steps=2 and is decay=0.5, every_n_steps=1" in other.err
     without = train(*plain, "train.num_epochs=1")
     began = train(*settings, "train.num_epochs=2", f"train.resume_ckpt='{without.folder / 'last.ckpt'}'")
@@ -207,7 +184,7 @@ def test_a_checkpoint_of_averages_resumes_only_with_them(train, settings, whole)
 
 def test_two_processes_average_like_one(job):
     """Under ddp the average is that of one process that sees the same batches, and both validate with it."""
-    of = [callbacks("EMA", decay=0.8), NORMED, "train.num_epochs=1", "data.batch_size=8"]
+    of = [callbacks(decay=0.8), NORMED, "train.num_epochs=1", "data.batch_size=8"]
     run = job(*of, "engine.backend=ddp")
     saved = read_checkpoint(run.folder / "last.ckpt")
     assert saved["averaging"]["updates"] == 9
@@ -217,29 +194,27 @@ def test_two_processes_average_like_one(job):
 
 def test_explain_says_what_the_averages_are_used_for(command, tiny, place):
     """Beside the callback's line."""
-    shown = command("explain", tiny, callbacks("EMA"), "train", cwd=place)
+    shown = command("explain", tiny, callbacks(), "train", cwd=place)
     assert "export and the server use the averaged weights" in shown.out
 
 
 @pytest.mark.parametrize(
-    ("kind", "params", "words"),
+    ("params", "words"),
     [
-        (EMA, {"decay": 1.0}, "decay: must be from 0 to below 1"),
-        (EMA, {"every_n_steps": 0}, "every_n_steps: must be a whole number, at least 1"),
-        (SWA, {"start": 1.5}, "start: must be a share from 0.0 to 1.0"),
-        (SWA, {"start": -1}, "start: must be a share"),
+        ({"decay": 1.0}, "decay: must be from 0 to below 1"),
+        ({"every_n_steps": 0}, "every_n_steps: must be a whole number, at least 1"),
     ],
 )
-def test_arguments_out_of_range_are_refused(kind, params, words):
+def test_arguments_out_of_range_are_refused(params, words):
     """With what is allowed."""
     with pytest.raises(ValueError, match=words):
-        kind(**params)
+        EMA(**params)
 
 
 def test_networks_that_share_weights_are_averaged_once(fit):
     """A tensor under two names is exchanged once, so that the averages are what both names hold."""
     shared = """model.network={type: own.Tied}"""
-    done: Fitted = fit(shared, callbacks("EMA", decay=0.5), "train.num_epochs=1")
+    done: Fitted = fit(shared, callbacks(decay=0.5), "train.num_epochs=1")
     saved = read_checkpoint(done.folder / "last.ckpt")
     first, second = (saved["state_dict"][f"network.{name}.weight"] for name in ("first", "second"))
     assert torch.equal(first, second)

@@ -88,7 +88,6 @@ BREAKING = [
     ["train.fast=true", "train.resume_ckpt=auto"],
     ["engine.backend=fsdp", "engine.processes=2", f"train.callbacks=[{EMA}]"],
     ["engine.precision=bf16-true", f"train.callbacks=[{EMA}]"],
-    ["stages=[train]", f"train.callbacks=[{EMA}, {{type: deeplightning.callbacks.average.SWA}}]"],
     ["serve.device=cuda:1", "serve.precision=int8"],
     ["serve.device=cpu", "serve.precision=fp16"],
     ["serve.device=cpu", "serve.tensorrt=true"],

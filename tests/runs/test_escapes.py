@@ -81,13 +81,12 @@ def foreign(made, tmp_path):
     for path, more in {
         folder.environment: {"host": FORGED, "os": FORGED, "packages": {"a": FORGED}, "variables": {FORGED: FORGED}},
         folder.results("test"): {f"test_{FORGED}": 1.0},
-        folder.data: {"files": {f"{FORGED}.csv": [3, "00"]}, "arrays": {FORGED: [3, "00"]}},
+        folder.data: {"files": {f"{FORGED}.csv": [3, "00"]}},
         folder.places: {"seed": FORGED},
     }.items():
         path.write_text(json.dumps(json.loads(path.read_text()) | more))
     with folder.metrics.open("a") as file:
         file.write(json.dumps(points_line(1, 0, {f"val_{FORGED}": 1.0})) + "\n")
-    folder.git_diff.write_text(FORGED)
     code = read_code(folder.code)
     code.roots, code.files[0, f"{FORGED}.py"], code.packages = ["/own"], f"# {FORGED}\n".encode(), {FORGED: FORGED}
     folder.code.write_bytes(code.pack())
@@ -140,7 +139,7 @@ VERBS = {
     "stats": ["stats FOREIGN/cfg.yaml", "stats CONFIG"],
     "runs": [
         *("runs", "runs --last", "runs --clean", "runs --sync", "runs --clean --delete"),
-        *("runs --status finished", "runs --unfinished", "runs --metric a>b", "runs --name *red*", "runs --name none"),
+        *("runs --status finished", "runs --metric a>b", "runs --name *red*", "runs --name none"),
         "runs --clean --status finished",
     ],
     "monitor": ["monitor --host nowhere.invalid"],

@@ -55,7 +55,7 @@ def test_everything_a_run_leaves_lies_in_the_folder_of_the_last_line(base, store
         *("test_results.json", "test_predictions.csv", "test_mistakes.json", "places.json", "report.html"),
         *(f"{name}.{ending}" for name in PICTURES for ending in ("svg", "png")),
         *("bundle/model.onnx", "bundle/weights.safetensors", "bundle/bundle.json"),
-    } | (left & {"git.diff"})
+    }
 
 
 def test_the_start_the_epochs_and_the_end_are_told(base):

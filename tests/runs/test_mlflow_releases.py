@@ -57,11 +57,15 @@ def test_a_release_of_mlflow_does_what_a_run_asks_of_it(variables, tmp_path):
     def deeplightning(*words):
         return does("-m", "deeplightning", *words)
 
+    def trained(*words):
+        return Path(deeplightning("train", "tiny.yaml", *words).splitlines()[-1].partition(": ")[2])
+
     more = ["train.export=true", "logger.log_model=true"]
-    first = Path(deeplightning("train", "tiny.yaml", "train.num_epochs=1").splitlines()[-1])
-    folder = Path(deeplightning("train", "tiny.yaml", "train.resume_ckpt=auto", *more).splitlines()[-1])
+    first = trained("train.num_epochs=1")
+    folder = trained("train.resume_ckpt=auto", *more)
     assert folder == first
-    other = Path(deeplightning("train", "tiny.yaml", "train.num_epochs=1", "seed=8").splitlines()[-1])
+    other = trained("train.num_epochs=1", "seed=8")
+    assert other.is_dir()
     run_id, other_id = (path.parent.name for path in (folder, other))
     listed = deeplightning("runs").splitlines()
     assert [line.split()[:2] for line in listed] == [[other_id, "FINISHED"], [run_id, "FINISHED"]]

@@ -91,15 +91,13 @@ def test_a_foreign_run_is_left_as_it_is(run, command, place, tmp_path):
     assert sorted(tmp_path.rglob("theirs/*")) == before
 
 
-def test_several_runs_become_a_comparison(run, command, tmp_path):
-    """In the working directory; a file of that name that is no report is kept, with exit code 3."""
-    done = command("report", run.folder, run.folder, cwd=tmp_path)
-    assert (done.code, done.out.splitlines()[-1]) == (0, str(tmp_path / "comparison.html")), done
-    (tmp_path / "comparison.html").write_text("mine")
-    done = command("report", run.folder, run.folder, cwd=tmp_path)
+def test_a_file_of_that_name_that_is_no_report_is_kept(run, command, tmp_path):
+    """`--out` names a file of somebody's: exit code 3, and it stays as it is."""
+    (tmp_path / "mine.html").write_text("mine")
+    done = command("report", run.folder, "--out", "mine.html", cwd=tmp_path)
     assert done.code == 3
     assert "is no report of ours" in done.err
-    assert (tmp_path / "comparison.html").read_text() == "mine"
+    assert (tmp_path / "mine.html").read_text() == "mine"
 
 
 def test_without_pictures_there_is_no_report(run, command, place):

@@ -1,6 +1,5 @@
 """A run is made again from what it left, after everything else is gone; and two runs are told apart."""
 
-import hashlib
 import io
 import json
 import os
@@ -24,8 +23,7 @@ from deeplightning.reproduce.again import reproduce
 from deeplightning.reproduce.differences import as_text, differences
 from deeplightning.reproduce.past import PastRun, past_run
 from deeplightning.runfolder import RunFolder
-from deeplightning.tracking import code, datafiles, environment, program
-from deeplightning.tracking.git import archive, extract
+from deeplightning.tracking import code, datafiles, environment
 from deeplightning.tracking.metrics_file import is_repeatable, parted
 
 PASSWORD = "correct-horse-battery"  # comes from the environment
@@ -179,7 +177,7 @@ def test_what_a_run_keeps_of_its_code(gone):
     does not import; a secret of the environment by its name, one that stands in the code not at all."""
     folder = RunFolder(gone[0].folder)
     with zipfile.ZipFile(folder.code) as archive:
-        names = [name for name in archive.namelist() if not name.startswith("program/")]  # if this clone is dirty
+        names = archive.namelist()
         kept = {name: archive.read(name).decode() for name in names}
     manifest = json.loads(kept.pop("manifest.json"))
     assert set(kept) == {
@@ -322,8 +320,7 @@ def test_packages_that_were_installed_into_a_folder_of_pythonpath_are_there_agai
 
 @pytest.fixture
 def shipped(tmp_path):
-    """A repository whose settings name programs, each of which would leave a file; its commit; and the folder of those
-    files."""
+    """A repository whose settings name programs, each of which would leave a file, and the folder of those files."""
     tree, ran = tmp_path / "tree", tmp_path / "ran"
     for folder in (tree, ran):
         folder.mkdir()
@@ -342,41 +339,25 @@ def shipped(tmp_path):
     hook = tree / ".git" / "hooks" / "post-index-change"
     hook.write_text(f"#!/bin/sh\ntouch '{ran}/hook'\n")
     hook.chmod(0o755)
-    commit = subprocess.check_output(["git", "-C", str(tree), "rev-parse", "HEAD"], text=True).strip()
-    return tree, commit, ran
+    return tree, ran
 
 
-def test_git_runs_no_program_that_a_repository_names(shipped, tmp_path, monkeypatch):
-    """Neither when files of a commit are taken from it nor when its state is described; files are as they were stored,
-    and what was changed is seen."""
-    tree, commit, ran = shipped
-    (tmp_path / "again").mkdir()
-    extract(archive(tree, commit), tmp_path / "again")
-    assert (tmp_path / "again" / "own.py").read_text() == "one = 1\n"
+def test_git_runs_no_program_that_a_repository_names(shipped, monkeypatch):
+    """What was changed is seen all the same."""
+    tree, ran = shipped
     (tree / "own.py").write_text("one = 2\n")
     (tree / ".gitattributes").write_text("*.py filter=a=b diff=p\n*.other filter=p\n")
     monkeypatch.chdir(tree)
     assert environment.git_state()["dirty"]
-    assert "+one = 2" in environment.git_diff()
     assert list(ran.iterdir()) == []
-
-
-def test_a_commit_is_never_an_option_of_git(shipped, clone, tmp_path):
-    """`--output=FILE` would empty a file."""
-    precious = tmp_path / "precious"
-    precious.write_text("precious")
-    for commit in (f"--output={precious}", "HEAD", "--remote=ext::touch", "0" * 41, ["0" * 40], None):
-        assert archive(shipped[0], commit) is None
-        told = {"digest": "0" * 64, "commit": commit}
-        assert not program.rebuild(told, {}, tmp_path / "program", lambda _: None)
-        assert precious.read_text() == "precious"
 
 
 def test_a_repository_of_another_user_is_not_used(shipped, monkeypatch):
     """Git's own rule; `GIT_TEST_ASSUME_DIFFERENT_OWNER` is what Git tests it by."""
-    tree, commit, _ = shipped
+    monkeypatch.chdir(shipped[0])
+    assert environment.git_state() is not None
     monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
-    assert archive(tree, commit) is None
+    assert environment.git_state() is None
 
 
 def test_a_run_that_began_from_a_checkpoint_begins_from_it_again(train, trained, forked, tmp_path, monkeypatch):
@@ -402,17 +383,24 @@ def test_a_run_that_failed_fails_again(train, forked, tmp_path, monkeypatch):
 
 
 def test_other_versions_are_told_and_tried(trained, forked, tmp_path, monkeypatch):
-    """A warning names each package with both versions, also one that is not there; then it runs."""
+    """A warning names each package with both versions, also one that is not there, and another Deep Lightning; then it
+    runs."""
     copied = RunFolder(tmp_path / "copied")
     shutil.copytree(trained, copied.path)
     told = json.loads(copied.environment.read_text())
     told["packages"] |= {"numpy": "1.2.3", "horovod": "0.28"}
     copied.environment.write_text(json.dumps(told))
+    kept = code.read_code(copied.code)
+    kept.program |= {"digest": "0" * 64, "commit": "f" * 40}
+    copied.code.write_bytes(kept.pack())
+    note_own(copied.code)
     monkeypatch.chdir(tmp_path)
     said = []
     reproduce(str(copied.path), say=said.append, start=forked)
     assert f"numpy 1.2.3 → {np.__version__}" in said[0]
     assert "horovod 0.28 → not installed" in said[0]
+    assert said[1].startswith("warning: Deep Lightning itself is not what it was then (version ")
+    assert f"commit {'f' * 40}" in said[1]
 
 
 def test_one_of_several_processes_does_not_begin_a_reproduction(trained, command, place):
@@ -599,57 +587,6 @@ def test_what_is_too_much_is_left_out_and_said(collected, tmp_path, monkeypatch)
     }
 
 
-@pytest.fixture
-def clone(tmp_path, monkeypatch):
-    """A clone of Deep Lightning, in small, that takes the place of ours."""
-    top = tmp_path / "clone"
-    for name in program.PACKAGES:
-        (top / name).mkdir(parents=True)
-        (top / name / "__init__.py").write_text("")
-    (top / "deeplightning" / "cnn.py").write_text("kernel = 3\n")
-    git(top, "init", "-q")
-    git(top, "add", ".")
-    git(top, "commit", "-q", "-m", "first")
-    monkeypatch.setattr(program, "TOP", top)
-    monkeypatch.setattr(program, "describe_program", program.describe_program.__wrapped__)  # not once for all
-    return top
-
-
-def test_who_works_in_a_clone_gets_that_clone_again(clone, tmp_path):
-    """Its commit with what was changed and what git did not know, after the clone has moved on; where the commit is not
-    to be had, the files that were changed are put over those of now, which is said."""
-    (clone / "deeplightning" / "cnn.py").write_text("kernel = 5\n")
-    (clone / "deeplightning" / "mine.py").write_text("own = 1\n")
-    then, changed = program.describe_program(), program.changed_files()
-    assert changed == {"deeplightning/cnn.py": b"kernel = 5\n", "deeplightning/mine.py": b"own = 1\n"}
-    assert not program.rebuild(then, changed, tmp_path / "same", print)
-
-    (clone / "deeplightning" / "mine.py").unlink()
-    (clone / "deeplightning" / "cnn.py").write_text("kernel = 7\n")
-    (clone / "serve" / "new.py").write_text("")
-    git(clone, "add", ".")
-    git(clone, "commit", "-q", "-m", "second")
-    said = []
-    assert program.rebuild(then, changed, tmp_path / "again", said.append)
-    assert program.digest_of(tmp_path / "again") == then["digest"]
-    assert f"as it was then: commit {then['commit']}, with deeplightning/cnn.py, deeplightning/mine.py" in said[0]
-
-    assert program.rebuild(then | {"commit": "0" * 40}, changed, tmp_path / "near", said.append)
-    assert (tmp_path / "near" / "deeplightning" / "mine.py").read_text() == "own = 1\n"
-    assert said[1].startswith("warning: Deep Lightning is not what it was then")
-    assert not program.rebuild(then | {"commit": "0" * 40}, {}, tmp_path / "none", said.append)
-
-
-def test_a_zip_holds_changed_files_of_deep_lightning_and_no_others(tmp_path):
-    """They come out as they went in; one that is of no package of ours is refused."""
-    kept = code.Code(changed={"deeplightning/mine.py": b"own = 1\n"})
-    (tmp_path / "code.zip").write_bytes(kept.pack())
-    assert code.read_code(tmp_path / "code.zip").changed == kept.changed
-    (tmp_path / "code.zip").write_bytes(code.Code(changed={"torch/__init__.py": b""}).pack())
-    with pytest.raises(CheckpointError, match="is no name of a file of code"):
-        code.read_code(tmp_path / "code.zip")
-
-
 @pytest.mark.parametrize("name", ["0/../../evil.py", "0//etc/evil.py", "7/evil.py", "0/a\\evil.py", "evil.py"])
 def test_no_name_in_a_zip_leads_out_of_its_folder(name, tmp_path):
     """A run folder may come from anywhere: exit code 4, and nothing is written."""
@@ -742,25 +679,6 @@ def test_a_data_module_tells_its_files(tmp_path):
     assert told(Module(), table="b.tsv", mode="crop") == {"b.tsv", tmp_path.name}
     assert told(Module()) == {tmp_path.name}
     assert datafiles.paths_of(Module(), None, {"mode": "crop", "sizes": [1, 2]}) == []
-
-
-def test_data_without_files_are_told_by_their_arrays():
-    """Numpy arrays and tensors that the module and its datasets hold, by their place and the bytes in them."""
-    values = np.arange(12.0).reshape(3, 4)
-
-    class Module:
-        def __init__(self):
-            self.trainer = self
-            self.sets = {"train": torch.utils.data.TensorDataset(torch.from_numpy(values), torch.arange(3))}
-            self.table, self.words = values.T, np.array(["a", "b"], dtype=object)
-
-    found = datafiles.describe_arrays(Module())
-    assert found.keys() == {"sets.train.tensors.0", "sets.train.tensors.1", "table"}
-    assert found["sets.train.tensors.0"] == [96, hashlib.sha256(values.tobytes()).hexdigest()]
-    assert found["table"] == [96, hashlib.sha256(values.T.tobytes()).hexdigest()]
-
-
-# ---- series
 
 
 def test_series_part_at_the_earliest_step_of_all():

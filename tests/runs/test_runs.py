@@ -57,7 +57,7 @@ def test_runs_are_found_by_status_name_and_metric(ended, here, command, place):
         assert outcome.code == 0, outcome
         return {line.split()[0]: line for line in outcome.out.splitlines()}
 
-    assert set(found("--status", "failed")) == set(found("--unfinished")) == {failed}
+    assert set(found("--status", "failed")) == set(found("--status", "failed", "--status", "killed")) == {failed}
     assert {first, second, failed} <= set(found("--status", "FINISHED", "--status", "failed"))
     assert failed not in found("--status", "finished")
     assert set(found("--status", "running")) == set()

@@ -29,7 +29,7 @@ from served import Server
 from deeplightning.callbacks import provenance
 from deeplightning.checks.examine import examine
 from deeplightning.config import secret_scan
-from deeplightning.config.secret_scan import conceal, conceal_diff
+from deeplightning.config.secret_scan import conceal
 from deeplightning.config.secrets import Secrets
 from deeplightning.runfolder import RunFolder, permissions_of
 from deeplightning.tracking.client import Client
@@ -121,13 +121,6 @@ REQUESTS = [
 ]
 
 
-def diff_of(kind, text):
-    """What git tells of a new file."""
-    lines = "".join(f"+{line}\n" for line in text.split("\n"))
-    name = kind if kind.startswith(".env") else f"x{kind}"
-    return f"diff --git a/{name} b/{name}\nnew file mode 100644\n--- /dev/null\n+++ b/{name}\n@@ -0,0 +1 @@\n{lines}"
-
-
 def test_the_corpus_is_large_enough():
     """At least 60 kinds of secret, each once, and no fewer texts that are none."""
     assert len({(name, kind) for name, kind, _, _ in PLANTED}) == len(PLANTED) >= 60
@@ -137,12 +130,11 @@ def test_the_corpus_is_large_enough():
 
 @pytest.mark.parametrize(("name", "kind", "text", "secret"), PLANTED, ids=[f"{row[1]} {row[0]}" for row in PLANTED])
 def test_a_planted_secret_is_blotted_out(name, kind, text, secret):
-    """In the file and in a diff of it, and the line of the file is told; all lines keep their numbers."""
+    """The line is told; all lines keep their numbers."""
     clean, lines = conceal(text, f"x{kind}")
     assert secret not in clean
     assert text[: text.index(secret)].count("\n") + 1 in lines or "PRIVATE" in text
     assert clean.count("\n") == text.count("\n")
-    assert secret not in conceal_diff(diff_of(kind, text))
 
 
 @pytest.mark.parametrize(("name", "text", "secret"), TOKENS, ids=[row[0] for row in TOKENS])
@@ -178,9 +170,8 @@ def test_every_row_of_the_table_of_services_finds_a_token():
 
 @pytest.mark.parametrize(("kind", "text"), HARMLESS, ids=[f"{kind} {text[:40]}" for kind, text in HARMLESS])
 def test_what_is_no_secret_stays_as_it_is(kind, text):
-    """Tokenizers, types, references, placeholders, hashes, calls and prose; also in a diff."""
+    """Tokenizers, types, references, placeholders, hashes, calls and prose."""
     assert conceal(text, f"x{kind}") == (text, [])
-    assert conceal_diff(diff_of(kind, text)) == diff_of(kind, text)
 
 
 def test_our_own_sources_stay_as_they_are():
@@ -302,10 +293,9 @@ def leaks(contents):
 
 def test_no_planted_secret_is_in_anything_of_a_run(planted_run):
     """Every file of the run folder and of the store, with what is in its archives; the output and the log."""
-    done, store, folder, _ = planted_run
+    done, store, *_ = planted_run
     contents = contents_of(store) | {"stdout": done.out.encode(), "stderr": done.err.encode()}
     assert sum("planted_" in name for name in contents) > 60  # they are packed
-    assert contents[str(folder / "git.diff")].count(b"\n+++ b/") >= len(PLANTED)
     assert leaks(contents) == []
 
 
@@ -436,7 +426,7 @@ def modes(store):
 def test_what_a_run_writes_is_its_owners_alone(planted_run):
     """Where the store is new: nobody else can enter a folder of it, or read or write a file."""
     _, store, folder, _ = planted_run
-    assert {path.name for path in folder.iterdir()} >= {"cfg.yaml", "code.zip", "git.diff", "environment.json", "logs"}
+    assert {path.name for path in folder.iterdir()} >= {"cfg.yaml", "code.zip", "environment.json", "logs"}
     assert [path for path in store.rglob("*") if path.stat().st_mode & 0o077] == []
     assert modes(store) == [{0o700}, {0o600}]
 

@@ -162,11 +162,56 @@ def test_a_transaction_in_which_a_process_was_killed_is_undone(tmp_path):
     )
     killed = subprocess.run([sys.executable, "-c", kill, store / "mlflow.db"])
     assert killed.returncode == -signal.SIGKILL
-    with closing(sqlite3.connect((store / "mlflow.db").as_uri() + "?mode=ro", uri=True)) as connection:
-        with pytest.raises(sqlite3.OperationalError, match="readonly"):
-            connection.execute("SELECT 1 FROM metrics").fetchall()
+    address = (store / "mlflow.db").as_uri() + "?mode=ro"
+    with (
+        closing(sqlite3.connect(address, uri=True)) as connection,
+        pytest.raises(sqlite3.OperationalError, match="readonly"),
+    ):
+        connection.execute("SELECT 1 FROM metrics").fetchall()
     reader = open_reader(locate(store))
     assert list(reader.history(logger.run_id, ["x"])) == [("x", 1.0, pytest.approx(time.time() * 1000, abs=6e5), 0)]
+
+
+def test_the_first_run_of_a_store_does_not_wait_for_the_store(tmp_path):
+    """MLflow's 67 migrations take a second or two; other commands see the run at once."""
+    store = tmp_path / "new"
+    logger = MLflowLogger(tracking_uri=store, system_metrics=False)
+    assert logger.artifact_folder == store / "0" / logger.run_id / "artifacts"
+    assert (store / "mlflow.db").stat().st_size == 0
+    assert [(row["id"], row["status"]) for row in listing(str(store))] == [(logger.run_id, "RUNNING")]
+    logger.log_metrics({"x": 1}, 0)
+    logger.finalize("success")
+    client = MlflowClient(attach(locate(store)))
+    run = client.get_run(logger.run_id)
+    assert (run.info.status, run.info.artifact_uri) == ("FINISHED", logger.artifact_folder.as_uri())
+    default = client.get_experiment_by_name("Default")
+    assert (default.experiment_id, default.artifact_location) == ("0", f"{store.as_uri()}/0")
+
+
+def test_a_point_is_durable_in_the_file_before_the_store_has_it(logger, monkeypatch):
+    """Else a run that resumes after a loss of power logs what the file has lost a second time."""
+    durable, fsync, log_batch, early = 0, os.fsync, Client.log_batch, []
+
+    def synced(descriptor):
+        nonlocal durable
+        fsync(descriptor)
+        if Path(f"/proc/self/fd/{descriptor}").readlink().name == "metrics.jsonl":
+            durable = os.fstat(descriptor).st_size
+
+    def logged(client, run_id, batch):
+        lines = (logger.artifact_folder / "metrics.jsonl").read_bytes()[:durable].decode()
+        early.extend(point for point in batch.points if f'"{point.name}":' not in lines)
+        log_batch(client, run_id, batch)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Client, "log_batch", logged)
+    for step in range(20):
+        logger.log_metrics({f"x{step}": 1}, step)
+        time.sleep(0.1)
+    logger.finalize("success")
+    assert durable
+    assert not early
+    assert history(logger, "x19") == [(19, 1)]
 
 
 def test_a_database_that_is_held_for_a_moment_is_waited_for(store, logger, caplog):

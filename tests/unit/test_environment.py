@@ -28,46 +28,26 @@ def git(*arguments):
 
 
 def test_a_clean_repository_is_its_commit(repository):
-    """Commit and branch, not dirty, and no diff to keep."""
+    """Commit and branch, not dirty."""
     assert environment.describe()["git"] == {"commit": git("rev-parse", "HEAD"), "branch": "trunk", "dirty": False}
-    assert environment.git_diff() is None
 
 
-def test_a_dirty_repository_is_its_diff(repository, monkeypatch):
-    """The diff applies again, also when asked for in a sub-folder; untracked files are listed by name only."""
-    (repository / "code.py").write_text("one = 2\n")
-    (repository / "new file é.txt").write_text("my password")
+def test_a_repository_with_changes_is_dirty(repository, monkeypatch):
+    """Also when asked in a sub-folder, and for a file that git does not know."""
     (repository / "folder").mkdir()
     monkeypatch.chdir(repository / "folder")
+    assert environment.describe()["git"]["dirty"] is False
+    (repository / "new file é.txt").write_text("")
     assert environment.describe()["git"]["dirty"] is True
-    diff = environment.git_diff()
-    assert "-one = 1\n+one = 2\n" in diff
-    assert "# Untracked files (1), without their content:\n#   new file é.txt\n" in diff
-    assert "my password" not in diff
-    monkeypatch.chdir(repository)
-    (repository / "kept.diff").write_text(diff)
-    git("checkout", "-q", "code.py")
-    git("apply", "kept.diff")
-    assert (repository / "code.py").read_text() == "one = 2\n"
-
-
-def test_a_huge_diff_is_cut(repository, monkeypatch):
-    """No more than the limit is kept, and the cut is told."""
-    monkeypatch.setattr(environment, "MAX_DIFF", 10_000)
-    (repository / "code.py").write_text("x = 1\n" * 1_000_000)
-    diff = environment.git_diff()
-    assert 10_000 < len(diff) < 10_200
-    assert diff.endswith("# Cut here, after 10000 bytes.\n")
 
 
 def test_a_repository_without_a_commit_is_described(tmp_path, monkeypatch):
-    """Staged files are the diff; there is no commit."""
+    """Staged files are changes; there is no commit."""
     monkeypatch.chdir(tmp_path)
     git("init", "-q", "-b", "trunk")
     (tmp_path / "code.py").write_text("one = 1\n")
     git("add", "code.py")
     assert environment.describe()["git"] == {"commit": None, "branch": "trunk", "dirty": True}
-    assert "+one = 1" in environment.git_diff()
 
 
 def test_a_repository_brings_no_diff_program(repository):
@@ -76,7 +56,6 @@ def test_a_repository_brings_no_diff_program(repository):
     (repository / ".gitattributes").write_text("*.py diff=evil\n")
     for key in ("core.fsmonitor", "diff.external", "diff.evil.textconv", "diff.evil.command", "core.pager"):
         git("config", key, "touch ran; false")
-    assert "+one = 2" in environment.git_diff()
     assert environment.describe()["git"]["dirty"] is True
     assert not (repository / "ran").exists()
 
@@ -87,8 +66,7 @@ def test_a_git_that_hangs_is_left(repository, monkeypatch, tmp_path_factory):
     (folder / "git").write_text("#!/bin/sh\nexec sleep 60\n")
     (folder / "git").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr("deeplightning.tracking.git.SECONDS", 0.2)
-    assert environment.git_diff() is None
+    monkeypatch.setattr("deeplightning.tracking.environment.SECONDS", 0.2)
     assert environment.describe()["git"] is None
 
 
@@ -112,7 +90,6 @@ def test_without_git_there_is_still_a_description(tmp_path, monkeypatch):
     monkeypatch.setattr(environment, "__file__", str(tmp_path / "a" / "b" / "environment.py"))
     assert environment.describe()["git"] is None
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert environment.git_diff() is None
     assert environment.describe()["git"] is None
 
 
@@ -133,17 +110,10 @@ def test_a_description_names_what_a_run_depends_on(tmp_path, monkeypatch):
     assert isinstance(found["gpus"], list)
 
 
-def test_a_diff_is_redacted(repository):
-    """What the caller calls a secret does not reach the diff."""
-    (repository / "code.py").write_text("key = 'hunter2'\n")
-    assert "+key = '***'" in environment.git_diff(lambda text: text.replace("hunter2", "***"))
-
-
 def test_a_deleted_working_directory_is_survived(tmp_path, monkeypatch):
     """Describing a process whose folder is gone raises nothing."""
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     assert environment.describe()["directory"] is None
-    assert environment.git_diff() is None
     os.chdir(tmp_path)

@@ -51,7 +51,7 @@ def test_names_are_plain_text():
             measures.from_counts(np.diag(counts), counts.sum(0), counts.sum(1)), HOSTILE, "test"
         ),
         class_plots.two_classes(np.array([0.1, 0.9]), np.array([False, True]), HOSTILE[0], "test"),
-        curves.compared(HOSTILE[0], [(HOSTILE[1], [(0, 1.0), (1, 2.0)])]),
+        *map(curves.curve, curves.charts({HOSTILE[0]: [(0, 1.0), (1, 2.0)]})),
     ):
         svg = to_svg(drawn(drawing), drawing.alt)
         tags = {element.tag.partition("}")[2] for element in ET.fromstring(svg).iter()}

@@ -226,7 +226,7 @@ MANY = "x,y\n" + "1,2\n" * 20
         ("signal", {"a/1.npy": "", "b/1.txt": ""}, "d/b holds no signal"),
         ("signal", {"a/1.npy": "", "b/1.npy": ""}, "d/a/1.npy cannot be read as a signal"),
         ("text", "x,y\n" + "".join(f"text {i},{i}\n" for i in range(20)), "no column has classes"),
-        ("images", {}, "d must hold a folder for each of two or more classes; it has: none"),
+        ("images", {}, "d holds no folder. Put the pictures of each class into a folder of the class's name"),
         ("images", {"cat/a.png": ""}, "d must hold a folder for each of two or more classes; it has: cat"),
         ("images", {"cat/a.png": "", "dog/a.txt": ""}, "d/dog holds no picture"),
         ("images", {"cat/a.png": "", "dog/a.png": ""}, "none of the pictures can be decoded: d/cat/a.png"),

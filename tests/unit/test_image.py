@@ -2,9 +2,6 @@
 
 import contextlib
 import io
-import mmap
-import os
-import re
 import struct
 import subprocess
 import sys
@@ -468,33 +465,6 @@ def test_messages_of_decoders_are_counted_and_not_written(capfd, data, least):
         ImageSpec(4, 4).decode(data)
     ImageSpec(4, 4).decode(encode(Image.new("L", (4, 4))))
     assert caught_messages() == 0
-
-
-def test_a_training_reports_the_first_picture_with_messages(tmp_path, monkeypatch, caplog, capfd):
-    """One line that names the file and their number, whichever process of a loader decodes."""
-    from deeplightning.data import datasets
-
-    monkeypatch.setattr(datasets, "_reported", mmap.mmap(-1, 1))
-    for name, tags in (("none", 0), ("first", 300), ("second", 200)):
-        (tmp_path / f"{name}.tif").write_bytes(tiff(tags, 5))
-    samples = datasets.Samples([str(tmp_path / f"{name}.tif") for name in ("none", "first", "second")], np.zeros(3))
-
-    def prepared(position):
-        with contextlib.suppress(datasets.DataError):
-            samples.prepare(position, ImageSpec(4, 4), 100)
-        return len(caplog.messages)
-
-    assert prepared(1) == 1
-    (message,) = caplog.messages
-    assert re.fullmatch(
-        rf"{re.escape(str(tmp_path))}/first\.tif: left out [3-9]\d\d messages of its decoder, .*", message
-    )
-    assert prepared(2) == 1
-    child = os.fork()
-    if not child:
-        os._exit(prepared(2) + 10)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 11
-    assert "TIFF" not in capfd.readouterr().err
 
 
 def test_spec_travels_as_json():

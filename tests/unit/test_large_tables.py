@@ -325,7 +325,7 @@ def test_deleted_while_in_use(place, cache, counted):
     assert counted == ["orders.csv"] * 2
 
 
-@pytest.mark.parametrize("lost", ["numbers", "codes", "index"])
+@pytest.mark.parametrize("lost", ["rows", "index"])
 @pytest.mark.parametrize("how", ["cut", "missing"])
 def test_damage(lost, how, place, cache, counted):
     """A folder that is not whole is read again."""
@@ -355,7 +355,7 @@ def test_the_longest_unused_makes_room(place, cache, monkeypatch):
     one, two = (module._samples["test"].table.path for module in (first, second))
     size = sum(file.stat().st_size for file in one.iterdir())
     monkeypatch.setenv("DEEPLIGHTNING_CACHE_LIMIT", str(2.5 * size / 2**30))
-    os.utime(one / "numbers", (1, 1))
+    os.utime(one / "rows", (1, 1))
     with pytest.raises(DataError, match="the rest of the cache is in use"):
         ready(place, False, "test", only=["city"])
     del first

@@ -19,7 +19,8 @@ def test_precision_recall_and_f1_are_those_of_scikit_learn(classes):
     counts = measures.confusion(labels, predicted, classes)
     assert counts.tolist() == confusion_matrix(labels, predicted, labels=range(classes)).tolist()
     expected = precision_recall_fscore_support(labels, predicted, labels=range(classes), zero_division=0)
-    for ours, theirs in zip(measures.per_class(labels, predicted, classes), expected, strict=True):
+    found = measures.from_counts(np.diag(counts), counts.sum(0), counts.sum(1))
+    for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs)
 
 

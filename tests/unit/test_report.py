@@ -5,7 +5,6 @@ import csv
 import io
 import json
 import pickle
-import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.report import page
 from deeplightning.report.evaluation import evaluate
 from deeplightning.report.facts import facts
-from deeplightning.report.write import comparison, report, write_report, write_run
+from deeplightning.report.write import report, write_report, write_run
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.metrics_file import points_line
 
@@ -128,7 +127,6 @@ def test_names_from_a_run_stay_text(tmp_path):
     assert QUOTE in shown.text
     assert "<script" not in content
     assert not any("<script" in path.read_text() for path in folder.path.glob("*.svg"))
-    Page(comparison([facts(folder), facts(run_folder(tmp_path / "y", (QUOTE,)))])).check()
 
 
 def test_nothing_of_a_foreign_folder_is_executed_or_followed(tmp_path):
@@ -220,27 +218,6 @@ def test_numbers_and_labels_are_drawn_too(tmp_path):
     assert evaluate(facts(folder)).per_class == [
         ("a", 1.0, 1.0, 1.0, 1),
         ("b", 0.5, 0.5, 0.5, 2),
-    ]
-
-
-def test_several_runs_are_compared(tmp_path):
-    """A comparison marks the best value of each metric, and shows differences in config and environment."""
-    one, two = (run_folder(tmp_path / name, host=f"host {name}") for name in "ab")
-    two.config.write_text(two.config.read_text().replace("seed: 1", "seed: 2"))
-    two.results("test").write_text(json.dumps({"test_acc": 0.9, "test_loss": 0.7}))
-    content = comparison([facts(one), facts(two)])
-    shown = Page(content)
-    shown.check()
-    metrics = content[content.index("<h2>Metrics") : content.index("<h2>Curves")]
-    # best val_acc, test_acc, test_loss, last val_acc and val_loss of both; of equals both are the best
-    marked = re.findall(r'<td class="n best">([\d.]+)</td>', metrics)
-    assert marked == ["0.7", "0.5", "0.7", "0.5", "0.7", "0.9", "0.7", "0.5"]
-    content = content.replace("<wbr>", "")
-    rows = re.findall(r"<tr><td>(seed|host|packages.torch|model.network.type)</td>(.*?)</tr>", content)
-    assert [name for name, _ in rows] == ["seed", "host"]
-    assert [a["alt"] for tag, a in shown.tags if tag == "img"] == [
-        "val_acc of 2 runs over the steps",
-        "val_loss of 2 runs over the steps",
     ]
 
 

@@ -96,12 +96,12 @@ def test_a_text_that_cannot_be_used_is_told(text, status, words):
 
 
 def test_a_file_of_words_may_lack_the_special_ones():
-    """They are added; an empty line, or a word that is there twice, is named by its line."""
+    """They are added; an empty line, or a word that is there twice, is named by its number."""
     assert from_lines("b\r\na\r\n") == from_lines("\n".join([*SPECIAL, "b", "a"])) == "\n".join([*SPECIAL, "b", "a\n"])
-    with pytest.raises(VocabularyError, match="line 3 is there a second time: 'b'"):
-        from_lines("b\na\nb\n")
-    with pytest.raises(VocabularyError, match="line 2 is empty"):
-        from_lines("b\n\na\n")
+    with pytest.raises(VocabularyError, match="word 3 is empty, or is there a second time: 'b'"):
+        TextSpec("words", from_lines("b\na\nb\n"))
+    with pytest.raises(VocabularyError, match="word 2 is empty"):
+        TextSpec("words", from_lines("b\n\na\n"))
 
 
 # ---- files
@@ -294,7 +294,7 @@ def test_a_vocabulary_may_be_a_file(tmp_path):
     (tmp_path / "again.txt").write_text(data.text_spec.content)
     assert on_a_rank(TextData(config(tmp_path), "train", vocabulary="again.txt")).text_spec == data.text_spec
     (tmp_path / "bad.txt").write_text("film\nfilm\n")
-    with pytest.raises(DataError, match=r"bad\.txt: line 2 is there a second time: 'film'"):
+    with pytest.raises(DataError, match=r"bad\.txt: word 2 is empty, or is there a second time: 'film'"):
         TextData(config(tmp_path), "train", vocabulary="bad.txt").setup()
 
 

@@ -23,9 +23,9 @@ from deeplightning.process.terminal import say_path
 from deeplightning.reproduce.again import Say, address_of, check_data, quoted, refuse_ranks, to_execute
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder, make_private, permissions_of, write_whole
+from deeplightning.tracking.code import describe_program
 from deeplightning.tracking.datafiles import describe_again
 from deeplightning.tracking.parent import Parent, Stopped
-from deeplightning.tracking.program import describe_program
 from deeplightning_lab.bisect_run import fixed, is_available, parts_of, switchable
 from deeplightning_lab.cause import Bisection, listed
 from deeplightning_lab.interpreters import interpreters

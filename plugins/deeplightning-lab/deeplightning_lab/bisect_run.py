@@ -10,7 +10,6 @@ import copy
 import hashlib
 import json
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,12 +19,11 @@ from deeplightning.address import is_address
 from deeplightning.config.source import read
 from deeplightning.config.tree import as_written, dump, line
 from deeplightning.reproduce.again import resolve_data_root
-from deeplightning.reproduce.differences import between, differences, shown, size_of
+from deeplightning.reproduce.differences import PROGRAM, between, differences, shown, size_of
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder
-from deeplightning.tracking.code import Code
+from deeplightning.tracking.code import Code, describe_program
 from deeplightning.tracking.environment import VARIABLES
-from deeplightning.tracking.program import describe_program, digest_of, rebuild
 
 EXCLUDED_KEYS = ("logger", "serve", "tune", "train.export")
 """Keys that affect no metric: a mixed run has those of the first run."""
@@ -147,7 +145,7 @@ def fixed(good: PastRun, bad: PastRun, switched: Sequence[Difference]) -> list[s
         if item[0] not in {*VARIABLES, "threads"} - {*_OF_A_MACHINE} and "packages" not in names
     ]
     items = [(f"data {name}", one, two) for name, one, two in data] + environment + found["hardware"]
-    items += [item for item in found["code"] if item[0] == PROGRAM and PROGRAM not in names]
+    items += [item for item in found["code"] if item[0] == PROGRAM]
     return [f"{name} {shown(one)} → {shown(two)}" for name, one, two in items]
 
 
@@ -210,8 +208,6 @@ def _shown(value: object) -> str:
 
 # ---- code
 
-PROGRAM = "deeplightning (its own files)"
-
 
 def _of_code(good: Parts, bad: Parts) -> Iterator[Difference]:
     one, two = good.code, bad.code
@@ -223,18 +219,11 @@ def _of_code(good: Parts, bad: Parts) -> Iterator[Difference]:
             name = path if paths.count(path) == 1 else f"{path} (root {label or 'working directory'})"
             one_size, two_size = (shown(size_of(found.get(key))) for found in (before, after))
             yield Difference(name, one_size, two_size, _switch_file(key))
-    if one.program.get("digest") != two.program.get("digest") and is_available(one) and is_available(two):
-        mine, theirs = (code.program.get("commit") or code.program.get("version", "") for code in (one, two))
-        yield Difference(PROGRAM, mine[:12], theirs[:12], _switch_program)
 
 
 def is_available(code: Code) -> bool:
-    """Return whether Deep Lightning itself is available here in the version that a run used."""
-    wanted = code.program.get("digest")
-    if wanted is None or wanted == describe_program()["digest"]:
-        return True
-    with tempfile.TemporaryDirectory(prefix="deeplightning-bisect-") as top:
-        return rebuild(code.program, code.changed, Path(top), lambda _: None) and digest_of(Path(top)) == wanted
+    """Return whether a run used the Deep Lightning that is here."""
+    return code.program.get("digest") in (None, describe_program()["digest"])
 
 
 def _labels(code: Code) -> list[str]:
@@ -268,10 +257,6 @@ def _switch_file(key: tuple[str, str]) -> Callable[[Parts, Parts], None]:
             mine.files[place] = content
 
     return switch
-
-
-def _switch_program(into: Parts, of: Parts) -> None:
-    into.code.program, into.code.changed = of.code.program, of.code.changed
 
 
 # ---- environment

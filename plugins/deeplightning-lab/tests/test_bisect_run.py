@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder
-from deeplightning.tracking.code import Code, read_code
-from deeplightning.tracking.program import describe_program
+from deeplightning.tracking.code import Code, describe_program, read_code
 
 SGD = {"type": "torch.optim.SGD", "params": {"lr": 0.1, "momentum": 0.9}, "groups": []}
 ADAM = {"type": "torch.optim.Adam", "params": {"lr": 0.001, "betas": [0.9, 0.99]}, "groups": []}
@@ -160,7 +159,7 @@ def test_a_secret_stays_a_reference_in_a_mixture(run, tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_switched_here_is_listed(run):
-    """Packages, the machine, and Deep Lightning's own files where those of a run are not available."""
+    """Packages, the machine, and Deep Lightning's own files."""
     unknown = {"version": "9.9.9", "digest": "0" * 64}
     good = run("good", tree(), {"own.py": ""}, packages={"torch": "1"}, host="here", os="Linux", threads=1)
     bad = run(
@@ -177,7 +176,7 @@ def test_data_files_are_listed_where_no_key_names_others(run):
     """Where a key of the data differs, other files follow from it."""
     good, bad, other = run("good", tree()), run("bad", tree(seed=8)), run("other", tree(data={"root": "/other"}))
     for past, digest in ((good, "a" * 64), (bad, "b" * 64), (other, "b" * 64)):
-        listed = {"root": "/data", "files": {"x.csv": [10, digest]}, "folders": [], "incomplete": None, "arrays": {}}
+        listed = {"root": "/data", "files": {"x.csv": [10, digest]}, "folders": [], "incomplete": None}
         past.folder.data.write_text(json.dumps(listed))
     assert [text.partition(":")[0] for text in fixed(good, bad, switchable(*parts(good, bad)))] == [
         "data x.csv 10 bytes, aaaaaaaa → 10 bytes, bbbbbbbb"

@@ -37,7 +37,7 @@ from deeplightning.own_code import SEALED
 from deeplightning.process import failure, ranks
 from deeplightning.process.identity import ATTEMPT, LAUNCH
 from deeplightning.process.terminal import say, say_path
-from deeplightning.tracking.environment import git_answers
+from deeplightning.tracking.environment import git_state
 from deeplightning_ray.cluster import Connection
 from deeplightning_ray.resize import sized
 from deeplightning_ray.storage import POOL, RESIZE_EXIT_CODE
@@ -76,7 +76,7 @@ class Supervisor:
             self.cfg = replace(self.cfg, engine=replace(self.cfg.engine, gpus=found or None))
         self.wanted = world_size(self.cfg.engine)
         bundle = {"CPU": settings.cpus_per_worker, **({"GPU": 1.0} if self.gpus else {})}
-        self.workers = Workers(cluster, bundle, *settings.bounds(self.wanted), git_answers(self.redact))
+        self.workers = Workers(cluster, bundle, *settings.bounds(self.wanted), git_state())
         self.name, self.starts, self.restarts = f"ray-{secrets.token_hex(6)}", 0, 0
         self.folder: str | None = None  # the run's, on the machine of rank 0
         self.newest: str | None = None

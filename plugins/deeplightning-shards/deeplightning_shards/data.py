@@ -19,7 +19,6 @@ from PIL import Image
 
 from deeplightning.address import is_address, shown
 from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.data.datasets import report_messages
 from deeplightning.data.images import ImageFiles
 from deeplightning.data.loading import is_whole
 from deeplightning.data.samplers import BatchIndices, go_on, replicas
@@ -81,8 +80,6 @@ class ShardSamples:
                 f"{self.named(position)}: cannot be used as an image. {error} "
                 "data.module.params.on_bad_sample=skip leaves such samples out."
             ) from error
-        finally:
-            report_messages(self.source.shards[shard].name)
 
     def named(self, position: int) -> str:
         """Return the shard and member of a sample, for messages."""

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from deeplightning.address import shown
-from deeplightning.data.cache_files import Unusable, limit_in_bytes, refuse_foreign, stat_of
+from deeplightning.data.cache_files import limit_in_bytes, refuse_foreign, stat_of
 from deeplightning.data.data_errors import DataError
 from deeplightning.data.remote_files import files_at
 from deeplightning.image_spec import EXTENSIONS, ImageError, ImageSpec
@@ -366,7 +366,7 @@ def _kept(path: Path) -> Index | None:
         found = json.loads(path.read_bytes())
         arrays = {name: np.array(found[name], np.int64) for name in ("offsets", "sizes", "codes")}
         return Index(words=found["words"], skipped=found["skipped"], **arrays)
-    except (OSError, ValueError, KeyError, TypeError, Unusable):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

@@ -23,7 +23,7 @@ from deeplightning.own_code import ROOTS, SEALED, original_roots
 from deeplightning.process.identity import LAUNCH
 from deeplightning.process.terminal import say
 from deeplightning.runfolder import make_private, permissions_of
-from deeplightning.tracking.environment import git_answers
+from deeplightning.tracking.environment import git_state
 from deeplightning_slurm.batch_script import FOLDER, NUMBER, REQUEUE_FILE, VARIABLES, after_tasks, seconds_of
 from deeplightning_slurm.commands import check_slurm, submit
 from deeplightning_slurm.follow import Follower, log_of
@@ -134,7 +134,7 @@ class Slurm:
             make_private(folder, folder.parent)
             with permissions_of(folder):
                 (folder / "config.yaml").write_text(_frozen(job))
-            seal(folder / _CODE_FOLDER, git=git_answers(job.cfg.redact))
+            seal(folder / _CODE_FOLDER, git=git_state())
         except OSError as error:
             message = f"{folder}: the job's folder cannot be written: {error.strerror}"
             raise SetupError(Fault(message, "engine.launcher.params.folder")) from error
