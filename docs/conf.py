@@ -51,7 +51,7 @@ def add_navigation(app: Any, page: str, source: list[str]) -> None:
 def index_keys(app: Any, tree: nodes.document) -> None:
     """Lets the search find each key by its name, and lead to its row."""
     page = app.env.docname
-    if not Path(page).name.startswith("keys"):
+    if not Path(page).name.startswith(("keys", "tune")):
         return
     standard = app.env.get_domain("std")
     for row in tree.findall(nodes.row):

@@ -60,7 +60,7 @@ for _name, _section in sections(schema.Config):
     if issubclass(_section, schema.PluginSection):  # its page is in the plug-in; the path begins at docs/reference
         _package = _section.__module__.partition(".")[0]
         _folder = f"../../plugins/{_package.replace('_', '-')}/{_package}/docs"
-        PAGES_OF_KEYS[f"{_folder}/keys-of-{_name}"] = (_name,)
+        PAGES_OF_KEYS[f"{_folder}/{_name}"] = (_name,)
 
 
 def keys(page: str) -> str:

@@ -176,7 +176,7 @@ def runs(page: Path) -> bool:
 
 
 RUN = [README, *filter(runs, MANUAL), ROOT / "examples" / "own_code" / "README.md"]
-CHECKED = [ROOT / "docs" / "how-to" / f"{topic}.md" for topic in ("gpu-machine", "kubernetes")]
+CHECKED = [ROOT / "docs" / "how-to" / f"{topic}.md" for topic in ("several-machines",)]
 CHECKED += [page for name in ("ray", "slurm") for page in ROOT.glob(f"plugins/*/*/docs/{name}.md")]
 QUICK = {*ROOT.glob("docs/reference/*.md"), *CHECKED}  # the others train: minutes together
 
