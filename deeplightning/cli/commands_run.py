@@ -162,9 +162,8 @@ def reproduce(run: str, overrides: tuple[str, ...], any_data: bool, trust: bool)
 def diff(first: str, second: str, patch: bool, format: str, exit_code: bool) -> None:
     """Print where two runs differ: config, code, data, environment, hardware and metrics.
 
-    Nothing is printed of what is the same. `compare` judges whether a difference of metrics is luck; `report` shows
-    runs as a page. What cannot be the same twice, such as times, ids and folders, is no
-    difference.
+    Nothing is printed of what is the same, or cannot be the same twice: times, ids, folders. `compare` judges whether a
+    difference of metrics is luck; `report` shows a run as a page.
     """
     from deeplightning.reproduce.differences import as_text, differences
     from deeplightning.reproduce.past import past_run
@@ -190,9 +189,8 @@ def note(line: str) -> None:
 def report(run: str, out: Path | None) -> None:
     """Write an HTML page about RUN that needs no network.
 
-    It has the curves, the pictures of the answers, metrics, mistakes, config and environment. Without --out it is
-    report.html in RUN, beside the pictures; of a RUN that you did not make on this machine it is in the working
-    directory. Nothing of RUN is executed.
+    It has curves, pictures of the answers, metrics, mistakes, config and environment. Without --out it is report.html in
+    RUN, or in the working directory if RUN was not made on this machine. Nothing of RUN is executed.
     """
     from deeplightning.checks.trust import is_own
     from deeplightning.report.facts import facts
@@ -239,10 +237,9 @@ def runs(
 
     A line has id, status, start (UTC), experiment, name, result and folder; a table on a terminal leaves out what has no
     room. Nothing is removed without --delete, running runs never, and files only of runs that this store keeps on this
-    machine. Trials that a search stopped early are PRUNED; --clean alone does not remove them. A run whose process was
-    killed is FAILED, or shown as DEAD where the store cannot be written. --sync lists nothing: it sends what ended runs
-    have left unsent, of other machines too once they were silent for a day. --last prints the folder of the newest run;
-    exit code 4 if there is none.
+    machine. Trials that a search stopped early are PRUNED; --clean alone leaves them. A run whose process was killed is
+    FAILED, or DEAD where the store cannot be written. --sync lists nothing: it sends what ended runs left unsent, of other
+    machines too once they were silent for a day. --last prints the newest run's folder; exit code 4 if there is none.
     """
     from deeplightning.cli import listing as of
 

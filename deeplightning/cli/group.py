@@ -53,10 +53,6 @@ PLUGIN_VERBS = {
 }
 
 
-WHOLE = 1000
-"""Number of characters of a first sentence in `--help`: none is cut."""
-
-
 class Verbs(click.Group):
     """Verbs in the order of a user's journey. Those that installed packages add are looked for where none of these is
     meant, and when a shell completes: `--help` does not pay for it."""
@@ -85,9 +81,8 @@ class Verbs(click.Group):
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write each verb with its whole first sentence."""
-        commands = {name: self.commands[name] for name in self.list_commands(ctx)}
-        shown = [(name, one.get_short_help_str(WHOLE)) for name, one in commands.items() if not one.hidden]
+        """Write each verb with its whole first sentence, which click would cut."""
+        shown = [(name, one.get_short_help_str(1000)) for name, one in self.commands.items() if not one.hidden]
         with formatter.section("Commands"):
             formatter.write_dl(shown)
 
