@@ -189,8 +189,8 @@ def note(line: str) -> None:
 def report(run: str, out: Path | None) -> None:
     """Write an HTML page about RUN that needs no network.
 
-    It has curves, pictures of the answers, metrics, mistakes, config and environment. Without --out it is report.html in
-    RUN, or in the working directory if RUN was not made on this machine. Nothing of RUN is executed.
+    It has curves, pictures of the answers, metrics, mistakes, config and environment. Without --out it is report.html
+    in RUN, or in the working directory if RUN was not made on this machine. Nothing of RUN is executed.
     """
     from deeplightning.checks.trust import is_own
     from deeplightning.report.facts import facts
@@ -235,11 +235,12 @@ def runs(
 ) -> None:
     """List runs, the newest first; remove those that are not wanted.
 
-    A line has id, status, start (UTC), experiment, name, result and folder; a table on a terminal leaves out what has no
-    room. Nothing is removed without --delete, running runs never, and files only of runs that this store keeps on this
-    machine. Trials that a search stopped early are PRUNED; --clean alone leaves them. A run whose process was killed is
-    FAILED, or DEAD where the store cannot be written. --sync lists nothing: it sends what ended runs left unsent, of other
-    machines too once they were silent for a day. --last prints the newest run's folder; exit code 4 if there is none.
+    A line has id, status, start (UTC), experiment, name, result and folder; a table on a terminal leaves out what has
+    no room. Nothing is removed without --delete, running runs never, and files only of runs that this store keeps on
+    this machine. Trials that a search stopped early are PRUNED; --clean alone leaves them. A run whose process was
+    killed is FAILED, or DEAD where the store cannot be written. --sync lists nothing: it sends what ended runs left
+    unsent, of other machines too once they were silent for a day. --last prints the newest run's folder; exit code 4 if
+    there is none.
     """
     from deeplightning.cli import listing as of
 
