@@ -239,8 +239,7 @@ def runs(
     no room. Nothing is removed without --delete, running runs never, and files only of runs that this store keeps on
     this machine. Trials that a search stopped early are PRUNED; --clean alone leaves them. A run whose process was
     killed is FAILED, or DEAD where the store cannot be written. --sync lists nothing: it sends what ended runs left
-    unsent, of other machines too once they were silent for a day. --last prints the newest run's folder; exit code 4 if
-    there is none.
+    unsent, of other machines too after a silent day. --last prints the newest run's folder, or ends with 4.
     """
     from deeplightning.cli import listing as of
 

@@ -80,8 +80,7 @@ def confusion_matrix(counts: np.ndarray, names: Sequence[str], of: str) -> Drawi
         for row, column in np.argwhere(ordered > 0) if classes <= IN_GROUPS else ():
             words_of_cell = f"{ordered[row, column]:,}"
             if classes <= 12:
-                percent = 100 * share[row, column]
-                words_of_cell += f"\n{percent:.0f} %" if percent >= 0.5 else "\n<1 %"
+                words_of_cell += f"\n{share[row, column]:.0%}" if share[row, column] >= 0.005 else "\n<1%"
             colour = WHITE if share[row, column] > 0.85 else INK
             axes.text(column, row, words_of_cell, ha="center", va="center", color=colour, fontsize=6)
         beside = axes.inset_axes((1.02, 0, 0.03, 1))  # as tall as the matrix

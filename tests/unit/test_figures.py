@@ -88,7 +88,7 @@ def test_a_matrix_of_many_classes_has_no_names():
 def test_a_share_is_at_each_count_of_few_classes():
     """Of its row, in percent."""
     shown = texts(to_svg(drawn(class_plots.confusion_matrix(np.array([[3, 1], [0, 8]]), ["a", "b"], "test"))))
-    assert {"75 %", "25 %"} <= set(shown)
+    assert {"75%", "25%"} <= set(shown)
 
 
 def test_mistakes_are_framed():
