@@ -350,11 +350,13 @@ def test_a_store_that_another_process_holds(refused, tiny, locked):
 
 
 def test_a_store_that_another_process_prepares(refused, tiny, tmp_path):
-    """The same while another process makes the store: the note names the lock."""
+    """The same while another process makes the store, and the experiment's number is not known before: the note names
+    the lock."""
     folder = tmp_path / "new"
     folder.mkdir()
+    where = (f"logger.params.tracking_uri={folder}", "logger.params.experiment_name=mine")
     with FileLock(folder / "mlflow.db.lock"):
-        told = refused(3, "train", tiny, f"logger.params.tracking_uri={folder}", DEEPLIGHTNING_TRACKING_WAIT="1")
+        told = refused(3, "train", tiny, *where, DEEPLIGHTNING_TRACKING_WAIT="1")
     assert f"{folder}/mlflow.db.lock has been held by another process for 1 seconds." in told
 
 
