@@ -267,8 +267,11 @@ class RunError(UserError):
     exit_code = 5
 
 
+ERRORS = {kind.exit_code: kind for kind in (ConfigError, SetupError, CheckpointError, RunError, UserError)}
+"""The kinds of errors by exit code, those first that `error_of` prefers."""
+
+
 def error_of(faults: list[Fault]) -> UserError:
     """Return an error with these faults, of the first kind present: config, machine, weights, run, user code."""
-    kinds = (ConfigError, SetupError, CheckpointError, RunError, UserError)
     codes = {fault.exit_code for fault in faults}
-    return next(kind for kind in kinds if kind.exit_code in codes)(faults)
+    return next(kind for code, kind in ERRORS.items() if code in codes)(faults)

@@ -80,7 +80,7 @@ def gains(checkpoint: dict[str, object]) -> bool:
     In CPU training the thread competes with training for cores: the run took half as much CPU time again and did not
     end sooner (two cores, torch 2.15, November 2026).
     """
-    sizes = {storage_id(t): t.untyped_storage().nbytes() for t in _tensors(checkpoint) if is_asynchronous(t.device)}
+    sizes = {storage_id(t): t.untyped_storage().nbytes() for t in tensors_in(checkpoint) if is_asynchronous(t.device)}
     size, free = sum(sizes.values()), free_memory()
     return size >= MIN_BYTES and (free is None or free > 2 * size)
 
@@ -94,7 +94,7 @@ class Snapshot:
 
     def __init__(self, checkpoint: dict[str, object]) -> None:
         copies: dict[int, Tensor] = {}  # of storages, as bytes
-        tensors = list(_tensors(checkpoint))
+        tensors = list(tensors_in(checkpoint))
         for tensor in tensors:
             if (key := storage_id(tensor)) not in copies:
                 whole = _bytes(tensor)
@@ -112,17 +112,17 @@ class Snapshot:
         return self.checkpoint
 
 
-def _tensors(value: object) -> Iterator[Tensor]:
+def tensors_in(value: object) -> Iterator[Tensor]:
     """Yield the tensors in nested containers whose values are in ordinary memory."""
     if isinstance(value, Tensor):
         if type(value) in (Tensor, torch.nn.Parameter) and value.layout == torch.strided and not value.is_meta:
             yield value
     elif isinstance(value, dict):
         for each in value.values():
-            yield from _tensors(each)
+            yield from tensors_in(each)
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _tensors(each)
+            yield from tensors_in(each)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

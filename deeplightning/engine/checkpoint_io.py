@@ -21,7 +21,7 @@ from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import distributed
 
 from deeplightning.engine import shards
-from deeplightning.engine.background import Snapshot, Writer, gains
+from deeplightning.engine.background import Snapshot, Writer, gains, tensors_in
 from deeplightning.faults import FREE_SOME, CheckpointError, SetupError, is_full, megabytes, no_room
 from deeplightning.runfolder import sync_names
 from deeplightning.words import first_line
@@ -149,19 +149,12 @@ def _write(content: dict[str, object], target: Path) -> None:
         reason = getattr(first, "strerror", None) or first_line(first)
         if isinstance(first, OSError) and is_full(first):
             written = beside.stat().st_size if beside.exists() else 0
-            reason += f"; {no_room(target.parent, written)}, and about {megabytes(_size(content))} needed; {FREE_SOME}"
+            needed = megabytes(sum(tensor.nbytes for tensor in tensors_in(content)))
+            reason += f"; {no_room(target.parent, written)}, and about {needed} needed; {FREE_SOME}"
         raise SetupError(f"{target}: the checkpoint cannot be written: {reason}") from error
     finally:
         with contextlib.suppress(OSError):  # must not hide the error before
             beside.unlink()
-
-
-def _size(content: Any) -> int:
-    """Return the bytes of the tensors in a tree."""
-    if isinstance(content, torch.Tensor):
-        return content.nbytes
-    items = content.values() if isinstance(content, dict) else content if isinstance(content, list | tuple) else ()
-    return sum(map(_size, items))
 
 
 def read_checkpoint(path: str | Path, whole: bool = True) -> dict[str, Any]:

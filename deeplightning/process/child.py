@@ -14,12 +14,10 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import IO, TextIO
 
-from deeplightning.faults import CheckpointError, ConfigError, RunError, SetupError, UserError
+from deeplightning.faults import ERRORS, RunError
 
 LAST_LINES = 40
 """Number of stderr lines kept for an error message."""
-
-_ERRORS = {kind.exit_code: kind for kind in (UserError, ConfigError, SetupError, CheckpointError, RunError)}
 
 
 class Child:
@@ -124,7 +122,7 @@ class Child:
     def _error(self, code: int) -> Exception:
         notes = [line.removeprefix("error: ") for line in self._last if line.startswith("error")]
         text = "\n".join(notes or self._last[-1:] or [f"it ended with exit code {code}"])
-        return _ERRORS.get(code, RunError)(text)
+        return ERRORS.get(code, RunError)(text)
 
     def _send(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

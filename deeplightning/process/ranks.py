@@ -40,7 +40,7 @@ from deeplightning.process.failure import (
 from deeplightning.process.shared_folder import is_there, lock_folder, members
 from deeplightning.process.streams import is_early
 from deeplightning.process.terminal import say
-from deeplightning.runfolder import RunFolder
+from deeplightning.runfolder import RunFolder, write_whole
 from deeplightning.words import first_line
 
 POLL_SECONDS = 0.25
@@ -241,7 +241,8 @@ class Ranks:
             if not answered and (self.folder / "asked").exists():
                 answered = True
                 with contextlib.suppress(OSError):
-                    answer(self.folder, self.rank, "waits" if self._ends else where_is(self._main))
+                    words = "waits" if self._ends else where_is(self._main)
+                    write_whole(self.folder / f"{self.rank}.where", words)
             if not self._ends:
                 self._look()
             if self._until is not None and time.monotonic() > self._until:
@@ -375,10 +376,3 @@ def where_others_are(folder: Path, own_rank: int) -> list[str]:
                 answers[rank] = (folder / f"{rank}.where").read_text()
     places = {rank: answers.get(rank, "does not answer") for rank in sorted(others)}
     return [f"rank {rank} {words}" for rank, words in places.items() if words != "waits"]
-
-
-def answer(folder: Path, rank: int, words: str) -> None:
-    """Write what this process does for the process that asked."""
-    beside = folder / f"{rank}.where.new"
-    beside.write_text(words)
-    beside.replace(folder / f"{rank}.where")

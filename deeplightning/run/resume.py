@@ -282,9 +282,7 @@ def _at(tree: Any, path: Sequence[str]) -> Any:
 
 def _epochs(checkpoint: Mapping[str, Any]) -> int:
     """Return how many epochs a checkpoint has completed."""
-    found: Any = checkpoint
-    for key in ("loops", "fit_loop", "epoch_progress", "current", "processed"):
-        found = found.get(key) if isinstance(found, Mapping) else None
+    found = _at(checkpoint, ("loops", "fit_loop", "epoch_progress", "current", "processed"))
     return found if isinstance(found, int) else 0
 
 
@@ -319,7 +317,9 @@ def _raise_if_damaged(path: Path, checkpoint: Mapping[str, Any]) -> None:
     """
     odd = next((key for key in ("global_step", "epoch") if not isinstance(checkpoint.get(key), int)), None)
     config = checkpoint.get("config") or {}
-    odd = odd or next((f"config.{k}" for k in ("data", "model", "train") if not _is_dict(config.get(k, {}))), None)
+    odd = odd or next(
+        (f"config.{k}" for k in ("data", "model", "train") if not isinstance(config.get(k, {}), dict)), None
+    )
     run_id = (checkpoint.get("run") or {}).get("id")
     if not isinstance(run_id, str | None):
         odd = odd or "run.id"
@@ -330,10 +330,6 @@ def _raise_if_damaged(path: Path, checkpoint: Mapping[str, Any]) -> None:
             f"{path}: damaged, or not written by Deep Lightning: `{odd}` is missing or no value that it may have; "
             f"take another checkpoint, or start again from the weights: model.init_from='{path}'"
         )
-
-
-def _is_dict(value: object) -> bool:
-    return isinstance(value, dict)
 
 
 def _is_point(point: object) -> bool:

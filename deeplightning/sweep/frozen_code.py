@@ -7,7 +7,6 @@ edited later does no harm.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import secrets
 import shutil
@@ -17,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deeplightning.checks.examine import examine, load_config
-from deeplightning.checks.trust import is_noted, note_own
+from deeplightning.checks.trust import note_own
 from deeplightning.faults import SetupError
-from deeplightning.launch.sealed import files_of, seal
+from deeplightning.launch.sealed import seal
 from deeplightning.own_code import SEAL, is_theirs, original, use_seal
 from deeplightning.runfolder import make_private
 from deeplightning.sweep.worker import fork
@@ -110,34 +109,6 @@ def freeze(parent: Parent, path: Path, overrides: Sequence[str]) -> SearchCode:
     note_own(folder / SEAL)
     use_seal(folder)
     return SearchCode(folder)
-
-
-def is_intact(folder: Path) -> bool:
-    """Return whether this user made a seal on this machine (`note_own`) and none of its files has changed since.
-
-    Bytecode caches in it, which have no digest, are removed.
-    """
-    try:
-        if not is_noted(folder / SEAL):
-            return False
-        for cache in [*(folder / "code").rglob("__pycache__")]:
-            shutil.rmtree(cache)
-        digests = json.loads((folder / SEAL).read_text())["digests"]
-        return {path.relative_to(folder).as_posix(): digest_of(path) for path in files_of(folder)} == digests
-    except (OSError, ValueError, KeyError):
-        return False
-
-
-def edited(folder: Path) -> dict[str, str]:
-    """Return the own-code files that changed since a seal was made, with what happened to each."""
-    content = json.loads((folder / SEAL).read_text())
-    found = {}
-    for copy, digest in content["digests"].items():
-        root, top = next(((r, t) for r, t in content["roots"].items() if copy.startswith(f"{t}/")), ("", ""))
-        origin = Path(root, copy.removeprefix(f"{top}/"))
-        if root and (now := digest_of(origin)) != digest:
-            found[str(origin)] = "has changed" if now else "is gone"
-    return found
 
 
 def own_code() -> dict[str, str]:

@@ -25,10 +25,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from deeplightning.faults import CheckpointError, ConfigError, RunError, SetupError, UserError
+from deeplightning.faults import ERRORS, RunError, UserError
 from deeplightning.launch.job import TrialJobs
 from deeplightning.private.python import forget_exit_functions, run_exit_functions
 from deeplightning.process.failure import exit_code_of, reason_of
+from deeplightning.process.rendezvous import interface
 from deeplightning.process.terminal import say
 from deeplightning.words import lacks_memory
 
@@ -36,7 +37,6 @@ POLL_SECONDS = 0.05  # between two checks whether a run has ended
 MAX_MESSAGE_BYTES = 1_000_000
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_ERRORS: dict[int, type[UserError]] = {2: ConfigError, 3: SetupError, 4: CheckpointError, 5: RunError}
 
 Train = Callable[[Sequence[str]], int]
 """Calls `deeplightning train` with these arguments in this process; returns its exit code."""
@@ -148,13 +148,9 @@ class TrialServer:
 
 
 def _own_address() -> str:
-    """Return the address by which other machines reach this one, as far as its routes tell; nothing is sent."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
-            towards.connect(("192.0.2.1", 9))  # kept for documentation, RFC 5737
-            return towards.getsockname()[0]
-    except OSError:
-        return "127.0.0.1"
+    """Return the address by which other machines reach this one, as far as its routes tell."""
+    found = interface("192.0.2.1")  # kept for documentation, RFC 5737
+    return found[1] if found is not None else "127.0.0.1"
 
 
 def failure_in(log: Path, code: int) -> str:
@@ -295,8 +291,8 @@ def in_child(work: Callable[[], dict[str, object]], limit: int | None, redact: C
         return Outcome(content["found"], peak)
     if content.get("lacks_memory") or code == -signal.SIGKILL:  # the system kills as well
         return Outcome(None, peak)
-    if (kind := _ERRORS.get(content.get("code", 1))) is not None:
-        raise kind(content["message"])
+    if (code_of_error := content.get("code", UserError.exit_code)) in ERRORS.keys() - {UserError.exit_code}:
+        raise ERRORS[code_of_error](content["message"])
     if not content:
         raise RunError(f"the process that measured ended with exit code {code} without a message")
     sys.exit(1)
@@ -325,7 +321,7 @@ def _described(error: Exception, redact: Callable[[str], str]) -> dict[str, obje
             return {"lacks_memory": True}
         cause = cause.__cause__ or cause.__context__
     code = getattr(error, "exit_code", None)
-    if code not in _ERRORS:
+    if code not in ERRORS.keys() - {UserError.exit_code}:
         say(redact("".join(traceback.format_exception(error))), err=True)
         return {"code": exit_code_of(error), "message": redact(reason_of(error))}
     notes = [str(fault) for fault in error.faults] if isinstance(error, UserError) else [str(error)]

@@ -5,7 +5,6 @@ A failing test names the one that a release has moved; `deeplightning/private/` 
 
 import ast
 import contextlib
-import copy
 import functools
 import importlib
 import inspect
@@ -389,71 +388,6 @@ def test_tensors_of_a_module_are_replaced():
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     torchs.apply(module, torch.zeros_like)
     assert all(not tensor.any() for tensor in (*module.parameters(), *module.buffers()))
-
-
-def test_gradients_are_computed_inside_a_context(monkeypatch):
-    """`backward` and `torch.autograd.grad` call `_engine_run_backward`."""
-    monkeypatch.setattr(torch.autograd, "_engine_run_backward", torch.autograd._engine_run_backward)
-    entered = []
-
-    @contextlib.contextmanager
-    def context():
-        entered.append("begins")
-        yield
-        entered.append("ends")
-
-    torchs.around_backward(context)
-    weight = torch.ones(2, requires_grad=True)
-    weight.sum().backward()
-    torch.autograd.grad(weight.square().sum(), weight)
-    assert entered == ["begins", "ends"] * 2
-    assert torch.equal(weight.grad, torch.ones(2))
-
-
-def test_the_part_of_a_shared_tensor_is_known():
-    """`_local_tensor` is the shard of a DTensor; any other tensor is returned as it is."""
-    from torch.distributed.tensor import DTensor
-
-    whole = torch.ones(2)
-    assert torchs.local_part(whole) is whole
-    assert "_local_tensor" in DTensor.__slots__
-
-
-def test_operators_are_seen_before_they_run():
-    """`TorchDispatchMode` intercepts operators."""
-    seen = []
-
-    class Mode(torchs.dispatch_mode()):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(func.name())
-            return func(*args, **(kwargs or {}))
-
-    with Mode():
-        torch.ones(2).neg_()
-    assert "aten::neg_" in seen
-
-
-def test_tensors_without_memory_are_copied_and_ask_for_no_values():
-    """`FakeTensorMode`, its errors and `tree_leaves` behave as expected."""
-    with torchs.fake_tensors():
-        module = nn.Linear(2, 2)
-        (weight, bias), copied = torchs.tensors_in({"all": [*copy.deepcopy(module).parameters(), 1]}), module.weight
-        assert isinstance(weight, nn.Parameter)
-        assert weight is not copied
-        assert bias.shape == (2,)
-        with pytest.raises(RuntimeError) as raised:
-            bool(bias.sum() > 0)
-    assert torchs.needs_values(raised.value)
-    assert not torchs.needs_values(ValueError())
-
-
-def test_a_kernel_that_was_registered_is_taken_back():
-    """`torch.library.Library._destroy` unregisters a kernel."""
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("layer_norm", lambda *_: torch.zeros(()), "AutocastCPU")
-    torchs.end_library(library)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert nn.functional.layer_norm(torch.ones(2, 3), (3,)).shape == (2, 3)
 
 
 def test_metrics_keep_their_precision():

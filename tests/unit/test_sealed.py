@@ -13,7 +13,7 @@ from deeplightning.checks.trust import note_own
 from deeplightning.config.source import read
 from deeplightning.faults import ConfigError, SetupError, not_installed
 from deeplightning.launch import sealed
-from deeplightning.sweep.frozen_code import SearchCode, edited, is_intact
+from deeplightning.sweep.frozen_code import SearchCode
 from deeplightning.tracking import environment
 from deeplightning.tracking.code import Code, collect
 
@@ -173,31 +173,33 @@ def test_git_is_asked_once(project, tmp_path, monkeypatch):
 
 def test_an_edited_seal_is_not_trusted(project, tmp_path):
     """A seal is intact if this user noted it and nothing in it, bytecode caches included, has changed since."""
+    resume = pytest.importorskip("deeplightning_tune.resume", reason=not_installed("tune"))
     seal = sealed.seal(tmp_path / "seal")
-    assert not is_intact(seal)
+    assert not resume.is_intact(seal)
     note_own(seal / own_code.SEAL)
     cache = seal / "code" / "0" / "__pycache__"
     cache.mkdir()
     (cache / "sealed_one.pyc").touch()
-    assert is_intact(seal)
+    assert resume.is_intact(seal)
     assert not cache.exists()
     (seal / "code" / "0" / "added.py").touch()
-    assert not is_intact(seal)
+    assert not resume.is_intact(seal)
     (seal / "code" / "0" / "added.py").unlink()
     (copy,) = seal.rglob("beside.py")
     copy.chmod(0o600)
     copy.write_text("VALUE = 2\n")
-    assert not is_intact(seal)
-    assert not is_intact(tmp_path / "nowhere")
+    assert not resume.is_intact(seal)
+    assert not resume.is_intact(tmp_path / "nowhere")
 
 
 def test_edited_files_are_named(project, tmp_path):
     """Each with what happened to it."""
+    resume = pytest.importorskip("deeplightning_tune.resume", reason=not_installed("tune"))
     seal = sealed.seal(tmp_path / "seal")
-    assert edited(seal) == {}
+    assert resume.edited(seal) == {}
     (project / "sealed_one.py").write_text("VALUE = 2\n")
     (project / "nets" / "later.py").unlink()
-    assert edited(seal) == {
+    assert resume.edited(seal) == {
         str(project / "sealed_one.py"): "has changed",
         str(project / "nets" / "later.py"): "is gone",
     }

@@ -23,9 +23,9 @@ import torch
 from torch import distributed
 
 from deeplightning.own_code import is_theirs, short
-from deeplightning.private.torch import dispatch_mode
 from deeplightning.process.failure import says_lost
 from deeplightning_plan.fake_gpu import line_now
+from deeplightning_plan.torch_private import DispatchMode
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -278,7 +278,7 @@ class Reporter:
         self.connection.send(Event(kind, what, f" ({line})" if line else ""))
 
 
-class _Collectives(dispatch_mode()):  # type: ignore[misc]
+class _Collectives(DispatchMode):
     """Report each collective before it is entered, also those of DistributedDataParallel."""
 
     def __init__(self, report: Reporter):

@@ -27,15 +27,8 @@ from deeplightning.config.target import find
 from deeplightning.dry_run.diagnosis import Attempt
 from deeplightning.dry_run.one_batch import SAMPLES, example, make_trainer
 from deeplightning.engine.sharded import places, replace
-from deeplightning.private.torch import (
-    asks_for_a_number,
-    attention_operators,
-    dispatch_mode,
-    end_library,
-    fake_tensors,
-    needs_values,
-)
 from deeplightning.run.assemble import init_module
+from deeplightning_plan import torch_private
 from deeplightning_plan.memory_tracker import MemoryTracker, Phases
 
 _MOST_BATCHES = 64
@@ -77,7 +70,7 @@ def counted(
         cfg.engine.precision = 32
     tracker = MemoryTracker()
     kernels = kernels_of_cuda() if on_gpu else contextlib.nullcontext()
-    with fake_tensors(), kernels, _without_values(), tracker, Answers(tracker), torch.device("cpu"):
+    with torch_private.fake_tensors(), kernels, _without_values(), tracker, Answers(tracker), torch.device("cpu"):
         task = attempt.task = init_module(cfg, "model")
         if in_half:
             _compute_in_half(task)
@@ -90,7 +83,7 @@ def counted(
             try:
                 _train(attempt, task, watch, batch_size)
             except Exception as error:
-                if not needs_values(error):
+                if not torch_private.needs_values(error):
                     raise
                 count.partial = "it branches on values, which tensors without memory do not have"
                 _build(task)
@@ -174,7 +167,7 @@ def _in_half(_: nn.Module, inputs: Any) -> Any:
     return apply_to_collection(inputs, Tensor, lambda t: t.to(torch.bfloat16) if t.is_floating_point() else t)
 
 
-class Answers(dispatch_mode()):  # type: ignore[misc]
+class Answers(torch_private.DispatchMode):
     """Answer code that asks a tensor without values for one, while a network is built and while an optimizer steps:
     no, or 1. In a forward and a backward pass such a branch may change what is computed: there it is an error."""
 
@@ -183,7 +176,7 @@ class Answers(dispatch_mode()):  # type: ignore[misc]
         self.tracker = tracker
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
-        if asks_for_a_number(func) and self.tracker.phase in ("between", "optimizer"):
+        if func is torch_private.ITEM and self.tracker.phase in ("between", "optimizer"):
             return False if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
         return func(*args, **(kwargs or {}))
 
@@ -217,7 +210,7 @@ def kernels_of_cuda() -> Iterator[None]:
             library.impl(name, _upcast(name), "AutocastCPU")
         yield
     finally:
-        end_library(library)
+        torch_private.end_library(library)
 
 
 def _upcast(name: str) -> Any:
@@ -245,15 +238,14 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Any:
     """Call the kernel that CUDA takes: flash attention in 16 bits without a mask, else the memory-efficient one."""
-    flash, efficient = attention_operators()
     if query.shape[1] != key.shape[1]:  # a head of keys for several of queries
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
     if attn_mask is None and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256:
-        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        return torch_private.FLASH_ATTENTION(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if attn_mask is not None:
         bias = torch.zeros_like(attn_mask, dtype=query.dtype) if attn_mask.dtype == torch.bool else attn_mask
         attn_mask = bias.expand(*query.shape[:3], key.shape[2])
-    return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+    return torch_private.EFFICIENT_ATTENTION(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
 
 
 def prepared(cfg: Config, asked: Config, folder: Path) -> Attempt:

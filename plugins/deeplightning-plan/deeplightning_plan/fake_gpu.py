@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 from deeplightning.dry_run.diagnosis import DeviceError
 from deeplightning.faults import count
 from deeplightning.own_code import running_line
-from deeplightning.private.torch import local_part, storage_id
+from deeplightning.private.torch import storage_id
+from deeplightning_plan.torch_private import local_part
 
 CPU = torch.device("cpu")
 ANYWHERE = torch.device("meta")  # the mark of what mixes with both

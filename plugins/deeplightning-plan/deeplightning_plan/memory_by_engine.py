@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from deeplightning.engine.fsdp import units_of
 from deeplightning.engine.zero import sizes
-from deeplightning.private.torch import fake_tensors
 from deeplightning_plan.memory_tracker import MemoryTracker, state_of
+from deeplightning_plan.torch_private import fake_tensors
 
 
 @dataclass(frozen=True)

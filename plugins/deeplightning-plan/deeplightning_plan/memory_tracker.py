@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from deeplightning.private.torch import changes_in_place, dispatch_mode, family_of, storage_id, tensors_in
+from deeplightning.private.torch import storage_id
+from deeplightning_plan.fake_gpu import tensors
+from deeplightning_plan.torch_private import DispatchMode, changes_in_place
 
 KINDS = ("parameters", "gradients", "state", "activations", "communication", "temporary")
 """Uses of memory. `activations`: what the forward pass allocates and keeps, the batch, the network's buffers."""
@@ -24,7 +26,7 @@ KINDS = ("parameters", "gradients", "state", "activations", "communication", "te
 _OF_PHASE = {"between": "activations", "forward": "activations"}
 
 
-class MemoryTracker(dispatch_mode()):  # type: ignore[misc]
+class MemoryTracker(DispatchMode):
     """Count tensors while the mode is on.
 
     Attributes:
@@ -72,30 +74,30 @@ class MemoryTracker(dispatch_mode()):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
-        if (formula := flop_registry.get(family_of(func))) is not None:
+        if (formula := flop_registry.get(func.overloadpacket)) is not None:
             self.flops += int(formula(*args, **kwargs, out_val=made))
         is_new = False
-        for tensor in tensors_in(made):
+        for tensor in tensors(made):
             is_new = self._note(tensor.untyped_storage()) or is_new
         if is_new or changes_in_place(func):
             self.launches += self.phase in ("forward", "backward")
-            self.moved += sum(t.nbytes for t in tensors_in((args, kwargs, made)) if not t.is_sparse)
+            self.moved += sum(t.nbytes for t in tensors((args, kwargs, made)) if not t.is_sparse)
         self._update_peaks()
         return made
 
-    def add(self, kind: str, tensors: Iterable[object]) -> int:
+    def add(self, kind: str, known: Iterable[object]) -> int:
         """Count tensors that were allocated before, or whose kind has become known.
 
         Returns:
             Their bytes; shared memory counts once.
         """
-        known, size = set[int](), 0
-        for tensor in tensors:
+        seen, size = set[int](), 0
+        for tensor in known:
             if not isinstance(tensor, Tensor):
                 continue
             storage = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).untyped_storage()
-            if (key := storage_id(storage)) not in known:
-                known.add(key)
+            if (key := storage_id(storage)) not in seen:
+                seen.add(key)
                 self._note(storage, kind)
                 size += storage.nbytes()
         self._update_peaks()

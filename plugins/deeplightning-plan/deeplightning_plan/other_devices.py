@@ -26,9 +26,9 @@ from deeplightning.dry_run.try_config import Trial
 from deeplightning.engine.gpus import indexes
 from deeplightning.engine.plan import local_size, world_size
 from deeplightning.faults import Fault
-from deeplightning.private.torch import around_backward
 from deeplightning_plan.compared_ranks import Event, Ranks, Reporter
 from deeplightning_plan.fake_gpu import CPU, FakeGpu, forget_marks, line_now, mark, mark_of, tensors
+from deeplightning_plan.torch_private import around_backward
 
 # Torch's functions that put what they exchange on the GPU themselves.
 _OBJECTS = ("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list")

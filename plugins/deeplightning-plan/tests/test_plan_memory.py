@@ -10,12 +10,12 @@ import torch
 from deeplightning_plan.gpu_cards import card_of
 from deeplightning_plan.memory_table import Gpus, gpus_of, json_of, plan_memory, text_of
 from deeplightning_plan.memory_tracker import MemoryTracker
+from deeplightning_plan.torch_private import fake_tensors
 from torch import nn
 
 from deeplightning.checks.examine import load_config
 from deeplightning.data.data_errors import DataError
 from deeplightning.data.text import TextData
-from deeplightning.private.torch import fake_tensors
 
 GIB = 2**30
 ROOT = Path(__file__).resolve().parents[3]

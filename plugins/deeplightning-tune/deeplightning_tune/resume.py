@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,10 +13,12 @@ from shlex import quote
 from typing import Any
 
 from deeplightning.checks.examine import examine
+from deeplightning.checks.trust import is_noted
 from deeplightning.config.tree import line
 from deeplightning.faults import ConfigError, Fault
+from deeplightning.launch.sealed import files_of
 from deeplightning.own_code import SEAL, add_import_roots, original_roots, short, use_seal
-from deeplightning.sweep.frozen_code import FOLDER, SearchCode, digest_of, edited, freeze, is_intact
+from deeplightning.sweep.frozen_code import FOLDER, SearchCode, digest_of, freeze
 from deeplightning.tracking.parent import Parent
 from deeplightning_tune.section import search_of
 
@@ -67,6 +70,34 @@ def _notes(parent: Parent) -> Mapping[str, Any]:
     run_id = notes.get("run")
     is_there = run_id is None or parent.is_there(run_id)
     return notes if is_there else {}
+
+
+def is_intact(folder: Path) -> bool:
+    """Return whether this user made a seal on this machine (`note_own`) and none of its files has changed since.
+
+    Bytecode caches in it, which have no digest, are removed.
+    """
+    try:
+        if not is_noted(folder / SEAL):
+            return False
+        for cache in [*(folder / "code").rglob("__pycache__")]:
+            shutil.rmtree(cache)
+        digests = json.loads((folder / SEAL).read_text())["digests"]
+        return {path.relative_to(folder).as_posix(): digest_of(path) for path in files_of(folder)} == digests
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def edited(folder: Path) -> dict[str, str]:
+    """Return the own-code files that changed since a seal was made, with what happened to each."""
+    content = json.loads((folder / SEAL).read_text())
+    found = {}
+    for copy, digest in content["digests"].items():
+        root, top = next(((r, t) for r, t in content["roots"].items() if copy.startswith(f"{t}/")), ("", ""))
+        origin = Path(root, copy.removeprefix(f"{top}/"))
+        if root and (now := digest_of(origin)) != digest:
+            found[str(origin)] = "has changed" if now else "is gone"
+    return found
 
 
 def _add_roots(folder: Path, name: str) -> None:

@@ -30,12 +30,12 @@ from deeplightning.launch.set_environment import apply_environment
 from deeplightning.process.identity import DECIDED, identity
 from deeplightning.process.terminal import in_columns, say, say_path
 from deeplightning.runfolder import FolderLock, RunFolder, make_private, permissions_of, write_whole
-from deeplightning.sweep.frozen_code import FOLDER, SearchCode, is_intact, own_code
+from deeplightning.sweep.frozen_code import FOLDER, SearchCode, own_code
 from deeplightning.sweep.grid import warn_of_no_effect
 from deeplightning.sweep.multirun import newest_checkpoint
 from deeplightning.sweep.worker import Forked, Train, TrialServer, failure_in
 from deeplightning.tracking.parent import Parent, Stopped
-from deeplightning_tune.resume import changed_settings, code_of_search
+from deeplightning_tune.resume import changed_settings, code_of_search, is_intact
 from deeplightning_tune.section import search_of
 from deeplightning_tune.space import space_of
 
