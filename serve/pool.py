@@ -22,11 +22,12 @@ from typing import Any, TypedDict, cast
 
 from deeplightning.kinds import KINDS
 from serve.admission import Admission
-from serve.batching import Batcher, Model
+from serve.batching import Batcher
 from serve.device import CPU, Device, DeviceError
 from serve.limits import Limits
 from serve.log import log_event
 from serve.metrics import Metrics
+from serve.model import Model
 from serve.private import is_out_of_memory
 from serve.service import Service
 from serve.worker import BACKLOG, GRACE_SECONDS, OPENING_SECONDS, STOP_SIGNALS, work

@@ -124,7 +124,7 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
     if task.kind not in KINDS:
         raise CheckpointError(f"Only {', '.join(KINDS)} can be exported; this task is {task.kind!r}.")
     kind, model = KINDS[task.kind], task.inference_model()
-    spec: Any = getattr(task, {"image": "image_spec", "text": "text_spec"}.get(kind.takes, "row_spec"))
+    spec: Any = getattr(task, kind.spec)
     given, rows = _prepared(kind, spec, samples)
     free = {0: torch.export.Dim("batch", min=1)}  # torch.export would treat a dimension of 1 as a constant
     tests, longer = [rows], max(map(len, rows)) + EXTRA_TOKENS
@@ -144,8 +144,7 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
     def verify(file: Path) -> dict[str, object]:
         answers = kind.compared(_verified_answers(file, tests, stack, expected))
         kept = _limit_samples(given, answers)
-        name = {"image": "pictures", "text": "texts"}.get(kind.takes, kind.input)
-        return {name: kept, "fp32": packed(answers[: len(kept)])}
+        return {kind.golden: kept, "fp32": packed(answers[: len(kept)])}
 
     more = {spec.file: spec.content} if kind.takes == "text" else {}
     return _write(folder, model, graph, _described(task, spec.to_dict()), run, verify, more)
