@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
@@ -86,7 +86,7 @@ class Setup:
     limits: Limits
     admission: Admission
     fast: bool
-    metrics: Metrics
+    metrics: Metrics = field(default_factory=Metrics)
 
 
 @dataclass(eq=False)

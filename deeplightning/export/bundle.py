@@ -137,7 +137,9 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
     else:
         expected = _torch_answers(model, [np.stack(rows[at : at + BATCH]) for at in range(0, len(rows), BATCH)])
         example = np.resize(np.stack(rows[:2]), (2, *rows[0].shape))
-    _check(expected, kind, [str(name) for name in task.class_names] if kind.has_labels else [], rows[0].shape)
+    labels = [str(name) for name in task.class_names] if kind.has_labels else []
+    details: dict[str, object] = getattr(task, "answer_details", dict)()
+    _check(expected, kind, labels, rows[0].shape)
     graph = _trace(model, example, kind.input, free, kind.output)
     stack = spec.stack if kind.takes == "text" else np.stack
 
@@ -147,7 +149,8 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
         return {kind.golden: kept, "fp32": packed(answers[: len(kept)])}
 
     more = {spec.file: spec.content} if kind.takes == "text" else {}
-    return _write(folder, model, graph, _described(task, spec.to_dict()), run, verify, more)
+    described = {"task": task.kind, "input": spec.to_dict(), "labels": labels}
+    return _write(folder, model, graph, described | ({"output": details} if details else {}), run, verify, more)
 
 
 def _prepared(kind: Kind, spec: Any, samples: np.ndarray) -> tuple[Iterable[object], list[np.ndarray]]:
@@ -180,13 +183,6 @@ def _npy(values: np.ndarray) -> str:
     file = io.BytesIO()
     np.save(file, np.ascontiguousarray(values), allow_pickle=False)
     return base64.b64encode(file.getvalue()).decode()
-
-
-def _described(task: Exportable, input: dict[str, object]) -> dict[str, Any]:
-    """Return the card's `task`, `input`, `labels` and `output`."""
-    labels = [str(name) for name in task.class_names] if KINDS[task.kind].has_labels else []
-    details: dict[str, object] = getattr(task, "answer_details", dict)()
-    return {"task": task.kind, "input": input, "labels": labels} | ({"output": details} if details else {})
 
 
 def _check(expected: np.ndarray, kind: Kind, labels: list[str], shape: tuple[int, ...]) -> None:
