@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
     from torch import nn
 
-    from serve.batching import Model
+    from serve.model import Model
 
 RUN_FOLDER = "Artifact storage path: "
 """Start of the last line that a training prints on stdout."""

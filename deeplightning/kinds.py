@@ -49,6 +49,21 @@ class Kind(NamedTuple):
         return INPUTS[self.takes]
 
     @property
+    def nouns(self) -> str:
+        """Its inputs in the plural, for people and as keys of files."""
+        return "texts" if self.takes == "text" else self.input
+
+    @property
+    def spec(self) -> str:
+        """Name of the task's attribute that prepares an input."""
+        return {"image": "image_spec", "text": "text_spec"}.get(self.takes, "row_spec")
+
+    @property
+    def golden(self) -> str:
+        """Key of a bundle's golden samples."""
+        return "pictures" if self.takes == "image" else self.nouns
+
+    @property
     def output(self) -> str:
         """Name of the graph's output."""
         return OUTPUTS[self.gives]

@@ -8,9 +8,8 @@ The run's own code is imported; the code of a foreign run is first compared with
 import json
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deeplightning.process.terminal import say
@@ -24,55 +23,29 @@ import numpy as np
 import torch
 from torch import nn
 
-from deeplightning.array_spec import ArraySpec
 from deeplightning.config.packages import TORCH_BUILD
 from deeplightning.faults import CheckpointError, UserError
-from deeplightning.image_spec import ImageSpec
 from deeplightning.kinds import KINDS
 from deeplightning.run.load import trained_task
-from deeplightning.run.make_bundle import SAMPLES_OF, origin_of
+from deeplightning.run.make_bundle import origin_of
 from deeplightning.run.own_module import servable
 from deeplightning.runfolder import RunFolder
-from deeplightning.table_spec import TableSpec
-from deeplightning.text_spec import TextSpec
 from deeplightning.words import first_line
 from serve.__main__ import options_parser, serve
-from serve.bundle import GPU_TOLERANCE, prepared
+from serve.bundle import GPU_TOLERANCE
 from serve.device import CPU, Device, DeviceError, Runtime
+from serve.model import Model
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """Loaded network of a run: the counterpart of `serve.bundle.Bundle`.
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint(Model):
+    """The loaded network of a run. Its samples are of the run's validation set.
 
     Attributes:
-        folder: the run's folder.
-        task: its kind, one of `deeplightning.kinds.KINDS`.
-        image_spec: how a picture is prepared for it; None: it does not take pictures.
-        labels: the K class names, in the order of the probabilities; empty if it answers with pictures.
-        run: its origin, as in a bundle.
-        samples: of the run's validation set, uint8 (N, C, H, W) or int64 (N, L), to warm up with.
-        model: from uint8 (N, C, H, W) or int64 (N, L) to answers.
-        precision: the number format that it computes in.
-        text_spec: how a text is prepared for it; None: it does not take texts.
-        row_spec: how a row of a table, or an array, is prepared for it; None: it takes neither.
-        output, example: as for `serve.bundle.Bundle`.
-        device: where it computes.
+        network: from prepared inputs (N, …) to answers.
     """
 
-    folder: Path
-    task: str
-    image_spec: ImageSpec | None
-    labels: list[str]
-    run: dict[str, object]
-    samples: np.ndarray
-    model: nn.Module
-    precision: str = "fp32"
-    text_spec: TextSpec | None = None
-    row_spec: TableSpec | ArraySpec | None = None
-    output: dict[str, object] = field(default_factory=dict)
-    example: object = None
-    device: Device = CPU
+    network: nn.Module
 
     @classmethod
     def open(cls, folder: RunFolder, allow: Sequence[str] = (), device: Device = CPU) -> "Checkpoint":
@@ -95,33 +68,28 @@ class Checkpoint:
         labels = [str(name) for name in task.class_names] if kind.has_labels else []
         try:
             with np.load(folder.samples, allow_pickle=False) as file:
-                samples = file[SAMPLES_OF[kind.takes]]
+                samples = file[kind.nouns]
         except (OSError, ValueError, KeyError) as error:
             message = f"{folder.samples} cannot be read ({error}); `deeplightning export RUN` keeps some"
             raise CheckpointError(message) from error
-        model, origin = task.inference_model(), origin_of(folder, checkpoint)
-        specs = {name: getattr(task, name, None) for name in ("text_spec", "row_spec")}
-        example = None
+        network = task.inference_model()  # must precede the spec of texts
+        spec, examples = getattr(task, kind.spec), []
         if kind.takes != "image":
-            given = [json.loads(row) for row in samples] if kind.takes == "table" else list(samples)
-            if kind.takes != "text":
-                example = given[0] if kind.takes == "table" else given[0].tolist()
-            spec: Any = specs["text_spec"] or specs["row_spec"]
-            samples = spec.stack([spec.prepare(str(one) if kind.takes == "text" else one) for one in given])
-        image_spec = task.image_spec if kind.takes == "image" else None
-        output: dict[str, Any] = getattr(task, "answer_details", dict)()
+            readers: dict[str, Callable[[Any], Any]] = {"text": str, "table": json.loads, "array": np.asarray}
+            given = [readers[kind.takes](sample) for sample in samples]
+            samples = spec.stack([spec.prepare(one) for one in given])
+            examples = [given[0].tolist() if kind.takes == "array" else given[0]]
+        details: dict[str, Any] = getattr(task, "answer_details", dict)()
         on_cpu = cls(
-            folder.path,
-            task.kind,
-            image_spec,
-            labels,
-            origin,
-            samples,
-            model,
-            output=output,
-            example=example,
-            text_spec=specs["text_spec"],
-            row_spec=specs["row_spec"],
+            folder=folder.path,
+            task=task.kind,
+            spec=spec,
+            labels=labels,
+            run=origin_of(folder, checkpoint),
+            samples=samples,
+            output=details,
+            examples=examples,
+            network=network,
         )
         return on_cpu.moved_to(device) if device.on_gpu else on_cpu
 
@@ -134,7 +102,7 @@ class Checkpoint:
         expected = self.predict(self.samples)
         torch.backends.cudnn.allow_tf32 = False  # torch's default is True; fp32 must mean 32 bits
         try:
-            moved = replace(self, model=self.model.to(str(device)), device=device)
+            moved = replace(self, network=self.network.to(str(device)), device=device)
             difference = float(np.abs(moved.predict(self.samples) - expected).max())
         except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError for CUDA
             reason = first_line(error)
@@ -148,33 +116,17 @@ class Checkpoint:
             )
         return moved
 
-    def predict(self, images: np.ndarray) -> np.ndarray:
-        """Answer prepared images, uint8 (N, C, H, W), or texts, int64 (N, L).
-
-        Answers are probabilities, float32 (N, K), or pictures, float32 (N, C, H, W) from 0 to 1.
-
-        Raises:
-            MemoryError: the GPU has too little memory for this batch.
-        """
+    def predict(self, inputs: np.ndarray) -> np.ndarray:
         with torch.inference_mode():
             if not self.device.on_gpu:
-                return self.model(torch.tensor(images)).numpy()
+                return self.network(torch.tensor(inputs)).numpy()
             try:
                 # The GPU copies from page-locked memory by itself, and torch reuses that for the next batch.
-                given = torch.from_numpy(images).pin_memory().to(str(self.device), non_blocking=True)
-                return self.model(given).cpu().numpy()
+                given = torch.from_numpy(inputs).pin_memory().to(str(self.device), non_blocking=True)
+                return self.network(given).cpu().numpy()
             except torch.OutOfMemoryError as error:
                 torch.cuda.empty_cache()
                 raise MemoryError(str(error)) from error
-
-    def prepare(self, data: bytes, max_pixels: int, max_side: int | None = None) -> np.ndarray:
-        """Prepare one encoded picture for the network, uint8 (C, H, W).
-
-        Raises:
-            deeplightning.image_spec.ImageError: it is not a picture, damaged, or too large.
-        """
-        assert self.image_spec is not None, "it takes pictures"
-        return prepared(self.image_spec, data, max_pixels, max_side)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -32,10 +32,10 @@ from serve.device import (
 )
 from serve.limits import BOUNDS, Limits
 from serve.log import log_event, open_streams
-from serve.pool import OpenModel
+from serve.pool import OpenModel, Setup
 from serve.supervisor import ON_CPU, ModelError, Supervisor
 from serve.worker import BACKLOG
-from serve.worker_count import Layout
+from serve.worker_count import MAX_WORKERS, Layout, usable_cores
 
 Number = TypeVar("Number", int, float)
 
@@ -143,10 +143,9 @@ def serve(
         key = _key(options.api_key_env)
         choice = choose_devices(options.device, runtime)
         first = _listen(options.host, options.port)
-
-        def listen(number: int) -> list[socket.socket]:
-            port = first.getsockname()[1]
-            return [first, *(_bound(options.host, port, reuse_port=True) for _ in range(number - 1))]
+        host, port = first.getsockname()[:2]
+        number = max(len(choice.devices), min(usable_cores(), MAX_WORKERS))
+        listeners = [first, *(_bound(options.host, port, reuse_port=True) for _ in range(number - 1))]
 
         def announce(what: str, layout: Layout) -> None:
             if choice.reason is not None:
@@ -154,10 +153,9 @@ def serve(
             print(f"Serving {printable(what)} on {_url(first)}: {layout}", flush=True)
 
         _return_memory()
-        admission = Admission(key, Hosts(first.getsockname()[0], options.allowed_hosts))
-        watch = lambda: _signature(files())  # noqa: E731
-        fast = options.server == "fast"
-        return Supervisor(open_model, listen, limits, admission, fast, watch, announce, folder, choice).run()
+        admission = Admission(key, Hosts(host, options.allowed_hosts))
+        setup = Setup(open_model, folder, listeners, limits, admission, options.server == "fast")
+        return Supervisor(setup, lambda: _signature(files()), announce, choice).run()
     except (AddressError, DeviceError, ModelError, OptionError) as error:
         print(printable(f"error: {error}", "\n"), file=sys.stderr)
         return error.exit_code

@@ -9,7 +9,6 @@ import hashlib
 import re
 import threading
 from pathlib import Path
-from typing import Any
 
 from flask import Flask, Response, jsonify, request
 from flask.json.provider import DefaultJSONProvider
@@ -28,14 +27,13 @@ def application(service: Service) -> Flask:
     """Return the application that serves `service`. The server around it must check heads (`serve.admission`) and
     count requests."""
     model, limits = service.model, service.limits
-    spec: Any = model.image_spec or getattr(model, "text_spec", None) or getattr(model, "row_spec", None)
     app = Flask("serve", static_folder=None)
     assert isinstance(app.json, DefaultJSONProvider), "Flask's own, unless it is replaced"
     app.json.sort_keys = app.json.ensure_ascii = False
     app.config["MAX_CONTENT_LENGTH"] = limits.max_bytes
     predictions = Predictions(model, limits)
     # Samples are training data of the run, so they are not public.
-    samples = getattr(model, "examples", []) if service.admission.private else []
+    samples = model.examples if service.admission.private else ()
     pages = {"/": _page("page.html"), "/docs": _page("docs.html")}
 
     @app.post("/predict")
@@ -63,13 +61,13 @@ def application(service: Service) -> Flask:
         return jsonify(
             task=model.task,
             labels=model.labels,
-            input=spec.to_dict(),
+            input=model.spec.to_dict(),
             precision=model.precision,
             run=model.run,
             limits=limits.public(model.task),
             samples=len(samples),
             **service.layout,
-            **({} if getattr(model, "example", None) is None else {"example": model.example}),  # type: ignore[attr-defined]
+            **({} if model.example is None else {"example": model.example}),
         )
 
     @app.get("/samples")

@@ -9,19 +9,19 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from deeplightning.image_spec import ImageError, ImageSpec
+from deeplightning.image_spec import ImageError
 from deeplightning.kinds import KINDS
 from serve.answers import DEFAULT_TOP_K
 from serve.limits import Limits, Refusal
 from serve.log import log_event
+from serve.model import Model
 
 LARGE_PIXELS = 4_000_000
 """Larger pictures are decoded one at a time per lane, since each may take 16 bytes a pixel (Pillow 13, November
@@ -36,50 +36,6 @@ TINY_TEXT_BYTES = 300
 
 PACE_WEIGHT = 0.1
 """Weight of the newest batch in the running mean of a picture's cost."""
-
-
-class Model(Protocol):
-    """A bundle, or an object with the same attributes. Threads call `predict` and `prepare`.
-
-    Attributes:
-        folder: source of the model.
-        task: one of `deeplightning.kinds.KINDS`.
-        image_spec: how a picture is prepared for it; None if it takes other inputs, which its `text_spec` or
-            `row_spec` prepares.
-        labels: names of the classes or targets, in the order of the answer; empty if it answers with pictures.
-        run: origin of the model.
-        precision: precision of its weights.
-        samples: real prepared inputs, (N, …), for warm-up.
-    """
-
-    @property
-    def folder(self) -> Path: ...
-
-    @property
-    def task(self) -> str: ...
-
-    @property
-    def image_spec(self) -> ImageSpec | None: ...
-
-    @property
-    def labels(self) -> list[str]: ...
-
-    @property
-    def run(self) -> Mapping[str, object]: ...
-
-    @property
-    def precision(self) -> str: ...
-
-    @property
-    def samples(self) -> np.ndarray: ...
-
-    def prepare(self, data: bytes, max_pixels: int, max_side: int | None = None) -> np.ndarray:
-        """Decode and resize an encoded picture to uint8 (C, H, W). Raises ImageError."""
-        ...
-
-    def predict(self, images: np.ndarray) -> np.ndarray:
-        """Return N rows of float32 for prepared inputs (N, …)."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -156,15 +112,12 @@ class Batcher:
         self._inbox: SimpleQueue[Job] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._large = threading.BoundedSemaphore(number)
-        self._stack: Callable[[list[np.ndarray]], np.ndarray] = np.stack
-        self._what = "Image"
-        if texts := getattr(model, "text_spec", None):
-            # Texts are padded to the same length.
-            self._stack, self._what, self._texts = texts.stack, "Text", texts
-            self._decode = self._encode  # type: ignore[method-assign]
-        elif rows := getattr(model, "row_spec", None):
-            self._what, self._rows = KINDS[model.task].takes.replace("table", "row").capitalize(), rows
-            self._decode = self._prepare_row  # type: ignore[method-assign]
+        takes = KINDS[model.task].takes
+        self._what = takes.replace("table", "row").capitalize()
+        self._takes_text = takes == "text"
+        # Texts are padded to the same length.
+        self._stack: Callable[[list[np.ndarray]], np.ndarray] = model.spec.stack if self._takes_text else np.stack
+        self._prepare = self._decode if takes == "image" else self._read
 
     def submit(self, job: Job) -> None:
         """Accept a job. It ends with a call of `job.finish`, possibly before this method returns.
@@ -218,7 +171,7 @@ class Batcher:
                 return False
             for number, data in enumerate(pictures, 1):
                 place = f"{self._what} {number} of {len(pictures)}: " if len(pictures) > 1 else ""
-                pixels.append(self._decode(job, data, place, max_pixels))
+                pixels.append(self._prepare(job, data, place, max_pixels))
                 self._check_time(job)  # a request may have many large pictures
         except NotTiny:
             return False
@@ -258,25 +211,18 @@ class Batcher:
         except ImageError as error:
             raise Refusal(error.status, f"{place}{error}") from error
 
-    def _encode(self, job: Job, data: bytes, place: str, max_pixels: int | None) -> np.ndarray:
-        """Return the tokens of a text, int64 (L,). If `max_pixels` is set, raise `NotTiny` for a longer text."""
+    def _read(self, job: Job, data: Any, place: str, max_pixels: int | None) -> np.ndarray:
+        """Return the tokens of a text, int64 (L,), a row of a table, float32 (F,), or an array, float32 of its shape.
+        If `max_pixels` is set, raise `NotTiny` for a longer text."""
         limit = self.limits.max_text
-        if max_pixels is not None and len(data) > TINY_TEXT_BYTES:
+        if self._takes_text and max_pixels is not None and len(data) > TINY_TEXT_BYTES:
             raise NotTiny
-        if len(data) > limit:
+        if self._takes_text and len(data) > limit:
             raise Refusal(
                 413, f"{place}The text has {len(data):,} bytes; at most {limit:,} are accepted. Send a shorter one."
             )
         try:
-            tokens: np.ndarray = self._texts.prepare(data)
-            return tokens
-        except ValueError as error:
-            raise Refusal(getattr(error, "status", 400), f"{place}{error}") from error
-
-    def _prepare_row(self, job: Job, data: object, place: str, max_pixels: int | None) -> np.ndarray:
-        """Return a row of a table as float32 (F,), or an array as float32 of its shape."""
-        try:
-            prepared: np.ndarray = self._rows.prepare(data)
+            prepared: np.ndarray = self.model.spec.prepare(data)
             return prepared
         except ValueError as error:
             raise Refusal(getattr(error, "status", 400), f"{place}{error}") from error

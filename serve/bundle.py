@@ -9,32 +9,25 @@ import base64
 import contextlib
 import ctypes
 import hashlib
-import io
 import json
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from io import BufferedReader
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self, cast
 
 import numpy as np
-from PIL import PngImagePlugin
 
-from deeplightning.image_spec import ImageError, ImageSpec, caught_messages
+from deeplightning.image_spec import ImageSpec
 from deeplightning.kinds import KINDS, Kind, row_spec
 from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, card_digest, golden_digest
 from deeplightning.words import first_line
 from serve.device import CPU, Device, DeviceError
-from serve.log import count_omitted
+from serve.model import Model, prepared
 from serve.private import onnxruntime
 from serve.session import TEXT_TOKENS, Bound, bound_to, open_session, tensorrt_options
-
-if TYPE_CHECKING:  # a server of pictures does not need them
-    from deeplightning.array_spec import ArraySpec
-    from deeplightning.table_spec import TableSpec
-    from deeplightning.text_spec import TextSpec
 
 TOLERANCES = {"fp32": 1e-4, "int8": 0.05, "fp16": 0.02}
 """Maximum difference between the answer to a golden sample and that at export, possibly on another machine, by
@@ -54,18 +47,6 @@ MAX_EXAMPLES = 8
 MAX_CARD_BYTES = 32_000_000
 """Maximum size of bundle.json, which contains samples of 2 MB together, or a single larger one."""
 
-MAX_READS = 14_000
-"""Maximum number of reads that decoding a picture may take. One of 9 MB needs 420, one of 12,000 tiles 12,000; one of
-16 MB took 5 s of CPU with a comment that is read byte by byte, or with as many segments as fit (Pillow 13, November
-2026)."""
-
-SMALL_BYTES = 65_536
-"""Reads of pictures up to this size are not counted: there cannot be many, and counting costs 0.004 ms."""
-
-PngImagePlugin.MAX_TEXT_MEMORY = 2_000_000
-"""Maximum length of all text chunks of a PNG, unpacked. With Pillow's default of 64 million characters, a file of
-0.06 MB took 240 MB."""
-
 
 class BundleError(Exception):
     """Raised if a bundle is missing, damaged or of an unknown kind; the message is one sentence for people."""
@@ -73,42 +54,17 @@ class BundleError(Exception):
     exit_code = 4
 
 
-@dataclass(frozen=True)
-class Bundle:
-    """A model that is loaded and verified; safe to share between threads and with forked processes.
+@dataclass(frozen=True, kw_only=True)
+class Bundle(Model):
+    """A bundle that is loaded and verified; safe to share between threads and with forked processes. Its samples are
+    the golden ones.
 
     Attributes:
-        folder: folder of the bundle.
-        task: one of `deeplightning.kinds.KINDS`.
-        image_spec: how a picture is prepared for it; None if it takes other inputs.
-        labels: names of the K classes or targets, in the order of the answer; empty if it answers with pictures.
-        run: origin of the model, from `bundle.json` (`id`, `name`, `folder_name`, `checkpoint`, `created`, …).
-        precision: precision that the model computes in: "fp32", "int8" or "fp16".
-        samples: the golden samples, uint8 (N, C, H, W), int64 (N, L) or float32 (N, …): real inputs, for warm-up.
         session: ONNX Runtime session, one thread per call.
-        text_spec: how a text is prepared for it; None if it takes other inputs.
-        row_spec: how a row of a table, or an array, is prepared for it; None if it takes other inputs.
-        output: `output` of the card: the interval of a regression, or each label's threshold.
-        examples: some golden samples as clients send them, of JSON types; a picture is a PNG in base64.
-        input: name of the model's input.
-        device: device of the model.
         bound: the session with its buffers; None on the CPU, which needs no copy of a batch.
     """
 
-    folder: Path
-    task: str
-    image_spec: ImageSpec | None
-    labels: list[str]
-    run: dict[str, object]
-    precision: str
-    samples: np.ndarray
     session: onnxruntime.InferenceSession
-    text_spec: "TextSpec | None" = None
-    row_spec: "TableSpec | ArraySpec | None" = None
-    output: dict[str, Any] = field(default_factory=dict)
-    examples: list[Any] = field(default_factory=list)
-    input: str = "images"
-    device: Device = CPU
     bound: Bound | None = None
 
     @classmethod
@@ -161,20 +117,17 @@ class Bundle:
         session = _load(folder, precision, kind, dtype, shape, len(labels), device, options)
         samples, examples = _input(folder, card["golden"], kind, spec)
         bundle = cls(
-            folder,
-            task,
-            spec if kind.takes == "image" else None,
-            labels,
-            run,
-            precision,
-            samples,
-            session,
-            text_spec=spec if kind.takes == "text" else None,
-            row_spec=spec if kind.takes in ("table", "array") else None,
+            folder=folder,
+            task=task,
+            spec=spec,
+            labels=labels,
+            run=run,
+            precision=precision,
+            samples=samples,
             output=output,
             examples=examples,
-            input=kind.input,
             device=device,
+            session=session,
             bound=_bound(device, session, shape, dtype, max_batch),
         )
         _replay(bundle, card["golden"])
@@ -186,11 +139,6 @@ class Bundle:
         _return_memory()
         return bundle
 
-    @property
-    def example(self) -> Any:
-        """An input as a client sends it; None unless the model takes rows or arrays."""
-        return self.examples[0] if self.row_spec is not None else None
-
     @classmethod
     def open_on(cls, device: Device, path: str | PathLike[str], precision: str, max_batch: int, tensorrt: bool) -> Self:
         """Open a bundle; on the CPU, ignore the options for GPUs. `auto` may have fallen back to the CPU, where 16 bits
@@ -198,51 +146,12 @@ class Bundle:
         precision = "fp32" if precision == "fp16" and not device.on_gpu else precision
         return cls.open(path, precision, device, max_batch, tensorrt and device.on_gpu)
 
-    def predict(self, images: np.ndarray) -> np.ndarray:
-        """Return the model's answers to prepared images, uint8 (N, C, H, W), texts, int64 (N, L), or rows and arrays,
-        float32 (N, …): probabilities or numbers, float32 (N, K); for each pixel, (N, K, H, W); or pictures, float32
-        (N, C, H, W) from 0 to 1."""
+    def predict(self, inputs: np.ndarray) -> np.ndarray:
         if self.bound is not None:
-            return self.bound.predict(images)
-        rows: np.ndarray = self.session.run([KINDS[self.task].output], {self.input: images})[0]
+            return self.bound.predict(inputs)
+        kind = KINDS[self.task]
+        rows: np.ndarray = self.session.run([kind.output], {kind.input: inputs})[0]
         return rows
-
-    def prepare(self, data: bytes, max_pixels: int, max_side: int | None = None) -> np.ndarray:
-        """Decode and resize an encoded picture to the model's input, uint8 (C, H, W).
-
-        Raises:
-            deeplightning.image_spec.ImageError: the data is no picture, damaged, or too large.
-        """
-        assert self.image_spec is not None, "it takes pictures"
-        return prepared(self.image_spec, data, max_pixels, max_side)
-
-
-def prepared(spec: ImageSpec, data: bytes, max_pixels: int, max_side: int | None = None) -> np.ndarray:
-    """Decode and resize an encoded picture that a client sent, uint8 (C, H, W).
-
-    Raises:
-        deeplightning.image_spec.ImageError: it is no picture, damaged, too large, or needs more than `MAX_READS` reads.
-    """
-    source = data if len(data) <= SMALL_BYTES else _CountedReads(data)
-    try:
-        return np.ascontiguousarray(spec.decode(source, max_pixels, max_side).transpose(2, 0, 1))
-    finally:
-        if number := caught_messages():
-            count_omitted(number)
-
-
-class _CountedReads(io.BytesIO):
-    """A file in memory that can be read `MAX_READS` times."""
-
-    def __init__(self, data: bytes):
-        super().__init__(data)
-        self._left = MAX_READS
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        self._left -= 1
-        if self._left < 0:
-            raise ImageError("The image has too many pieces, tiles or remarks; save it again.", 400)
-        return super().read(size)
 
 
 _NAMES = RunFolder(".")  # only for the file names: a bundle may have been copied anywhere
@@ -429,8 +338,7 @@ def _shape(spec: Any, kind: Kind) -> tuple[int, ...]:
 
 def _input(folder: Path, golden: object, kind: Kind, spec: Any) -> tuple[np.ndarray, list[Any]]:
     """Return the golden samples prepared like a client's, (N, …), and some of them as clients send them."""
-    name = {"image": "pictures", "text": "texts"}.get(kind.takes, kind.input)
-    given = golden.get(name) if isinstance(golden, dict) else None
+    given = golden.get(kind.golden) if isinstance(golden, dict) else None
     if not isinstance(given, list) or not given:
         raise BundleError(f"The bundle {folder} has no golden samples.")
     number, rows, examples = 0, list[np.ndarray](), list[Any]()

@@ -225,7 +225,8 @@ class Connection(asyncio.Protocol):
             host=host,
         )
         try:
-            if self._head_bytes > HEAD_BYTES and self._head_size() > HEAD_BYTES:
+            if self._head_bytes > HEAD_BYTES and len(self._url) + self._header_bytes > HEAD_BYTES:
+                # The read may also contain part of a body.
                 raise _too_long()
             if version == "1.1":
                 if b"host" not in self._headers:
@@ -314,11 +315,8 @@ class Connection(asyncio.Protocol):
 
     def end(self) -> None:
         """Begin the shutdown: answer pending requests, and one that may be in transit."""
-        self._since = max(self._since, self._loop.time()) if self._reading in ("new", "idle") else self._since
-
-    def _head_size(self) -> int:
-        """Return the size of the head that the parser has reported; a read may also contain part of a body."""
-        return len(self._url) + self._header_bytes
+        if self._reading in ("new", "idle"):
+            self._since = self._loop.time()
 
     def _enter(self, reading: _Reading) -> None:
         self._reading = reading

@@ -164,21 +164,16 @@ class Dispatcher:
 
         def done(job: Job) -> None:  # in the thread that ended the job
             try:
-                response: Response | Exception = _encoded(self._predictions.answer(job))
+                response = _encoded(self._predictions.answer(job))
             except Exception as error:
-                response = error
+                response = self._fault(request, error)
             if threading.get_ident() == here:
-                self._predicted(request, reply, job, response)
+                self._finish(request, reply, response, job)
             else:
-                loop.call_soon_threadsafe(self._predicted, request, reply, job, response)
+                loop.call_soon_threadsafe(self._finish, request, reply, response, job)
 
         kind, accept = given.get(b"content-type", b""), given.get(b"accept", b"")
         self.service.batcher.submit(self._predictions.job(request.query, kind, accept, request.body, done))
-
-    def _predicted(self, request: Request, reply: Reply, job: Job, response: Response | Exception) -> None:
-        if isinstance(response, Exception):
-            response = self._fault(request, response)
-        self._finish(request, reply, response, job)
 
     def _fault(self, request: Request, error: Exception) -> Response:
         log_event("fault", error, id=request.name.decode(), path=request.path)

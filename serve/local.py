@@ -19,7 +19,7 @@ def answers(model: Any, inputs: Iterable[object], max_pixels: int, top_k: int = 
     """Return an answer for each input.
 
     Args:
-        model: a bundle, or an object with the same attributes (`serve.batching.Model`).
+        model: a bundle, or an object with the same attributes (`serve.model.Model`).
         inputs: encoded pictures, texts, rows of a table (mappings) or arrays of numbers, as the model takes them.
         max_pixels: maximum size of a picture, width x height.
         top_k: number of classes to return.
@@ -48,20 +48,20 @@ def answered(
         inputs: pairs of a name and an input.
         refuse: called with the name of an input that cannot be used, and the error.
     """
-    encode = encoder(model.task, model.labels, getattr(model, "output", None) or {})
-    spec: Any = getattr(model, "text_spec", None) or getattr(model, "row_spec", None)
+    encode = encoder(model.task, model.labels, model.output)
+    takes = KINDS[model.task].takes
     batch: list[tuple[Name, np.ndarray]] = []
 
     def run() -> Iterator[tuple[Name, dict[str, Any]]]:
         rows = [row for _, row in batch]
-        stacked = spec.stack(rows) if KINDS[model.task].takes == "text" else np.stack(rows)  # (N, …)
+        stacked = model.spec.stack(rows) if takes == "text" else np.stack(rows)  # (N, …)
         for (name, _), row in zip(batch, model.predict(stacked), strict=True):
             yield name, json.loads(encode([row], top_k, "")[1])
         batch.clear()
 
     for name, one in inputs:
         try:
-            batch.append((name, model.prepare(one, max_pixels) if spec is None else spec.prepare(one)))
+            batch.append((name, model.prepare(one, max_pixels) if takes == "image" else model.spec.prepare(one)))
         except (ValueError, OSError) as error:
             refuse(name, error)
         if len(batch) == BATCH_SIZE:

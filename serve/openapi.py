@@ -12,8 +12,8 @@ from deeplightning.kinds import KINDS, Kind
 
 if TYPE_CHECKING:
     from deeplightning.table_spec import TableSpec
-    from serve.batching import Model
     from serve.limits import Limits
+    from serve.model import Model
 
 JsonObject = dict[str, Any]
 
@@ -28,7 +28,6 @@ BINARY = {"type": "string", "format": "binary"}
 BASE64 = {"type": "string", "format": "byte"}
 
 _PAGES = {"image": "to drop an image on", "text": "to write a text on", "table": "to fill in a row"}
-_SEVERAL = {"image": "images", "text": "texts", "table": "rows", "array": "arrays"}
 _ANSWERS = {"reconstruction": "Picture", "segmentation": "Mask"}
 """Schema of one answer by what the task gives; of other tasks `Prediction`. That of several has an s at the end."""
 
@@ -116,7 +115,7 @@ def _describe(model: "Model", kind: Kind, limits: "Limits") -> str:
         "segmentation": f"masks of the same size come, a class of {len(model.labels)} for each pixel,",
         "multilabel": f"those of {len(model.labels)} labels that fit, and the probabilities of all, come",
     }.get(kind.gives, "pictures of the same size come")
-    what = _SEVERAL[kind.takes]
+    what = kind.nouns
     size = {
         "image": f" of at most {limits.max_pixels:,} pixels each, and {limits.max_side:,} on a side",
         "text": f" of at most {limits.max_text:,} bytes each",
@@ -129,7 +128,7 @@ def _describe(model: "Model", kind: Kind, limits: "Limits") -> str:
 
 
 def _predict(model: "Model", kind: Kind, limits: "Limits") -> JsonObject:
-    what = _SEVERAL[kind.takes]
+    what = kind.nouns
     one = what.removesuffix("s")
     large = {"text": ", or a text", "image": ", or an image's number of pixels or side"}.get(kind.takes, "")
     comma = "," if large else " or"
@@ -164,8 +163,7 @@ def _predict(model: "Model", kind: Kind, limits: "Limits") -> JsonObject:
 
 def _content(model: "Model", kind: Kind, most: int) -> JsonObject:
     """Return the accepted content types with their schemas."""
-    spec: Any = getattr(model, "row_spec", None)
-    example: Any = getattr(model, "example", None)
+    spec, example = model.spec, model.example
     if kind.takes == "table":
         return _row_bodies(spec, most, example)
     if kind.takes == "array":
@@ -240,7 +238,7 @@ def _success(kind: Kind) -> JsonObject:
     name = _ANSWERS.get(kind.gives, "Prediction")
     schema = {"oneOf": [_ref(name), _ref(f"{name}s")]}
     if name == "Prediction":
-        one = _SEVERAL[kind.takes].removesuffix("s")
+        one = kind.nouns.removesuffix("s")
         return _answer(f"One {one} gets a Prediction, several get Predictions in their order.", schema)
     words = f"One image gets a {name}, or the PNG itself where Accept asks for image/png; several get {name}s"
     answer = _answer(f"{words} in their order.", schema)

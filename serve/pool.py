@@ -16,17 +16,18 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from deeplightning.kinds import KINDS
 from serve.admission import Admission
-from serve.batching import Batcher, Model
+from serve.batching import Batcher
 from serve.device import CPU, Device, DeviceError
 from serve.limits import Limits
 from serve.log import log_event
 from serve.metrics import Metrics
+from serve.model import Model
 from serve.private import is_out_of_memory
 from serve.service import Service
 from serve.worker import BACKLOG, GRACE_SECONDS, OPENING_SECONDS, STOP_SIGNALS, work
@@ -85,7 +86,7 @@ class Setup:
     limits: Limits
     admission: Admission
     fast: bool
-    metrics: Metrics
+    metrics: Metrics = field(default_factory=Metrics)
 
 
 @dataclass(eq=False)

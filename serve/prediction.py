@@ -3,13 +3,14 @@ The fast path and the Flask application share both."""
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import unquote_to_bytes
 
 from deeplightning.kinds import KINDS
 from serve.answers import DEFAULT_TOP_K, JSON, Answer, encoder, refused, with_inputs
-from serve.batching import Job, Model, NotTiny
+from serve.batching import Job, NotTiny
 from serve.limits import Limits, Refusal
+from serve.model import Model
 from serve.uploads import (
     ARRAYS_USAGE,
     KINDS_OF_TEXT,
@@ -46,12 +47,12 @@ class Predictions:
 
     def __init__(self, model: Model, limits: Limits):
         self._limits = limits
-        self._spec: Any = getattr(model, "row_spec", None)
+        self._spec = model.spec
         self._shape: tuple[int, ...] = getattr(self._spec, "shape", ())
         readers = {"image": self._pictures, "text": self._texts, "table": self._rows, "array": self._arrays}
         self._takes = KINDS[model.task].takes
         self._read = readers[self._takes]
-        self._encode = encoder(model.task, model.labels, getattr(model, "output", None) or {})
+        self._encode = encoder(model.task, model.labels, model.output)
 
     def job(self, query: bytes, kind: bytes, accept: bytes, body: bytes, finish: Callable[[Job], None]) -> Job:
         """Return the job of a request.

@@ -4,9 +4,10 @@ import threading
 from dataclasses import dataclass, field
 
 from serve.admission import Admission
-from serve.batching import Batcher, Job, Model
+from serve.batching import Batcher, Job
 from serve.limits import Limits
 from serve.metrics import Metrics
+from serve.model import Model
 
 
 @dataclass

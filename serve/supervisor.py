@@ -18,17 +18,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from serve import pool
-from serve.admission import Admission
-from serve.device import CPU, Choice
-from serve.limits import Limits
+from serve.device import Choice
 from serve.log import log_event
-from serve.metrics import Metrics
-from serve.pool import CHECK_SECONDS, REFUSED_EXIT_CODE, RESTART_SECONDS, OpenModel, Report, Setup, WorkerPool
+from serve.pool import CHECK_SECONDS, REFUSED_EXIT_CODE, RESTART_SECONDS, Report, Setup, WorkerPool
 from serve.worker import GRACE_SECONDS
-from serve.worker_count import MAX_WORKERS, Layout, on_gpus, usable_cores
+from serve.worker_count import MAX_WORKERS, Layout, on_gpus
 
 RETRY_SECONDS = 5.0
 """Time after which loading is retried if no model answers."""
@@ -38,8 +34,6 @@ ON_CPU = "serving on the CPU"
 
 _SO_ATTACH_FILTER = 26
 """From Linux's `asm/socket.h`; Python has no name for it."""
-
-CPU_ALONE = Choice((CPU,))
 
 
 class ModelError(Exception):
@@ -67,35 +61,18 @@ class Supervisor:
     """Runs the server until SIGTERM or Ctrl-C.
 
     Args:
-        open_model: loads and checks the model on a device; called again when its files have changed.
-        listen: returns the given number of sockets of one address; the first one listens.
-        limits: limits of a request.
-        admission: checks the heads of requests.
-        fast: whether predictions take the fast path.
+        setup: settings that all worker pools share; the first of its sockets listens.
         watch: returns a value that changes when the model's files do; None while they are being replaced.
         ready: called once, when the server is ready, with a description of the model.
-        folder: source of the model.
         choice: devices that answer.
     """
 
-    def __init__(
-        self,
-        open_model: OpenModel,
-        listen: Callable[[int], list[socket.socket]],
-        limits: Limits,
-        admission: Admission,
-        fast: bool,
-        watch: Callable[[], object],
-        ready: Callable[[str, Layout], None],
-        folder: Path,
-        choice: Choice = CPU_ALONE,
-    ):
+    def __init__(self, setup: Setup, watch: Callable[[], object], ready: Callable[[str, Layout], None], choice: Choice):
+        self._setup = setup
         self._watch = watch
         self._announce: Callable[[str, Layout], None] | None = ready
         self._may_fall_back = choice.may_fall_back
         self._layout = on_gpus(choice.devices) if choice.devices[0].on_gpu else None
-        listeners = listen(max(len(choice.devices), min(usable_cores(), MAX_WORKERS)))
-        self._setup = Setup(open_model, folder, listeners, limits, admission, fast, Metrics())
         self._current: _Child | None = None
         self._next: _Child | None = None
         self._leaving: _Child | None = None

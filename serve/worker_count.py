@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from serve.batching import Model
 from serve.device import CPU, LANES, Device
 from serve.metrics import MAX_PROCESSES
+from serve.model import Model
 
 FIXED_SECONDS = 0.0002
 """Fixed cost of a request besides the forward pass, under the GIL (small pictures, one core, November 2026)."""

@@ -20,12 +20,12 @@ from serve.admission import Admission, Hosts, request_id
 from serve.app import application
 from serve.batching import Batcher
 from serve.bundle import Bundle
-from serve.device import LANES, ONNX_RUNTIME, choose_devices, settled_device
+from serve.device import ONNX_RUNTIME, choose_devices, settled_device
 from serve.limits import Limits, Refusal
 from serve.metrics import MAX_PROCESSES
 from serve.prediction import JOB
 from serve.service import Service
-from serve.worker_count import choose, largest_batch
+from serve.worker_count import choose, largest_batch, on_gpus
 
 _HEADERS = {
     "HTTP_HOST": b"host",
@@ -75,10 +75,8 @@ def create_app(
     model = Bundle.open_on(place, run, precision, bounds.max_batch, tensorrt)
     if place.on_gpu:
         bounds = replace(bounds, max_batch=largest_batch(model, bounds.max_batch))
-        lanes, seconds = LANES, float("inf")
-    else:
-        layout = choose(model)
-        lanes, seconds = layout.lanes, layout.forward_ms / 1e3
+    layout = on_gpus((place,)) if place.on_gpu else choose(model)
+    lanes, seconds = layout.lanes, layout.forward_ms / 1e3
     service = Service(
         model,
         bounds,

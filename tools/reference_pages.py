@@ -242,7 +242,8 @@ def http() -> str:
         "array": SimpleNamespace(shape=(1, 1)),
     }
     models: dict[str, Any] = {
-        task: SimpleNamespace(task=task, labels=["a"], row_spec=specs.get(kind.takes)) for task, kind in KINDS.items()
+        task: SimpleNamespace(task=task, labels=["a"], spec=specs.get(kind.takes), example=None)
+        for task, kind in KINDS.items()
     }
     documents = {task: describe(model, Limits(), secured=True) for task, model in models.items()}
     first = documents["image_classification"]

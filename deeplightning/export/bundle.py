@@ -124,7 +124,7 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
     if task.kind not in KINDS:
         raise CheckpointError(f"Only {', '.join(KINDS)} can be exported; this task is {task.kind!r}.")
     kind, model = KINDS[task.kind], task.inference_model()
-    spec: Any = getattr(task, {"image": "image_spec", "text": "text_spec"}.get(kind.takes, "row_spec"))
+    spec: Any = getattr(task, kind.spec)
     given, rows = _prepared(kind, spec, samples)
     free = {0: torch.export.Dim("batch", min=1)}  # torch.export would treat a dimension of 1 as a constant
     tests, longer = [rows], max(map(len, rows)) + EXTRA_TOKENS
@@ -137,18 +137,20 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
     else:
         expected = _torch_answers(model, [np.stack(rows[at : at + BATCH]) for at in range(0, len(rows), BATCH)])
         example = np.resize(np.stack(rows[:2]), (2, *rows[0].shape))
-    _check(expected, kind, [str(name) for name in task.class_names] if kind.has_labels else [], rows[0].shape)
+    labels = [str(name) for name in task.class_names] if kind.has_labels else []
+    details: dict[str, object] = getattr(task, "answer_details", dict)()
+    _check(expected, kind, labels, rows[0].shape)
     graph = _trace(model, example, kind.input, free, kind.output)
     stack = spec.stack if kind.takes == "text" else np.stack
 
     def verify(file: Path) -> dict[str, object]:
         answers = kind.compared(_verified_answers(file, tests, stack, expected))
         kept = _limit_samples(given, answers)
-        name = {"image": "pictures", "text": "texts"}.get(kind.takes, kind.input)
-        return {name: kept, "fp32": packed(answers[: len(kept)])}
+        return {kind.golden: kept, "fp32": packed(answers[: len(kept)])}
 
     more = {spec.file: spec.content} if kind.takes == "text" else {}
-    return _write(folder, model, graph, _described(task, spec.to_dict()), run, verify, more)
+    described = {"task": task.kind, "input": spec.to_dict(), "labels": labels}
+    return _write(folder, model, graph, described | ({"output": details} if details else {}), run, verify, more)
 
 
 def _prepared(kind: Kind, spec: Any, samples: np.ndarray) -> tuple[Iterable[object], list[np.ndarray]]:
@@ -181,13 +183,6 @@ def _npy(values: np.ndarray) -> str:
     file = io.BytesIO()
     np.save(file, np.ascontiguousarray(values), allow_pickle=False)
     return base64.b64encode(file.getvalue()).decode()
-
-
-def _described(task: Exportable, input: dict[str, object]) -> dict[str, Any]:
-    """Return the card's `task`, `input`, `labels` and `output`."""
-    labels = [str(name) for name in task.class_names] if KINDS[task.kind].has_labels else []
-    details: dict[str, object] = getattr(task, "answer_details", dict)()
-    return {"task": task.kind, "input": input, "labels": labels} | ({"output": details} if details else {})
 
 
 def _check(expected: np.ndarray, kind: Kind, labels: list[str], shape: tuple[int, ...]) -> None:

@@ -51,8 +51,6 @@ MAX_RISE_PERCENT = 1.0
 
 BATCH_SIZE = 16
 
-NOUNS = {"image": "images", "text": "texts", "table": "rows", "array": "arrays"}
-
 SCORES = {"accuracy": "accuracy", "f1": "F1 score", "map": "mean average precision", "error": "root mean square error"}
 """Names of the scores in messages."""
 
@@ -85,7 +83,7 @@ def quantize(folder: RunFolder, validation: Labelled) -> dict[str, Any]:
             f"The bundle {folder.bundle} is for {card['task']}; whether int8 stays as right is judged by classes, "
             f"labels or numbers, and it answers with {kind.output} of each pixel; {SERVE_FP32}."
         )
-    noun = NOUNS[kind.takes]
+    noun = kind.nouns
     sample = None if kind.takes == "text" else _EvenSample(CALIBRATION_SAMPLES)
     before, number = _scores(card, kind, session_of(folder.bundle_model), validation, sample)
     if not number:

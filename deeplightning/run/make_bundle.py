@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("deeplightning")
 SAMPLES = 16  # validation samples in the run folder, to verify an export
 
-SAMPLES_OF = {"image": "images", "text": "texts", "table": "rows", "array": "arrays"}
-"""Names of the samples in their file, by what a task takes."""
-
 
 def halve_run(folder: RunFolder) -> str:
     """Add an fp16 model to a run's bundle, for `serve.precision: fp16`; return a line with the difference.
@@ -73,12 +70,12 @@ def keep_samples(task: Any, data: Any, folder: RunFolder) -> None:
         elif batch is None:
             raise CheckpointError(f"{folder.path}: a bundle is proved on samples, and the data module gives none")
         else:
-            takes = KINDS[task.kind].takes if task.kind in KINDS else "image"
-            inputs = (by_name(batch, task.batch_names) or {})[INPUT_OF[takes]][:SAMPLES].cpu()
-            if takes == "image" and inputs.is_floating_point():
+            kind = KINDS.get(task.kind, KINDS["image_classification"])
+            inputs = (by_name(batch, task.batch_names) or {})[INPUT_OF[kind.takes]][:SAMPLES].cpu()
+            if kind.takes == "image" and inputs.is_floating_point():
                 inputs = pixels(inputs, task.image_spec)
             size = getattr(data, "picture_size", lambda: None)()
-            kept = {SAMPLES_OF[takes]: inputs.numpy(), **({} if size is None else {"picture_size": size})}
+            kept = {kind.nouns: inputs.numpy(), **({} if size is None else {"picture_size": size})}
     with permissions_of(folder.path), whole(folder.samples) as file:
         np.savez_compressed(file, **kept)
 
@@ -154,7 +151,7 @@ def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export
         keep_samples(task, data, folder)
     task = servable(task, folder)
     with np.load(folder.samples, allow_pickle=False) as file:
-        samples = file[SAMPLES_OF[KINDS[task.kind].takes]] if task.kind in KINDS else np.empty(0)
+        samples = file[KINDS[task.kind].nouns] if task.kind in KINDS else np.empty(0)
         size = file["picture_size"].tolist() if "picture_size" in file else None
     origin = origin_of(folder, path) | ({"picture_size": f"{size[0]} x {size[1]}"} if size else {})
     bundle = export(task, folder, samples, origin)
@@ -208,10 +205,10 @@ def quantize_run(folder: RunFolder, allow: Sequence[str] = ()) -> str:
     """
     from deeplightning.batches import by_name
     from deeplightning.export.bundle import card_of
-    from deeplightning.export.int8 import NOUNS, SCORES, quantize
+    from deeplightning.export.int8 import SCORES, quantize
 
     kind = KINDS[card_of(folder)["task"]]
-    noun, name, instead = NOUNS[kind.takes], INPUT_OF[kind.takes], "serve it with serve.precision=fp32"
+    noun, name, instead = kind.nouns, INPUT_OF[kind.takes], "serve it with serve.precision=fp32"
     cfg = load_run(folder, TO_ANSWER, "serve", ("data.module",), allow)
     data = init_module(cfg, "data")
     data.prepare_data()

@@ -76,7 +76,7 @@ def predict_files(folder: RunFolder, files: Sequence[Path], out: Path | None = N
         _check_folders(files, takes)
         row_of = _rows(network, out)
         with _bar(files, takes, out) as paths:
-            inputs = _inputs(paths, takes, network.row_spec, refuse)
+            inputs = _inputs(paths, takes, network.spec, refuse)
             for place, answer in answered(network, inputs, network.max_pixels, refuse):
                 row = {} if place.row is None else {"row": place.row}
                 write({"path": str(place.path), **row, **row_of(place, answer)})
@@ -109,18 +109,14 @@ class _Network:
         self.task: str = kind
         self.max_pixels: int = cfg.serve.max_pixels
         self._max_side: int = cfg.serve.max_side
-        self._model = task.inference_model()  # must precede `text_spec`
-        takes = KINDS[kind].takes
-        self._image_spec = task.image_spec if takes == "image" else None
-        self.text_spec = task.text_spec if takes == "text" else None
-        self.row_spec = task.row_spec if takes in ("table", "array") else None
+        self._model = task.inference_model()  # must precede the spec of texts
+        self.spec: Any = getattr(task, KINDS[kind].spec)
         self.labels = [str(name) for name in task.class_names] if KINDS[kind].has_labels else []
         self.output: dict[str, Any] = getattr(task, "answer_details", dict)()
 
     def prepare(self, path: Path, max_pixels: int) -> np.ndarray:
         """Return the image in a file as the network takes it, uint8 (C, H, W)."""
-        assert self._image_spec is not None, "it takes pictures"
-        decoded: np.ndarray = self._image_spec.decode(path, max_pixels, self._max_side)
+        decoded: np.ndarray = self.spec.decode(path, max_pixels, self._max_side)
         return decoded.transpose(2, 0, 1)
 
     def predict(self, batch: np.ndarray) -> np.ndarray:

@@ -485,9 +485,9 @@ def test_peers_read_texts_and_rows_as_ours_does(name, tmp_path):
     model, read = serve_parts.trained(name, weights), serve_parts.reader(name, weights)
     for number, content in enumerate(servers.contents(name)):
         if name == "texts":
-            prepared = bundle.text_spec.prepare(content["text"])[None]
+            prepared = bundle.spec.prepare(content["text"])[None]
         else:
-            prepared = bundle.row_spec.prepare(content["rows"][0])[None]
+            prepared = bundle.spec.prepare(content["rows"][0])[None]
         (ours,) = bundle.predict(prepared)
         with torch.inference_mode():
             theirs = model(read(content)[None]).softmax(1)[0]

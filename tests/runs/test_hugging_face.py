@@ -134,7 +134,7 @@ logger: {{params: {{tracking_uri: '{store}', system_metrics: false}}}}
     export(task, run, np.array(texts), {})
     bundle = Bundle.open(run.path)
     assert bundle.labels == ["0", "1"]
-    rows = bundle.predict(bundle.text_spec.stack([bundle.text_spec.prepare(text) for text in texts]))
+    rows = bundle.predict(bundle.spec.stack([bundle.spec.prepare(text) for text in texts]))
     with torch.no_grad():
         wanted = [task.network(torch.tensor([tokens])).softmax(1)[0] for tokens in task.text_spec.encode(texts)]
     assert rows == pytest.approx(torch.stack(wanted).numpy(), abs=1e-4)

@@ -89,7 +89,7 @@ def test_a_run_learns_and_answers_by_one_output(command, tiny, place, monkeypatc
     saved = load_file(outcome.folder / "bundle" / "weights.safetensors")
     network.load_state_dict({name.removeprefix("network."): v for name, v in saved.items() if "network" in name})
     pixels = np.random.default_rng(0).integers(0, 256, (20, 1, 8, 8)).astype(np.uint8)
-    spec = bundle.image_spec
+    spec = bundle.spec
     given = (torch.from_numpy(pixels) / 255 - torch.tensor(spec.mean)) / torch.tensor(spec.std)
     expected = network.eval()(given).logits.softmax(1).detach().numpy()
     np.testing.assert_allclose(bundle.predict(pixels), expected, atol=1e-5)

@@ -412,7 +412,7 @@ def test_masks_over_http_are_those_of_the_network(run, root):
     network.load_state_dict({name.removeprefix("network."): t for name, t in weights(run.folder / "best.ckpt").items()})
     assert client.get("/info").json["labels"] == CLASSES
     for path in sorted((root / "images").iterdir()):
-        spec = bundle.image_spec
+        spec = bundle.spec
         pixels = torch.from_numpy(spec.decode(path).copy()).permute(2, 0, 1)[None]
         with torch.no_grad():
             expected = network.eval()((pixels / 255 - 0.5) / 0.5)[0].argmax(0).numpy()

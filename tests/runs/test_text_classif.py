@@ -285,11 +285,11 @@ def test_a_checkpoint_answers_as_its_bundle(trained, tmp_path):
     np.savez_compressed(run.samples, texts=np.array(texts))
     export(trained_task(run)[0], run, np.array(texts), {})
     by_torch, by_onnx = Checkpoint.open(run), Bundle.open(run.path)
-    assert by_torch.text_spec == by_onnx.text_spec
+    assert by_torch.spec == by_onnx.spec
     assert by_torch.labels == by_onnx.labels == ["negative", "positive"]
     assert by_torch.samples.tolist() == by_onnx.samples.tolist()
-    rows = [by_onnx.text_spec.prepare(text.encode()) for text in ("a fine film", "never stale , never dull")]
-    tokens = by_onnx.text_spec.stack(rows)
+    rows = [by_onnx.spec.prepare(text.encode()) for text in ("a fine film", "never stale , never dull")]
+    tokens = by_onnx.spec.stack(rows)
     assert by_torch.predict(tokens) == pytest.approx(by_onnx.predict(tokens), abs=1e-5)
 
 

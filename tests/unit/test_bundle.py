@@ -40,7 +40,7 @@ def test_a_bundle_answers(run_folder):
     """A bundle has task and labels, and answers pictures as its network does."""
     bundle = Bundle.open(run_folder.bundle)
     assert (bundle.folder, bundle.task, bundle.precision) == (run_folder.bundle, "image_classification", "fp32")
-    assert (bundle.image_spec, bundle.labels, bundle.run) == (ImageSpec(8, 8), ["red", "green", "blue"], RUN)
+    assert (bundle.spec, bundle.labels, bundle.run) == (ImageSpec(8, 8), ["red", "green", "blue"], RUN)
     np.testing.assert_array_equal(bundle.samples, SAMPLES)
     scores = np.exp(SAMPLES.mean(axis=(2, 3), dtype=np.float64) / 32)  # by another way than the graph's
     answers = bundle.predict(SAMPLES)
