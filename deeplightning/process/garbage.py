@@ -7,8 +7,6 @@ several times during the imports and again at exit: 1.3 of 4.7 CPU seconds of a 
 
 import gc
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 RARE_THRESHOLDS = (100_000, 50, 50)
 """Thresholds for `gc.set_threshold` that nearly disable collection; a command that runs for days still collects."""
@@ -17,13 +15,12 @@ _REPORTS_LEAKS = "triton._C.libtriton"
 """Bound by nanobind, which prints a page about objects that are not freed before the interpreter exits."""
 
 _before: tuple[int, int, int] | None = None
-_is_command = False
 
 
 def postpone() -> None:
     """Collect rarely until `resume` is called."""
-    global _before, _is_command
-    _before, _is_command = gc.get_threshold(), True
+    global _before
+    _before = gc.get_threshold()
     gc.set_threshold(*RARE_THRESHOLDS)
 
 
@@ -34,19 +31,6 @@ def resume() -> None:
         leave_alone()
         gc.set_threshold(*_before)
         _before = None
-
-
-@contextmanager
-def rarely() -> Iterator[None]:
-    """Collect rarely while modules are imported during a command's training; elsewhere do nothing."""
-    before = gc.get_threshold()
-    if _is_command:
-        gc.set_threshold(*RARE_THRESHOLDS)
-    try:
-        yield
-    finally:
-        if _is_command:
-            gc.set_threshold(*before)
 
 
 def leave_alone() -> None:

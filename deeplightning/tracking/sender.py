@@ -11,9 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 
-from deeplightning.process import garbage
 from deeplightning.tracking.delivery import Delivery, first_line
 from deeplightning.tracking.metrics_file import Line, MetricsFile, points_line, safe_position
 from deeplightning.tracking.store import ignore_mlflow_warnings
@@ -195,8 +193,7 @@ class Sender:
                 until, held = self._file.size if self._file is not None else 0, list(self._held)
             error = None
             try:
-                with garbage.rarely() if self._is_opening else nullcontext():
-                    self._delivery.send(until)
+                self._delivery.send(until)
                 self._delivery.deliver([(None, line) for line in held])
                 afterwards, self._afterwards = self._afterwards, lambda: None
                 afterwards()

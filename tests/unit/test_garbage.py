@@ -40,18 +40,6 @@ def test_between_the_start_of_a_command_and_its_training_garbage_waits():
     assert gc.get_threshold() == thresholds
 
 
-def test_while_a_command_imports_in_its_training_garbage_waits(monkeypatch):
-    monkeypatch.setattr(garbage, "_is_command", False)
-    thresholds = gc.get_threshold()
-    with garbage.rarely():
-        assert gc.get_threshold() == thresholds  # a notebook's
-    garbage.postpone()
-    garbage.resume()
-    with garbage.rarely():
-        assert gc.get_threshold() == garbage.RARE_THRESHOLDS
-    assert gc.get_threshold() == thresholds
-
-
 def test_what_was_imported_is_left_alone_and_what_is_made_later_is_collected(monkeypatch):
     monkeypatch.delitem(sys.modules, "triton._C.libtriton", raising=False)
     Circle()
