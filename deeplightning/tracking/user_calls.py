@@ -13,7 +13,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from deeplightning.own_code import ON_IMPORT
-from deeplightning.tracking.store import ignore_mlflow_warnings
+from deeplightning.tracking.reader import open_reader
+from deeplightning.tracking.store import ignore_mlflow_warnings, locate
 
 log = logging.getLogger("deeplightning")
 
@@ -104,22 +105,21 @@ class UserCalls:
             os.environ.pop(_RUN, None)  # else a nested run would continue this one
             if (active := mlflow.active_run()) is None:
                 ignore_mlflow_warnings()
-                self._wait_for(mlflow, run)
+                self._wait_for(run)
                 active = mlflow.start_run(run_id=run.run_id, log_system_metrics=False)
             self._is_active = active.info.run_id == run.run_id
         except Exception as error:  # MLflow, SQLAlchemy, requests and the file system each have their own
             log.warning("mlflow     calls in your code do not reach the run: %s", error)
 
-    def _wait_for(self, mlflow: Any, run: TrackedRun) -> None:
-        """Make sure that the store has the run, or wait until another process has made it."""
+    def _wait_for(self, run: TrackedRun) -> None:
+        """Make sure that the store has the run, or wait for the process that makes both: MLflow would make a second."""
         if self._make is not None:
             self._make()
             return
-        end = time.monotonic() + WAIT_SECONDS
-        while time.monotonic() < end:
-            with suppress(mlflow.exceptions.MlflowException):
-                mlflow.get_run(run.run_id)
-                return
+        store, end = locate(run.uri), time.monotonic() + WAIT_SECONDS
+        while open_reader(store).run(run.run_id) is None:
+            if time.monotonic() > end:
+                raise TimeoutError(f"the run {run.run_id} was not in {store.shown} within {WAIT_SECONDS:g} seconds")
             time.sleep(0.2)
 
     def end(self, status: str) -> None:

@@ -211,3 +211,18 @@ def test_mlflow_that_is_imported_later_finds_the_run(tmp_path, monkeypatch):
     assert client.get_run(run.run_id).info.status == "KILLED"
     assert os.environ["MLFLOW_EXPERIMENT_NAME"] == "another"
     assert "MLFLOW_RUN_ID" not in os.environ
+
+
+def test_another_rank_makes_no_store_while_it_waits_for_the_run(tmp_path, monkeypatch, caplog):
+    """MLflow makes an SQLite store when it is asked for a run, and two processes that do so at once leave none."""
+    monkeypatch.setattr("deeplightning.tracking.user_calls.WAIT_SECONDS", 0.3)
+    database = tmp_path / "mlflow.db"
+    database.touch()
+    sys.modules["mlflow"].set_tracking_uri(f"sqlite:///{database}")
+    calls = UserCalls()
+    try:
+        calls.begin(TrackedRun(f"sqlite:///{database}", "a" * 32, "0"))
+    finally:
+        calls.end("FINISHED")
+    assert database.stat().st_size == 0
+    assert "was not in" in caplog.text
