@@ -30,5 +30,4 @@ def main(verb: click.Command = cli) -> None:
     except KeyboardInterrupt:
         code = interrupted()
     streams.release()
-    garbage.leave_alone()  # the process ends
     sys.exit(code)

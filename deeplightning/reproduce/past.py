@@ -21,6 +21,7 @@ from deeplightning.tracking.entities import Run
 from deeplightning.tracking.metrics_file import Series, is_repeatable, last_values, read_series, series_of
 from deeplightning.tracking.reader import open_reader
 from deeplightning.tracking.store import Store, locate
+from deeplightning.tracking.unsent import find_run
 from deeplightning.words import stage_of
 
 _ID = re.compile(r"[0-9a-f]{32}")
@@ -108,9 +109,7 @@ class PastRun:
     def _tracked(self) -> Run | None:
         if self.store is None or self.run_id is None:
             return None
-        if self.store.database is not None and not self.store.database.exists():
-            return None
-        return open_reader(self.store).run(self.run_id)
+        return (find_run(self.store, self.run_id) or (None,))[0]
 
     @cached_property
     def results(self) -> dict[str, Any]:
@@ -178,7 +177,7 @@ def _with_store(run: str, folder: RunFolder, remote: bool) -> PastRun:
     for store in _stores_around(folder):
         if store.is_remote and not remote:
             continue
-        if open_reader(store).run(run_id) is not None:
+        if find_run(store, run_id) is not None:
             return PastRun(folder, store, run_id)
     return PastRun(folder, None, None)
 

@@ -138,7 +138,7 @@ def test_explain_shows_the_strategy_of_a_word(backend, means, strategy, tiny):
 @pytest.mark.parametrize(
     ("backend", "param", "owner"),
     [
-        ("ddp", "bucket_cap_mb: 5", "pytorch_lightning.strategies.DDPStrategy"),
+        ("ddp", "find_unused_parameters: true", "torch.nn.parallel.DistributedDataParallel"),
         ("fsdp", "cpu_offload: true", "deeplightning.engine.fsdp.Fsdp"),
         ("deepspeed_stage_2", "reduce_bucket_size: 100", "deeplightning.engine.zero.DeepSpeed"),
     ],

@@ -158,7 +158,7 @@ def test_the_newest_run_needs_no_name(gone, command, tmp_path, monkeypatch):
             if param.make_metavar(context := click.Context(found)) == "RUN":
                 verbs.add(verb)
                 assert param.process_value(context, "last") == f"runs:/{other.id}"
-    assert verbs == {"test", "predict", "export", "serve", "reproduce", "diff"}
+    assert verbs == {"test", "predict", "export", "serve", "reproduce", "report", "diff"}
     client.delete(other.id, {"RUNNING"})
     outcome = command("predict", "last", PICTURE, cwd=here)
     assert outcome.code == 0, outcome
