@@ -5,8 +5,8 @@ follows from its state, never from its name:
 
 - The state is device, inode, size, time of change and time of status change. A file in another state is decoded again,
   into another row; so is, at the next start, one that changed less than `SETTLED` before it was read.
-- What a file becomes stands in the name of the folder: the `ImageSpec`, `deeplightning/image_spec.py` itself, the
-  versions of Pillow and of its decoders, `max_pixels`. Where one changes, all is decoded again, into another folder.
+- The name of the folder depends on all that determines the pixels: the `ImageSpec`, `deeplightning/image_spec.py`, the
+  versions of Pillow and of its decoders, `max_pixels`. If one changes, all is decoded again, into another folder.
 
 A folder (`deeplightning.data.cache_files`) has two files:
 

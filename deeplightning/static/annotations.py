@@ -1,4 +1,4 @@
-"""Annotations and defaults read from source, as the live hints and values that they stand for; what a call returns."""
+"""Read annotations and defaults from source as live hints and values, and find the classes that a call returns."""
 
 import ast
 import types
@@ -160,7 +160,7 @@ def returned(names: Names, thing: Thing) -> list[Thing]:
     """Return the classes that a function's annotation says it may return.
 
     Raises:
-        Undecided: it has none, or one that leaves open what comes.
+        Undecided: it has no annotation, or one that does not determine the class.
     """
     node = thing.node
     if thing.live is not None or not isinstance(node, Functions) or role_of_function(node) == "property":

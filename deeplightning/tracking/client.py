@@ -54,7 +54,7 @@ class Client:
         self._store, self._client = store, open_client(store)
 
     def experiment(self, name: str) -> Experiment:
-        """Return the experiment of a name, which is made if there is none."""
+        """Return the experiment with this name; create it if necessary."""
         found: Any = self._client.get_experiment_by_name(name)
         if found is None:
             # Another process may be first: then the experiment is there after all.
@@ -85,7 +85,7 @@ class Client:
         return run
 
     def run(self, run_id: str) -> Run | None:
-        """Return a run, deleted ones too; None if there is none."""
+        """Return a run, even a deleted one; None if it does not exist."""
         try:
             return _run(self._client.get_run(run_id))
         except MlflowException as error:

@@ -2,9 +2,9 @@
 
     {"step": 12, "time": 1764288000123, "values": {"train_loss": 0.53, "lr": 0.001}}
 
-`time` is in milliseconds since 1970; NaN and infinities are the texts "nan", "inf" and "-inf". Other lines have what
-else a tracking store is told, see `KINDS`. A process that is killed loses no line. Beside it, `.metrics.sent` holds the
-number of bytes that the store has. No torch, no numpy, no MLflow.
+`time` is in milliseconds since 1970; NaN and infinities are the texts "nan", "inf" and "-inf". Other lines have
+everything else that goes to a tracking store, see `KINDS`. A killed process loses no line. `.metrics.sent` beside it
+holds the number of bytes that the store has. No torch, no numpy, no MLflow.
 """
 
 import json
@@ -214,7 +214,7 @@ class Apart(NamedTuple):
     Attributes:
         name: of the metric.
         step: of the first point that differs.
-        one, two: its value in the first and the second; None: there is none.
+        one, two: its values in the first and the second series; None if a series has no such point.
     """
 
     name: str

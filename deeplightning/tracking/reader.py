@@ -29,7 +29,7 @@ class Reader(Protocol):
     """What commands ask of a store. What it raises is the store's own, see `deeplightning.tracking.store.explain`."""
 
     def run(self, run_id: str) -> Run | None:
-        """Return a run, deleted ones too; None if there is none."""
+        """Return a run, even a deleted one; None if it does not exist."""
 
     def experiment(self, name: str) -> Experiment | None:
         """Return the experiment of a name."""

@@ -94,7 +94,7 @@ class Sender:
         """Take a last sample, send everything, end the thread; the next line starts it again.
 
         Returns:
-            Whether the store took everything in time; if not, a warning says so, and the thread keeps trying.
+            Whether the store took everything in time. If not, the thread logs a warning and keeps trying.
         """
         with self._change:
             if self._ended:

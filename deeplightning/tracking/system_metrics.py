@@ -43,7 +43,7 @@ def sampler(started: int) -> Callable[[], Sample] | None:
 
 
 def _gpus() -> Callable[[], dict[str, float]]:
-    """Return a function that reads the GPUs; where there is none, or nothing to read them with, it finds nothing."""
+    """Return a function that reads the GPUs; without a GPU or nvidia-ml-py it returns no values."""
     try:
         import pynvml
 

@@ -152,7 +152,7 @@ def claims(store: Store) -> list[Path]:
 
 
 def find_run(store: Store, run_id: str) -> tuple[Run, str] | None:
-    """Return a run, also one that its store does not have yet, and the name of its experiment; None: there is none.
+    """Return a run, even if its store does not have it yet, and the name of its experiment; None if it does not exist.
 
     Raises:
         SetupError: the store cannot be asked.
