@@ -5,13 +5,16 @@ handler can leave a library between taking a lock and releasing it, and a later 
 ever.
 """
 
+import ctypes
 import faulthandler
 import gc
 import multiprocessing
 import os
 import resource
 import signal
+import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from typing import IO
@@ -24,6 +27,7 @@ SECONDS_PER_CPU_SECOND = 10
 """Time that `limited` waits for each second of CPU time, on a machine that does other work too."""
 
 _stderr = pytest.StashKey[int]()
+_PR_SET_PDEATHSIG = 1
 
 
 def limited(seconds: int, work: Callable[[], object]) -> None:
@@ -60,8 +64,25 @@ def _limited(seconds: int, work: Callable[[], object], report: IO[str]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the standard error of this process: during a test its descriptor is pytest's."""
+    """Keep the standard error of this process: during a test its descriptor is pytest's.
+
+    What it forks dies with it on Linux: a child that hangs would keep its pipes open, and xdist would wait for their
+    end. The kernel counts the thread that forks as the parent, so this holds for the main thread only.
+    """
     config.stash[_stderr] = os.dup(2)
+    pid, forks_itself = os.getpid(), False
+
+    def before() -> None:
+        nonlocal forks_itself
+        forks_itself = threading.current_thread() is threading.main_thread()
+
+    def after() -> None:
+        if forks_itself and os.getppid() == pid:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        os.register_at_fork(before=before, after_in_child=after)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -53,17 +53,27 @@ def history(store, run_id, name):
     return sorted((point.step, point.value) for point in client(store).get_metric_history(run_id, name))
 
 
-def killed(store, *said, run_id=None):
-    """Return the id of a run whose process logged something and was killed at once, before a second was over."""
+def killed(store, *said, run_id=lambda: None):
+    """Return the id of a run whose process logged something and was killed at once, before a second was over.
+
+    Args:
+        run_id: the run that it continues. It is called after the fork: a thread that it starts is not in that process,
+            whose copies of the thread's locks would never be released.
+    """
     client(store).search_experiments()  # makes the store, if it is not there
-    reading, writing = os.pipe()
+    (reading, writing), (asked, given) = os.pipe(), os.pipe()
     if (child := os.fork()) == 0:
-        logger = MLflowLogger(tracking_uri=store, system_metrics=False, run_id=run_id)
+        os.close(given)
+        with os.fdopen(asked) as told:
+            logger = MLflowLogger(tracking_uri=store, system_metrics=False, run_id=told.read() or None)
         os.write(writing, logger.run_id.encode())
         for metrics, step in said:
             logger.log_metrics(metrics, step)
         os.kill(os.getpid(), signal.SIGKILL)
     os.close(writing)
+    os.close(asked)
+    with os.fdopen(given, "w") as telling:
+        telling.write(run_id() or "")
     with os.fdopen(reading) as told:
         found = told.read()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
@@ -105,7 +115,7 @@ def test_a_run_whose_process_was_killed_before_it_recorded_anything_is_deleted(f
     logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
     logger.log_metrics({"x": 1.0}, 0)
     logger.finalize("killed")
-    killed(folder, run_id=logger.run_id)
+    killed(folder, run_id=lambda: logger.run_id)
     assert len(list(sync(folder))) == 1
     assert [(row["id"], row["status"]) for row in listing(str(folder))] == [(logger.run_id, "FAILED")]
 
@@ -161,11 +171,17 @@ def test_a_damaged_line_is_told_and_not_sent(folder, damage, lost, points):
 
 def test_the_run_of_a_living_process_is_left_alone(folder):
     """It is locked, also for the process itself; and a run that another process is at work on is not FAILED."""
-    logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
-    logger.log_metrics({"x": 1.0}, 0)
-    (path,) = claimed(folder)
-    assert list(sync(folder)) == []
-    killed(folder, ({"x": 2.0}, 1), run_id=logger.run_id)
+    logger = path = None
+
+    def begin():
+        nonlocal logger, path
+        logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
+        logger.log_metrics({"x": 1.0}, 0)
+        (path,) = claimed(folder)
+        assert list(sync(folder)) == []
+        return logger.run_id
+
+    killed(folder, ({"x": 2.0}, 1), run_id=begin)
     assert len(list(sync(folder))) == 1
     assert claimed(folder) == [path]
     assert client(folder).get_run(logger.run_id).info.status == "RUNNING"
@@ -241,7 +257,7 @@ def test_a_deleted_or_unknown_run_is_no_obstacle(folder):
     logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
     logger.log_metrics({"x": 0.0}, 0)
     logger.finalize("success")
-    gone = killed(folder, *SAID, run_id=logger.run_id)
+    gone = killed(folder, *SAID, run_id=lambda: logger.run_id)
     client(folder).delete_run(gone)
     metrics = folder / "0" / ("0" * 32) / "artifacts" / "metrics.jsonl"
     metrics.parent.mkdir(parents=True)

@@ -50,7 +50,7 @@ def test_code_that_fails_fails_the_test():
 
 
 HANGS = """
-import threading, time
+import os, threading, time
 import hangs
 
 hangs.LIMIT_SECONDS = 1
@@ -62,6 +62,10 @@ def test_fails(): assert False
 
 def test_hangs():
     threading.Thread(target=waits, daemon=True).start()
+    if (child := os.fork()) == 0:
+        waits()
+    with open("child", "w") as file:
+        file.write(str(child))
     (lock := threading.Lock()).acquire()
     lock.acquire()
 """
@@ -69,7 +73,8 @@ def test_hangs():
 
 @pytest.mark.parametrize("processes", [0, 1])
 def test_a_test_that_hangs_ends_its_process_with_the_stacks_of_all_threads(tmp_path, processes):
-    """Of a worker of xdist as well, where the other tests continue; after a test that failed as well."""
+    """Of a worker of xdist as well, where the other tests continue; after a test that failed as well. What the test
+    has forked ends too."""
     (tmp_path / "test_one.py").write_text(HANGS)
     (tmp_path / "test_other.py").write_text("def test_passes(): pass\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
@@ -81,3 +86,5 @@ def test_a_test_that_hangs_ends_its_process_with_the_stacks_of_all_threads(tmp_p
     assert " in waits\n" in done.stderr
     assert " in test_hangs\n" in done.stderr
     assert ("1 passed" in done.stdout) == (processes == 1)
+    child = Path("/proc") / (tmp_path / "child").read_text()
+    assert not child.exists() or ") Z " in (child / "stat").read_text()
