@@ -159,7 +159,7 @@ class Delivery:
             log.warning("Not tracked in %s: %s (%s)", self.store.shown, words, first_line(error))
 
     def _alone(self) -> Any:
-        """No fork inside a transaction of SQLite; a server has its own, and may take long."""
+        """Forbid a fork inside a transaction of SQLite; a server has its own, and may take long."""
         if self.store.database is None:
             return nullcontext()
         raise_if_locked(self.store.database)  # instead of waiting for 20 seconds with the lock
