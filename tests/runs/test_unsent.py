@@ -550,7 +550,7 @@ def test_the_monitor_settles_a_killed_run_by_itself(folder, monkeypatch, capsys)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    assert monitor.main(["--tracking-uri", str(folder), "--port", str(port)]) == 0
+    monitor.monitor(str(folder), "127.0.0.1", port)
     assert client(folder).get_run(run_id).info.status == "FAILED"
     assert f"{run_id}: the process was killed" in capsys.readouterr().err
 
