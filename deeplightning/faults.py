@@ -121,7 +121,7 @@ _PACKAGES = {
 
 
 PLUGINS = {
-    "hub": ("push",),
+    "hub": ("push", "encoder.Encoder"),
     "lab": ("bisect", "compare"),
     "migrate": ("migrate",),
     "plan": ("batch", "lr", "plan", "stats"),
@@ -142,7 +142,11 @@ class Missing(ValueError):
 
 def plugin_of(name: str) -> str | None:
     """Return the plug-in that has a verb, a target, a section (`NAME:`) or a module of this name."""
-    return next((plugin for plugin, names in PLUGINS.items() if name in (*names, f"deeplightning_{plugin}")), None)
+    return next((p for p, names in PLUGINS.items() if name in (f"deeplightning_{p}", *map(_last, names))), None)
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def not_installed(plugin: str) -> str:
@@ -152,9 +156,10 @@ def not_installed(plugin: str) -> str:
 
 def refuse_moved(name: str) -> None:
     """Raise ValueError with the new name for the former dotted name of a target that is in a plug-in now."""
-    package, _, last = name.rpartition(".")
-    if package.startswith("deeplightning.") and not last.islower() and (plugin := plugin_of(last)):
-        raise ValueError(f"`{name}` is called deeplightning_{plugin}.{last} here.")
+    for plugin, names in PLUGINS.items():
+        for new in names:
+            if name.startswith("deeplightning.") and not new.islower() and _last(name) == _last(new):
+                raise ValueError(f"`{name}` is called deeplightning_{plugin}.{new} here.")
 
 
 def install(module: str) -> str:

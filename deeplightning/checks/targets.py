@@ -98,7 +98,7 @@ def _construct(findings: Findings, target: Target, role: str | None) -> None:
     arguments in their constructors, and do nothing else there."""
     path = findings.meanings.of(target.type).path
     is_optimizer = role == "model.optimizer" and path.startswith("torch.optim.")
-    is_network = path.startswith(_NETWORKS) and ".hugging_face." not in path  # whose networks read files
+    is_network = path.startswith(_NETWORKS)
     if not (is_optimizer or is_network) or any(map(is_target, target.params.values())):
         return
     import torch

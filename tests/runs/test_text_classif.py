@@ -223,15 +223,6 @@ def test_what_does_not_fit_is_one_note(command, text_config, place, override, co
     assert "Traceback" not in outcome.err
 
 
-def test_a_pretrained_folder_that_is_missing_is_one_note(command, text_config, place):
-    """Nothing is downloaded instead, whatever is installed: exit code 3."""
-    network = "model.network={type: deeplightning.model.hugging_face.Encoder, params: {folder: none, num_classes: 2}}"
-    outcome = command("train", text_config, "~model.network", network, cwd=place)
-    assert outcome.code == 3, outcome
-    assert f"{place}/none is no folder; it must hold config.json" in outcome.err.replace("\n", " ")
-    assert "Traceback" not in outcome.err
-
-
 def test_a_planted_mistake_is_told_by_check(command, text_config, place):
     """Misspelt keys and a metric that is never logged are named without importing anything; the config itself is
     right, and its step is tried."""

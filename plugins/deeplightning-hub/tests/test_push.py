@@ -142,9 +142,9 @@ def test_a_card_holds_no_characters_that_steer_a_terminal(run, command, place, t
     for path, more in {
         folder.environment: {"host": FORGED, "os": FORGED, "packages": {"a": FORGED, "torch": FORGED}},
         folder.results("test"): {f"test_{FORGED}": 1.0},
-        folder.data: {"files": {f"{FORGED}.csv": [3, "00"]}, "arrays": {FORGED: [3, "00"]}},
+        folder.data: {"root": None, "folders": [], "files": {f"{FORGED}.csv": [3, "00"]}, "incomplete": None},
     }.items():
-        path.write_text(json.dumps(json.loads(path.read_text()) | more))
+        path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | more))
     with folder.metrics.open("a") as file:
         file.write(json.dumps(points_line(1, 0, {f"val_{FORGED}": 1.0})) + "\n")
     card = json.loads(folder.bundle_card.read_text())

@@ -6,8 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-
-from deeplightning.model.hugging_face import Encoder, FolderError
+from deeplightning_hub.encoder import Encoder, FolderError
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "fine", "dull", "film", "not", ",", "."]
 CONFIG = {
@@ -20,6 +19,22 @@ CONFIG = {
     "max_position_embeddings": 20,
     "pad_token_id": 0,
 }
+
+
+CONFIG_OF_A_RUN = """\
+seed: 1
+data:
+  root: '{root}'
+  module: {{type: deeplightning.data.text.TextData, params: {{train: train.tsv{params}}}}}
+  batch_size: 8
+model:
+  module: {{type: deeplightning.task.text_classif.TextClassification}}
+  network: {{type: {network}, params: {{folder: '{folder}', num_classes: 2}}}}
+  optimizer: {{type: torch.optim.AdamW, params: {{lr: 2.0e-5}}, groups: [{{match: 'bias|LayerNorm', weight_decay: 0}}]}}
+  loss: {{type: torch.nn.CrossEntropyLoss}}
+train: {{num_epochs: 1, export: false}}
+logger: {{params: {{tracking_uri: '{store}', system_metrics: false}}}}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -111,22 +126,8 @@ def test_a_run_is_fine_tuned_exported_and_served(folder, command, tmp_path, stor
     texts = ["a fine film", "a dull film .", "not a dull film", "not fine , dull"]
     (tmp_path / "train.tsv").write_text("".join(f"{text}\t{n % 2}\n" for n, text in enumerate(texts * 4)))
     config = tmp_path / "fine_tune.yaml"
-    config.write_text(
-        f"""
-seed: 1
-data:
-  root: '{tmp_path}'
-  module: {{type: deeplightning.data.text.TextData, params: {{train: train.tsv, tokenizer: '{folder}'}}}}
-  batch_size: 8
-model:
-  module: {{type: deeplightning.task.text_classif.TextClassification}}
-  network: {{type: deeplightning.model.hugging_face.Encoder, params: {{folder: '{folder}', num_classes: 2}}}}
-  optimizer: {{type: torch.optim.AdamW, params: {{lr: 2.0e-5}}, groups: [{{match: 'bias|LayerNorm', weight_decay: 0}}]}}
-  loss: {{type: torch.nn.CrossEntropyLoss}}
-train: {{num_epochs: 1, export: false}}
-logger: {{params: {{tracking_uri: '{store}', system_metrics: false}}}}
-"""
-    )
+    tokens, network = f", tokenizer: '{folder}'", "deeplightning_hub.encoder.Encoder"
+    config.write_text(CONFIG_OF_A_RUN.format(root=tmp_path, params=tokens, network=network, folder=folder, store=store))
     outcome = command("train", config, cwd=tmp_path)
     assert outcome.code == 0, outcome
     run = RunFolder(outcome.folder)
@@ -138,3 +139,18 @@ logger: {{params: {{tracking_uri: '{store}', system_metrics: false}}}}
     with torch.no_grad():
         wanted = [task.network(torch.tensor([tokens])).softmax(1)[0] for tokens in task.text_spec.encode(texts)]
     assert rows == pytest.approx(torch.stack(wanted).numpy(), abs=1e-4)
+
+
+def test_a_folder_that_is_missing_is_one_note(command, tmp_path, store):
+    """Nothing is downloaded instead, whatever is installed: exit code 3. A short name will do; the former name is
+    refused with this one."""
+    (tmp_path / "train.tsv").write_text("a fine film\t1\na dull film\t0\n" * 8)
+    config = tmp_path / "missing.yaml"
+    config.write_text(CONFIG_OF_A_RUN.format(root=tmp_path, params="", network="Encoder", folder="none", store=store))
+    outcome = command("train", config, cwd=tmp_path)
+    assert outcome.code == 3, outcome
+    assert f"{tmp_path}/none is no folder; it must hold config.json" in outcome.err.replace("\n", " ")
+    assert "Traceback" not in outcome.err
+    former = command("check", config, "model.network.type=deeplightning.model.hugging_face.Encoder", cwd=tmp_path)
+    assert former.code == 2, former
+    assert "is called deeplightning_hub.encoder.Encoder here" in former.err + former.out
