@@ -257,7 +257,6 @@ class Scope:
         patched: attributes that are set on a name afterwards, such as `("Thing", "__init__")`.
         documents: what is set as the `__doc__` of a name.
         imports: what is certainly imported here, with the line.
-        raised: what it certainly ends with.
         rebound: the names that are bound more than once.
         effects: submodules that are imported without being used, so for what they do.
     """
@@ -270,7 +269,6 @@ class Scope:
     documents: dict[str, list[ast.expr]] = field(default_factory=dict)
     imports: list[tuple[str, int]] = field(default_factory=list)
     effects: list[str] = field(default_factory=list)
-    raised: ast.Raise | None = None
     rebound: set[str] = field(default_factory=set)
 
     @classmethod
@@ -380,8 +378,6 @@ class _Reader:
             case ast.Match():
                 self.perhaps([*(case.body for case in node.cases), []])
             case ast.Raise() | ast.Return() | ast.Continue() | ast.Break():
-                if isinstance(node, ast.Raise) and self.certain and not self.guards:
-                    self.scope.raised = node
                 return False
         for inner in ast.iter_child_nodes(node) if not hasattr(node, "body") else ():
             if isinstance(inner, ast.NamedExpr):

@@ -108,7 +108,7 @@ class Names:
         return self.modules[name]
 
     def need_imports(self, module: Module) -> None:
-        """Raise what importing own code certainly ends with: a package that is not installed, or a `raise`."""
+        """Raise what importing own code certainly ends with: a package that is not installed."""
         self.changes_path = self.changes_path or b"sys.path" in module.text or b"addsitedir" in module.text
         if self.changes_path:
             return
@@ -117,8 +117,6 @@ class Names:
         for name, _ in module.scope.imports if own_code.is_own(str(module.file)) else ():
             if own_code.top_level(name.partition(".")[0]) is not None:
                 self.module(name)
-        if module.scope.raised is not None:
-            raise _raised_by(module.scope.raised, module)
 
     def member(self, owner: Thing, name: str) -> Thing:
         """Return an attribute.
@@ -549,8 +547,8 @@ class Texts:
             case ast.IfExp(body=one, orelse=other):
                 return self.of(one) | self.of(other)
             case ast.Name() | ast.Attribute():
-                options = [texts.items(e) if is_item else texts.of(e) for texts, e, is_item in self.options(node)]
-                return set().union(*options)
+                texts, value = self.meant(node)
+                return texts.of(value)
         raise Undecided("a text shows only when it is run")
 
     def joined(self, parts: Sequence[ast.expr]) -> set[str]:
@@ -574,8 +572,6 @@ class Texts:
             case ast.Dict(keys=keys, values=values):
                 pairs = zip(keys, values, strict=True)
                 return set().union(*(self.items(value) if key is None else self.of(key) for key, value in pairs))
-            case ast.DictComp(key=key):
-                return self.of(key)
             case ast.BinOp(left=left, op=ast.Add() | ast.BitOr(), right=right):
                 return self.items(left) | self.items(right)
             case ast.Call(func=ast.Name(id="list" | "tuple" | "sorted" | "set"), args=[inner]):
@@ -586,17 +582,16 @@ class Texts:
                 if listed is not None:
                     return listed
             case ast.Name() | ast.Attribute():
-                options = [*self.options(node)]
-                if not any(is_item for _, _, is_item in options):
-                    return set().union(*(texts.items(e) for texts, e, _ in options))
+                texts, value = self.meant(node)
+                return texts.items(value)
         raise Undecided("the items of a list show only when it is run")
 
-    def options(self, node: ast.Name | ast.Attribute) -> Iterator[tuple["Texts", ast.expr, bool]]:
-        """Yield the expressions that a name may stand for, and whether it stands for an item of it."""
+    def meant(self, node: ast.Name | ast.Attribute) -> tuple["Texts", ast.expr]:
+        """Return the expression that a name stands for, and what finds the texts in that."""
         found = self.names.value(node, self.frame)
         if found.kind != "value" or not isinstance(found.node, ast.expr):
             raise Undecided(f"`{ast.unparse(node)[:60]}` is no plain value")
-        yield Texts(self.names, Frame(self.names.home(found))), found.node, False
+        return Texts(self.names, Frame(self.names.home(found))), found.node
 
 
 def _missing_packages(module: Module) -> Iterator[tuple[str, int]]:
@@ -609,20 +604,6 @@ def _missing_packages(module: Module) -> Iterator[tuple[str, int]]:
 
 def _lacking(top: str, place: str) -> Lacking:
     return Lacking(f"needs {top}, which is not installed here{place}: {install(top)}")
-
-
-def _raised_by(node: ast.Raise, module: Module) -> Failing:
-    """Return what importing a module ends with that comes to this statement."""
-    words, called = f"`{ast.unparse(node):.200}`", node.exc
-    match called:
-        case ast.Name(id=str(name)):
-            words = name
-        case ast.Call(func=ast.Name(id=str(name)) as called, args=arguments):
-            if [type(each) for each in arguments] == [ast.Constant]:
-                words = f"{name}: {arguments[0].value}"  # type: ignore[attr-defined]
-    found = getattr(builtins, called.id, None) if isinstance(called, ast.Name) else None
-    kind = Lacking if isinstance(found, type) and issubclass(found, OSError | ImportError) else Failing
-    return kind(f"failed: {words}{module.place(node.lineno)}")
 
 
 def _is_there(top: str) -> bool:

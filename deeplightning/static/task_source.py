@@ -166,73 +166,27 @@ class Logged:
 
 
 class _MethodTexts(Texts):
-    """Finds texts in a method, by its variables, by what other methods give it, and by attributes of the class."""
+    """Finds texts in a method: literal ones, names of the module, and attributes that a class assigns and no method
+    sets. What a variable of the method holds is not known."""
 
     def __init__(self, logged: Logged, each: Thing, method: Functions):
         super().__init__(logged.source, Frame(logged.source.home(each), function=method))
-        self.logged, self.method, self.own = logged, method, str(first_argument(method))
+        self.logged, self.own = logged, str(first_argument(method))
+        self.variables = self.names.locals(method, self.frame.module).names
 
-    def options(self, node: ast.Name | ast.Attribute) -> Iterator[tuple[Texts, ast.expr, bool]]:
-        if isinstance(node, ast.Attribute):
-            found = self.attribute(node.attr) if is_it(node.value, self.own) else super().options(node)
-            yield from found
-            return
-        with self.names.asking(("text", id(self.method), node.id)):
-            options = [*self.argument(node.id), *self.variable(node.id)]
-            yield from options or super().options(node)
-
-    def attribute(self, name: str) -> Iterator[tuple[Texts, ast.expr, bool]]:
-        stores = (n for _, method in self.logged.methods for n in ast.walk(method) if isinstance(n, ast.Attribute))
-        if any(n.attr == name and isinstance(n.ctx, ast.Store) for n in stores):
-            raise Undecided(f"`self.{name}` is set by a method")
+    def meant(self, node: ast.Name | ast.Attribute) -> tuple[Texts, ast.expr]:
+        if isinstance(node, ast.Name) and node.id in self.variables:
+            raise Undecided(f"`{node.id}` shows only when it is run")
+        if not isinstance(node, ast.Attribute) or not is_it(node.value, self.own):
+            return super().meant(node)
+        nodes = (n for _, method in self.logged.methods for n in ast.walk(method) if isinstance(n, ast.Attribute))
+        if any(n.attr == node.attr and isinstance(n.ctx, ast.Store) for n in nodes):
+            raise Undecided(f"`self.{node.attr}` is set by a method")
         for each in self.logged.classes:
-            for option in self.names.scope(each).names.get(name, ()):
+            for option in self.names.scope(each).names.get(node.attr, ()):
                 if isinstance(option, Assigned):
-                    yield Texts(self.names, Frame(self.names.home(each))), option.value, False
-                    return
-        raise Undecided(f"`self.{name}` is not set by the class")
-
-    def variable(self, name: str) -> Iterator[tuple[Texts, ast.expr, bool]]:
-        """Yield what is assigned to a local variable, what it runs through, and what is added to it as a mapping."""
-        for node in ast.walk(self.method):
-            match node:
-                case ast.For(target=target, iter=items) | ast.comprehension(target=target, iter=items):
-                    if is_it(target, name):
-                        yield self, items, True
-                    elif any(is_it(n, name) for n in ast.walk(target)):
-                        raise Undecided(f"`{name}` is a part of an item")
-                case ast.Assign(targets=[target], value=value) if is_it(target, name):
-                    yield self, value, False
-                case ast.AugAssign(target=target, value=value) if is_it(target, name):
-                    yield self, ast.List([ast.Starred(value)]), False
-                case ast.Subscript(value=target, slice=index, ctx=ast.Store()) if is_it(target, name):
-                    yield self, ast.List([index]), False
-                case ast.Call(func=ast.Attribute(value=target, attr="update" | "setdefault")) if is_it(target, name):
-                    raise Undecided(f"`{name}` gets items that show only when it is run")
-
-    def argument(self, name: str) -> Iterator[tuple[Texts, ast.expr, bool]]:
-        """Yield what other methods give for a parameter."""
-        arguments = self.method.args
-        positional = [a.arg for a in (*arguments.posonlyargs, *arguments.args)][1:]
-        defaults = dict(zip(reversed(positional), reversed(arguments.defaults), strict=False))
-        defaults |= {a.arg: d for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d}
-        if name not in (*positional, *(a.arg for a in arguments.kwonlyargs)):
-            return
-        given: ast.expr | None = None
-        for each, caller in self.logged.methods:
-            calls = {node.func: node for node in ast.walk(caller) if isinstance(node, ast.Call)}
-            for node in ast.walk(caller):
-                if is_it(node, f"{first_argument(caller)}.{self.method.name}"):
-                    call = calls.get(node)  # type: ignore[call-overload]
-                    given = next((k.value for k in call.keywords if k.arg == name), None) if call else None
-                    if call and given is None and name in positional and positional.index(name) < len(call.args):
-                        given = call.args[positional.index(name)]
-                    given = given or (defaults.get(name) if call else None)
-                    if given is None or (call and any(isinstance(a, ast.Starred) for a in call.args)):
-                        raise Undecided(f"`{name}` shows only when it is run")
-                    yield _MethodTexts(self.logged, each, caller), given, False
-        if given is None:
-            raise Undecided(f"`{name}` is given by others")
+                    return Texts(self.names, Frame(self.names.home(each))), option.value
+        raise Undecided(f"`self.{node.attr}` is not set by the class")
 
 
 def _value_set(statement: ast.stmt, self: str | None) -> bool | None:

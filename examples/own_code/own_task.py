@@ -18,6 +18,8 @@ class Reconstruction(pl.LightningModule):
     A batch is {"image": uint8 (B, C, H, W), "index": int64 (B,)}; rows with index -1 fill a batch up and do not count.
     """
 
+    logged_metrics = ("train_loss", "val_loss", "test_loss")  # for `deeplightning check`, which runs nothing of it
+
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
