@@ -8,7 +8,7 @@ from typing import Any
 
 from deeplightning.checks.errors import Findings
 from deeplightning.config import other_tools, schema
-from deeplightning.config.plugin_sections import config_class
+from deeplightning.config.plugins import config_class
 from deeplightning.config.schema import Target
 from deeplightning.config.section_kinds import role_of
 from deeplightning.faults import MAX_WORD_CHARACTERS, upwards

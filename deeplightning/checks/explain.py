@@ -17,7 +17,7 @@ from deeplightning.checks.signature_check import Meanings
 from deeplightning.checks.targets import GIVEN
 from deeplightning.config import schema
 from deeplightning.config.auto_values import source_of
-from deeplightning.config.plugin_sections import config_class
+from deeplightning.config.plugins import config_class
 from deeplightning.config.tree import Entry, KeyPath, dotted, kind, line
 from deeplightning.faults import ConfigError, Fault, SetupError, nearest, not_installed, plugin_of, upwards
 from deeplightning.process.terminal import LAYOUT, say, wrapped

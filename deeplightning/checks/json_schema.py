@@ -14,9 +14,9 @@ from dataclasses import MISSING, Field, is_dataclass
 from typing import Any
 
 from deeplightning.checks.allowed import default_of, describe, options_of, sections
-from deeplightning.checks.value_check import SIMPLE
+from deeplightning.checks.signature_check import SIMPLE
 from deeplightning.config import schema
-from deeplightning.config.plugin_sections import config_class
+from deeplightning.config.plugins import config_class
 from deeplightning.config.tree import line, parse, plain
 from deeplightning.faults import PLUGINS, not_installed
 

@@ -12,7 +12,7 @@ from typing import Any
 from deeplightning.checks.allowed import describe, key_elsewhere, known_elsewhere, literals_of, options_of, suggestion
 from deeplightning.checks.errors import Findings
 from deeplightning.checks.targets import note_inside, note_target
-from deeplightning.config import other_tools, plugin_sections, schema
+from deeplightning.config import other_tools, plugins, schema
 from deeplightning.config.schema import Target
 from deeplightning.config.tree import Entry, KeyPath, kind, nodes, plain, scalar
 from deeplightning.faults import nearest, not_installed, plugin_of
@@ -29,7 +29,7 @@ def read_section(findings: Findings, cls: type, entry: Entry, key: str, path: Ke
         findings.wrong(allowed, kind(entry), key, entry.place)
         return None
     if cls is schema.Config:
-        cls = plugin_sections.config_class(entry.value)
+        cls = plugins.config_class(entry.value)
     known = {f.name: f for f in schema.keys(cls)}
     hints = typing.get_type_hints(cls)
     prefix = f"{key}." if key else ""
@@ -49,7 +49,7 @@ def read_section(findings: Findings, cls: type, entry: Entry, key: str, path: Ke
             if item.value is not None:
                 findings.fault(not_installed(plugin), here, item.place, exit_code=3)
         else:
-            others = known if key else {*known, "_base_", *plugin_sections.names()}
+            others = known if key else {*known, "_base_", *plugins.section_names()}
             hint = known_elsewhere(findings, here)
             if hint or not (hint := nearest(name, others)):
                 _foreign(findings, item, here)

@@ -16,7 +16,7 @@ import pytest
 
 from deeplightning.checks.examine import check, load, section
 from deeplightning.config import schema
-from deeplightning.config.plugin_sections import config_class
+from deeplightning.config.plugins import config_class
 from deeplightning.config.source import compose, read
 from deeplightning.config.tree import dump, line, plain
 from deeplightning.faults import ConfigError
