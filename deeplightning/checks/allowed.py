@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, is_dataclass
 from typing import Any
 
-from deeplightning.checks.errors import Findings
+from deeplightning.checks.report import Findings
 from deeplightning.config import other_tools, schema
 from deeplightning.config.plugins import config_class
 from deeplightning.config.schema import Target

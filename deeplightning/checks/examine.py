@@ -16,12 +16,10 @@ from typing import Any
 
 from deeplightning.address import is_address, shown
 from deeplightning.checks.combinations import conflicts
-from deeplightning.checks.contradictions import contradictions
-from deeplightning.checks.errors import Findings
 from deeplightning.checks.hints import hints
 from deeplightning.checks.metric_check import check_monitors, settle_modes
-from deeplightning.checks.report import Report, in_order
-from deeplightning.checks.schema_check import read_section
+from deeplightning.checks.report import Findings, Report, in_order
+from deeplightning.checks.schema_check import contradictions, read_section
 from deeplightning.checks.signature_check import Meanings
 from deeplightning.checks.targets import compare
 from deeplightning.checks.trust import RunConfig
@@ -76,16 +74,14 @@ def examine(
         drawn = decision("seed")
         cfg.seed = secrets.randbelow(2**31) if drawn is None else drawn
         cfg.notices.append(Notice(f"seed: null → {cfg.seed} (drawn)", unasked=False, key="seed"))
+
+    def without(name: str, more: list[str]) -> Report:
+        """Check the same config without the section of a plug-in, and with further overrides."""
+        return examine(path, [*(overrides or []), f"{name}=null", *more], importing=importing, beside=beside)
+
     for name, section in cfg.of_plugins().items():
-        given = [*(overrides or []), f"{name}=null"]
-        section.check(report, functools.partial(_with_more, path, given, importing, beside))
+        section.check(report, functools.partial(without, name))
     return report
-
-
-def _with_more(
-    path: str | Path | Given, overrides: list[str], importing: bool, beside: bool, more: list[str]
-) -> Report:
-    return examine(path, overrides + more, importing=importing, beside=beside)
 
 
 def load_config(path: str | Path | Given, overrides: list[str] | None = None, *, beside: bool = True) -> Config:
@@ -125,15 +121,6 @@ def section(name: str, source: Source) -> Any:
     if faults:
         raise ConfigError(in_order(faults, source))
     return made
-
-
-def load(path: str | Path | Given, overrides: list[str] | None = None) -> Config:
-    """Return the config of a file and its overrides, checked, with everything imported that it names.
-
-    Raises:
-        ConfigError: with every fault that was found.
-    """
-    return check(path, overrides, importing=True).checked()
 
 
 def check(

@@ -11,7 +11,7 @@ from typing import Any
 
 from deeplightning.checks import strategy
 from deeplightning.checks.allowed import default_of, describe, key_elsewhere, options_of
-from deeplightning.checks.conditions import EMA
+from deeplightning.checks.combinations import EMA
 from deeplightning.checks.report import Report
 from deeplightning.checks.signature_check import Meanings
 from deeplightning.checks.targets import GIVEN

@@ -8,7 +8,7 @@ from typing import Any
 
 from deeplightning.checks import strategy
 from deeplightning.checks.allowed import known_elsewhere
-from deeplightning.checks.errors import Findings
+from deeplightning.checks.report import Findings
 from deeplightning.checks.signature_check import Meanings, Verdict, judge
 from deeplightning.config import schema
 from deeplightning.config.auto_values import BALANCED, DECLARED, LISTS, WEIGHTS

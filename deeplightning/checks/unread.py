@@ -4,7 +4,7 @@ values from `params` alone."""
 from collections.abc import Iterator
 from typing import Any
 
-from deeplightning.checks.errors import Findings
+from deeplightning.checks.report import Findings
 from deeplightning.config import schema
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.source import Source

@@ -8,11 +8,11 @@ from dataclasses import MISSING, is_dataclass
 from pathlib import Path
 
 import pytest
+from checks import load
 from click.testing import CliRunner
 from jsonschema import Draft7Validator, Draft202012Validator
 
 from deeplightning.checks.allowed import default_of, options_of, sections
-from deeplightning.checks.examine import load
 from deeplightning.checks.json_schema import json_schema
 from deeplightning.cli import cli
 from deeplightning.config import schema
