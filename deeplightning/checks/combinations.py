@@ -12,7 +12,7 @@ from typing import Any
 
 from deeplightning.checks import strategy
 from deeplightning.checks.signature_check import Meanings
-from deeplightning.config.schema import Config, Engine, Optimizer, Serve, Target, plain
+from deeplightning.config.schema import Config, Engine, Optimizer, Serve, Target, plain, value_at
 from deeplightning.config.tree import line
 from deeplightning.engine.plan import world_size
 from deeplightning.faults import Fault, upwards
@@ -582,9 +582,7 @@ def conflicts(
 def _value(cfg: Config, key: str, asked: Engine) -> str:
     """Return a key's value in one short line; of a section the names in it."""
     words: dict[str, object] = {"engine.backend": asked.backend, "engine.precision": asked.precision}
-    value: object = words.get(key, cfg)
-    for name in key.split(".") if key not in words else ():
-        value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+    value = words[key] if key in words else value_at(cfg, key)
     if isinstance(value, Mapping):
         return ", ".join(map(str, value))
     if isinstance(value, list):

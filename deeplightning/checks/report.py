@@ -10,7 +10,7 @@ from deeplightning.config.secrets import Secrets
 from deeplightning.config.source import Source
 from deeplightning.config.tree import MAX_FAULTS, TAG, Entry, nodes
 from deeplightning.faults import ConfigError, Fault, Notice, error_of, place_of, upwards
-from deeplightning.static.signature import Options
+from deeplightning.static.signature import Options, Undecided
 
 
 class Findings:
@@ -77,6 +77,16 @@ class Findings:
             if asked in upwards(str(fault.key))
         ]
         self.take(Verdict(faults, {key: verdict.undecided[asked]} if asked in verdict.undecided else {}))
+
+    def meaning(self, name: str, key: str, place: str | None = None) -> Any:
+        """Return what a name at a key means; None where there is no such thing, or only importing can tell."""
+        try:
+            return self.meanings.of(name)
+        except ValueError as error:
+            self.fault(str(error), key, place, found=name, exit_code=getattr(error, "exit_code", 2))
+        except Undecided as why:
+            self.leave(key, f"{name}: {why}")
+        return None
 
     def allowed(self, name: str, param: str) -> Options:
         """Return what a param of a class may be; None: anything, or not known."""

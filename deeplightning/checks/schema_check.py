@@ -63,7 +63,7 @@ def read_section(findings: Findings, cls: type, entry: Entry, key: str, path: Ke
             findings.fault(message, here, item.place, found=name, allowed=", ".join(known))
             findings.answered |= {prefix + other for other in known if f"mean {other}?" in hint}
     for name, f in known.items():
-        if name not in values and f.default is MISSING and f.default_factory is MISSING:
+        if name not in values and schema.default_of(f) is MISSING:
             example = f"; for example `{name}: {f.metadata['example']}`" if f.metadata["example"] else ""
             findings.fault(f"missing: {f.metadata['doc']}{example}", prefix + name, entry.place)
             values[name] = None

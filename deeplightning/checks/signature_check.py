@@ -25,6 +25,7 @@ from deeplightning.static.signature import (
     TheConfig,
     Undecided,
     factory_of,
+    of_object,
     positional,
 )
 
@@ -41,11 +42,6 @@ class Verdict:
 
     faults: list[Fault] = field(default_factory=list)
     undecided: dict[str, tuple[str, str]] = field(default_factory=dict)
-
-    def __iadd__(self, other: "Verdict") -> "Verdict":
-        self.faults += other.faults
-        self.undecided |= other.undecided
-        return self
 
 
 class Imported:
@@ -71,17 +67,18 @@ class Imported:
             Undecided: that cannot be known without calling it.
         """
         if self.kind == "class":
-            return [
-                Instance(
-                    tuple(path_of(c) or "" for c in self.thing.__mro__), True, lambda: positional(self.thing, "forward")
-                )
-            ]
+            return [Instance(tuple(path_of(c) or "" for c in self.thing.__mro__), True, self._forward)]
         try:
             from deeplightning.static import definition
 
             return definition.look_up(self.name).makes()
         except ValueError:
             raise Undecided("it does not tell what it returns") from None
+
+    def _forward(self) -> tuple[int, float] | None:
+        with contextlib.suppress(AttributeError, Undecided):
+            return positional(of_object(self.thing.forward))
+        return None
 
     def defines(self, name: str) -> bool:
         """Return whether a class or an ancestor has an attribute of a name."""
@@ -220,9 +217,7 @@ def judge(
     if found.kind == "function" and role in KINDS and not params and call.faults:  # the commonest: a loss as a function
         once = f"; a function is called once, to make {KINDS[role].words}"
         return Verdict([replace(f, message=f.message + once) for f in call.faults])
-    if not verdict.faults:
-        verdict += call
-    return verdict
+    return verdict if verdict.faults else Verdict(call.faults, verdict.undecided | call.undecided)
 
 
 def _kind(meanings: Meanings, name: str, key: str, role: str, called_with: int | None) -> Verdict:

@@ -75,7 +75,7 @@ def _refuse(
     same = [
         leaf
         for leaf, name in names.items()
-        if name in known and _value(config, leaf) == module.params.get(name, known[name].default)
+        if name in known and schema.value_at(config, leaf) == module.params.get(name, known[name].default)
     ]
     if not own or (same and len(same) == len(names)):
         where = f"the same value as {params}.{names[same[0]]}" if same else "set by a base file"
@@ -98,10 +98,3 @@ def _leaves(findings: Findings, key: str) -> Iterator[str]:
     """Yield the dotted keys at and below a key that hold no other keys."""
     below = [k for k in findings.places if k == key or k.startswith(f"{key}.")]
     return (k for k in below if not any(other.startswith(f"{k}.") for other in below))
-
-
-def _value(config: Config, key: str) -> object:
-    value: Any = config
-    for name in key.split("."):
-        value = value[name] if isinstance(value, dict) else getattr(value, name)
-    return value

@@ -4,7 +4,7 @@ The grammar of scalars is YAML 1.2's (`off` is a word, `1e-3` a number), with `_
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
@@ -139,6 +139,17 @@ def nodes(entry: Entry, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Entry]]:
 def leaves(entry: Entry) -> Iterator[tuple[KeyPath, Entry]]:
     """Yield every scalar of a tree with its path."""
     return ((path, item) for path, item in nodes(entry) if not isinstance(item.value, dict | list))
+
+
+def entry_at(root: Entry, path: Iterable[Any]) -> Entry | None:
+    """Return the entry at a path, names of mappings and indexes of lists; None where there is none."""
+    found = root
+    for part in path:
+        items = dict(enumerate(found.value)) if isinstance(found.value, list) else found.value
+        if not isinstance(items, dict) or part not in items:
+            return None
+        found = items[part]
+    return found
 
 
 def plain(entry: Entry, written: bool = False) -> Any:

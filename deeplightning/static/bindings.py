@@ -370,7 +370,8 @@ class _Reader:
                     return self.perhaps([node.body, []])
                 return self.run(node.body)
             case ast.For() | ast.AsyncFor():
-                self.perhaps([[_loop_variable(node), *node.body], []])
+                self.opaque(node.target, "is bound by a loop")
+                self.perhaps([node.body, []])
                 return self.run(node.orelse)
             case ast.While():
                 self.perhaps([node.body, []])
@@ -492,11 +493,6 @@ def _joined(several: list[Names]) -> Names:
         found = [binding for each in several for binding in each.get(name, (UNBOUND,))]
         names[name] = tuple(dict.fromkeys(found))
     return names
-
-
-def _loop_variable(node: ast.For | ast.AsyncFor) -> ast.stmt:
-    """Return the variable of a loop, as a statement that binds it to something unknown."""
-    return ast.copy_location(ast.AugAssign(node.target, ast.Add(), ast.Constant(0)), node)  # type: ignore[arg-type]
 
 
 def absolute(node: ast.ImportFrom, module: Module) -> str:

@@ -19,11 +19,11 @@ from pathlib import Path
 
 from deeplightning import own_code
 from deeplightning.faults import Missing, nearest, no_module, refuse_moved
-from deeplightning.static.annotations import instance, plain, returned
+from deeplightning.static.annotations import plain, returned
 from deeplightning.static.bindings import Assigned, Broken, Defined, Module, contains_word
 from deeplightning.static.from_source import Signatures
 from deeplightning.static.names import Names, Texts
-from deeplightning.static.signature import UNKNOWN, Instance, Signature, Undecided
+from deeplightning.static.signature import UNKNOWN, Instance, Signature, Undecided, positional
 from deeplightning.static.symbol import (
     UNKNOWABLE,
     Absent,
@@ -145,9 +145,18 @@ class Definition:
             Undecided: that cannot be known without calling it.
         """
         if self.kind == "class":
-            return [instance(self._names, self._thing)]
+            return [self._instance(self._thing)]
         made = self._names.guarded(lambda: returned(self._names, self._thing))
-        return [instance(self._names, thing) for thing in made]
+        return [self._instance(thing) for thing in made]
+
+    def _instance(self, thing: Thing) -> Instance:
+        line, complete = self._names.line(thing)
+        return Instance(tuple(t.path for t in line), complete, lambda: self._forward(thing))
+
+    def _forward(self, thing: Thing) -> tuple[int, float] | None:
+        with contextlib.suppress(*UNKNOWABLE):
+            return positional(Signatures(self._names).signature(self._names.attribute(thing, "forward")))
+        return None
 
     def signature(self) -> Signature:
         """Return what may be given to it; of classes and of methods that are called on their class, without `self`.

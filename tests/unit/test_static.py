@@ -363,7 +363,7 @@ UNDECIDED_NAMES = {
     "if unknown():\n    class Thing: ...\nelse:\n    def Thing(): ...": "one thing or another",
     "if unknown():\n    class Thing: ...": "depends on the machine",
     "try:\n    Thing = make()\nexcept ValueError:\n    Thing = None": "what `make()` gives",
-    "for Thing in (1, 2):\n    pass": "depends on the machine",
+    "for Thing in (1, 2):\n    pass": "is bound by a loop",
     "from own_other import Thing": "circle",
     "Thing = Other\nOther = Thing": "circle",
     "A = (1, 2)\nThing, B = A": "a part of another value",
