@@ -28,13 +28,11 @@ from deeplightning.config.addresses import missing_library
 from deeplightning.config.schema import Config, backend_of
 from deeplightning.config.source import Given, Source, compose
 from deeplightning.config.target import find_function
-from deeplightning.config.tree import Entry
+from deeplightning.config.tree import Entry, entry_at
 from deeplightning.engine.plan import occupied, settle
 from deeplightning.faults import ConfigError, Fault, Notice, place_of, upwards
 from deeplightning.own_code import added_roots, original_roots, use_import_roots
 from deeplightning.process.identity import decision
-from deeplightning.static.definition import look_up
-from deeplightning.static.signature import Undecided
 from deeplightning.words import stage_of
 
 OWN_LOADERS = "deeplightning.data.of_datasets.OfModule"
@@ -199,15 +197,9 @@ def _variables(variables: Mapping[str, str]) -> Iterator[None]:
 
 def _use_own_loaders(source: Source) -> None:
     """Use the loaders of a LightningModule that defines `train_dataloader` where the config has no `data`."""
-    root = source.root
-    if "data" in root.value:
-        return
-    try:
-        target = root.value["model"].value["module"].value["type"].value
-        has_loaders = look_up(target).defines("train_dataloader", outside="pytorch_lightning")
-    except (AttributeError, KeyError, TypeError, ValueError, Undecided):  # reported where the config is read
-        return
-    if has_loaders:
+    root, target = source.root, entry_at(source.root, ("model", "module", "type"))
+    task = Meanings().known(target.value) if target is not None and "data" not in root.value else None
+    if task is not None and task.defines("train_dataloader", outside="pytorch_lightning"):
         module = Entry({"type": Entry(OWN_LOADERS, root.place)}, root.place)
         root.value["data"] = Entry({"module": module}, root.place)
 

@@ -44,8 +44,10 @@ def check_sections(findings: Findings, config: Config, source: Source) -> None:
             continue
         known = {p.name: p for p in signature.parameters if p.keyword}
         defaults = dict(schema.defaults(type(section)))
+        written = [entry.written or "" for _, entry in nodes(source.root)]
         for key in _READ[name]:
-            if getattr(section, key) != defaults[key] and not _is_referred_to(f"{name}.{key}", source):
+            is_referred_to = any(f"${{{name}.{key}" in text for text in written)
+            if getattr(section, key) != defaults[key] and not is_referred_to:
                 _refuse(findings, config, f"{name}.{key}", module, known, source)
                 setattr(section, key, defaults[key])
 
@@ -57,11 +59,6 @@ def _require(findings: Findings, section: Any, name: str) -> None:
         known = next(f.metadata for f in schema.keys(type(section)) if f.name == key)
         example = f"; for example `{key}: {known['example']}`" if known["example"] else ""
         findings.fault(f"missing: {known['doc'].partition('; null')[0]}{example}", f"{name}.{key}")
-
-
-def _is_referred_to(key: str, source: Source) -> bool:
-    """Return whether another value of the config is written as a reference to a key, or to one inside it."""
-    return any(f"${{{key}" in (entry.written or "") for _, entry in nodes(source.root))
 
 
 def _refuse(
