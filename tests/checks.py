@@ -17,6 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from deeplightning.checks.examine import check
+from deeplightning.config.schema import Config
+
 CPU_SECONDS = 2  # with the imports
 MEMORY_BYTES = 500_000_000  # of address space: more than what is really used
 LIMIT_SECONDS = 30  # on the clock: a case that waits is killed
@@ -95,6 +98,15 @@ class Checker:
 
     def close(self) -> None:
         self.process.communicate()
+
+
+def load(path: Any, overrides: list[str] | None = None) -> Config:
+    """The config of a file and its overrides, as it is written; everything that it names is imported.
+
+    Raises:
+        UserError: with every fault.
+    """
+    return check(path, overrides, importing=True).checked()
 
 
 def _serve() -> None:

@@ -22,7 +22,7 @@ import griffe
 from combination_tables import engines, table
 
 from deeplightning import faults
-from deeplightning.checks.allowed import default_of, options_of, sections
+from deeplightning.checks.allowed import options_of, sections
 from deeplightning.cli import cli, manual
 from deeplightning.config import schema
 from deeplightning.config.tree import dump
@@ -119,7 +119,7 @@ def _word(option: Any, path: str, page: str) -> str:
 
 
 def _default(field: Field[object]) -> str:
-    value = default_of(field)
+    value = schema.default_of(field)
     if value is MISSING:
         return "required"
     return "" if is_dataclass(value) else f"`{_flow(value)}`"

@@ -3,12 +3,12 @@
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, is_dataclass
+from dataclasses import MISSING, is_dataclass
 from typing import Any
 
-from deeplightning.checks.errors import Findings
+from deeplightning.checks.report import Findings
 from deeplightning.config import other_tools, schema
-from deeplightning.config.plugin_sections import config_class
+from deeplightning.config.plugins import config_class
 from deeplightning.config.schema import Target
 from deeplightning.config.section_kinds import role_of
 from deeplightning.faults import MAX_WORD_CHARACTERS, upwards
@@ -51,7 +51,7 @@ def _wrapped(cls: type, given: str | float) -> str | None:
     first, *others = schema.keys(cls)
     options = options_of(typing.get_type_hints(cls)[first.name])
     fits = type(given) in options or (type(given) is int and float in options) or given in literals_of(options)
-    required = [f for f in others if f.default is MISSING and f.default_factory is MISSING]
+    required = [f for f in others if schema.default_of(f) is MISSING]
     if len(str(given)) > MAX_WORD_CHARACTERS or not (fits or first.metadata["example"]):
         return None
     items = [f"{first.name}: {given if fits else first.metadata['example']}"]
@@ -103,8 +103,3 @@ def sections(cls: type, path: str = "") -> Iterator[tuple[str, type]]:
         for option in options_of(hints[field.name]):
             if is_dataclass(option) and option is not Target:
                 yield from sections(typing.cast(type, option), f"{path}.{field.name}".lstrip("."))
-
-
-def default_of(field: Field[object]) -> Any:
-    """Return the default of a key, or MISSING if it is required."""
-    return field.default if field.default_factory is MISSING else field.default_factory()

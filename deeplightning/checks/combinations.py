@@ -6,32 +6,126 @@ DeepSpeed refuses on eight GPUs is reported on a laptop too, where one process n
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from deeplightning.checks.conditions import (
-    averages,
-    clips_by,
-    clips_by_other_norm,
-    communication_hook,
-    is_sharded,
-    lacks_fused_kernel,
-    lacks_nvme_folder,
-    leaves_processes_over,
-    loses_eps,
-    names_another_stage,
-    optimizers_of,
-    splits_layers,
-    steps_itself,
-    uses_deepspeed,
-    uses_optimizer,
-    warms_up,
-)
-from deeplightning.config.schema import Config, Engine, Serve, Target, plain
+from deeplightning.checks import strategy
+from deeplightning.checks.signature_check import Meanings
+from deeplightning.config.schema import Config, Engine, Optimizer, Serve, Target, plain, value_at
 from deeplightning.config.tree import line
+from deeplightning.engine.plan import world_size
 from deeplightning.faults import Fault, upwards
 
 Broken = Callable[[Config, Engine], bool]
+
+
+# ---- what the rules ask
+
+
+def uses_deepspeed(asked: Engine) -> bool:
+    return (asked.backend or "").startswith("deepspeed")
+
+
+def is_sharded(asked: Engine) -> bool:
+    return uses_deepspeed(asked) or asked.backend == "fsdp"
+
+
+def splits_layers(asked: Engine) -> bool:
+    """Return whether the engine that was asked for is tensor-parallel."""
+    size = asked.params.get("tensor_parallel", 1)
+    return asked.backend == "fsdp" and isinstance(size, int) and size > 1
+
+
+def leaves_processes_over(cfg: Config) -> bool:
+    """Return whether the processes, where their number is known, are no multiple of a tensor-parallel group."""
+    engine = cfg.engine
+    if not splits_layers(engine) or engine.gpus == "auto":
+        return False
+    return world_size(engine) % int(engine.params["tensor_parallel"]) != 0
+
+
+def optimizers_of(cfg: Config) -> list[Target]:
+    found = cfg.model.optimizer
+    return [o for o in (found.values() if isinstance(found, dict) else [found]) if o is not None]
+
+
+def uses_optimizer(cfg: Config, *names: str) -> bool:
+    return any(o.type is not None and o.type.rpartition(".")[2] in names for o in optimizers_of(cfg))
+
+
+def lacks_fused_kernel(cfg: Config) -> bool:
+    """Return whether an optimizer is one of torch's that has no fused kernel."""
+    names = [o.type.rpartition(".") for o in optimizers_of(cfg) if isinstance(o.type, str)]
+    return any(
+        module.startswith("torch.optim") and name not in ("Adam", "AdamW", "Adagrad", "SGD")
+        for module, _, name in names
+    )
+
+
+EMA = "deeplightning.callbacks.average.EMA"
+
+
+def averages(cfg: Config) -> bool:
+    """Return whether a training averages its weights by the callback of ours."""
+    return "train" in cfg.stages and any(isinstance(c, Target) and c.type == EMA for c in cfg.train.callbacks)
+
+
+def warms_up(cfg: Config) -> bool:
+    found = cfg.model.scheduler
+    return any(getattr(s, "warmup", 0.0) for s in (found.values() if isinstance(found, dict) else [found]))
+
+
+def clips_by(cfg: Config, algorithm: str) -> bool:
+    clip = cfg.train.gradient_clip
+    return clip is not None and clip.algorithm == algorithm
+
+
+def clips_by_other_norm(cfg: Config) -> bool:
+    clip = cfg.train.gradient_clip
+    return clip is not None and clip.algorithm == "norm" and clip.norm_type != 2
+
+
+def names_another_stage(cfg: Config, asked: Engine) -> bool:
+    stage = cfg.engine.params.get("stage")
+    return uses_deepspeed(asked) and stage is not None and not str(asked.backend).startswith(f"deepspeed_stage_{stage}")
+
+
+def lacks_nvme_folder(cfg: Config) -> bool:
+    """Return whether an NVMe disk would be used that is not there."""
+    runs = cfg.engine.backend
+    path = strategy.nvme_path(runs, cfg.engine.params) if (runs or "").startswith("deepspeed") else None
+    return path is not None and not Path(path).is_dir()
+
+
+def steps_itself(cfg: Config) -> bool:
+    """Return whether the task steps its optimizers itself, as far as its source tells."""
+    task = Meanings().known(cfg.model.module and cfg.model.module.type)
+    return task is not None and task.steps_itself()
+
+
+LEAST_EPS = 1e-7
+"""Below it `eps` vanishes in half precision, whose smallest number is 6e-8."""
+
+
+_OWN_32_BITS = ("apex.", "bitsandbytes.")  # their optimizers compute in 32 bits whatever the parameters have
+
+
+def loses_eps(cfg: Config) -> bool:
+    """Return whether an optimizer divides by an `eps` that half precision rounds to 0."""
+    for optimizer in optimizers_of(cfg):
+        if not isinstance(optimizer.type, str) or optimizer.type.startswith(_OWN_32_BITS):
+            continue
+        groups = optimizer.groups if isinstance(optimizer, Optimizer) else []
+        given = [group["eps"] for group in groups if isinstance(group, Mapping) and "eps" in group]
+        own = Meanings().parameters(optimizer.type).get("eps")
+        given.append((optimizer.params or {}).get("eps", own and own.default))
+        if any(isinstance(eps, int | float) and eps < LEAST_EPS for eps in given):
+            return True
+    return False
+
+
+# ---- the rules
 
 
 @dataclass(frozen=True)
@@ -237,7 +331,7 @@ RULES = [
         "16-bit reduction, no GPU",
         "gloo, which CPU processes use, sums numbers of 32 bits",
         "remove it",
-        lambda cfg, _: "16" in communication_hook(cfg) and cfg.engine.gpus is None,
+        lambda cfg, _: "16" in str(cfg.engine.params.get("ddp_comm_hook")) and cfg.engine.gpus is None,
         other="engine.gpus",
     ),
     Rule(
@@ -290,7 +384,7 @@ RULES = [
         "`channels_last`, fsdp or DeepSpeed",
         "they keep parameters flat, where there are no channels",
         "leave out `engine.channels_last`, or use ddp",
-        lambda cfg, asked: cfg.engine.channels_last and (asked.backend or "").startswith(("fsdp", "deepspeed")),
+        lambda cfg, asked: cfg.engine.channels_last and is_sharded(asked),
     ),
     Rule(
         "logger.histograms",
@@ -488,9 +582,7 @@ def conflicts(
 def _value(cfg: Config, key: str, asked: Engine) -> str:
     """Return a key's value in one short line; of a section the names in it."""
     words: dict[str, object] = {"engine.backend": asked.backend, "engine.precision": asked.precision}
-    value: object = words.get(key, cfg)
-    for name in key.split(".") if key not in words else ():
-        value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+    value = words[key] if key in words else value_at(cfg, key)
     if isinstance(value, Mapping):
         return ", ".join(map(str, value))
     if isinstance(value, list):

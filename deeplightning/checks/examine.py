@@ -16,12 +16,10 @@ from typing import Any
 
 from deeplightning.address import is_address, shown
 from deeplightning.checks.combinations import conflicts
-from deeplightning.checks.contradictions import contradictions
-from deeplightning.checks.errors import Findings
 from deeplightning.checks.hints import hints
 from deeplightning.checks.metric_check import check_monitors, settle_modes
-from deeplightning.checks.report import Report, in_order
-from deeplightning.checks.schema_check import read_section
+from deeplightning.checks.report import Findings, Report, in_order
+from deeplightning.checks.schema_check import contradictions, read_section
 from deeplightning.checks.signature_check import Meanings
 from deeplightning.checks.targets import compare
 from deeplightning.checks.trust import RunConfig
@@ -30,13 +28,11 @@ from deeplightning.config.addresses import missing_library
 from deeplightning.config.schema import Config, backend_of
 from deeplightning.config.source import Given, Source, compose
 from deeplightning.config.target import find_function
-from deeplightning.config.tree import Entry
+from deeplightning.config.tree import Entry, entry_at
 from deeplightning.engine.plan import occupied, settle
 from deeplightning.faults import ConfigError, Fault, Notice, place_of, upwards
 from deeplightning.own_code import added_roots, original_roots, use_import_roots
 from deeplightning.process.identity import decision
-from deeplightning.static.definition import look_up
-from deeplightning.static.signature import Undecided
 from deeplightning.words import stage_of
 
 OWN_LOADERS = "deeplightning.data.of_datasets.OfModule"
@@ -76,16 +72,14 @@ def examine(
         drawn = decision("seed")
         cfg.seed = secrets.randbelow(2**31) if drawn is None else drawn
         cfg.notices.append(Notice(f"seed: null → {cfg.seed} (drawn)", unasked=False, key="seed"))
+
+    def without(name: str, more: list[str]) -> Report:
+        """Check the same config without the section of a plug-in, and with further overrides."""
+        return examine(path, [*(overrides or []), f"{name}=null", *more], importing=importing, beside=beside)
+
     for name, section in cfg.of_plugins().items():
-        given = [*(overrides or []), f"{name}=null"]
-        section.check(report, functools.partial(_with_more, path, given, importing, beside))
+        section.check(report, functools.partial(without, name))
     return report
-
-
-def _with_more(
-    path: str | Path | Given, overrides: list[str], importing: bool, beside: bool, more: list[str]
-) -> Report:
-    return examine(path, overrides + more, importing=importing, beside=beside)
 
 
 def load_config(path: str | Path | Given, overrides: list[str] | None = None, *, beside: bool = True) -> Config:
@@ -125,15 +119,6 @@ def section(name: str, source: Source) -> Any:
     if faults:
         raise ConfigError(in_order(faults, source))
     return made
-
-
-def load(path: str | Path | Given, overrides: list[str] | None = None) -> Config:
-    """Return the config of a file and its overrides, checked, with everything imported that it names.
-
-    Raises:
-        ConfigError: with every fault that was found.
-    """
-    return check(path, overrides, importing=True).checked()
 
 
 def check(
@@ -212,15 +197,9 @@ def _variables(variables: Mapping[str, str]) -> Iterator[None]:
 
 def _use_own_loaders(source: Source) -> None:
     """Use the loaders of a LightningModule that defines `train_dataloader` where the config has no `data`."""
-    root = source.root
-    if "data" in root.value:
-        return
-    try:
-        target = root.value["model"].value["module"].value["type"].value
-        has_loaders = look_up(target).defines("train_dataloader", outside="pytorch_lightning")
-    except (AttributeError, KeyError, TypeError, ValueError, Undecided):  # reported where the config is read
-        return
-    if has_loaders:
+    root, target = source.root, entry_at(source.root, ("model", "module", "type"))
+    task = Meanings().known(target.value) if target is not None and "data" not in root.value else None
+    if task is not None and task.defines("train_dataloader", outside="pytorch_lightning"):
         module = Entry({"type": Entry(OWN_LOADERS, root.place)}, root.place)
         root.value["data"] = Entry({"module": module}, root.place)
 

@@ -10,15 +10,15 @@ from dataclasses import MISSING, Field, is_dataclass
 from typing import Any
 
 from deeplightning.checks import strategy
-from deeplightning.checks.allowed import default_of, describe, key_elsewhere, options_of
-from deeplightning.checks.conditions import EMA
+from deeplightning.checks.allowed import describe, key_elsewhere, options_of
+from deeplightning.checks.combinations import EMA
 from deeplightning.checks.report import Report
 from deeplightning.checks.signature_check import Meanings
 from deeplightning.checks.targets import GIVEN
 from deeplightning.config import schema
 from deeplightning.config.auto_values import source_of
-from deeplightning.config.plugin_sections import config_class
-from deeplightning.config.tree import Entry, KeyPath, dotted, kind, line
+from deeplightning.config.plugins import config_class
+from deeplightning.config.tree import Entry, KeyPath, dotted, entry_at, kind, line
 from deeplightning.faults import ConfigError, Fault, SetupError, nearest, not_installed, plugin_of, upwards
 from deeplightning.process.terminal import LAYOUT, say, wrapped
 from deeplightning.static.signature import UNKNOWN, Parameter
@@ -39,18 +39,15 @@ def explain(report: Report, key: str = "") -> str:
     """
     assert report.config is not None
     shown = report.config.public()
-    if not key:
-        return "".join(f"{row}\n" for row in _lines(report, shown, ()))
     try:
         path = _path(key, shown)
     except ConfigError:
-        if (rows := _unset(report, key)) is None:
+        if (unset := _unset(report, key)) is None:
             raise
-        return "".join(f"{row}\n" for row in rows)
+        return "".join(f"{row}\n" for row in unset)
     value = functools.reduce(operator.getitem, path, shown)
-    if isinstance(value, dict | list) and value:
-        return "".join(f"{row}\n" for row in _lines(report, value, path))
-    return "".join(f"{row}\n" for row in _about(report, path, value))
+    is_whole = isinstance(value, dict | list) and value
+    return "".join(f"{row}\n" for row in (_lines if is_whole else _about)(report, path, value))
 
 
 def show(text: str, indent: int | None = None) -> None:
@@ -74,14 +71,14 @@ def show(text: str, indent: int | None = None) -> None:
 # ---- the whole
 
 
-def _lines(report: Report, value: object, path: KeyPath, indent: str = "", before: str = "") -> Iterator[str]:
+def _lines(report: Report, path: KeyPath, value: object, indent: str = "", before: str = "") -> Iterator[str]:
     """Write YAML with one leaf per line, followed by the place that set it."""
     if isinstance(value, dict) and value:
         for name, item in value.items():
             here, word = (*path, name), line(name)
             if isinstance(item, dict | list) and item:
                 yield f"{before or indent}{word}:"
-                yield from _lines(report, item, here, indent + "  ")
+                yield from _lines(report, here, item, indent + "  ")
             else:
                 yield _beside(
                     f"{before or indent}{word}: {line(item)}", origin(report, here) + _spread(report, here, item)
@@ -91,7 +88,7 @@ def _lines(report: Report, value: object, path: KeyPath, indent: str = "", befor
         for number, item in enumerate(value):
             here = (*path, number)
             if isinstance(item, dict | list) and item:
-                yield from _lines(report, item, here, indent + "  ", f"{before or indent}- ")
+                yield from _lines(report, here, item, indent + "  ", f"{before or indent}- ")
             else:
                 yield _beside(f"{before or indent}- {line(item)}", origin(report, here))
             before = ""
@@ -117,12 +114,14 @@ def origin(report: Report, path: KeyPath) -> str:
     changed = _changed(report, path)
     if changed is not None:
         return changed
-    entry = _entry(report, path)
+    assert report.source is not None
+    entry = entry_at(report.source.root, path)
     if entry is None:
         removed = next((e for e in _history(report, path) if _is_removal(e)), None)
         return f"default, removed by {removed.place}" if removed else "default"
     written = _written(report, path)
-    return entry.place + (f", from {written}" if written and not _is_shown(report, path) else "")
+    is_shown = report.source.secrets.text_of(path) is not None  # as written, because it came from the environment
+    return entry.place + (f", from {written}" if written and not is_shown else "")
 
 
 def _changed(report: Report, path: KeyPath) -> str | None:
@@ -166,7 +165,7 @@ def _documentation(
         rows.append(("type", describe(hint, field.metadata)))
         example = field.metadata["example"]
         rows.append(("meaning", field.metadata["doc"] + (f"; for example `{example}`" if example else "")))
-        default = schema.plain(default_of(field))
+        default = schema.plain(schema.default_of(field))
         rows.append(("default", "none, it must be given" if default is MISSING else line(default)))
     elif parameter is not None:
         rows.append(("type", parameter.annotation or "unknown"))
@@ -198,10 +197,7 @@ def _unset(report: Report, key: str) -> list[str] | None:
         return None
     if parameter and (not parameter.keyword or (parameter.position and role in GIVEN and parameter.required)):
         return None
-    return _told(key, _documentation(*known), null)
-
-
-def _told(key: str, rows: list[tuple[str, str]], null: str) -> list[str]:
+    rows = _documentation(*known)
     rows.append(("set by", f"nothing: {null} is null" if null else "nothing; the default counts"))
     return [f"{key}: not set", *(f"  {word.ljust(ABOUT - 4)}  {text}" for word, text in rows)]
 
@@ -216,7 +212,8 @@ def _option(report: Report, path: KeyPath) -> Iterator[tuple[str, str]]:
 
 
 def _setter(report: Report, path: KeyPath) -> str:
-    entry = _entry(report, path)
+    assert report.source is not None
+    entry = entry_at(report.source.root, path)
     changed = _changed(report, path)
     written = _written(report, path)
     removed = next((e for e in _history(report, path)[:1] if _is_removal(e)), None)
@@ -338,15 +335,6 @@ def _path(key: str, shown: Any) -> KeyPath:
     return path
 
 
-def _entry(report: Report, path: KeyPath) -> Entry | None:
-    """Return the entry that set the value at a path, if a file or an override did."""
-    assert report.source is not None
-    entry: Entry | None = report.source.root
-    for name in path:
-        entry = typing.cast("Entry | None", _step(entry.value, name)) if entry is not None else None
-    return entry
-
-
 def _history(report: Report, path: KeyPath) -> list[Entry]:
     """List the values of a path, newest first: the current one and those it replaced, alone or within a section."""
     assert report.source is not None
@@ -375,11 +363,6 @@ def _is_removal(entry: Entry) -> bool:
 
 def _written(report: Report, path: KeyPath) -> str | None:
     """Return the reference behind a value, its own or that of a section around it."""
-    texts = (entry.written for n in range(len(path), 0, -1) if (entry := _entry(report, path[:n])) is not None)
-    return next((text for text in texts if text), None)
-
-
-def _is_shown(report: Report, path: KeyPath) -> bool:
-    """Return whether the value is shown as written because it came from the environment."""
     assert report.source is not None
-    return report.source.secrets.text_of(path) is not None
+    above = (entry_at(report.source.root, path[:n]) for n in range(len(path), 0, -1))
+    return next((entry.written for entry in above if entry is not None and entry.written), None)

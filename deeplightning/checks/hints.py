@@ -1,8 +1,11 @@
 """What is right in a config and could be faster, as notices."""
 
+import contextlib
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 
-from deeplightning.checks.conditions import has_convolutions, ignores_config, is_sharded, optimizers_of, uses_deepspeed
+from deeplightning.checks.combinations import is_sharded, optimizers_of, uses_deepspeed
+from deeplightning.checks.signature_check import Meanings
 from deeplightning.checks.targets import with_keys
 from deeplightning.config.auto_values import BALANCED, WEIGHT, unfilled
 from deeplightning.config.schema import Config, Engine
@@ -52,7 +55,7 @@ def rates_without_effect(cfg: Config, searched: Collection[str] = ()) -> Iterato
     """
     if "train" not in cfg.stages:
         return
-    if cfg.model.optimizer is not None and ignores_config(cfg):
+    if cfg.model.optimizer is not None and _ignores_config(cfg):
         text = f"model.optimizer has no effect: {cfg.model.module.type} does not read its config"
         yield Notice(text, key="model.optimizer")
         return
@@ -83,15 +86,32 @@ def proposals(cfg: Config, asked: Engine) -> Iterator[Notice]:
     words = []
     if cfg.engine.precision in (32, "32-true"):
         words.append("`engine.precision=bf16` (16 bits, on GPUs since Ampere: compare the accuracy)")
-    if not cfg.engine.channels_last and not is_sharded(asked) and has_convolutions(cfg):
+    if not cfg.engine.channels_last and not is_sharded(asked) and _has_convolutions(cfg):
         words.append("`engine.channels_last=true` (for convolutions)")
     if words:
-        both = "both together" if has_convolutions(cfg) else "with channels_last"
+        both = "both together" if _has_convolutions(cfg) else "with channels_last"
         measured = (
             f"measured on an H100, {both}: a ResNet-18 at batch 128 kept the GPU busy for 25 % of the time instead of "
             "48 %, and saw 8,825 pictures/s instead of 8,483, since launches bound it"
         )
         yield Notice(f"{' and '.join(words)} may be faster; {measured}", unasked=False)
+
+
+def _ignores_config(cfg: Config) -> bool:
+    """Return whether the task does not read the config, as far as its source tells."""
+    task = Meanings().known(cfg.model.module and cfg.model.module.type)
+    return task is not None and task.ignores_config()
+
+
+def _has_convolutions(cfg: Config) -> bool:
+    """Return whether the source of a network speaks of convolutions of pictures."""
+    found = cfg.model.network
+    for target in found.values() if isinstance(found, dict) else [found]:
+        file = getattr(Meanings().known(target and target.type), "file", None)
+        with contextlib.suppress(OSError):
+            if file is not None and any(word in Path(file).read_bytes() for word in (b"Conv2d", b"ConvTranspose2d")):
+                return True
+    return False
 
 
 def _hints_for_one_gpu(engine: Engine) -> Iterator[Notice]:

@@ -13,10 +13,10 @@ from collections.abc import Collection
 from dataclasses import MISSING, Field, is_dataclass
 from typing import Any
 
-from deeplightning.checks.allowed import default_of, describe, options_of, sections
-from deeplightning.checks.value_check import SIMPLE
+from deeplightning.checks.allowed import describe, options_of, sections
+from deeplightning.checks.signature_check import SIMPLE
 from deeplightning.config import schema
-from deeplightning.config.plugin_sections import config_class
+from deeplightning.config.plugins import config_class
 from deeplightning.config.tree import line, parse, plain
 from deeplightning.faults import PLUGINS, not_installed
 
@@ -131,7 +131,7 @@ def _section(cls: type, path: str) -> Json:
 def _key(cls: type, field: Field[object], hint: object, path: str) -> Json:
     doc, example = field.metadata["doc"], field.metadata["example"]
     # Editors show title, description and examples when the mouse points at a key, and few of them type and default.
-    value = default_of(field)
+    value = schema.default_of(field)
     is_section = all(is_dataclass(option) and option is not schema.Target for option in options_of(hint))
     facts = [] if is_section else [f"Type: {describe(hint, field.metadata)}"]
     if value is MISSING:
@@ -237,7 +237,7 @@ def _is_named(section: object) -> Json:
 def _whole(cls: type) -> Json:
     hints = typing.get_type_hints(cls)
     inner = {field.name: _whole_value(hints[field.name]) for field in schema.keys(cls)}
-    required = [field.name for field in schema.keys(cls) if default_of(field) is MISSING]
+    required = [field.name for field in schema.keys(cls) if schema.default_of(field) is MISSING]
     return {
         **({"required": required} if required else {}),
         "properties": {name: value for name, value in inner.items() if value},
@@ -251,7 +251,7 @@ def _whole_value(hint: object) -> Json:
     one: Json = {}
     if section is not None:
         one["$ref"] = f"#/$defs/{section.__name__}.whole"
-        if len(found) == 1 and any(default_of(field) is MISSING for field in schema.keys(section)):
+        if len(found) == 1 and any(schema.default_of(field) is MISSING for field in schema.keys(section)):
             one["type"] = ["object", "string"]  # an empty one lacks what is required
     if named is None:
         return one

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from deeplightning.checks.errors import Findings
+from deeplightning.checks.report import Findings
 from deeplightning.checks.signature_check import Meanings
 from deeplightning.checks.targets import with_keys
 from deeplightning.config.schema import Config, Mode, Model, Target

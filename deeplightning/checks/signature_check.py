@@ -9,20 +9,23 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from deeplightning.checks.value_check import misfits
 from deeplightning.config import other_tools
 from deeplightning.config.section_kinds import KINDS, REMOVED_HOOKS, is_bound, misfit, no_part
-from deeplightning.config.target import find, path_of, signature_of
+from deeplightning.config.target import find, is_reference, is_target, path_of, signature_of
 from deeplightning.faults import Fault, nearest
 from deeplightning.static.signature import (
+    Built,
     Instance,
+    ListOf,
     Options,
     Parameter,
     Signature,
+    TheConfig,
     Undecided,
     factory_of,
+    of_object,
     positional,
 )
 
@@ -39,11 +42,6 @@ class Verdict:
 
     faults: list[Fault] = field(default_factory=list)
     undecided: dict[str, tuple[str, str]] = field(default_factory=dict)
-
-    def __iadd__(self, other: "Verdict") -> "Verdict":
-        self.faults += other.faults
-        self.undecided |= other.undecided
-        return self
 
 
 class Imported:
@@ -69,17 +67,18 @@ class Imported:
             Undecided: that cannot be known without calling it.
         """
         if self.kind == "class":
-            return [
-                Instance(
-                    tuple(path_of(c) or "" for c in self.thing.__mro__), True, lambda: positional(self.thing, "forward")
-                )
-            ]
+            return [Instance(tuple(path_of(c) or "" for c in self.thing.__mro__), True, self._forward)]
         try:
             from deeplightning.static import definition
 
             return definition.look_up(self.name).makes()
         except ValueError:
             raise Undecided("it does not tell what it returns") from None
+
+    def _forward(self) -> tuple[int, float] | None:
+        with contextlib.suppress(AttributeError, Undecided):
+            return positional(of_object(self.thing.forward))
+        return None
 
     def defines(self, name: str) -> bool:
         """Return whether a class or an ancestor has an attribute of a name."""
@@ -218,9 +217,7 @@ def judge(
     if found.kind == "function" and role in KINDS and not params and call.faults:  # the commonest: a loss as a function
         once = f"; a function is called once, to make {KINDS[role].words}"
         return Verdict([replace(f, message=f.message + once) for f in call.faults])
-    if not verdict.faults:
-        verdict += call
-    return verdict
+    return verdict if verdict.faults else Verdict(call.faults, verdict.undecided | call.undecided)
 
 
 def _kind(meanings: Meanings, name: str, key: str, role: str, called_with: int | None) -> Verdict:
@@ -283,7 +280,7 @@ def _call(
     for param, value in params.items():
         here = f"{key}.params.{param}"
         if param in free:
-            for at, wrong, allowed, hint in misfits(value, free[param]):
+            for at, wrong, allowed, hint in value_misfits(value, free[param]):
                 shown = _show(wrong)
                 if param in hidden:
                     shown = f"the text that {hidden[param]} gives"
@@ -328,3 +325,98 @@ def _show(value: object) -> str:
     if isinstance(value, Mapping):
         return "a mapping"
     return str(value).lower() if isinstance(value, bool) else repr(value)[:80]
+
+
+# ---- a plain value against what its parameter allows
+
+SIMPLE = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list"}
+
+
+class ValueMisfit(NamedTuple):
+    """A plain value that certainly is not allowed.
+
+    Attributes:
+        at: where in the value of the parameter: nothing, or `.1` for an item of a list.
+        value: the value there.
+        allowed: what may stand there, in words.
+        hint: ` Did you mean …?`, or nothing.
+    """
+
+    at: str
+    value: Any
+    allowed: str
+    hint: str
+
+
+def value_misfits(value: object, parameter: Parameter) -> list[ValueMisfit]:
+    """Return what of a plain value certainly is not allowed. Doubt counts as right."""
+    if not _is_annotated(parameter.allowed):
+        allowed = None if _is_open(value) else _unlike_default(value, parameter)
+        return [ValueMisfit("", value, allowed, _value_hint(value, ()))] if allowed else []
+    return _compared(value, parameter.allowed, "")
+
+
+def _is_annotated(allowed: Options) -> bool:
+    return allowed not in (None, (type(None),))  # some annotations of torch's come to nothing when they are live
+
+
+def _is_open(value: object) -> bool:
+    """Return whether a value does not show what it will be."""
+    return value is None or is_target(value) or is_reference(value)
+
+
+def _unlike_default(value: object, parameter: Parameter) -> str | None:
+    """Return what is allowed where only a default tells, if the value certainly is not."""
+    default = parameter.default
+    if parameter.annotation is not None:  # it says something that is not understood
+        return None
+    if isinstance(default, bool):
+        return None if isinstance(value, bool | int) else SIMPLE[bool]
+    return SIMPLE[float] if isinstance(default, int | float) and isinstance(value, str) else None
+
+
+def _compared(value: object, allowed: Options, at: str) -> list[ValueMisfit]:
+    if _is_open(value) or not _is_annotated(allowed) or factory_of(allowed) is not None:
+        return []  # many libraries take the name of a function where they want a callable
+    inside: list[list[ValueMisfit]] = []  # for each kind of list that may stand here, what is wrong with the items
+    for option in allowed or ():
+        if _fits(value, option):
+            if not isinstance(option, ListOf) or not isinstance(value, list):
+                return []
+            items = option.items if option.fixed else option.items * len(value)
+            pairs = enumerate(zip(value, items, strict=True))
+            inside.append([found for n, pair in pairs for found in _compared(*pair, f"{at}.{n}")])
+    if inside:
+        return min(inside, key=len)
+    words = [_allowed_words(option) for option in allowed or () if option is not type(None)]
+    return [ValueMisfit(at, value, " or ".join(dict.fromkeys(words)), _value_hint(value, allowed or ()))]
+
+
+def _fits(value: object, option: object) -> bool:
+    """Return whether a value is of that kind, whatever its items are."""
+    if isinstance(option, ListOf):
+        right = isinstance(value, list) and (not option.fixed or len(value) == len(option.items))
+        return right or isinstance(value, option.also)
+    if option is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if option is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, option) if isinstance(option, type) else value == option
+
+
+def _allowed_words(option: Any) -> str:
+    if isinstance(option, ListOf):
+        return f"a list of {len(option.items)} items" if option.fixed else SIMPLE[list]
+    more = {dict: "a mapping", Built: "a target {type: MODULE.CLASS, params: {…}}", TheConfig: "the config"}
+    return (SIMPLE | more).get(option) or repr(option)
+
+
+def _value_hint(value: object, allowed: tuple[object, ...]) -> str:
+    """Return the word that was meant: one of the literal words, or a key of a target."""
+    if isinstance(value, str):
+        return nearest(value, [option for option in allowed if isinstance(option, str)])
+    if isinstance(value, Mapping) and len(value) < 4:  # more is not meant for a target
+        absent = {"type", "params"} - set(value)
+        hints = [nearest(key, absent) for key in value if key not in ("type", "params") and isinstance(key, str)]
+        return next(filter(None, hints), "")
+    return ""

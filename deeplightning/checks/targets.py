@@ -8,7 +8,7 @@ from typing import Any
 
 from deeplightning.checks import strategy
 from deeplightning.checks.allowed import known_elsewhere
-from deeplightning.checks.errors import Findings
+from deeplightning.checks.report import Findings
 from deeplightning.checks.signature_check import Meanings, Verdict, judge
 from deeplightning.config import schema
 from deeplightning.config.auto_values import BALANCED, DECLARED, LISTS, WEIGHTS
@@ -136,16 +136,7 @@ def note_inside(findings: Findings, entry: Entry, key: str, path: KeyPath, wante
 
 
 def _note_reference(findings: Findings, entry: Entry, key: str) -> None:
-    def compare() -> None:
-        try:
-            findings.meanings.of(entry.value)
-        except ValueError as error:
-            code = getattr(error, "exit_code", 2)
-            findings.fault(str(error), f"{key}.ref", entry.place, found=entry.value, exit_code=code)
-        except Undecided as why:
-            findings.leave(f"{key}.ref", f"{entry.value}: {why}")
-
-    findings.targets.append(compare)
+    findings.targets.append(lambda: findings.meaning(entry.value, f"{key}.ref", entry.place))
 
 
 def compare(findings: Findings, config: Config) -> None:
@@ -191,16 +182,11 @@ def _resolvers(findings: Findings, functions: dict[str, str]) -> None:
         elif refusal := no_part(target, None):
             findings.fault(refusal, key, found=target)
         else:
-            try:
-                meaning = findings.meanings.of(target)
-                if refusal := no_part(meaning.path, None):
-                    findings.fault(refusal, key, found=target)
-                elif meaning.kind not in ("function", "class"):
-                    findings.fault(f"`{target}` is no function", key, found=target)
-            except ValueError as error:
-                findings.fault(str(error), key, found=target, exit_code=getattr(error, "exit_code", 2))
-            except Undecided as why:
-                findings.leave(key, f"{target}: {why}")
+            meaning = findings.meaning(target, key)
+            if meaning and (refusal := no_part(meaning.path, None)):
+                findings.fault(refusal, key, found=target)
+            elif meaning and meaning.kind not in ("function", "class"):
+                findings.fault(f"`{target}` is no function", key, found=target)
 
 
 def _hook(findings: Findings, name: str | None) -> None:

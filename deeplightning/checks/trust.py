@@ -22,7 +22,7 @@ from deeplightning.address import is_address
 from deeplightning.config.section_kinds import KINDS
 from deeplightning.config.source import Source, Text, short, text_of
 from deeplightning.config.target import find
-from deeplightning.config.tree import Entry, KeyPath, leaves, nodes, parse
+from deeplightning.config.tree import Entry, KeyPath, entry_at, leaves, nodes, parse
 from deeplightning.faults import CheckpointError, ConfigError, Fault
 from deeplightning.own_code import LIBRARIES
 from deeplightning.runfolder import RunFolder
@@ -170,13 +170,13 @@ class RunConfig(Text):
         if self.is_trusted:
             return []
         root = parse(self.text, short(self.path), [])
-        overrides = [f"~{key}" for key in NOT_TAKEN if entry(root, key) is not None]
+        overrides = [f"~{key}" for key in NOT_TAKEN if entry_at(root, key.split(".")) is not None]
         # A folder to write to, and downloads.
         for key, value, kind in (("cache", "true", str), ("download", "false", bool)):
-            found = entry(root, f"data.module.params.{key}")
+            found = entry_at(root, ("data", "module", "params", key))
             if found is not None and isinstance(found.value, kind):
                 overrides.append(f"data.module.params.{key}={value}")
-        data = entry(root, "data.root")
+        data = entry_at(root, ("data", "root"))
         if data is not None and isinstance(data.value, str) and is_address(data.value):
             overrides.append("~data.root")
         return overrides
@@ -301,7 +301,7 @@ def _beyond_plain(config: RunConfig) -> Iterator[Fault]:
             yield _not_plain(f"the reference {event.value!r:.60}", place, config)
         if isinstance(event, yaml.ScalarEvent) and event.value == "_base_":
             yield _not_plain("_base_", place, config)
-    resolvers = entry(root, "resolvers")
+    resolvers = entry_at(root, ("resolvers",))
     if resolvers is not None and resolvers.value:
         yield _not_plain("resolvers", resolvers.place, config)
 
@@ -314,14 +314,6 @@ def _not_plain(what: str, place: str, config: RunConfig, key: str | None = None)
     if config.verb and _VARIABLE.search(what):
         message += f". If you trust it: --allow {ENVIRONMENT}"
     return Fault(message, key, place, exit_code=CheckpointError.exit_code)
-
-
-def entry(root: Entry, key: str) -> Entry | None:
-    """Return the value at a dotted key, or None if the key is missing."""
-    found: Entry | None = root
-    for part in key.split("."):
-        found = found.value.get(part) if found is not None and isinstance(found.value, dict) else None
-    return found
 
 
 # ---- what a foreign config may name

@@ -4,7 +4,7 @@ values from `params` alone."""
 from collections.abc import Iterator
 from typing import Any
 
-from deeplightning.checks.errors import Findings
+from deeplightning.checks.report import Findings
 from deeplightning.config import schema
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.source import Source
@@ -44,8 +44,10 @@ def check_sections(findings: Findings, config: Config, source: Source) -> None:
             continue
         known = {p.name: p for p in signature.parameters if p.keyword}
         defaults = dict(schema.defaults(type(section)))
+        written = [entry.written or "" for _, entry in nodes(source.root)]
         for key in _READ[name]:
-            if getattr(section, key) != defaults[key] and not _is_referred_to(f"{name}.{key}", source):
+            is_referred_to = any(f"${{{name}.{key}" in text for text in written)
+            if getattr(section, key) != defaults[key] and not is_referred_to:
                 _refuse(findings, config, f"{name}.{key}", module, known, source)
                 setattr(section, key, defaults[key])
 
@@ -59,11 +61,6 @@ def _require(findings: Findings, section: Any, name: str) -> None:
         findings.fault(f"missing: {known['doc'].partition('; null')[0]}{example}", f"{name}.{key}")
 
 
-def _is_referred_to(key: str, source: Source) -> bool:
-    """Return whether another value of the config is written as a reference to a key, or to one inside it."""
-    return any(f"${{{key}" in (entry.written or "") for _, entry in nodes(source.root))
-
-
 def _refuse(
     findings: Findings, config: Config, key: str, module: Target, known: dict[str, Parameter], source: Source
 ) -> None:
@@ -75,7 +72,7 @@ def _refuse(
     same = [
         leaf
         for leaf, name in names.items()
-        if name in known and _value(config, leaf) == module.params.get(name, known[name].default)
+        if name in known and schema.value_at(config, leaf) == module.params.get(name, known[name].default)
     ]
     if not own or (same and len(same) == len(names)):
         where = f"the same value as {params}.{names[same[0]]}" if same else "set by a base file"
@@ -98,10 +95,3 @@ def _leaves(findings: Findings, key: str) -> Iterator[str]:
     """Yield the dotted keys at and below a key that hold no other keys."""
     below = [k for k in findings.places if k == key or k.startswith(f"{key}.")]
     return (k for k in below if not any(other.startswith(f"{k}.") for other in below))
-
-
-def _value(config: Config, key: str) -> object:
-    value: Any = config
-    for name in key.split("."):
-        value = value[name] if isinstance(value, dict) else getattr(value, name)
-    return value

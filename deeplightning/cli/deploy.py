@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 
 from deeplightning.checks.combinations import server_conflicts
 from deeplightning.checks.examine import section
-from deeplightning.checks.trust import RunConfig, entry, refuse_links, run_config
+from deeplightning.checks.trust import RunConfig, refuse_links, run_config
 from deeplightning.config.schema import Serve, keys
 from deeplightning.config.source import Source, read
-from deeplightning.config.tree import line, plain
+from deeplightning.config.tree import entry_at, line, plain
 from deeplightning.faults import CheckpointError, ConfigError, Fault, nearest
 from deeplightning.private.lazy_imports import import_lazily
 from deeplightning.process.terminal import say
@@ -108,11 +108,11 @@ def _settings(config: RunConfig | None, overrides: Sequence[str]) -> Serve:
     theirs = list[str]()
     if config is not None:
         written = read(config)
-        if not config.is_trusted and (host := entry(written.root, "serve.host")) is not None:
+        if not config.is_trusted and (host := entry_at(written.root, ("serve", "host"))) is not None:
             theirs.append("~serve.host")
             if host.value != Serve().host:
                 say(f"serve.host {line(plain(host))} of {config.path} is not taken: --host sets it", err=True)
-        variable = entry(written.root, "serve.api_key_env")
+        variable = entry_at(written.root, ("serve", "api_key_env"))
         is_set = any(text.lstrip("~").startswith(("serve.api_key_env", "serve=")) for text in overrides)
         if not config.is_trusted and variable is not None and variable.value is not None and not is_set:
             raise CheckpointError(
@@ -124,7 +124,7 @@ def _settings(config: RunConfig | None, overrides: Sequence[str]) -> Serve:
                     exit_code=CheckpointError.exit_code,
                 )
             )
-        section_of_theirs = entry(written.root, "serve")
+        section_of_theirs = entry_at(written.root, ("serve",))
         for name in section_of_theirs.value if section_of_theirs and isinstance(section_of_theirs.value, dict) else ():
             if f"serve.{name}" not in known:
                 theirs.append(f"~serve.{name}")

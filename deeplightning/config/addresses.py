@@ -115,11 +115,6 @@ def address_of(path: Path) -> str | None:
         return None
 
 
-def digest_of(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deeplightning" / "configs"
 

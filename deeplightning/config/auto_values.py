@@ -22,11 +22,10 @@ DECLARED = {
 LISTS = ("cardinalities",)
 """Those that become lists."""
 
-WEIGHT, POS_WEIGHT = "weight", "pos_weight"
-"""The params of a loss that may be `balanced`: a number per class, or per label where a sample may have several."""
-
-WEIGHTS = {WEIGHT: "classes", POS_WEIGHT: "labels"}
-"""Them, and what of the training set decides them."""
+WEIGHT = "weight"
+WEIGHTS = {WEIGHT: "classes", "pos_weight": "labels"}
+"""The params of a loss that may be `balanced`, and what of the training set decides them: a number per class, or per
+label where a sample may have several."""
 
 BALANCED = "balanced"
 

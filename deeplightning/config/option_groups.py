@@ -14,15 +14,11 @@ from deeplightning.config.tree import Entry, kind, parse
 from deeplightning.faults import ConfigError, Fault, nearest
 
 SUFFIX = ".yaml"
+SHIPPED_GROUPS = HOME / "configs"  # whose folders are the option groups that ship with Deep Lightning
 _NAME = re.compile(r"[A-Za-z_][\w-]*(/[A-Za-z_][\w-]*)*", re.ASCII)
 _OPTION = re.compile(r"[\w.+-]+(/[\w.+-]+)*")
 _MAX_SEEN = 10_000  # entries of a folder that are looked at for options: it may hold data
 _MAX_NAMED = 20  # options that a note lists
-
-
-def shipped_folder() -> Path:
-    """Return the folder of the option groups that ship with Deep Lightning."""
-    return HOME / "configs"
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,16 @@
-"""Read the entry points by which installed packages add verbs, short names and launchers; listing imports nothing.
+"""Read the entry points by which installed packages add verbs, short names, launchers and sections of a config. Listing
+them imports nothing.
 
 https://packaging.python.org/specifications/entry-points
 """
 
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+import functools
+from collections.abc import Collection
+from dataclasses import make_dataclass
+from typing import Any, cast
 
-from deeplightning.faults import SetupError
+from deeplightning.config.schema import Config, PluginSection, key, keys
+from deeplightning.faults import SetupError, not_installed, plugin_of
 from deeplightning.words import first_line
 
 # Groups of entry points.
@@ -15,6 +19,13 @@ TARGETS = "deeplightning.targets"  # short names, of any section of a config
 LAUNCHERS = "deeplightning.launchers"  # short names of `engine.launcher`
 SCHEMA = "deeplightning.schema"  # sections of a config: a dataclass each, a subclass of `PluginSection`
 DRY_RUN = "deeplightning.dry_run"  # repeats a dry run on the devices and in the processes of a config
+
+
+def entry_points(**which: str) -> Any:
+    """Return the entry points with this group, and perhaps name."""
+    from importlib import metadata  # 0.06 CPU s, which most commands do without
+
+    return metadata.entry_points(**which)
 
 
 def names(group: str) -> list[str]:
@@ -34,7 +45,7 @@ def load(group: str, name: str) -> Any:
     Raises:
         SetupError: several packages have it, or importing it fails.
     """
-    found: list[EntryPoint] = [*entry_points(group=group, name=name)]
+    found = [*entry_points(group=group, name=name)]
     if not found:
         return None
     owners = sorted({entry.dist.name if entry.dist is not None else entry.value for entry in found})
@@ -45,3 +56,51 @@ def load(group: str, name: str) -> Any:
     except Exception as error:
         message = f"{name}, which the installed package {owners[0]} adds, cannot be imported: {first_line(error)}"
         raise SetupError(message) from error
+
+
+# ---- sections of a config
+
+
+def section_names() -> list[str]:
+    """Return the names of the sections that installed packages add."""
+    core = {field.name for field in keys(Config)}
+    return [name for name in names(SCHEMA) if name not in core]
+
+
+def config_class(found: Collection[str] | None = None) -> type[Config]:
+    """Return `Config` with the sections of plug-ins.
+
+    Args:
+        found: the top-level keys of a config, whose sections alone are added; None: those of all installed packages.
+
+    Raises:
+        SetupError: an entry point cannot be imported, or is no section.
+    """
+    if found is not None and {field.name for field in keys(Config)}.issuperset(found):
+        return Config
+    return _extended(*(name for name in section_names() if found is None or name in found))
+
+
+@functools.cache
+def _extended(*sections: str) -> type[Config]:
+    """Return `Config` with these sections, each null by default. Its instances can be pickled."""
+    if not sections:
+        return Config
+    more = []
+    for name in sections:
+        cls = load(SCHEMA, name)
+        if not (isinstance(cls, type) and issubclass(cls, PluginSection)):
+            raise SetupError(f"the section {name} of an installed package is no PluginSection: {cls!r:.200}")
+        doc = (cls.__doc__ or name).strip().splitlines()[0].rstrip(".")
+        doc = f"{doc[0].lower()}{doc[1:]}; null: none"
+        if plugin := plugin_of(f"{name}:"):
+            doc += f"; {not_installed(plugin)}"  # also in a JSON Schema that is read without the plug-in
+        more.append((name, cls | None, key(doc, None)))
+    members = {"__doc__": Config.__doc__, "__reduce__": lambda config: (_restored, (sections, vars(config)))}
+    return cast("type[Config]", make_dataclass("Config", more, bases=(Config,), namespace=members))
+
+
+def _restored(sections: tuple[str, ...], values: dict[str, Any]) -> Config:
+    config = object.__new__(_extended(*sections))
+    vars(config).update(values)
+    return config

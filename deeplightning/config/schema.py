@@ -301,13 +301,22 @@ class Engine(Section):
     env: dict[str, str] = key("environment variables of every worker", dict)
 
 
+def default_of(field: Field[object]) -> Any:
+    """Return the default of a key, or MISSING if it is required."""
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
 def defaults(cls: type) -> Iterator[tuple[str, object]]:
     """Return the default of each key of a section that has one."""
-    for f in keys(cls):
-        if f.default is not MISSING:
-            yield f.name, f.default
-        elif f.default_factory is not MISSING:
-            yield f.name, f.default_factory()
+    return ((f.name, default_of(f)) for f in keys(cls) if default_of(f) is not MISSING)
+
+
+def value_at(section: Section, key: str) -> Any:
+    """Return the value at a dotted key; None where there is none."""
+    found: Any = section
+    for name in key.split("."):
+        found = found.get(name) if isinstance(found, dict | Section) else None
+    return found
 
 
 def backend_of(engine: Engine) -> Backend | None:

@@ -36,9 +36,7 @@ class Secrets:
     texts: dict[KeyPath, str] = field(default_factory=dict)  # path of a value → how it was written, `${…}` and all
     values: dict[str, str] = field(default_factory=dict)  # value → the expression it came from
     words: set[KeyPath] = field(default_factory=set)  # paths of values that hold a variable's text, or its default
-    literals: dict[str, tuple[KeyPath, str]] = field(
-        default_factory=dict
-    )  # variable → path and value, written in clear
+    literals: dict[str, tuple[KeyPath, str]] = field(default_factory=dict)  # variable → path and value in clear
 
     def is_word(self, path: KeyPath) -> bool:
         """Return whether a text at a path may be read as a number: a variable holds nothing but text."""

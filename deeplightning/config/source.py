@@ -6,6 +6,7 @@ config without `${…}` saves.
 """
 
 import functools
+import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ import yaml
 from deeplightning.address import beside, is_address
 from deeplightning.config import addresses, other_tools, packages
 from deeplightning.config.interpolation import resolve
-from deeplightning.config.option_groups import Group, check_name, choices, chosen, shipped_folder
+from deeplightning.config.option_groups import SHIPPED_GROUPS, Group, check_name, choices, chosen
 from deeplightning.config.schema import VERSION, Logger
 from deeplightning.config.secrets import Secrets
 from deeplightning.config.section_kinds import role_of
@@ -74,9 +75,10 @@ class Source:
     has_bases: bool = False
     files: list[Path] = field(default_factory=list)
 
-    def is_top(self, place: str) -> bool:
-        """Return whether a place is in a file that the user named, or in an override, not in what these build on."""
-        return _is_set_by(place, self.names)
+    def is_top(self, place: str, files: list[str] | None = None) -> bool:
+        """Return whether a place is in an override, or in one of these files, else in one that the user named; not in
+        what these build on."""
+        return place.startswith(_OVERRIDE) or place.rsplit(":", 2)[0] in (self.names if files is None else files)
 
     def changes(self) -> list[str]:
         """Return the dotted keys whose values differ from what the config builds on, `~key` for one that is removed:
@@ -86,10 +88,10 @@ class Source:
         found: dict[str, None] = {}
         for path, entry in nodes(self.root):
             key = ".".join(str(part) for part in takewhile(lambda part: isinstance(part, str), path))
-            if _is_set_by(entry.place, files) and not isinstance(entry.value, dict | list):
+            if self.is_top(entry.place, files) and not isinstance(entry.value, dict | list):
                 found[key] = None
             for name, removed in entry.gone.items():
-                if _is_set_by(removed.place, files):
+                if self.is_top(removed.place, files):
                     found[f"~{key}.{name}".replace("~.", "~")] = None
         return list(found)
 
@@ -112,15 +114,14 @@ class Source:
         self.secrets, self.unchecked = found.secrets, found.unchecked
         self.notices = [*self.notices, *found.notices]
         for path, entry in nodes(self.root):
-            if path and path[-1] in ("type", "ref") and isinstance(entry.value, str) and "." not in entry.value:
+            if path[-1:] == ("type",) and isinstance(entry.value, str) and entry.value.isidentifier():
                 self._in_full(path, entry)
 
     def _in_full(self, path: KeyPath, entry: Entry) -> None:
         """Put the full name in the place of a short one, `type: Adam`."""
         key = ".".join(map(str, path[:-1]))
         role = key if key == LAUNCHER else role_of(key)
-        is_there = path[-1] == "type" and 2 <= len(path) <= 4 and "params" not in path
-        if not is_there or role is None or not entry.value.isidentifier():
+        if role is None or not 2 <= len(path) <= 4 or "params" in path:
             return
         try:
             full = full_name(role, entry.value)
@@ -130,11 +131,6 @@ class Source:
             return
         if full is not None:
             entry.written, entry.value = entry.written or entry.value, full
-
-
-def _is_set_by(place: str, files: list[str]) -> bool:
-    """Return whether a place is in one of these files, or in an override."""
-    return place.startswith(_OVERRIDE) or place.rsplit(":", 2)[0] in files
 
 
 def is_file(word: str) -> bool:
@@ -292,7 +288,7 @@ class _Reading:
             raise ConfigError(Fault(f"more than {MAX_BASES} files build on each other", place=short(path)))
         text = self.given[path] if path in self.given else text_of(path)
         address = addresses.address_of(path)
-        origin = None if address is None else (address, addresses.digest_of(path))
+        origin = None if address is None else (address, hashlib.sha256(path.read_bytes()).hexdigest())
         this = _File(path, above, order, inside, root or _folder(path), len(text), origin)
         self.files.append(this)
         if sum(file.size for file in self.files) > MAX_BYTES:
@@ -351,7 +347,7 @@ class _Reading:
             if whole in self.groups:  # somebody nearer to the user has chosen
                 continue
             choice = self.words.get(whole, entry)
-            looked = list(dict.fromkeys([*self.tops, *file.roots(), shipped_folder()]))
+            looked = list(dict.fromkeys([*self.tops, *file.roots(), SHIPPED_GROUPS]))
             group = self.groups[whole] = Group(whole, chosen(choice), choice.place, looked)
             for number, option in enumerate(group.chosen):
                 root, path = group.find(option)
@@ -372,7 +368,7 @@ class _Reading:
         if entry is None or entry.value is None:
             return
         options = chosen(entry)
-        roots = list(dict.fromkeys([*self.tops, shipped_folder()]))
+        roots = list(dict.fromkeys([*self.tops, SHIPPED_GROUPS]))
         is_there = all(any((root / name / f"{option}.yaml").is_file() for root in roots) for option in options)
         if "/" not in name and not is_there:
             return

@@ -4,7 +4,7 @@ The grammar of scalars is YAML 1.2's (`off` is a word, `1e-3` a number), with `_
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
@@ -141,6 +141,17 @@ def leaves(entry: Entry) -> Iterator[tuple[KeyPath, Entry]]:
     return ((path, item) for path, item in nodes(entry) if not isinstance(item.value, dict | list))
 
 
+def entry_at(root: Entry, path: Iterable[Any]) -> Entry | None:
+    """Return the entry at a path, names of mappings and indexes of lists; None where there is none."""
+    found = root
+    for part in path:
+        items = dict(enumerate(found.value)) if isinstance(found.value, list) else found.value
+        if not isinstance(items, dict) or part not in items:
+            return None
+        found = items[part]
+    return found
+
+
 def plain(entry: Entry, written: bool = False) -> Any:
     """Return a tree without its places; `written`: with references as written."""
     if written and entry.written is not None:
@@ -254,14 +265,11 @@ class _Builder:
         self.name, self.faults, self.count, self.open = name, faults, 0, set[int]()
         self.above = [*above]  # the keys that lead to what is being built
 
-    def place(self, node: Node) -> str:
-        return _place(self.name, node.start_mark)
-
     def stop(self, node: Node, message: str) -> ConfigError:
-        return ConfigError([*self.faults, Fault(message, place=self.place(node))])
+        return ConfigError([*self.faults, Fault(message, place=_place(self.name, node.start_mark))])
 
     def build(self, node: Node, place: str | None = None) -> Entry:
-        at = self.place(node)
+        at = _place(self.name, node.start_mark)
         self.count += 1
         if len(self.faults) > MAX_FAULTS:
             raise self.stop(node, f"more than {MAX_FAULTS} faults, up to here; is this a config?")
@@ -285,7 +293,7 @@ class _Builder:
         try:
             return _tagged(node)
         except ValueError as error:
-            self.faults.append(Fault(str(error), ".".join(self.above) or None, self.place(node)))
+            self.faults.append(Fault(str(error), ".".join(self.above) or None, _place(self.name, node.start_mark)))
             return None
 
     def mapping(self, node: MappingNode) -> dict[Any, Entry]:
@@ -293,7 +301,7 @@ class _Builder:
         merged: dict[Any, Entry] = {}
         is_typed = has_typed_keys(self.above)
         for name_node, value_node in node.value:
-            place = self.place(name_node)
+            place = _place(self.name, name_node.start_mark)
             if not isinstance(name_node, ScalarNode):
                 self.faults.append(Fault("a key is a word, not a list or a mapping", place=place))
                 continue

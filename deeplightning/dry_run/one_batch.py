@@ -19,7 +19,7 @@ from torchmetrics import Metric
 from deeplightning import own_code
 from deeplightning.callbacks import random_state, start
 from deeplightning.callbacks.steps import LogSteps
-from deeplightning.checks.conditions import splits_layers
+from deeplightning.checks.combinations import splits_layers
 from deeplightning.config.auto_values import WEIGHTS, unfilled
 from deeplightning.config.schema import Config
 from deeplightning.config.target import build, needs

@@ -8,7 +8,7 @@ from typing import Any
 
 from deeplightning.static.bindings import Module
 from deeplightning.static.names import Names
-from deeplightning.static.signature import UNKNOWN, Instance, Options, Undecided, allowed_by
+from deeplightning.static.signature import UNKNOWN, Options, Undecided, allowed_by
 from deeplightning.static.symbol import (
     UNKNOWABLE,
     Frame,
@@ -133,27 +133,6 @@ def _known(name: str, module: Module) -> type | None:
 # ---- what a call returns
 
 _VAGUE = ("typing", "collections.abc", "abc")
-
-
-def instance(names: Names, thing: Thing) -> Instance:
-    """Return what is known of the instances of a class."""
-    line, complete = names.line(thing)
-    return Instance(tuple(t.path for t in line), complete, lambda: _forward(names, thing))
-
-
-def _forward(names: Names, thing: Thing) -> tuple[int, float] | None:
-    """Return the least and the largest number of positional arguments of a module's `forward`; None: unknown."""
-    try:
-        found = names.attribute(thing, "forward")
-    except UNKNOWABLE:
-        return None
-    if found.live is not None or not isinstance(found.node, ast.FunctionDef) or found.node.decorator_list:
-        return None
-    arguments = found.node.args
-    positional = len(arguments.posonlyargs) + len(arguments.args) - 1  # without self
-    if None in arguments.kw_defaults:
-        return None
-    return positional - len(arguments.defaults), float("inf") if arguments.vararg else positional
 
 
 def returned(names: Names, thing: Thing) -> list[Thing]:

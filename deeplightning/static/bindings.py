@@ -257,7 +257,6 @@ class Scope:
         patched: attributes that are set on a name afterwards, such as `("Thing", "__init__")`.
         documents: what is set as the `__doc__` of a name.
         imports: what is certainly imported here, with the line.
-        raised: what it certainly ends with.
         rebound: the names that are bound more than once.
         effects: submodules that are imported without being used, so for what they do.
     """
@@ -270,7 +269,6 @@ class Scope:
     documents: dict[str, list[ast.expr]] = field(default_factory=dict)
     imports: list[tuple[str, int]] = field(default_factory=list)
     effects: list[str] = field(default_factory=list)
-    raised: ast.Raise | None = None
     rebound: set[str] = field(default_factory=set)
 
     @classmethod
@@ -372,7 +370,8 @@ class _Reader:
                     return self.perhaps([node.body, []])
                 return self.run(node.body)
             case ast.For() | ast.AsyncFor():
-                self.perhaps([[_loop_variable(node), *node.body], []])
+                self.opaque(node.target, "is bound by a loop")
+                self.perhaps([node.body, []])
                 return self.run(node.orelse)
             case ast.While():
                 self.perhaps([node.body, []])
@@ -380,8 +379,6 @@ class _Reader:
             case ast.Match():
                 self.perhaps([*(case.body for case in node.cases), []])
             case ast.Raise() | ast.Return() | ast.Continue() | ast.Break():
-                if isinstance(node, ast.Raise) and self.certain and not self.guards:
-                    self.scope.raised = node
                 return False
         for inner in ast.iter_child_nodes(node) if not hasattr(node, "body") else ():
             if isinstance(inner, ast.NamedExpr):
@@ -496,11 +493,6 @@ def _joined(several: list[Names]) -> Names:
         found = [binding for each in several for binding in each.get(name, (UNBOUND,))]
         names[name] = tuple(dict.fromkeys(found))
     return names
-
-
-def _loop_variable(node: ast.For | ast.AsyncFor) -> ast.stmt:
-    """Return the variable of a loop, as a statement that binds it to something unknown."""
-    return ast.copy_location(ast.AugAssign(node.target, ast.Add(), ast.Constant(0)), node)  # type: ignore[arg-type]
 
 
 def absolute(node: ast.ImportFrom, module: Module) -> str:

@@ -8,6 +8,7 @@ and says what is missing in the same words.
 """
 
 import ast
+import builtins
 import contextlib
 import inspect
 import keyword
@@ -18,13 +19,25 @@ from pathlib import Path
 
 from deeplightning import own_code
 from deeplightning.faults import Missing, nearest, no_module, refuse_moved
-from deeplightning.static.annotations import instance, returned
-from deeplightning.static.bindings import Broken, Defined, Module, contains_word
+from deeplightning.static.annotations import plain, returned
+from deeplightning.static.bindings import Assigned, Broken, Defined, Module, contains_word
 from deeplightning.static.from_source import Signatures
 from deeplightning.static.names import Names, Texts
-from deeplightning.static.signature import Instance, Signature, Undecided
-from deeplightning.static.symbol import UNKNOWABLE, Absent, Failing, Frame, Functions, Kind, Lacking, Thing
-from deeplightning.static.task_source import TaskSource
+from deeplightning.static.signature import UNKNOWN, Instance, Signature, Undecided, positional
+from deeplightning.static.symbol import (
+    UNKNOWABLE,
+    Absent,
+    Failing,
+    Frame,
+    Functions,
+    Kind,
+    Lacking,
+    Thing,
+    first_argument,
+)
+from deeplightning.static.uses import is_it
+
+_FRAMEWORKS = ("torch", "pytorch_lightning", "lightning", "lightning_fabric", "torchmetrics", "torchvision")
 
 
 def look_up(name: str, names: Names | None = None) -> "Definition":
@@ -100,7 +113,7 @@ def _is_misspelt(part: str, owner: Module | None) -> bool:
 
 
 @dataclass(eq=False)
-class Definition(TaskSource):
+class Definition:
     """What a dotted name means.
 
     Attributes:
@@ -132,9 +145,18 @@ class Definition(TaskSource):
             Undecided: that cannot be known without calling it.
         """
         if self.kind == "class":
-            return [instance(self._names, self._thing)]
+            return [self._instance(self._thing)]
         made = self._names.guarded(lambda: returned(self._names, self._thing))
-        return [instance(self._names, thing) for thing in made]
+        return [self._instance(thing) for thing in made]
+
+    def _instance(self, thing: Thing) -> Instance:
+        line, complete = self._names.line(thing)
+        return Instance(tuple(t.path for t in line), complete, lambda: self._forward(thing))
+
+    def _forward(self, thing: Thing) -> tuple[int, float] | None:
+        with contextlib.suppress(*UNKNOWABLE):
+            return positional(Signatures(self._names).signature(self._names.attribute(thing, "forward")))
+        return None
 
     def signature(self) -> Signature:
         """Return what may be given to it; of classes and of methods that are called on their class, without `self`.
@@ -163,6 +185,92 @@ class Definition(TaskSource):
         line = self._names.line(self._thing)[0] if self.kind == "class" else []
         counted = (each for each in line if outside is None or not each.path.startswith(f"{outside}."))
         return any(self._names.own(each, name) for each in counted)
+
+    # ---- of a task, a callback or a metric
+
+    def line(self) -> tuple[list[Thing], bool]:
+        """Return a class and its ancestors, frameworks' left out; False if there may be others."""
+        line, complete = self._names.line(self._thing) if self.kind == "class" else ([], False)
+        return [t for t in line if t.live is None and t.path.partition(".")[0] not in _FRAMEWORKS], complete
+
+    def logged_names(self) -> tuple[set[str], bool]:
+        """Return the names that a class and its ancestors give to `self.log` and `self.log_dict`; False if there may be
+        others.
+
+        What a class says itself in `logged_metrics`, a tuple of literal words, is taken as it is, placeholders
+        included; ancestors above it are not read.
+        """
+        own, complete = self.line()
+        words, position = self._declared(own, "logged_metrics")
+        if words is not None:
+            more, complete = Logged(self._names, own[:position]).names(True)
+            return words | more, complete
+        return Logged(self._names, own).names(complete)
+
+    def declared_words(self, attribute: str) -> set[str] | None:
+        """Return the literal words that a task assigns to `metric_names` (its metrics where a config names none),
+        `loss_arguments` (what it calls each loss with) or `network_names` (the networks that it needs, () for a single
+        one); None: it does not say."""
+        return self._declared(self.line()[0], attribute)[0]
+
+    def _declared(self, own: list[Thing], attribute: str) -> tuple[set[str] | None, int]:
+        """Return the words of the first class that assigns literal words to an attribute, and its position."""
+        for position, each in enumerate(own):
+            for option in self._names.scope(each).names.get(attribute, ()):
+                if isinstance(option, Assigned):
+                    with contextlib.suppress(*UNKNOWABLE):
+                        return Texts(self._names, Frame(self._names.home(each))).items(option.value), position
+        return None, len(own)
+
+    def constant(self, attribute: str) -> object:
+        """Return the plain value of an attribute of a class, its own or the next ancestor's; None where none has it.
+
+        Raises:
+            Undecided: an ancestor cannot be followed, or the value is none that can be read.
+        """
+        line, complete = self._names.line(self._thing) if self.kind == "class" else ([], True)
+        for each in line:
+            if each.live is not None:
+                if attribute in vars(each.live):
+                    return vars(each.live)[attribute]
+            elif options := self._names.scope(each).names.get(attribute, ()):
+                frame, only = Frame(self._names.home(each)), options[0] if len(options) == 1 else None
+                value = plain(self._names, only.value, frame) if isinstance(only, Assigned) else UNKNOWN
+                if value is UNKNOWN:
+                    raise Undecided(f"what `{attribute}` is")
+                return value
+        if not complete:
+            raise Undecided(f"what `{attribute}` is")
+        return None
+
+    def _constructors(self) -> Iterator[Functions]:
+        """Yield the `__init__` of a class, then those of its ancestors."""
+        for each in self._names.line(self._thing)[0] if self.kind == "class" else ():
+            for method in each.node.body if isinstance(each.node, ast.ClassDef) else ():
+                if isinstance(method, Functions) and method.name == "__init__":
+                    yield method
+
+    def steps_itself(self) -> bool:
+        """Return whether `__init__` of a task, or of the nearest ancestor that says anything of it, sets
+        `self.automatic_optimization` to False, under no condition."""
+        for method in self._constructors():
+            values = [_value_set(statement, first_argument(method)) for statement in method.body]
+            if any(value is not None for value in values):
+                return [value for value in values if value is not None][-1] is False
+        return False
+
+    def ignores_config(self) -> bool:
+        """Return whether `__init__` of a task, or of its nearest ancestor that has one, does not read the config, which
+        is its first argument."""
+        method = next(self._constructors(), None)
+        arguments = [arg.arg for arg in (*method.args.posonlyargs, *method.args.args)] if method is not None else []
+        if method is None or len(arguments) < 2 or method.args.vararg or method.args.kwarg:
+            return False
+        used = {getattr(node, "id", None) or getattr(node, "attr", None) for node in ast.walk(method)}
+        return used.isdisjoint({arguments[1], "locals", "vars", "save_hyperparameters"})
+
+
+# ---- documentation
 
 
 def _docstrings(names: Names, thing: Thing) -> Iterator[str]:
@@ -204,4 +312,149 @@ def _described(docstring: str, parameter: str) -> str | None:
                 names = [name.strip("*` ") for name in item.name.split(",")]
                 if parameter in names and item.description:
                     return " ".join(item.description.split())
+    return None
+
+
+# ---- metrics
+
+
+def _is_a_module(receiver: ast.expr, method: Functions) -> bool:
+    """Return whether `receiver.log(…)` may log a metric: of the class itself, of what a method is given (a callback's
+    `pl_module`), or of a trainer's module. A logger of Python's is neither; a tensor's `log` takes nothing."""
+    match receiver:
+        case ast.Name(id=name):
+            return name in [a.arg for a in (*method.args.posonlyargs, *method.args.args, *method.args.kwonlyargs)]
+        case ast.Attribute(attr="lightning_module"):
+            return True
+    return False
+
+
+def _forked(call: ast.Call) -> tuple[str, ...]:
+    """Return what Lightning puts behind a name that is logged at steps and as the mean of an epoch."""
+    how = [k.value for k in call.keywords if k.arg in ("on_step", "on_epoch")]
+    never = any(isinstance(value, ast.Constant) and not value.value for value in how)
+    return ("_step", "_epoch") if how and not never else ()
+
+
+class Logged:
+    """The names that the methods of some classes log."""
+
+    def __init__(self, names: Names, classes: list[Thing]):
+        self.source, self.classes = names, classes
+        self.methods = [
+            (each, node)
+            for each in classes
+            for node in each.node.body
+            if isinstance(node, Functions) and first_argument(node)
+        ]
+
+    def names(self, complete: bool) -> tuple[set[str], bool]:
+        """Return the names that are logged, and whether these are all: code elsewhere may log others."""
+        names: set[str] = set()
+        for each, method in self.methods:
+            own, called = str(first_argument(method)), {n.func for n in ast.walk(method) if isinstance(n, ast.Call)}
+            for call in ast.walk(method) if each.path.partition(".")[0] != "deeplightning" else ():
+                match call:
+                    case ast.Attribute(attr="callback_metrics"):
+                        complete = False  # who asks a trainer for its metrics may add to them
+                    case ast.Attribute(value=receiver, attr="log" | "log_dict") if is_it(receiver, own):
+                        complete &= call in called  # else `self.log` is called under another name
+                    case ast.Call(func=func, args=args) if any(is_it(arg, own) for arg in args):
+                        complete &= isinstance(func, ast.Name) and hasattr(builtins, func.id)
+            for call in ast.walk(method):
+                match call:
+                    case ast.Call(func=ast.Attribute(value=receiver, attr="log" | "log_dict" as how)) if (
+                        call.args or call.keywords
+                    ) and _is_a_module(receiver, method):
+                        given = call.args[0] if call.args else next(
+                            (k.value for k in call.keywords if k.arg in ("name", "dictionary")), None
+                        )  # fmt: skip
+                        texts = _MethodTexts(self, each, method)
+                        try:
+                            found = texts.of(given) if how == "log" else texts.items(given)
+                        except UNKNOWABLE:
+                            complete = False
+                        else:
+                            names |= found | {f"{n}{end}" for n in found for end in _forked(call)}
+        return names, complete
+
+
+class _MethodTexts(Texts):
+    """Finds texts in a method, by its variables, by what other methods give it, and by attributes of the class."""
+
+    def __init__(self, logged: Logged, each: Thing, method: Functions):
+        super().__init__(logged.source, Frame(logged.source.home(each), function=method))
+        self.logged, self.method, self.own = logged, method, str(first_argument(method))
+
+    def options(self, node: ast.Name | ast.Attribute) -> Iterator[tuple[Texts, ast.expr, bool]]:
+        if isinstance(node, ast.Attribute):
+            found = self.attribute(node.attr) if is_it(node.value, self.own) else super().options(node)
+            yield from found
+            return
+        with self.names.asking(("text", id(self.method), node.id)):
+            options = [*self.argument(node.id), *self.variable(node.id)]
+            yield from options or super().options(node)
+
+    def attribute(self, name: str) -> Iterator[tuple[Texts, ast.expr, bool]]:
+        stores = (n for _, method in self.logged.methods for n in ast.walk(method) if isinstance(n, ast.Attribute))
+        if any(n.attr == name and isinstance(n.ctx, ast.Store) for n in stores):
+            raise Undecided(f"`self.{name}` is set by a method")
+        for each in self.logged.classes:
+            for option in self.names.scope(each).names.get(name, ()):
+                if isinstance(option, Assigned):
+                    yield Texts(self.names, Frame(self.names.home(each))), option.value, False
+                    return
+        raise Undecided(f"`self.{name}` is not set by the class")
+
+    def variable(self, name: str) -> Iterator[tuple[Texts, ast.expr, bool]]:
+        """Yield what is assigned to a local variable, what it runs through, and what is added to it as a mapping."""
+        for node in ast.walk(self.method):
+            match node:
+                case ast.For(target=target, iter=items) | ast.comprehension(target=target, iter=items):
+                    if is_it(target, name):
+                        yield self, items, True
+                    elif any(is_it(n, name) for n in ast.walk(target)):
+                        raise Undecided(f"`{name}` is a part of an item")
+                case ast.Assign(targets=[target], value=value) if is_it(target, name):
+                    yield self, value, False
+                case ast.AugAssign(target=target, value=value) if is_it(target, name):
+                    yield self, ast.List([ast.Starred(value)]), False
+                case ast.Subscript(value=target, slice=index, ctx=ast.Store()) if is_it(target, name):
+                    yield self, ast.List([index]), False
+                case ast.Call(func=ast.Attribute(value=target, attr="update" | "setdefault")) if is_it(target, name):
+                    raise Undecided(f"`{name}` gets items that show only when it is run")
+
+    def argument(self, name: str) -> Iterator[tuple[Texts, ast.expr, bool]]:
+        """Yield what other methods give for a parameter."""
+        arguments = self.method.args
+        positional = [a.arg for a in (*arguments.posonlyargs, *arguments.args)][1:]
+        defaults = dict(zip(reversed(positional), reversed(arguments.defaults), strict=False))
+        defaults |= {a.arg: d for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d}
+        if name not in (*positional, *(a.arg for a in arguments.kwonlyargs)):
+            return
+        given: ast.expr | None = None
+        for each, caller in self.logged.methods:
+            calls = {node.func: node for node in ast.walk(caller) if isinstance(node, ast.Call)}
+            for node in ast.walk(caller):
+                if is_it(node, f"{first_argument(caller)}.{self.method.name}"):
+                    call = calls.get(node)  # type: ignore[call-overload]
+                    given = next((k.value for k in call.keywords if k.arg == name), None) if call else None
+                    if call and given is None and name in positional and positional.index(name) < len(call.args):
+                        given = call.args[positional.index(name)]
+                    given = given or (defaults.get(name) if call else None)
+                    if given is None or (call and any(isinstance(a, ast.Starred) for a in call.args)):
+                        raise Undecided(f"`{name}` shows only when it is run")
+                    yield _MethodTexts(self.logged, each, caller), given, False
+        if given is None:
+            raise Undecided(f"`{name}` is given by others")
+
+
+def _value_set(statement: ast.stmt, self: str | None) -> bool | None:
+    """Return what a statement sets it to; None if it does not."""
+    match statement:
+        case ast.Assign(
+            targets=[ast.Attribute(value=ast.Name(id=name), attr="automatic_optimization")],
+            value=ast.Constant(value=bool(value)),
+        ) if name == self:
+            return value
     return None

@@ -241,7 +241,9 @@ class Handed:
                 return signatures.constructor(frame.line[0], list(frame.line), frame.complete, frame.position + 1)
             case ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr=name) if frame.line:
                 return self.method(names.attribute(frame.line[0], name, frame.position + 1), bound=name != "__new__")
-            case ast.Name(id=name) if name == frame.first and self.role() in ("classmethod", "__new__"):
+            case ast.Name(id=name) if name == frame.first and (
+                self.node.name == "__new__" or role_of_function(self.node) == "classmethod"
+            ):
                 return signatures.signature(frame.line[0])
             case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name == frame.first:
                 return self.method(names.attribute(frame.line[0], attribute), bound=True)
@@ -254,9 +256,6 @@ class Handed:
         if found.kind != "function" or found.live is not None or found.owner is None:
             raise Undecided(f"`{found.name}` is no method written in Python")
         return self.signatures.of_function(found, self.frame.line, self.frame.complete, bound)
-
-    def role(self) -> str | None:
-        return "__new__" if self.node.name == "__new__" else role_of_function(self.node)
 
     def helper(self, call: ast.Call, place: int | str) -> set[str] | None:
         """Return the literal names that a helper looks up in the mapping, if it does no more with it than that."""

@@ -108,7 +108,7 @@ class Names:
         return self.modules[name]
 
     def need_imports(self, module: Module) -> None:
-        """Raise what importing own code certainly ends with: a package that is not installed, or a `raise`."""
+        """Raise what importing own code certainly ends with: a package that is not installed."""
         self.changes_path = self.changes_path or b"sys.path" in module.text or b"addsitedir" in module.text
         if self.changes_path:
             return
@@ -117,8 +117,6 @@ class Names:
         for name, _ in module.scope.imports if own_code.is_own(str(module.file)) else ():
             if own_code.top_level(name.partition(".")[0]) is not None:
                 self.module(name)
-        if module.scope.raised is not None:
-            raise _raised_by(module.scope.raised, module)
 
     def member(self, owner: Thing, name: str) -> Thing:
         """Return an attribute.
@@ -609,20 +607,6 @@ def _missing_packages(module: Module) -> Iterator[tuple[str, int]]:
 
 def _lacking(top: str, place: str) -> Lacking:
     return Lacking(f"needs {top}, which is not installed here{place}: {install(top)}")
-
-
-def _raised_by(node: ast.Raise, module: Module) -> Failing:
-    """Return what importing a module ends with that comes to this statement."""
-    words, called = f"`{ast.unparse(node):.200}`", node.exc
-    match called:
-        case ast.Name(id=str(name)):
-            words = name
-        case ast.Call(func=ast.Name(id=str(name)) as called, args=arguments):
-            if [type(each) for each in arguments] == [ast.Constant]:
-                words = f"{name}: {arguments[0].value}"  # type: ignore[attr-defined]
-    found = getattr(builtins, called.id, None) if isinstance(called, ast.Name) else None
-    kind = Lacking if isinstance(found, type) and issubclass(found, OSError | ImportError) else Failing
-    return kind(f"failed: {words}{module.place(node.lineno)}")
 
 
 def _is_there(top: str) -> bool:

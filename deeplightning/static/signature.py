@@ -6,7 +6,7 @@ Both sides give the same `Signature`, so that a config is compared in one way (`
 import inspect
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,11 +44,6 @@ class Factory:
 
     arguments: int | None = None
     returns: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, arguments: int | None, paths: Iterable[str]) -> "Factory":
-        """Make one of the paths of all that it may return."""
-        return cls(arguments, tuple(p for p in paths if not p.startswith("builtins.") and not p.endswith(".Tensor")))
 
 
 @dataclass(frozen=True)
@@ -203,18 +198,13 @@ def of_object(found: Callable[..., object]) -> Signature:
     return Signature(known, rest, variadic, unresolved)
 
 
-def positional(owner: type, method: str) -> tuple[int, float] | None:
-    """Return the least and the largest number of positional arguments of a method of a live class, without `self`;
-    None: unknown."""
-    try:
-        parameters = list(inspect.signature(getattr(owner, method)).parameters.values())[1:]
-    except (AttributeError, ValueError, TypeError):
+def positional(method: Signature) -> tuple[int, float] | None:
+    """Return the least and the largest number of positional arguments of a method, without `self`; None: it needs
+    others by name."""
+    if any(p.required and not p.position for p in method.parameters):
         return None
-    taken = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters):
-        return None
-    more = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    return sum(p.default is p.empty for p in taken), float("inf") if more else len(taken)
+    taken = [p for p in method.parameters if p.position][1:]
+    return sum(p.required for p in taken), float("inf") if method.variadic else len(taken)
 
 
 def allowed_by(hint: object) -> Options:
@@ -236,10 +226,9 @@ def allowed_by(hint: object) -> Options:
     if origin.__module__ in ("builtins", "collections.abc"):
         if origin.__name__ == "Callable" and inner:
             arguments = len(inner[0]) if isinstance(inner[0], list) else None
-            returned = typing.get_args(inner[1]) or (inner[1],)
-            return (
-                Factory.of(arguments, [f"{c.__module__}.{c.__qualname__}" for c in returned if isinstance(c, type)]),
-            )
+            returned = [c for c in typing.get_args(inner[1]) or (inner[1],) if isinstance(c, type)]
+            paths = [f"{c.__module__}.{c.__qualname__}" for c in returned if c.__module__ != "builtins"]
+            return (Factory(arguments, tuple(path for path in paths if not path.endswith(".Tensor"))),)
         if any(typing.get_origin(i) is typing.Unpack or getattr(i, "__unpacked__", False) for i in inner):
             return None
         return _collection(origin.__name__, [i if i is ... else allowed_by(i) for i in inner])

@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from checks import load
 from PIL import Image
 
 from deeplightning.callbacks import random_state
-from deeplightning.checks.examine import load
 from deeplightning.config.target import find
 from deeplightning.data.samplers import BatchIndices
 from deeplightning.data.splits import deal

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checks import load
 from commands import real
 from conftest import digest
 from PIL import Image
 from sklearn.datasets import load_digits
-
-from deeplightning.checks.examine import load
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/*/*.yaml")])

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from deeplightning.config import schema
-from deeplightning.config.plugin_sections import config_class
+from deeplightning.config.plugins import config_class
 
 
 def _keys(cls: type, path: str = "") -> Iterator[str]:

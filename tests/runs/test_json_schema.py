@@ -8,11 +8,11 @@ from dataclasses import MISSING, is_dataclass
 from pathlib import Path
 
 import pytest
+from checks import load
 from click.testing import CliRunner
 from jsonschema import Draft7Validator, Draft202012Validator
 
-from deeplightning.checks.allowed import default_of, options_of, sections
-from deeplightning.checks.examine import load
+from deeplightning.checks.allowed import options_of, sections
 from deeplightning.checks.json_schema import json_schema
 from deeplightning.cli import cli
 from deeplightning.config import schema
@@ -107,8 +107,8 @@ def values(field: typing.Any, hint: typing.Any) -> list[typing.Any]:
     found: list[typing.Any] = [None, True, 3, -1, 0, 0.5, 1.5, "val_loss", [], ["val_loss"], [1], {}, {"zzz": 1}]
     for option in options_of(hint):
         found += typing.get_args(option) if typing.get_origin(option) is typing.Literal else []
-    if default_of(field) is not MISSING and not is_dataclass(default_of(field)):
-        found.append(default_of(field))
+    if schema.default_of(field) is not MISSING and not is_dataclass(schema.default_of(field)):
+        found.append(schema.default_of(field))
     low, high = field.metadata["low"], field.metadata["high"]
     found += [low, low - 1] if low is not None else []
     found += [high, high + 1] if high is not None else []
@@ -252,7 +252,7 @@ def test_every_key_tells_what_it_is():
         for field in schema.keys(cls):
             key, told = f"{path}.{field.name}".lstrip("."), section["properties"][field.name]
             assert (told["title"], told["description"].startswith(field.metadata["doc"])) == (key, True)
-            value = default_of(field)
+            value = schema.default_of(field)
             facts = dict(part.split(": ", 1) for part in told["description"].split("\n\n")[1:])
             assert ("examples" in told) == bool(field.metadata["example"])
             if value is not MISSING and not is_dataclass(value):

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from checks import load
 
 from deeplightning.checks import strategy
-from deeplightning.checks.examine import examine, load
+from deeplightning.checks.examine import examine
 
 GOOD = """\
 data:

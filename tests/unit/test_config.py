@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+from checks import load
 
-from deeplightning.checks.examine import check, load, section
+from deeplightning.checks.examine import check, section
 from deeplightning.config import schema
-from deeplightning.config.plugin_sections import config_class
+from deeplightning.config.plugins import config_class
 from deeplightning.config.source import compose, read
 from deeplightning.config.tree import dump, line, plain
 from deeplightning.faults import ConfigError

@@ -9,13 +9,13 @@ import sys
 from collections.abc import Mapping
 
 import pytest
+from checks import load
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from test_config import SMALL
 
-from deeplightning.checks.examine import load
 from deeplightning.config import schema
 from deeplightning.config.source import read
 from deeplightning.config.target import build

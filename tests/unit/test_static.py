@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from deeplightning.checks.value_check import misfits
+from deeplightning.checks.signature_check import value_misfits
 from deeplightning.config.target import find
 from deeplightning.static.definition import look_up
 from deeplightning.static.signature import UNKNOWN, Built, Factory, ListOf, Undecided, of_object
@@ -142,7 +142,7 @@ def differences(name: str, thing: object) -> list[str]:
         if None not in (real.allowed, other.allowed) and set(real.allowed or ()) != set(other.allowed or ()):
             wrong.append(f"{name}: {parameter} allows {real.allowed}, not {other.allowed}")
         default = as_yaml(inspect.signature(thing).parameters[parameter].default)
-        wrong += [f"{name}: {parameter}={found}" for each in (real, other) for found in misfits(default, each)]
+        wrong += [f"{name}: {parameter}={found}" for each in (real, other) for found in value_misfits(default, each)]
     paths, complete = found.bases()
     if isinstance(thing, type) and complete:
         names = [path.rpartition(".")[2] for path in paths]
@@ -363,7 +363,7 @@ UNDECIDED_NAMES = {
     "if unknown():\n    class Thing: ...\nelse:\n    def Thing(): ...": "one thing or another",
     "if unknown():\n    class Thing: ...": "depends on the machine",
     "try:\n    Thing = make()\nexcept ValueError:\n    Thing = None": "what `make()` gives",
-    "for Thing in (1, 2):\n    pass": "depends on the machine",
+    "for Thing in (1, 2):\n    pass": "is bound by a loop",
     "from own_other import Thing": "circle",
     "Thing = Other\nOther = Thing": "circle",
     "A = (1, 2)\nThing, B = A": "a part of another value",
