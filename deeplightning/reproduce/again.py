@@ -27,7 +27,7 @@ from deeplightning.config.target import find
 from deeplightning.config.tree import line, plain
 from deeplightning.faults import CheckpointError, RunError, SetupError
 from deeplightning.own_code import ROOTS
-from deeplightning.process.identity import identity
+from deeplightning.process.identity import refuse_several
 from deeplightning.process.terminal import say_path
 from deeplightning.reproduce.differences import PATH_KEYS, compare, reasons
 from deeplightning.reproduce.past import PastRun, flat, past_run
@@ -93,7 +93,7 @@ def reproduce(
         RunError: the results differ; the message names the first difference.
         SystemExit: the new run failed; with its exit code.
     """
-    refuse_ranks("reproduce")
+    refuse_several("reproduce")
     original = to_execute(run, trust)
     with tempfile.TemporaryDirectory(prefix="deeplightning-reproduce-", ignore_cleanup_errors=True) as top:
         plan = prepare(original, Path(top), overrides, any_data, say)
@@ -118,19 +118,6 @@ def reproduce(
             + f". {reasons(original, again)}"
         )
     return again.folder
-
-
-def refuse_ranks(verb: str) -> None:
-    """Refuse to run as one of several processes.
-
-    Raises:
-        SetupError: a launcher has started several processes.
-    """
-    if (found := identity()) is not None and found.world > 1:
-        raise SetupError(
-            f"{verb} starts the processes of the run by itself, and this is one of {found.world} that "
-            f"{found.by} has started. Start it once"
-        )
 
 
 def to_execute(run: str, trust: bool) -> PastRun:
