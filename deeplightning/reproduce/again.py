@@ -34,7 +34,7 @@ from deeplightning.reproduce.past import PastRun, flat, past_run
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.code import Code, describe_program, restored, unpack
 from deeplightning.tracking.datafiles import changes, describe_again
-from deeplightning.tracking.environment import REPRODUCES, VARIABLES, packages
+from deeplightning.tracking.environment import REPRODUCES, VARIABLES
 from deeplightning.tracking.store import is_local, locate
 
 MAX_LISTED = 10
@@ -177,21 +177,15 @@ def prepare(original: PastRun, top: Path, overrides: Sequence[str], any_data: bo
 
 
 def _say_versions(original: PastRun, code: Code, say: Say) -> None:
-    recorded, here = dict(original.environment.get("packages") or {}), packages()
-    changed = [
-        f"{name} {recorded[name]} → {here.get(name, 'not installed')}"
-        for name in recorded
-        if recorded[name] != here.get(name)
-    ]
     python = (original.environment.get("python") or {}).get("version")
     now = ".".join(map(str, sys.version_info[:3]))
-    changed += [f"python {python} → {now}"] if python not in (None, now) else []
-    for name, version in code.packages.items():
+    changed = [f"python {python} → {now}"] if python not in (None, now) else []
+    for name, version in (code.packages | dict(original.environment.get("packages") or {})).items():
         try:
             installed = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             installed = "not installed"
-        if installed != version and name not in recorded:
+        if installed != version:
             changed.append(f"{name} {version} → {installed}")
     if changed:
         say(f"warning: other versions than then: {', '.join(changed)}")
