@@ -12,7 +12,7 @@ import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
-from deeplightning.process import ranks, supervisor
+from deeplightning.process import ranks
 
 log = logging.getLogger("deeplightning.watch")
 
@@ -187,7 +187,7 @@ class Watchdog(Callback):
     def _begin(self, *_: object, **__: object) -> None:
         if self._over is not None:  # a validation inside a training
             return
-        group = supervisor.here() or supervisor.begin(0, starts_others=True)  # a process by itself
+        group = ranks.here() or ranks.begin(0, starts_others=True)  # a process by itself
         self._over = threading.Event()
         threading.Thread(target=self._watch, args=(group, self._over), name="watchdog", daemon=True).start()
 

@@ -95,7 +95,7 @@ def _code_between(first: PastRun, second: PastRun, patch: bool) -> Iterator[tupl
         a, b = ((run.environment.get("git") or {}) for run in (first, second))
         yield from between(_chosen(a, "commit", "dirty"), _chosen(b, "commit", "dirty"))
         if one is not two:
-            yield "code.zip", *(code and f"{len(code.files)} files" for code in (one, two))
+            yield "code.zip", _listed(one and one.files), _listed(two and two.files)
         return
     if one.program.get("version") == two.program.get("version"):
         mine, theirs = one.program.get("digest"), two.program.get("digest")
@@ -123,10 +123,14 @@ def _data_between(first: PastRun, second: PastRun) -> Iterator[tuple[str, object
     one, two = first.data, second.data
     if one is None or two is None:
         if one is not two:
-            yield "data.json", *(data and f"{len(data['files'])} files" for data in (one, two))
+            yield "data.json", _listed(one and one["files"]), _listed(two and two["files"])
         return
     for name in changes(one, two):
         yield name, _content(one["files"].get(name)), _content(two["files"].get(name))
+
+
+def _listed(files: Any) -> str | None:
+    return None if files is None else f"{len(files)} files"
 
 
 def _content(found: list[object] | None) -> str | None:

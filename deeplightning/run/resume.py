@@ -15,7 +15,7 @@ from deeplightning.config.source import read
 from deeplightning.config.tree import as_written, dump
 from deeplightning.faults import CheckpointError
 from deeplightning.process.identity import decided, identity, own_rank
-from deeplightning.process.supervisor import restarts
+from deeplightning.process.ranks import restarts
 from deeplightning.run.find import find_checkpoint, runs_of, store_of
 from deeplightning.runfolder import RunFolder
 

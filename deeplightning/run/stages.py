@@ -17,7 +17,7 @@ from deeplightning.config.tree import dump, line
 from deeplightning.faults import CheckpointError, ConfigError
 from deeplightning.kinds import is_plain
 from deeplightning.launch.set_environment import apply_environment
-from deeplightning.process import supervisor
+from deeplightning.process import ranks
 from deeplightning.process.agreement import all_ended, connect
 from deeplightning.process.identity import own_rank
 from deeplightning.process.terminal import say_path
@@ -56,7 +56,7 @@ def launch(cfg: Config) -> RunFolder:
     apply_environment(cfg)
     to_terminal(cfg)
     one_line_warnings()
-    if own_rank() == 0 and supervisor.restarts() == 0:
+    if own_rank() == 0 and ranks.restarts() == 0:
         if PRINTS_CONFIG in os.environ:
             show(dump(cfg.public()))
         if cfg.train.fast:
@@ -128,7 +128,7 @@ def _end(record: Record, trainer: pl.Trainer, error: BaseException | None = None
     """Set the final status of a run, print its folder and close it."""
     if error is not None:
         record.fail(error)
-    if record.opened and trainer.is_global_zero and not supervisor.is_supervised():
+    if record.opened and trainer.is_global_zero and not ranks.is_supervised():
         say_path(record.folder.path, "Artifact storage path: ")
     record.close()
 
