@@ -15,7 +15,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
-from deeplightning.callbacks.describe import note, samples_behind
+from deeplightning.callbacks.describe import note, set_sizes
 from deeplightning.callbacks.record import Record
 from deeplightning.config.schema import Config, Pictures
 from deeplightning.engine.process_group import replicas
@@ -210,9 +210,8 @@ class Describe(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
             total = sum(getattr(p, "ds_numel", p.numel()) for p in pl_module.parameters())
-            sets = {"training": trainer.train_dataloader, "validation": trainer.val_dataloaders}
-            sizes = [f"{size:,} {name}" for name, loader in sets.items() if (size := samples_behind(loader))]
-            self._learned = f"{count(total, 'parameter')}" + (f"; {' and '.join(sizes)} samples" if sizes else "")
+            sizes = " and ".join(set_sizes(trainer))
+            self._learned = f"{count(total, 'parameter')}" + (f"; {sizes} samples" if sizes else "")
             self._tell(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
