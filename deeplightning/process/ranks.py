@@ -428,17 +428,12 @@ def follow() -> None:
         return
     if found is None:
         return
-    if agent:
-        if os.getppid() == agent:
-            _take_part(found.rank, Path(os.environ[FOLDER]), agent, parent_reports=True)
-        elif not is_alive(agent):
-            os._exit(5)
-    elif parent and found.local_rank != 0:
-        if os.getppid() == parent:
-            _take_part(found.rank, Path(os.environ[FOLDER]), parent)
-        elif not is_alive(parent):
-            os._exit(5)
-    elif not parent and found.world > 1:
+    started_by = agent or (parent if found.local_rank != 0 else 0)
+    if started_by and os.getppid() == started_by:
+        _take_part(found.rank, Path(os.environ[FOLDER]), started_by, parent_reports=bool(agent))
+    elif started_by and not is_alive(started_by):
+        os._exit(5)
+    elif not agent and not parent and found.world > 1:
         _take_part(found.rank, enter(found.rank), expected=found.local_world)
 
 

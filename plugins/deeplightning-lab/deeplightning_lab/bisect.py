@@ -89,10 +89,7 @@ def bisect(
 
     tracked = [f"logger.params.tracking_uri={quoted(address_of(ends[0], ends[0].config))}"]
     report = check(ends[0].source, [*tracked, *overrides], beside=False)
-    if report.config is None:
-        report.checked()
-    assert report.config is not None
-    cfg = report.config
+    cfg = report.config or report.checked()
     parent = Parent(cfg, f"bisect-{_short(ends[0])}-{_short(ends[1])}", "bisections")
     home, store = parent.home, parent.home.parents[2]  # STORE/bisections/EXPERIMENT/NAME
     with permissions_of(store if store.exists() else home):
