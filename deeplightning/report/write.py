@@ -4,7 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
-from deeplightning.config.tree import line
+from deeplightning.config.tree import flat, line
 from deeplightning.faults import SetupError
 from deeplightning.figures import curves
 from deeplightning.figures.style import Drawing, drawn, save, to_svg
@@ -56,7 +56,7 @@ def report(run: Facts, into: Path | None = None) -> str:
         placed=placed,
         unplaced=unplaced,
         machine=[
-            (k, v if isinstance(v, str) else line(v)) for k, v in _environment(run).items() if v not in (None, "")
+            (k, v if isinstance(v, str) else line(v)) for k, v in _environment(run).items() if v not in (None, "", {})
         ],
         folder=shlex.quote(str(run.folder.path)),
         config=shlex.quote(str(run.folder.config)),
@@ -126,16 +126,8 @@ def _other_pictures(run: Facts, drawn_names: set[str]) -> tuple[list[page.Pictur
 
 def _environment(run: Facts) -> dict[str, object]:
     """Return machine, code and packages by dotted name, without what differs between any two runs."""
-    found = dict(run.environment)
-    for name in ("started", "variables", "launch"):
-        found.pop(name, None)
-    flat: dict[str, object] = {}
-    for name, value in found.items():
-        if isinstance(value, dict):
-            flat |= {f"{name}.{key}": item for key, item in value.items()}
-        else:
-            flat[name] = value
-    return flat
+    others = ("started", "variables", "launch")
+    return dict(flat({name: value for name, value in run.environment.items() if name not in others}))
 
 
 def write_run(folder: RunFolder, run: Facts | None = None) -> Path:
