@@ -151,8 +151,6 @@ class Console(Callback):
         frozen = "" if learning == total else f", {learning:,} of them learn"
         network = cfg.model.network
         name = network.type.rpartition(".")[2] if isinstance(network, Target) else type(module).__name__
-        sets = {"training": trainer.train_dataloader, "validation": trainer.val_dataloaders}
-        sizes = [f"{size:,} {what}" for what, loader in sets.items() if (size := samples_behind(loader))]
         where = "CPU" if engine.gpus is None else f"GPU {engine.gpus}"
         length = [count(cfg.train.num_epochs, "epoch")] if cfg.train.num_epochs is not None else []
         length += [f"at most {count(cfg.train.max_steps, 'step')}"] if cfg.train.max_steps is not None else []
@@ -165,7 +163,7 @@ class Console(Callback):
             **({"config": _origin(cfg)} if cfg.written else {}),
             "versions": f"Deep Lightning {__version__}, torch {torch.__version__}, Lightning {pl.__version__}"
             f"{' (and as `lightning`)' if UNIFIED in sys.modules else ''}, Python {platform.python_version()}",
-            "data": f"{cfg.data.module.type.rpartition('.')[2]}: {', '.join(sizes)} samples",
+            "data": f"{cfg.data.module.type.rpartition('.')[2]}: {', '.join(describe.set_sizes(trainer))} samples",
             "network": f"{name}: {count(total, 'parameter')} ({total / 1e6:.3f} M){frozen}",
             "engine": f"{where}, {engine.backend or 'one process'}, precision {trainer.precision}",
             "batch": effective_batch(cfg, own_size, samples_behind(trainer.train_dataloader)),

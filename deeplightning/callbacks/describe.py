@@ -90,6 +90,12 @@ def samples_behind(loaders: Any) -> int:
     return sum(sized_len(getattr(loader, "dataset", None)) or 0 for loader in several)
 
 
+def set_sizes(trainer: Any) -> list[str]:
+    """Return the number of samples of each set of a training, in words."""
+    sets = {"training": trainer.train_dataloader, "validation": trainer.val_dataloaders}
+    return [f"{size:,} {name}" for name, loader in sets.items() if (size := samples_behind(loader))]
+
+
 def command(verb: str, script: str, *words: str) -> str:
     """Return a command as one line of a shell, to be typed in the working directory."""
     file = HOME / script

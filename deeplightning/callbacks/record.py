@@ -33,11 +33,10 @@ from deeplightning.faults import CheckpointError, ConfigError, SetupError
 from deeplightning.launch import hooks_here
 from deeplightning.private.lightning import add_logged_steps, logged_steps, values_to_log
 from deeplightning.private.mlflow import autologs
-from deeplightning.process import supervisor
+from deeplightning.process import ranks
 from deeplightning.process.identity import own_rank
-from deeplightning.process.logs import Printable
 from deeplightning.process.streams import Interrupted, say_losses
-from deeplightning.process.terminal import LAYOUT, say
+from deeplightning.process.terminal import LAYOUT, Printable, say
 from deeplightning.runfolder import UMASK, FolderLock, RunFolder, make_private, read_object, umask_of, write_whole
 from deeplightning.tracking.build import end, go_on, open_runs, point_at, publish, run_folder
 from deeplightning.tracking.entities import Dataset
@@ -217,7 +216,7 @@ class Record(Callback):
             _log_to_file(self._folder.log(trainer.global_rank), self.cfg)
         if environment is None:
             return
-        if (group := supervisor.here()) is not None:
+        if (group := ranks.here()) is not None:
             group.note_run(self._folder.path)
         self._origin = Origin(self.cfg, self._folder, self._tell_data)
         if self._folder.config.exists() and resumption.run_id is None:
@@ -539,7 +538,7 @@ def _tags(environment: Mapping[str, Any]) -> dict[str, str]:
         "command": environment.get("command"),
         "host": environment.get("host"),
         "reproduces": os.environ.get(REPRODUCES),
-        "restarts": supervisor.restarts() or None,
+        "restarts": ranks.restarts() or None,
         "versions": ", ".join(f"{n} {v}" for n, v in (environment.get("packages") or {}).items()),
     }
     return {name: str(value) for name, value in found.items() if value not in (None, "")}

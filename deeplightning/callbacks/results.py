@@ -15,7 +15,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
-from deeplightning.callbacks.describe import note, samples_behind
+from deeplightning.callbacks.describe import note, set_sizes
 from deeplightning.callbacks.record import Record
 from deeplightning.config.schema import Config, Pictures
 from deeplightning.engine.process_group import replicas
@@ -108,33 +108,27 @@ class Results(Callback):
 def worst(rows: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
     """Return the worst answers to a set: of classes the mistakes, the most confident first; of numbers those that are
     furthest off; of masks those with the fewest right pixels. Each has `index` and what describes it."""
-    first = rows[0]
-    if {"label", "predicted_class", "predicted_probability"} <= first.keys():
-        wrong = [row for row in rows if row["label"] != row["predicted_class"]]
-        wrong.sort(key=lambda row: row["predicted_probability"], reverse=True)
-        return [
-            {
-                "index": row["index"],
-                "true": names[row["label"]] if row["label"] < len(names) else str(row["label"]),
-                "predicted": row["predicted_label"],
-                "probability": row["predicted_probability"],
-            }
-            for row in wrong[:MISTAKES]
-        ]
-    if {"prediction", "target"} <= first.keys():
-        far = sorted(rows, key=lambda row: abs(row["prediction"] - row["target"]), reverse=True)
-        return [{"index": r["index"], "true": r["target"], "predicted": r["prediction"]} for r in far[:MISTAKES]]
-    if {"iou", "acc"} <= first.keys():
-        least = sorted(rows, key=lambda row: row["acc"])
-        return [{"index": row["index"], "iou": row["iou"], "acc": row["acc"]} for row in least[:MISTAKES]]
-    if {"labels", "predicted_labels"} <= first.keys():
-
-        def apart(row: dict[str, Any]) -> int:
-            return len(set(row["labels"].split("|")) ^ set(row["predicted_labels"].split("|")) - {""})
-
-        far = sorted((row for row in rows if row["labels"] != row["predicted_labels"]), key=apart, reverse=True)
-        return [{"index": r["index"], "true": r["labels"], "predicted": r["predicted_labels"]} for r in far[:MISTAKES]]
-    return []
+    columns = rows[0].keys()
+    if {"label", "predicted_class", "predicted_probability"} <= columns:
+        rows = [row for row in rows if row["label"] != row["predicted_class"]]
+        rows.sort(key=lambda row: row["predicted_probability"], reverse=True)
+        rows = [row | {"true": names[n] if (n := row["label"]) < len(names) else str(n)} for row in rows[:MISTAKES]]
+        shown = {"true": "true", "predicted": "predicted_label", "probability": "predicted_probability"}
+    elif {"prediction", "target"} <= columns:
+        shown = {"true": "target", "predicted": "prediction"}
+        rows = sorted(rows, key=lambda row: abs(row["prediction"] - row["target"]), reverse=True)
+    elif {"iou", "acc"} <= columns:
+        shown = {"iou": "iou", "acc": "acc"}
+        rows = sorted(rows, key=lambda row: row["acc"])
+    elif {"labels", "predicted_labels"} <= columns:
+        shown = {"true": "labels", "predicted": "predicted_labels"}
+        rows = [row for row in rows if row["labels"] != row["predicted_labels"]]
+        rows.sort(
+            key=lambda r: len({*r["labels"].split("|")} ^ {*r["predicted_labels"].split("|")} - {""}), reverse=True
+        )
+    else:
+        return []
+    return [{"index": row["index"], **{name: row[of] for name, of in shown.items()}} for row in rows[:MISTAKES]]
 
 
 def _kept(sample: dict[str, Any]) -> dict[str, str]:
@@ -210,9 +204,8 @@ class Describe(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
             total = sum(getattr(p, "ds_numel", p.numel()) for p in pl_module.parameters())
-            sets = {"training": trainer.train_dataloader, "validation": trainer.val_dataloaders}
-            sizes = [f"{size:,} {name}" for name, loader in sets.items() if (size := samples_behind(loader))]
-            self._learned = f"{count(total, 'parameter')}" + (f"; {' and '.join(sizes)} samples" if sizes else "")
+            sizes = " and ".join(set_sizes(trainer))
+            self._learned = f"{count(total, 'parameter')}" + (f"; {sizes} samples" if sizes else "")
             self._tell(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -18,13 +18,12 @@ from deeplightning.callbacks.record import between_steps
 from deeplightning.launch import ProcessHooks
 from deeplightning.private.lightning import keep_signals
 from deeplightning.process import streams
+from deeplightning.process.failure import INTERRUPTED
 from deeplightning.process.identity import own_rank
 from deeplightning.process.streams import Interrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
 class Signals(LightningCheckpoint):
@@ -52,7 +51,7 @@ class Signals(LightningCheckpoint):
 
     def _install(self) -> None:
         if threading.current_thread() is threading.main_thread() and not self._before:
-            numbers = [*EXIT_CODES, *self._launcher.signals]
+            numbers = [*INTERRUPTED, *self._launcher.signals]
             if streams.heard is not None:  # a library has swallowed what its handler raised
                 raise self._interrupted(streams.heard, at_once=True)
             self._before = {number: signal.signal(number, self._handle) for number in numbers}
@@ -73,7 +72,7 @@ class Signals(LightningCheckpoint):
         number = signal.Signals(received)
         if own_rank() == 0:
             self._launcher.before_end(number, self._batches)
-        return Interrupted(number.name, EXIT_CODES.get(number, EXIT_CODES[signal.SIGTERM]), at_once)
+        return Interrupted(number.name, INTERRUPTED.get(number, INTERRUPTED[signal.SIGTERM]), at_once)
 
     def _look(self, trainer: Trainer, *_: object, **__: object) -> None:
         if trainer.state.fn == "fit" and not between_steps(trainer):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from pytorch_lightning import Callback
 
-from deeplightning.process import ranks, supervisor
+from deeplightning.process import ranks
 
 
 def has_loss(outputs: Any) -> bool:
@@ -50,7 +50,7 @@ class Watchdog(Callback):
     def _begin(self, *_: object, **__: object) -> None:
         if self._over is not None:  # a validation inside a training
             return
-        group = supervisor.here() or supervisor.begin(0, starts_others=True)  # a process by itself
+        group = ranks.here() or ranks.begin(0, starts_others=True)  # a process by itself
         self._over = threading.Event()
         threading.Thread(target=self._watch, args=(group, self._over), name="watchdog", daemon=True).start()
 

@@ -22,9 +22,9 @@ def main(verb: click.Command = cli) -> None:
         # neighbour ran 9 to 23 times slower than one (November 2026).
         os.environ.setdefault("GOMP_SPINCOUNT", "0")
         if any(name in os.environ for name in RANK_VARIABLES):  # perhaps one of several processes
-            from deeplightning.process import supervisor
+            from deeplightning.process import ranks
 
-            supervisor.follow()
+            ranks.follow()
         with started_here():
             code = run_verb(verb)
     except KeyboardInterrupt:

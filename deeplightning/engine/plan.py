@@ -16,7 +16,7 @@ from deeplightning.engine.devices import cpu_computes_bf16
 from deeplightning.engine.gpus import indexes, settle_gpus, taken
 from deeplightning.faults import ConfigError, Fault, Notice, SetupError
 from deeplightning.process.identity import Identity, contradiction, identity, slurm_step
-from deeplightning.process.supervisor import restarts
+from deeplightning.process.ranks import restarts
 
 if TYPE_CHECKING:
     from pytorch_lightning.strategies import Strategy

@@ -22,7 +22,7 @@ from deeplightning.engine.plan import local_size
 from deeplightning.faults import SetupError
 from deeplightning.launch.job import Backoff, Job, Start
 from deeplightning.launch.sealed import sealed_meanwhile
-from deeplightning.process import failure, ranks, shared_folder, supervisor
+from deeplightning.process import failure, ranks, shared_folder
 from deeplightning.process.agreement import enough_memory
 from deeplightning.process.terminal import say, say_path
 from deeplightning.runfolder import RunFolder
@@ -239,8 +239,8 @@ class Processes:
             "TORCHELASTIC_RESTART_COUNT": str(self.restarts),
             "TORCHELASTIC_MAX_RESTARTS": str(self._max_restarts),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-            supervisor.FOLDER: str(self._folder),
-            supervisor.AGENT: str(os.getpid()),
+            ranks.FOLDER: str(self._folder),
+            ranks.AGENT: str(os.getpid()),
         }
         for rank in range(self._number):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}

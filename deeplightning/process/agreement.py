@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from deeplightning.faults import Fault, SetupError
 from deeplightning.private.lightning import set_launcher, share_threads, subprocess_launcher
-from deeplightning.process import failure, supervisor
+from deeplightning.process import failure, ranks
 from deeplightning.process.identity import identity
 from deeplightning.process.rendezvous import join
 from deeplightning.process.streams import Interrupted, Terminated
@@ -36,7 +36,7 @@ def connect(
         end: called with the error of the run if the main thread is blocked.
         alike: values that must be equal in all processes, by name; processes started one by one compare them.
     """
-    supervisor.prepare(redact, end)
+    ranks.prepare(redact, end)
     strategy: Any = trainer.strategy
     if getattr(strategy, "cluster_environment", None) is None or trainer.num_nodes * strategy.num_processes < 2:
         return
@@ -49,7 +49,7 @@ def all_ended() -> None:
     Raises:
         RankError: one of them failed after its last message.
     """
-    if (group := supervisor.here()) is not None and group.children:
+    if (group := ranks.here()) is not None and group.children:
         group.end_children()
         if (cause := group.failed_child()) is not None:
             group.record_cause(cause)
@@ -80,7 +80,7 @@ def _launcher(
             rank = environment.node_rank() * self.num_processes + environment.local_rank()
             if (here := identity()) is not None and here.is_binding:
                 rank = here.rank  # machines may have different numbers of processes
-            group = supervisor.begin(rank, starts_others and self.num_processes > 1)
+            group = ranks.begin(rank, starts_others and self.num_processes > 1)
             group.redact, group.end = redact, lambda error: end(ending(error))
             group.hear_signals()
             try:
@@ -102,7 +102,7 @@ def _launcher(
                 raise ending(cause) from error
 
         def _start_others(self) -> None:
-            group = supervisor.here()
+            group = ranks.here()
             assert group is not None
             os.environ["LOCAL_WORLD_SIZE"] = str(self.num_processes)
             try:

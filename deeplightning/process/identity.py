@@ -111,6 +111,19 @@ def own_rank() -> int:
     return next((int(word) for word in words if word.isdecimal()), 0)
 
 
+def refuse_several(command: str) -> None:
+    """Refuse to run a command that starts processes of its own as one of several.
+
+    Raises:
+        SetupError: a launcher has started several processes.
+    """
+    if (here := identity()) is not None and here.world > 1:
+        raise SetupError(
+            f"{here.by} has started this as one of {here.world} processes; {command} is one process, which starts "
+            "those of its runs itself. Start it once"
+        )
+
+
 def contradiction(environment: Mapping[str, str] | None = None) -> str | None:
     """Return a warning if RANK and SLURM_PROCID disagree; None if they agree, or torchrun or our launcher set them."""
     variables = _Variables(os.environ if environment is None else environment)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from deeplightning.faults import SetupError
 from deeplightning.private.messages import Sentence, says
-from deeplightning.process import ranks, supervisor
+from deeplightning.process import ranks
 from deeplightning.process.identity import identity
 from deeplightning.words import first_line
 
@@ -97,8 +97,8 @@ def join(
     alone = launches and nodes == 1  # a missing process has exited, which is noticed
     address, port = environment.main_address, _port(environment, alone)
     elastic = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # its agent listens and supervises
-    is_child = supervisor.here().parent is not None  # type: ignore[union-attr]
-    if elastic and os.environ.get(_RESTARTS, "0") != "0" and supervisor.AGENT not in os.environ:
+    is_child = ranks.here().parent is not None  # type: ignore[union-attr]
+    if elastic and os.environ.get(_RESTARTS, "0") != "0" and ranks.AGENT not in os.environ:
         return _anew(address, _port(environment, False), rank, processes * nodes)
     node, store = environment.node_rank(), None
     member = Member(node, nodes, "node", "NODE_RANK") if launches else Member(rank, processes * nodes, "rank", "RANK")

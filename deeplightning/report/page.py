@@ -1,31 +1,86 @@
-"""Build the HTML of a report: one file without scripts or network access. All text from a run is escaped and redacted;
+"""Render a report, `page.html`: one file without scripts or network access. All text is redacted, and escaped by Jinja;
 pictures are data URLs in `<img>`, where an SVG cannot run scripts; a Content-Security-Policy forbids everything else.
 """
 
 import base64
 import re
-import shlex
 import struct
-from collections.abc import Iterable, Sequence
-from html import escape
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from deeplightning.config.tree import line
+from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup, escape
+
 from deeplightning.figures.style import DARK, GRID, INK, MUTED, PAPER, RED
-from deeplightning.report.facts import PNG, Facts, Mistake, without_secrets
+from deeplightning.report.facts import PNG, Mistake, without_secrets
 from deeplightning.version import __version__
 from deeplightning.words import printable
 
-GENERATOR = f"Deep Lightning {__version__}"
 MARK = '<meta name="generator" content="Deep Lightning'
 """Tag that identifies a file as a report."""
 
 WIDE_PIXELS = 620
 """Width in CSS pixels above which a picture keeps its size and is scrolled on a narrow page."""
 
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-
 _SVG_WIDTH = re.compile(rb'<svg[^>]*?\swidth="([\d.]+)pt"')
+
+
+@dataclass
+class Picture:
+    """A PNG or SVG of a page.
+
+    Attributes:
+        kind: "wide" for a drawing that is scrolled, "small" for a PNG that is enlarged, else "".
+        width: in CSS pixels; None: as large as it is.
+    """
+
+    url: Markup
+    alt: str
+    caption: str
+    kind: str
+    width: int | None
+
+
+def picture(name: str, content: bytes, alt: str = "", caption: str = "") -> list[Picture]:
+    """Return a PNG or SVG for a page; [] for other content."""
+    kind, width, alt = "", None, alt or name.replace("_", " ")
+    if content.startswith(PNG):
+        size = struct.unpack(">I", content[16:20])[0] if len(content) > 24 else 0
+        if size < 300:
+            kind, width = "small", max(size, 96)
+    elif (found := _SVG_WIDTH.search(content[:2000])) is not None:
+        width = round(float(found[1]) * 4 / 3)
+        kind = "wide" if width > WIDE_PIXELS else ""
+    else:
+        return []
+    return [Picture(_as_url(content), alt, caption, kind, width)]
+
+
+def _as_url(content: bytes) -> Markup:
+    kind = "png" if content.startswith(PNG) else "svg+xml"
+    return Markup(f"data:image/{kind};base64,{base64.b64encode(content).decode()}")
+
+
+def _as_table(mistakes: Sequence[Mistake]) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Return head and rows of a table of the worst answers, without empty columns."""
+    names = dict.fromkeys(name for one in mistakes for name in one.words)
+    columns = {"text": [one.text for one in mistakes]}
+    columns |= {name: [one.words.get(name, "") for one in mistakes] for name in names}
+    columns |= {"sample": [one.name for one in mistakes]}
+    kept = {name: cells for name, cells in columns.items() if name in names or any(cells)}
+    return [*kept], list(zip(*kept.values(), strict=True))
+
+
+def _shown(value: object) -> str:
+    """Redact a value and make it printable, unless it is HTML."""
+    return value if isinstance(value, Markup) else printable(without_secrets(str(value)), "\t\n\r")
+
+
+def _breakable(value: object) -> Markup:
+    """Return the HTML of a text, such as a key or a path, whose lines may break between its parts."""
+    return Markup(re.sub(r"(?<=\w)([._/])(?=\w)", r"\1<wbr>", str(escape(_shown(value)))))
 
 
 def _style() -> str:
@@ -42,168 +97,10 @@ def _style() -> str:
     return colours + Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 
 
-def text(value: object) -> str:
-    """Redact and escape text from a run for HTML."""
-    return escape(printable(without_secrets(str(value)), "\t\n\r"))
-
-
-def document(title: str, subtitle: str, sections: Iterable[str]) -> str:
-    """Return the complete page; `title` and `subtitle` are text from a run, `sections` are HTML."""
-    body = "\n".join(section for section in sections if section)
-    return f"""\
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="generator" content="{GENERATOR}">
-<title>{text(title)}</title>
-<style>
-{_style()}</style>
-</head>
-<body>
-<header>
-<h1>{text(title)}</h1>
-<p class="muted">{text(subtitle)}</p>
-</header>
-<main>
-{body}
-</main>
-<footer>Made by {GENERATOR}. This file needs no network and holds no script.</footer>
-</body>
-</html>
-"""
-
-
-def section(title: str, *parts: str) -> str:
-    """Return a section with a heading around HTML, or "" if it is empty."""
-    content = "\n".join(part for part in parts if part)
-    return f"<section>\n<h2>{escape(title)}</h2>\n{content}\n</section>" if content else ""
-
-
-def row(parts: Iterable[str]) -> str:
-    """Return cards side by side, or "" if there are none."""
-    content = "\n".join(part for part in parts if part)
-    return f'<div class="row">\n{content}\n</div>' if content else ""
-
-
-def details(summary: str, content: str, is_open: bool = False) -> str:
-    """Return a card that unfolds, or "" if it is empty."""
-    return (
-        f'<details class="card"{" open" if is_open else ""}><summary>{escape(summary)}</summary>\n{content}\n</details>'
-        if content
-        else ""
-    )
-
-
-def tiles(values: Sequence[tuple[str, str]]) -> str:
-    """Return the headline figures; `values` are pairs of name and value."""
-    return row(f'<div class="card tile">{text(name)}<b>{text(value)}</b></div>' for name, value in values)
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: Sequence[int] = ()) -> str:
-    """Return a table of text from a run. Columns in `numbers` are right-aligned."""
-    given = list(rows)
-    if not given:
-        return ""
-
-    def cell(tag: str, column: int, value: object) -> str:
-        scope = ' scope="col"' if tag == "th" else ""
-        shown_ = text(value)
-        if column not in numbers:  # keys and paths may break between their parts
-            shown_ = re.sub(r"(?<=\w)([._/])(?=\w)", r"\1<wbr>", shown_)
-        return f"<{tag}{scope}{_class('n' if column in numbers else '')}>{shown_}</{tag}>"
-
-    lines = [f"<tr>{''.join(cell('th', n, word) for n, word in enumerate(head))}</tr>"]
-    lines += [f"<tr>{''.join(cell('td', n, value) for n, value in enumerate(one))}</tr>" for one in given]
-    content = "\n".join(lines)
-    return f'<div class="scroll" tabindex="0">\n<table>\n{content}\n</table>\n</div>'
-
-
-def _class(names: str) -> str:
-    return f' class="{names}"' if names else ""
-
-
-def picture(name: str, content: bytes, alt: str = "", caption: str = "") -> str:
-    """Return a PNG or SVG as a card, or "" for other content."""
-    is_png = content.startswith(PNG)
-    if is_png:
-        width = struct.unpack(">I", content[16:20])[0] if len(content) > 24 else 0
-    elif (found := _SVG_WIDTH.search(content[:2000])) is not None:
-        width = round(float(found[1]) * 4 / 3)
-    else:
-        return ""
-    kind = "wide" if not is_png and width > WIDE_PIXELS else "small" if is_png and width < 300 else ""
-    size = f' width="{width}"' if not is_png else f' width="{max(width, 96)}"' if kind == "small" else ""
-    data, mime = base64.b64encode(content).decode(), "png" if is_png else "svg+xml"
-    described = text(alt or name.replace("_", " "))
-    image = f'<img{_class(kind)}{size} alt="{described}" src="data:image/{mime};base64,{data}">'
-    if kind == "wide":
-        image = f'<div class="scroll" tabindex="0">{image}</div>'
-    below = f"<figcaption>{text(caption)}</figcaption>" if caption else ""
-    return f'<figure class="card">{image}{below}</figure>'
-
-
-def mistakes(found: Sequence[Mistake]) -> str:
-    """Return the worst answers: pictures side by side, other samples as a table."""
-    if not found:
-        return ""
-    if any(one.image for one in found):
-        figures = "\n".join(_mistake(one) for one in found)
-        return f'<div class="card mistakes">\n{figures}\n</div>'
-    names = dict.fromkeys(name for one in found for name in one.words)
-    columns = {"text": [one.text for one in found]}
-    columns |= {name: [one.words.get(name, "") for one in found] for name in names}
-    columns |= {"sample": [one.name for one in found]}
-    kept = {name: cells for name, cells in columns.items() if name in names or any(cells)}
-    return f'<div class="card">{table([*kept], zip(*kept.values(), strict=True))}</div>'
-
-
-def _mistake(one: Mistake) -> str:
-    words = ((name, value) for name, value in one.words.items() if name != "index")
-    described = ", ".join(f"{text(name)} <b>{text(value)}</b>" for name, value in words)
-    name = one.name or f"sample {one.words.get('index', '')}"
-    image = base64.b64encode(one.image).decode()
-    shown_ = f'<img alt="{text(name)}" src="data:image/png;base64,{image}">' if one.image else ""
-    return f"<figure>{shown_}<figcaption>{described}<br>{text(name)}</figcaption></figure>"
-
-
-def config(run: Facts) -> str:
-    """Return the config with the source of each value; keys with default values come last."""
-    if not run.config:
-        return ""
-    if not run.places:
-        rows = [(key, _value(value)) for key, value in run.config.items()]
-        return details(f"{len(rows)} keys", table(("key", "value"), rows), True)
-
-    def place(key: str) -> str | None:
-        return run.places.get(key) or next((p for k, p in run.places.items() if k.startswith(f"{key}.")), None)
-
-    placed = [(key, value, place(key)) for key, value in run.config.items()]
-    set_ = [(key, _value(value), where) for key, value, where in placed if where]
-    defaults = [(key, _value(value)) for key, value, where in placed if not where]
-    return "\n".join(
-        [
-            details(f"{len(set_)} keys that were set, and where", table(("key", "value", "set by"), set_), True),
-            details(f"{len(defaults)} keys with their default", table(("key", "value"), defaults)),
-        ]
-    )
-
-
-def _value(value: object) -> str:
-    found = line(value)
-    return found if len(found) <= 400 else f"{found[:399]}…"
-
-
-def reproduce(run: Facts) -> str:
-    """Return the commands that reproduce, test and serve the run."""
-    path = shlex.quote(str(run.folder.path))
-    commands = [
-        ("run it again and compare weights and results", f"deeplightning reproduce {path}"),
-        ("train with the same config", f"deeplightning train {shlex.quote(str(run.folder.config))}"),
-        ("test the best weights", f"deeplightning test {path}"),
-        ("answer HTTP from it", f"deeplightning serve {path}"),
-    ]
-    lines = "".join(f"# {escape(words)}\n{text(command)}\n" for words, command in commands)
-    return f'<div class="card"><pre>{lines}</pre></div>'
+def document(title: str, subtitle: str, **values: Any) -> str:
+    """Return the page; the template names the values of its sections, and leaves out those without content."""
+    templates = FileSystemLoader(Path(__file__).parent)
+    jinja = Environment(loader=templates, autoescape=True, finalize=_shown, trim_blocks=True, lstrip_blocks=True)
+    jinja.filters |= {"as_table": _as_table, "as_url": _as_url, "breakable": _breakable}
+    fixed = {"style": Markup(_style()), "generator": f"Deep Lightning {__version__}"}
+    return jinja.get_template("page.html").render(title=title, subtitle=subtitle, **fixed, **values) + "\n"

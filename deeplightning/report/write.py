@@ -1,9 +1,10 @@
 """Write the HTML report of a run, and draw its figures."""
 
 import re
+import shlex
 from pathlib import Path
 
-from deeplightning.config.tree import line
+from deeplightning.config.tree import flat, line
 from deeplightning.faults import SetupError
 from deeplightning.figures import curves
 from deeplightning.figures.style import Drawing, drawn, save, to_svg
@@ -12,6 +13,9 @@ from deeplightning.report.evaluation import Evaluation, evaluate
 from deeplightning.report.facts import STAGES, Facts, facts, pictures
 from deeplightning.runfolder import RunFolder, permissions_of, write_whole
 from deeplightning.words import stage_of
+
+MAX_VALUE_CHARACTERS = 400
+"""Characters of a value of the config that a report shows."""
 
 MAX_PICTURES = 40
 MAX_PICTURES_BYTES = 24 * 2**20
@@ -24,30 +28,39 @@ def report(run: Facts, into: Path | None = None) -> str:
     Args:
         into: folder to which the figures are written as SVG and PNG; None: write nothing.
     """
-    found = evaluate(run)
-    drawings = found.drawings if found is not None else {}
+    found = evaluate(run) or Evaluation("")
+    drawings = found.drawings
     charts = [curves.curve(chart, run.best_step) for chart in curves.charts(run.series)]
     if into is not None and (every := curves.curves(run.series, run.best_step)) is not None:
         save(every, into / run.folder.curves.name)
-    of = f"{found.of} set" if found is not None else ""
-    mistakes = next((run.mistakes[stage] for stage in STAGES if run.mistakes.get(stage)), [])
-    machine = [(k, v if isinstance(v, str) else line(v)) for k, v in _environment(run).items() if v not in (None, "")]
-    is_sure = bool(mistakes) and "probability" in mistakes[0].words
-    sections = [
-        page.tiles(_headline(run)),
-        page.section("Curves", page.row(page.picture("curve", *_svg(drawing)) for drawing in charts)),
-        page.section(f"Answers to the {of}", page.row(page.picture(n, *_svg(d, into, n)) for n, d in drawings.items())),
-        page.section("Metrics", _metrics(run, found)),
-        page.section("Most confident mistakes" if is_sure else "Worst answers", page.mistakes(mistakes)),
-        page.section("Pictures of the run", *_other_pictures(run, {*drawings, run.folder.curves.name})),
-        page.section("Config", page.config(run)),
-        page.section("Environment", page.details("machine, code and packages", page.table(("what", "value"), machine))),
-        page.section("How to reproduce", page.reproduce(run)),
-    ]
+    evaluations = [(stage, *item) for stage in STAGES for item in run.results.get(stage, {}).items()]
+    others, left_out = _other_pictures(run, {*drawings, run.folder.curves.name})
+    placed, unplaced = _config(run)
     started = run.environment.get("started")
     words = [f"run {run.run_id}" if run.run_id else str(run.folder.path), run.status.lower()]
     words += [f"started {started}" if started else ""]
-    return page.document(run.title, ", ".join(word for word in words if word), sections)
+    return page.document(
+        run.title,
+        ", ".join(word for word in words if word),
+        headline=_headline(run),
+        curves=[one for drawing in charts for one in page.picture("curve", *_svg(drawing))],
+        data_set=found.of,
+        answers=[one for name, drawing in drawings.items() for one in page.picture(name, *_svg(drawing, into, name))],
+        metrics=[(name, STAGES[stage], f"{value:.6g}") for stage, name, value in evaluations],
+        per_class=[(n, f"{p:.4f}", f"{r:.4f}", f"{f:.4f}", f"{s:,}") for n, p, r, f, s in found.per_class],
+        confused=[(true, predicted, f"{n:,}") for true, predicted, n in found.confused],
+        mistakes=next((run.mistakes[stage] for stage in STAGES if run.mistakes.get(stage)), []),
+        pictures=others,
+        left_out=left_out,
+        places=run.places,
+        placed=placed,
+        unplaced=unplaced,
+        machine=[
+            (k, v if isinstance(v, str) else line(v)) for k, v in _environment(run).items() if v not in (None, "", {})
+        ],
+        folder=shlex.quote(str(run.folder.path)),
+        config=shlex.quote(str(run.folder.config)),
+    )
 
 
 def _svg(drawing: Drawing, into: Path | None = None, name: str = "") -> tuple[bytes, str]:
@@ -68,27 +81,26 @@ def _headline(run: Facts) -> list[tuple[str, str]]:
     return values[:8]
 
 
-def _metrics(run: Facts, found: Evaluation | None) -> str:
-    rows = [
-        (name, STAGES[stage], f"{value:.6g}") for stage in STAGES for name, value in run.results.get(stage, {}).items()
-    ]
-    parts = [f'<div class="card">{page.table(("metric", "set", "value"), rows, [2])}</div>' if rows else ""]
-    if found is not None and found.per_class:
-        each = [(n, f"{p:.4f}", f"{r:.4f}", f"{f:.4f}", f"{s:,}") for n, p, r, f, s in found.per_class]
-        head = ("class", "precision", "recall", "F1", "samples")
-        parts.append(page.details(f"{len(each)} classes", page.table(head, each, [1, 2, 3, 4]), len(each) <= 12))
-    if found is not None and found.confused:
-        often = [(true, predicted, f"{n:,}") for true, predicted, n in found.confused]
-        table = page.table(("true", "predicted", "samples"), often, [2])
-        parts.append(f'<div class="card"><h3>Most frequent confusions</h3>{table}</div>')
-    return page.row(parts)
+def _config(run: Facts) -> tuple[list[tuple[str, str, str]], list[tuple[str, str]]]:
+    """Return keys, values and sources of the config, and keys and values of those without a source."""
+    placed, unplaced = [], []
+    for key, value in run.config.items():
+        found = line(value)
+        short = found if len(found) <= MAX_VALUE_CHARACTERS else f"{found[: MAX_VALUE_CHARACTERS - 1]}…"
+        place = run.places.get(key) or next((p for k, p in run.places.items() if k.startswith(f"{key}.")), None)
+        if place:
+            placed.append((key, short, place))
+        else:
+            unplaced.append((key, short))
+    return placed, unplaced
 
 
 _OF_EPOCH = re.compile(r"(.+)_\d+")
 
 
-def _other_pictures(run: Facts, drawn_names: set[str]) -> list[str]:
-    """Return cards of the other pictures in the run folder; of a series with one per epoch, only the last."""
+def _other_pictures(run: Facts, drawn_names: set[str]) -> tuple[list[page.Picture], list[str]]:
+    """Return the other pictures in the run folder, and the names of those for which there is no room; of a series with
+    one per epoch, only the last."""
     by_name: dict[str, Path] = {}
     for path in pictures(run.folder):
         if path.stem not in drawn_names and (path.suffix == ".svg" or path.stem not in by_name):
@@ -98,7 +110,7 @@ def _other_pictures(run: Facts, drawn_names: set[str]) -> list[str]:
         of_epoch = _OF_EPOCH.fullmatch(stem)
         name = of_epoch[1] if of_epoch else stem
         latest[name] = path, latest[name][1] + 1 if name in latest else 1
-    cards: list[str] = []
+    cards: list[page.Picture] = []
     left: list[str] = []
     size = 0
     for name, (path, number) in latest.items():
@@ -108,26 +120,14 @@ def _other_pictures(run: Facts, drawn_names: set[str]) -> list[str]:
             left.append(path.name)
             continue
         caption = f"{path.stem}, the last of {number}" if number > 1 else path.stem
-        cards.append(page.picture(name, content, caption=caption))
-    parts = [page.row(cards)]
-    if left:
-        names = ", ".join(left)
-        parts.append(f'<p class="muted">Left out: {page.text(names)}</p>')
-    return parts
+        cards += page.picture(name, content, caption=caption)
+    return cards, left
 
 
 def _environment(run: Facts) -> dict[str, object]:
     """Return machine, code and packages by dotted name, without what differs between any two runs."""
-    found = dict(run.environment)
-    for name in ("started", "variables", "launch"):
-        found.pop(name, None)
-    flat: dict[str, object] = {}
-    for name, value in found.items():
-        if isinstance(value, dict):
-            flat |= {f"{name}.{key}": item for key, item in value.items()}
-        else:
-            flat[name] = value
-    return flat
+    others = ("started", "variables", "launch")
+    return dict(flat({name: value for name, value in run.environment.items() if name not in others}))
 
 
 def write_run(folder: RunFolder, run: Facts | None = None) -> Path:

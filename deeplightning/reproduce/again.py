@@ -27,14 +27,14 @@ from deeplightning.config.target import find
 from deeplightning.config.tree import line, plain
 from deeplightning.faults import CheckpointError, RunError, SetupError
 from deeplightning.own_code import ROOTS
-from deeplightning.process.identity import identity
+from deeplightning.process.identity import refuse_several
 from deeplightning.process.terminal import say_path
 from deeplightning.reproduce.differences import PATH_KEYS, compare, reasons
 from deeplightning.reproduce.past import PastRun, flat, past_run
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.code import Code, describe_program, restored, unpack
 from deeplightning.tracking.datafiles import changes, describe_again
-from deeplightning.tracking.environment import REPRODUCES, VARIABLES, packages
+from deeplightning.tracking.environment import REPRODUCES, VARIABLES
 from deeplightning.tracking.store import is_local, locate
 
 MAX_LISTED = 10
@@ -93,7 +93,7 @@ def reproduce(
         RunError: the results differ; the message names the first difference.
         SystemExit: the new run failed; with its exit code.
     """
-    refuse_ranks("reproduce")
+    refuse_several("reproduce")
     original = to_execute(run, trust)
     with tempfile.TemporaryDirectory(prefix="deeplightning-reproduce-", ignore_cleanup_errors=True) as top:
         plan = prepare(original, Path(top), overrides, any_data, say)
@@ -118,19 +118,6 @@ def reproduce(
             + f". {reasons(original, again)}"
         )
     return again.folder
-
-
-def refuse_ranks(verb: str) -> None:
-    """Refuse to run as one of several processes.
-
-    Raises:
-        SetupError: a launcher has started several processes.
-    """
-    if (found := identity()) is not None and found.world > 1:
-        raise SetupError(
-            f"{verb} starts the processes of the run by itself, and this is one of {found.world} that "
-            f"{found.by} has started. Start it once"
-        )
 
 
 def to_execute(run: str, trust: bool) -> PastRun:
@@ -190,21 +177,15 @@ def prepare(original: PastRun, top: Path, overrides: Sequence[str], any_data: bo
 
 
 def _say_versions(original: PastRun, code: Code, say: Say) -> None:
-    recorded, here = dict(original.environment.get("packages") or {}), packages()
-    changed = [
-        f"{name} {recorded[name]} → {here.get(name, 'not installed')}"
-        for name in recorded
-        if recorded[name] != here.get(name)
-    ]
     python = (original.environment.get("python") or {}).get("version")
     now = ".".join(map(str, sys.version_info[:3]))
-    changed += [f"python {python} → {now}"] if python not in (None, now) else []
-    for name, version in code.packages.items():
+    changed = [f"python {python} → {now}"] if python not in (None, now) else []
+    for name, version in (code.packages | dict(original.environment.get("packages") or {})).items():
         try:
             installed = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             installed = "not installed"
-        if installed != version and name not in recorded:
+        if installed != version:
             changed.append(f"{name} {version} → {installed}")
     if changed:
         say(f"warning: other versions than then: {', '.join(changed)}")

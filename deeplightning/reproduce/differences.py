@@ -5,14 +5,13 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deeplightning.process.terminal import LAYOUT
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder
-from deeplightning.tracking.code import Code
 from deeplightning.tracking.datafiles import changes
 from deeplightning.tracking.metrics_file import is_repeatable, last_values, parted
 from deeplightning.tracking.store import is_local
@@ -96,7 +95,7 @@ def _code_between(first: PastRun, second: PastRun, patch: bool) -> Iterator[tupl
         a, b = ((run.environment.get("git") or {}) for run in (first, second))
         yield from between(_chosen(a, "commit", "dirty"), _chosen(b, "commit", "dirty"))
         if one is not two:
-            yield "code.zip", _files(one), _files(two)
+            yield "code.zip", _listed(one and one.files), _listed(two and two.files)
         return
     if one.program.get("version") == two.program.get("version"):
         mine, theirs = one.program.get("digest"), two.program.get("digest")
@@ -115,10 +114,6 @@ def _code_between(first: PastRun, second: PastRun, patch: bool) -> Iterator[tupl
             yield name, size_of(text), size_of(other)
 
 
-def _files(code: Code | None) -> str | None:
-    return None if code is None else f"{len(code.files)} files"
-
-
 def size_of(text: bytes | None) -> str | None:
     """Return number of lines and digest of a file's content, or None if there is no file."""
     return None if text is None else f"{len(text.splitlines())} lines, {hashlib.sha256(text).hexdigest()[:8]}"
@@ -128,14 +123,14 @@ def _data_between(first: PastRun, second: PastRun) -> Iterator[tuple[str, object
     one, two = first.data, second.data
     if one is None or two is None:
         if one is not two:
-            yield "data.json", _listed(one), _listed(two)
+            yield "data.json", _listed(one and one["files"]), _listed(two and two["files"])
         return
     for name in changes(one, two):
         yield name, _content(one["files"].get(name)), _content(two["files"].get(name))
 
 
-def _listed(data: dict[str, Any] | None) -> str | None:
-    return None if data is None else f"{len(data['files'])} files"
+def _listed(files: Any) -> str | None:
+    return None if files is None else f"{len(files)} files"
 
 
 def _content(found: list[object] | None) -> str | None:
@@ -174,11 +169,14 @@ def _metrics_between(first: PastRun, second: PastRun) -> Iterator[tuple[str, obj
         last, other = last_values(one), last_values(two)
         for apart in sorted(parted(one, two), key=lambda apart: apart.name):
             yield f"{apart.name} (from step {apart.step} on)", last.get(apart.name), other.get(apart.name)
-    a, b = (
-        {name: value for name, value in run.results.items() if name not in known and is_repeatable(name)}
-        for run in (first, second)
-    )
-    yield from between(a, b)
+    yield from _results_between(first, second, known)
+
+
+def _results_between(first: PastRun, second: PastRun, known: Set[str]) -> Iterator[tuple[str, object, object]]:
+    """Yield results that differ, except those with these names and those that no run repeats."""
+    for name, one, two in between(first.results, second.results):
+        if name not in known and is_repeatable(name):
+            yield name, one, two
 
 
 def _chosen(values: Mapping[str, object], *names: str) -> dict[str, object]:
@@ -208,11 +206,8 @@ def compare(original: PastRun, again: PastRun, say: Callable[[str], None]) -> li
         if not found:
             say(f"metrics: the same {sum(map(len, one.values()))} points of {len(one)} metrics")
     if whole:
-        known = {*(one or ())}
-        results = between(original.results, again.results)
-        found += [
-            f"{name}: {shown(a)} → {shown(b)}" for name, a, b in results if name not in known and is_repeatable(name)
-        ]
+        results = _results_between(original, again, {*(one or ())})
+        found += [f"{name}: {shown(a)} → {shown(b)}" for name, a, b in results]
     found += _weights_apart(original.folder, again.folder, say)
     return found
 

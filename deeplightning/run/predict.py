@@ -9,7 +9,7 @@ import csv
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -75,12 +75,11 @@ def predict_files(folder: RunFolder, files: Sequence[Path], out: Path | None = N
         takes = KINDS[network.task].takes
         _check_folders(files, takes)
         row_of = _rows(network, out)
-        with _bar(files, takes, out) as paths:
-            inputs = _inputs(paths, takes, network.spec, refuse)
-            for place, answer in answered(network, inputs, network.max_pixels, refuse):
-                row = {} if place.row is None else {"row": place.row}
-                write({"path": str(place.path), **row, **row_of(place, answer)})
-                number += 1
+        inputs = _inputs(_shown(files, takes, out), takes, network.spec, refuse)
+        for place, answer in answered(network, inputs, network.max_pixels, refuse):
+            row = {} if place.row is None else {"row": place.row}
+            write({"path": str(place.path), **row, **row_of(place, answer)})
+            number += 1
         if without > MAX_NAMED:
             faults.append(Fault(f"{without - MAX_NAMED} more have no answer"))
         if faults and not number:
@@ -145,7 +144,7 @@ def _paths(files: Sequence[Path], takes: str) -> Iterator[Path]:
 
 
 def _inputs(
-    paths: Iterator[Path], takes: str, spec: Any, refuse: Callable[[Place | Path, Exception], None]
+    paths: Iterable[Path], takes: str, spec: Any, refuse: Callable[[Place | Path, Exception], None]
 ) -> Iterator[tuple[Place, Any]]:
     """Yield the inputs of all files; call `refuse` for each file that cannot be read to its end."""
     for path in paths:
@@ -260,16 +259,12 @@ def _table(out: TextIO) -> Callable[[dict[str, object]], object]:
     return write
 
 
-@contextmanager
-def _bar(files: Sequence[Path], takes: str, out: Path | None) -> Iterator[Iterator[Path]]:
-    """Yield the files, with a progress bar if stderr is a terminal and the rows do not go to one."""
+def _shown(files: Sequence[Path], takes: str, out: Path | None) -> Iterable[Path]:
+    """Return the files, with a progress bar if stderr is a terminal and the rows do not go to one."""
     if not sys.stderr.isatty() or (out is None and sys.stdout.isatty()):
-        yield _paths(files, takes)
-        return
+        return _paths(files, takes)
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import track
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        yield iter(
-            progress.track(_paths(files, takes), total=sum(1 for _ in _paths(files, takes)), description="files")
-        )
+    number = sum(1 for _ in _paths(files, takes))
+    return track(_paths(files, takes), "files", number, console=Console(stderr=True), transient=True)

@@ -15,7 +15,7 @@ from deeplightning.config.source import read
 from deeplightning.config.tree import as_written, dump
 from deeplightning.faults import CheckpointError
 from deeplightning.process.identity import decided, identity, own_rank
-from deeplightning.process.supervisor import restarts
+from deeplightning.process.ranks import restarts
 from deeplightning.run.find import find_checkpoint, runs_of, store_of
 from deeplightning.runfolder import RunFolder
 
@@ -315,17 +315,12 @@ def _raise_if_damaged(path: Path, checkpoint: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: names the first key that is missing or wrong.
     """
-    odd = next((key for key in ("global_step", "epoch") if not isinstance(checkpoint.get(key), int)), None)
     config = checkpoint.get("config") or {}
-    odd = odd or next(
-        (f"config.{k}" for k in ("data", "model", "train") if not isinstance(config.get(k, {}), dict)), None
-    )
-    run_id = (checkpoint.get("run") or {}).get("id")
-    if not isinstance(run_id, str | None):
-        odd = odd or "run.id"
-    if not all(_is_point(point) for point in checkpoint.get("points") or ()):
-        odd = odd or "points"
-    if odd is not None:
+    is_right = {key: isinstance(checkpoint.get(key), int) for key in ("global_step", "epoch")}
+    is_right |= {f"config.{key}": isinstance(config.get(key, {}), dict) for key in ("data", "model", "train")}
+    is_right["run.id"] = isinstance((checkpoint.get("run") or {}).get("id"), str | None)
+    is_right["points"] = all(map(_is_point, checkpoint.get("points") or ()))
+    if (odd := next((key for key, is_so in is_right.items() if not is_so), None)) is not None:
         raise CheckpointError(
             f"{path}: damaged, or not written by Deep Lightning: `{odd}` is missing or no value that it may have; "
             f"take another checkpoint, or start again from the weights: model.init_from='{path}'"
@@ -334,12 +329,10 @@ def _raise_if_damaged(path: Path, checkpoint: Mapping[str, Any]) -> None:
 
 def _is_point(point: object) -> bool:
     """Return whether the value is (name, value, time, step)."""
-    if not isinstance(point, list | tuple) or len(point) != 4:
-        return False
-    name, value, moment, step = point
-    return (
-        isinstance(name, str) and isinstance(value, int | float) and isinstance(moment, int) and isinstance(step, int)
-    )
+    match point:
+        case [str(), int() | float(), int(), int()]:
+            return True
+    return False
 
 
 def _refusal(cfg: Config, run_id: str, folder: Path) -> str | None:

@@ -13,11 +13,11 @@ from deeplightning.checks.trust import is_own
 from deeplightning.config.auto_values import unfilled
 from deeplightning.config.schema import Config
 from deeplightning.config.target import find
-from deeplightning.config.tree import dump
+from deeplightning.config.tree import dump, line
 from deeplightning.faults import CheckpointError, ConfigError
 from deeplightning.kinds import is_plain
 from deeplightning.launch.set_environment import apply_environment
-from deeplightning.process import supervisor
+from deeplightning.process import ranks
 from deeplightning.process.agreement import all_ended, connect
 from deeplightning.process.identity import own_rank
 from deeplightning.process.terminal import say_path
@@ -56,7 +56,7 @@ def launch(cfg: Config) -> RunFolder:
     apply_environment(cfg)
     to_terminal(cfg)
     one_line_warnings()
-    if own_rank() == 0 and supervisor.restarts() == 0:
+    if own_rank() == 0 and ranks.restarts() == 0:
         if PRINTS_CONFIG in os.environ:
             show(dump(cfg.public()))
         if cfg.train.fast:
@@ -128,7 +128,7 @@ def _end(record: Record, trainer: pl.Trainer, error: BaseException | None = None
     """Set the final status of a run, print its folder and close it."""
     if error is not None:
         record.fail(error)
-    if record.opened and trainer.is_global_zero and not supervisor.is_supervised():
+    if record.opened and trainer.is_global_zero and not ranks.is_supervised():
         say_path(record.folder.path, "Artifact storage path: ")
     record.close()
 
@@ -175,7 +175,7 @@ def evaluate(folder: RunFolder, stage: str, overrides: list[str], allow: Sequenc
     from deeplightning.engine.checkpoint_io import read_checkpoint
 
     path = checkpoint_of(folder)
-    fixed = [f"stages=[{stage}]", f"test.ckpt={_quoted(path)}", "engine.launcher=null", "engine.num_nodes=1"]
+    fixed = [f"stages=[{stage}]", f"test.ckpt={line(str(path))}", "engine.launcher=null", "engine.num_nodes=1"]
     needed = ("data.module", *(["model.loss"] if stage == "test" else []))
     cfg = load_run(folder, [*fixed, *overrides], stage, needed, allow)
     run = read_checkpoint(path).get("run") or {}
@@ -185,10 +185,6 @@ def evaluate(folder: RunFolder, stage: str, overrides: list[str], allow: Sequenc
         if store and (store / DATABASE).is_file() and not any("tracking_uri" in text for text in overrides):
             cfg.logger.params["tracking_uri"] = str(store)  # the config's path may be relative to another directory
     return launch(cfg)
-
-
-def _quoted(path: Path) -> str:
-    return "'" + str(path).replace("'", "''") + "'"
 
 
 def _export_at_the_end(cfg: Config, task: Any, data: object, record: Any) -> None:

@@ -29,7 +29,7 @@ from deeplightning.config.tree import as_written, dump, line
 from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, SetupError, count, error_of
 from deeplightning.launch import Job, array_of
 from deeplightning.launch.set_environment import apply_environment
-from deeplightning.process.identity import DECIDED, identity
+from deeplightning.process.identity import DECIDED, refuse_several
 from deeplightning.process.terminal import in_columns, say, say_path
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RUNS_FILE, RunFolder, make_private, permissions_of, read_object, write_whole
@@ -93,9 +93,7 @@ def multirun(path: Path, overrides: Sequence[str], train: Train, jobs: int = 1) 
         RunError: runs failed.
         Stopped: a signal asked for the end.
     """
-    if (here := identity()) is not None and here.world > 1:
-        message = f"{here.by} has started this as one of {here.world} processes; --multirun is one process, which "
-        raise SetupError(f"{message}starts those of its runs itself")
+    refuse_several("--multirun")
     keys, grid = points(overrides)
     with contextlib.closing(code_of_grid(path, grid[0])) as code:
         cfg = load_config(path, grid[0])

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 
 from deeplightning.config.source import read
 from deeplightning.config.tree import as_written, dump
-from deeplightning.faults import ConfigError, Fault, SetupError, count
+from deeplightning.faults import ConfigError, Fault, count
 from deeplightning.launch.set_environment import apply_environment
-from deeplightning.process.identity import identity
+from deeplightning.process.identity import refuse_several
 from deeplightning.process.terminal import in_columns, number, say
 from deeplightning.reproduce.past import PastRun, by_stage
 from deeplightning.runfolder import RunFolder, read_object, write_whole
@@ -65,9 +65,7 @@ def train_seeds(cfg: Config, path: Path, overrides: Sequence[str], train: Train,
         RunError: runs failed.
         Stopped: a signal asked for the end.
     """
-    if (here := identity()) is not None and here.world > 1:
-        message = f"{here.by} has started this as one of {here.world} processes; a group of seeds is one process, which"
-        raise SetupError(f"{message} starts those of its runs itself: give `deeplightning train` by itself")
+    refuse_several("a group of seeds")
     assert cfg.train.seeds is not None
     tree = as_written(read(path, [*overrides]).root)
     first = cfg.seed if tree.get("seed", cfg.seed) is not None else 0

@@ -226,11 +226,11 @@ def test_a_file_that_is_no_report_is_kept(tmp_path):
     target = tmp_path / "report.html"
     target.write_text("my own notes")
     with pytest.raises(SetupError, match="is no report of ours; name another file with --out"):
-        write_report(target, page.document("first", "", []))
+        write_report(target, page.document("first", ""))
     assert target.read_text() == "my own notes"
     target.unlink()
     for title in ("first", "second"):
-        write_report(target, page.document(title, "", []))
+        write_report(target, page.document(title, ""))
     assert "<h1>second</h1>" in target.read_text()
 
 

@@ -19,8 +19,9 @@ from pathlib import Path
 
 from deeplightning.checks.examine import check
 from deeplightning.faults import ConfigError, SetupError, UserError
+from deeplightning.process.identity import refuse_several
 from deeplightning.process.terminal import say_path
-from deeplightning.reproduce.again import Say, address_of, check_data, quoted, refuse_ranks, to_execute
+from deeplightning.reproduce.again import Say, address_of, check_data, quoted, to_execute
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder, make_private, permissions_of, write_whole
 from deeplightning.tracking.code import describe_program
@@ -72,7 +73,7 @@ def bisect(
         RunError: the difference is noise, or an end cannot be run again.
         Stopped: a signal asked for the end.
     """
-    refuse_ranks("bisect")
+    refuse_several("bisect")
     ends = to_execute(good, trust), to_execute(bad, trust)
     metric, recorded = _metric(*ends, metric)
     pythons = interpreters(*ends, environment)
@@ -88,10 +89,7 @@ def bisect(
 
     tracked = [f"logger.params.tracking_uri={quoted(address_of(ends[0], ends[0].config))}"]
     report = check(ends[0].source, [*tracked, *overrides], beside=False)
-    if report.config is None:
-        report.checked()
-    assert report.config is not None
-    cfg = report.config
+    cfg = report.config or report.checked()
     parent = Parent(cfg, f"bisect-{_short(ends[0])}-{_short(ends[1])}", "bisections")
     home, store = parent.home, parent.home.parents[2]  # STORE/bisections/EXPERIMENT/NAME
     with permissions_of(store if store.exists() else home):

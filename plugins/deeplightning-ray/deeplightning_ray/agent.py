@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from deeplightning.launch.sealed import PREFIX, seal
-from deeplightning.process import failure, shared_folder, supervisor
+from deeplightning.process import failure, ranks, shared_folder
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.code import Code
 from deeplightning.version import __version__
@@ -119,7 +119,7 @@ class Agent:
             Path(tempfile.gettempdir()) / f"{shared_folder.PREFIX}{folder_name}",
             int(environment["RANK"]),
         )
-        kept |= {**environment, supervisor.AGENT: str(os.getpid()), supervisor.FOLDER: str(self._folder)}
+        kept |= {**environment, ranks.AGENT: str(os.getpid()), ranks.FOLDER: str(self._folder)}
         command = [sys.executable, *WORKER]
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)

@@ -21,7 +21,7 @@ from deeplightning.engine.plan import occupied, settle
 from deeplightning.faults import SetupError, error_of
 from deeplightning.own_code import add_import_roots
 from deeplightning.private.lazy_imports import import_lazily
-from deeplightning.process.supervisor import AGENT
+from deeplightning.process.ranks import AGENT
 
 _STDIN = 0
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl(2)

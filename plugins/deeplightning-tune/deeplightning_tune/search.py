@@ -27,7 +27,7 @@ from deeplightning.config.tree import as_written, dump, line
 from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, SetupError, UserError, count
 from deeplightning.launch import Job, array_of
 from deeplightning.launch.set_environment import apply_environment
-from deeplightning.process.identity import DECIDED, identity
+from deeplightning.process.identity import DECIDED, refuse_several
 from deeplightning.process.terminal import in_columns, say, say_path
 from deeplightning.runfolder import FolderLock, RunFolder, make_private, permissions_of, write_whole
 from deeplightning.sweep.frozen_code import FOLDER, SearchCode, own_code
@@ -64,11 +64,7 @@ def search(path: Path, overrides: Sequence[str], train: Train) -> Path:
         RunError: no trial finished.
         Stopped: a signal asked for the end.
     """
-    if (here := identity()) is not None and here.world > 1:
-        raise SetupError(
-            f"{here.by} has started this as one of {here.world} processes; a search is one process, which starts "
-            "those of its trials itself: give `deeplightning tune` by itself"
-        )
+    refuse_several("a search")
     with contextlib.closing(code_of_search(path, overrides)) as code:
         cfg = load_config(path, list(overrides))
         apply_environment(cfg)
