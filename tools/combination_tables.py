@@ -129,9 +129,9 @@ def answer(setting: Setting, backend: Backend | None, gpus: int | None = None) -
 
 
 def table() -> str:
-    """All rules as a Markdown table, for the manual."""
-    rows = ["| Together | Keys | Exit code | Instead |", "|---|---|---|---|"]
+    """All rules as a Markdown table, for the manual; it names exit codes other than 2."""
+    rows = ["| Together | Instead |", "|---|---|"]
     for rule in RULES:
-        answer = "3; `check` warns" if rule.at_start else rule.exit_code
-        rows.append(f"| {rule.when} | `{rule.key}`, `{rule.other}` | {answer} | {rule.remedy} |")
+        code = f" (exit code {rule.exit_code}{'; `check` warns' if rule.at_start else ''})"
+        rows.append(f"| {rule.when}{code if rule.exit_code != 2 or rule.at_start else ''} | {rule.remedy} |")
     return "\n".join(rows)
