@@ -90,10 +90,10 @@ def _type(hint: object, field: Field[object], path: str, page: str) -> str:
 
 def _word(option: Any, path: str, page: str) -> str:
     simple = {
-        int: "whole number",
+        int: "integer",
         float: "number",
         str: "text",
-        bool: "true or false",
+        bool: "boolean",
         type(None): "`null`",
         Any: "any",
     }
@@ -103,7 +103,8 @@ def _word(option: Any, path: str, page: str) -> str:
     if origin is types.UnionType:
         return " or ".join(_word(one, path, page) for one in inner)
     if origin is typing.Literal:
-        return " or ".join(f"`{word}`" for word in inner)
+        words = ", ".join(f"`{word}`" for word in inner)
+        return re.sub(r"(`\w+:0`), .*(`\w+:\d+`)$", r"\1 … \2", words)  # of numbered words the first and the last
     if origin is list:
         return f"list ({_word(inner[0], path, page)})"
     if origin is dict:
@@ -151,14 +152,15 @@ def settings_with_engines() -> str:
 
 
 def verbs() -> str:
-    """Each verb with its usage, its help and its options."""
+    """Each verb with its usage, the first two sentences of its help, and its options."""
     parts = []
     for name, command in cli.commands.items():
         if command.hidden:
             continue
         usage = " ".join(command.collect_usage_pieces(click.Context(command, info_name=name)))
         usage = usage.replace("[OPTIONS] ", "").replace("[OPTIONS]", "").strip()
-        parts += [f"## {name}", f"`deeplightning {name} {usage}`".replace(" `", "`"), plain(command.help or "")]
+        about = " ".join(re.split(r"(?<=\.) (?=[A-Z`-])", plain(command.help or ""))[:2])
+        parts += [f"## {name}", f"`deeplightning {name} {usage}`".replace(" `", "`") + f": {about}"]
         found = [(_names(param), param.help or "") for param in _options_of(command)]
         if found:
             parts.append(rows("Option, Meaning", found))
@@ -255,7 +257,8 @@ def http() -> str:
         schemas = document["components"]["schemas"]
         answer = next(schemas[name] for name in ("Prediction", "Picture", "Mask") if name in schemas)
         gives[f"`…_{target}`"] = ", ".join(f"`{name}`" for name in answer["properties"] if name != "input")
-    limits = [(f"`{name}`", f"{value:,}") for name, value in asdict(Limits()).items()]
+    keys_of_serve = {field.name for field in schema.keys(schema.Serve)}
+    limits = [(f"`{name}`", f"{value:,}") for name, value in asdict(Limits()).items() if name not in keys_of_serve]
     counted = [
         (f"`{family.name}{'_total' if family.type == 'counter' else ''}`", family.type, family.documentation)
         for family in families(Metrics())
@@ -266,7 +269,8 @@ def http() -> str:
             f"## Statuses of `POST /predict`\n\n{rows('Status, When', statuses)}",
             f"## Bodies\n\n{rows('Kind of run, Takes', takes.items())}",
             rows("Kind of run, Answer of one input has", gives.items()),
-            f"## Limits\n\n`GET /info` has those of a server.\n\n{rows('Limit, Default', limits)}",
+            "## Limits\n\n`GET /info` has those of a server. Beside the [keys of `serve`](keys.md#serve):\n\n"
+            f"{rows('Limit, Value', limits)}",
             f"## Metrics\n\nThe answer of `GET /metrics`, for Prometheus:\n\n{rows('Metric, Kind, Meaning', counted)}",
         ]
     )
