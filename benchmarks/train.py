@@ -325,8 +325,13 @@ def judging(bench: Bench) -> None:
 
 
 def runs(bench: Bench) -> None:
-    """Measure runs opened and closed by our logger, in this process, in a store of ten and in one of a thousand."""
+    """Measure runs opened and closed by our logger, in this process, in a store of ten and in one of a thousand, beside
+    the same by MLflow's own client in as few calls."""
+    from mlflow.entities import Metric, Param
+
     from deeplightning.tracking import MLflowLogger
+    from deeplightning.tracking.mlflow_store import open_client
+    from deeplightning.tracking.store import locate
 
     sizes = (10, 1000)
 
@@ -339,6 +344,16 @@ def runs(bench: Bench) -> None:
         logger.finalize("success")
         return time.process_time() - begun
 
+    def by_client() -> float:
+        begun = time.process_time()
+        run_id = client.create_run("0", run_name="run").info.run_id
+        params = [Param(f"param_{number}", str(number)) for number in range(15)]
+        moment = time.time_ns() // 1_000_000
+        points = [Metric("train_loss", 1 / (1 + step), moment, step) for step in range(0, 420, 10)]
+        client.log_batch(run_id, points, params)
+        client.set_terminated(run_id)
+        return time.process_time() - begun
+
     held = {}
     for size in sizes:
         for number in range(size):
@@ -347,14 +362,18 @@ def runs(bench: Bench) -> None:
                 held[size] = stored(bench.place / f"runs-{size}")
         held[size] = (stored(bench.place / f"runs-{size}") - held[size]) / (size - 1)
     costs: dict[int, list[float]] = {size: [] for size in sizes}
+    client, of_client = open_client(locate(bench.place / f"runs-{sizes[-1]}")), list[float]()
     for _ in range(4 * bench.rounds):
         for size in sizes:
             costs[size].append(one(size))
-    bench.raw["runs"] = {"cpu": costs, "bytes": held}
+        of_client.append(by_client())
+    bench.raw["runs"] = {"cpu": costs, "client": of_client, "bytes": held}
     rows = [[f"{n:,}", f"{1e3 * middle(costs[n]):.1f}", f"{held[n] / 1024:.1f}"] for n in sizes]
+    rows.append(["1,000, by MLflow's client", f"{1e3 * middle(of_client):.1f}", ""])
     note = "Our logger opens a run, tracks 15 parameters and 42 points, and closes it."
     say("Many runs in a store", note, table(["runs in it", "CPU ms of one more", "KiB a run"], rows))
     bench.bounds.append(Bound("a run in a store of 1,000, of one in a store of 10", ratio(costs[1000], costs[10]), 1.3))
+    bench.bounds.append(Bound("a run in a store of 1,000, of MLflow's client", ratio(costs[1000], of_client), 1.5))
     bench.bounds.append(Bound("KiB of the store for a run", held[1000] / 1024, 16))
 
 

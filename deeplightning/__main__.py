@@ -15,7 +15,7 @@ if "DEEPLIGHTNING_ROOTS" in os.environ:  # a process that a run has started, per
 
 
 def main() -> None:
-    """Hears signals from here on, then imports and runs the command."""
+    """Listen to signals, then import and run the command."""
     try:
         streams.prepare()
         from deeplightning.cli import main as run

@@ -218,7 +218,7 @@ class ImageSpec:
         return cls(**values)
 
     def _draft(self, image: Image.Image) -> Extent:
-        """Have libjpeg decode a large photo at a half, a quarter or an eighth of its size, to save most of the work.
+        """Let libjpeg decode a large photo at a half, a quarter or an eighth of its size, to save most of the work.
 
         At least two pixels remain in both directions for each pixel of the result, so that the filter still averages:
         of 255 levels the result differs from a full decode by 0.4 in the mean and by 10 at most (two photos, nine

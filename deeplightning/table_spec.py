@@ -243,7 +243,7 @@ class TableSpec:
     # ---- one row, in a server
 
     def prepare(self, row: Mapping[str, object]) -> np.ndarray:
-        """One row, float32 (F,).
+        """Prepare one row; return float32 (F,).
 
         Args:
             row: values by column: numbers, texts, true, false or None. Other columns are not looked at.
@@ -265,7 +265,7 @@ class TableSpec:
         )
 
     def stack(self, rows: Sequence[np.ndarray]) -> np.ndarray:
-        """float32 (N, F)"""
+        """Prepare rows; return float32 (N, F)"""
         return np.stack(rows)
 
     def _number(self, column: Column, value: object) -> float:
@@ -302,7 +302,7 @@ class TableSpec:
     # ---- all rows, for training
 
     def encode(self, columns: Mapping[str, "np.ndarray | Words"], before: int = 0) -> np.ndarray:
-        """Many rows, float32 (N, F); the same numbers as `prepare` gives to each.
+        """Prepare many rows; return float32 (N, F), the same numbers as `prepare` gives to each.
 
         Args:
             columns: by name; of a number float64 (N,), NaN where it is missing; of a category its words.
@@ -354,7 +354,7 @@ class TableSpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "TableSpec":
-        """The reverse of `to_dict`.
+        """Reverse `to_dict`.
 
         Raises:
             ValueError: a key is missing or unknown, or a value is impossible.
@@ -378,7 +378,8 @@ def _refused(column: Column, row: int, words: str) -> TableError:
 
 
 def as_word(value: object) -> str | None:
-    """A value of a column of categories as a word; None: it cannot be one. Numbers that are whole have no point."""
+    """Return a value of a column of categories as a word; None: it cannot be one. Numbers that are whole have no
+    point."""
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, bool):

@@ -70,7 +70,7 @@ class Points:
             self.log_pending()
 
     def log_pending(self) -> None:
-        """Hand over the values of the last logged step, if they wait."""
+        """Log the values of the last logged step, if they wait."""
         pending, self._pending = self._pending, None
         if pending is None:
             return

@@ -86,6 +86,13 @@ class Raises(ImageClassification):
         return super().training_step(batch, batch_idx)
 
 
+class Norms(pl.Callback):
+    """Logs metrics whose names only a run tells."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        pl_module.log_dict({f"norm/{name}": tensor.norm() for name, tensor in pl_module.named_parameters()})
+
+
 class Stuck(ImageClassification):
     """Waits in its first batch until a file is there."""
 

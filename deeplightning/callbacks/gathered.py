@@ -110,7 +110,7 @@ class PendingGradients(Callback):
         self._watch(pl_module)
 
     def _watch(self, task: LightningModule) -> None:
-        """Have each parameter that learns tell when it gets a gradient; some begin to learn after an epoch."""
+        """Make each parameter that learns tell when it gets a gradient; some begin to learn after an epoch."""
         if task.automatic_optimization:
             return
         for parameter in task.parameters():

@@ -1,20 +1,13 @@
-"""Callbacks for `train.callbacks` that Lightning lacks: losses by step, norms of gradients, the time of a batch; an end
-for a run without progress."""
+"""End a run without progress; and what callbacks ask of a batch: its loss, its number of rows."""
 
-import logging
-import math
 import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from pytorch_lightning import Callback, LightningModule, Trainer
-from torch.optim import Optimizer
+from pytorch_lightning import Callback
 
 from deeplightning.process import ranks, supervisor
-
-log = logging.getLogger("deeplightning.watch")
 
 
 def has_loss(outputs: Any) -> bool:
@@ -30,136 +23,6 @@ def batch_loss(trainer: Any, outputs: Any) -> torch.Tensor:
     loss: torch.Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs
     divided_by = trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
     return loss.detach() * divided_by
-
-
-class SyncedLoss(Callback):
-    """Print a line per optimizer step: the mean loss of accumulated batches and processes.
-
-    Args:
-        prefix: what the line begins with.
-        ranks: processes that write it; none: nobody.
-    """
-
-    def __init__(self, prefix: str = "loss", ranks: Sequence[int] = (0,)):
-        self.prefix, self.ranks = prefix, tuple(ranks)
-        self._losses: list[torch.Tensor] = []
-        self._step = 0
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._losses, self._step = [], trainer.global_step
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: object, *_: object) -> None:
-        if has_loss(outputs):
-            self._losses.append(batch_loss(trainer, outputs))
-        if trainer.global_step == self._step:
-            return
-        losses = self._losses or [batch_loss(trainer, None)]
-        mean = trainer.strategy.reduce(torch.stack(losses).mean(), reduce_op="mean")
-        if trainer.global_rank in self.ranks:
-            log.info("%s step %d: %.6f", self.prefix, self._step, mean)
-        self._losses, self._step = [], trainer.global_step
-
-
-class SmoothedLoss(Callback):
-    """Log `train_loss_ema`: each batch's loss moves it by `weight`; the first of an epoch is taken as it is."""
-
-    def __init__(self, weight: float = 0.1):
-        if not 0 < weight <= 1:
-            raise ValueError(f"weight must be above 0 and at most 1, not {weight}")
-        self.weight = weight
-        self._value: torch.Tensor | None = None
-
-    def on_train_epoch_start(self, *_: object) -> None:
-        self._value = None
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: object, *_: object) -> None:
-        if not has_loss(outputs):
-            return
-        loss = batch_loss(trainer, outputs)
-        self._value = loss if self._value is None else self.weight * loss + (1 - self.weight) * self._value
-        pl_module.log("train_loss_ema", self._value)
-
-
-class ListParameters(Callback):
-    """Print a line per trainable tensor at the start: name, shape, device, type."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for name, p in pl_module.named_parameters():
-            if p.requires_grad:
-                log.info("%s %s %s %s", name, tuple(p.shape), p.device, str(p.dtype).removeprefix("torch."))
-
-
-class GradientNorms(Callback):
-    """Log `grad_norm/<name>` of each trainable tensor before each optimizer step, and `grad_norm` of all.
-
-    Args:
-        norm_type: which norm.
-    """
-
-    def __init__(self, norm_type: float = 2.0):
-        self.norm_type = norm_type
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if not trainer.log_every_n_steps:
-            return
-        found = {n: p.grad for n, p in pl_module.named_parameters() if p.grad is not None}
-        norms = {f"grad_norm/{n}": torch.linalg.vector_norm(g, self.norm_type) for n, g in found.items()}
-        if norms:
-            norms["grad_norm"] = torch.linalg.vector_norm(torch.stack(list(norms.values())), self.norm_type)
-        pl_module.log_dict(norms)
-
-
-class Timings(Callback):
-    """Log seconds per batch: `batch_time`, and `data_time` of it waiting for the batch; and `batches` so far. Times are
-    means since the last logged step. `engine.profiler: simple` has the parts of a step.
-    """
-
-    def on_train_start(self, *_: object) -> None:
-        self._begin()  # Lightning skips the next hook where a run resumes inside an epoch
-
-    def _begin(self, *_: object, **__: object) -> None:
-        self._last = self._logged_at = time.perf_counter()
-        self._count = 0
-        self._waited = 0.0
-
-    on_train_epoch_start = _begin
-
-    def on_train_batch_start(self, *_: object) -> None:
-        self._waited += time.perf_counter() - self._last
-
-    def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *_: object) -> None:
-        self._last = time.perf_counter()
-        self._count += 1
-        if trainer.log_every_n_steps:
-            pl_module.log_dict(
-                {
-                    "batch_time": (self._last - self._logged_at) / self._count,
-                    "data_time": self._waited / self._count,
-                    "batches": float(trainer.fit_loop.total_batch_idx + 1),
-                }
-            )
-            self._logged_at, self._count, self._waited = self._last, 0, 0.0
-
-
-class ProgressLines(Callback):
-    """Print a line at each tenth of an epoch's batches, with the loss of the last batch. Up to 15 batches have a line
-    each; an epoch of unknown length has one at each hundredth batch.
-
-    Args:
-        ranks: processes that write it; none: nobody.
-    """
-
-    def __init__(self, ranks: Sequence[int] = (0,)):
-        self.ranks = tuple(ranks)
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: object, batch: object, batch_idx: int) -> None:
-        done, of = batch_idx + 1, trainer.num_training_batches
-        is_finite = math.isfinite(of)
-        due = of <= 15 or done * 10 // of > batch_idx * 10 // of if is_finite else done % 100 == 0
-        if due and trainer.global_rank in self.ranks:
-            share = f" of {of} ({100 * done // of} %)" if is_finite else ""
-            loss = batch_loss(trainer, outputs)
-            log.info("epoch %d, batch %d%s: train_loss %.4f", trainer.current_epoch + 1, done, share, loss)
 
 
 class Watchdog(Callback):

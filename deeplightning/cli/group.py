@@ -94,7 +94,7 @@ class Verbs(click.Group):
 )
 @click.version_option(__version__, prog_name="deeplightning")
 def cli() -> None:
-    """A YAML file becomes a tracked training run, and the run an HTTP endpoint.
+    """Turn a YAML file into a tracked training run, and the run into an HTTP endpoint.
 
     RUN is a run folder, a run's name or MLflow id, runs:/ID, models:/NAME/VERSION, or last, the newest. Exit codes: 0
     done, 2 config, 3 machine, data or tracking, 4 checkpoint or bundle, 5 the run failed, 130 or 143 interrupted, 1 a

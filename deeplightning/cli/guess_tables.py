@@ -25,6 +25,8 @@ MAX_FEW = 20
 """Different whole numbers that may be classes."""
 MAX_STRAY = 20
 """Different words that may stand for a missing value in a column of numbers."""
+_FEW_ROWS = 100
+"""With fewer rows a tenth validates, since a twentieth of them would be next to none."""
 NUMBERS = 0.9
 """The part of numbers and words that must be numbers, for the words to be missing values; signs (?) always are."""
 
@@ -264,6 +266,8 @@ def rows(data: Path, wanted: Columns) -> Guess:
         "numbers": len(inputs) - len(words),
         "cardinalities": words,
         "outputs": len(classes) or 1,
+        "splits": 20 if found.rows >= _FEW_ROWS else None,
+        "dropout": 0.4 if classes else 0.2,
         "loss": "torch.nn.CrossEntropyLoss" if classes else "torch.nn.MSELoss",
     }
     predicted = f"{len(classes)} classes: {_counted(classes)}" if classes else f"mean {column.mean}, std {column.std}"

@@ -112,7 +112,7 @@ class ArrayData(ColumnData):
         return mapped(path, self.inputs), mapped(path, self.targets)
 
     def samples_of(self, inputs: np.ndarray, targets: np.ndarray, source: str) -> Arrays:
-        """Samples of arrays (N, C, …) and targets (N,) or (N, T): numbers or texts.
+        """Return samples of arrays (N, C, …) and targets (N,) or (N, T): numbers or texts.
 
         Args:
             source: where they are from, for messages.
@@ -140,7 +140,7 @@ class ArrayData(ColumnData):
         return Arrays(inputs, np.arange(len(inputs)), values, np.zeros(len(targets), np.int64))
 
     def _labels(self, targets: np.ndarray, source: str) -> np.ndarray:
-        """The class of each sample, int64 (N,). Names that are not given are found in the first targets."""
+        """Return the class of each sample, int64 (N,). Names that are not given are found in the first targets."""
         if targets.dtype.kind in "US":
             if not self.class_names:
                 self.class_names = [str(word) for word in np.unique(targets)]
@@ -202,14 +202,14 @@ class ArrayData(ColumnData):
             raise DataError(f"{self._describe()}: {error}") from error
 
     def example_inputs(self, number: int) -> dict[str, np.ndarray]:
-        """Arrays that a bundle is proved on, before they are prepared, of the validation set where there is one:
+        """Return arrays that a bundle is proved on, before they are prepared, of the validation set where there is one:
         (n, C, …)."""
         found = self._samples.get("val") or self._samples["train"]
         return {"arrays": found.load(slice(number))}
 
 
 def mapped(path: Path, key: str) -> np.ndarray:
-    """An array of an .npz file, mapped into memory where the file is not compressed. Nothing is unpickled.
+    """Return an array of an .npz file, mapped into memory where the file is not compressed. Nothing is unpickled.
 
     Raises:
         DataError: the file cannot be read, or has no such array.

@@ -21,7 +21,7 @@ class RandomHorizontalFlip(nn.Module):
         self.p = p
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """uint8 (B, C, H, W) → the same."""
+        """Return changed pictures, uint8 (B, C, H, W) as they were."""
         flipped = torch.rand(len(images), device=images.device) < self.p  # (B,)
         return torch.where(flipped[:, None, None, None], images.flip(-1), images)
 
@@ -36,7 +36,7 @@ class RandomCrop(nn.Module):
         self.padding = padding
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """uint8 (B, C, H, W) → the same."""
+        """Return changed pictures, uint8 (B, C, H, W) as they were."""
         batch, _, height, width = images.shape
         tops, lefts = torch.randint(2 * self.padding + 1, (2, batch), device=images.device)
         padded = nn.functional.pad(images, [self.padding] * 4)

@@ -94,7 +94,7 @@ class ImageData(DataOfSets):
         self._preparing: Prepare = Pictures(image_spec, max_pixels)
 
     def example_batch(self, size: int) -> Batch:
-        """A batch that is made up, to try out whether the parts of a config fit; reads no data and needs no `setup`.
+        """Make up a batch to try out whether the parts of a config fit; read no data and need no `setup`.
 
         Args:
             size: samples.
@@ -110,7 +110,8 @@ class ImageData(DataOfSets):
         return {"image": pixels, "label": labels, "index": torch.arange(size)}
 
     def picture_size(self) -> tuple[int, int] | None:
-        """Median width and height of some training pictures before they are prepared; None where none can be read."""
+        """Return median width and height of some training pictures before they are prepared; None where none can be
+        read."""
         samples, found = self._samples["train"], []
         for position in np.unique(np.linspace(0, len(samples) - 1, SIZED).astype(int)):
             with contextlib.suppress(OSError, DataError, ValueError):
@@ -142,7 +143,7 @@ class ImageData(DataOfSets):
         return OnDemand(samples, self._preparing, small)
 
     def sample(self, split: str, position: int) -> dict[str, Any]:
-        """The picture as the network gets it, uint8 (C, H, W), and the name of its file below `data.root`."""
+        """Return the picture as the network gets it, uint8 (C, H, W), and its file's name below `data.root`."""
         samples, found = self._samples[split], {"image": self.dataset(split)[[position]]["image"][0].numpy()}
         if hasattr(samples, "named"):
             return found | {"name": samples.named(position)}
@@ -154,11 +155,11 @@ class ImageData(DataOfSets):
         return found | {"name": path.name}
 
     def _size(self) -> int:
-        """Samples of all sets."""
+        """Count the samples of all sets."""
         return sum(map(len, self._samples.values()))
 
     def on_after_batch_transfer(self, batch: Mapping[str, Tensor], dataloader_idx: int) -> object:
-        """Changes training images at random, on the device."""
+        """Change training images at random, on the device."""
         if len(self._augment) == 0 or self.trainer is None or not self.trainer.training:
             return batch
         images = self._augment(batch["image"])

@@ -103,7 +103,7 @@ class DataOfSets(pl.LightningDataModule):
         self._sampler: BatchIndices | None = None
 
     def read(self) -> dict[str, Any]:
-        """To be written by a subclass: finds the samples.
+        """Find the samples; a subclass defines this.
 
         Returns:
             Objects with a length, `labels` (int64 (N,), by which they are divided evenly) and `take(positions)`: under
@@ -184,7 +184,7 @@ class DataOfSets(pl.LightningDataModule):
             raise DataError(f"{self._describe()} cannot be read: {error}") from error
 
     def _ready(self, stage: str | None) -> None:
-        """Prepares the sets that a stage needs; None: all. What is wrong with them shows before a run begins."""
+        """Prepare the sets that a stage needs; None: all. What is wrong with them shows before a run begins."""
         for split in SPLITS[stage]:
             if split in self._samples:
                 self.dataset(split)
@@ -210,8 +210,8 @@ class DataOfSets(pl.LightningDataModule):
         return self._datasets[split]
 
     def sample(self, split: str, position: int) -> dict[str, Any]:
-        """What a person looks at of a sample, for pictures and reports: `image`, uint8 (C, H, W), as the network gets
-        it; `text`; `name`, of its file. What there is not is left out. Call `setup` first."""
+        """Return what a person looks at of a sample, in pictures and reports: `image`, uint8 (C, H, W), as the network
+        gets it; `text`; `name`, of its file. What there is not is left out. Call `setup` first."""
         return {}
 
     def _divide(self, found: dict[str, Any]) -> dict[str, Any]:
@@ -267,11 +267,11 @@ class DataOfSets(pl.LightningDataModule):
         return self._loader("test")
 
     def predict_dataloader(self) -> DataLoader:
-        """The test set, in data order."""
+        """Return the loader of the test set, in data order."""
         return self._loader("test")
 
     def transfer_batch_to_device(self, batch: object, device: torch.device, dataloader_idx: int) -> object:
-        """What is there already stays as it is: Lightning would look through each batch for what to move."""
+        """Leave alone what is there already: Lightning would look through each batch for what to move."""
         if device.type == "cpu":
             return batch
         if self._room is not None and self._gpu() == device and self.trainer is not None and self.trainer.training:
@@ -323,7 +323,7 @@ class DataOfSets(pl.LightningDataModule):
         return self._sampler
 
     def _gpu(self) -> torch.device | None:
-        """The GPU that this process trains on."""
+        """Return the GPU that this process trains on."""
         device = getattr(getattr(self.trainer, "strategy", None), "root_device", None)
         return device if device is not None and device.type == "cuda" else None
 

@@ -97,7 +97,7 @@ class MaskFolder(ImageFiles):
                 )
 
     def example_batch(self, size: int) -> Batch:
-        """As of every `ImageData`; the mask holds every class, and pixels that do not count."""
+        """Make up a batch as every `ImageData`; the mask holds every class, and pixels that do not count."""
         batch = super().example_batch(size)
         spec, classes = self.image_spec, len(self.class_names)
         shape = (size, spec.height, spec.width)
@@ -118,7 +118,7 @@ class MaskFolder(ImageFiles):
         return (self.root / "train" / "images").is_dir()
 
     def _read(self, top: Path) -> Samples:
-        """The pictures of one folder with their masks, sorted by name."""
+        """Find the pictures of one folder with their masks, sorted by name."""
         pictures = _named(top / "images", self.extensions)
         masks = _named(top / "masks", (".png",)) if (top / "masks").is_dir() else {}
         if not pictures:
@@ -158,7 +158,7 @@ class MaskFolder(ImageFiles):
         )
 
     def on_after_batch_transfer(self, batch: Mapping[str, Tensor], dataloader_idx: int) -> object:
-        """Moves the pixels of training pictures and their masks at random, on the device."""
+        """Move the pixels of training pictures and their masks at random, on the device."""
         if len(self._augment) == 0 or self.trainer is None or not self.trainer.training:
             return batch
         # Classes count from 1 here and 0 is none, so that what a shift brings in, black, is none.
@@ -186,7 +186,7 @@ def _codes(param: str, values: Sequence[int | Sequence[int]]) -> list[int]:
 
 
 def _named(top: Path, endings: tuple[str, ...]) -> dict[str, Path]:
-    """The files in a folder and below with one of these endings, sorted, by their path in it without the ending.
+    """Find the files in a folder and below with one of these endings, sorted, by their path without it.
 
     Raises:
         DataError: if two have the same name.

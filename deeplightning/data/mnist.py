@@ -60,8 +60,8 @@ class MNIST(DownloadedImages):
 
 
 def _read_idx(path: Path, dimensions: int) -> np.ndarray:
-    """The bytes of an IDX file, uint8, in the shape that its head says: two lines, where torchvision takes two CPU
-    seconds to import.
+    """Return the bytes of an IDX file, uint8, in the shape that its head says: two lines, where torchvision takes two
+    CPU seconds to import.
 
     Raises:
         DataError: the file is not as long as it says, or no such file.

@@ -159,8 +159,8 @@ class LabelledImages(ImageFiles):
         self.named = self.class_names = checked_names(class_names)
 
     def example_batch(self, size: int) -> Batch:
-        """As of every `ImageData`; each label is one of the first row's, and then of every other's. Reads the labels
-        where `class_names` does not give them.
+        """Make up a batch as every `ImageData`; each label is one of the first row's, and then of every other's. Reads
+        the labels where `class_names` does not give them.
 
         Raises:
             DataError: the file of labels is missing, or not as it should be.
@@ -212,7 +212,7 @@ class LabelledImages(ImageFiles):
             raise DataError(f"{self.file} names no label at all in its {self.label_file.labels_column}.")
 
     def _folds(self, samples: Any, number: int, purpose: int) -> np.ndarray:
-        """Evenly by the rarest label of each picture, so that each set gets its part of it."""
+        """Divide evenly by the rarest label of each picture, so that each set gets its part of it."""
         counts = samples.labels.sum(0)  # (K,)
         rarity = np.where(samples.labels > 0, counts, np.inf)  # (N, K)
         rarest = np.where(samples.labels.any(1), rarity.argmin(1), samples.labels.shape[1])

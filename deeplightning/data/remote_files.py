@@ -37,7 +37,7 @@ log = logging.getLogger("deeplightning")
 
 
 def folder_of(root: str, files: Sequence[str] = ()) -> Path:
-    """The local folder of `data.root`, absolute.
+    """Return the local folder of `data.root`, absolute.
 
     Args:
         root: a path, or an address.
@@ -72,7 +72,7 @@ def _copied(root: str, files: tuple[str, ...]) -> Path:
 
 
 def files_at(root: str, files: tuple[str, ...]) -> tuple[object, dict[str, tuple[str, int, str]]]:
-    """The file system, and of each file under its name: its path there, bytes, version.
+    """Return the file system, and of each file under its name its path there, bytes and version.
 
     Args:
         root: the address of a folder.

@@ -85,25 +85,25 @@ class BatchIndices(DistributedSampler):
         return (batch.tolist() for batch in self.arrays())
 
     def arrays(self) -> Iterator[np.ndarray]:
-        """The same as arrays, int64 (B,), of which each is the caller's own: cheaper by 4 µs a batch of 64."""
+        """Yield the same as arrays, int64 (B,), of which each is the caller's own: cheaper by 4 µs a batch of 64."""
         # Not a generator: a later `set_epoch` does not change an iteration under way.
         order, start = self._order(), self.start
         return (self._batch(order, step) for step in range(start, len(self)))
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins an epoch; one that is under way goes on. A loader with workers makes two iterators for its first
+        """Begin an epoch; continue one that is under way. A loader with workers makes two iterators for its first
         (torch 2.15), so `start` holds for the epoch, not for an iteration."""
         if epoch != self.epoch:
             self.start = 0
         super().set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Batches per process and epoch."""
+        """Count the batches per process and epoch."""
         whole, rest = divmod(len(self.dataset), self.batch_size * self.num_replicas)  # type: ignore[arg-type]
         return whole + (rest > 0 and not self.drop_last)
 
     def samples_of(self, batch: int) -> tuple[int, float]:
-        """How many samples an epoch's batch has on this process, and on average over all.
+        """Return how many samples an epoch's batch has on this process, and on average over all.
 
         A sampler that offers this has its batches weighed by it: each optimizer step is the mean over the samples that
         it sees. Known without asking the other processes.
@@ -315,7 +315,7 @@ class BucketedDistributedSampler(DistributedSampler):
             )
 
     def __len__(self) -> int:
-        """Samples per process and epoch, repeated ones counted."""
+        """Count the samples per process and epoch, repeated ones too."""
         return (self.slices_per_bucket * self.buckets + self.mixed_slices) * self.batch_size
 
     def __iter__(self) -> Iterator[int]:
@@ -324,13 +324,13 @@ class BucketedDistributedSampler(DistributedSampler):
         return iter(self.slices()[self.start :, self.rank :: self.num_replicas].flatten().tolist())
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins an epoch; one that is under way goes on."""
+        """Begin an epoch; continue one that is under way."""
         if epoch != self.epoch:
             self.start = 0
         super().set_epoch(epoch)
 
     def slices(self) -> np.ndarray:
-        """What all processes together take at each step of this epoch, int64 (steps, B * R)."""
+        """Return what all processes together take at each step of this epoch, int64 (steps, B * R)."""
         kept, slices, left = self.slices_per_bucket * self.slice_size, [], []
         within = _stream(self.seed, self.epoch, purpose=0)
         for bucket in self._buckets:
@@ -345,8 +345,8 @@ class BucketedDistributedSampler(DistributedSampler):
         return steps
 
     def padding(self, sizes: np.ndarray) -> tuple[float, float]:
-        """How much of its batches is padding, where each is padded to its largest sample: of this epoch, and of one of
-        the same samples without buckets.
+        """Return how much of its batches is padding, where each is padded to its largest sample: of this epoch, and of
+        one of the same samples without buckets.
 
         Args:
             sizes: of each sample, numbers of at least 0, (N,).
@@ -362,7 +362,7 @@ class BucketedDistributedSampler(DistributedSampler):
         return 1 - float(sizes[rows].sum() / max(of_buckets, 1e-9)), 1 - float(filled / max(whole, 1e-9))
 
     def _compare(self) -> None:
-        """Once: whether all processes have the same order; else some samples would come twice and others never."""
+        """Check once that all processes have the same order; else some samples would come twice and others never."""
         if self._is_compared:
             return
         self._is_compared = True
@@ -377,7 +377,7 @@ class BucketedDistributedSampler(DistributedSampler):
 
 
 def sort_values(dataset: Any, sort_key: str | Callable[[object], object], batched: bool = False) -> np.ndarray:
-    """What the samples of a set are sorted by, numbers (N,).
+    """Return what the samples of a set are sorted by, numbers (N,).
 
     Args:
         dataset: of length N.
@@ -430,8 +430,8 @@ def _size(value: Any, sort_key: object) -> float:
 
 
 def train_sampler(cfg: PartConfig, dataset: Any, trainer: object = None, *, drop_last: bool = False) -> BatchIndices:
-    """The batches of a training: `BatchIndices`, shuffled, or those of `data.sampler`. They begin where a resumed run
-    goes on.
+    """Return the batches of a training: `BatchIndices`, shuffled, or those of `data.sampler`. They begin where a
+    resumed run goes on.
 
     `data.sampler` is called with the set, and by name with batch_size, num_replicas, rank and seed of the run; it gives
     a torch sampler. What a `sort_key` among its params means is found out on rank 0, and sent to the others.
@@ -470,7 +470,7 @@ def train_sampler(cfg: PartConfig, dataset: Any, trainer: object = None, *, drop
 
 
 def replicas(trainer: Any) -> tuple[int, int]:
-    """R and the rank; without a trainer those of one process.
+    """Return R and the rank; without a trainer those of one process.
 
     Processes that compute one batch together, as those of a tensor-parallel group do, count as one.
     """
@@ -481,7 +481,7 @@ def replicas(trainer: Any) -> tuple[int, int]:
 
 
 def go_on(sampler: BatchIndices, trainer: Any) -> None:
-    """Sets a sampler to the epoch, and behind the batches, that a resumed run has done.
+    """Set a sampler to the epoch, and behind the batches, that a resumed run has done.
 
     After a whole epoch the counter still shows it. Lightning sets the epoch as well, but only when the first iterator
     has been made.
@@ -496,7 +496,7 @@ def go_on(sampler: BatchIndices, trainer: Any) -> None:
 
 
 def _labels(dataset: Any, trainer: Any) -> np.ndarray:
-    """The class of each sample, int64 (N,): the set's attribute `labels`, or the entry `label` of its samples.
+    """Return the class of each sample, int64 (N,): the set's attribute `labels`, or the entry `label` of its samples.
 
     Raises:
         DataConfigError: the samples have no classes.
@@ -546,7 +546,7 @@ def _build_sampler(target: Target, dataset: object, trainer: Any, spread: dict[s
 def _of_rank_0(
     find: Callable[[], np.ndarray], trainer: "pl.Trainer", before: str = "data.sampler.params."
 ) -> np.ndarray:
-    """What one process finds, on all; what it fails with, too."""
+    """Return on all processes what one finds; raise what it fails with."""
     found: Any = None
     if trainer is None or trainer.is_global_zero:
         try:
@@ -581,5 +581,5 @@ def _permutation(order: object, size: int) -> np.ndarray:
 
 
 def _stream(seed: int, epoch: int, purpose: int) -> np.random.RandomState:
-    """Random numbers for one purpose in one epoch; frozen like those of `BatchIndices`, and none of its."""
+    """Return a generator for one purpose in one epoch; frozen like that of `BatchIndices`, and another."""
     return np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, epoch], spawn_key=(purpose,))))

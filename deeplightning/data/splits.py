@@ -4,7 +4,7 @@ import numpy as np
 
 
 def deal(labels: np.ndarray, num_folds: int, seed: int, purpose: int = 0) -> np.ndarray:
-    """Deals samples to folds like cards: each class is shuffled, then all go round the folds, class by class.
+    """Deal samples to folds like cards: each class is shuffled, then all go round the folds, class by class.
 
     So the folds differ by at most one sample, in total and per class. Fold 0 is never the larger one.
 
@@ -44,6 +44,6 @@ def keep_classes(labels: np.ndarray, folds: np.ndarray, held_out: int) -> np.nda
 
 
 def shuffled(size: int, seed: int, purpose: int = 0) -> np.ndarray:
-    """A permutation, int (size,). `RandomState`, because its streams are frozen by numpy's policy (NEP 19)."""
+    """Draw a permutation, int (size,). `RandomState`, because its streams are frozen by numpy's policy (NEP 19)."""
     bits = np.random.MT19937(np.random.SeedSequence(seed, spawn_key=(purpose,)))
     return np.random.RandomState(bits).permutation(size)

@@ -214,7 +214,7 @@ class TableData(ColumnData):
         return types
 
     def _is_named(self, column: str) -> bool:
-        """Whether `columns` makes it an input."""
+        """Return whether `columns` makes it an input."""
         return self.kinds.get(column, "ignore") != "ignore"
 
     def _rows(self, path: Path, table: Table | TableStore) -> Rows:
@@ -375,7 +375,7 @@ class TableData(ColumnData):
         return InMemory({"input": torch.from_numpy(np.concatenate(inputs))}, small)
 
     def _classes(self, target: Words) -> torch.Tensor:
-        """int64 (N,)"""
+        """Return the class of each row, int64 (N,)."""
         numbers = {name: number for number, name in enumerate(self.class_names)}
         labels = np.array([*(numbers.get(word, -1) for word in target.words), -1])[target.indices]
         if (labels < 0).any():
@@ -387,7 +387,7 @@ class TableData(ColumnData):
         return torch.from_numpy(labels)
 
     def example_inputs(self, number: int) -> dict[str, np.ndarray]:
-        """Rows that a bundle is proved on, of the validation set where there is one: JSON objects, (n,)."""
+        """Return rows that a bundle is proved on, of the validation set where there is one: JSON objects, (n,)."""
         assert self.table_spec is not None, "`setup` has read the rows"
         found = self._samples.get("val") or self._samples["train"]
         size = min(number, len(found))
@@ -406,7 +406,7 @@ class TableData(ColumnData):
 
 
 def _natural(word: str) -> tuple[int, float, str]:
-    """The order of class names: numbers by their value, then texts."""
+    """Return the sort key of class names: numbers by their value, then texts."""
     try:
         return (0, float(word), word)
     except ValueError:
@@ -414,7 +414,7 @@ def _natural(word: str) -> tuple[int, float, str]:
 
 
 def _kind_of(found: pa.DataType) -> str | None:
-    """What a column of an Arrow type is taken for; None: it must be said."""
+    """Return what a column of an Arrow type is taken for; None: it must be said."""
     types = pa.types
     if types.is_integer(found) or types.is_floating(found) or types.is_decimal(found):
         return "number"
@@ -426,7 +426,7 @@ def _kind_of(found: pa.DataType) -> str | None:
 
 
 def _column(path: Path, name: str, found: list[str] | Moments, is_named: bool) -> Column:
-    """How a column is prepared, by the words or the numbers of the training rows.
+    """Return how a column is prepared, by the words or the numbers of the training rows.
 
     Raises:
         DataError: it has no values, or more categories than `MAX_CATEGORIES` and nobody has asked for that.

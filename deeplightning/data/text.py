@@ -57,7 +57,7 @@ class Texts(Divisible):
 
 
 def read_tsv(path: Path, labelled: bool = False) -> Texts:
-    """The texts of a tab-separated file, and their labels where it has such. Blanks around a text are left out.
+    """Read the texts of a tab-separated file, and their labels where it has such. Blanks around a text are left out.
 
     Args:
         labelled: without names in its first line, the file has the columns sentence and label.
@@ -281,7 +281,7 @@ class TextData(DataOfSets):
         return {"text": texts.texts[position], "name": f"{texts.path.name}, line {texts.lines[position]}"}
 
     def example_batch(self, size: int) -> Batch:
-        """A batch that is made up, to try out whether the parts of a config fit; reads no data and needs no `setup`.
+        """Make up a batch to try out whether the parts of a config fit; read no data and need no `setup`.
 
         Returns:
             What a loader gives: texts of one to eight tokens, each the unknown word, and labels from the first class
@@ -292,8 +292,8 @@ class TextData(DataOfSets):
         return {"tokens": tokens, "label": torch.linspace(0, last, size).round().long(), "index": torch.arange(size)}
 
     def longest_batch(self, size: int) -> Batch:
-        """The training text with the most tokens, `size` times: what the memory of a training is planned by. Reads the
-        data; where they are not on this machine, texts of `max_length` tokens.
+        """Return the training text with the most tokens, `size` times: what the memory of a training is planned by.
+        Reads the data; where they are not on this machine, texts of `max_length` tokens.
 
         Raises:
             DataError: the data cannot be read, and there is no `max_length`.

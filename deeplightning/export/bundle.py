@@ -324,7 +324,7 @@ def _verified_answers(
                 worst = float(np.maximum(worst, np.abs(given - expected[chosen]).max()))
                 answers[chosen] = given
     except Exception as error:  # onnxruntime's exceptions have no common class of their own
-        raise CheckpointError(f"ONNX Runtime does not take the exported network: {reason(error)}") from error
+        raise CheckpointError(f"ONNX Runtime does not take the exported network {file}: {reason(error)}") from error
     allowed = TOLERANCE * max(1.0, float(np.abs(expected).max()))
     if not worst <= allowed:  # so that nan is refused as well
         padding = "; a network of texts must not see the padding" if len(tests) > 1 else ""

@@ -41,7 +41,7 @@ class Classification(Supervised):
         self.class_names = list(getattr(getattr(self.trainer, "datamodule", None), "class_names", self.class_names))
 
     def truth(self, batch: Batch) -> Tensor:
-        """The labels, int64 (B,); what is no whole number stays as it is, and `check_truth` refuses it."""
+        """Return the labels, int64 (B,); what is no whole number stays as it is, and `check_truth` refuses it."""
         labels = self.column(batch, "label")
         return labels if labels.is_floating_point() else labels.long()  # torch's losses take no other integers
 
@@ -55,7 +55,8 @@ class Classification(Supervised):
         check_number(outputs, self.class_names, f"classes (labels 0 to {len(self.class_names) - 1})")
 
     def check_truth(self, outputs: Tensor, truth: Tensor) -> None:
-        """
+        """Check that each label is one of the classes.
+
         Raises:
             LabelError: labels are no whole numbers (B,), or one has no output. Looking at a batch would stall a GPU:
                 there all labels of a set that has them on the CPU (its attribute `labels`) are looked at once; of other
@@ -77,7 +78,7 @@ class Classification(Supervised):
             )
 
     def _range(self, truth: Tensor) -> tuple[int, int]:
-        """The least and the largest label of a batch, or of a set that it is of; (0, 0) where nobody looks."""
+        """Return the least and the largest label of a batch, or of a set that it is of; (0, 0) where nobody looks."""
         if not transfer.is_asynchronous(truth.device):
             return int(truth.min()), int(truth.max())
         stage = self.trainer.state.stage
@@ -91,7 +92,7 @@ class Classification(Supervised):
         return known or (0, 0)
 
     def _labels_of_set(self) -> Tensor | None:
-        """All labels of the set that the stage goes through, where it has them on the CPU."""
+        """Return all labels of the set that the stage goes through, where it has them on the CPU."""
         trainer = self.trainer
         judged = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
         loader: object = trainer.train_dataloader if trainer.training else judged
@@ -123,12 +124,12 @@ class Classification(Supervised):
         self.class_names = self._names(outputs.shape[1])
 
     def remember(self, inputs: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Keeps label and answer of each validation sample, in 8 bytes."""
+        """Keep label and answer of each validation sample, in 8 bytes."""
         self._outputs_of_classes = logits.shape[1]
         self._answered.append(labels * logits.shape[1] + logits.argmax(1))
 
     def pictures(self, stage: str) -> dict[str, Any]:
-        """Confusion matrix, and precision and recall of each class, of the last validation over all processes.
+        """Draw the confusion matrix, and precision and recall of each class, of the last validation over all processes.
 
         Called on every process, since counts are summed over them; only rank 0 gets drawings. A matrix of more than
         `MOST_IN_MATRIX` classes is not drawn.

@@ -43,7 +43,7 @@ class Compiled:
         self._said = False
 
     def compile(self, function: Callable[..., object], owner: nn.Module) -> Callable[..., Any]:
-        """A function of tensors, to be called with batches that `takes` accepts.
+        """Return a function of tensors, to be called with batches that `takes` accepts.
 
         Args:
             owner: the module whose submodules it computes with. In the mode `graphs`, gradients go back through the
@@ -55,7 +55,8 @@ class Compiled:
         return torch.compile(function, mode=self.mode, dynamic=False if self.graphs else None)
 
     def takes(self, *tensors: Tensor, may_be_short: bool) -> bool:
-        """Whether a batch is compiled: it has as many rows as the first full one; for CUDA graphs, the same shape.
+        """Return whether a batch is compiled: it has as many rows as the first full one; for CUDA graphs, the same
+        shape.
 
         Args:
             may_be_short: it is the last of an epoch that has several.
@@ -77,16 +78,16 @@ class Compiled:
         return taken
 
     def begin_step(self, device: torch.device) -> None:
-        """To be called before the first compiled call of a batch, which may overwrite what the batch before gave."""
+        """Announce the first compiled call of a batch, which may overwrite what the batch before gave."""
         if self.graphs and self.mode != "graphs" and device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
 
     def own(self, values: object) -> Any:
-        """Values that stay what they are: detached from the step and, where it uses CUDA graphs, cloned."""
+        """Return values that stay what they are: detached from the step and, where it uses CUDA graphs, cloned."""
         return apply_to_collection(values, Tensor, lambda v: v.detach().clone() if self.graphs else v.detach())
 
     def own_gradients(self, module: torch.nn.Module) -> None:
-        """To be called before `begin_step` where gradients of the batch before wait for those of this one."""
+        """Say before `begin_step` that gradients of the batch before wait for those of this one."""
         if self.graphs:
             for parameter in module.parameters():
                 if parameter.grad is not None:

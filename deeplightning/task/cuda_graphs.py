@@ -121,7 +121,7 @@ class _Replay:
             self.before_last = apply_to_collection(given[:-1], Tensor, Tensor.detach)
 
     def _gradients_of(self, last: Tensor, gradient: Tensor, aliases: dict[str, Tensor]) -> list[Tensor | None]:
-        """The gradient of each input and parameter; None for those without one."""
+        """Return the gradient of each input and parameter; None for those without one."""
         given = [*self.inputs, *aliases.values()]
         wanted = [tensor for tensor in given if tensor.requires_grad]
         found = iter(torch.autograd.grad(last, wanted, gradient, allow_unused=True))
@@ -156,13 +156,13 @@ class _Part(nn.Module):
 
 
 def _last(given: Any) -> Tensor:
-    """Of what a function gives, the tensor that gradients go back through."""
+    """Return the tensor that gradients go back through, of what a function gives."""
     last: Tensor = given[-1] if isinstance(given, tuple) else given
     return last
 
 
 def _learning(owner: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that learn, by name."""
+    """Return the parameters that learn, by name."""
     return {name: parameter for name, parameter in owner.named_parameters() if parameter.requires_grad}
 
 
@@ -198,7 +198,7 @@ class State:
         return plain, [(tensor.data_ptr(), tensor.requires_grad) for tensor in self._tensors]
 
     def differs(self) -> bool:
-        """Whether anything of it is not as it was."""
+        """Return whether anything of it is not as it was."""
         return bool(self._was != self._now())
 
     @property
@@ -217,7 +217,7 @@ def _named_parts(owner: nn.Module) -> dict[str, nn.Module]:
 
 
 def watched(function: Callable[..., object], owner: nn.Module, inputs: tuple[Tensor, ...]) -> set[str]:
-    """Calls a function once and looks at what it does beside computing with tensors.
+    """Call a function once and look at what it does beside computing with tensors.
 
     Returns:
         The names of the parameters to which the last of its results has gradients.
@@ -250,7 +250,7 @@ def _cpu_generators() -> tuple[object, ...]:
 
 @contextmanager
 def _as_before(owner: nn.Module, device: torch.device) -> Iterator[None]:
-    """Buffers and generators are afterwards what they were."""
+    """Restore buffers and generators afterwards."""
     buffers = [(buffer, buffer.clone()) for buffer in owner.buffers()]
     with torch.random.fork_rng([device]):
         yield
@@ -261,7 +261,7 @@ def _as_before(owner: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _without_autocast_cache(kind: str) -> Iterator[None]:
-    """Autocast as it is outside, without its copies of weights, which a recording would use and never renew."""
+    """Use autocast as it is outside, without its copies of weights, which a recording would use and never renew."""
     with torch.autocast(
         kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind), cache_enabled=False
     ):
@@ -269,7 +269,7 @@ def _without_autocast_cache(kind: str) -> Iterator[None]:
 
 
 def _cause(error: BaseException) -> str:
-    """What first went wrong: the end of a recording that has failed raises an error of its own."""
+    """Return what first went wrong: the end of a recording that has failed raises an error of its own."""
     while error.__context__ is not None:
         error = error.__context__
     return first_line(error)

@@ -29,7 +29,7 @@ CANNOT_WEIGH = (
 
 
 def divides_by_samples(loss: nn.Module, uniform: bool) -> bool:
-    """Whether the denominators of a loss are to each other as the numbers of samples, in batches of any data.
+    """Return whether a loss's denominators are to each other as the numbers of samples, in batches of any data.
 
     Args:
         uniform: the truth of each sample has the same shape, and no class in it is negative.
@@ -99,7 +99,7 @@ def _along(weight: Tensor, values: Tensor) -> Tensor:
 
 
 def mean(loss: Any, outputs: Any, truth: Tensor, divided_by: Tensor) -> Tensor:
-    """What a loss gives for a batch. Losses of torch.nn give 0, not nan, where all classes are ignored or weigh 0."""
+    """Compute a loss of a batch. Losses of torch.nn give 0, not nan, where all classes are ignored or weigh 0."""
     if not _is(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
         return loss(outputs, truth)
     own = {"weight": loss.weight, "ignore_index": loss.ignore_index, "reduction": "none"}
@@ -112,5 +112,5 @@ def mean(loss: Any, outputs: Any, truth: Tensor, divided_by: Tensor) -> Tensor:
 
 
 def _is(loss: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
-    """Whether a loss computes what one of these computes; a derived class may divide by something else."""
+    """Return whether a loss computes what one of these computes; a derived class may divide by something else."""
     return any(isinstance(loss, kind) and type(loss).forward is kind.forward for kind in kinds)

@@ -40,7 +40,7 @@ class ImageClassification(Classification, ImageTask):
         self._sheet = None
 
     def remember(self, images: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Counts label and answer of each validation sample, and keeps the pictures of this process that are worth a
+        """Count label and answer of each validation sample, and keep the pictures of this process that are worth a
         look: the most confident mistakes, then the right answers that are least confident."""
         super().remember(images, logits, labels)
         probability, predicted = logits.float().softmax(1).max(1)
@@ -53,7 +53,7 @@ class ImageClassification(Classification, ImageTask):
         self._sheet = keep_best(sheet, found, SHOWN)
 
     def pictures(self, stage: str) -> dict[str, Any]:
-        """Those of every classification, and a sheet of samples."""
+        """Draw those of every classification, and a sheet of samples."""
         found = super().pictures(stage)
         if not found or self._sheet is None:
             return found
@@ -77,7 +77,7 @@ class ImageClassification(Classification, ImageTask):
 
 
 def _pixels(image: Tensor) -> np.ndarray:
-    """A picture (C, H, W) of the CPU as uint8 (H, W, 3), or (H, W) of its first channel where there are not three;
+    """Return a picture (C, H, W) of the CPU as uint8 (H, W, 3), or as (H, W) of its first channel unless it has three;
     floats are spread from black to white."""
     if image.is_floating_point():
         low, high = torch.aminmax(image)

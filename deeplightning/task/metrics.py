@@ -42,12 +42,12 @@ class Accuracy(_Sums):
         self.add_state("total", torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Adds a batch: logits (B, K), labels int64 (B,)."""
+        """Add a batch: logits (B, K), labels int64 (B,)."""
         self.correct.add_((logits.argmax(1) == labels).sum())
         self.total.add_(labels.numel())
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Adds a batch and returns its own share."""
+        """Add a batch and return its own share."""
         before = self.correct.clone()
         self.update(logits, labels)
         return (self.correct - before) / labels.numel()
@@ -99,7 +99,7 @@ class SampleMean(_Sums):
         self.add_state("samples", zero.clone(), dist_reduce_fx="sum")
 
     def update(self, value: Tensor, samples: int | Tensor) -> None:
-        """Adds a batch: its mean, float (), and its number of samples or other weight; of K factors, (K,) of each."""
+        """Add a batch: its mean, float (), and its number of samples or other weight; of K factors, (K,) of each."""
         if isinstance(samples, Tensor):
             self.total.add_(torch.where(samples > 0, value * samples, 0.0))
         else:

@@ -76,11 +76,11 @@ class Labels(Supervised):
         return {"map": MeanAveragePrecision(), "f1": F1()}
 
     def measured(self, outputs: Any) -> Tensor:
-        """Metrics are given probabilities: torchmetrics would take logits between 0 and 1 for such."""
+        """Return probabilities: torchmetrics would take logits between 0 and 1 for such."""
         return outputs.detach().float().sigmoid()
 
     def truth(self, batch: Batch) -> Tensor:
-        """The labels, float (B, K)."""
+        """Return the labels, float (B, K)."""
         of_table = isinstance(batch, Mapping) and "target" in batch and "label" not in batch
         labels = self.column(batch, "target" if of_table else "label")
         if labels.ndim != 2 and not of_table:
@@ -123,7 +123,7 @@ class Labels(Supervised):
         self.class_names = self._names(outputs.shape[1])
 
     def remember(self, inputs: Tensor, outputs: Tensor, truth: Tensor) -> None:
-        """Keeps probabilities and labels of the validation, by which thresholds are chosen."""
+        """Keep probabilities and labels of the validation, by which thresholds are chosen."""
         self.collected.update(self.measured(outputs), truth.long())
 
     def on_validation_epoch_end(self) -> None:
@@ -141,8 +141,8 @@ class Labels(Supervised):
                 metric.thresholds = thresholds
 
     def answers(self, batch: Batch, outputs: Tensor) -> dict[str, Any]:
-        """A row per sample: its index, the labels of the answer and the true ones, divided by |, and the probability of
-        each label."""
+        """Return a row per sample: its index, the labels of the answer and the true ones, divided by |, and the
+        probability of each label."""
         scores = self.measured(outputs)
         names = self._names(scores.shape[1])
         columns: dict[str, object] = {"index": batch["index"]} if "index" in batch else {}
@@ -152,7 +152,7 @@ class Labels(Supervised):
         return columns | {f"probability_{name}": scores[:, number] for number, name in enumerate(names)}
 
     def answer_details(self) -> dict[str, Any]:
-        """What a bundle says of its answers: the threshold of each label."""
+        """Return what a bundle says of its answers: the threshold of each label."""
         return {"thresholds": self.thresholds or [0.5] * len(self.class_names)}
 
     def inference_model(self) -> nn.Module:
@@ -212,7 +212,7 @@ def chosen(scores: Tensor, thresholds: list[float]) -> Tensor:
 
 
 def best_thresholds(scores: np.ndarray, truth: np.ndarray) -> list[float]:
-    """For each label the threshold with the best F1 score, of equals the highest; half-way between the least
+    """Return for each label the threshold with the best F1 score, of equals the highest; half-way between the least
     probability that it lets through and the next.
 
     Args:
@@ -235,5 +235,5 @@ def best_thresholds(scores: np.ndarray, truth: np.ndarray) -> list[float]:
 
 
 def _joined(names: list[str], which: Tensor) -> list[str]:
-    """The names of each row's labels, bool (B, K), divided by |."""
+    """Return the names of each row's labels, bool (B, K), divided by |."""
     return ["|".join(name for name, has in zip(names, row, strict=True) if has) for row in which.tolist()]

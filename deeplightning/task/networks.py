@@ -42,7 +42,7 @@ class Probabilities(nn.Module):
 
 
 def on_cpu(configure_model: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Decorates `configure_model`: networks are built and tried out on the CPU, and strategies move them afterwards.
+    """Decorate `configure_model`: build and try out networks on the CPU, and strategies move them afterwards.
 
     Under some strategies Lightning calls that hook in a context that creates tensors on the GPU. The generators of CPU
     and GPU draw different numbers, so a seed would give other weights under these strategies.
@@ -68,7 +68,7 @@ def build_loss(target: Any, arguments: Sequence[str]) -> nn.Module:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """The device of a module's first parameter, else of its first buffer, else the CPU.
+    """Return the device of a module's first parameter, else of its first buffer, else the CPU.
 
     A task's `device` is the one that the process computes on, and Lightning sets it before the network moves there.
     """
@@ -91,7 +91,7 @@ def judging(module: nn.Module) -> Iterator[None]:
 
 
 def try_network(network: nn.Module, example: Tensor, refusal: str) -> Any:
-    """Passes an example through a network in evaluation mode, on the network's device, without gradients.
+    """Pass an example through a network in evaluation mode, on the network's device, without gradients.
 
     The first batch would show the same error, but later and in terms of matrices or indices.
 
@@ -151,7 +151,7 @@ class Picked:
 
 
 def names_in(outputs: object) -> list[str | int]:
-    """What `model.output` may be for such outputs; empty: they are a tensor, or of a kind that has no names."""
+    """Return what `model.output` may be for such outputs; empty: they are a tensor, or of a kind that has no names."""
     if isinstance(outputs, Mapping):  # a ModelOutput of Hugging Face's is one
         return list(outputs)
     if dataclasses.is_dataclass(outputs):
@@ -162,7 +162,8 @@ def names_in(outputs: object) -> list[str | int]:
 
 
 def refusal(network: str, outputs: object, wanted: str) -> MisfitError:
-    """The error of a network whose outputs are not what its task wants, and what to do about outputs with names."""
+    """Return the error of a network whose outputs are not what its task wants, and what to do about outputs with
+    names."""
     found = f"{tuple(outputs.shape)}" if isinstance(outputs, Tensor) else _kind(outputs)
     message = f"{network} gives {found}, not {wanted}"
     if names := names_in(outputs):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def freeze(network: nn.Module, wanted: str | list[str]) -> None:
-    """Leaves gradients to the parameters that `model.trainable` names: all, head (the last layer), or patterns.
+    """Leave gradients to the parameters that `model.trainable` names: all, head (the last layer), or patterns.
 
     Modules of which no parameter learns are in evaluation mode from now on, so that their buffers stay as they are. A
     module that has buffers and no parameters learns where a pattern matches the name of a buffer.
@@ -50,7 +50,7 @@ def freeze(network: nn.Module, wanted: str | list[str]) -> None:
 
 
 def optimizers(network: nn.Module, model: Any, trainer: pl.Trainer, fused: bool | Literal["auto"] = "auto") -> Any:
-    """What `configure_optimizers` returns for one network.
+    """Return what `configure_optimizers` returns for one network.
 
     Args:
         model: the config's section `model`.
@@ -77,7 +77,7 @@ def optimizers(network: nn.Module, model: Any, trainer: pl.Trainer, fused: bool 
 def optimizers_by_name(
     networks: Mapping[str, nn.Module], model: Any, trainer: pl.Trainer, fused: bool | Literal["auto"] = "auto"
 ) -> tuple[dict[str, torch.optim.Optimizer], dict[str, object]]:
-    """The optimizers of several networks, and the schedules of those that have one, by name and in the networks' order.
+    """Return the optimizers of several networks, and the schedules of those that have one, by name, in their order.
 
     For tasks that step them themselves. The learning rate of each is logged as `lr-NAME`: its first group of parameters
     has the `name`.
@@ -127,7 +127,7 @@ _KERNELS = ("fused", "foreach", "capturable", "differentiable")
 def _fused(
     network: nn.Module, target: Any, key: str, trainer: pl.Trainer, wanted: bool | Literal["auto"]
 ) -> dict[str, bool]:
-    """The argument by which an optimizer of torch's takes its step in one kernel; {}: it is left to torch, which on a
+    """Return the argument by which an optimizer of torch's takes its step in one kernel; {}: torch decides, which on a
     GPU groups tensors (`foreach`). What the config's params say of this counts.
 
     Raises:
@@ -156,7 +156,7 @@ def _fused(
 
 
 def _keep_kernel(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, object] | None:
-    """The state of a checkpoint, with this run's choice of kernel: the checkpoint may be from another device."""
+    """Return the state of a checkpoint, with this run's choice of kernel: the checkpoint may be from another device."""
     saved, own = state["param_groups"], optimizer.param_groups
     if len(saved) != len(own):
         return None  # torch says so
@@ -180,7 +180,7 @@ def _schedule(optimizer: torch.optim.Optimizer, target: Any, key: str, trainer: 
 
 
 def _groups(network: nn.Module, groups: list[dict[str, Any]], key: str) -> Iterator[dict[str, object]]:
-    """Parameters that learn, in groups: those that match a pattern with its values, then the others."""
+    """Return parameters that learn, in groups: those that match a pattern with its values, then the others."""
     left = {name: p for name, p in network.named_parameters() if p.requires_grad}
     for group in groups:
         if "match" not in group:
@@ -192,7 +192,7 @@ def _groups(network: nn.Module, groups: list[dict[str, Any]], key: str) -> Itera
 
 
 def _matching(pattern: str, names: Iterable[str], key: str) -> list[str]:
-    """The names that a pattern is found in: at least one."""
+    """Return the names that a pattern is found in: at least one."""
     names = list(names)
     try:
         found = [name for name in names if re.search(pattern, name)]
@@ -205,7 +205,7 @@ def _matching(pattern: str, names: Iterable[str], key: str) -> list[str]:
 
 
 def _run_time_numbers(params: dict[str, object], trainer: pl.Trainer, key: str) -> dict[str, object]:
-    """Values for the scheduler's arguments that say `auto`."""
+    """Return values for the scheduler's arguments that say `auto`."""
     asked = {name for name, value in params.items() if value == "auto"}
     if not asked:
         return {}

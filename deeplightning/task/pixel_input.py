@@ -27,7 +27,7 @@ class Normalise(nn.Module):
         self.register_buffer("std", torch.tensor(std).view(-1, 1, 1), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """uint8 (B, C, H, W) → floats of the same shape, of the precision that the network computes in.
+        """Convert uint8 (B, C, H, W) to floats of the precision that the network computes in.
 
         The same operations as torchvision's ToTensor and Normalize, so that results are theirs to the last digit.
         """
@@ -65,7 +65,7 @@ class ImageTask(Supervised):
         self._ddp_params_and_buffers_to_ignore = ["normalise.mean", "normalise.std"]
 
     def forward(self, images: Tensor) -> object:
-        """What the network gives to pictures, uint8 (B, C, H, W), or float as the network takes them."""
+        """Return what the network gives to pictures, uint8 (B, C, H, W), or float as the network takes them."""
         return super().forward(self.normalised(images))
 
     def normalised(self, images: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class MeanSquaredError(Metric):
         self.add_state("samples", torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, outputs: Tensor, truth: Tensor) -> None:
-        """Adds a batch: outputs and truth, float (B,) or (B, T)."""
+        """Add a batch: outputs and truth, float (B,) or (B, T)."""
         self.total = self.total + (outputs.double() - truth.double()).square().sum(0)
         self.samples = self.samples + len(truth)
 
@@ -108,12 +108,12 @@ class Regression(RowTask):
         return {"mse": MeanSquaredError(), "rmse": RootMeanSquaredError()}
 
     def truth(self, batch: Batch) -> Tensor:
-        """The targets as the network gives them, float (B,) or (B, T)."""
+        """Return the targets as the network gives them, float (B,) or (B, T)."""
         target = _without_one(super().truth(batch))
         return (target - self.target_mean) / self.target_std if self.is_scaled else target
 
     def in_units(self, values: Any) -> Any:
-        """Numbers as the network gives them, float (B,) or (B, T), in the unit of the data."""
+        """Return numbers as the network gives them, float (B,) or (B, T), in the unit of the data."""
         return values * self.target_std + self.target_mean if self.is_scaled else values
 
     def _count(self, stage: str, outputs: object, truth: Tensor, *rest: Any, **others: Any) -> dict[str, Tensor]:
@@ -164,7 +164,8 @@ class Regression(RowTask):
             raise MisfitError(message, "model.network")
 
     def answers(self, batch: Batch, outputs: Tensor) -> dict[str, Any]:
-        """A row per sample: its index, and prediction and target, with a number behind where there are several."""
+        """Return a row per sample: its index, and prediction and target, with a number behind where there are
+        several."""
         if "index" not in batch:
             return {}
         columns = {"index": batch["index"], **_columns("prediction", self.in_units(outputs.detach().float()))}
@@ -196,12 +197,12 @@ class Regression(RowTask):
         return self.target_names or ["target"]
 
     def answer_details(self) -> dict[str, object]:
-        """What a bundle says of its answers: the interval, and by how much a prediction may be off in it."""
+        """Return what a bundle says of its answers: the interval, and by how much a prediction may be off in it."""
         return {"interval": self.interval, "half_widths": self.half_widths} if self.half_widths else {}
 
     def inference_model(self) -> nn.Module:
-        """Prepared inputs float32 (N, …) to numbers float32 (N, T), in the unit of the data, on the CPU, in eval
-        mode."""
+        """Return a module that computes prepared inputs float32 (N, …) to numbers float32 (N, T), in the unit of the
+        data; on the CPU, in eval mode."""
         mean, std = (
             value.detach().cpu().reshape(-1).expand(len(self.class_names)).clone()
             for value in (self.target_mean, self.target_std)
@@ -210,7 +211,7 @@ class Regression(RowTask):
 
 
 def _without_one(values: object) -> Any:
-    """(B, 1) as (B,); anything else as it is."""
+    """Return (B, 1) as (B,); anything else as it is."""
     return values.squeeze(1) if isinstance(values, Tensor) and values.ndim == 2 and values.shape[1] == 1 else values
 
 

@@ -83,7 +83,7 @@ class Segmentation(ImageTask):
             )
 
     def answers(self, batch: Batch, outputs: Tensor) -> dict[str, Any]:
-        """A row per picture: the share of each class in the answer; with a mask, how right it is."""
+        """Return a row per picture: the share of each class in the answer; with a mask, how right it is."""
         columns: dict[str, object] = {"index": batch["index"]} if "index" in batch else {}
         answered = outputs.argmax(1)  # (B, H, W)
         if "mask" in batch:
@@ -99,7 +99,7 @@ class Segmentation(ImageTask):
         self._sheet = None
 
     def remember(self, inputs: Tensor, outputs: Tensor, truth: Tensor) -> None:
-        """Keeps the pictures of this process with the smallest share of right pixels."""
+        """Keep the pictures of this process with the smallest share of right pixels."""
         answered = outputs.argmax(1)
         counts = truth >= 0
         right = ((answered == truth) & counts).flatten(1).sum(1) / counts.flatten(1).sum(1).clamp(min=1)  # (B,)
@@ -108,8 +108,8 @@ class Segmentation(ImageTask):
         )
 
     def pictures(self, stage: str) -> dict[str, Any]:
-        """Up to eight pictures of the last validation, the least right first: as they are, with their true classes laid
-        over them, with the predicted ones."""
+        """Draw up to eight pictures of the last validation, the least right first: as they are, with their true classes
+        laid over them, with the predicted ones."""
         if stage != "val" or not self._sheet or not len(self._sheet["worth"]) or not self.trainer.is_global_zero:
             return {}
         from deeplightning.figures import class_plots  # most processes and verbs draw nothing
@@ -137,7 +137,7 @@ class Segmentation(ImageTask):
 
 
 def counts_of(answered: Tensor, truth: Tensor) -> Tensor:
-    """Of the confusion matrix of the pixels that count its diagonal, column sums and row sums, for each sample.
+    """Return diagonal, column and row sums of the confusion matrix of the pixels that count, for each sample.
 
     Args:
         answered: int64 (B, H, W).
@@ -155,7 +155,7 @@ def counts_of(answered: Tensor, truth: Tensor) -> Tensor:
 
 
 def mean_iou(counts: Tensor) -> Tensor:
-    """Intersection over union, the mean over the classes that occur in truth or answers; nan where none does.
+    """Return intersection over union, the mean over the classes that occur in truth or answers; nan where none does.
 
     Args:
         counts: see `counts_of`, int64 (…, 3, K).
@@ -169,7 +169,7 @@ def mean_iou(counts: Tensor) -> Tensor:
 
 
 def share_right(counts: Tensor) -> Tensor:
-    """Pixels that are right among those that count, int64 (…, 3, K) → float (…)."""
+    """Return the share of pixels that are right among those that count, int64 (…, 3, K) → float (…)."""
     return counts[..., 0, :].sum(-1) / counts[..., 2, :].sum(-1)
 
 
@@ -185,11 +185,11 @@ class _Pixels(Metric):
         self._has_warned = False
 
     def update(self, outputs: Tensor, truth: Tensor) -> None:
-        """Adds a batch: outputs (B, K, H, W), truth int64 (B, H, W), negative where a pixel does not count."""
+        """Add a batch: outputs (B, K, H, W), truth int64 (B, H, W), negative where a pixel does not count."""
         self.counts.add_(counts_of(outputs.argmax(1), truth).sum(0))
 
     def forward(self, outputs: Tensor, truth: Tensor) -> Tensor:
-        """Adds a batch and returns its own value."""
+        """Add a batch and return its own value."""
         before = self.counts.clone()
         self.update(outputs, truth)
         return self.value(self.counts - before)
@@ -208,7 +208,7 @@ class _Pixels(Metric):
         return self.value(self.counts)
 
     def value(self, counts: Tensor) -> Tensor:
-        """Of counts int64 (3, 256), see `counts_of`."""
+        """Return the metric of counts int64 (3, 256), see `counts_of`."""
         raise NotImplementedError
 
 

@@ -13,8 +13,8 @@ LARGE = 64
 
 
 def sheet(images: Tensor, columns: int = 4) -> Tensor:
-    """Pictures, uint8 (n, C, H, W), n up to columns², on a square sheet, uint8 (C, columns s H, columns s W), on the
-    CPU; small ones are enlarged, each pixel to s by s, and places that are left are black."""
+    """Lay pictures, uint8 (n, C, H, W), n up to columns², on a square sheet, uint8 (C, columns s H, columns s W), on
+    the CPU; small ones are enlarged, each pixel to s by s, and places that are left are black."""
     images = images[: columns**2].cpu()
     images = torch.cat([images, images.new_zeros((columns**2 - len(images), *images.shape[1:]))])
     scale = max(1, LARGE // max(images.shape[2:]))
@@ -41,7 +41,8 @@ def keep_best(kept: dict[str, Tensor] | None, found: dict[str, Tensor], count: i
 
 
 def epoch_suffix(task: "pl.LightningModule") -> str:
-    """`_E` for the names of an epoch's pictures, E padded to the width of the epoch count; "" outside a training."""
+    """Return `_E` for the names of an epoch's pictures, E padded to the width of the epoch count; "" outside a
+    training."""
     if task.trainer.state.fn != "fit":
         return ""
     return f"_{str(task.current_epoch).zfill(len(str(max(task.trainer.max_epochs or 1, 1))))}"

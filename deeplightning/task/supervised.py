@@ -160,11 +160,11 @@ class Supervised(pl.LightningModule):
         raise MisfitError(message, "data.module")
 
     def inputs(self, batch: Batch) -> Tensor:
-        """What the network is given, (B, …)."""
+        """Return what the network is given, (B, …)."""
         return self.column(batch, self.input_name)
 
     def truth(self, batch: Batch) -> Tensor:
-        """What losses and metrics compare its outputs with, (B, …)."""
+        """Return what losses and metrics compare its outputs with, (B, …)."""
         return self.column(batch, self.truth_name)
 
     def _weight(self, batch: object, samples: int) -> Tensor | None:
@@ -195,18 +195,19 @@ class Supervised(pl.LightningModule):
         return self.class_names or [str(each) for each in range(number)]
 
     def default_metrics(self) -> dict[str, object]:
-        """Where `model.metrics` is null: a torchmetrics Metric for each of `metric_names`."""
+        """Return a torchmetrics Metric for each of `metric_names`, where `model.metrics` is null."""
         return {}
 
     def measured(self, outputs: Any) -> Tensor:
-        """What metrics are given of the outputs, (B, …)."""
+        """Return what metrics are given of the outputs, (B, …)."""
         return outputs.detach().float()
 
     def check_outputs(self, outputs: object) -> None:
         """Raise MisfitError if the network gives something that this task cannot use."""
 
     def check_truth(self, outputs: Any, truth: Tensor) -> None:
-        """
+        """Check that a batch's truth fits the outputs.
+
         Args:
             outputs: under `engine.compile` tensors on the device `meta`, which have a shape and no values.
 
@@ -215,17 +216,17 @@ class Supervised(pl.LightningModule):
         """
 
     def try_out(self, network: nn.Module) -> None:
-        """Looks whether a network that was just built fits the data; it is in training mode, before and after."""
+        """Check that a network that was just built fits the data; it is in training mode, before and after."""
 
     def answers(self, batch: Batch, outputs: Any) -> dict[str, Any]:
-        """Columns for the file of predictions, `index` among them: tensors (B,), or lists of B texts."""
+        """Return columns for the file of predictions, `index` among them: tensors (B,), or lists of B texts."""
         return {}
 
     def take_form(self, inputs: Tensor, outputs: Any) -> None:
         """Take from each validation batch what an endpoint needs and the data module does not say."""
 
     def remember(self, inputs: Tensor, outputs: Any, truth: Tensor) -> None:
-        """Is handed the samples of each validation batch, on a process that has none too."""
+        """Take the samples of each validation batch, on a process that has none too."""
 
     def exported(self, model: nn.Module) -> nn.Module:
         """Return a model as a bundle holds it: on the CPU, in eval mode.
@@ -240,13 +241,13 @@ class Supervised(pl.LightningModule):
         return {}
 
     def arrives(self, saved: dict[str, object]) -> None:
-        """Takes from a checkpoint what `travels` gave."""
+        """Take from a checkpoint what `travels` gave."""
 
     # ---- assembling
 
     @on_cpu
     def configure_model(self) -> None:
-        """Builds the network, and tries it out: what does not fit shows before data is read.
+        """Build the network, and try it out: what does not fit shows before data is read.
 
         Where an engine shards the network, its parameters may not be there yet, and the first batch is what shows it.
         """
@@ -270,8 +271,9 @@ class Supervised(pl.LightningModule):
                 network.compile(mode="default" if mode is True else mode)
 
     def _computes_itself(self) -> bool:
-        """Whether network and losses can be compiled as one: no engine has hooks in the network, no derived class has a
-        training step of its own, which may call one without the other, and no loss is weighed apart from others."""
+        """Return whether network and losses can be compiled as one: no engine has hooks in the network, no derived
+        class has a training step of its own, which may call one without the other, and no loss is weighed apart from
+        others."""
         unsharded = self.cfg.engine.backend in (None, "ddp")
         together = self._weighs_samples or len(self.losses) == 1
         return unsharded and together and type(self).training_step is Supervised.training_step
@@ -286,7 +288,7 @@ class Supervised(pl.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Lightning's clipping, and by norms other than the second, which it does not know."""
+        """Clip as Lightning, and by norms other than the second, which it does not know."""
         clip = self.cfg.train.gradient_clip
         if clip is None and not gradient_clip_val:
             return  # as Lightning's own ends, after it has compared words: a hundredth of a small network's step
@@ -324,7 +326,7 @@ class Supervised(pl.LightningModule):
             )
 
     def forward(self, inputs: Tensor) -> object:
-        """What the network gives to inputs (B, …)."""
+        """Return what the network gives to inputs (B, …)."""
         assert self.network is not None
         return self.network(inputs)
 
@@ -381,12 +383,12 @@ class Supervised(pl.LightningModule):
         return cast(Tensor, loss)
 
     def _compute(self, inputs: Tensor, truth: Tensor) -> tuple[object, dict[str, Tensor], dict[str, Tensor], Tensor]:
-        """What is compiled: the network, and what `_weighted` does with its outputs."""
+        """Return what is compiled: the network, and what `_weighted` does with its outputs."""
         outputs = self._outputs(inputs)
         return outputs, *self._weighted(outputs, truth)
 
     def _outline(self, inputs: Tensor) -> object:
-        """What the network gives to such inputs, without values: tensors on the device `meta`. Found by one row."""
+        """Return what the network gives to such inputs, without values: tensors on `meta`, found by one row."""
         shape = tuple(inputs.shape)
         if shape not in self._outlines:
             devices = [inputs.device] if inputs.device.type == "cuda" else []
@@ -397,11 +399,11 @@ class Supervised(pl.LightningModule):
         return self._outlines[shape]
 
     def _due(self) -> bool:
-        """Whether this step has points to log and does not have them yet."""
+        """Return whether this step has points to log and does not have them yet."""
         return getattr(self.trainer, "log_every_n_steps", 1) > 0 and self.global_step != self._logged_step
 
     def _log_step(self, values: dict[str, Tensor], samples: int = 0, counts: dict[str, Tensor] | None = None) -> None:
-        """Logs values of a batch as means over all processes, of losses by what they divide by and of metrics by
+        """Log values of a batch as means over all processes, of losses by what they divide by and of metrics by
         samples; a batch without samples gives no values."""
         if not self._due():
             return
@@ -422,7 +424,7 @@ class Supervised(pl.LightningModule):
         self._points.log(self.loggers, values, self.global_step)
 
     def log_pending(self) -> None:
-        """Logs the points of the last logged step, which on a GPU wait for the next; asked for before a checkpoint."""
+        """Log the points of the last logged step, which on a GPU wait for the next; asked for before a checkpoint."""
         self._points.log_pending()
 
     def on_train_epoch_end(self) -> None:
@@ -477,7 +479,7 @@ class Supervised(pl.LightningModule):
         loss: Tensor,
         wanted: bool = False,
     ) -> dict[str, Tensor]:
-        """Adds a batch to the stage's metrics; returns the batch's own values where wanted."""
+        """Add a batch to the stage's metrics; return the batch's own values where wanted."""
         values = {}
         measured = self.measured(outputs)
         for name, metric in self._of(stage).items():
@@ -499,7 +501,7 @@ class Supervised(pl.LightningModule):
         return values
 
     def _join(self, stage: str, outputs: Any, truth: Tensor) -> None:
-        """Adds a batch of no rows to metrics that keep lists and have none yet: processes cannot gather a list that
+        """Add a batch of no rows to metrics that keep lists and have none yet: processes cannot gather a list that
         one of them does not have (torchmetrics 1.9)."""
         for metric in self._of(stage).values():
             if any(isinstance(value, list) and not value for value in metric.metric_state.values()):
@@ -527,7 +529,7 @@ class Supervised(pl.LightningModule):
         return self._answers(batch, self._judged(self.inputs(batch)))
 
     def _judged(self, inputs: Tensor) -> object:
-        """Outputs for a batch that is not learned from.
+        """Return outputs for a batch that is not learned from.
 
         Where they go to a file, a short batch is filled up: a kernel rounds as the number of rows wants it, and which
         samples are in a short batch depends on the number of processes. With as many rows in each batch, files of 1,
@@ -588,7 +590,7 @@ def rows(outputs: Any, which: Tensor | slice) -> Any:
 
 
 def _on_meta(outputs: object, rows: int) -> object:
-    """Outputs for one row as those for several, on the device `meta`."""
+    """Return outputs for one row as those for several, on the device `meta`."""
 
     def on_meta(found: Tensor) -> Tensor:
         shape = (rows, *found.shape[1:]) if found.ndim and len(found) == 1 else found.shape

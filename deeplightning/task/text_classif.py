@@ -98,7 +98,7 @@ class TextClassification(Classification):
     # ---- export
 
     def exported(self, model: nn.Module) -> nn.Module:
-        """As of every task; `text_spec` says from then on how many tokens the network takes."""
+        """Build the network as every task; `text_spec` says from then on how many tokens it takes."""
         if self.network is None or self.text_spec is None:
             raise MisfitError("the data module gave no `text_spec`: there is nothing to prepare texts by")
         self.text_spec = self.text_spec.limited(getattr(self.network, "max_length", None))

@@ -19,7 +19,7 @@ class Artifacts(ABC):
 
     @abstractmethod
     def put(self, source: Path, folder: str | None) -> None:
-        """Adds a copy of a file or folder.
+        """Add a copy of a file or folder.
 
         Args:
             source: absolute.
@@ -28,7 +28,7 @@ class Artifacts(ABC):
 
     @abstractmethod
     def save(self, name: str, content: bytes) -> None:
-        """Writes a file; `name` is relative to the artifacts."""
+        """Write a file; `name` is relative to the artifacts."""
 
 
 class LocalArtifacts(Artifacts):
@@ -38,7 +38,7 @@ class LocalArtifacts(Artifacts):
         self.top = top
 
     def put(self, source: Path, folder: str | None) -> None:
-        """Copies nothing where the source is there already."""
+        """Copy it, unless the source is there already."""
         target = self.top / inside(folder or ".") / source.name
         if target.exists() and target.samefile(source):
             return
@@ -52,7 +52,7 @@ class LocalArtifacts(Artifacts):
                 partial.replace(target)
 
     def save(self, name: str, content: bytes) -> None:
-        """Replaces the file at once, complete."""
+        """Replace the file at once, complete."""
         target = self.top / inside(name)
         with self._writing(name):
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -96,7 +96,7 @@ def refusal(type_name: str, params: Mapping[str, Any], run_id: str, folder: Path
 
 
 def point_at(loggers: Sequence[Any], run_id: str, owed: Sequence[Sequence[Any]], folder: Path | None) -> None:
-    """Have the first logger, before its first use, continue a run; the others begin runs of their own. Open nothing.
+    """Make the first logger, before its first use, continue a run; the others begin runs of their own. Open nothing.
 
     Args:
         owed: points that the run was about to log; see `MLflowLogger.go_on`.
@@ -139,7 +139,7 @@ def _steps_there(client: "MlflowClient", run: "mlflow.entities.Run") -> dict[str
 
 
 def open_runs(loggers: Iterable[Any], targets: Iterable[Target]) -> None:
-    """Have each logger that has an `experiment` open its run, in which it passes the rest of its params on.
+    """Let each logger that has an `experiment` open its run, in which it passes the rest of its params on.
 
     Args:
         targets: what the loggers were built from.

@@ -131,16 +131,23 @@ class Delivery:
         return f"the {kind} {source.name}", partial(do, self.run_id, source, *rest)
 
     def _flush(self, batch: Batch, position: int) -> None:
-        for part in (
-            Batch(params=batch.params),
-            Batch(tags=batch.tags),
-            Batch(datasets=batch.datasets),
-            Batch(points=batch.points),
-            Batch(status=batch.status),
-        ):
-            if part != Batch():
-                assert self.client is not None
-                self._try(str(part), partial(self.client.log_batch, self.run_id, part))
+        """Send a batch at once; where the store refuses it, part by part, so that a parameter costs no point."""
+        assert self.client is not None
+        parts = [
+            part
+            for part in (
+                Batch(params=batch.params),
+                Batch(tags=batch.tags),
+                Batch(datasets=batch.datasets),
+                Batch(points=batch.points),
+                Batch(status=batch.status),
+            )
+            if part != Batch()
+        ]
+        send = partial(self.client.log_batch, self.run_id)
+        if len(parts) < 2 or self._refusal(partial(send, batch)) is not None:
+            for part in parts:
+                self._try(str(part), partial(send, part))
         self.params |= batch.params
         self.points += sum(not point.name.startswith(SYSTEM) for point in batch.points)
         if position != self.position:
@@ -148,6 +155,11 @@ class Delivery:
             note_sent(self.metrics, position)
 
     def _try(self, words: str, do: Callable[[], object]) -> None:
+        if (error := self._refusal(do)) is not None:
+            log.warning("Not tracked in %s: %s (%s)", self.store.shown, words, first_line(error))
+
+    def _refusal(self, do: Callable[[], object]) -> Exception | None:
+        """Return why the store does not take something, None if it does; raise an error that may pass."""
         from deeplightning.tracking.client import is_transient
 
         try:
@@ -156,10 +168,11 @@ class Delivery:
         except Exception as error:  # MLflow, SQLAlchemy and the network each have their own
             if is_transient(error):
                 raise
-            log.warning("Not tracked in %s: %s (%s)", self.store.shown, words, first_line(error))
+            return error
+        return None
 
     def _alone(self) -> Any:
-        """No fork inside a transaction of SQLite; a server has its own, and may take long."""
+        """Forbid a fork inside a transaction of SQLite; a server has its own, and may take long."""
         if self.store.database is None:
             return nullcontext()
         raise_if_locked(self.store.database)  # instead of waiting for 20 seconds with the lock

@@ -105,7 +105,7 @@ class MLflowLogger(Logger):
         self._ended_as: str | None = None  # the status before it was opened again
 
     def __getstate__(self) -> dict[str, object]:
-        """A copy sent to another process leaves the open run behind, and would continue it."""
+        """Leave the open run out of a copy that is sent to another process, which would continue it."""
         return self.__dict__ | {"_sender": None, "_artifacts": None, "_status": None, "_opened_in": 0}
 
     # The identity of the run
@@ -541,7 +541,7 @@ class MLflowLogger(Logger):
             log.warning("%s", error)
 
     def _stored(self) -> Artifacts:
-        """The run's artifacts; opens the run."""
+        """Return the run's artifacts; open the run."""
         self._open()
         assert self._artifacts is not None
         return self._artifacts
@@ -560,7 +560,7 @@ class MLflowLogger(Logger):
         return sender
 
     def _at_exit(self) -> None:
-        """A process that ends without `finalize` leaves no run RUNNING, and no point unwritten."""
+        """End the run and write all points when the process ends without `finalize`."""
         if self._status is None or self._opened_in != os.getpid():  # a forked child is not the owner
             return
         error = getattr(sys, "last_value", None)  # set by the interpreter for an exception that nobody caught
@@ -585,7 +585,7 @@ def _digest(text: str) -> str:
 
 
 def _same(point: tuple[int, float], other: tuple[int, float] | None) -> bool:
-    """Whether two points, step and value, are one; NaN equals NaN."""
+    """Return whether two points, step and value, are one; NaN equals NaN."""
     return other is not None and (
         point == other or (point[0] == other[0] and point[1] != point[1] and other[1] != other[1])
     )

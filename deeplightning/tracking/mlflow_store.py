@@ -70,7 +70,7 @@ def uri_of(store: Store) -> str:
 
 
 def _sqlite_uri(database: Path) -> str:
-    """SQLAlchemy takes every character in a file name but `?`, for which there is no escape: then a link is used."""
+    """Return the address of a file. SQLAlchemy has no escape for `?` in its name: then it is that of a link."""
     if "?" not in str(database):
         return f"sqlite:///{database}"
     if database.parent not in _links:

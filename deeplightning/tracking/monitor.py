@@ -3,7 +3,6 @@
 Imports neither torch nor Lightning. A port that is taken or a store that cannot be opened: one note, exit code 3.
 """
 
-import argparse
 import errno
 import os
 import socket
@@ -13,9 +12,8 @@ from contextlib import suppress
 from importlib.metadata import entry_points
 
 from deeplightning.faults import SetupError
-from deeplightning.process.streams import outlive_reader, prepare_streams
 from deeplightning.process.terminal import say
-from deeplightning.tracking.mlflow_columns import OPENS, PORT, newest_runs, runs_page
+from deeplightning.tracking.mlflow_columns import OPENS, newest_runs, runs_page
 from deeplightning.tracking.mlflow_store import open_client, uri_of
 from deeplightning.tracking.store import Store, explain, locate
 from deeplightning.tracking.unsent import settle_quietly
@@ -24,27 +22,6 @@ APPLICATION = "deeplightning"
 """MLflow's name for `deeplightning.tracking.pages`, an entry point of the group `mlflow.app`."""
 EVERYWHERE = ("0.0.0.0", "::")
 """Addresses that mean all of this machine's."""
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run `python -m deeplightning.tracking.monitor`; return an exit code only if there is nothing to start."""
-    parser = argparse.ArgumentParser(
-        prog="deeplightning monitor", description="Show the tracked runs in MLflow's user interface."
-    )
-    parser.add_argument(
-        "--tracking-uri", help="the store: a directory or a URI (default: MLFLOW_TRACKING_URI, else mlruns)"
-    )
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
-    )
-    parser.add_argument("--port", type=_port, default=PORT, help=f"port to listen on (default: {PORT})")
-    options = parser.parse_args(arguments)
-    try:
-        monitor(options.tracking_uri, options.host, options.port)
-    except SetupError as error:
-        say(error, err=True)
-        return error.exit_code
-    return 0
 
 
 def monitor(tracking_uri: str | None, host: str, port: int, opens: bool | None = None) -> None:
@@ -132,15 +109,3 @@ def _check_free(host: str, port: int) -> None:
                 f"Port {port} on {host} is in use. Choose another: deeplightning monitor --port {port + 1}"
             ) from None
         raise SetupError(f"Cannot listen on {host}:{port}: {error}. Choose another --host or --port.") from None
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port: a whole number from 1 to 65535")
-    return int(text)
-
-
-if __name__ == "__main__":
-    prepare_streams()
-    outlive_reader()
-    sys.exit(main())

@@ -84,7 +84,7 @@ class Parent:
         return self._folder or self.home
 
     def open(self, run_id: str | None, sign: str) -> str | None:
-        """Begins the run, or resumes it.
+        """Begin the run, or resume it.
 
         Args:
             run_id: of a search that is resumed.
@@ -116,7 +116,7 @@ class Parent:
         return self.run_id
 
     def is_there(self, run_id: str) -> bool:
-        """Whether the parent run of a former start is in the store and was not deleted."""
+        """Return whether the parent run of a former start is in the store and was not deleted."""
         if self.store is None:
             return True
         with self._told():
@@ -140,7 +140,7 @@ class Parent:
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """What goes wrong inside is reported as a fault of the store."""
+        """Report what goes wrong inside as a fault of the store."""
         assert self.store is not None
         try:
             yield
@@ -152,27 +152,27 @@ class Parent:
             raise explain(error, self.store) from error
 
     def environment(self, number: int, sign: str) -> dict[str, str]:
-        """What makes a run of another process a child of this one."""
+        """Return variables that make a run of another process a child of this one."""
         if self.run_id is None:
             return {}
         given = json.loads(os.environ.get("MLFLOW_RUN_CONTEXT") or "{}")
         return {"MLFLOW_RUN_CONTEXT": json.dumps(given | {PARENT: self.run_id, SEARCH: sign, TRIAL: str(number)})}
 
     def overrides(self, name: str) -> list[str]:
-        """What a trial's config says differently of its tracking: among others its name."""
+        """Return what a trial's config says differently of its tracking: among others its name."""
         if not self.is_tracked:
             return []
         moved = [f"logger.params.tracking_uri='{self.address}'"] if self.joined else []
         return [f"logger.params.run_name={line(name)}", *moved]
 
     def log(self, points: list[Point], tags: dict[str, str]) -> None:
-        """Writes points and tags; what is there already stays once."""
+        """Write points and tags; what is there already stays once."""
         if self.run_id is not None:
             with self._told():
                 self._open().log_batch(self.run_id, Batch(points=points, tags=tags))
 
     def known(self, sign: str) -> dict[int | None, str]:
-        """The runs of this search as the store knows them: of trials by their numbers, its own under None. For the rare
+        """Return the runs of this search in the store: of trials by their numbers, its own under None. For the rare
         kill between the making of a run and the note of its id; imports MLflow."""
         if self.store is None or (self.store.database is not None and not self.store.database.exists()):
             return {}
@@ -182,7 +182,7 @@ class Parent:
         return {None if number is None else int(number): run_id for number, run_id in numbers}
 
     def delete(self, run_id: str, folder: Path | None) -> None:
-        """Removes the run of a trial that left nothing to resume from."""
+        """Remove the run of a trial that left nothing to resume from."""
         if self.store is None:
             return
         with self._told():
@@ -191,7 +191,7 @@ class Parent:
             log.warning("%s: left as it is: %s", folder.parent, why)
 
     def close(self, status: str, reason: str | None = None) -> None:
-        """Ends the run: FINISHED, FAILED or KILLED; files reach a server that keeps them elsewhere."""
+        """End the run: FINISHED, FAILED or KILLED; files reach a server that keeps them elsewhere."""
         if self.run_id is None:
             return
         with self._told():

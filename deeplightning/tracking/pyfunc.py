@@ -28,7 +28,8 @@ class Answers(PythonModel):
     def predict(
         self, context: PythonModelContext, model_input: pd.DataFrame, params: dict[str, object] | None = None
     ) -> pd.DataFrame:
-        """
+        """Answer each row.
+
         Raises:
             ValueError: a row cannot be used; it is named.
         """

@@ -111,7 +111,7 @@ def quiet_mlflow() -> None:
 
 
 def explain(error: Exception, store: Store) -> SetupError:
-    """What MLflow, SQLite or the network says about a store, as a note with the next step."""
+    """Return what MLflow, SQLite or the network says about a store, as a note with the next step."""
     if isinstance(error, SetupError):
         return error
     text = " ".join(str(error).split("\n[SQL")[0].split())
@@ -190,7 +190,7 @@ def raise_if_locked(database: Path) -> None:
 
 
 def is_locked(error: Exception) -> bool:
-    """Whether another process holds the database."""
+    """Return whether another process holds the database."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte of an extended code is its primary code
     return isinstance(error, sqlite3.OperationalError) and code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
@@ -207,7 +207,7 @@ def _absolute(path: str) -> Path:
 
 @contextmanager
 def locked(store: Store) -> Iterator[None]:
-    """Only one process at a time makes or migrates the database: without it, of twelve started together all failed.
+    """Let one process at a time make or migrate the database: without it, of twelve started together all failed.
 
     Raises:
         SetupError: another process holds the lock, or the database, for too long; or the database is damaged.
@@ -253,7 +253,7 @@ def ignore_mlflow_warnings() -> None:
 
 
 def lock_of(database: Path) -> Path:
-    """The file that is locked while a database is made or migrated."""
+    """Return the file that is locked while a database is made or migrated."""
     return database.with_name(f"{database.name}.lock")
 
 
@@ -281,7 +281,7 @@ class Wait:
 
 
 def remove_files(store: Store, run_id: str, artifacts: Path) -> str:
-    """Removes the folder of a run, given `artifacts` in it. A store and its rows may come from anywhere: no folder is
+    """Remove the folder of a run, given `artifacts` in it. A store and its rows may come from anywhere: no folder is
     removed but one that the store has made for this run.
 
     Returns:
@@ -306,12 +306,12 @@ def remove_files(store: Store, run_id: str, artifacts: Path) -> str:
 
 
 def is_local(uri: str) -> bool:
-    """Whether a path or URI is of this machine's file system."""
+    """Return whether a path or URI is of this machine's file system."""
     return local_path(uri) is not None
 
 
 def local_path(uri: str) -> Path | None:
-    """The local path of a path or `file:` URI, None for one that is elsewhere."""
+    """Return the local path of a path or `file:` URI, None for one that is elsewhere."""
     scheme = urlsplit(uri).scheme
     if scheme == "file":
         return Path(unquote(urlsplit(uri).path))

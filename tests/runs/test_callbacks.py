@@ -82,7 +82,7 @@ def test_no_number_is_never_best(fit, caplog):
 def test_a_metric_that_nothing_logs_is_named(fit):
     """`monitor` of an unknown metric, where something computes its names so that the source does not tell: a fault of
     the config after the first validation, which lists what there is."""
-    computes_names = "train.callbacks=[{type: deeplightning.callbacks.watch.GradientNorms}]"
+    computes_names = "train.callbacks=[{type: own.Norms}]"
     with pytest.raises(ConfigError, match=r"train.checkpoint.monitor: no metric is called 'val_f1'; .*val_acc"):
         fit(computes_names, "train.checkpoint.monitor=val_f1")
 

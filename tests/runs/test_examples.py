@@ -91,6 +91,7 @@ EXAMPLES = {
         {"test_acc": (0.5, 1)},
     ),
     "own_loop": Example("own_loop/own_loop.yaml", ["train.num_epochs=3"], {"test_acc": (0.7, 1)}),
+    "own_callbacks": Example("own_callbacks/watched.yaml", ["train.num_epochs=2"], {"test_acc": (0.7, 1)}),
     "wine": Example(
         "tables/wine.yaml",
         ["train.num_epochs=10"],

@@ -5,6 +5,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import sqlite3
@@ -40,9 +41,23 @@ def own_state(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A store without runs: making one takes a second of CPU time."""
+    folder = tmp_path_factory.mktemp("store")
+    client(folder).search_experiments()
+    return folder / "mlflow.db"
+
+
 @pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "mlruns"
+def folder(made, tmp_path):
+    """The folder of a store without runs."""
+    folder = tmp_path / "mlruns"
+    folder.mkdir()
+    shutil.copyfile(made, folder / "mlflow.db")
+    with closing(sqlite3.connect(folder / "mlflow.db")) as connection, connection:
+        connection.execute("UPDATE experiments SET artifact_location = ?", [f"{folder.as_uri()}/0"])
+    return folder
 
 
 def client(store):
@@ -60,7 +75,6 @@ def killed(store, *said, run_id=lambda: None):
         run_id: the run that it continues. It is called after the fork: a thread that it starts is not in that process,
             whose copies of the thread's locks would never be released.
     """
-    client(store).search_experiments()  # makes the store, if it is not there
     (reading, writing), (asked, given) = os.pipe(), os.pipe()
     if (child := os.fork()) == 0:
         os.close(given)
@@ -550,7 +564,7 @@ def test_the_monitor_settles_a_killed_run_by_itself(folder, monkeypatch, capsys)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    assert monitor.main(["--tracking-uri", str(folder), "--port", str(port)]) == 0
+    monitor.monitor(str(folder), "127.0.0.1", port)
     assert client(folder).get_run(run_id).info.status == "FAILED"
     assert f"{run_id}: the process was killed" in capsys.readouterr().err
 

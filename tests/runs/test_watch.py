@@ -1,16 +1,31 @@
-"""Callbacks for whoever wants to look closer: what they say equals what is computed another way."""
+"""An example of callbacks of one's own, which look closer: what they say equals what is computed another way."""
 
 import json
 import re
+import shutil
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import weights
 
-from deeplightning.callbacks import watch
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_callbacks" / "watching.py"
+WATCH = "watching"
 
-WATCH = "deeplightning.callbacks.watch"
+
+@pytest.fixture(autouse=True, scope="module")
+def watching(tiny):
+    """The module, beside the config; in this process it is imported from the example."""
+    shutil.copy(EXAMPLE, tiny.parent)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLE.parent)
+        import watching
+
+        yield watching
+    del sys.modules["watching"]
+    (tiny.parent / EXAMPLE.name).unlink()
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +77,14 @@ def test_gradient_norms_and_timings_are_numbers_in_the_tracker(watched, tracked)
     assert series["batches"][-1][1] == 18
 
 
-def test_timings_count_what_each_part_takes(monkeypatch):
+def test_timings_count_what_each_part_takes(watching, monkeypatch):
     """With a clock of the test: each of two batches is waited for one second, and trained on for two."""
     clock = iter([0.0, 1.0, 3.0, 4.0, 6.0])
-    monkeypatch.setattr(watch.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(watching.time, "perf_counter", lambda: next(clock))
     logged = {}
     trainer = SimpleNamespace(log_every_n_steps=0, fit_loop=SimpleNamespace(total_batch_idx=1))
     module = SimpleNamespace(log_dict=logged.update)
-    timings = watch.Timings()
+    timings = watching.Timings()
     timings.on_train_start(trainer, module)
     for batch in range(2):
         trainer.log_every_n_steps = batch
@@ -79,10 +94,10 @@ def test_timings_count_what_each_part_takes(monkeypatch):
 
 
 @pytest.mark.parametrize(("batches", "lines"), [(20, 10), (25, 10), (16, 10), (15, 15), (9, 9)])
-def test_progress_is_a_line_each_tenth(batches, lines, caplog):
+def test_progress_is_a_line_each_tenth(batches, lines, watching, caplog):
     """Of 20 batches every second; of up to 15 each; the last batch always; only on the ranks that are named."""
     caplog.set_level("INFO")
-    progress = watch.ProgressLines()
+    progress = watching.ProgressLines()
     trainer = SimpleNamespace(num_training_batches=batches, current_epoch=1, global_rank=0, accumulate_grad_batches=1)
     trainer.lightning_module = SimpleNamespace(automatic_optimization=True)
     for batch in range(batches):

@@ -911,7 +911,6 @@ class Watch(pl.Callback):
 """
 METRIC = "{type: torchmetrics.classification.MulticlassF1Score, params: {num_classes: 10}}"
 TWO_LOSSES = "model.loss={a: {type: torch.nn.CrossEntropyLoss}, b: {type: torch.nn.NLLLoss}}"
-SMOOTHED = "train.callbacks=[{type: deeplightning.callbacks.watch.SmoothedLoss}]"
 PLATEAU = "model.scheduler={type: torch.optim.lr_scheduler.ReduceLROnPlateau, call: {monitor: val_los}}"
 
 
@@ -946,7 +945,7 @@ def test_a_metric_that_nothing_logs_is_told(overrides, words):
         ["model.module.type=own_tasks.Plain", "train.checkpoint.monitor=val_f1"],
         ["model.module.type=own_tasks.More", "train.checkpoint={monitor: val_extra, mode: min}"],
         ["train.callbacks=[{type: own_tasks.Watch}]", "train.checkpoint={monitor: val_watched, mode: min}"],
-        [SMOOTHED, "train.early_stop={metric: train_loss_ema}"],
+        ["train.callbacks=[{type: own_tasks.Watch}]", "train.early_stop={metric: val_watched, mode: min}"],
         ["stages=[test]", "test.ckpt=last", "train.checkpoint.monitor=nothing"],
     ],
 )  # fmt: skip

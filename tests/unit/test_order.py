@@ -17,7 +17,7 @@ def test_the_callbacks_of_a_run_are_in_the_order_that_they_need(monkeypatch, tmp
         BASE,
         [
             "model.init_from=x.ckpt",
-            "train.callbacks=[{type: deeplightning.callbacks.watch.ListParameters}]",
+            "train.callbacks=[{type: deeplightning.callbacks.watch.Watchdog}]",
             "train.early_stop={metric: val_loss, patience: 2}",
             "logger.histograms=2",
             "logger.gradient_norm=true",
@@ -30,6 +30,6 @@ def test_the_callbacks_of_a_run_are_in_the_order_that_they_need(monkeypatch, tmp
     order = [type(callback).__name__ for callback in all_of(cfg)]
     assert order[:6] == ["StartWeights", "Record", "Seeds", "StreamEnds", "Warmup", "LogSteps"]
     assert order.index("SampleWeights") < order.index("GradientNorm") < order.index("AdaptiveClip")
-    ours = order[: order.index("ListParameters")]
+    ours = order[: order.index("Watchdog")]
     assert {"FiniteLoss", "Console", "Results", "EarlyStopping", "Histograms", "ValidateParts"} <= {*ours}
-    assert order[order.index("ListParameters") :] == ["ListParameters", "Trial", "Checkpoints", "Signals"]
+    assert order[order.index("Watchdog") :] == ["Watchdog", "Trial", "Checkpoints", "Signals"]

@@ -51,7 +51,7 @@ class Conversion:
     devices: Any = None
 
     def walk(self, key: str, value: Any) -> None:
-        """Converts a value of theirs at its dotted key."""
+        """Convert a value of theirs at its dotted key."""
         if self._special(key, value):
             return
         if isinstance(value, Call):
@@ -63,7 +63,7 @@ class Conversion:
             self._leaf(key, value)
 
     def _special(self, key: str, value: Any) -> bool:
-        """Converts what needs more than another word; whether it was one of these."""
+        """Convert what needs more than another word; return whether it was one of these."""
         last = key.rpartition(".")[2]
         if key == "seed":
             self.put("seed", value)
@@ -90,7 +90,7 @@ class Conversion:
         return True
 
     def settle(self) -> None:
-        """Sets what follows from several of their settings: devices count GPUs or CPU processes."""
+        """Set what follows from several of their settings: devices count GPUs or CPU processes."""
         if self.devices is None:
             return
         engine = self.config.setdefault("engine", {})
@@ -111,7 +111,7 @@ class Conversion:
             self.put(ours, value, f"was {key}: {_shown(value)}" + (f"; {remark[1]}" if remark else ""), bool(remark))
 
     def put(self, key: str, value: Any, origin: str = "", remark: bool = False) -> None:
-        """Sets a key of ours; what cannot be set there is left to a person."""
+        """Set a key of ours; what cannot be set there is left to a person."""
         if isinstance(value, str) and (other := other_tools.class_of(key.removesuffix(".type"), value)):
             key, value = f"{key.removesuffix('.type')}.type", other
         elif (meant := other_tools.value(key, value)) is not None:
@@ -134,7 +134,7 @@ class Conversion:
             self.remarks.setdefault(key, []).append(origin)
 
     def _target(self, key: str, call: Call) -> None:
-        """A class or function with its arguments."""
+        """Return a class or function with its arguments."""
         if call.name.rpartition(".")[2] == "Trainer" or key in ("trainer", "Stoke", "TorchTrainer", "PyTorchTrainer"):
             for name, value in call.arguments.items():
                 self.walk(name, value)
@@ -165,7 +165,7 @@ def _shown(value: Any) -> str:
 
 
 def _params(value: Any) -> Any:
-    """Arguments as plain values: a call in them is a target."""
+    """Return arguments as plain values: a call in them is a target."""
     if isinstance(value, Call):
         return {"type": value.name, "params": _params(value.arguments)}
     if isinstance(value, dict):
@@ -176,7 +176,7 @@ def _params(value: Any) -> Any:
 
 
 def conversion(path: Path, system: str) -> Conversion:
-    """What a file of another system becomes.
+    """Return what a file of another system becomes.
 
     Raises:
         ConfigError: it cannot be read.
@@ -195,7 +195,7 @@ def conversion(path: Path, system: str) -> Conversion:
 
 
 def text_from(path: Path, system: str) -> str:
-    """The config as YAML text, with its comments.
+    """Return the config as YAML text, with its comments.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -212,7 +212,7 @@ def text_from(path: Path, system: str) -> str:
 
 
 def _commented(config: dict[str, Any], remarks: dict[str, list[str]], left: list[str], origin: str) -> str:
-    """YAML text with each remark above the line of its key, or of the nearest section that is there."""
+    """Return YAML text with each remark above the line of its key, or of the nearest section that is there."""
     lines, path, placed = [], list[tuple[int, str]](), set[str]()
     for row in dump(config).splitlines():
         if match := re.match(r"( *)([\w~.-]+):", row):

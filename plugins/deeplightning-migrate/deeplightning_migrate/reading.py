@@ -48,7 +48,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def read_python(path: Path) -> dict[str, Any]:
-    """The settings of a script: the keywords of the calls that it makes, and the defaults of its command line.
+    """Return the settings of a script: the keywords of the calls that it makes, and the defaults of its command line.
 
     Raises:
         ConfigError: it is no Python.
@@ -92,7 +92,7 @@ class Script:
                 self.values[node.targets[0].id] = node.value
 
     def name(self, node: ast.expr) -> str:
-        """`torch.optim.SGD` of what is written `optim.SGD`."""
+        """Return `torch.optim.SGD` of what is written `optim.SGD`."""
         if isinstance(node, ast.Attribute):
             return f"{self.name(node.value)}.{node.attr}"
         if isinstance(node, ast.Name):
@@ -102,7 +102,7 @@ class Script:
         return ast.unparse(node)
 
     def value(self, node: ast.expr) -> Any:
-        """A literal, a call, or the source text of anything else."""
+        """Return a literal, a call, or the source text of anything else."""
         try:
             return ast.literal_eval(node)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -125,7 +125,7 @@ class Script:
         return self.name(node)
 
     def made_by(self, function: ast.FunctionDef) -> Any:
-        """What a function such as a `model_creator` returns, where that is one call; else its name."""
+        """Return what a function such as a `model_creator` returns, where that is one call; else its name."""
         answers = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
         if len(answers) == 1 and function.name not in self.open:
             self.open.add(function.name)
@@ -136,7 +136,7 @@ class Script:
         return Call(f"{self.module}.{function.name}")
 
     def call(self, node: ast.Call) -> Any:
-        """A call; `config.get("lr", 0.1)` is what the script's `config` has, else 0.1."""
+        """Return a call; `config.get("lr", 0.1)` is what the script's `config` has, else 0.1."""
         if isinstance(node.func, ast.Attribute) and node.func.attr == "get" and 1 <= len(node.args) <= 2:
             name = self.value(node.args[0])
             self.used.add(str(name))
@@ -148,14 +148,14 @@ class Script:
         return Call(self.name(node.func), arguments, [text for text in texts if "parameters()" not in text])
 
     def _given(self) -> Any:
-        """The mapping that a call passes as `config`."""
+        """Return the mapping that a call passes as `config`."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.keyword) and node.arg == "config" and isinstance(node.value, ast.Dict):
                 return self.value(node.value)
         return None
 
     def settings(self) -> dict[str, Any]:
-        """Every setting by its name; the first of a name counts."""
+        """Return every setting by its name; the first of a name counts."""
         found: dict[str, Any] = {}
         for node in ast.walk(self.tree):
             if not isinstance(node, ast.Call):
@@ -174,7 +174,8 @@ class Script:
 
 
 def _opened(word: str, value: Any) -> list[tuple[str, Any]]:
-    """A keyword's settings: those of a mapping `config`, and of an object of settings such as `ClipGradNormConfig`."""
+    """Return a keyword's settings: those of a mapping `config`, and of an object of settings such as
+    `ClipGradNormConfig`."""
     if word == "config" and isinstance(value, dict):
         return list(value.items())
     if isinstance(value, Call) and value.name.rpartition(".")[2].endswith("Config"):

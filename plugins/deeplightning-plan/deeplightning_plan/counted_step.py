@@ -97,7 +97,7 @@ def counted(
 
 
 def _build(task: Any) -> None:
-    """Have a task build its network, unless it has done so."""
+    """Let a task build its network, unless it has done so."""
     with contextlib.suppress(Exception):
         task.configure_model()
 
@@ -150,7 +150,7 @@ def _cast(task: nn.Module, *words: object) -> nn.Module:
 
 
 def _compute_in_half(task: Any) -> None:
-    """Have a network computed in bfloat16, parameters and all, as DeepSpeed does."""
+    """Make a network compute in bfloat16, parameters and all, as DeepSpeed does."""
     build = task.configure_model
 
     def configure_model() -> None:

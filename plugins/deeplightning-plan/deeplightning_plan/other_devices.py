@@ -108,7 +108,7 @@ def _parameters_of(task: Any) -> str:
 
 
 def compute_on_gpu(cfg: Config, rank: int) -> FakeGpu:
-    """Have this process compute on the GPU that a rank of a config would have; there is no way back.
+    """Make this process compute on the GPU that a rank of a config would have; there is no way back.
 
     The user's own modules are imported anew, since some ask at import whether there is a GPU.
     """
@@ -151,7 +151,7 @@ def _answer(mode: FakeGpu) -> None:
     load, from_numpy, autocast = torch.load, torch.from_numpy, torch.autocast.__init__
 
     def loaded(*args: Any, **options: Any) -> Any:
-        """What was saved on a GPU comes back there, so where it is is not known."""
+        """Forget where saved tensors are: what was saved on a GPU comes back there."""
         content = load(*args, **options)
         return forget_marks(content) if options.get("map_location") is None else content
 
