@@ -43,8 +43,10 @@ def add_navigation(app: Any, page: str, source: list[str]) -> None:
     """Gives an index page the hidden table of contents that its list of links describes."""
     if page.startswith("docs/") and page.endswith("index"):
         found = [normpath(join(dirname(page), link)) for link in LINK.findall(source[0])]
-        inside = (dirname(page), "plugins/")
-        own = [f"/{Path(name).with_suffix('')}" for name in dict.fromkeys(found) if name.startswith(inside)]
+        # The first page also links to pages that the index of their part has.
+        inside = ("docs/tutorial/",) if page == root_doc else (dirname(page), "plugins/")
+        part = [name for name in dict.fromkeys(found) if name.startswith(inside) or name.endswith("/index.md")]
+        own = [f"/{Path(name).with_suffix('')}" for name in part]
         source[0] += "\n\n```{toctree}\n:hidden:\n\n" + "\n".join(own) + "\n```\n"
 
 

@@ -4,6 +4,7 @@
 """
 
 import ast
+import re
 
 from test_layers import BASE, ENTRIES, FILES, LAYERS, PARTS, ROOT, imported_by, name_of, room
 
@@ -49,10 +50,10 @@ def needed(graph: dict[str, set[str]]) -> list[tuple[str, str]]:
 
 
 def idea(folder: str) -> str:
-    """Return the first sentence or two of the docstring of a folder's `__init__.py`."""
+    """Return the first sentence of the docstring of a folder's `__init__.py`."""
     file = ROOT / folder / "__init__.py" if folder == "serve" else ROOT / "deeplightning" / folder / "__init__.py"
     text = ast.get_docstring(ast.parse(file.read_text())) or ""
-    return " ".join(text.split("\n\n")[0].split())
+    return re.split(r"(?<=\.) (?=[A-Z])", " ".join(text.split("\n\n")[0].split()))[0]
 
 
 def picture() -> str:

@@ -106,15 +106,18 @@ AS_BF16 = {"engine.precision": 16}
 
 def engines() -> str:
     """Each setting that not every engine allows, as a Markdown table for the manual; a cell has CPU processes first."""
-    rows = [f"| Setting | {' | '.join(ENGINES)} |", "|---" * (len(ENGINES) + 1) + "|"]
-    rest = []
+    rest, limited = [], {}
     for setting in SETTINGS:
         found = [(answer(setting, b), answer(setting, b, gpus=2)) for b in ENGINES.values()]
         if {*found} == {("yes", "yes")}:
             rest.append(setting.words)
-            continue
-        cells = [cpu if cpu == gpu else f"{cpu}; on GPUs {gpu}" for cpu, gpu in found]
-        rows.append(f"| {setting.words} | {' | '.join(cells)} |")
+        else:
+            limited[setting.words] = [cpu if cpu == gpu else f"{cpu}; on GPUs {gpu}" for cpu, gpu in found]
+    columns: dict[tuple[str, ...], list[str]] = {}  # engines with the same answers share one
+    for name, answers in zip(ENGINES, zip(*limited.values(), strict=True), strict=True):
+        columns.setdefault(answers, []).append(name)
+    rows = [f"| Setting | {' | '.join(map(', '.join, columns.values()))} |", "|---" * (len(columns) + 1) + "|"]
+    rows += [f"| {words} | {' | '.join(row)} |" for words, *row in zip(limited, *columns, strict=True)]
     return (
         f"`check` refuses a cell with a number, which is the exit code. All engines allow {', '.join(rest)}.\n\n"
         + "\n".join(rows)
@@ -129,9 +132,9 @@ def answer(setting: Setting, backend: Backend | None, gpus: int | None = None) -
 
 
 def table() -> str:
-    """All rules as a Markdown table, for the manual."""
-    rows = ["| Together | Keys | Exit code | Instead |", "|---|---|---|---|"]
+    """All rules as a Markdown table, for the manual; it names exit codes other than 2."""
+    rows = ["| Together | Instead |", "|---|---|"]
     for rule in RULES:
-        answer = "3; `check` warns" if rule.at_start else rule.exit_code
-        rows.append(f"| {rule.when} | `{rule.key}`, `{rule.other}` | {answer} | {rule.remedy} |")
+        code = f" (exit code {rule.exit_code}{'; `check` warns' if rule.at_start else ''})"
+        rows.append(f"| {rule.when}{code if rule.exit_code != 2 or rule.at_start else ''} | {rule.remedy} |")
     return "\n".join(rows)

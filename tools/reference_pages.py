@@ -52,9 +52,8 @@ def plain(text: str) -> str:
 # ---- keys
 
 PAGES_OF_KEYS = {
-    "keys": ("", "data", "model", "test", "logger"),
+    "keys": ("", "data", "model", "test", "logger", "serve"),
     "keys-of-training": ("engine", "train"),
-    "keys-of-serve": ("serve",),
 }
 for _name, _section in sections(schema.Config):
     if issubclass(_section, schema.PluginSection):  # its page is in the plug-in; the path begins at docs/reference
@@ -91,10 +90,10 @@ def _type(hint: object, field: Field[object], path: str, page: str) -> str:
 
 def _word(option: Any, path: str, page: str) -> str:
     simple = {
-        int: "whole number",
+        int: "integer",
         float: "number",
         str: "text",
-        bool: "true or false",
+        bool: "boolean",
         type(None): "`null`",
         Any: "any",
     }
@@ -104,7 +103,8 @@ def _word(option: Any, path: str, page: str) -> str:
     if origin is types.UnionType:
         return " or ".join(_word(one, path, page) for one in inner)
     if origin is typing.Literal:
-        return " or ".join(f"`{word}`" for word in inner)
+        words = ", ".join(f"`{word}`" for word in inner)
+        return re.sub(r"(`\w+:0`), .*(`\w+:\d+`)$", r"\1 … \2", words)  # of numbered words the first and the last
     if origin is list:
         return f"list ({_word(inner[0], path, page)})"
     if origin is dict:
@@ -151,17 +151,16 @@ def settings_with_engines() -> str:
 # ---- verbs
 
 
-def verbs(of_configs: bool) -> str:
-    """Each verb that takes a config, or each other one, with its usage, its help and its options."""
+def verbs() -> str:
+    """Each verb with its usage, the first two sentences of its help, and its options."""
     parts = []
     for name, command in cli.commands.items():
-        module = getattr(command.callback, "__module__", "")
-        takes_config = module == "deeplightning.cli.commands_config"
-        if command.hidden or takes_config != of_configs:
+        if command.hidden:
             continue
         usage = " ".join(command.collect_usage_pieces(click.Context(command, info_name=name)))
         usage = usage.replace("[OPTIONS] ", "").replace("[OPTIONS]", "").strip()
-        parts += [f"## {name}", f"`deeplightning {name} {usage}`".replace(" `", "`"), plain(command.help or "")]
+        about = " ".join(re.split(r"(?<=\.) (?=[A-Z`-])", plain(command.help or ""))[:2])
+        parts += [f"## {name}", f"`deeplightning {name} {usage}`".replace(" `", "`") + f": {about}"]
         found = [(_names(param), param.help or "") for param in _options_of(command)]
         if found:
             parts.append(rows("Option, Meaning", found))
@@ -192,20 +191,15 @@ def _names(option: click.Option) -> str:
 
 
 def metrics() -> str:
-    """What a task logs by default, and what the server counts."""
+    """What a task logs by default."""
     found = []
     for file in sorted((ROOT / "deeplightning" / "task").glob("*.py")):
         for node in ast.parse(file.read_text()).body:
             if isinstance(node, ast.ClassDef) and (names := _literal(node, "metric_names")):
                 found.append((f"`deeplightning.task.{file.stem}.{node.name}`", ", ".join(f"`{n}`" for n in names)))
-    counts = [
-        (f"`{family.name}{'_total' if family.type == 'counter' else ''}`", family.type, family.documentation)
-        for family in families(Metrics())
-    ]
     return (
         "## Metrics of each task\n\nWhere `model.metrics` is `null`; a subclass has those of its parent.\n\n"
-        f"{rows('Task, METRIC', found)}\n\n## The server\n\n`GET /metrics` answers in Prometheus' text format.\n\n"
-        f"{rows('Metric, Kind, Meaning', counts)}"
+        f"{rows('Task, METRIC', found)}"
     )
 
 
@@ -254,20 +248,30 @@ def http() -> str:
     ]
     answers = first["paths"]["/predict"]["post"]["responses"]
     statuses = [(f"`{status}`", answer["description"]) for status, answer in sorted(answers.items()) if status != "200"]
-    bodies = []
+    takes: dict[str, str] = {}
+    gives: dict[str, str] = {}
     for task, document in documents.items():
+        source, _, target = task.partition("_")
         operation = document["paths"]["/predict"]["post"]
-        taken = ", ".join(f"`{kind}`" for kind in operation["requestBody"]["content"])
+        takes[f"`{source}_…`"] = ", ".join(f"`{kind}`" for kind in operation["requestBody"]["content"])
         schemas = document["components"]["schemas"]
         answer = next(schemas[name] for name in ("Prediction", "Picture", "Mask") if name in schemas)
-        bodies.append((f"`{task}`", taken, ", ".join(f"`{name}`" for name in answer["properties"])))
-    limits = [(f"`{name}`", f"{value:,}") for name, value in asdict(Limits()).items()]
+        gives[f"`…_{target}`"] = ", ".join(f"`{name}`" for name in answer["properties"] if name != "input")
+    keys_of_serve = {field.name for field in schema.keys(schema.Serve)}
+    limits = [(f"`{name}`", f"{value:,}") for name, value in asdict(Limits()).items() if name not in keys_of_serve]
+    counted = [
+        (f"`{family.name}{'_total' if family.type == 'counter' else ''}`", family.type, family.documentation)
+        for family in families(Metrics())
+    ]
     return "\n\n".join(
         [
             f"## Addresses\n\n{rows('Address, Answers', addresses)}",
             f"## Statuses of `POST /predict`\n\n{rows('Status, When', statuses)}",
-            f"## Bodies\n\n{rows('Kind of run, Takes, Answer of one input has', bodies)}",
-            f"## Limits\n\n`GET /info` has those of a server.\n\n{rows('Limit, Default', limits)}",
+            f"## Bodies\n\n{rows('Kind of run, Takes', takes.items())}",
+            rows("Kind of run, Answer of one input has", gives.items()),
+            "## Limits\n\n`GET /info` has those of a server. Beside the [keys of `serve`](keys.md#serve):\n\n"
+            f"{rows('Limit, Value', limits)}",
+            f"## Metrics\n\nThe answer of `GET /metrics`, for Prometheus:\n\n{rows('Metric, Kind, Meaning', counted)}",
         ]
     )
 
@@ -276,40 +280,29 @@ def http() -> str:
 
 
 def python() -> str:
-    """What `import deeplightning` offers, from the docstrings."""
+    """What `import deeplightning` offers: the signature and the first sentence of each docstring."""
     import deeplightning
 
     package = griffe.load("deeplightning", search_paths=[ROOT], docstring_parser="google")
-    parts = []
-    for name in sorted(deeplightning.__all__, key=lambda name: (name == "Run", name.lower())):
+    offered, of_run = [], []
+    for name in sorted(deeplightning.__all__, key=str.lower):
         if name == "__version__":
             continue
         found: Any = package[deeplightning._HOMES[name]][name]
         found = found.final_target if found.is_alias else found
-        parts += [f"## {name}", *_described(found)]
+        offered.append(_described(found))
         if found.is_class:
-            for member in found.members.values():
-                if not member.name.startswith("_") and (member.is_function or member.is_attribute) and member.docstring:
-                    parts += [f"### {name}.{member.name}", *_described(member)]
-    return "\n\n".join(parts)
+            of_run += [
+                _described(member)
+                for member in found.members.values()
+                if not member.name.startswith("_") and (member.is_function or member.is_attribute) and member.docstring
+            ]
+    return "\n\n".join(["## Functions", "\n".join(offered), "## Run", "\n".join(of_run)])
 
 
-def _described(found: Any) -> list[str]:
-    signature = f"`{found.name}{_arguments(found)}`"
-    parts = [] if found.is_attribute else [signature]
-    for section in found.docstring.parsed if found.docstring else []:
-        if section.kind.value == "text":
-            parts += [text if text.startswith("- ") else plain(text) for text in section.value.split("\n\n")]
-        elif section.kind.value in ("parameters", "attributes"):
-            word = "Arguments" if found.is_function else "Attributes"
-            names = [getattr(item, "name", None) or item.annotation for item in section.value]
-            lines = [f"- `{name}`: {plain(item.description)}" for name, item in zip(names, section.value, strict=True)]
-            parts += [f"{word}:", "\n".join(lines)]
-        elif section.kind.value == "raises":
-            parts.append(f"Raises {', '.join(f'`{item.annotation}`' for item in section.value)}.")
-        elif section.kind.value == "returns":
-            parts += [f"Returns: {' '.join(plain(item.description) for item in section.value)}"]
-    return parts
+def _described(found: Any) -> str:
+    """One line: the signature and the first paragraph of the docstring."""
+    return f"- `{found.name}{_arguments(found)}`: {plain(found.docstring.value.partition(chr(10) * 2)[0])}"
 
 
 def _arguments(found: Any) -> str:
@@ -349,25 +342,20 @@ def exit_codes() -> str:
 
 # ---- words of other tools
 
-FRAMEWORKS = ("LightningCLI", "The Lightning-Hydra template", "Ludwig", "Ultralytics", "MMEngine")
+WORDS = "../../plugins/deeplightning-migrate/deeplightning_migrate/docs/words"
+"""The page, from docs/reference."""
 
 
-def words_of(are_frameworks: bool) -> str:
-    """Return a table of words for each of the frameworks, or of the older systems."""
+def words_of_others() -> str:
+    """Return a table of the words of all other tools, by what they are called here."""
     from deeplightning_migrate.foreign_words import SYSTEMS  # the plug-in: the other pages need none
 
-    return "\n\n".join(
-        f"## {system}\n\n"
-        + rows(
-            "There, Here",
-            (
-                (", ".join(f"`{word.lstrip('/')}`" for word in old.split()), _ours(new))
-                for old, new in SYSTEMS[system].items()
-            ),
-        )
-        for system in SYSTEMS
-        if (system in FRAMEWORKS) == are_frameworks
-    )
+    by_ours: dict[str, list[str]] = {}
+    for words in SYSTEMS.values():
+        for old, new in words.items():
+            by_ours.setdefault(_ours(new), []).extend(f"`{word.lstrip('/')}`" for word in old.split())
+    found = sorted(by_ours.items(), key=lambda row: (row[0].startswith("none:"), row[0].replace("the same in ", "")))
+    return f"## All words\n\n{rows('There, Here', ((', '.join(old), new) for new, old in found))}"
 
 
 def _ours(new: str) -> str:
@@ -382,14 +370,12 @@ PAGES: dict[str, Callable[[], str]] = {
     **{name: (lambda name=name: keys(name)) for name in PAGES_OF_KEYS},
     "check": lambda: f"## Settings that exclude each other\n\n{table()}",
     "engines": settings_with_engines,
-    "verbs-of-configs": lambda: verbs(of_configs=True),
-    "verbs-of-runs": lambda: verbs(of_configs=False),
-    "metrics": metrics,
+    "verbs": verbs,
+    "files": metrics,
     "http": http,
     "python": python,
     "environment": exit_codes,
-    "words-of-frameworks": lambda: words_of(are_frameworks=True),
-    "words-of-older-systems": lambda: words_of(are_frameworks=False),
+    WORDS: words_of_others,
 }
 """By the name of a page, what makes the rest of it."""
 

@@ -32,7 +32,7 @@ def rows(page: str) -> list[str]:
     return re.findall(r"^\| ([^|]+) \|", (REFERENCE / f"{page}.md").read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", [name for name in reference_pages.PAGES if not name.startswith("words-of-")])
+@pytest.mark.parametrize("name", [name for name in reference_pages.PAGES if name != reference_pages.WORDS])
 def test_the_reference_is_that_of_the_code(name):
     """`.venv/bin/python tools/reference_pages.py` renews it. The words of others are in the tests of `migrate`."""
     assert (REFERENCE / f"{name}.md").read_text() == reference_pages.renewed(name)
@@ -97,7 +97,7 @@ def test_the_head_of_a_page_is_kept(tmp_path, monkeypatch):
 
 def test_every_verb_has_its_heading():
     """But hidden ones, which Deep Lightning calls itself."""
-    made = "".join((REFERENCE / f"verbs-of-{of}.md").read_text() for of in ("configs", "runs"))
+    made = (REFERENCE / "verbs.md").read_text().partition(reference_pages.START)[2]
     verbs = [verb for verb, found in cli.commands.items() if not found.hidden]
     assert sorted(re.findall(r"^## (.+)$", made, re.MULTILINE)) == sorted(verbs)
 

@@ -76,43 +76,6 @@ def test_params_of_an_engine_are_no_list(tiny):
     assert "must be a mapping, not a list" in fault.message
 
 
-# ---- the settings of older systems, by the name of the table in the manual
-
-OLD_SETTINGS = {
-    "AMP and Apex": "init_scale growth_factor backoff_factor growth_interval cast_model_outputs max_loss_scale "
-    "min_loss_scale convert_to_sync_batch_norm scaler_per_loss verbosity",
-    "DDP": "find_unused_parameters broadcast_buffers bucket_cap_mb gradient_as_bucket_view static_graph no_sync "
-    "convert_to_sync_batch_norm backend local_rank init_method auto_mpi_discovery",
-    "Horovod": "compression op gradient_predivide_factor convert_to_sync_batch_norm use_fork_server",
-    "DeepSpeed": "fp32_allreduce prescale_gradients gradient_predivide_factor disable_allgather dump_state "
-    "steps_per_print wall_clock_breakdown initial_scale_power loss_scale loss_scale_window hysteresis min_loss_scale "
-    "block_size queue_depth thread_count single_submit overlap_events partition_activations cpu_checkpointing "
-    "contiguous_memory_optimization synchronize_checkpoint_boundary number_checkpoints profile profile_step "
-    "module_depth top_modules detailed output_file tensorboard progressive_layer_drop dist_backend verbose "
-    # nineteen of ZeRO
-    "stage allgather_bucket_size allgather_partitions contiguous_gradients overlap_comm reduce_bucket_size "
-    "reduce_scatter sub_group_size ignore_unused_parameters round_robin_gradients stage3_max_live_parameters "
-    "stage3_max_reuse_distance stage3_prefetch_bucket_size stage3_param_persistence_threshold "
-    "stage3_gather_fp16_weights_on_model_save offload_optimizer offload_param grad_hooks legacy_stage1 "
-    # offload
-    "nvme_path buffer_count buffer_size max_in_cpu pipeline_read pipeline_write fast_init",
-    "fairscale": "broadcast_fp16 force_broadcast_object reduce_fp16 reduce_buffer_size broadcast_buffers "
-    "sync_models_at_startup auto_refresh_trainable warn_on_trainable_params_changed reshard_after_forward "
-    "compute_dtype fp32_reduce_scatter move_params_to_cpu move_grads_to_cpu disable_reshard_on_root buffer_dtype "
-    "force_input_to_fp32 flatten_parameters bucket_cap_mb clear_autocast_cache no_broadcast_optim_state "
-    "gradient_predivide_factor gradient_postdivide_factor",
-}
-
-
-@pytest.mark.parametrize("system", OLD_SETTINGS)
-def test_every_old_setting_has_its_row(system):
-    """The manual says of each what it is today, or that there is none."""
-    text = (ROOT / "docs" / "reference" / "words-of-older-systems.md").read_text()
-    rows = re.findall(r"^\|(.+)\|(.+)\|$", text, re.MULTILINE)
-    named = {name for old, today in rows for name in re.findall(r"[`.](\w+)`", old) if today.strip()}
-    assert sorted(set(OLD_SETTINGS[system].split()) - named) == []
-
-
 def test_what_the_tables_name_is_taken(tiny):
     """What old settings are called today passes `check`: nineteen of ZeRO, those of input and output, of scaling and
     of activations, and those of DDP."""

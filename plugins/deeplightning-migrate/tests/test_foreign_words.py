@@ -1,8 +1,8 @@
 """The table of words of other systems, `words.tsv`."""
 
 import re
-from pathlib import Path
 
+import pytest
 import reference_pages
 from deeplightning_migrate import foreign_words
 from test_words import habits, untrue
@@ -10,7 +10,7 @@ from test_words import habits, untrue
 from deeplightning.checks.signature_check import Meanings
 from deeplightning.config import other_tools
 
-PAGES = Path(__file__).resolve().parents[3] / "docs" / "reference"
+PAGE = reference_pages.FOLDER / f"{reference_pages.WORDS}.md"
 
 
 def test_each_row_of_the_table_is_true():
@@ -31,11 +31,10 @@ def test_check_gives_a_word_the_meaning_that_the_table_has():
 
 
 def test_the_manual_has_each_word():
-    """The two pages have the rows of all systems; `.venv/bin/python tools/reference_pages.py` renews them."""
-    names = ("words-of-frameworks", "words-of-older-systems")
-    pages = [(PAGES / f"{name}.md").read_text() for name in names]
-    assert pages == [reference_pages.renewed(name) for name in names]
-    made = "".join(page.partition(reference_pages.START)[2] for page in pages)
+    """The page has the rows of all systems; `.venv/bin/python tools/reference_pages.py` renews it."""
+    page = PAGE.read_text()
+    assert page == reference_pages.renewed(reference_pages.WORDS)
+    made = page.partition(reference_pages.START)[2]
     rows = re.findall(r"^\| (`.+`) \| (?:the same in )?(?:`[\w.-]+`|none: .+?)(?: .*)?\|$", made, re.MULTILINE)
     assert {word for old in rows for word in re.findall("`([^`]+)`", old)} == {
         word.lstrip("/") for word in foreign_words.ROWS
@@ -47,3 +46,37 @@ def test_the_table_has_the_words_of_habits():
     pairs = [pair for habit in habits() for pair in habit.answers.items()]
     right = [key for key, word in pairs if other_tools.key_of(foreign_words.ours(key) or "none:") == (word or None)]
     assert len(right) >= 400, {key for key, _ in pairs} - {*right}
+
+
+OLD_SETTINGS = {
+    "AMP and Apex": "init_scale growth_factor backoff_factor growth_interval cast_model_outputs max_loss_scale "
+    "min_loss_scale convert_to_sync_batch_norm scaler_per_loss verbosity",
+    "DDP": "find_unused_parameters broadcast_buffers bucket_cap_mb gradient_as_bucket_view static_graph no_sync "
+    "convert_to_sync_batch_norm backend local_rank init_method auto_mpi_discovery",
+    "Horovod": "compression op gradient_predivide_factor convert_to_sync_batch_norm use_fork_server",
+    "DeepSpeed": "fp32_allreduce prescale_gradients gradient_predivide_factor disable_allgather dump_state "
+    "steps_per_print wall_clock_breakdown initial_scale_power loss_scale loss_scale_window hysteresis min_loss_scale "
+    "block_size queue_depth thread_count single_submit overlap_events partition_activations cpu_checkpointing "
+    "contiguous_memory_optimization synchronize_checkpoint_boundary number_checkpoints profile profile_step "
+    "module_depth top_modules detailed output_file tensorboard progressive_layer_drop dist_backend verbose "
+    # nineteen of ZeRO
+    "stage allgather_bucket_size allgather_partitions contiguous_gradients overlap_comm reduce_bucket_size "
+    "reduce_scatter sub_group_size ignore_unused_parameters round_robin_gradients stage3_max_live_parameters "
+    "stage3_max_reuse_distance stage3_prefetch_bucket_size stage3_param_persistence_threshold "
+    "stage3_gather_fp16_weights_on_model_save offload_optimizer offload_param grad_hooks legacy_stage1 "
+    # offload
+    "nvme_path buffer_count buffer_size max_in_cpu pipeline_read pipeline_write fast_init",
+    "fairscale": "broadcast_fp16 force_broadcast_object reduce_fp16 reduce_buffer_size broadcast_buffers "
+    "sync_models_at_startup auto_refresh_trainable warn_on_trainable_params_changed reshard_after_forward "
+    "compute_dtype fp32_reduce_scatter move_params_to_cpu move_grads_to_cpu disable_reshard_on_root buffer_dtype "
+    "force_input_to_fp32 flatten_parameters bucket_cap_mb clear_autocast_cache no_broadcast_optim_state "
+    "gradient_predivide_factor gradient_postdivide_factor",
+}
+
+
+@pytest.mark.parametrize("system", OLD_SETTINGS)
+def test_every_old_setting_has_its_row(system):
+    """The manual says of each what it is today, or that there is none."""
+    rows = re.findall(r"^\|(.+)\|(.+)\|$", PAGE.read_text(), re.MULTILINE)
+    named = {name for old, today in rows for name in re.findall(r"[`.](\w+)`", old) if today.strip()}
+    assert sorted(set(OLD_SETTINGS[system].split()) - named) == []

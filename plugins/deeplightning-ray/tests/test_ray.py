@@ -674,7 +674,8 @@ def test_a_worker_adds_its_callback_and_copies_files(monkeypatch, tmp_path):
 
 def test_the_parameters_of_the_launcher_have_the_names_of_older_systems():
     """What the manual has for `num_cpus_per_worker` is a parameter."""
-    page = Path(__file__).parents[3] / "docs" / "reference" / "words-of-older-systems.md"
+    migrate = pytest.importorskip("deeplightning_migrate")
+    page = Path(migrate.__file__).parent / "docs" / "words.md"
     (name,) = re.findall(r"\| `num_cpus_per_worker` \| `engine\.launcher\.params\.(\w+)` \|", page.read_text())
     assert name in inspect.signature(Ray).parameters
 
