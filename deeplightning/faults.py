@@ -142,11 +142,8 @@ class Missing(ValueError):
 
 def plugin_of(name: str) -> str | None:
     """Return the plug-in that has a verb, a target, a section (`NAME:`) or a module of this name."""
-    return next((p for p, names in PLUGINS.items() if name in (f"deeplightning_{p}", *map(_last, names))), None)
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
+    last = {plugin: [each.rpartition(".")[2] for each in names] for plugin, names in PLUGINS.items()}
+    return next((plugin for plugin, names in last.items() if name in (*names, f"deeplightning_{plugin}")), None)
 
 
 def not_installed(plugin: str) -> str:
@@ -156,10 +153,10 @@ def not_installed(plugin: str) -> str:
 
 def refuse_moved(name: str) -> None:
     """Raise ValueError with the new name for the former dotted name of a target that is in a plug-in now."""
-    for plugin, names in PLUGINS.items():
-        for new in names:
-            if name.startswith("deeplightning.") and not new.islower() and _last(name) == _last(new):
-                raise ValueError(f"`{name}` is called deeplightning_{plugin}.{new} here.")
+    moved = {each.rpartition(".")[2]: f"deeplightning_{p}.{each}" for p, names in PLUGINS.items() for each in names}
+    package, _, last = name.rpartition(".")
+    if package.startswith("deeplightning.") and not last.islower() and last in moved:
+        raise ValueError(f"`{name}` is called {moved[last]} here.")
 
 
 def install(module: str) -> str:

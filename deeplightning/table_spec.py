@@ -378,8 +378,7 @@ def _refused(column: Column, row: int, words: str) -> TableError:
 
 
 def as_word(value: object) -> str | None:
-    """Return a value of a column of categories as a word; None: it cannot be one. Numbers that are whole have no
-    point."""
+    """Return a category as a word; None: it cannot be one. Numbers that are whole have no point."""
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, bool):

@@ -16,11 +16,8 @@ def is_asynchronous(device: torch.device) -> bool:
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy values from the CPU to a device.
-
-    They go to a GPU from pinned memory, which torch reuses once the copies from it are done, so that none is allocated
-    in the steady state.
-    """
+    """Copy values from the CPU to a device; to a GPU from pinned memory, which torch reuses once the copies from it are
+    done, so that none is allocated in the steady state."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
@@ -63,11 +60,10 @@ class Points:
     def log(self, loggers: Sequence[Any], values: dict[str, Tensor], step: int) -> None:
         """Log the values of one step by name, tensors () of one device and type."""
         self.log_pending()
-        if not values:
-            return
-        self._pending = loggers, list(values), Deferred(torch.stack(list(values.values()))), step
-        if not self._pending[2].is_late:
-            self.log_pending()
+        if values:
+            self._pending = loggers, list(values), Deferred(torch.stack(list(values.values()))), step
+            if not self._pending[2].is_late:
+                self.log_pending()
 
     def log_pending(self) -> None:
         """Log the values of the last logged step, if they wait."""

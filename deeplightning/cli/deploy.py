@@ -87,9 +87,8 @@ def _flag(name: str, value: object) -> str:
 
 def _changed(settings: Serve) -> Iterator[tuple[str, object]]:
     """Return the settings that differ from the defaults, which the server has as well."""
-    values = ((field, getattr(settings, field.name)) for field in keys(Serve))
-    server = Serve()
-    return ((field.name, value) for field, value in values if value != getattr(server, field.name))
+    values = ((field.name, getattr(settings, field.name)) for field in keys(Serve))
+    return ((name, value) for name, value in values if value != getattr(Serve(), name))
 
 
 def _settings(config: RunConfig | None, overrides: Sequence[str]) -> Serve:
@@ -141,8 +140,7 @@ def _settings(config: RunConfig | None, overrides: Sequence[str]) -> Serve:
 
 def _check_key(settings: Serve, source: Source) -> None:
     """Check that the server's key is set. It is never on a command line, only the name of its variable."""
-    name = settings.api_key_env
-    if name is None:
+    if (name := settings.api_key_env) is None:
         return
     if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):  # perhaps the key itself, so it is not repeated
         raise ConfigError(Fault("must be the name of an environment variable, not its value", "serve.api_key_env"))

@@ -25,8 +25,6 @@ MAX_FEW = 20
 """Different whole numbers that may be classes."""
 MAX_STRAY = 20
 """Different words that may stand for a missing value in a column of numbers."""
-_FEW_ROWS = 100
-"""With fewer rows a tenth validates, since a twentieth of them would be next to none."""
 NUMBERS = 0.9
 """The part of numbers and words that must be numbers, for the words to be missing values; signs (?) always are."""
 
@@ -266,7 +264,7 @@ def rows(data: Path, wanted: Columns) -> Guess:
         "numbers": len(inputs) - len(words),
         "cardinalities": words,
         "outputs": len(classes) or 1,
-        "splits": 20 if found.rows >= _FEW_ROWS else None,
+        "splits": 20 if found.rows >= 100 else None,  # a twentieth of few rows is next to none
         "dropout": 0.4 if classes else 0.2,
         "loss": "torch.nn.CrossEntropyLoss" if classes else "torch.nn.MSELoss",
     }

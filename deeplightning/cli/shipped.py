@@ -14,8 +14,7 @@ _BASE = re.compile(r"^_base_: *(?P<path>[^\s#\[]+)", re.MULTILINE)
 
 def names() -> list[str]:
     """Return `base`, `mnist` … of `configs`, and `examples/FOLDER/NAME` of the examples."""
-    inner = (address.removeprefix(PREFIX).removesuffix(".yaml") for address in shipped())
-    return [name.removeprefix("configs/") for name in inner]
+    return [one.removeprefix(PREFIX).removesuffix(".yaml").removeprefix("configs/") for one in shipped()]
 
 
 def listing() -> list[str]:

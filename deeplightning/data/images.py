@@ -110,8 +110,7 @@ class ImageData(DataOfSets):
         return {"image": pixels, "label": labels, "index": torch.arange(size)}
 
     def picture_size(self) -> tuple[int, int] | None:
-        """Return median width and height of some training pictures before they are prepared; None where none can be
-        read."""
+        """Return median width and height of some training pictures as they come; None where none can be read."""
         samples, found = self._samples["train"], []
         for position in np.unique(np.linspace(0, len(samples) - 1, SIZED).astype(int)):
             with contextlib.suppress(OSError, DataError, ValueError):

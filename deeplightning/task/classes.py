@@ -58,9 +58,9 @@ class Classification(Supervised):
         """Check that each label is one of the classes.
 
         Raises:
-            LabelError: labels are no whole numbers (B,), or one has no output. Looking at a batch would stall a GPU:
-                there all labels of a set that has them on the CPU (its attribute `labels`) are looked at once; of other
-                sets, batches of the first epoch.
+            LabelError: labels are no whole numbers (B,), or one has no output. On a GPU all labels of a set
+                that has them on the CPU (its attribute `labels`) are looked at once; of other sets, batches of the
+                first epoch.
         """
         if truth.ndim != 1 or truth.dtype != torch.int64:
             found = f"{str(truth.dtype).removeprefix('torch.')} {tuple(truth.shape)}"

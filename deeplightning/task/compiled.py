@@ -55,8 +55,7 @@ class Compiled:
         return torch.compile(function, mode=self.mode, dynamic=False if self.graphs else None)
 
     def takes(self, *tensors: Tensor, may_be_short: bool) -> bool:
-        """Return whether a batch is compiled: it has as many rows as the first full one; for CUDA graphs, the same
-        shape.
+        """Return whether a batch is compiled: it has as many rows as the first full one; for CUDA graphs, its shape.
 
         Args:
             may_be_short: it is the last of an epoch that has several.

@@ -162,8 +162,7 @@ def names_in(outputs: object) -> list[str | int]:
 
 
 def refusal(network: str, outputs: object, wanted: str) -> MisfitError:
-    """Return the error of a network whose outputs are not what its task wants, and what to do about outputs with
-    names."""
+    """Return the error of outputs that are not what a task wants, and what to do about outputs with names."""
     found = f"{tuple(outputs.shape)}" if isinstance(outputs, Tensor) else _kind(outputs)
     message = f"{network} gives {found}, not {wanted}"
     if names := names_in(outputs):

@@ -164,8 +164,7 @@ class Regression(RowTask):
             raise MisfitError(message, "model.network")
 
     def answers(self, batch: Batch, outputs: Tensor) -> dict[str, Any]:
-        """Return a row per sample: its index, and prediction and target, with a number behind where there are
-        several."""
+        """Return a row per sample: index, prediction and target, with a number behind where there are several."""
         if "index" not in batch:
             return {}
         columns = {"index": batch["index"], **_columns("prediction", self.in_units(outputs.detach().float()))}

@@ -41,8 +41,7 @@ def keep_best(kept: dict[str, Tensor] | None, found: dict[str, Tensor], count: i
 
 
 def epoch_suffix(task: "pl.LightningModule") -> str:
-    """Return `_E` for the names of an epoch's pictures, E padded to the width of the epoch count; "" outside a
-    training."""
+    """Return `_E` for the names of an epoch's pictures, E padded to the count's width; "" outside a training."""
     if task.trainer.state.fn != "fit":
         return ""
     return f"_{str(task.current_epoch).zfill(len(str(max(task.trainer.max_epochs or 1, 1))))}"

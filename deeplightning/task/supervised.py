@@ -206,10 +206,7 @@ class Supervised(pl.LightningModule):
         """Raise MisfitError if the network gives something that this task cannot use."""
 
     def check_truth(self, outputs: Any, truth: Tensor) -> None:
-        """Check that a batch's truth fits the outputs.
-
-        Args:
-            outputs: under `engine.compile` tensors on the device `meta`, which have a shape and no values.
+        """Check that a batch's truth fits the outputs, which under `engine.compile` are on `meta`, without values.
 
         Raises:
             LabelError: the data hold a truth that the network cannot give.
@@ -272,8 +269,7 @@ class Supervised(pl.LightningModule):
 
     def _computes_itself(self) -> bool:
         """Return whether network and losses can be compiled as one: no engine has hooks in the network, no derived
-        class has a training step of its own, which may call one without the other, and no loss is weighed apart from
-        others."""
+        class has a training step of its own, and no loss is weighed apart from others."""
         unsharded = self.cfg.engine.backend in (None, "ddp")
         together = self._weighs_samples or len(self.losses) == 1
         return unsharded and together and type(self).training_step is Supervised.training_step
