@@ -112,11 +112,7 @@ def own_rank() -> int:
 
 
 def refuse_several(command: str) -> None:
-    """Refuse to run a command that starts processes of its own as one of several.
-
-    Raises:
-        SetupError: a launcher has started several processes.
-    """
+    """Raise SetupError if a launcher has started this command, which starts processes itself, as one of several."""
     if (here := identity()) is not None and here.world > 1:
         raise SetupError(
             f"{here.by} has started this as one of {here.world} processes; {command} is one process, which starts "

@@ -417,10 +417,8 @@ def here() -> Ranks | None:
 
 
 def follow() -> None:
-    """Take part in the supervision if this process is one of several. Every process calls it first.
-
-    A process that one of our launches started ends with that launch.
-    """
+    """Take part in the supervision if this process is one of several, and end with the launch that started it. Every
+    process calls it first."""
     parent, agent = int(os.environ.get(PARENT, 0)), int(os.environ.get(AGENT, 0))
     try:
         found = identity()

@@ -1,10 +1,9 @@
 """What a stream can show (terminal, colour, width), and text styled and wrapped accordingly.
 
 Text from a store, a run, a bundle or a data file reaches stdout and stderr only through `say`, or through a log that is
-formatted with `Printable`, so that its control characters cannot steer a terminal.
+formatted with `process.logs.Printable`, so that its control characters cannot steer a terminal.
 """
 
-import logging
 import math
 import os
 import re
@@ -40,19 +39,6 @@ def say_path(path: Path, label: str = "") -> None:
     text = str(path)
     is_safe = not sys.stdout.isatty() and re.search(r"[\x00-\x1f\x7f-\x9f]", text) is None
     print(label + (text if is_safe else printable(text)), flush=True)  # noqa: T201
-
-
-class Printable(logging.Formatter):
-    """Escape control characters in log records."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record), LAYOUT)
-
-
-def escape_warnings() -> None:
-    """Format warnings with `Printable` in a process that has not configured logging."""
-    if logging.lastResort is not None:
-        logging.lastResort.setFormatter(Printable())
 
 
 def is_interactive(stream: TextIO) -> bool:
