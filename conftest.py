@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two spinning threads beside a busy neighbour are slower than one
+import operators
 import pytest
 import stores
 from commands import DEEPSPEED, Commands, Outcome
@@ -69,6 +70,11 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """Collect it after all: Triton's bindings print a page about objects that are left at exit."""
     gc.unfreeze()
+
+
+def pytest_runtest_teardown() -> None:
+    """After the first export of this process, later ones find its table of operators."""
+    operators.keep_table()
 
 
 @pytest.fixture(autouse=True, scope="module")

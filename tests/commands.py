@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import operators
 import stores
 
 LIMIT_SECONDS = 300  # nothing here takes thirty on an idle machine, but machines are busy and compilers cold
@@ -315,9 +316,11 @@ def import_all(preload: Sequence[str]) -> None:
 
 
 def _warm_up() -> None:
-    """Do once what each training would do anew: read the sources that a check compares arguments with, and describe
-    this program. Later commands find both in the memory of this process. They make stores by copying, too."""
+    """Do once what each command would do anew: read the sources that a check compares arguments with, describe this
+    program, and make the exporter's table of operators. Later commands find all in the memory of this process. They
+    make stores by copying, too."""
     from tiny import TINY
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
 
     from deeplightning.checks.examine import examine
     from deeplightning.tracking import mlflow_store
@@ -329,6 +332,9 @@ def _warm_up() -> None:
         examine(config)
     describe_program()
     mlflow_store._make_database = stores.copying()  # type: ignore[assignment]
+    for _ in range(2):  # the first imports what makes it, the second keeps it
+        ONNXRegistry.from_torchlib()
+        operators.keep_table()
 
 
 def _serve(orders: BinaryIO, preload: Sequence[str] = ()) -> None:
