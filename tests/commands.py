@@ -339,7 +339,7 @@ def _warm_up() -> None:
 
 def _serve(orders: BinaryIO, preload: Sequence[str] = ()) -> None:
     import_all(preload)
-    if stores.VARIABLE in os.environ:
+    if stores.VARIABLE in os.environ and not preload:  # a fork has it from its parent
         _warm_up()
         gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for the children here
