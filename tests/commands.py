@@ -28,6 +28,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import operators
+import stores
+
 LIMIT_SECONDS = 300  # nothing here takes thirty on an idle machine, but machines are busy and compilers cold
 MAIN = "deeplightning.cli:main"
 DEEPSPEED = (
@@ -43,21 +46,39 @@ DEEPSPEED = (
 POLL_SECONDS = 0.02  # between two reads of a process's output
 
 _LATER = (  # modules that our code and the libraries import inside functions
+    "PIL.BmpImagePlugin",
+    "PIL.GifImagePlugin",
+    "PIL.JpegImagePlugin",
+    "PIL.PpmImagePlugin",
     "alembic.command",
     "alembic.config",
+    "deeplightning_lab.verbs",
     "deeplightning_ray.launcher",
     "deeplightning_slurm.launcher",
+    "encodings.cp437",
+    "fsspec.implementations.chained",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.backends.backend_svg",
     "matplotlib.figure",
     "mlflow.store.tracking.sqlalchemy_workspace_store",
     "networkx",
     "omegaconf.grammar_parser",
     "onnxscript.function_libs.torch_lib.ops",
+    "onnxscript.rewriter.onnx_fusions",
+    "sklearn.datasets.descr",
     "sqlalchemy.dialects.sqlite",
     "sympy.tensor.tensor",
+    "torch._export.passes.replace_autocast_with_hop_pass",
+    "torch._export.passes.replace_set_grad_with_hop_pass",
+    "torch._functorch._aot_autograd.subclass_parametrization",
     "torch._inductor.compiler_bisector",
+    "torch._inductor.fx_passes.dedupe_symint_uses",
+    "torch._subclasses.schema_check_mode",
+    "torch.export._patches",
     "torch.export._trace",
     "torch.export._unlift",
     "torch.onnx._internal.exporter._compat",
+    "torch.onnx._internal.exporter._torchlib.ops",
     "torch.fx.experimental.validator",
     "torch.utils.serialization.config",
 )
@@ -294,8 +315,33 @@ def import_all(preload: Sequence[str]) -> None:
     gc.freeze()
 
 
+def _warm_up() -> None:
+    """Do once what each command would do anew: read the sources that a check compares arguments with, describe this
+    program, and make the exporter's table of operators. Later commands find all in the memory of this process. They
+    make stores by copying, too."""
+    from tiny import TINY
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    from deeplightning.checks.examine import examine
+    from deeplightning.tracking import mlflow_store
+    from deeplightning.tracking.code import describe_program
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "tiny.yaml"
+        config.write_text(TINY.replace("STORE", folder))
+        examine(config)
+    describe_program()
+    mlflow_store._make_database = stores.copying()  # type: ignore[assignment]
+    for _ in range(2):  # the first imports what makes it, the second keeps it
+        ONNXRegistry.from_torchlib()
+        operators.keep_table()
+
+
 def _serve(orders: BinaryIO, preload: Sequence[str] = ()) -> None:
     import_all(preload)
+    if stores.VARIABLE in os.environ and not preload:  # a fork has it from its parent
+        _warm_up()
+        gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for the children here
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # ends with pytest, which outlives its terminal under nohup
     for line in iter(orders.readline, b""):

@@ -1,7 +1,7 @@
 """Sets of 1 to 17 samples on 1, 2 and 3 processes: what is judged and predicted is that of the whole set in one piece.
 
 In batches of 4 these have every kind of end: whole batches, short ones, processes with one sample less, and processes
-with none. Each number of processes is one job, which goes through all the sizes.
+with none. Each number of processes is one job, which goes through all the sizes of a group.
 """
 
 import copy
@@ -23,6 +23,12 @@ from deeplightning.model.cnn import SimpleCNN
 
 SIZES = range(1, 18)
 WORLDS = (1, 2, 3)
+ENDS = (1, 2, 3, 4, 5, 8, 12, 13, 17)
+"""Sizes that have every kind of end on each number of processes."""
+GROUPS = [
+    pytest.param(ENDS, id="every kind of end"),
+    pytest.param(tuple(sorted({*SIZES} - {*ENDS})), id="the other sizes", marks=pytest.mark.slow),
+]
 FILES = ("val_predictions.csv", "test_predictions.csv", "predictions.csv")
 METRICS = """\
 {acc: {type: deeplightning.task.metrics.Accuracy},
@@ -32,11 +38,11 @@ METRICS = """\
 
 
 def judge() -> None:
-    """Called in each process of a job: one launch for each size that judges, and for the smallest one that trains."""
+    """Called in each process of a job: one launch for each size, which judges; one that is negative trains."""
     from deeplightning.checks.examine import load_config
     from deeplightning.run.stages import launch
 
-    path, folder, checkpoint, processes = sys.argv[1:]
+    path, folder, checkpoint, processes, *sizes = sys.argv[1:]
     warnings.filterwarnings("ignore")  # torchmetrics tells that classes are missing
     settings = [
         f"engine.processes={processes}",
@@ -55,10 +61,11 @@ def judge() -> None:
         cfg.data.module.params["size"], cfg.logger.params["name"], cfg.stages = size, name, stages
         launch(cfg)
 
-    for size in SIZES:
-        launched(str(size), size, ["validate", "test", "predict"])
-    for size in WORLDS:
-        launched(f"trained on {size}", size, ["train"])
+    for size in map(int, sizes):
+        if size < 0:
+            launched(f"trained on {-size}", -size, ["train"])
+        else:
+            launched(str(size), size, ["validate", "test", "predict"])
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +76,20 @@ def checkpoint(train):
 
 @pytest.fixture(scope="module")
 def folders(command, tiny, place, checkpoint, tmp_path_factory):
-    """`folders[processes]` holds a run folder for each size."""
-    made = {world: tmp_path_factory.mktemp(f"of {world}") for world in WORLDS}
-    for world, folder in made.items():
-        job = {"cwd": place, "ranks": world, "main": "test_exact_evaluation:judge"}
-        outcome = command(tiny, folder, checkpoint, world, **job)
-        assert {0} == {each.code for each in outcome.ranks or [outcome]}, outcome
-    return made
+    """`folders(sizes)[processes]` holds a run folder for each size; each group of sizes runs once."""
+    done = {}
+
+    def run(sizes):
+        if sizes not in done:
+            made = done[sizes] = {world: tmp_path_factory.mktemp(f"of {world}") for world in WORLDS}
+            for world, folder in made.items():
+                job = {"cwd": place, "ranks": world, "main": "test_exact_evaluation:judge"}
+                trained = [-size for size in WORLDS] if sizes == ENDS else []
+                outcome = command(tiny, folder, checkpoint, world, *sizes, *trained, **job)
+                assert {0} == {each.code for each in outcome.ranks or [outcome]}, outcome
+        return done[sizes]
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -105,11 +119,13 @@ def values(path: Path) -> list[dict[str, float]]:
     return kept
 
 
+@pytest.mark.parametrize("sizes", GROUPS)
 @pytest.mark.parametrize("world", WORLDS)
-def test_metrics_are_those_of_the_whole_set(world, folders, expected):
+def test_metrics_are_those_of_the_whole_set(world, sizes, folders, expected):
     """Loss, accuracy and F1 of validation and test equal scikit-learn's; a metric that keeps all its samples is that
     of one process."""
-    for size in SIZES:
+    made = folders(sizes)
+    for size in sizes:
         probabilities, labels = expected[0][:size], expected[1][:size]
         predicted = probabilities.argmax(1)
         values = {
@@ -118,23 +134,25 @@ def test_metrics_are_those_of_the_whole_set(world, folders, expected):
             "macro": sklearn.metrics.f1_score(labels, predicted, average="macro"),
         }
         for stage in ("val", "test"):
-            found = json.loads((folders[world] / str(size) / "version_0" / f"{stage}_results.json").read_text())
-            alone = json.loads((folders[1] / str(size) / "version_0" / f"{stage}_results.json").read_text())
+            found = json.loads((made[world] / str(size) / "version_0" / f"{stage}_results.json").read_text())
+            alone = json.loads((made[1] / str(size) / "version_0" / f"{stage}_results.json").read_text())
             assert found == pytest.approx(alone, abs=1e-6), size
             assert {name: found[f"{stage}_{name}"] for name in values} == pytest.approx(values, abs=1e-6), size
 
 
+@pytest.mark.parametrize("sizes", GROUPS)
 @pytest.mark.parametrize("name", FILES)
-def test_predictions_are_in_data_order_and_the_same_for_any_number_of_processes(name, folders, expected):
+def test_predictions_are_in_data_order_and_the_same_for_any_number_of_processes(name, sizes, folders, expected):
     """Each sample once, with the class and the probability that the whole set in one piece gives."""
-    for size in SIZES:
-        found = rows(folders[1] / str(size) / "version_0" / name)
+    made = folders(sizes)
+    for size in sizes:
+        found = rows(made[1] / str(size) / "version_0" / name)
         assert [int(row["index"]) for row in found] == list(range(size))
         assert [int(row["label"]) for row in found] == expected[1][:size].tolist()
         assert [int(row["predicted_class"]) for row in found] == expected[0][:size].argmax(1).tolist()
         largest = [float(row["predicted_probability"]) for row in found]
         assert largest == pytest.approx(expected[0][:size].max(1), abs=1e-6)
-        texts = {(folders[world] / str(size) / "version_0" / name).read_bytes() for world in WORLDS}
+        texts = {(made[world] / str(size) / "version_0" / name).read_bytes() for world in WORLDS}
         assert len(texts) == 1, size
 
 
@@ -142,7 +160,7 @@ def test_predictions_are_in_data_order_and_the_same_for_any_number_of_processes(
 def test_training_with_fewer_samples_than_processes_is_that_of_one_process(size, folders):
     """One to three samples for up to three processes: weights of two epochs within 1e-6, and equal points and means.
     F1 and AUROC are no means over samples, so those of a step are left out."""
-    alone, *others = (folders[world] / f"trained on {size}" / "version_0" for world in WORLDS)
+    alone, *others = (folders(ENDS)[world] / f"trained on {size}" / "version_0" for world in WORLDS)
     for other in others:
         ours, theirs = weights(other / "last.ckpt"), weights(alone / "last.ckpt")
         assert ours.keys() == theirs.keys()

@@ -428,15 +428,6 @@ def test_a_parameter_without_a_dimension_is_named(engine, trained):
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("engine", [pytest.param("deepspeed_stage_1", marks=pytest.mark.slow), "deepspeed_stage_3"])
-def test_batch_norm_runs_in_bf16(engine, trained):
-    """Under DeepSpeed's mixed precision its running means are of the precision of its weights."""
-    outcome, _ = trained(
-        engine, "model.network={type: sharded_own.Running}", "train.callbacks=[]", "engine.precision=bf16"
-    )
-    assert [rank.code for rank in outcome.ranks] == [0, 0], outcome
-
-
 @pytest.mark.parametrize(
     ("engine", "shares"),
     [
@@ -447,7 +438,8 @@ def test_batch_norm_runs_in_bf16(engine, trained):
 )
 def test_every_stage_computes_in_the_precision_of_the_run(engine, shares, trained, tmp_path):
     """With `bf16` the network's parameters and what its layers give are of 16 bits in the first and in a resumed run,
-    whether a parameter is gathered or stays whole; the checkpoint has the optimizer's copy of 32 bits."""
+    those of a batch norm, with its running means, too, whether a parameter is gathered or stays whole; the checkpoint
+    has the optimizer's copy of 32 bits."""
     network = f"model.network={{type: sharded_own.Precise, params: {{note: '{tmp_path}'}}}}"
     settings = [network, "train.callbacks=[]", "engine.precision=bf16", *([shares] if shares else [])]
     first, _ = trained(engine, *settings)
