@@ -264,7 +264,6 @@ def rows(data: Path, wanted: Columns) -> Guess:
         "numbers": len(inputs) - len(words),
         "cardinalities": words,
         "outputs": len(classes) or 1,
-        "splits": 20 if found.rows >= 100 else None,  # a twentieth of few rows is next to none
         "dropout": 0.4 if classes else 0.2,
         "loss": "torch.nn.CrossEntropyLoss" if classes else "torch.nn.MSELoss",
     }

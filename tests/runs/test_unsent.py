@@ -32,8 +32,6 @@ from deeplightning.tracking.process_id import has_ended, this_process
 from deeplightning.tracking.store import locate
 from deeplightning.tracking.unsent import Claim, claims, folder_of
 
-pytestmark = pytest.mark.usefixtures("copied_stores")
-
 
 @pytest.fixture(autouse=True)
 def own_state(monkeypatch, tmp_path):
