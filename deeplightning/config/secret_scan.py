@@ -45,6 +45,7 @@ _ABOUT = re.compile(
     r"_(?:name|env|var|variable|file|path|dir|ref|type|field|prompt|help|label|hint|url|count|len|length|ids?|class|index"
     r"|mask|embedding|dropout|regex|pattern|required|policy|message|error)s?$"
     r"|(?:pad|eos|bos|sep|cls|mask|unk|special|image|start|end|first|last|next|num|max)_tokens?$"
+    r"|(?:forward|backward|first|second|third|last|one|two|single|multi|low|high|band|fusion|hop|by)_?pass$"
 )
 
 # ---- what is assigned to a name
@@ -110,8 +111,7 @@ def conceal(text: str, name: str = "", found: set[str] | None = None) -> tuple[s
     """
     spans = _spans(text, name)
     starts = [0, *accumulate(len(line) for line in text.splitlines(keepends=True))] if spans else []
-    parts: list[str] = []
-    done = 0
+    parts, done = list[str](), 0
     for start, end in spans:
         if found is not None:
             values = _lines(text[start:end])
