@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two spinning threads beside a busy neighbour are slower than one
-import operators
 import pytest
-import stores
 from commands import DEEPSPEED, Commands, Outcome
 from tiny import OWN, TINY, digest, weights
 
@@ -32,10 +30,6 @@ def pytest_configure() -> None:
     another."""
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="deeplightning-state-")
     atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
-    if stores.VARIABLE not in os.environ:  # else this process is a worker of the one that has set it
-        folder = tempfile.mkdtemp(prefix="deeplightning-store-")
-        os.environ[stores.VARIABLE] = str(Path(folder) / "empty.db")
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -72,11 +66,6 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
-def pytest_runtest_teardown() -> None:
-    """After the first export of this process, later ones find its table of operators."""
-    operators.keep_table()
-
-
 @pytest.fixture(autouse=True, scope="module")
 def log_levels():
     """The levels of the root logger and ours, which a training in this process sets, are as before after a module."""
@@ -98,12 +87,6 @@ def packed_code() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(code, "_installed_into", lambda path: [*installed(path), *ours])
         yield
-
-
-@pytest.fixture
-def copied_stores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store that the test makes in this process is a copy of the session's empty one; see `stores`."""
-    monkeypatch.setattr("deeplightning.tracking.mlflow_store._make_database", stores.copying())
 
 
 @pytest.fixture(scope="session")

@@ -28,9 +28,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import operators
-import stores
-
 LIMIT_SECONDS = 300  # nothing here takes thirty on an idle machine, but machines are busy and compilers cold
 MAIN = "deeplightning.cli:main"
 DEEPSPEED = (
@@ -297,33 +294,8 @@ def import_all(preload: Sequence[str]) -> None:
     gc.freeze()
 
 
-def _warm_up() -> None:
-    """Do once what each command would do anew: read the sources that a check compares arguments with, describe this
-    program, and make the exporter's table of operators. Later commands find all in the memory of this process. They
-    make stores by copying, too."""
-    from tiny import TINY
-    from torch.onnx._internal.exporter._registration import ONNXRegistry
-
-    from deeplightning.checks.examine import examine
-    from deeplightning.tracking import mlflow_store
-    from deeplightning.tracking.code import describe_program
-
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "tiny.yaml"
-        config.write_text(TINY.replace("STORE", folder))
-        examine(config)
-    describe_program()
-    mlflow_store._make_database = stores.copying()  # type: ignore[assignment]
-    for _ in range(2):  # the first imports what makes it, the second keeps it
-        ONNXRegistry.from_torchlib()
-        operators.keep_table()
-
-
 def _serve(orders: BinaryIO, preload: Sequence[str] = ()) -> None:
     import_all(preload)
-    if stores.VARIABLE in os.environ and not preload:  # a fork has it from its parent
-        _warm_up()
-        gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for the children here
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # ends with pytest, which outlives its terminal under nohup
     for line in iter(orders.readline, b""):

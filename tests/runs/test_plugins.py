@@ -284,7 +284,9 @@ def without_plugins(monkeypatch):
     monkeypatch.setattr("deeplightning.config.plugins.entry_points", lambda **_: [])
 
 
-@pytest.mark.parametrize(("plugin", "name"), [(plugin, name) for plugin, names in PLUGINS.items() for name in names])
+@pytest.mark.parametrize(
+    ("plugin", "name"), [(plugin, name.rpartition(".")[2]) for plugin, names in PLUGINS.items() for name in names]
+)
 def test_a_plugin_that_is_not_installed_is_named(plugin, name, without_plugins, capsys, monkeypatch):
     """Its verb, short name, section and module: one line with the install command, exit code 3, also of `check`."""
     told = f"`{plugin}` is a plug-in: pip install deeplightning[{plugin}]"

@@ -36,8 +36,6 @@ from deeplightning.tracking.store import locate
 from deeplightning.tracking.unsent import folder_of
 from serve.bundle import Bundle, BundleError
 
-pytestmark = pytest.mark.usefixtures("copied_stores")
-
 HOSTILE = Path(__file__).parents[1] / "hostile"
 SECONDS = 20  # of CPU time for one kind; the slowest takes 1 (November 2026)
 
