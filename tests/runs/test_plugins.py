@@ -304,8 +304,8 @@ def test_a_plugin_that_is_not_installed_is_named(plugin, name, without_plugins, 
         assert run_verb(cli) == 3
         assert capsys.readouterr().err == f"error: {told}\n"
         return
-    key = "data.module" if name == "Shards" else "engine.launcher"
-    for word in {name, name if name == "Shards" else plugin}:
+    key = {"Shards": "data.module", "Encoder": "model.network"}.get(name, "engine.launcher")
+    for word in {name, plugin} if key == "engine.launcher" else {name}:
         faults = [fault for fault in examine(BASE, [f"{key}={{type: {word}}}"]).faults if fault.key == f"{key}.type"]
         assert [(fault.message, fault.exit_code) for fault in faults] == [(told, 3)]
         assert all(str(fault.place).startswith(f"override {key}") for fault in faults)
@@ -316,6 +316,7 @@ def test_a_plugin_that_is_not_installed_is_named(plugin, name, without_plugins, 
     ("key", "former", "name"),
     [
         ("data.module", "deeplightning.data.shards.Shards", "deeplightning_shards.Shards"),
+        ("model.network", "deeplightning.model.hugging_face.Encoder", "deeplightning_hub.encoder.Encoder"),
         ("engine.launcher", "deeplightning.launch.Slurm", "deeplightning_slurm.Slurm"),
         ("engine.launcher", "deeplightning.launch.slurm.Slurm", "deeplightning_slurm.Slurm"),
         ("engine.launcher", "deeplightning.launch.ray.Ray", "deeplightning_ray.Ray"),
