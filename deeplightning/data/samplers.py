@@ -431,7 +431,7 @@ def _size(value: Any, sort_key: object) -> float:
 
 def train_sampler(cfg: PartConfig, dataset: Any, trainer: object = None, *, drop_last: bool = False) -> BatchIndices:
     """Return the batches of a training: `BatchIndices`, shuffled, or those of `data.sampler`. They begin where a
-    resumed run goes on.
+    resumed run continues.
 
     `data.sampler` is called with the set, and by name with batch_size, num_replicas, rank and seed of the run; it gives
     a torch sampler. What a `sort_key` among its params means is found out on rank 0, and sent to the others.

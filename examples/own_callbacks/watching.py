@@ -1,4 +1,4 @@
-"""Callbacks of one's own for `train.callbacks`: losses by step, norms of gradients, the time of a batch."""
+"""Your own callbacks for `train.callbacks`: losses by step, norms of gradients, the time of a batch."""
 
 import logging
 import math
