@@ -26,9 +26,9 @@ _AGAIN = {"run", "values", "params", "dataset"}
 
 # A process that is forked while another thread imports, or is inside a transaction, would have a module that is never
 # complete, or a connection that rolls the transaction back. So no fork happens meanwhile.
-_no_fork = threading.RLock()
+no_fork = threading.RLock()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_no_fork.acquire, after_in_parent=_no_fork.release, after_in_child=_no_fork.release)
+    os.register_at_fork(before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=no_fork.release)
 
 
 class Delivery:
@@ -58,7 +58,7 @@ class Delivery:
     def open(self) -> "Client":
         """Return the client of the store; import MLflow if necessary."""
         if self.client is None:
-            with _no_fork:
+            with no_fork:
                 from deeplightning.tracking.client import Client
 
                 self.client = Client(self.store)
@@ -176,7 +176,7 @@ class Delivery:
         if self.store.database is None:
             return nullcontext()
         raise_if_locked(self.store.database)  # instead of waiting for 20 seconds with the lock
-        return _no_fork
+        return no_fork
 
 
 def run_of(header: Mapping[str, Any]) -> Run:

@@ -13,6 +13,7 @@ import time
 import uuid
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from deeplightning.tracking.mlflow_tags import RUN_NAME, name_of, run_tags
 from deeplightning.tracking.reader import find_experiment, raise_if_newer
 from deeplightning.tracking.sender import Sender
 from deeplightning.tracking.store import Store, check_writable, explain, local_path, locate
+from deeplightning.tracking.system_metrics import sampler
 from deeplightning.tracking.unsent import find_run, folder_of, settle
 from deeplightning.words import printable
 
@@ -449,12 +451,10 @@ class MLflowLogger(Logger):
         metrics = RunFolder(self._top()).metrics
         if run_id:
             self._read(metrics)
-        from deeplightning.tracking.system_metrics import sampler
-
-        sample = sampler(run.started) if self._system_metrics else None
+        make_sample = partial(sampler, run.started) if self._system_metrics else None
         pause = float(os.environ.get("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL") or SAMPLE_SECONDS)
         delivery = Delivery(store, run.id, metrics, client)
-        self._sender = Sender(delivery, self._settle_others, sample, pause)
+        self._sender = Sender(delivery, self._settle_others, make_sample, pause)
         self._artifacts = LocalArtifacts(folder) if folder is not None else RemoteArtifacts(self._sender, self._top())
         self._status, self._opened_in = "RUNNING", os.getpid()  # not before: a signal may come at any line
         atexit.register(self._at_exit)

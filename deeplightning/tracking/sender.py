@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from deeplightning.tracking.delivery import Delivery, first_line
+from deeplightning.tracking.delivery import Delivery, first_line, no_fork
 from deeplightning.tracking.metrics_file import Line, MetricsFile, points_line, safe_position
 from deeplightning.tracking.store import ignore_mlflow_warnings
 from deeplightning.tracking.system_metrics import Sample
@@ -38,7 +38,8 @@ class Sender:
     Args:
         delivery: of the run.
         afterwards: called once in the thread when the store has taken something.
-        sample: called now and then for points of its own (the machine's load).
+        make_sample: called once in the thread, after the first attempt to send, which imports MLflow; returns what
+            is called now and then for points of its own (the machine's load).
         sample_seconds: the pause between two samples.
     """
 
@@ -46,11 +47,12 @@ class Sender:
         self,
         delivery: Delivery,
         afterwards: Callable[[], None] = lambda: None,
-        sample: Callable[[], Sample] | None = None,
+        make_sample: Callable[[], Callable[[], Sample]] | None = None,
         sample_seconds: float = 10.0,
     ):
         self._delivery, self._afterwards, self._shown = delivery, afterwards, delivery.store.shown
-        self._sample, self._sample_seconds = sample, sample_seconds
+        self._make_sample, self._sample_seconds = make_sample, sample_seconds
+        self._sample: Callable[[], Sample] | None = None
         self._file: MetricsFile | None = None
         self._claim: Claim | None = None
         self._held: list[Line] = []  # that the disk has not taken
@@ -167,12 +169,21 @@ class Sender:
                 self._is_reported = True
                 log.warning("%s is not written, at least in parts: %s", self._delivery.metrics, error)
 
+    def _prepare_sample(self) -> None:
+        make, self._make_sample = self._make_sample, None
+        if make is not None:
+            try:
+                with no_fork:
+                    self._sample = make()
+            except Exception as error:  # the load of a machine is not worth a run
+                log.warning("No system metrics: %s", error)
+
     def _take_sample(self) -> None:
         if self._sample is not None:
             try:
                 self._append(points_line(*self._sample()))
                 self._oldest = self._oldest or time.monotonic()
-            except Exception as error:  # the load of a machine is not worth a run
+            except Exception as error:
                 log.warning("No more system metrics: %s", error)
                 self._sample = None
         self._sampled_at = time.monotonic()
@@ -199,6 +210,7 @@ class Sender:
                 afterwards()
             except Exception as raised:  # the store's own
                 error = raised
+            self._prepare_sample()
             with self._change:
                 self._note(until, held, error)
 
