@@ -3,7 +3,6 @@
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,18 +43,6 @@ def autologs() -> bool:
     autologging = sys.modules.get("mlflow.utils.autologging_utils")
     is_disabled = getattr(autologging, "autologging_is_disabled", None)
     return is_disabled is not None and "mlflow.pytorch" in sys.modules and not is_disabled("pytorch")
-
-
-def load_monitors() -> list[Any]:
-    """Return MLflow's monitors of this machine's load. The public way has a thread of its own, which writes to the
-    store past the run's file. If the names move, a run has no system metrics, with a warning."""
-    from mlflow.system_metrics.metrics import cpu_monitor, gpu_monitor, rocm_monitor
-
-    monitors: list[Any] = [cpu_monitor.CPUMonitor()]
-    for kind in (gpu_monitor.GPUMonitor, rocm_monitor.ROCMMonitor):
-        with suppress(Exception):  # there is no such GPU, or what reads it is not installed or fails
-            monitors.append(kind())
-    return monitors
 
 
 def latest_schema() -> str:

@@ -25,17 +25,7 @@ from deeplightning.runfolder import start_folder
 
 PACKAGES = [
     *("deeplightning", "torch", "torchvision", "triton", "pytorch-lightning", "lightning", "lightning-utilities"),
-    *(
-        "torchmetrics",
-        "deepspeed",
-        "ray",
-        "submitit",
-        "optuna",
-        "mlflow",
-        "tensorboard",
-        "numpy",
-        "pillow",
-    ),
+    *("torchmetrics", "deepspeed", "ray", "submitit", "optuna", "mlflow", "tensorboard", "numpy", "pillow"),
     *("scikit-learn", "transformers", "tokenizers", "onnx", "onnxscript", "onnxruntime", "safetensors", "flask"),
 ]
 

@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
-from deeplightning.private.mlflow import load_monitors
 from deeplightning.tracking.entities import SYSTEM
 
 Sample = tuple[int, int, dict[str, float]]
@@ -12,13 +13,18 @@ Sample = tuple[int, int, dict[str, float]]
 
 def sampler(started: int) -> Callable[[], Sample]:
     """Return a function that measures CPU and memory, GPUs of NVIDIA with the package nvidia-ml-py, and those of AMD.
-    Imports MLflow.
+    Imports MLflow, whose public way has a thread that writes to the store past the run's file.
 
     Args:
         started: start of the run in milliseconds since 1970. The step of a point is the second of the run, so that a
             continued run continues where it was.
     """
-    monitors = load_monitors()
+    from mlflow.system_metrics.metrics import cpu_monitor, gpu_monitor, rocm_monitor
+
+    monitors: list[Any] = [cpu_monitor.CPUMonitor()]
+    for kind in (gpu_monitor.GPUMonitor, rocm_monitor.ROCMMonitor):
+        with suppress(Exception):  # there is no such GPU, or what reads it is not installed or fails
+            monitors.append(kind())
 
     def sample() -> Sample:
         now, points = time.time_ns() // 1_000_000, dict[str, float]()

@@ -121,17 +121,16 @@ def test_a_killed_process_loses_no_point(folder):
     assert not folder_of(locate(folder)).exists()
 
 
-def test_a_run_whose_process_was_killed_before_it_recorded_anything_is_deleted(folder, command, place):
-    """It holds nothing but its name; one that was killed as it went on is FAILED."""
+def test_a_run_whose_process_was_killed_before_it_recorded_anything_is_failed(folder, command, place):
+    """It holds nothing but its name, and is FAILED like one that was killed after it had resumed."""
     run_id = killed(folder)
-    assert list(sync(folder)) == [f"{run_id}  deleted: its process was killed before it recorded anything"]
-    assert listing(str(folder)) == []
+    assert list(sync(folder)) == [f"{run_id}  0 points sent"]
     logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
     logger.log_metrics({"x": 1.0}, 0)
     logger.finalize("killed")
     killed(folder, run_id=lambda: logger.run_id)
     assert len(list(sync(folder))) == 1
-    assert [(row["id"], row["status"]) for row in listing(str(folder))] == [(logger.run_id, "FAILED")]
+    assert {row["id"]: row["status"] for row in listing(str(folder))} == {run_id: "FAILED", logger.run_id: "FAILED"}
 
 
 def test_what_is_sent_twice_is_there_once(folder):
