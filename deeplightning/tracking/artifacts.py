@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import shutil
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,31 +13,20 @@ from deeplightning.tracking.sender import Sender
 log = logging.getLogger("deeplightning.tracking")
 
 
-class Artifacts(ABC):
-    """The artifacts of one run."""
-
-    @abstractmethod
-    def put(self, source: Path, folder: str | None) -> None:
-        """Add a copy of a file or folder.
-
-        Args:
-            source: absolute.
-            folder: relative to the artifacts; None: their top.
-        """
-
-    @abstractmethod
-    def save(self, name: str, content: bytes) -> None:
-        """Write a file; `name` is relative to the artifacts."""
-
-
-class LocalArtifacts(Artifacts):
-    """Artifacts in a folder of this machine. Where the disk is full, the run loses the artifact and gets a warning."""
+class Artifacts:
+    """The artifacts of one run, in a folder of this machine. Where the disk is full, the run loses the artifact and
+    gets a warning."""
 
     def __init__(self, top: Path):
         self.top = top
 
     def put(self, source: Path, folder: str | None) -> None:
-        """Copy it, unless the source is there already."""
+        """Copy a file or folder, unless it is there already.
+
+        Args:
+            source: absolute.
+            folder: relative to the artifacts; None: their top.
+        """
         target = self.top / inside(folder or ".") / source.name
         if target.exists() and target.samefile(source):
             return
@@ -52,7 +40,7 @@ class LocalArtifacts(Artifacts):
                 partial.replace(target)
 
     def save(self, name: str, content: bytes) -> None:
-        """Replace the file at once, complete."""
+        """Replace a file at once, complete; `name` is relative to the artifacts."""
         target = self.top / inside(name)
         with self._writing(name):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +66,8 @@ class RemoteArtifacts(Artifacts):
     """
 
     def __init__(self, sender: Sender, top: Path):
-        self._sender, self._top = sender, top
+        super().__init__(top)
+        self._sender = sender
 
     def put(self, source: Path, folder: str | None) -> None:
         """Send it later: the source must stay until the run is finalized."""
@@ -88,6 +77,6 @@ class RemoteArtifacts(Artifacts):
 
     def save(self, name: str, content: bytes) -> None:
         """Write it, and send it later."""
-        LocalArtifacts(self._top).save(name, content)
+        super().save(name, content)
         path = inside(name)
-        self.put(self._top / path, None if path.parent == Path() else path.parent.as_posix())
+        self.put(self.top / path, None if path.parent == Path() else path.parent.as_posix())

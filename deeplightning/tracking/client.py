@@ -34,12 +34,8 @@ MAX_ENTRIES, MAX_OTHERS = 1000, 100
 
 _ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 _TRANSIENT = (
-    "TEMPORARILY_UNAVAILABLE",
-    "INTERNAL_ERROR",
-    "REQUEST_LIMIT_EXCEEDED",
-    "DEADLINE_EXCEEDED",
-    "ABORTED",
-    "CANCELLED",
+    *("TEMPORARILY_UNAVAILABLE", "INTERNAL_ERROR", "REQUEST_LIMIT_EXCEEDED"),
+    *("DEADLINE_EXCEEDED", "ABORTED", "CANCELLED"),
 )
 
 
@@ -98,16 +94,14 @@ class Client:
         found = self._client.search_experiments(view_type=ViewType.ACTIVE_ONLY)
         experiments = {e.experiment_id: e.name for e in found}
         runs: list[Listed] = []
-        token: str | None = None
-        while experiments:
-            page = self._client.search_runs(list(experiments), order_by=["start_time DESC"], page_token=token)
+        token: str | None = ""
+        while experiments and token is not None:
+            page = self._client.search_runs(list(experiments), order_by=["start_time DESC"], page_token=token or None)
             for run in page:
                 info, of = run.info, experiments[run.info.experiment_id]
                 first = (info.run_id, info.run_name, info.status, info.start_time, of, info.artifact_uri)
                 runs.append(Listed(*first, dict(run.data.metrics), PRUNED in run.data.tags.items()))
-            token = page.token
-            if not token:
-                break
+            token = page.token or None
         return runs
 
     def tagged(self, experiment: str, tag: str, value: str) -> list[Run]:

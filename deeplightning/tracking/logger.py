@@ -23,7 +23,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from deeplightning.faults import SetupError, count
 from deeplightning.runfolder import RunFolder, make_private
-from deeplightning.tracking.artifacts import Artifacts, LocalArtifacts, RemoteArtifacts
+from deeplightning.tracking.artifacts import Artifacts, RemoteArtifacts
 from deeplightning.tracking.delivery import Delivery, header_of
 from deeplightning.tracking.entities import EPOCH, Dataset, Run, is_of_test
 from deeplightning.tracking.metric_names import MAX_NAME, MAX_REASON, MAX_TAG, NOTE, NOTE_DIGEST, clean, flatten
@@ -455,7 +455,7 @@ class MLflowLogger(Logger):
         pause = float(os.environ.get("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL") or SAMPLE_SECONDS)
         delivery = Delivery(store, run.id, metrics, client)
         self._sender = Sender(delivery, self._settle_others, make_sample, pause)
-        self._artifacts = LocalArtifacts(folder) if folder is not None else RemoteArtifacts(self._sender, self._top())
+        self._artifacts = Artifacts(folder) if folder is not None else RemoteArtifacts(self._sender, self._top())
         self._status, self._opened_in = "RUNNING", os.getpid()  # not before: a signal may come at any line
         atexit.register(self._at_exit)
         for line in lines:

@@ -7,8 +7,8 @@ import shutil
 import sqlite3
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -123,15 +123,14 @@ def _open_database(uri: str, artifact_uri: str | None):
     assert store.artifact_root is not None
     try:
         root = artifact_uri or store.artifact_root.as_uri()
-        with _variable("MLFLOW_SQLALCHEMYSTORE_POOLCLASS", "NullPool"):  # a forked process gets no connection
-            if _revision(store.database) != latest_schema():
-                with locked(store):
-                    if (revision := _revision(store.database)) is None:
-                        _make_database(store.database, root)
-                    elif revision not in ("", latest_schema()):
-                        _migrate(store.database, uri, revision)
-                    lock_of(store.database).unlink(missing_ok=True)
-            return SqlAlchemyStore(uri, root)
+        if _revision(store.database) != latest_schema():
+            with locked(store):
+                if (revision := _revision(store.database)) is None:
+                    _make_database(store.database, root)
+                elif revision not in ("", latest_schema()):
+                    _migrate(store.database, uri, revision)
+                lock_of(store.database).unlink(missing_ok=True)
+        return SqlAlchemyStore(uri, root)
     except Exception as error:
         # MLflow, SQLAlchemy, Alembic and SQLite each have exceptions of their own for the same few faults.
         raise explain(error, store) from error
@@ -159,17 +158,6 @@ def _revision(database: Path) -> str | None:
         if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'").fetchone():
             return ""
         return str((connection.execute("SELECT version_num FROM alembic_version").fetchone() or ("",))[0])
-
-
-@contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    is_set = name in os.environ
-    os.environ.setdefault(name, value)
-    try:
-        yield
-    finally:
-        if not is_set:
-            del os.environ[name]
 
 
 def _migrate(database: Path, uri: str, revision: str) -> None:

@@ -144,11 +144,9 @@ class Parent:
         assert self.store is not None
         try:
             yield
-        except OSError as error:
-            if error.errno is not None and not self.store.is_remote:
-                raise  # a full disk is reported as such
-            raise explain(error, self.store) from error
         except Exception as error:  # MLflow, SQLite and requests each have their own
+            if isinstance(error, OSError) and error.errno is not None and not self.store.is_remote:
+                raise  # a full disk is reported as such
             raise explain(error, self.store) from error
 
     def environment(self, number: int, sign: str) -> dict[str, str]:

@@ -143,13 +143,10 @@ def _download(client: "MlflowClient", run_id: str, store: Store, address: str) -
     target = cache / run_id
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix=f"{run_id}.", dir=cache))
-        try:
-            client.download_artifacts(run_id, "", str(fresh))
+        with tempfile.TemporaryDirectory(prefix=f"{run_id}.", dir=cache, ignore_cleanup_errors=True) as fresh:
+            client.download_artifacts(run_id, "", fresh)
             shutil.rmtree(target, ignore_errors=True)
-            fresh.rename(target)
-        finally:
-            shutil.rmtree(fresh, ignore_errors=True)
+            Path(fresh).rename(target)
     except OSError as error:
         raise SetupError(f"The artifacts of the run {run_id} cannot be fetched into {cache}: {error}") from error
     except Exception as error:  # MLflow's artifact stores each have their own

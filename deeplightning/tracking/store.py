@@ -100,6 +100,7 @@ def quiet_mlflow() -> None:
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+        "MLFLOW_SQLALCHEMYSTORE_POOLCLASS": "NullPool",  # a forked process gets no connection
     }.items():
         os.environ.setdefault(name, value)
     ignore_mlflow_warnings()
@@ -156,21 +157,14 @@ def check_writable(store: Store) -> None:
         SetupError: it is locked for too long, read-only, or no database.
     """
     if store.database is None:
-        return
+        return None
     options = {"effective_ids": True} if os.access in os.supports_effective_ids else {}
     if not all(os.access(path, os.W_OK, **options) for path in (store.database, store.database.parent)):
         raise explain(PermissionError("readonly database"), store)
     waited = Wait(f"the tracking database {store.database}")
     while True:
         try:
-            connection = sqlite3.connect(store.database, timeout=0, isolation_level=None)
-            try:
-                connection.execute("BEGIN IMMEDIATE")
-                connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-                connection.execute("ROLLBACK")
-            finally:
-                connection.close()
-            return
+            return _try_to_write(store.database, 0)
         except sqlite3.Error as error:
             if not is_locked(error) or not waited.again():
                 raise explain(error, store) from None
@@ -181,12 +175,17 @@ def raise_if_locked(database: Path) -> None:
     if not database.exists():
         return
     try:
-        with closing(sqlite3.connect(database, timeout=5, isolation_level=None)) as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            connection.execute("ROLLBACK")
+        _try_to_write(database, 5)
     except sqlite3.Error as error:
         if is_locked(error):
             raise
+
+
+def _try_to_write(database: Path, seconds: float) -> None:
+    with closing(sqlite3.connect(database, timeout=seconds, isolation_level=None)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        connection.execute("ROLLBACK")
 
 
 def is_locked(error: Exception) -> bool:
