@@ -90,10 +90,7 @@ class Warmup(Callback):
         self._rates: dict[int, list[float]] = {}  # of an optimizer's groups, while they are scaled
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """
-        Raises:
-            ConfigError: the training has no known length.
-        """
+        """Prepare the warm-up of each optimizer; raise ConfigError if the training has no known length."""
         total = trainer.estimated_stepping_batches
         if not math.isfinite(total):
             message = "a share of a training without end; set train.max_steps"
@@ -165,10 +162,8 @@ class SampleWeights(Callback):
             self._samples = samples_in(batch) or 1
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        """
-        Raises:
-            ConfigError: the optimizer asks for the loss of a step twice, and only its last batch is at hand.
-        """
+        """Scale the gradient by the samples of the batch; raise ConfigError if the optimizer asks for a step's loss
+        twice, and only its last batch is at hand."""
         if not pl_module.automatic_optimization or not loss.requires_grad:
             return
         self._passes += 1

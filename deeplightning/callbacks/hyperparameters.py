@@ -21,7 +21,7 @@ _LEFT_OUT: Any = object()
 
 
 def log_plain_values(trainer: Trainer, redact: Callable[[str], str]) -> None:
-    """Have Lightning log the plain values among the hyperparameters, without secrets; before it logs them."""
+    """Replace the hyperparameters that Lightning is about to log by the plain values among them, without secrets."""
     for module in _modules(trainer):
         set_logged_hyperparameters(module, _plain_items(module.hparams_initial, redact))
 

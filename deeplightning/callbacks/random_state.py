@@ -104,8 +104,8 @@ class Seeds(Callback):
         self._seed_batch(trainer)
 
     def _restore_position(self, trainer: Trainer) -> None:
-        """Have a resumed run read the batches that the uninterrupted one reads next, of loaders that do not know their
-        position: each epoch is iterated from its seed, and batches that are done are read and dropped."""
+        """Skip the batches that a resumed run has done, in loaders that do not know their position: iterate each epoch
+        from its seed, and read and drop these batches."""
         loop, loaders = trainer.fit_loop, training_loaders(trainer)
         number, batches = trainer.current_epoch, loop.epoch_loop.batch_progress
         if trainer.ckpt_path is None or any(map(knows_position, loaders)):

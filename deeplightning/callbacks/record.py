@@ -239,7 +239,7 @@ class Record(Callback):
     on_validation_start = on_test_start = on_predict_start = open
 
     def _point(self, trainer: Trainer) -> None:
-        """Hand the loggers to the trainer; they open their runs at the first use."""
+        """Set the trainer's loggers; they open their runs at the first use."""
         trainer.loggers = self.loggers
         self._prepare_loggers(trainer)
 
@@ -252,7 +252,7 @@ class Record(Callback):
             point_at(self.loggers, self.resumption.run_id, self.resumption.owed, self.resumption.folder)
 
     def prepare_autolog(self, trainer: Trainer) -> None:
-        """Have MLflow's autolog use this run: it asks for the active one before training starts."""
+        """Direct MLflow's autolog to this run: it asks for the active one before training starts."""
         if trainer.is_global_zero and autologs() and not self._expect_user_calls(trainer):
             self._prepare_loggers(trainer)
             if (tracked := run_of(self.loggers)) is not None:
@@ -382,7 +382,7 @@ class Record(Callback):
             self._origin.end(self._stopped)
 
     def publish(self) -> None:
-        """Hand the run's files to trackers on other machines; to be called on rank 0 when all stages are done."""
+        """Send the run's files to trackers on other machines; to be called on rank 0 when all stages are done."""
         self.settle()
         if self._folder is not None:
             publish(self.loggers, self._folder.path)

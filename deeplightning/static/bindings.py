@@ -106,7 +106,7 @@ class Module:
         return own_code.full_name(name) if own_code.is_own(str(self.file)) else name
 
     def place(self, line: int) -> str:
-        """` (file:line)`, for own code."""
+        """Return ` (file:line)` for own code, else ""."""
         return f" ({short(str(self.file))}:{line})" if self.is_ours else ""
 
 
@@ -456,7 +456,7 @@ class _Reader:
         self.scope.names = names
 
     def attempt(self, node: ast.Try | ast.TryStar) -> bool:
-        """Where only a missing import makes the handlers run, its success is asked for when somebody wants the name."""
+        """Read a `try`; where only a missing import makes the handlers run, look for the module when it is needed."""
         wanted = tuple(_imports(node.body, self.scope.module))
         before, was_certain, guards = self.names, self.certain, self.guards
         self.names = dict(before)
