@@ -191,6 +191,8 @@ def sync(tracking_uri: str | None) -> Iterator[str]:
                 f"{found.run_id}  left alone: its process is of {found.elsewhere}, where `deeplightning runs` settles "
                 f"it; here --sync does once it has been silent for {AGE / 3600:g} hours"
             )
+        elif found.is_blank:
+            yield f"{found.run_id}  deleted: its process was killed before it recorded anything"
         else:
             losses = f"; {found.losses}" if found.damaged else ""
             yield f"{found.run_id}  {count(found.points, 'point')} sent{losses}"

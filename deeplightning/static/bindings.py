@@ -378,7 +378,9 @@ class _Reader:
                 return self.run(node.orelse)
             case ast.Match():
                 self.perhaps([*(case.body for case in node.cases), []])
-            case ast.Raise() | ast.Return() | ast.Continue() | ast.Break():
+            case ast.Raise():
+                return self.certain  # a module that always raises is left to the run
+            case ast.Return() | ast.Continue() | ast.Break():
                 return False
         for inner in ast.iter_child_nodes(node) if not hasattr(node, "body") else ():
             if isinstance(inner, ast.NamedExpr):

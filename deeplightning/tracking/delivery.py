@@ -147,7 +147,7 @@ class Delivery:
         send = partial(self.client.log_batch, self.run_id)
         if len(parts) < 2 or self._refusal(partial(send, batch)) is not None:
             for part in parts:
-                self._try(str(part), partial(send, part))
+                self._try(str(part)[:200], partial(send, part))
         self.params |= batch.params
         self.points += sum(not point.name.startswith(SYSTEM) for point in batch.points)
         if position != self.position:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from deeplightning.runfolder import permissions_of, sync_names
 from deeplightning.tracking.entities import EPOCH, SYSTEM, Point, is_of_test
+from deeplightning.tracking.metric_names import clean
 
 Line = dict[str, Any]
 Series = dict[str, list[tuple[int, float]]]
@@ -30,6 +31,7 @@ _FLEETING = re.compile(
 )
 _MAX_LINE_BYTES = 4 << 20
 _MAX_UNDONE_BYTES = 1 << 20
+_MAX_NUMBER = 1 << 62  # of milliseconds and steps, which databases take
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
@@ -138,9 +140,10 @@ def _parsed(text: bytes) -> Line:
     with suppress(ValueError, TypeError, KeyError, RecursionError):
         line = json.loads(text)
         kind = next((kind for kind in line if kind in KINDS), "")
-        if KINDS[kind](line[kind]) and (kind != "values" or points_of(line) is not None):
-            is_placed = isinstance(line.get("time"), int | None) and isinstance(line.get("step", 0), int)
-            return line if is_placed else {}
+        is_right = KINDS[kind](line[kind]) and all(clean(point.name) == point.name for point in points_of(line))
+        is_placed = isinstance(line.get("time"), int | None) and isinstance(line.get("step", 0), int)
+        if is_right and is_placed and max(line.get("time") or 0, abs(line.get("step", 0))) < _MAX_NUMBER:
+            return line
     return {}
 
 

@@ -32,7 +32,7 @@ from deeplightning.tracking.entities import Batch, Run
 from deeplightning.tracking.metrics_file import Line, read_lines, safe_position
 from deeplightning.tracking.process_id import has_ended, this_process
 from deeplightning.tracking.reader import open_reader
-from deeplightning.tracking.store import Store, explain
+from deeplightning.tracking.store import Store, explain, local_path
 
 if TYPE_CHECKING:
     from deeplightning.tracking.client import Client
@@ -123,6 +123,7 @@ class Leftover:
         kept: where its claim is now, if not all of it was sent.
         elsewhere: the machine that alone knows whether the process lives; "" if none.
         has_died: its process was killed, and the run is FAILED from now on.
+        is_blank: its process was killed before anything was recorded, and there is no run.
     """
 
     run_id: str
@@ -132,6 +133,7 @@ class Leftover:
     kept: Path | None = None
     elsewhere: str = ""
     has_died: bool = False
+    is_blank: bool = False
 
     @property
     def losses(self) -> str:
@@ -275,12 +277,17 @@ def _send(store: Store, client: "Client", found: Leftover, metrics: Path, died: 
     if run is None and header.get("run") != found.run_id:
         if any(line for _, line in read_lines(metrics)):
             raise LookupError(f"the run {found.run_id} is not in the store")
-        return  # killed before it wrote a line
+        found.is_blank = True
+        return
     start = safe_position(metrics) if run is not None else 0
     rest = [line for _, line in read_lines(metrics, start)]
     status = next((line["status"] for line in reversed(rest) if "status" in line), run.status if run else "RUNNING")
     found.has_died = died is not None and status == "RUNNING"
     found.damaged = rest.count({})
+    folder = local_path((run or run_of(header)).artifact_uri)
+    if found.has_died and not found.damaged and _is_blank(run, folder, metrics):
+        found.has_died, found.is_blank = False, run is None or client.delete(found.run_id, ("RUNNING",))
+        return
     delivery = Delivery(store, found.run_id, metrics, client)
     delivery.position, delivery.is_leftover = start, True
     delivery.known = delivery.known if run is not None else 0
@@ -319,6 +326,17 @@ def _is_at_work(path: Path, run_id: str) -> bool:
                 if descriptor is None and other.exists():
                     return True
     return False
+
+
+def _is_blank(run: Run | None, folder: Path | None, metrics: Path) -> bool:
+    """Return whether a run holds nothing but its name: no parameter, no point, and no file but logs."""
+    if folder is None or (run is not None and run.params):
+        return False
+    if any(line.keys() & {"values", "params", "dataset", "artifact"} for _, line in read_lines(metrics)):
+        return False
+    begun = {*RunFolder(folder).unfinished(), metrics, metrics.with_name(f".{metrics.stem}.sent")}
+    logs = RunFolder(folder).log(0).parent
+    return all(path in begun or logs in path.parents for path in folder.rglob("*") if path.is_file())
 
 
 def _open_client(store: Store) -> "Client":

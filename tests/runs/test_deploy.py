@@ -431,13 +431,13 @@ def test_a_gpu_must_answer_as_the_cpu_does(forked, own):
         "    def forward(self, images): raise torch.OutOfMemoryError('CUDA out of memory')\n"
         "torch.Tensor.pin_memory = lambda tensor: tensor\n"
         "torch.Tensor.to = lambda tensor, *_, **__: tensor\n"
-        "try: replace(cpu, model=Full(), device=Device(0, 'H100')).predict(cpu.samples)\n"
+        "try: replace(cpu, network=Full(), device=Device(0, 'H100')).predict(cpu.samples)\n"
         "except MemoryError as error: print(error)\n"
         "class Other(torch.nn.Module):\n"
         "    def to(self, device): return self\n"
         "    calls = 0\n"
         "    def forward(self, images): self.calls += 1; return torch.ones(1, 1) * self.calls\n"
-        "try: replace(cpu, model=Other()).moved_to(Device(0, 'H100'))\n"
+        "try: replace(cpu, network=Other()).moved_to(Device(0, 'H100'))\n"
         "except DeviceError as error: print(error)\n"
     )
     done = subprocess.run(

@@ -207,11 +207,14 @@ BROKEN = {
     "a part of one": ("from not_there.part import thing", 3, LACKS.format("mine.py:2")),
     "a package of an own file": ("import helper", 3, LACKS.format("helper.py:3")),
     "one of an own package": ("from package.part import thing", 3, LACKS.format(DEEP)),
+}
+RAISES = {
     "a library": ("raise OSError('libfoo.so not found')", 3, FAILS.format("OSError: libfoo.so not found (mine.py:2)")),
     "an error": ("if True:\n    raise RuntimeError('no')", 2, FAILS.format("RuntimeError: no (mine.py:3)")),
     "a bare error": ("raise Exception", 2, FAILS.format("Exception (mine.py:2)")),
 }
 ONLY_IMPORTED = {
+    **RAISES,
     "a library in C": ("import ctypes\nctypes.CDLL('libfoo.so')", 3, "OSError: libfoo.so: "),
     "a part that its package has not": ("import torch.not_there", 2, "No module named 'torch.not_there' (mine.py:2)"),
 }
@@ -272,6 +275,8 @@ def test_an_import_that_may_fail_is_no_fault(mine):
         for importing in (False, True):
             report = mine(text, importing)
             assert (text, report.faults, report.unchecked) == (text, [], [])
+    for text, *_ in RAISES.values():  # that it fails is told when it is imported
+        assert (text, mine(text, False).faults) == (text, [])
 
 
 @pytest.mark.parametrize("verb", ["check", "train", "explain", "check --dry-run"])

@@ -121,16 +121,17 @@ def test_a_killed_process_loses_no_point(folder):
     assert not folder_of(locate(folder)).exists()
 
 
-def test_a_run_whose_process_was_killed_before_it_recorded_anything_is_failed(folder, command, place):
-    """It holds nothing but its name, and is FAILED like one that was killed after it had resumed."""
+def test_a_run_whose_process_was_killed_before_it_recorded_anything_is_deleted(folder, command, place):
+    """It holds nothing but its name; one that was killed as it went on is FAILED."""
     run_id = killed(folder)
-    assert list(sync(folder)) == [f"{run_id}  0 points sent"]
+    assert list(sync(folder)) == [f"{run_id}  deleted: its process was killed before it recorded anything"]
+    assert listing(str(folder)) == []
     logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
     logger.log_metrics({"x": 1.0}, 0)
     logger.finalize("killed")
     killed(folder, run_id=lambda: logger.run_id)
     assert len(list(sync(folder))) == 1
-    assert {row["id"]: row["status"] for row in listing(str(folder))} == {run_id: "FAILED", logger.run_id: "FAILED"}
+    assert [(row["id"], row["status"]) for row in listing(str(folder))] == [(logger.run_id, "FAILED")]
 
 
 def test_what_is_sent_twice_is_there_once(folder):
@@ -161,8 +162,10 @@ def test_what_is_sent_twice_is_there_once(folder):
         (lambda text: text.replace(b'"run"', b'"rum"'), 1, 0),
         (lambda text: text[:-9], 0, 199),  # the process was killed while it wrote
         (lambda text: text.replace(b'"step":5,', b'"step":null,'), 1, 199),
+        (lambda text: text.replace(b'"x":7.0', b'"{":7.0'), 1, 199),  # MLflow would refuse all that is sent with it
+        (lambda text: text.replace(b'"step":5,', b'"step":%d,' % 10**25), 1, 199),
     ],
-    ids=["words", "a number", "the head", "the end of a line", "a step"],
+    ids=["words", "a number", "the head", "the end of a line", "a step", "a name", "a large step"],
 )
 def test_a_damaged_line_is_told_and_not_sent(folder, damage, lost, points):
     """The other lines are; without the first line nobody knows which run it is."""
