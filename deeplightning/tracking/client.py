@@ -6,10 +6,6 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlflow.entities import Dataset as MLflowDataset
-from mlflow.entities import DatasetInput, InputTag, LoggedModelOutput, Metric, Param, RunTag, ViewType
-from mlflow.exceptions import MlflowException
-
 from deeplightning.tracking.entities import (
     DATA_CONTEXT,
     PRUNED,
@@ -24,7 +20,12 @@ from deeplightning.tracking.entities import (
 )
 from deeplightning.tracking.mlflow_store import make_run, open_client
 from deeplightning.tracking.mlflow_tags import RUN_NAME, name_of
-from deeplightning.tracking.store import Store, is_locked
+from deeplightning.tracking.store import Store, is_locked, quiet_mlflow
+
+quiet_mlflow()  # MLflow's telemetry begins with the import
+from mlflow.entities import Dataset as MLflowDataset  # noqa: E402
+from mlflow.entities import DatasetInput, InputTag, LoggedModelOutput, Metric, Param, RunTag, ViewType  # noqa: E402
+from mlflow.exceptions import MlflowException  # noqa: E402
 
 if TYPE_CHECKING:
     import mlflow

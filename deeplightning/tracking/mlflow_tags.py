@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from deeplightning.tracking.environment import git_state
+from deeplightning.tracking.store import quiet_mlflow
 
 log = logging.getLogger("deeplightning.tracking")
 
@@ -30,6 +31,7 @@ def run_tags() -> dict[str, str]:
     git = git_state() or {}
     repository = {f"mlflow.source.git.{name}": git[name] for name in ("commit", "branch") if git.get(name)}
     if "ipykernel" in sys.modules or "DATABRICKS_RUNTIME_VERSION" in os.environ:
+        quiet_mlflow()
         from mlflow.tracking.context.registry import resolve_tags
 
         resolved = resolve_tags()

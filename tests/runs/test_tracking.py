@@ -819,6 +819,22 @@ def test_long_and_odd_parameters_fit():
     assert flat == {"a": "{}", "b": "[]", "c_d": "1", "e/_": "x" * 6000, "f/0": "1", "f/1/g": "None"}
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import deeplightning.tracking.client",
+        "import sys; sys.modules['ipykernel'] = sys; from deeplightning.tracking import mlflow_tags as t; t.run_tags()",
+    ],
+)
+def test_mlflow_sends_no_telemetry(tmp_path, program):
+    """MLflow begins it when it is imported, and writes a file of its own about this installation."""
+    told = ("PYTEST", "CI", "MLFLOW", "DO_NOT_TRACK", "GITHUB")  # by which MLflow knows that it is tested
+    env = {name: value for name, value in os.environ.items() if not name.startswith(told)} | {"HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / ".config").exists()
+
+
 def test_the_load_of_the_machine_is_tracked(store, monkeypatch):
     """CPU and memory, at the second of the run; the thread ends with the stage."""
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.1")
