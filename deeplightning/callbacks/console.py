@@ -3,6 +3,7 @@
 import logging
 import math
 import platform
+import re
 import sys
 import time
 import warnings
@@ -63,8 +64,10 @@ class _Terminal(logging.Handler):
             text = f"{styled(word, 31 if record.levelno > logging.WARNING else 33, stream)}: {text}"
         elif is_interactive(stream):
             rows = getattr(record, "terminal", None)
-            lines, epoch = text.split("\n"), text.startswith("epoch ")  # whose label grows with its number
-            text = "\n".join(rows or (wrapped(t, LABEL * (epoch or t[LABEL - 1 : LABEL] == " ")) for t in lines))
+            if epoch := text.startswith("epoch "):  # whose label grows with its number; a value stays beside its name
+                text = re.sub(r"(?<=\S) (?=\S)", "\xa0", text)
+            lines = (wrapped(t, LABEL * (epoch or t[LABEL - 1 : LABEL] == " ")) for t in text.split("\n"))
+            text = "\n".join(rows or lines).replace("\xa0", " ")
         stream.write(self.begin + text.replace("\n", f"\n{self.begin}") + "\n")  # at once: other ranks write too
         stream.flush()
 

@@ -141,15 +141,15 @@ def _runs() -> list[CompletionItem]:
 
     try:
         store = locate(None)
-        found = DatabaseReader(store.database).recent(MAX_OFFERED_RUNS) if store.database is not None else []
+        found = DatabaseReader(store.database, 0.2).listing() if store.database is not None else []
     except (UserError, OSError, sqlite3.Error):
         return []
-    often = Counter(name for _, name, *_ in found)
+    often = Counter(run.name for run in found)
     items = []
-    for run_id, name, status, started in found:
-        begun = datetime.fromtimestamp(started / 1000, UTC).strftime("%Y-%m-%d %H.%M")  # a colon ends a word in zsh
-        shown = name if re.fullmatch(r"[A-Za-z0-9][\w-]*", name) and often[name] == 1 else run_id
-        items.append(CompletionItem(shown, help=f"{status.lower()}, {begun} UTC"))
+    for run in found[:MAX_OFFERED_RUNS]:
+        begun = datetime.fromtimestamp((run.started or 0) / 1000, UTC).strftime("%Y-%m-%d %H.%M")  # `:` ends zsh's word
+        shown = run.name if re.fullmatch(r"[A-Za-z0-9][\w-]*", run.name or "") and often[run.name] == 1 else run.id
+        items.append(CompletionItem(shown, help=f"{run.status.lower()}, {begun} UTC"))
     return items
 
 

@@ -378,10 +378,8 @@ class _Reader:
                 return self.run(node.orelse)
             case ast.Match():
                 self.perhaps([*(case.body for case in node.cases), []])
-            case ast.Raise():
-                return self.certain  # a module that always raises is left to the run
-            case ast.Return() | ast.Continue() | ast.Break():
-                return False
+            case ast.Raise() | ast.Return() | ast.Continue() | ast.Break():
+                return self.certain and isinstance(node, ast.Raise)  # a module that always raises is left to the run
         for inner in ast.iter_child_nodes(node) if not hasattr(node, "body") else ():
             if isinstance(inner, ast.NamedExpr):
                 self.opaque(inner.target, "is bound inside an expression")

@@ -133,17 +133,8 @@ class Delivery:
     def _flush(self, batch: Batch, position: int) -> None:
         """Send a batch at once; where the store refuses it, part by part, so that a parameter costs no point."""
         assert self.client is not None
-        parts = [
-            part
-            for part in (
-                Batch(params=batch.params),
-                Batch(tags=batch.tags),
-                Batch(datasets=batch.datasets),
-                Batch(points=batch.points),
-                Batch(status=batch.status),
-            )
-            if part != Batch()
-        ]
+        others = (Batch(params=batch.params), Batch(tags=batch.tags), Batch(datasets=batch.datasets))
+        parts = [part for part in (*others, Batch(batch.points), Batch(status=batch.status)) if part != Batch()]
         send = partial(self.client.log_batch, self.run_id)
         if len(parts) < 2 or self._refusal(partial(send, batch)) is not None:
             for part in parts:

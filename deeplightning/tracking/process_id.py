@@ -7,6 +7,7 @@ import functools
 import os
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 AGE = 24 * 3600.0
@@ -46,23 +47,11 @@ def started(pid: object) -> int | None:
 
 @functools.cache
 def _machine() -> dict[str, str]:
-    return {
-        "host": socket.gethostname(),
-        "machine": _read("/etc/machine-id"),
-        "boot": _read("/proc/sys/kernel/random/boot_id"),
-        "space": _space(),
-    }
-
-
-def _space() -> str:
-    try:
-        return str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        return ""
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
+    found = {"host": socket.gethostname(), "machine": "", "boot": "", "space": ""}
+    with suppress(OSError):
+        found["machine"] = Path("/etc/machine-id").read_text().strip()
+    with suppress(OSError):
+        found["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with suppress(OSError):
+        found["space"] = str(Path("/proc/self/ns/pid").readlink())
+    return found

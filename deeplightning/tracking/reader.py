@@ -85,10 +85,11 @@ class DatabaseReader:
 
     Args:
         database: a file that is missing or empty has no runs.
+        seconds: how long a process that holds the database is waited for; None: as long as the user lets us.
     """
 
-    def __init__(self, database: Path):
-        self._database = database
+    def __init__(self, database: Path, seconds: float | None = None):
+        self._database, self._seconds = database, seconds
 
     def probe(self) -> None:
         """Raise an error of SQLite if the database cannot be read, or has other tables."""
@@ -124,16 +125,6 @@ class DatabaseReader:
         pruned = {row[0] for row in self._find("SELECT run_uuid FROM tags WHERE key = ? AND value = ?", *PRUNED)}
         return [Listed._make([*row, metrics.get(row[0], {}), row[0] in pruned]) for row in self._find(_LISTED)]
 
-    def recent(self, limit: int) -> list[tuple[str, str, str, int]]:
-        """Return id, name, status and start (milliseconds since 1970) of the newest runs, for a shell that completes a
-        word."""
-        return self._find(
-            "SELECT run_uuid, coalesce(name, ''), status, coalesce(start_time, 0) FROM runs"
-            " WHERE lifecycle_stage = 'active' ORDER BY start_time DESC LIMIT ?",
-            limit,
-            seconds=0.2,
-        )
-
     def history(self, run_id: str, names: Collection[str] | None = None) -> Iterator[Point]:
         rows = self._find("SELECT key, value, timestamp, step, is_nan FROM metrics WHERE run_uuid = ?", run_id)
         for name, value, moment, step, is_nan in rows:
@@ -143,9 +134,9 @@ class DatabaseReader:
     def _has_tables(self) -> bool:
         return bool(self._find("SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'"))
 
-    def _find(self, statement: str, *values: object, seconds: float | None = None) -> list[Any]:
+    def _find(self, statement: str, *values: object) -> list[Any]:
         """Run a query; wait, within bounds, for a process that holds the database."""
-        waited = Wait(f"the tracking database {self._database}", seconds)
+        waited = Wait(f"the tracking database {self._database}", self._seconds)
         if not self._database.exists():
             return []
         while True:
