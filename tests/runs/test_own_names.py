@@ -73,7 +73,7 @@ train: {num_epochs: 2, export: false, checkpoint: {monitor: valid/acc}, early_st
 
 
 def test_names_of_any_form_are_shown_tracked_and_monitored(command, store, tmp_path, tracked):
-    """Slashes, a MetricCollection, `logger=False` and two optimizers by hand: in the table of epochs, in the tracker,
+    """Slashes, a MetricCollection, `logger=False` and two optimizers by hand: in the line of an epoch, in the tracker,
     as monitors of checkpoints, early stopping and own callbacks, in the report."""
     write_pairs(tmp_path, store, OWN, SETTINGS)
     checked = command("check", "c.yaml", cwd=tmp_path)
