@@ -281,12 +281,14 @@ def _send(store: Store, client: "Client", found: Leftover, metrics: Path, died: 
         return
     start = safe_position(metrics) if run is not None else 0
     rest = [line for _, line in read_lines(metrics, start)]
-    status = next((line["status"] for line in reversed(rest) if "status" in line), run.status if run else "RUNNING")
-    found.has_died = died is not None and status == "RUNNING"
+    told = next((line["status"] for line in reversed(rest) if "status" in line), None)
+    found.has_died = died is not None and (told or (run.status if run else "RUNNING")) == "RUNNING"
     found.damaged = rest.count({})
     folder = local_path((run or run_of(header)).artifact_uri)
-    if found.has_died and not found.damaged and _is_blank(run, folder, metrics):
-        found.has_died, found.is_blank = False, run is None or client.delete(found.run_id, ("RUNNING",))
+    if died is not None and told in (None, "RUNNING") and not found.damaged and _is_blank(run, folder, metrics):
+        # FAILED: MLflow's own calls in another rank, which has outlived the first, have said so.
+        found.is_blank = run is None or client.delete(found.run_id, ("RUNNING", "FAILED"))
+        found.has_died = False
         return
     delivery = Delivery(store, found.run_id, metrics, client)
     delivery.position, delivery.is_leftover = start, True

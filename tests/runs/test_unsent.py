@@ -25,8 +25,9 @@ from deeplightning.cli.listing import listing, sync
 from deeplightning.faults import SetupError
 from deeplightning.tracking import MLflowLogger
 from deeplightning.tracking.client import Client
+from deeplightning.tracking.delivery import run_of
 from deeplightning.tracking.entities import Dataset
-from deeplightning.tracking.metrics_file import points_line, sent_position
+from deeplightning.tracking.metrics_file import points_line, read_lines, sent_position
 from deeplightning.tracking.mlflow_store import attach
 from deeplightning.tracking.process_id import has_ended, this_process
 from deeplightning.tracking.store import locate
@@ -132,6 +133,16 @@ def test_a_run_whose_process_was_killed_before_it_recorded_anything_is_deleted(f
     killed(folder, run_id=lambda: logger.run_id)
     assert len(list(sync(folder))) == 1
     assert [(row["id"], row["status"]) for row in listing(str(folder))] == [(logger.run_id, "FAILED")]
+
+
+def test_a_run_that_recorded_nothing_is_deleted_whatever_another_rank_said(folder):
+    """MLflow's own calls in a rank that outlives the first set the status in the store."""
+    run_id = killed(folder)
+    (_, head), *_ = read_lines(metrics_of(folder, run_id))
+    Client(locate(folder)).make_run(run_of(head["run"]))
+    client(folder).set_terminated(run_id, "FAILED")
+    assert list(sync(folder)) == [f"{run_id}  deleted: its process was killed before it recorded anything"]
+    assert listing(str(folder)) == []
 
 
 def test_what_is_sent_twice_is_there_once(folder):
