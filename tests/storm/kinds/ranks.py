@@ -55,7 +55,7 @@ class At(pl.Callback):
             os.kill(os.getpid(), signal.SIGSTOP)
 '''
 
-CODES = {"kill": {5, -9}, "crash": {5, -11}, "leave": {5, 7}, "fault": {1}, "hang": {5}, "stop": {5}, "slow": {0}}
+CODES = {"kill": {5, -9}, "crash": {5, -11}, "leave": {5, 7}, "fault": {5}, "hang": {5}, "stop": {5}, "slow": {0}}
 
 
 def case(draw: random.Random, place: Place) -> str:
