@@ -275,7 +275,7 @@ def test_an_import_that_may_fail_is_no_fault(mine):
         for importing in (False, True):
             report = mine(text, importing)
             assert (text, report.faults, report.unchecked) == (text, [], [])
-    for text, *_ in RAISES.values():  # that it fails is told when it is imported
+    for text, *_ in RAISES.values():  # the import reports the error
         assert (text, mine(text, False).faults) == (text, [])
 
 

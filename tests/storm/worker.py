@@ -127,7 +127,7 @@ def _run(module: ModuleType, kind: str, seed: int, number: int, folder: Path, sh
 def living_after(grace: float, end: bool = False) -> list[str]:
     """The processes that a case has started and that still run after so many seconds; they are killed if asked for."""
     me, until = psutil.Process(), time.monotonic() + grace
-    # Looked for twice: a process whose parent is just ending is nobody's child while the system's list is read.
+    # List the processes twice: one that gets a new parent meanwhile is missing from the first list.
     while ((living := _living(me)) and time.monotonic() < until) or (not living and (living := _living(me))):
         with contextlib.suppress(ChildProcessError):
             os.waitpid(-1, os.WNOHANG)
