@@ -4,19 +4,9 @@ code.
 Both packages define the same classes, and an instance of a class of one is not an instance of its twin in the other.
 """
 
+# ruff: noqa: F401
+
 import lightning_fabric as fabric
 import pytorch_lightning as pytorch
 from lightning_fabric import Fabric
 from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer, __version__, seed_everything
-
-__all__ = [
-    "Callback",
-    "Fabric",
-    "LightningDataModule",
-    "LightningModule",
-    "Trainer",
-    "__version__",
-    "fabric",
-    "pytorch",
-    "seed_everything",
-]

@@ -135,7 +135,7 @@ def signals(data: Path) -> Guess:
     Raises:
         SetupError: it is something else.
     """
-    read_signal: Any = find("deeplightning.data.signal.read_signal")
+    read_signal: Any = find("deeplightning.data.signal_folder.read_signal")
     need_folder(data)
     files, values, notes = class_folders(data, "signal", (".npy", ".csv", ".wav"))
     first, shapes = None, Counter[tuple[int, int]]()

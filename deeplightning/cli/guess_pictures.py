@@ -59,7 +59,7 @@ def _labelled(data: Path, name: str) -> Guess:
     Raises:
         SetupError: the file is not as it should be, or names a picture that is not there.
     """
-    read: Any = find("deeplightning.data.multilabel.LabelFile")
+    read: Any = find("deeplightning.data.labelled_images.LabelFile")
     with errors_of_data():
         lines = list(read(data / name).lines())
     counts = Counter(label for line in lines for label in line.labels)

@@ -123,7 +123,7 @@ data:
 model:
   module: {{type: deeplightning.task.multilabel.Multilabel}}
   network:
-    type: deeplightning.model.table.TableNet
+    type: deeplightning.model.table_net.TableNet
     params: {{num_numbers: auto, cardinalities: auto, num_outputs: auto, width: 4, depth: 1}}
   optimizer: {{type: torch.optim.SGD, params: {{lr: 0.01}}}}
   loss: {{type: torch.nn.BCEWithLogitsLoss, params: {{pos_weight: balanced}}}}

@@ -18,7 +18,7 @@ from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
 
 import deeplightning as dl
 from deeplightning.model.cnn import SimpleCNN
-from deeplightning.model.table import TableNet
+from deeplightning.model.table_net import TableNet
 from deeplightning.runfolder import card_digest, golden_digest
 from serve.app import application
 from serve.bundle import Bundle, BundleError
@@ -74,7 +74,7 @@ def pictures(command, store, tmp_path_factory):
     params = "model.network.params={num_classes: auto, num_channels: 3, image_size: 8}"
     return run_of(
         command, store, place, ["data.module.params={image_size: 8, cache: false}", params],
-        data="deeplightning.data.multilabel.LabelledImages", task="ImageMultilabel",
+        data="deeplightning.data.labelled_images.LabelledImages", task="ImageMultilabel",
         network="deeplightning.model.cnn.SimpleCNN",
     )  # fmt: skip
 
@@ -95,7 +95,7 @@ def rows(command, store, tmp_path_factory):
     metrics = f"model.metrics={{area: {area}, map: {own}}}"
     return run_of(
         command, store, place, ["data.module.params={train: orders.csv, target: [gift, late]}", sizes, metrics],
-        data="deeplightning.data.table.TableData", task="Multilabel", network="deeplightning.model.table.TableNet",
+        data="deeplightning.data.table.TableData", task="Multilabel", network="deeplightning.model.table_net.TableNet",
     )  # fmt: skip
 
 

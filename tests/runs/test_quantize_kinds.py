@@ -138,7 +138,7 @@ data:
   batch_size: 16
 model:
   module: {type: deeplightning.task.TASK}
-  network: {type: deeplightning.model.table.TableNet, params: {num_numbers: 2, num_outputs: 2, width: 16, depth: 1}}
+  network: {type: deeplightning.model.table_net.TableNet, params: {num_numbers: 2, num_outputs: 2, width: 16, depth: 1}}
   optimizer: {type: torch.optim.AdamW, params: {lr: 0.01}}
   loss: {type: torch.nn.MSELoss}
 train: {num_epochs: 4}

@@ -77,7 +77,7 @@ def sorted_orders(command, store, place):
     sizes = ["model.network.params={num_numbers: 2, cardinalities: [4, 3], num_outputs: 2, width: 16, depth: 1}"]
     return run_of(
         command, store, place, "kind", [TABLE[0] % ("kind", "price"), *sizes],
-        data="deeplightning.data.table.TableData", task="classif.Classification", network="table.TableNet",
+        data="deeplightning.data.table.TableData", task="classif.Classification", network="table_net.TableNet",
         loss="CrossEntropyLoss",
     )  # fmt: skip
 
@@ -88,7 +88,7 @@ def priced_orders(command, store, place):
     sizes = ["model.network.params={num_numbers: auto, cardinalities: auto, num_outputs: auto, width: 16, depth: 1}"]
     return run_of(
         command, store, place, "price", [TABLE[0] % ("price", "kind"), *sizes],
-        data="deeplightning.data.table.TableData", task="regression.Regression", network="table.TableNet",
+        data="deeplightning.data.table.TableData", task="regression.Regression", network="table_net.TableNet",
         loss="MSELoss",
     )  # fmt: skip
 
@@ -99,7 +99,7 @@ def test_a_table_on_the_disk_gives_the_same_weights(command, store, place, price
     sizes = ["model.network.params={num_numbers: auto, cardinalities: auto, num_outputs: auto, width: 16, depth: 1}"]
     run = run_of(
         command, store, place, "large", [TABLE[0] % ("price", "kind"), *sizes, "data.module.params.in_memory=false"],
-        data="deeplightning.data.table.TableData", task="regression.Regression", network="table.TableNet",
+        data="deeplightning.data.table.TableData", task="regression.Regression", network="table_net.TableNet",
         loss="MSELoss", variables={"DEEPLIGHTNING_CACHE": str(tmp_path)},
     )  # fmt: skip
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
@@ -133,7 +133,7 @@ def signals(command, store, tmp_path_factory):
     return run_of(
         command, store, place, "waves",
         ["model.network.params={num_channels: auto, num_outputs: auto, width: 4}"],
-        data="deeplightning.data.signal.SignalFolder", task="classif.Classification", network="signal.SignalNet",
+        data="deeplightning.data.signal_folder.SignalFolder", task="classif.Classification", network="signal.SignalNet",
         loss="CrossEntropyLoss",
     )  # fmt: skip
 
@@ -170,7 +170,7 @@ def own_rows(folder, rows):
 
 def own_network(folder, outputs):
     """The network of a run with the bundle's weights."""
-    from deeplightning.model.table import TableNet
+    from deeplightning.model.table_net import TableNet
 
     network = TableNet(2, outputs, [4, 3], width=16, depth=1)
     saved = load_file(folder / "bundle" / "weights.safetensors")

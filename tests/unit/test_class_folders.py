@@ -8,7 +8,7 @@ import pytest
 
 from deeplightning.data.class_folders import ClassFolders
 from deeplightning.data.data_errors import DataError
-from deeplightning.data.signal import SignalFolder
+from deeplightning.data.signal_folder import SignalFolder
 
 
 def make(root, *names):

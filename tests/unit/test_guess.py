@@ -86,7 +86,7 @@ def test_a_file_of_labels_gives_several_labels():
     table("many/labels.csv", ["file", "labels"], ["0.png", "a|b"], ["1.png", "a"], ["2.png", ""], ["3.png", "c"])
     written, notes = config("images", "many")
     data, model = written["data"]["module"], written["model"]
-    assert (data["type"], data["params"]["images"]) == ("deeplightning.data.multilabel.LabelledImages", "images")
+    assert (data["type"], data["params"]["images"]) == ("deeplightning.data.labelled_images.LabelledImages", "images")
     assert (data["params"]["labels"], data["params"]["image_size"]) == ("labels.csv", [8, 12])
     assert model["module"]["type"] == "deeplightning.task.multilabel.ImageMultilabel"
     assert (model["network"]["params"]["num_classes"], model["loss"]["type"]) == (3, "torch.nn.BCEWithLogitsLoss")

@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -195,6 +196,12 @@ def test_every_module_has_its_place():
     """A file that stands in no layer would escape the rule above."""
     known = {"serve", *ENTRIES, *LAYERS, *PARTS, *BASE}
     assert [name_of(file) for file in FILES if room(name_of(file)) not in known] == []
+
+
+def test_no_base_name_occurs_twice():
+    """A file's name says its job, so two files of the core's package do not share one."""
+    names = Counter(path.name for path in (ROOT / "deeplightning").rglob("*.py") if path.name != "__init__.py")
+    assert [name for name, number in names.items() if number > 1] == []
 
 
 def test_only_one_place_imports_by_name():

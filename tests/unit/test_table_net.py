@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deeplightning.model.table import TableNet
+from deeplightning.model.table_net import TableNet
 
 ROWS = torch.tensor([[0.5, -1.0, 2.0], [1.5, 0.0, 0.0], [-0.5, 2.0, 1.0], [0.0, 0.0, 3.0]] * 16)
 
