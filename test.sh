@@ -4,7 +4,7 @@
 #            and these, and the journeys (tests/journeys.txt), a test or more of each public promise: at most 6 minutes
 #   --full   every test but the slow ones: about 30 minutes; CI runs this
 #   --all    the slow ones too, among them the trainings of plug-ins, manual and examples, a minute of the storm, the
-#            unit tests and the journeys without the plug-ins, and the unit tests with the lowest releases that
+#            tests of the core without the plug-ins, and the unit tests with the lowest releases that
 #            pyproject.toml allows: about 100 minutes
 # Where the arguments name files of tests, these run and no others.
 # bash test.sh --gpu [arguments of pytest] runs what is about GPUs instead, in at most 8 minutes: benchmarks/gpu.py.

@@ -1,5 +1,6 @@
 """Turn errors into notes and exit codes: the one place that decides what the command ends with."""
 
+import errno
 import os
 import sys
 import traceback
@@ -79,10 +80,10 @@ def report(error: BaseException, redact: Callable[[str], str] = str) -> int:
         where = Path(os.fsdecode(error.filename)).absolute().parent if error.filename else Path.cwd()
         code, notes = 3, [f"the disk is full: {error}. {no_room(where)}; {FREE_SOME}"]
     if code is None and isinstance(error, OSError) and is_of_machine(error):
-        code, notes = (
-            3,
-            [f"the disk does not answer as it should: {error}. Once it does, train.resume_ckpt=auto resumes"],
-        )
+        remedy = "Once it does, train.resume_ckpt=auto resumes"
+        code, notes = 3, [f"the disk does not answer as it should: {error}. {remedy}"]
+    if code is None and isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        code, notes = 2, [f"no file can have so long a name: {error.filename}"]
     if code is None and (lacks := needs(error)) is not None:
         code, notes = 3, [f"the run {lacks}"]
     has_note = code is not None

@@ -369,7 +369,9 @@ class _Reading:
             return
         options = chosen(entry)
         roots = list(dict.fromkeys([*self.tops, SHIPPED_GROUPS]))
-        is_there = all(any((root / name / f"{option}.yaml").is_file() for root in roots) for option in options)
+        # os.path says of a name that no disk can have that it is no file; Path raises.
+        files = [[os.path.isfile(root / name / f"{option}.yaml") for root in roots] for option in options]  # noqa: PTH113
+        is_there = all(map(any, files))
         if "/" not in name and not is_there:
             return
         known = f" Option groups here: {', '.join(self.groups)}." if self.groups else ""

@@ -48,9 +48,9 @@ def resolve_run(run: str | os.PathLike, tracking_uri: str | os.PathLike | None =
         run_id, _, inside = text.removeprefix("runs:/").strip("/").partition("/")
         return _of_run(run_id, locate(tracking_uri)) / inside
     folder = (local_path(text) if text.startswith("file:") else None) or from_start(text)
-    if folder.is_dir():
+    if os.path.isdir(folder):  # noqa: PTH112 (Path raises for a name that is too long)
         return folder
-    if folder.exists():
+    if os.path.exists(folder):  # noqa: PTH110
         raise CheckpointError(f"{folder} is a file, not a run. Give the run folder that it lies in.")
     if re.fullmatch(_ID, text):
         return _of_run(text, locate(tracking_uri), also=f"There is no folder {folder} either. ")

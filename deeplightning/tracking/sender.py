@@ -103,7 +103,8 @@ class Sender:
                 return True
             self._stopping = True
             # The load of less than a second is noise, so a short stage has no last sample.
-            self._sample_at = 0.0 if time.monotonic() - self._sampled_at >= 1.0 else math.inf
+            is_long = time.monotonic() - self._sampled_at >= min(1.0, self._sample_seconds)
+            self._sample_at = 0.0 if is_long else math.inf
             seconds = float(os.environ.get("DEEPLIGHTNING_TRACKING_DRAIN") or DRAIN_SECONDS)
             if was_in_vain := self._in_vain:
                 seconds = min(1.0, seconds)  # asked again, but not waited for at each later stage, too

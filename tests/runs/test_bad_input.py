@@ -146,6 +146,21 @@ def test_a_config_file_that_is_not_there(refused):
     assert "cannot be read: File name too long" in refused(2, "train", "x" * 300)
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "note"),
+    [
+        (("check", "c.yaml", "version=" + "9" * 400), 2, "version: must be at most 1, not 9"),
+        (("report", "9" * 400), 4, "There is no tracking store"),
+        (("init", "p", "--kind", "images", "--data", "9" * 400), 2, "no file can have so long a name: 9"),
+    ],
+    ids=["override", "run", "data"],
+)
+def test_a_name_that_no_file_can_have(refused, tiny, words, code, note):
+    """A note, not a traceback of the operating system's error."""
+    Path("c.yaml").write_text(tiny.read_text())
+    assert note in refused(code, *words)
+
+
 def test_links_that_go_round_are_no_config(refused):
     """A note, not an endless search."""
     Path("c.yaml").symlink_to("d.yaml")

@@ -92,9 +92,11 @@ FILES = {"MNIST": mnist, "CIFAR10": cifar, "ImageFolder": pictures, "TableData":
 
 
 def loaded(path):
-    """Return a shipped config; skip the test where the plug-in of its launcher is not installed."""
-    if "type: Ray" in (ROOT / path).read_text():
-        pytest.importorskip("deeplightning_ray")
+    """Return a shipped config; skip the test where the plug-in that it needs is not installed."""
+    text = (ROOT / path).read_text()
+    for plugin, sign in (("ray", "type: Ray"), ("tune", "\ntune:")):
+        if sign in text:
+            pytest.importorskip(f"deeplightning_{plugin}")
     return load(path)
 
 

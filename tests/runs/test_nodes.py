@@ -613,6 +613,7 @@ SLURM_TASK = {
 def test_plan_says_what_would_start(variables, overrides, expected, command, tiny, place, store):
     """Processes, their variables, the command; under Slurm, the numbers that follow from its variables. Nothing
     starts."""
+    pytest.importorskip("deeplightning_plan")
     before = runs_of(store)
     said = command("plan", tiny, *overrides, cwd=place, **variables)
     assert said.code == 0, said
@@ -625,6 +626,7 @@ def test_plan_says_what_would_start(variables, overrides, expected, command, tin
 
 def test_plan_shows_the_place_of_a_task(command, tiny, place):
     """`deeplightning plan` in a task prints the ranks and the address that Slurm's variables give."""
+    pytest.importorskip("deeplightning_plan")
     planned = command("plan", tiny, "engine.processes=2", cwd=place, **TASK)
     assert planned.code == 0, planned
     told = dict(line.split(": ", 1) for line in planned.out.replace("'", "").splitlines() if ": " in line)
