@@ -112,8 +112,9 @@ def test_gunicorn_forks_and_ends_cleanly(run, tmp_path, preload):
         assert len(workers) == 2
         body = picture("blue")
         with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
-            head = f"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\nExpect: 100-continue\r\n\r\n"
-            client.sendall(head.encode())
+            # Without `close` gunicorn may keep the connection, and its worker, for 30 seconds more.
+            head = f"POST /predict HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
+            client.sendall(f"{head}Expect: 100-continue\r\n\r\n".encode())
             assert client.recv(100).startswith(b"HTTP/1.1 100")  # a thread has the request
             server.process.send_signal(signal.SIGTERM)
             client.sendall(body)
