@@ -105,7 +105,8 @@ def _load(path: str) -> type:
 
 @functools.cache
 def _source(cls: type) -> str:
-    return "".join(inspect.getsource(base) for base in cls.__mro__ if base.__module__ != "builtins")
+    written = (base for base in cls.__mro__ if base.__module__ not in ("builtins", "typing"))  # those of C have no source
+    return "".join(map(inspect.getsource, written))
 
 
 def _has(cls: type, name: str) -> bool:
