@@ -147,7 +147,8 @@ def _not_there(asked: object, here: Machine) -> str | None:
     if here.trouble:
         return f"asks for {wanted}: {here.trouble}; or {_CPU}"
     if not (hidden := _hidden(here)):
-        return f"asks for {wanted}; {_has(len(shown))}; {_CPU}, `engine.gpus=auto` takes what is there"
+        has = {0: "none", 1: "one GPU, index 0"}.get(len(shown), f"{len(shown)} GPUs, {_range(len(shown))}")
+        return f"asks for {wanted}; this machine has {has}; {_CPU}, `engine.gpus=auto` takes what is there"
     if not shown:
         every = _count(len(here.gpus))
         return f"asks for {wanted}, and {VISIBLE}={here.visible} hides this machine's {every}; unset it, or {_CPU}"
@@ -198,11 +199,6 @@ def _asked(asked: Any) -> str:
 
 def _count(number: int) -> str:
     return f"{number} GPU{'s' * (number != 1)}"
-
-
-def _has(number: int) -> str:
-    words = {0: "none", 1: "one GPU, index 0"}.get(number, f"{number} GPUs, {_range(number)}")
-    return f"this machine has {words}"
 
 
 def _range(number: int) -> str:
