@@ -149,12 +149,8 @@ class Ranks:
         if self.parent_reports and cause.lost:
             return False
         reported, until = self.folder / failure.REPORTED, time.monotonic() + EXIT_SECONDS
-        while (
-            cause.rank != self.rank
-            and is_there(self.folder, cause.rank)
-            and not reported.exists()
-            and time.monotonic() < until
-        ):
+        waits = cause.rank != self.rank
+        while waits and is_there(self.folder, cause.rank) and not reported.exists() and time.monotonic() < until:
             time.sleep(POLL_SECONDS / 5)
         try:
             os.close(os.open(reported, os.O_CREAT | os.O_EXCL))
