@@ -5,7 +5,7 @@ Torch is not imported.
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -261,19 +261,16 @@ def taken(engine: Engine, rank: int | None) -> list[Fault]:
     by_id = isinstance(engine.gpus, list) and all(isinstance(entry, str) for entry in engine.gpus)
     if not here.by_bus and not by_id:
         return []  # which of the GPUs CUDA takes is not known
-    own = chosen if rank is None else chosen[rank : rank + 1]
-    return [Fault(message, "engine.gpus", exit_code=3) for message in _taken(own, here)]
-
-
-def _taken(own: list[Gpu], here: Machine) -> Iterator[str]:
-    shown = here.shown()
+    own, shown, faults = chosen if rank is None else chosen[rank : rank + 1], here.shown(), list[Fault]()
     free = [gpu for gpu in shown if gpu not in own and _refusal(gpu) is None]
     for gpu in own:
         if any(holder.pid == os.getpid() for holder in gpu.holders) or (refusal := _refusal(gpu)) is None:
             continue
         others = [f"`engine.gpus=[{shown.index(other)}]`{_room(other)}" for other in free[:_MAX_LISTED]]
         instead = f"; free: {', '.join(others)}" if others else ""
-        yield f"{_called(gpu, shown)} {refusal}{instead}; {_CPU}"
+        message = f"{_called(gpu, shown)} {refusal}{instead}; {_CPU}"
+        faults.append(Fault(message, "engine.gpus", exit_code=3))
+    return faults
 
 
 def _refusal(gpu: Gpu) -> str | None:
