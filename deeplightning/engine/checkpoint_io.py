@@ -23,7 +23,7 @@ from torch import distributed
 from deeplightning.engine import shards
 from deeplightning.engine.background import Snapshot, Writer, gains, tensors_in
 from deeplightning.faults import FREE_SOME, CheckpointError, SetupError, is_full, megabytes, no_room
-from deeplightning.runfolder import sync_names
+from deeplightning.runfolder import sync_names, whole
 from deeplightning.words import first_line
 
 _TYPES: dict[str, type] = {
@@ -133,15 +133,11 @@ def _on_all(write: Callable[[], None]) -> None:
 
 
 def _write(content: dict[str, object], target: Path) -> None:
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    beside = target.with_name(f".{target.name}.{os.getpid()}")  # the partial file of `whole`
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with beside.open("wb") as file:
+        with whole(target) as file:
             torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(target)
-        sync_names(target.parent)
     except (OSError, RuntimeError) as error:
         first: BaseException = error
         while first.__context__ is not None:  # closing torch's archive after a failed write fails too

@@ -10,7 +10,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -111,22 +111,15 @@ def machine() -> Machine:
     """Describe this machine from the driver and torch's files; import torch only if they are not enough."""
     release = _built_for()
     if release == "cpu":
-        return Machine(gpus=_described()[0], visible=os.environ.get(VISIBLE), is_built=False)
+        return Machine(gpus=_described().gpus, visible=os.environ.get(VISIBLE), is_built=False)
     if release is None:
         return _as_torch_counts()
-    gpus, trouble, driver, supports = _described()
-    if not gpus and trouble is None and _is_there("libcuda.so.1"):  # Jetson, or a container without NVML
+    found = _described()
+    if not found.gpus and found.trouble is None and _is_there("libcuda.so.1"):  # Jetson, or a container without NVML
         return _as_torch_counts()
-    return Machine(
-        gpus=gpus,
-        visible=os.environ.get(VISIBLE),
-        # CUDA lists the fastest first by default, NVML follows the bus.
-        by_bus=os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({gpu.name for gpu in gpus}) < 2,
-        trouble=trouble,
-        driver=driver,
-        supports=supports,
-        built_for=_release(release),
-    )
+    # CUDA lists the fastest first by default, NVML follows the bus.
+    by_bus = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({gpu.name for gpu in found.gpus}) < 2
+    return replace(found, visible=os.environ.get(VISIBLE), by_bus=by_bus, built_for=_release(release))
 
 
 def _as_torch_counts() -> Machine:
@@ -243,21 +236,22 @@ class _Nvml:
                 return
 
 
-def _described() -> tuple[tuple[Gpu, ...], str | None, str | None, tuple[int, int] | None]:
-    """Return the GPUs, why they are unknown, the driver's version, and the CUDA release that it supports."""
+def _described() -> Machine:
+    """Return what NVML reports: the GPUs, why they are unknown, the driver's version, and the CUDA release that it
+    supports."""
     try:
         nvml = _Nvml(ctypes.CDLL("libnvidia-ml.so.1"))
     except OSError:
-        return (), None, None, None
+        return Machine()
     if (code := nvml.call("nvmlInit_v2")) != 0:
-        return (), _TROUBLES.get(code, f"the NVIDIA driver does not answer (NVML error {code})"), None, None
+        return Machine(trouble=_TROUBLES.get(code, f"the NVIDIA driver does not answer (NVML error {code})"))
     try:
         gpus = tuple(
             map(nvml.gpu, nvml.handles(nvml.number("nvmlDeviceGetCount_v2") or 0, "nvmlDeviceGetHandleByIndex_v2"))
         )
         release = nvml.number("nvmlSystemGetCudaDriverVersion_v2")  # 13000 is 13.0
         supports = (release // 1000, release % 1000 // 10) if release else None
-        return gpus, None, nvml.text("nvmlSystemGetDriverVersion") or None, supports
+        return Machine(gpus, driver=nvml.text("nvmlSystemGetDriverVersion") or None, supports=supports)
     finally:
         nvml.call("nvmlShutdown")
 

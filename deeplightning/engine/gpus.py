@@ -5,7 +5,7 @@ Torch is not imported.
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -147,7 +147,8 @@ def _not_there(asked: object, here: Machine) -> str | None:
     if here.trouble:
         return f"asks for {wanted}: {here.trouble}; or {_CPU}"
     if not (hidden := _hidden(here)):
-        return f"asks for {wanted}; {_has(len(shown))}; {_CPU}, `engine.gpus=auto` takes what is there"
+        has = {0: "none", 1: "one GPU, index 0"}.get(len(shown), f"{len(shown)} GPUs, {_range(len(shown))}")
+        return f"asks for {wanted}; this machine has {has}; {_CPU}, `engine.gpus=auto` takes what is there"
     if not shown:
         every = _count(len(here.gpus))
         return f"asks for {wanted}, and {VISIBLE}={here.visible} hides this machine's {every}; unset it, or {_CPU}"
@@ -198,11 +199,6 @@ def _asked(asked: Any) -> str:
 
 def _count(number: int) -> str:
     return f"{number} GPU{'s' * (number != 1)}"
-
-
-def _has(number: int) -> str:
-    words = {0: "none", 1: "one GPU, index 0"}.get(number, f"{number} GPUs, {_range(number)}")
-    return f"this machine has {words}"
 
 
 def _range(number: int) -> str:
@@ -265,19 +261,16 @@ def taken(engine: Engine, rank: int | None) -> list[Fault]:
     by_id = isinstance(engine.gpus, list) and all(isinstance(entry, str) for entry in engine.gpus)
     if not here.by_bus and not by_id:
         return []  # which of the GPUs CUDA takes is not known
-    own = chosen if rank is None else chosen[rank : rank + 1]
-    return [Fault(message, "engine.gpus", exit_code=3) for message in _taken(own, here)]
-
-
-def _taken(own: list[Gpu], here: Machine) -> Iterator[str]:
-    shown = here.shown()
+    own, shown, faults = chosen if rank is None else chosen[rank : rank + 1], here.shown(), list[Fault]()
     free = [gpu for gpu in shown if gpu not in own and _refusal(gpu) is None]
     for gpu in own:
         if any(holder.pid == os.getpid() for holder in gpu.holders) or (refusal := _refusal(gpu)) is None:
             continue
         others = [f"`engine.gpus=[{shown.index(other)}]`{_room(other)}" for other in free[:_MAX_LISTED]]
         instead = f"; free: {', '.join(others)}" if others else ""
-        yield f"{_called(gpu, shown)} {refusal}{instead}; {_CPU}"
+        message = f"{_called(gpu, shown)} {refusal}{instead}; {_CPU}"
+        faults.append(Fault(message, "engine.gpus", exit_code=3))
+    return faults
 
 
 def _refusal(gpu: Gpu) -> str | None:

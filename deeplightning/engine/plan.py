@@ -46,7 +46,11 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
     if engine.precision in PRECISIONS:
         more = "; 16-true is nearer to O2" if engine.precision == "apex_O2" else ""
         change("precision", PRECISIONS[engine.precision], f"{engine.precision} is its older name{more}")
-    missing, here = None, _here(faults)
+    missing, here = None, None
+    try:
+        here = identity()
+    except SetupError as error:
+        faults.append(Fault(str(error), exit_code=3))
     if (conflict := contradiction()) is not None:
         notices.append(Notice(conflict))
     if here is not None and here.is_binding:
@@ -111,14 +115,6 @@ def by_hand(engine: Engine) -> dict[str, str]:
     params = {} if engine.launcher is None or is_elsewhere(engine) else engine.launcher.params
     given = {name: params.get(name.lower(), os.environ.get(name)) for name in _BY_HAND}
     return {name: str(value) for name, value in given.items() if value not in (None, "")}
-
-
-def _here(faults: list[Fault]) -> Identity | None:
-    try:
-        return identity()
-    except SetupError as error:
-        faults.append(Fault(str(error), exit_code=3))
-        return None
 
 
 def _settle_size(engine: Engine, here: Identity, change: Callable[[str, object, str], None]) -> list[Fault]:

@@ -51,7 +51,7 @@ class Scattered:
 
 def whole_of(value: object) -> Any:
     """Return a value of a checkpoint with each scattered tensor assembled."""
-    return _replaced(value, Scattered, lambda scattered, _: scattered.whole())
+    return _replaced(value, lambda each: isinstance(each, Scattered), lambda scattered, _: scattered.whole())
 
 
 def split(checkpoint: dict[str, object]) -> tuple[dict[str, object], dict[str, Any]]:
@@ -67,7 +67,7 @@ def split(checkpoint: dict[str, object]) -> tuple[dict[str, object], dict[str, A
         own[key] = {"start": piece.start, "values": piece.values.detach().cpu().clone()}
         return {"scattered": key, "shape": list(piece.shape), "dtype": str(piece.values.dtype).removeprefix("torch.")}
 
-    return _replaced(checkpoint, Shard, note), own
+    return _replaced(checkpoint, lambda each: isinstance(each, Shard), note), own
 
 
 def joined(checkpoint: dict[str, object], of_processes: list[Mapping[str, Any]]) -> dict[str, Any]:
@@ -101,14 +101,11 @@ def joined(checkpoint: dict[str, object], of_processes: list[Mapping[str, Any]])
             raise ValueError(f"{key}: there are no values from {reached} on")
         return Scattered(shape, dtype, ordered)
 
-    return _replaced(checkpoint, _is_note, find)
+    keys = {"scattered", "shape", "dtype"}
+    return _replaced(checkpoint, lambda value: isinstance(value, dict) and value.keys() == keys, find)
 
 
-def _is_note(value: object) -> bool:
-    return isinstance(value, dict) and value.keys() == {"scattered", "shape", "dtype"}
-
-
-def _replaced(value: object, wanted: type | Callable[[object], bool], replace: Callable[[Any, str], Any]) -> Any:
+def _replaced(value: object, wanted: Callable[[object], bool], replace: Callable[[Any, str], Any]) -> Any:
     """Replace some leaves of a tree of dicts and lists; `replace` gets each with its path, such as `state_dict/weight`.
 
     A dict or list that occurs several times is visited once and shared in the result too.
@@ -120,7 +117,7 @@ def _replaced(value: object, wanted: type | Callable[[object], bool], replace: C
     inside = object()
 
     def visit(value: object, at: str) -> object:
-        if isinstance(value, wanted) if isinstance(wanted, type) else wanted(value):
+        if wanted(value):
             return replace(value, at)
         if not isinstance(value, dict | list | tuple):
             return value

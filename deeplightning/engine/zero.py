@@ -222,9 +222,12 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
             return {p: self._share_of_3(p, zero) for p in self.lightning_module.parameters()}
         if zero is None:
             return {}
-        return {
-            p: share for n, group in enumerate(zero.bit16_groups) for p in group if (share := _share_of_2(p, n, zero))
-        }
+        return {p: self._share_of_2(p) for group in zero.bit16_groups for p in group}
+
+    def _share_of_2(self, parameter: Tensor) -> Share:
+        (flat, start, size), fragment = self._place(parameter), fragment_of(parameter)
+        first = 0 if fragment is None else fragment.lp_fragment_address.start  # None: owned by another process
+        return Share(tuple(parameter.shape), first, flat.detach()[start : start + size])
 
     def _share_of_3(self, parameter: Any, zero: Any) -> Share:
         part = parameter.ds_tensor  # (m,), the last ones of all processes filled up
@@ -361,16 +364,6 @@ def _cast_inputs(module: nn.Module, *inputs: object) -> object:
     """Cast floating-point inputs of a network to its precision; DeepSpeed casts only what the task is given."""
     dtype = next(module.parameters()).dtype
     return apply_to_collection(inputs, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
-
-
-def _share_of_2(parameter: Tensor, group: int, zero: Any) -> Share:
-    flat, fragment = zero.single_partition_of_fp32_groups[group].detach(), fragment_of(parameter)
-    if fragment is None:  # owned by another process
-        return Share(tuple(parameter.shape), 0, flat[:0])
-    place = fragment.hp_fragment_address
-    return Share(
-        tuple(parameter.shape), fragment.lp_fragment_address.start, flat[place.start : place.start + place.numel]
-    )
 
 
 def _lay_over(under: dict[str, Any], over: Mapping[str, object]) -> None:

@@ -21,17 +21,7 @@ from deeplightning.launch.job import Job, Launcher, ProcessHooks, Start, TrialJo
 from deeplightning.launch.local import Local
 from deeplightning.process.identity import identity
 
-__all__ = [
-    "Job",
-    "Launcher",
-    "Local",
-    "ProcessHooks",
-    "Start",
-    "array_of",
-    "hooks_here",
-    "launcher_of",
-    "plan_of",
-]
+__all__ = ["Job", "Launcher", "Local", "ProcessHooks", "Start", "array_of", "hooks_here", "launcher_of", "plan_of"]
 
 
 def launcher_of(cfg: Config) -> Launcher | None:

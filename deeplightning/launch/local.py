@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from subprocess import Popen
 from types import FrameType
-from typing import Any
 
 from deeplightning.config.source import compose
 from deeplightning.engine.plan import local_size
@@ -225,8 +224,13 @@ class Processes:
         return False
 
     def _start_all(self) -> None:
-        # The store stays here, so that no other program takes its port; an earlier one has keys of lost processes.
-        self._store = _store(self._port)
+        from torch.distributed import DistError, TCPStore
+
+        try:
+            # The store stays here, so that no other program takes its port; an earlier one has keys of lost processes.
+            self._store = TCPStore("127.0.0.1", self._port, is_master=True, wait_for_workers=False)
+        except DistError as error:
+            raise SetupError(f"port {self._port}, at which the processes are to meet, is in use") from error
         shared = {
             "WORLD_SIZE": str(self._number),
             "LOCAL_WORLD_SIZE": str(self._number),
@@ -301,17 +305,3 @@ class Processes:
         if self._folder.name:
             self._note_run()
             shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _store(port: int) -> Any:
-    """Return torch's store for a rendezvous on this machine.
-
-    Raises:
-        SetupError: the port is in use.
-    """
-    from torch.distributed import DistError, TCPStore
-
-    try:
-        return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    except DistError as error:
-        raise SetupError(f"port {port}, at which the processes are to meet, is in use") from error

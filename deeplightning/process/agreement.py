@@ -40,29 +40,7 @@ def connect(
     strategy: Any = trainer.strategy
     if getattr(strategy, "cluster_environment", None) is None or trainer.num_nodes * strategy.num_processes < 2:
         return
-    set_launcher(strategy, _launcher(strategy, trainer.num_nodes, redact, end, alike or {}))
 
-
-def all_ended() -> None:
-    """Wait for the processes that this one started, once its own work is done.
-
-    Raises:
-        RankError: one of them failed after its last message.
-    """
-    if (group := ranks.here()) is not None and group.children:
-        group.end_children()
-        if (cause := group.failed_child()) is not None:
-            group.record_cause(cause)
-            raise failure.RankError(group.first() or cause)
-
-
-def _launcher(
-    strategy: Any,
-    num_nodes: int,
-    redact: Callable[[str], str],
-    end: Callable[[BaseException], None],
-    alike: Mapping[str, str],
-) -> object:
     def ending(error: BaseException) -> BaseException:
         if isinstance(error, failure.RankError) and error.exit_code in failure.INTERRUPTED.values():
             return Interrupted(error.cause.reason.removeprefix("interrupted by "), error.exit_code, at_once=True)
@@ -89,7 +67,7 @@ def _launcher(
                     if starts_others:
                         enough_memory(self.num_processes)
                     size = (self.num_processes, self.num_nodes)
-                    self._store = (join(environment, rank, *size, alike, self._start_others),)
+                    self._store = (join(environment, rank, *size, alike or {}, self._start_others),)
                 share_threads(self.num_processes)
                 return function(*args, **kwargs)
             except KeyboardInterrupt as error:  # Lightning would end with exit code 1
@@ -115,7 +93,20 @@ def _launcher(
             finally:
                 group.children = self.procs
 
-    return Launcher(strategy.cluster_environment, strategy.num_processes, num_nodes)
+    set_launcher(strategy, Launcher(strategy.cluster_environment, strategy.num_processes, trainer.num_nodes))
+
+
+def all_ended() -> None:
+    """Wait for the processes that this one started, once its own work is done.
+
+    Raises:
+        RankError: one of them failed after its last message.
+    """
+    if (group := ranks.here()) is not None and group.children:
+        group.end_children()
+        if (cause := group.failed_child()) is not None:
+            group.record_cause(cause)
+            raise failure.RankError(group.first() or cause)
 
 
 def enough_memory(processes: int) -> None:

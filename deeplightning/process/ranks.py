@@ -24,21 +24,8 @@ from pathlib import Path
 from types import FrameType
 
 from deeplightning.faults import SetupError
-from deeplightning.process.failure import (
-    INTERRUPTED,
-    REPORTED,
-    Cause,
-    RankError,
-    exit_code_of,
-    first_of,
-    how_it_ended,
-    is_lost,
-    newest_of,
-    place_in,
-    reason_of,
-    record_cause,
-    resume_hint,
-)
+from deeplightning.process import failure
+from deeplightning.process.failure import INTERRUPTED, Cause, RankError, is_lost
 from deeplightning.process.identity import ATTEMPT, identity
 from deeplightning.process.shared_folder import PREFIX, enter, is_alive, is_there, lock_folder, members, sweep
 from deeplightning.process.streams import is_early
@@ -113,11 +100,13 @@ class Ranks:
 
     def first(self) -> Cause | None:
         """Return the first cause; None if nothing failed."""
-        return first_of(self.folder)
+        return failure.first_of(self.folder)
 
     def record_cause(self, cause: Cause) -> bool:
         """Record a failure cause as the first one, unless another process recorded one before."""
-        return record_cause(self.folder, dataclasses.replace(cause, reason=self.redact(cause.reason)), self.rank)
+        return failure.record_cause(
+            self.folder, dataclasses.replace(cause, reason=self.redact(cause.reason)), self.rank
+        )
 
     def note_run(self, run: Path) -> None:
         """Write the run's folder for the process that started this one."""
@@ -130,17 +119,17 @@ class Ranks:
             run = RunFolder((self.folder / "run").read_text())
         except OSError:
             return ""
-        return resume_hint(newest_of(run))
+        return failure.resume_hint(failure.newest_of(run))
 
     def cause_of(self, error: BaseException) -> BaseException:
         """Return the error to report: the given one if it is the first cause, else a RankError with that cause."""
         self._ends, self._until = True, time.monotonic() + SHUTDOWN_SECONDS
         if is_lost(error):
             return RankError(self._why_lost(error))
-        code = exit_code_of(error)
+        code = failure.exit_code_of(error)
         if code in INTERRUPTED.values():
             self._until = None  # the checkpoint may take long to save; a second signal ends it
-        mine = self.record_cause(Cause(self.rank, reason_of(error), code))
+        mine = self.record_cause(Cause(self.rank, failure.reason_of(error), code))
         first = None if mine or code in INTERRUPTED.values() else self.first()
         return error if first is None else RankError(first)
 
@@ -159,13 +148,9 @@ class Ranks:
         """Return whether this process is to report the cause: its own, or one that its process did not report."""
         if self.parent_reports and cause.lost:
             return False
-        reported, until = self.folder / REPORTED, time.monotonic() + EXIT_SECONDS
-        while (
-            cause.rank != self.rank
-            and is_there(self.folder, cause.rank)
-            and not reported.exists()
-            and time.monotonic() < until
-        ):
+        reported, until = self.folder / failure.REPORTED, time.monotonic() + EXIT_SECONDS
+        waits = cause.rank != self.rank
+        while waits and is_there(self.folder, cause.rank) and not reported.exists() and time.monotonic() < until:
             time.sleep(POLL_SECONDS / 5)
         try:
             os.close(os.open(reported, os.O_CREAT | os.O_EXCL))
@@ -189,7 +174,7 @@ class Ranks:
         """Return the cause for the first child that failed without a message."""
         for number, child in enumerate(self.children, start=self.rank + 1):
             if child.poll():
-                return Cause(number, how_it_ended(child.returncode), 5, lost=child.returncode < 0)
+                return Cause(number, failure.how_it_ended(child.returncode), 5, lost=child.returncode < 0)
         return None
 
     def _why_lost(self, error: BaseException) -> Cause:
@@ -365,7 +350,7 @@ def where_is(thread: int | None) -> str:
     # Gradients are reduced, and waited for, in autograd's engine.
     waits = any(f"torch{os.sep}{part}{os.sep}" in frames[-1][0] for part in ("distributed", "autograd"))
     waits = waits or any(f"torch{os.sep}distributed{os.sep}" in name for name, _ in frames[-4:])
-    return "waits" if waits else f"is at {place_in(frames)}"
+    return "waits" if waits else f"is at {failure.place_in(frames)}"
 
 
 def where_others_are(folder: Path, own_rank: int) -> list[str]:

@@ -145,7 +145,10 @@ def _listen(address: str, port: int, world: int, member: Member | None) -> Any:
     """Create the store of rank 0."""
     from torch.distributed import DistError, TCPStore
 
-    _reach(address, None)
+    try:
+        socket.getaddrinfo(address, None)
+    except OSError as error:
+        raise SetupError(f"MASTER_ADDR={address}: this address is not known: {error.strerror or error}") from error
     limit = wait_seconds()
     options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
     try:
@@ -216,23 +219,19 @@ def _is_taken_by_ours(address: str, port: int, world: int, member: Member) -> st
         return None
 
 
-def _reach(address: str, port: int | None) -> None:
-    """Wait until an address accepts connections; without a port, until its name is resolved."""
+def _reach(address: str, port: int) -> None:
+    """Wait until an address accepts connections."""
     limit = wait_seconds()
     until, wait = time.monotonic() + limit, POLL_SECONDS
     while True:
         try:
-            if port is None:
-                socket.getaddrinfo(address, None)
-            else:
-                socket.create_connection((address, port), timeout=limit / 4).close()
+            socket.create_connection((address, port), timeout=limit / 4).close()
             return
         except OSError as error:
-            if time.monotonic() > until or (port is None and isinstance(error, socket.gaierror)):
-                what = f"MASTER_ADDR={address}" + (f", MASTER_PORT={port}" if port else "")
-                reason = error.strerror or str(error)
+            if time.monotonic() > until:
                 waited = f"waiting for node 0: rank 0 does not answer there after {limit:g} s"
-                raise SetupError(f"{what}: {waited if port else 'this address is not known'}: {reason}") from error
+                what = f"MASTER_ADDR={address}, MASTER_PORT={port}: {waited}"
+                raise SetupError(f"{what}: {error.strerror or error}") from error
         time.sleep(wait)
         wait = min(1.0, 2 * wait)
 

@@ -12,12 +12,6 @@ from pathlib import Path
 
 from deeplightning.process.identity import ATTEMPT, LAUNCH, identity
 
-try:
-    import fcntl
-except ImportError:  # no POSIX
-    fcntl = None  # type: ignore[assignment]
-
-
 PREFIX = "deeplightning-ranks-"
 STALE_SECONDS = 600.0  # after which a folder without a living process is removed
 
@@ -66,8 +60,9 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        if fcntl is not None:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        import fcntl  # POSIX only, and every command imports this module
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         if not os.path.samestat(os.fstat(descriptor), folder.stat()):
             raise FileNotFoundError(folder)
         yield

@@ -50,13 +50,6 @@ class Terminated(KeyboardInterrupt):
 
 def prepare() -> None:
     """Open closed standard streams as /dev/null, guard stdout and stderr, and handle SIGTERM. Idempotent."""
-    prepare_streams()
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _terminate)
-
-
-def prepare_streams() -> None:
-    """Open and guard standard streams, as the first part of `prepare`."""
     global _process
     _process = os.getpid()
     for descriptor in range(3):
@@ -68,6 +61,8 @@ def prepare_streams() -> None:
         sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         _guard(name, descriptor)
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminate)
 
 
 def outlive_reader() -> None:
