@@ -254,9 +254,13 @@ class Definition:
         """Return whether `__init__` of a task, or of the nearest ancestor that says anything of it, sets
         `self.automatic_optimization` to False, under no condition."""
         for method in self._constructors():
-            values = [_value_set(statement, first_argument(method)) for statement in method.body]
-            if any(value is not None for value in values):
-                return [value for value in values if value is not None][-1] is False
+            switch = f"{first_argument(method)}.automatic_optimization"
+            values = [
+                node.value for node in method.body if isinstance(node, ast.Assign) and is_it(node.targets[0], switch)
+            ]
+            plain_values = [node.value for node in values if isinstance(node, ast.Constant)]
+            if plain_values:
+                return plain_values[-1] is False
         return False
 
     def ignores_config(self) -> bool:
@@ -283,7 +287,7 @@ def _docstrings(names: Names, thing: Thing) -> Iterator[str]:
         things = [t for t in names.line(thing)[0] if t.live is None]
     for each in things:
         if each.module is not None:
-            for value in each.module.scope.documents.get(each.name, ()):
+            for value in each.module.scope.patched.get((each.name, "__doc__"), ()):
                 with contextlib.suppress(*UNKNOWABLE):
                     (text,) = Texts(names, Frame(each.module)).of(value)
                     yield inspect.cleandoc(text)
@@ -447,14 +451,3 @@ class _MethodTexts(Texts):
                     yield _MethodTexts(self.logged, each, caller), given, False
         if given is None:
             raise Undecided(f"`{name}` is given by others")
-
-
-def _value_set(statement: ast.stmt, self: str | None) -> bool | None:
-    """Return what a statement sets it to; None if it does not."""
-    match statement:
-        case ast.Assign(
-            targets=[ast.Attribute(value=ast.Name(id=name), attr="automatic_optimization")],
-            value=ast.Constant(value=bool(value)),
-        ) if name == self:
-            return value
-    return None

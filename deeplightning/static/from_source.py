@@ -56,7 +56,7 @@ class Signatures:
         """Return what makes an instance of a class takes; from `start` on in its line, as `super()` asks."""
         new: Signature | None = None
         takes_anything = False  # `__new__`, which leaves to `__init__` what that may be
-        for position, each in enumerate(line[start:], start):
+        for each in line[start:]:
             if each.live is not None:
                 if {"__init__", "__new__"} & vars(each.live).keys():
                     raise Undecided(f"{each.path} is not written in Python")
@@ -70,18 +70,16 @@ class Signatures:
             if self.names.own(each, "__signature__"):
                 raise Undecided(f"{each.path} says itself what it takes")
             if self.names.own(each, "__new__") and new is None and not start:
-                node = self.own_function(each, "__new__", thing).node
+                function = self.own_function(each, "__new__", thing)
+                node = function.node
                 if node.args.vararg and node.args.kwarg:
                     takes_anything = True
                 else:
-                    new = self.of_method(
-                        self.own_function(each, "__new__", thing), line, position, complete, bound=True
-                    )
+                    new = self.of_function(function, line, complete, bound=True)
                     if not _makes_its_own(node):
                         return new  # an instance of another class, whose `__init__` Python leaves out
             if self.names.own(each, "__init__"):
-                function = self.own_function(each, "__init__", thing)
-                taken = self.of_method(function, line, position, complete, bound=True)
+                taken = self.of_function(self.own_function(each, "__init__", thing), line, complete, bound=True)
                 if new is not None and [p.name for p in new.parameters] != [p.name for p in taken.parameters]:
                     raise Undecided("its `__new__` and `__init__` differ")
                 return taken
@@ -102,28 +100,20 @@ class Signatures:
     ) -> Signature:
         """Return what a function takes.
 
+        A function that `**kwargs` hand on to is asked in turn, `super()` along the line of the class that is made.
+
         Args:
             line: of ancestors of the class that a method is called for; (): those of the class that has it.
             bound: without its first argument, as that of a class method always is.
         """
-        if thing.owner is not None and not line:
-            line, complete = self.names.line(thing.owner)
-        paths = [f"{each.path}.{thing.node.name}" for each in line]
-        position = paths.index(thing.path) if thing.path in paths else 0
-        is_method = thing.owner is not None and (bound or role_of_function(thing.node) == "classmethod")
-        return self.of_method(thing, list(line), position, complete, is_method)
-
-    def of_method(self, thing: Thing, line: list[Thing], position: int, complete: bool, bound: bool) -> Signature:
-        """Return what a function takes; `bound`: without its first argument.
-
-        A function that `**kwargs` hand on to is asked in turn, `super()` along the line of the class that is made.
-        """
-        if thing.live is not None:
-            return of_object(thing.live)
-        node = thing.node
-        role = role_of_function(node)
+        node, role = thing.node, role_of_function(thing.node)
         if role == "property":
             raise Undecided("it is a property")
+        if thing.owner is not None and not line:
+            line, complete = self.names.line(thing.owner)
+        paths = [f"{each.path}.{node.name}" for each in line]
+        position = paths.index(thing.path) if thing.path in paths else 0
+        bound = bound or (thing.owner is not None and role == "classmethod")
         frame = Frame(self.names.home(thing), None, node, tuple(line), complete, position, role == "staticmethod")
         extra = words_beside(self.names, node, Frame(frame.module))
         with self.names.asking(("method", thing.key, tuple(t.path for t in line[:1]))):

@@ -389,7 +389,7 @@ class Names:
 
     def named(self, name: str, frame: Frame) -> Thing:
         if frame.function is not None:
-            local = self.locals(frame.function, frame.module)
+            local = self.scope_of(frame.function, frame.module)
             if name in local.rebound:
                 raise Undecided(f"`{name}` in {frame.function.name} is known only when it is run")
             if name in local.names:
@@ -451,13 +451,11 @@ class Names:
         return thing.module
 
     def scope(self, thing: Thing) -> Scope:
-        if id(thing.node) not in self.scopes:
-            self.scopes[id(thing.node)] = Scope.of(thing.node.body, self.home(thing))
-        return self.scopes[id(thing.node)]
+        return self.scope_of(thing.node, self.home(thing))
 
-    def locals(self, node: Functions, module: Module) -> Scope:
+    def scope_of(self, node: ast.ClassDef | Functions, module: Module) -> Scope:
         if id(node) not in self.scopes:
-            self.scopes[id(node)] = Scope.of_function(node, module)
+            self.scopes[id(node)] = Scope.of(node, module)
         return self.scopes[id(node)]
 
     def own(self, thing: Thing, name: str) -> bool:
