@@ -353,11 +353,9 @@ class _Reader:
                 if any("suppress" in ast.unparse(item.context_expr) for item in node.items):
                     return self.perhaps([node.body, []])
                 return self.run(node.body)
-            case ast.For() | ast.AsyncFor():
-                self.opaque(node.target, "is bound by a loop")
-                self.perhaps([node.body, []])
-                return self.run(node.orelse)
-            case ast.While():
+            case ast.For() | ast.AsyncFor() | ast.While():
+                if not isinstance(node, ast.While):
+                    self.opaque(node.target, "is bound by a loop")
                 self.perhaps([node.body, []])
                 return self.run(node.orelse)
             case ast.Match():

@@ -469,8 +469,7 @@ class Names:
         for each in line[start:]:
             if each.live is not None:
                 if name in vars(each.live):
-                    return Thing("function" if callable(getattr(each.live, name)) else "value", None, name,
-                                  owner=asked, live=getattr(each.live, name))  # fmt: skip
+                    return self.live(each.live, name, asked)
                 known += dir(each.live)
                 continue
             scope = self.scope(each)
