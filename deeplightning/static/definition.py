@@ -20,7 +20,7 @@ from pathlib import Path
 from deeplightning import own_code
 from deeplightning.faults import Missing, nearest, no_module, refuse_moved
 from deeplightning.static.annotations import plain, returned
-from deeplightning.static.bindings import Assigned, Broken, Defined, Module, contains_word
+from deeplightning.static.bindings import Assigned, Broken, Defined, contains_word
 from deeplightning.static.from_source import Signatures
 from deeplightning.static.names import Names, Texts
 from deeplightning.static.signature import UNKNOWN, Instance, Signature, Undecided, positional
@@ -82,34 +82,27 @@ def _find(parts: list[str], names: Names) -> Thing:
     for part in parts[depth:]:
         try:
             thing = names.member(thing, part)
-        except Undecided:
-            # What has something behind it is a module or class. A module is a file: where one of nearly this name lies,
-            # and this name is written nowhere in the package's own file, it is that one misspelt.
-            if depth == len(parts) - 1 or thing.kind != "module" or not _is_misspelt(part, thing.module):
-                raise
-            owner = ".".join(parts[:depth])
-            assert thing.module is not None
-            near = nearest(part, thing.module.submodules()).replace("mean ", f"mean {owner}.", 1)
-            raise ValueError(f"{owner} has no `{part}`.{near}{read}") from None
-        except Absent as absent:
-            if absent.name != part:
-                raise Undecided(f"{absent.name} cannot be found where it is imported from") from None
-            owner = ".".join(parts[:depth])
-            public = [n for n in absent.known if not n.startswith("_")]
-            # The last part is something to call, and no module.
-            modules = thing.module.submodules() if thing.kind == "module" and thing.module else []
-            things = [n for n in public if n not in modules] if depth == len(parts) - 1 else []
-            near = (nearest(part, things) or nearest(part, public)).replace("mean ", f"mean {owner}.", 1)
+        except (Undecided, Absent) as error:
+            owner, is_last = ".".join(parts[:depth]), depth == len(parts) - 1
+            home = thing.module if thing.kind == "module" else None
+            modules = home.submodules() if home is not None else []
+            if isinstance(error, Undecided):
+                # What has something behind it is a module or class. A module is a file: where one of nearly this name
+                # lies, and this name is written nowhere in the package's own file, it is that one misspelt.
+                near = nearest(part, [n for n in modules if not n.startswith("_")])
+                if is_last or not near or home is None or part.startswith("_") or contains_word(home.text, part):
+                    raise
+            elif error.name != part:
+                raise Undecided(f"{error.name} cannot be found where it is imported from") from None
+            else:
+                public = [n for n in error.known if not n.startswith("_")]
+                # The last part is something to call, and no module.
+                things = [n for n in public if n not in modules] if is_last else []
+                near = nearest(part, things) or nearest(part, public)
+            near = near.replace("mean ", f"mean {owner}.", 1)
             raise ValueError(f"{owner} has no `{part}`.{near}{read}") from None
         depth += 1
     return thing
-
-
-def _is_misspelt(part: str, owner: Module | None) -> bool:
-    if owner is None or not owner.folders or part.startswith("_"):
-        return False
-    near = nearest(part, [n for n in owner.submodules() if not n.startswith("_")])
-    return bool(near) and not contains_word(owner.text, part)
 
 
 @dataclass(eq=False)
@@ -282,15 +275,13 @@ def _docstrings(names: Names, thing: Thing) -> Iterator[str]:
     if thing.live is not None:
         yield getattr(thing.live, "__doc__", None) or ""
         return
-    things = [thing]
-    if thing.kind == "class":
-        things = [t for t in names.line(thing)[0] if t.live is None]
-    for each in things:
-        if each.module is not None:
-            for value in each.module.scope.patched.get((each.name, "__doc__"), ()):
-                with contextlib.suppress(*UNKNOWABLE):
-                    (text,) = Texts(names, Frame(each.module)).of(value)
-                    yield inspect.cleandoc(text)
+    for each in names.line(thing)[0] if thing.kind == "class" else [thing]:
+        if each.module is None:
+            continue
+        for value in each.module.scope.patched.get((each.name, "__doc__"), ()):
+            with contextlib.suppress(*UNKNOWABLE):
+                (text,) = Texts(names, Frame(each.module)).of(value)
+                yield inspect.cleandoc(text)
         if isinstance(each.node, ast.ClassDef | Functions):
             yield ast.get_docstring(each.node) or ""
         if each.kind == "class" and names.own(each, "__init__"):

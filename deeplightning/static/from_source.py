@@ -178,27 +178,24 @@ class Handed:
         return Signature(tuple(ordered), next(filter(None, why), None), variadic)
 
     def own(self) -> list[Parameter]:
-        arguments = self.node.args
+        arguments, frame = self.node.args, Frame(self.frame.module)
         positional = [*arguments.posonlyargs, *arguments.args]
-        defaults: list[ast.expr | None] = [*[None] * (len(positional) - len(arguments.defaults)), *arguments.defaults]
-        made = []
-        for number, (argument, default) in enumerate(zip(positional, defaults, strict=True)):
-            made.append(self.parameter(argument, default, True, number >= len(arguments.posonlyargs)))
-        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-            made.append(self.parameter(argument, default, False, True))
-        return made
-
-    def parameter(self, argument: ast.arg, default: ast.expr | None, position: bool, keyword_: bool) -> Parameter:
-        frame = Frame(self.frame.module)
-        return Parameter(
-            argument.arg,
-            position,
-            keyword_,
-            required=default is None,
-            default=UNKNOWN if default is None else plain(self.names, default, frame),
-            allowed=allowed(self.names, argument.annotation, frame),
-            annotation=None if argument.annotation is None else _written(argument.annotation),
-        )
+        without = [None] * (len(positional) - len(arguments.defaults))
+        defaults = [*without, *arguments.defaults, *arguments.kw_defaults]
+        return [
+            Parameter(
+                argument.arg,
+                position=number < len(positional),
+                keyword=number >= len(arguments.posonlyargs),
+                required=default is None,
+                default=UNKNOWN if default is None else plain(self.names, default, frame),
+                allowed=allowed(self.names, argument.annotation, frame),
+                annotation=None if argument.annotation is None else _written(argument.annotation),
+            )
+            for number, (argument, default) in enumerate(
+                zip([*positional, *arguments.kwonlyargs], defaults, strict=True)
+            )
+        ]
 
     def of_call(self, call: Call, sure: bool) -> tuple[Signature, bool]:
         """Return what a call still takes by `**kwargs`, and whether also by position, because it gets our `*args`."""
