@@ -34,6 +34,7 @@ from deeplightning.static.symbol import (
     Lacking,
     Thing,
     first_argument,
+    positional_arguments,
 )
 from deeplightning.static.uses import is_it
 
@@ -248,19 +249,17 @@ class Definition:
         `self.automatic_optimization` to False, under no condition."""
         for method in self._constructors():
             switch = f"{first_argument(method)}.automatic_optimization"
-            values = [
-                node.value for node in method.body if isinstance(node, ast.Assign) and is_it(node.targets[0], switch)
-            ]
-            plain_values = [node.value for node in values if isinstance(node, ast.Constant)]
-            if plain_values:
-                return plain_values[-1] is False
+            set_to = [n.value for n in method.body if isinstance(n, ast.Assign) and is_it(n.targets[0], switch)]
+            known = [v.value for v in set_to if isinstance(v, ast.Constant) and isinstance(v.value, bool)]
+            if known:
+                return not known[-1]
         return False
 
     def ignores_config(self) -> bool:
         """Return whether `__init__` of a task, or of its nearest ancestor that has one, does not read the config, which
         is its first argument."""
         method = next(self._constructors(), None)
-        arguments = [arg.arg for arg in (*method.args.posonlyargs, *method.args.args)] if method is not None else []
+        arguments = positional_arguments(method) if method is not None else []
         if method is None or len(arguments) < 2 or method.args.vararg or method.args.kwarg:
             return False
         used = {getattr(node, "id", None) or getattr(node, "attr", None) for node in ast.walk(method)}
@@ -318,7 +317,7 @@ def _is_a_module(receiver: ast.expr, method: Functions) -> bool:
     `pl_module`), or of a trainer's module. A logger of Python's is neither; a tensor's `log` takes nothing."""
     match receiver:
         case ast.Name(id=name):
-            return name in [a.arg for a in (*method.args.posonlyargs, *method.args.args, *method.args.kwonlyargs)]
+            return name in [*positional_arguments(method), *(a.arg for a in method.args.kwonlyargs)]
         case ast.Attribute(attr="lightning_module"):
             return True
     return False
@@ -361,10 +360,8 @@ class Logged:
                     case ast.Call(func=ast.Attribute(value=receiver, attr="log" | "log_dict" as how)) if (
                         call.args or call.keywords
                     ) and _is_a_module(receiver, method):
-                        given = call.args[0] if call.args else next(
-                            (k.value for k in call.keywords if k.arg in ("name", "dictionary")), None
-                        )  # fmt: skip
-                        texts = _MethodTexts(self, each, method)
+                        named = [k.value for k in call.keywords if k.arg in ("name", "dictionary")]
+                        given, texts = next(iter([*call.args, *named]), None), _MethodTexts(self, each, method)
                         try:
                             found = texts.of(given) if how == "log" else texts.items(given)
                         except UNKNOWABLE:
@@ -421,8 +418,7 @@ class _MethodTexts(Texts):
 
     def argument(self, name: str) -> Iterator[tuple[Texts, ast.expr, bool]]:
         """Yield what other methods give for a parameter."""
-        arguments = self.method.args
-        positional = [a.arg for a in (*arguments.posonlyargs, *arguments.args)][1:]
+        arguments, positional = self.method.args, positional_arguments(self.method)[1:]
         defaults = dict(zip(reversed(positional), reversed(arguments.defaults), strict=False))
         defaults |= {a.arg: d for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d}
         if name not in (*positional, *(a.arg for a in arguments.kwonlyargs)):

@@ -14,6 +14,7 @@ from deeplightning.static.symbol import (
     Thing,
     first_argument,
     inside,
+    positional_arguments,
     role_of,
     role_of_function,
 )
@@ -252,9 +253,8 @@ class Handed:
             return None
         if found.kind != "function" or not isinstance(found.node, Functions) or found.node.decorator_list:
             return None
-        arguments = found.node.args
-        positional = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
         if isinstance(place, int):
+            positional = positional_arguments(found.node)
             if place >= len(positional) or any(isinstance(a, ast.Starred) for a in call.args[:place]):
                 return None
             place = positional[place]

@@ -439,7 +439,7 @@ class Names:
             above, whole = self.line(parent)
             complete = complete and whole
             parents.append(parent)
-            lines.append(list(above))
+            lines.append(above)
         merged = _merged([*lines, parents])
         if merged is None:
             complete = False
@@ -616,14 +616,11 @@ def _is_there(top: str) -> bool:
 def _merged(lines: list[list[Thing]]) -> list[Thing] | None:
     """Merge lines of ancestors by C3; return None if the classes cannot be put in one order."""
     merged: list[Thing] = []
-    lines = [list(each) for each in lines if each]
-    while lines:
-        for each in lines:
-            head = each[0]
-            if not any(head.path == t.path for other in lines for t in other[1:]):
-                break
-        else:
+    while lines := [line for line in lines if line]:
+        later = {thing.path for line in lines for thing in line[1:]}
+        head = next((line[0] for line in lines if line[0].path not in later), None)
+        if head is None:
             return None
         merged.append(head)
-        lines = [rest for other in lines if (rest := other[1:] if other[0].path == head.path else other)]
+        lines = [line[1:] if line[0].path == head.path else line for line in lines]
     return merged
