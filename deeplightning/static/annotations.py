@@ -12,7 +12,6 @@ from deeplightning.static.signature import UNKNOWN, Options, Undecided, allowed_
 from deeplightning.static.symbol import (
     UNKNOWABLE,
     Frame,
-    Functions,
     Thing,
     is_type_variable,
     live_class,
@@ -142,10 +141,8 @@ def returned(names: Names, thing: Thing) -> list[Thing]:
         Undecided: it has no annotation, or one that does not determine the class.
     """
     node = thing.node
-    if thing.live is not None or not isinstance(node, Functions) or role_of_function(node) == "property":
+    if thing.live is not None or not isinstance(node, ast.FunctionDef) or role_of_function(node) == "property":
         raise Undecided("it does not tell what it returns")
-    if isinstance(node, ast.AsyncFunctionDef):
-        return [live_class(types.CoroutineType)]
     found = hint(names, node.returns, Frame(names.home(thing))) if node.returns is not None else Any
     if found is typing.Self:
         return names.line(thing.owner)[0][:1] if thing.owner is not None else []

@@ -68,7 +68,16 @@ class Module:
         Raises:
             Broken: it is no Python.
         """
-        return _tree(self.text, str(self.file))
+        file = str(self.file)
+        if file not in _read or _read[file][0] != self.text:
+            try:
+                _read[file] = self.text, _parse(self.text, file)
+            except SyntaxError as error:
+                place = f"{short(error.filename or '?')}:{error.lineno}"
+                raise Broken(f"{type(error).__name__}: {error.msg} ({place})") from error
+            except (ValueError, RecursionError, MemoryError) as error:
+                raise Broken(f"{type(error).__name__}: {error}") from error
+        return _read[file][1]
 
     def may_bind(self, name: str) -> bool:
         """Return whether it can bind a name, by a look at its text."""
@@ -76,14 +85,9 @@ class Module:
             word in self.text for word in (b"import *", b"globals", b"vars(", b"exec")
         )
 
-    @property
-    def package(self) -> str:
-        """Return what relative imports start from."""
-        return self.name if self.folders is not None else self.name.rpartition(".")[0]
-
     @cached_property
     def scope(self) -> "Scope":
-        return Scope.of(self.tree.body, self)
+        return Scope.of(self.tree, self)
 
     @cached_property
     def type_imports(self) -> dict[str, str]:
@@ -159,18 +163,6 @@ def _spec(name: str, folders: Sequence[str] | None) -> object:
     return None
 
 
-def _tree(text: bytes, file: str) -> ast.Module:
-    if file not in _read or _read[file][0] != text:
-        try:
-            _read[file] = text, _parse(text, file)
-        except SyntaxError as error:
-            place = f"{short(error.filename or '?')}:{error.lineno}"
-            raise Broken(f"{type(error).__name__}: {error.msg} ({place})") from error
-        except (ValueError, RecursionError, MemoryError) as error:
-            raise Broken(f"{type(error).__name__}: {error}") from error
-    return _read[file][1]
-
-
 def _parse(text: bytes, file: str) -> ast.Module:
     """Return a file's tree. It is large and holds no garbage: looking for some meanwhile takes as long again."""
     was_enabled = gc.isenabled()
@@ -222,7 +214,6 @@ class Assigned(Binding):
     """`name = value`, also with an annotation."""
 
     value: ast.expr
-    annotation: ast.expr | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,8 +245,7 @@ class Scope:
 
     Attributes:
         exported: the parts of `__all__`; None among them: one that is not known.
-        patched: attributes that are set on a name afterwards, such as `("Thing", "__init__")`.
-        documents: what is set as the `__doc__` of a name.
+        patched: attributes that are set on a name afterwards, such as `("Thing", "__init__")`, and their values.
         imports: what is certainly imported here, with the line.
         rebound: the names that are bound more than once.
         effects: submodules that are imported without being used, so for what they do.
@@ -265,29 +255,23 @@ class Scope:
     names: Names = field(default_factory=dict)
     stars: list[Star] = field(default_factory=list)
     exported: list[ast.expr | None] = field(default_factory=list)
-    patched: set[tuple[str, str]] = field(default_factory=set)
-    documents: dict[str, list[ast.expr]] = field(default_factory=dict)
+    patched: dict[tuple[str, str], list[ast.expr]] = field(default_factory=dict)
     imports: list[tuple[str, int]] = field(default_factory=list)
     effects: list[str] = field(default_factory=list)
     rebound: set[str] = field(default_factory=set)
 
     @classmethod
-    def of_function(cls, node: ast.FunctionDef | ast.AsyncFunctionDef, module: Module) -> "Scope":
-        """Return the local names of a function."""
+    def of(cls, node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, module: Module) -> "Scope":
+        """Return the names that a module or class binds, or the local names of a function."""
         scope = cls(module)
         reader = _Reader(scope)
-        for inner in ast.walk(node):  # those of functions and comprehensions inside as well
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for inner in ast.walk(node) if is_function else ():  # those of functions and comprehensions inside as well
             if isinstance(inner, ast.arg):
                 reader.bind(inner.arg, Opaque, inner.lineno, "is known only when it is run")
             elif isinstance(inner, ast.comprehension):
                 reader.opaque(inner.target, "is known only when it is run")
         reader.run(node.body)
-        return scope
-
-    @classmethod
-    def of(cls, body: list[ast.stmt], module: Module) -> "Scope":
-        scope = cls(module)
-        _Reader(scope).run(body)
         return scope
 
     @cached_property
@@ -341,7 +325,7 @@ class _Reader:
                 for target in node.targets:
                     self.assign(target, node.value, node.lineno)
             case ast.AnnAssign(value=ast.expr() as value):
-                self.assign(node.target, value, node.lineno, node.annotation)
+                self.assign(node.target, value, node.lineno)
             case ast.AnnAssign(target=ast.Name(id=name)) if name not in self.names:
                 self.order += 1
                 self.names[name] = (Opaque(-1, node.lineno, (), None),)  # an annotation binds nothing
@@ -369,11 +353,9 @@ class _Reader:
                 if any("suppress" in ast.unparse(item.context_expr) for item in node.items):
                     return self.perhaps([node.body, []])
                 return self.run(node.body)
-            case ast.For() | ast.AsyncFor():
-                self.opaque(node.target, "is bound by a loop")
-                self.perhaps([node.body, []])
-                return self.run(node.orelse)
-            case ast.While():
+            case ast.For() | ast.AsyncFor() | ast.While():
+                if not isinstance(node, ast.While):
+                    self.opaque(node.target, "is bound by a loop")
                 self.perhaps([node.body, []])
                 return self.run(node.orelse)
             case ast.Match():
@@ -400,41 +382,31 @@ class _Reader:
             else:
                 self.bind(alias.asname or alias.name, Imported, node.lineno, module, alias.name)
 
-    def assign(self, target: ast.expr, value: ast.expr, line: int, annotation: ast.expr | None = None) -> None:
-        match target, value:
-            case ast.Name(id=name), _:
+    def assign(self, target: ast.expr, value: ast.expr, line: int) -> None:
+        match target:
+            case ast.Name(id=name):
                 if name == "__all__":
                     self.scope.exported[:] = [value if self.certain else None]
-                self.bind(name, Assigned, line, value, annotation)
-            case (
-                (ast.Tuple(elts=targets) | ast.List(elts=targets)),
-                (ast.Tuple(elts=values) | ast.List(elts=values)),
-            ) if len(targets) == len(values) and not any(isinstance(item, ast.Starred) for item in [*targets, *values]):
-                for item, part in zip(targets, values, strict=True):
-                    self.assign(item, part, line)
-            case ast.Attribute(value=ast.Name(id=name), attr=attribute), _:
-                self.scope.patched.add((name, attribute))
-                if attribute == "__doc__":
-                    self.scope.documents.setdefault(name, []).append(value)
+                self.bind(name, Assigned, line, value)
+            case ast.Attribute(value=ast.Name(id=name), attr=attribute):
+                self.scope.patched.setdefault((name, attribute), []).append(value)
             case _:
                 self.opaque(target, "is bound to a part of another value")
 
     def opaque(self, target: ast.expr, what: str) -> None:
         for node in ast.walk(target):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                self.bind(node.id, Opaque, node.lineno, what)
+            match node:
+                case ast.Name(id=name, ctx=ast.Store()):
+                    self.bind(name, Opaque, node.lineno, what)
+                case ast.Attribute(value=ast.Name(id=name), attr=attribute, ctx=ast.Store()):
+                    self.scope.patched.setdefault((name, attribute), [])
 
     def call(self, call: ast.Call) -> None:
         match call:
-            case ast.Call(func=ast.Attribute(value=ast.Name(id="__all__"), attr="extend" | "append" as how)):
-                value = call.args[0] if call.args else None
-                if how == "append" and value is not None:
-                    value = ast.List([value], ast.Load())
-                self.scope.exported.append(value if self.certain else None)
-            case ast.Call(func=ast.Attribute(value=ast.Name(id="__all__"))):
-                self.scope.exported.append(None)
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="__all__"), attr=how), args=args):
+                self.scope.exported.append(args[0] if how == "extend" and args and self.certain else None)
             case ast.Call(func=ast.Name(id="setattr"), args=[ast.Name(id=name), ast.Constant(value=str(word)), _]):
-                self.scope.patched.add((name, word))
+                self.scope.patched.setdefault((name, word), [])
 
     # ---- what may or may not be run
 
@@ -499,8 +471,8 @@ def absolute(node: ast.ImportFrom, module: Module) -> str:
     """Return the module that `from … import` names."""
     if node.module and not node.level:
         return module.full_name(node.module)
-    above = module.package.split(".")
-    above = above[: len(above) - node.level + 1] if node.level else []
+    above = module.name.split(".")
+    above = above[: len(above) - node.level + (module.folders is not None)] if node.level else []
     return ".".join([*above, *([node.module] if node.module else [])])
 
 

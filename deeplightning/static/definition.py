@@ -20,7 +20,7 @@ from pathlib import Path
 from deeplightning import own_code
 from deeplightning.faults import Missing, nearest, no_module, refuse_moved
 from deeplightning.static.annotations import plain, returned
-from deeplightning.static.bindings import Assigned, Broken, Defined, Module, contains_word
+from deeplightning.static.bindings import Assigned, Broken, Defined, contains_word
 from deeplightning.static.from_source import Signatures
 from deeplightning.static.names import Names, Texts
 from deeplightning.static.signature import UNKNOWN, Instance, Signature, Undecided, positional
@@ -34,6 +34,7 @@ from deeplightning.static.symbol import (
     Lacking,
     Thing,
     first_argument,
+    positional_arguments,
 )
 from deeplightning.static.uses import is_it
 
@@ -82,34 +83,27 @@ def _find(parts: list[str], names: Names) -> Thing:
     for part in parts[depth:]:
         try:
             thing = names.member(thing, part)
-        except Undecided:
-            # What has something behind it is a module or class. A module is a file: where one of nearly this name lies,
-            # and this name is written nowhere in the package's own file, it is that one misspelt.
-            if depth == len(parts) - 1 or thing.kind != "module" or not _is_misspelt(part, thing.module):
-                raise
-            owner = ".".join(parts[:depth])
-            assert thing.module is not None
-            near = nearest(part, thing.module.submodules()).replace("mean ", f"mean {owner}.", 1)
-            raise ValueError(f"{owner} has no `{part}`.{near}{read}") from None
-        except Absent as absent:
-            if absent.name != part:
-                raise Undecided(f"{absent.name} cannot be found where it is imported from") from None
-            owner = ".".join(parts[:depth])
-            public = [n for n in absent.known if not n.startswith("_")]
-            # The last part is something to call, and no module.
-            modules = thing.module.submodules() if thing.kind == "module" and thing.module else []
-            things = [n for n in public if n not in modules] if depth == len(parts) - 1 else []
-            near = (nearest(part, things) or nearest(part, public)).replace("mean ", f"mean {owner}.", 1)
+        except (Undecided, Absent) as error:
+            owner, is_last = ".".join(parts[:depth]), depth == len(parts) - 1
+            home = thing.module if thing.kind == "module" else None
+            modules = home.submodules() if home is not None else []
+            if isinstance(error, Undecided):
+                # What has something behind it is a module or class. A module is a file: where one of nearly this name
+                # lies, and this name is written nowhere in the package's own file, it is that one misspelt.
+                near = nearest(part, [n for n in modules if not n.startswith("_")])
+                if is_last or not near or home is None or part.startswith("_") or contains_word(home.text, part):
+                    raise
+            elif error.name != part:
+                raise Undecided(f"{error.name} cannot be found where it is imported from") from None
+            else:
+                public = [n for n in error.known if not n.startswith("_")]
+                # The last part is something to call, and no module.
+                things = [n for n in public if n not in modules] if is_last else []
+                near = nearest(part, things) or nearest(part, public)
+            near = near.replace("mean ", f"mean {owner}.", 1)
             raise ValueError(f"{owner} has no `{part}`.{near}{read}") from None
         depth += 1
     return thing
-
-
-def _is_misspelt(part: str, owner: Module | None) -> bool:
-    if owner is None or not owner.folders or part.startswith("_"):
-        return False
-    near = nearest(part, [n for n in owner.submodules() if not n.startswith("_")])
-    return bool(near) and not contains_word(owner.text, part)
 
 
 @dataclass(eq=False)
@@ -254,16 +248,18 @@ class Definition:
         """Return whether `__init__` of a task, or of the nearest ancestor that says anything of it, sets
         `self.automatic_optimization` to False, under no condition."""
         for method in self._constructors():
-            values = [_value_set(statement, first_argument(method)) for statement in method.body]
-            if any(value is not None for value in values):
-                return [value for value in values if value is not None][-1] is False
+            switch = f"{first_argument(method)}.automatic_optimization"
+            set_to = [n.value for n in method.body if isinstance(n, ast.Assign) and is_it(n.targets[0], switch)]
+            known = [v.value for v in set_to if isinstance(v, ast.Constant) and isinstance(v.value, bool)]
+            if known:
+                return not known[-1]
         return False
 
     def ignores_config(self) -> bool:
         """Return whether `__init__` of a task, or of its nearest ancestor that has one, does not read the config, which
         is its first argument."""
         method = next(self._constructors(), None)
-        arguments = [arg.arg for arg in (*method.args.posonlyargs, *method.args.args)] if method is not None else []
+        arguments = positional_arguments(method) if method is not None else []
         if method is None or len(arguments) < 2 or method.args.vararg or method.args.kwarg:
             return False
         used = {getattr(node, "id", None) or getattr(node, "attr", None) for node in ast.walk(method)}
@@ -278,15 +274,13 @@ def _docstrings(names: Names, thing: Thing) -> Iterator[str]:
     if thing.live is not None:
         yield getattr(thing.live, "__doc__", None) or ""
         return
-    things = [thing]
-    if thing.kind == "class":
-        things = [t for t in names.line(thing)[0] if t.live is None]
-    for each in things:
-        if each.module is not None:
-            for value in each.module.scope.documents.get(each.name, ()):
-                with contextlib.suppress(*UNKNOWABLE):
-                    (text,) = Texts(names, Frame(each.module)).of(value)
-                    yield inspect.cleandoc(text)
+    for each in names.line(thing)[0] if thing.kind == "class" else [thing]:
+        if each.module is None:
+            continue
+        for value in each.module.scope.patched.get((each.name, "__doc__"), ()):
+            with contextlib.suppress(*UNKNOWABLE):
+                (text,) = Texts(names, Frame(each.module)).of(value)
+                yield inspect.cleandoc(text)
         if isinstance(each.node, ast.ClassDef | Functions):
             yield ast.get_docstring(each.node) or ""
         if each.kind == "class" and names.own(each, "__init__"):
@@ -323,7 +317,7 @@ def _is_a_module(receiver: ast.expr, method: Functions) -> bool:
     `pl_module`), or of a trainer's module. A logger of Python's is neither; a tensor's `log` takes nothing."""
     match receiver:
         case ast.Name(id=name):
-            return name in [a.arg for a in (*method.args.posonlyargs, *method.args.args, *method.args.kwonlyargs)]
+            return name in [*positional_arguments(method), *(a.arg for a in method.args.kwonlyargs)]
         case ast.Attribute(attr="lightning_module"):
             return True
     return False
@@ -366,10 +360,8 @@ class Logged:
                     case ast.Call(func=ast.Attribute(value=receiver, attr="log" | "log_dict" as how)) if (
                         call.args or call.keywords
                     ) and _is_a_module(receiver, method):
-                        given = call.args[0] if call.args else next(
-                            (k.value for k in call.keywords if k.arg in ("name", "dictionary")), None
-                        )  # fmt: skip
-                        texts = _MethodTexts(self, each, method)
+                        named = [k.value for k in call.keywords if k.arg in ("name", "dictionary")]
+                        given, texts = next(iter([*call.args, *named]), None), _MethodTexts(self, each, method)
                         try:
                             found = texts.of(given) if how == "log" else texts.items(given)
                         except UNKNOWABLE:
@@ -426,8 +418,7 @@ class _MethodTexts(Texts):
 
     def argument(self, name: str) -> Iterator[tuple[Texts, ast.expr, bool]]:
         """Yield what other methods give for a parameter."""
-        arguments = self.method.args
-        positional = [a.arg for a in (*arguments.posonlyargs, *arguments.args)][1:]
+        arguments, positional = self.method.args, positional_arguments(self.method)[1:]
         defaults = dict(zip(reversed(positional), reversed(arguments.defaults), strict=False))
         defaults |= {a.arg: d for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d}
         if name not in (*positional, *(a.arg for a in arguments.kwonlyargs)):
@@ -447,14 +438,3 @@ class _MethodTexts(Texts):
                     yield _MethodTexts(self.logged, each, caller), given, False
         if given is None:
             raise Undecided(f"`{name}` is given by others")
-
-
-def _value_set(statement: ast.stmt, self: str | None) -> bool | None:
-    """Return what a statement sets it to; None if it does not."""
-    match statement:
-        case ast.Assign(
-            targets=[ast.Attribute(value=ast.Name(id=name), attr="automatic_optimization")],
-            value=ast.Constant(value=bool(value)),
-        ) if name == self:
-            return value
-    return None

@@ -14,6 +14,7 @@ from deeplightning.static.symbol import (
     Thing,
     first_argument,
     inside,
+    positional_arguments,
     role_of,
     role_of_function,
 )
@@ -56,7 +57,7 @@ class Signatures:
         """Return what makes an instance of a class takes; from `start` on in its line, as `super()` asks."""
         new: Signature | None = None
         takes_anything = False  # `__new__`, which leaves to `__init__` what that may be
-        for position, each in enumerate(line[start:], start):
+        for each in line[start:]:
             if each.live is not None:
                 if {"__init__", "__new__"} & vars(each.live).keys():
                     raise Undecided(f"{each.path} is not written in Python")
@@ -70,18 +71,16 @@ class Signatures:
             if self.names.own(each, "__signature__"):
                 raise Undecided(f"{each.path} says itself what it takes")
             if self.names.own(each, "__new__") and new is None and not start:
-                node = self.own_function(each, "__new__", thing).node
+                function = self.own_function(each, "__new__", thing)
+                node = function.node
                 if node.args.vararg and node.args.kwarg:
                     takes_anything = True
                 else:
-                    new = self.of_method(
-                        self.own_function(each, "__new__", thing), line, position, complete, bound=True
-                    )
+                    new = self.of_function(function, line, complete, bound=True)
                     if not _makes_its_own(node):
                         return new  # an instance of another class, whose `__init__` Python leaves out
             if self.names.own(each, "__init__"):
-                function = self.own_function(each, "__init__", thing)
-                taken = self.of_method(function, line, position, complete, bound=True)
+                taken = self.of_function(self.own_function(each, "__init__", thing), line, complete, bound=True)
                 if new is not None and [p.name for p in new.parameters] != [p.name for p in taken.parameters]:
                     raise Undecided("its `__new__` and `__init__` differ")
                 return taken
@@ -102,28 +101,20 @@ class Signatures:
     ) -> Signature:
         """Return what a function takes.
 
+        A function that `**kwargs` hand on to is asked in turn, `super()` along the line of the class that is made.
+
         Args:
             line: of ancestors of the class that a method is called for; (): those of the class that has it.
             bound: without its first argument, as that of a class method always is.
         """
-        if thing.owner is not None and not line:
-            line, complete = self.names.line(thing.owner)
-        paths = [f"{each.path}.{thing.node.name}" for each in line]
-        position = paths.index(thing.path) if thing.path in paths else 0
-        is_method = thing.owner is not None and (bound or role_of_function(thing.node) == "classmethod")
-        return self.of_method(thing, list(line), position, complete, is_method)
-
-    def of_method(self, thing: Thing, line: list[Thing], position: int, complete: bool, bound: bool) -> Signature:
-        """Return what a function takes; `bound`: without its first argument.
-
-        A function that `**kwargs` hand on to is asked in turn, `super()` along the line of the class that is made.
-        """
-        if thing.live is not None:
-            return of_object(thing.live)
-        node = thing.node
-        role = role_of_function(node)
+        node, role = thing.node, role_of_function(thing.node)
         if role == "property":
             raise Undecided("it is a property")
+        if thing.owner is not None and not line:
+            line, complete = self.names.line(thing.owner)
+        paths = [f"{each.path}.{node.name}" for each in line]
+        position = paths.index(thing.path) if thing.path in paths else 0
+        bound = bound or (thing.owner is not None and role == "classmethod")
         frame = Frame(self.names.home(thing), None, node, tuple(line), complete, position, role == "staticmethod")
         extra = words_beside(self.names, node, Frame(frame.module))
         with self.names.asking(("method", thing.key, tuple(t.path for t in line[:1]))):
@@ -188,27 +179,24 @@ class Handed:
         return Signature(tuple(ordered), next(filter(None, why), None), variadic)
 
     def own(self) -> list[Parameter]:
-        arguments = self.node.args
+        arguments, frame = self.node.args, Frame(self.frame.module)
         positional = [*arguments.posonlyargs, *arguments.args]
-        defaults: list[ast.expr | None] = [*[None] * (len(positional) - len(arguments.defaults)), *arguments.defaults]
-        made = []
-        for number, (argument, default) in enumerate(zip(positional, defaults, strict=True)):
-            made.append(self.parameter(argument, default, True, number >= len(arguments.posonlyargs)))
-        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-            made.append(self.parameter(argument, default, False, True))
-        return made
-
-    def parameter(self, argument: ast.arg, default: ast.expr | None, position: bool, keyword_: bool) -> Parameter:
-        frame = Frame(self.frame.module)
-        return Parameter(
-            argument.arg,
-            position,
-            keyword_,
-            required=default is None,
-            default=UNKNOWN if default is None else plain(self.names, default, frame),
-            allowed=allowed(self.names, argument.annotation, frame),
-            annotation=None if argument.annotation is None else _written(argument.annotation),
-        )
+        without = [None] * (len(positional) - len(arguments.defaults))
+        defaults = [*without, *arguments.defaults, *arguments.kw_defaults]
+        return [
+            Parameter(
+                argument.arg,
+                position=number < len(positional),
+                keyword=number >= len(arguments.posonlyargs),
+                required=default is None,
+                default=UNKNOWN if default is None else plain(self.names, default, frame),
+                allowed=allowed(self.names, argument.annotation, frame),
+                annotation=None if argument.annotation is None else _written(argument.annotation),
+            )
+            for number, (argument, default) in enumerate(
+                zip([*positional, *arguments.kwonlyargs], defaults, strict=True)
+            )
+        ]
 
     def of_call(self, call: Call, sure: bool) -> tuple[Signature, bool]:
         """Return what a call still takes by `**kwargs`, and whether also by position, because it gets our `*args`."""
@@ -265,9 +253,8 @@ class Handed:
             return None
         if found.kind != "function" or not isinstance(found.node, Functions) or found.node.decorator_list:
             return None
-        arguments = found.node.args
-        positional = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
         if isinstance(place, int):
+            positional = positional_arguments(found.node)
             if place >= len(positional) or any(isinstance(a, ast.Starred) for a in call.args[:place]):
                 return None
             place = positional[place]

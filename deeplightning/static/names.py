@@ -389,7 +389,7 @@ class Names:
 
     def named(self, name: str, frame: Frame) -> Thing:
         if frame.function is not None:
-            local = self.locals(frame.function, frame.module)
+            local = self.scope_of(frame.function, frame.module)
             if name in local.rebound:
                 raise Undecided(f"`{name}` in {frame.function.name} is known only when it is run")
             if name in local.names:
@@ -439,7 +439,7 @@ class Names:
             above, whole = self.line(parent)
             complete = complete and whole
             parents.append(parent)
-            lines.append(list(above))
+            lines.append(above)
         merged = _merged([*lines, parents])
         if merged is None:
             complete = False
@@ -451,13 +451,11 @@ class Names:
         return thing.module
 
     def scope(self, thing: Thing) -> Scope:
-        if id(thing.node) not in self.scopes:
-            self.scopes[id(thing.node)] = Scope.of(thing.node.body, self.home(thing))
-        return self.scopes[id(thing.node)]
+        return self.scope_of(thing.node, self.home(thing))
 
-    def locals(self, node: Functions, module: Module) -> Scope:
+    def scope_of(self, node: ast.ClassDef | Functions, module: Module) -> Scope:
         if id(node) not in self.scopes:
-            self.scopes[id(node)] = Scope.of_function(node, module)
+            self.scopes[id(node)] = Scope.of(node, module)
         return self.scopes[id(node)]
 
     def own(self, thing: Thing, name: str) -> bool:
@@ -471,8 +469,7 @@ class Names:
         for each in line[start:]:
             if each.live is not None:
                 if name in vars(each.live):
-                    return Thing("function" if callable(getattr(each.live, name)) else "value", None, name,
-                                  owner=asked, live=getattr(each.live, name))  # fmt: skip
+                    return self.live(each.live, name, asked)
                 known += dir(each.live)
                 continue
             scope = self.scope(each)
@@ -619,14 +616,11 @@ def _is_there(top: str) -> bool:
 def _merged(lines: list[list[Thing]]) -> list[Thing] | None:
     """Merge lines of ancestors by C3; return None if the classes cannot be put in one order."""
     merged: list[Thing] = []
-    lines = [list(each) for each in lines if each]
-    while lines:
-        for each in lines:
-            head = each[0]
-            if not any(head.path == t.path for other in lines for t in other[1:]):
-                break
-        else:
+    while lines := [line for line in lines if line]:
+        later = {thing.path for line in lines for thing in line[1:]}
+        head = next((line[0] for line in lines if line[0].path not in later), None)
+        if head is None:
             return None
         merged.append(head)
-        lines = [rest for other in lines if (rest := other[1:] if other[0].path == head.path else other)]
+        lines = [line[1:] if line[0].path == head.path else line for line in lines]
     return merged

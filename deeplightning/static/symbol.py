@@ -125,9 +125,12 @@ def nominal(node: ast.expr, module: Module) -> str | None:
 _NOMINAL = {"typing", "typing_extensions", "collections", "dataclasses", "contextlib", "functools", "abc", "warnings"}
 
 
+def positional_arguments(function: Functions) -> list[str]:
+    return [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
+
+
 def first_argument(function: Functions) -> str | None:
-    arguments = [*function.args.posonlyargs, *function.args.args]
-    return arguments[0].arg if arguments else None
+    return next(iter(positional_arguments(function)), None)
 
 
 def inside(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
