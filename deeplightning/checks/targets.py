@@ -163,8 +163,8 @@ def _strategy(findings: Findings, engine: schema.Engine) -> None:
     """Compare `engine.params` with what the backend's strategy takes."""
     backend = schema.backend_of(engine) or ("ddp" if engine.processes > 1 else None)  # as it will be settled
     classes = strategy.classes_of(backend)
-    for wrong in strategy.misfits(backend, engine.params) if backend is not None else ():
-        findings.fault(wrong.message, f"engine.params.{wrong.key}", found=wrong.found, allowed=wrong.allowed)
+    if backend is not None:
+        findings.take(Verdict([*strategy.misfits(backend, engine.params)]))
     for param, value in engine.params.items() if classes else ():
         name, given = classes[0], 0
         if len(classes) > 1 and param not in findings.meanings.parameters(name):
