@@ -12,7 +12,7 @@ from typing import Any
 
 from deeplightning.checks import strategy
 from deeplightning.checks.signature_check import Meanings
-from deeplightning.config.schema import Config, Engine, Optimizer, Serve, Target, plain, value_at
+from deeplightning.config.schema import Config, Engine, Optimizer, Serve, Target, plain, value_at, with_keys
 from deeplightning.config.tree import line
 from deeplightning.engine.plan import world_size
 from deeplightning.faults import Fault, upwards
@@ -46,8 +46,7 @@ def leaves_processes_over(cfg: Config) -> bool:
 
 
 def optimizers_of(cfg: Config) -> list[Target]:
-    found = cfg.model.optimizer
-    return [o for o in (found.values() if isinstance(found, dict) else [found]) if o is not None]
+    return [optimizer for _, optimizer in with_keys(cfg.model.optimizer, "model.optimizer")]
 
 
 def uses_optimizer(cfg: Config, *names: str) -> bool:
@@ -72,8 +71,7 @@ def averages(cfg: Config) -> bool:
 
 
 def warms_up(cfg: Config) -> bool:
-    found = cfg.model.scheduler
-    return any(getattr(s, "warmup", 0.0) for s in (found.values() if isinstance(found, dict) else [found]))
+    return any(schedule.warmup for _, schedule in with_keys(cfg.model.scheduler, "model.scheduler"))
 
 
 def clips_by(cfg: Config, algorithm: str) -> bool:

@@ -11,9 +11,9 @@ from typing import Any
 
 from deeplightning.checks.allowed import describe, key_elsewhere, known_elsewhere, literals_of, options_of, suggestion
 from deeplightning.checks.report import Findings
-from deeplightning.checks.targets import note_inside, note_target, with_keys
+from deeplightning.checks.targets import note_inside, note_target
 from deeplightning.config import other_tools, plugins, schema
-from deeplightning.config.schema import Target
+from deeplightning.config.schema import Target, with_keys
 from deeplightning.config.tree import Entry, KeyPath, kind, nodes, plain, scalar
 from deeplightning.faults import nearest, not_installed, plugin_of
 

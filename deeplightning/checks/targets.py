@@ -12,7 +12,7 @@ from deeplightning.checks.report import Findings
 from deeplightning.checks.signature_check import Meanings, Verdict, judge
 from deeplightning.config import schema
 from deeplightning.config.auto_values import BALANCED, DECLARED, LISTS, WEIGHTS
-from deeplightning.config.schema import Config, Target
+from deeplightning.config.schema import Config, Target, with_keys
 from deeplightning.config.section_kinds import HOOK, no_part, role_of
 from deeplightning.config.target import build, is_reference, is_target
 from deeplightning.config.tree import Entry, KeyPath, plain
@@ -282,10 +282,3 @@ def _pattern(findings: Findings, text: str, key: str) -> None:
         re.compile(text)
     except (re.error, TypeError, RecursionError, OverflowError) as error:
         findings.fault(f"must be a regular expression, not {text!r:.60}: {error}", key, found=repr(text)[:60])
-
-
-def with_keys(targets: object, key: str) -> list[tuple[str, Any]]:
-    """Return the targets of a key that takes one or several by name, each with its own key."""
-    if isinstance(targets, dict):
-        return [(f"{key}.{name}", target) for name, target in targets.items() if isinstance(target, Target)]
-    return [(key, targets)] if isinstance(targets, Target) else []

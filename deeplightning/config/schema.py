@@ -319,6 +319,13 @@ def value_at(section: Section, key: str) -> Any:
     return found
 
 
+def with_keys(targets: object, key: str) -> list[tuple[str, Any]]:
+    """Return the targets of a key that takes one or several by name, each with its own key."""
+    if isinstance(targets, dict):
+        return [(f"{key}.{name}", target) for name, target in targets.items() if isinstance(target, Target)]
+    return [(key, targets)] if isinstance(targets, Target) else []
+
+
 def backend_of(engine: Engine) -> Backend | None:
     """Return the present name of an `engine.backend`."""
     return BACKENDS.get(engine.backend or "", engine.backend)
