@@ -11,6 +11,7 @@ from typing import Any
 
 from deeplightning.checks.allowed import describe, key_elsewhere, known_elsewhere, literals_of, options_of, suggestion
 from deeplightning.checks.report import Findings
+from deeplightning.checks.signature_check import is_kind_of
 from deeplightning.checks.targets import note_inside, note_target
 from deeplightning.config import other_tools, plugins, schema
 from deeplightning.config.schema import Target, with_keys
@@ -142,19 +143,8 @@ def _fit(
     value, origin = entry.value, typing.get_origin(option)
     if option is Any:
         return True, plain(entry)
-    if option is type(None):
-        return value is None, None
     if origin is typing.Literal:
         return any(value == word and type(value) is type(word) for word in typing.get_args(option)), value
-    if option is float:
-        return isinstance(value, int | float) and not isinstance(value, bool), value
-    if option is int:
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        return whole, value
-    if option in (str, bool):
-        if option is str and isinstance(value, str) and value.startswith("~/"):
-            value = str(Path(value).expanduser())
-        return isinstance(value, option), value
     if origin is list:
         if not isinstance(value, list):
             return False, _BAD
@@ -162,24 +152,21 @@ def _fit(
         items = [_value(findings, inner, item, f"{key}.{n}", (*path, n)) for n, item in enumerate(value)]
         return True, _BAD if any(item is _BAD for item in items) else items
     if origin is dict:
-        return _mapping(findings, option, entry, key, path)
+        _, inner = typing.get_args(option)
+        if not isinstance(value, dict):
+            return (True, {}) if value is None and inner is Any else (False, _BAD)
+        made = {name: _value(findings, inner, item, f"{key}.{name}", (*path, name)) for name, item in value.items()}
+        return True, _BAD if any(item is _BAD for item in made.values()) else made
     assert isinstance(option, type)
-    assert is_dataclass(option)
+    if not is_dataclass(option):
+        if option is str and isinstance(value, str) and value.startswith("~/"):
+            value = str(Path(value).expanduser())
+        return is_kind_of(value, option), value
     if not isinstance(value, dict) and (one_of_several or value is not None):
         return False, _BAD
     if one_of_several and issubclass(option, Target) and _are_named(entry, option):
         return False, _BAD
     return True, read_section(findings, option, entry, key, path)
-
-
-def _mapping(findings: Findings, option: object, entry: Entry, key: str, path: KeyPath) -> tuple[bool, object]:
-    _, inner = typing.get_args(option)
-    if entry.value is None and inner is Any:
-        return True, {}
-    if not isinstance(entry.value, dict):
-        return False, _BAD
-    items = {name: _value(findings, inner, item, f"{key}.{name}", (*path, name)) for name, item in entry.value.items()}
-    return True, _BAD if any(item is _BAD for item in items.values()) else items
 
 
 _BAD: object = object()
