@@ -80,8 +80,7 @@ def clips_by(cfg: Config, algorithm: str) -> bool:
 
 
 def clips_by_other_norm(cfg: Config) -> bool:
-    clip = cfg.train.gradient_clip
-    return clip is not None and clip.algorithm == "norm" and clip.norm_type != 2
+    return clips_by(cfg, "norm") and value_at(cfg, "train.gradient_clip.norm_type") != 2
 
 
 def names_another_stage(cfg: Config, asked: Engine) -> bool:

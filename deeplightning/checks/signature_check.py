@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from deeplightning.config import other_tools
 from deeplightning.config.section_kinds import KINDS, REMOVED_HOOKS, is_bound, misfit, no_part
 from deeplightning.config.target import find, is_reference, is_target, path_of, signature_of
+from deeplightning.config.tree import Entry, kind
 from deeplightning.faults import Fault, nearest
 from deeplightning.static.signature import (
     Built,
@@ -321,11 +322,7 @@ _REMEDY = ", and params are given by name: remove the `/` from its signature"
 
 
 def _show(value: object) -> str:
-    if isinstance(value, str):
-        return f"the text {value[:60]!r}" + ("…" if len(value) > 60 else "")
-    if isinstance(value, Mapping):
-        return "a mapping"
-    return str(value).lower() if isinstance(value, bool) else repr(value)[:80]
+    return kind(Entry(value, "")) if isinstance(value, str | dict | bool) else repr(value)[:80]
 
 
 # ---- a plain value against what its parameter allows
