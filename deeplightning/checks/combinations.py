@@ -70,17 +70,9 @@ def averages(cfg: Config) -> bool:
     return "train" in cfg.stages and any(isinstance(c, Target) and c.type == EMA for c in cfg.train.callbacks)
 
 
-def warms_up(cfg: Config) -> bool:
-    return any(schedule.warmup for _, schedule in with_keys(cfg.model.scheduler, "model.scheduler"))
-
-
 def clips_by(cfg: Config, algorithm: str) -> bool:
     clip = cfg.train.gradient_clip
     return clip is not None and clip.algorithm == algorithm
-
-
-def clips_by_other_norm(cfg: Config) -> bool:
-    return clips_by(cfg, "norm") and value_at(cfg, "train.gradient_clip.norm_type") != 2
 
 
 def names_another_stage(cfg: Config, asked: Engine) -> bool:
@@ -170,7 +162,7 @@ RULES = [
         "`warmup`, DeepSpeed",
         "DeepSpeed steps the optimizer itself, at a rate that cannot be scaled for one step",
         "set a schedule that warms up, such as OneCycleLR, or use fsdp or ddp",
-        lambda cfg, asked: uses_deepspeed(asked) and warms_up(cfg),
+        lambda cfg, asked: uses_deepspeed(asked) and any(s.warmup for _, s in with_keys(cfg.model.scheduler, "")),
     ),
     Rule(
         "logger.gradient_norm",
@@ -184,7 +176,9 @@ RULES = [
         "clip by another norm than 2, DeepSpeed or fsdp",
         "it knows the second norm only, and would ignore this one",
         "set `train.gradient_clip.norm_type=2`",
-        lambda cfg, asked: is_sharded(asked) and clips_by_other_norm(cfg),
+        lambda cfg, asked: (
+            is_sharded(asked) and clips_by(cfg, "norm") and value_at(cfg, "train.gradient_clip.norm_type") != 2
+        ),
     ),
     Rule(
         "model.optimizer",

@@ -54,7 +54,8 @@ def rates_without_effect(cfg: Config, searched: Collection[str] = ()) -> Iterato
     """
     if "train" not in cfg.stages:
         return
-    if cfg.model.optimizer is not None and _ignores_config(cfg):
+    task = Meanings().known(cfg.model.module.type)
+    if cfg.model.optimizer is not None and task is not None and task.ignores_config():
         text = f"model.optimizer has no effect: {cfg.model.module.type} does not read its config"
         yield Notice(text, key="model.optimizer")
         return
@@ -94,12 +95,6 @@ def proposals(cfg: Config, asked: Engine) -> Iterator[Notice]:
             "48 %, and saw 8,825 pictures/s instead of 8,483, since launches bound it"
         )
         yield Notice(f"{' and '.join(words)} may be faster; {measured}", unasked=False)
-
-
-def _ignores_config(cfg: Config) -> bool:
-    """Return whether the task does not read the config, as far as its source tells."""
-    task = Meanings().known(cfg.model.module and cfg.model.module.type)
-    return task is not None and task.ignores_config()
 
 
 def _has_convolutions(cfg: Config) -> bool:

@@ -5,7 +5,7 @@ What does not fit becomes a fault; its place is taken by the default or None, an
 
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, is_dataclass
+from dataclasses import MISSING, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from deeplightning.checks.report import Findings
 from deeplightning.checks.signature_check import is_kind_of
 from deeplightning.checks.targets import note_inside, note_target
 from deeplightning.config import other_tools, plugins, schema
-from deeplightning.config.schema import Target, with_keys
+from deeplightning.config.schema import Target, value_at, with_keys
 from deeplightning.config.tree import Entry, KeyPath, kind, nodes, plain, scalar
 from deeplightning.faults import nearest, not_installed, plugin_of
 
@@ -39,7 +39,9 @@ def read_section(findings: Findings, cls: type, entry: Entry, key: str, path: Ke
     if len(unknown) > MAX_UNKNOWN:
         message = f"{len(unknown)} unknown keys, such as {unknown[0]}; is this a config? Known here: {', '.join(known)}"
         findings.fault(message, key, entry.value[unknown[0]].place)
-        return None
+        if not key:
+            return None
+        entry = replace(entry, value={name: item for name, item in entry.value.items() if name in known})
     for name, item in entry.value.items():
         here = prefix + name
         if name in known:
@@ -184,12 +186,10 @@ def _are_named(entry: Entry, cls: type) -> bool:
 
 def contradictions(findings: Findings, config: schema.Config) -> None:
     """Report keys that are each right and wrong together."""
-    train, data = config.train, config.data or schema.Data(module=_NONE, batch_size=1)
-    model = config.model or schema.Model(module=_NONE, optimizer=None)
-    gpus = config.engine.gpus if config.engine is not None else None
+    train, gpus = config.train, config.engine.gpus
     if isinstance(gpus, list):
         _devices(findings, gpus)
-    name = config.logger.params.get("experiment_name") if config.logger is not None else None
+    name = config.logger.params.get("experiment_name")
     if isinstance(name, str) and not name.strip() and config.logger.type.lower().endswith(".mlflowlogger"):
         message = "is empty; give the experiment a name, or remove the key, which means Default"
         findings.fault(message, "logger.params.experiment_name", found=repr(name), allowed="a name")
@@ -198,12 +198,13 @@ def contradictions(findings: Findings, config: schema.Config) -> None:
     if "train" in config.stages:
         if train.num_epochs is None and train.max_steps is None:
             findings.fault("missing: say how long to train, for example `num_epochs: 10`", "train.num_epochs")
-        for key, _ in with_keys(model.optimizer, "model.optimizer"):
+        for key, _ in with_keys(value_at(config, "model.optimizer"), "model.optimizer"):
             if f"{key}.params" not in findings.places:
                 findings.fault("missing: the optimizer's settings, for example `params: {lr: 0.01}`", f"{key}.params")
-    if data.num_splits is not None and data.num_splits < 2:
-        message = f"must be at least 2, not {data.num_splits}; with 10, one tenth of the training set validates"
-        findings.fault(message, "data.num_splits", found=str(data.num_splits), allowed="at least 2")
+    splits = value_at(config, "data.num_splits")
+    if splits is not None and splits < 2:
+        message = f"must be at least 2, not {splits}; with 10, one tenth of the training set validates"
+        findings.fault(message, "data.num_splits", found=str(splits), allowed="at least 2")
     for key, number in (
         ("train.val_every_n_epoch", train.val_every_n_epoch),
         ("train.checkpoint.every_n_epochs", train.checkpoint.every_n_epochs),
@@ -232,6 +233,3 @@ def _devices(findings: Findings, gpus: list[int | str]) -> None:
         findings.wrong("different device ids", gpus, "engine.gpus")
     elif ids and len(ids) < len(gpus):
         findings.wrong("either indexes or ids, not both", gpus, "engine.gpus")
-
-
-_NONE = Target(type="none.none")

@@ -122,7 +122,8 @@ def note_inside(findings: Findings, entry: Entry, key: str, path: KeyPath, wante
             note_target(findings, entry.value["type"].value, entry, key, path, wanted)
             return
         if is_reference(plain(entry)):
-            _note_reference(findings, entry.value["ref"], key)
+            ref = entry.value["ref"]
+            findings.targets.append(lambda: findings.meaning(ref.value, f"{key}.ref", ref.place))
             return
         for name in {"_target_", "class_path"} & set(entry.value):  # it would stay a mapping
             if "." in str(entry.value[name].value):
@@ -135,10 +136,6 @@ def note_inside(findings: Findings, entry: Entry, key: str, path: KeyPath, wante
             note_inside(findings, item, f"{key}.{number}", (*path, number), of_one)
 
 
-def _note_reference(findings: Findings, entry: Entry, key: str) -> None:
-    findings.targets.append(lambda: findings.meaning(entry.value, f"{key}.ref", entry.place))
-
-
 def compare(findings: Findings, config: Config) -> None:
     """Compare what the config names with what is there."""
     task = Meanings().known(config.model and config.model.module and config.model.module.type)
@@ -147,15 +144,14 @@ def compare(findings: Findings, config: Config) -> None:
     for compare in findings.targets:
         compare()
     _resolvers(findings, config.resolvers or {})
-    if config.engine is not None:
-        _strategy(findings, config.engine)
-        _hook(findings, config.engine.setup_hook)
+    _strategy(findings, config.engine)
+    _hook(findings, config.engine.setup_hook)
     if config.data is not None:
         _loader(findings, config.data.loader)
     if config.model is not None:
         _networks(findings, config.model)
         _groups(findings, config.model)
-        if config.train is not None and "train" in config.stages:
+        if "train" in config.stages:
             _rates(findings, config.model)
 
 
