@@ -17,9 +17,6 @@ from deeplightning.config.tree import line
 from deeplightning.engine.plan import world_size
 from deeplightning.faults import Fault, upwards
 
-Broken = Callable[[Config, Engine], bool]
-
-
 # ---- what the rules ask
 
 
@@ -136,7 +133,7 @@ class Rule:
     when: str
     why: str
     remedy: str
-    broken: Broken
+    broken: Callable[[Config, Engine], bool]
     other: str = "engine.backend"
     exit_code: int = 2
     at_start: bool = False

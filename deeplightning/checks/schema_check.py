@@ -99,14 +99,14 @@ def _value(
             return made
     allowed = describe(hint)
     found, near = kind(entry), ""
-    if findings.secrets.text_of(path) is not None:
-        found = f"what {findings.secrets.text_of(path)} gives"
-    elif isinstance(value, str):
-        near = nearest(value, [str(word) for word in literals_of(options)])
-        if key == "engine.gpus" and value.startswith(("GPU-", "MIG-")):
-            near = f" Did you mean [{value}]?"
-    if not findings.secrets.text_of(path):
-        near = suggestion(key, value, options) or near
+    if (written := findings.secrets.text_of(path)) is not None:
+        found = f"what {written} gives"
+    else:
+        near = suggestion(key, value, options)
+        if not near and isinstance(value, str):
+            near = nearest(value, [str(word) for word in literals_of(options)])
+            if key == "engine.gpus" and value.startswith(("GPU-", "MIG-")):
+                near = f" Did you mean [{value}]?"
         _foreign(findings, entry, key)
     findings.wrong(allowed, found, key, entry.place, near)
     return _BAD

@@ -65,18 +65,16 @@ def note_target(
         paths = {p: (*path, "params", p) for p in items}
         secrets = findings.secrets
         hidden = {p: secrets.text_of(at) or items[p].written or "" for p, at in paths.items() if secrets.is_word(at)}
-        given = GIVEN.get(role or key, 0)
         values = GIVEN_BY_NAME.get(key, {}) | GIVEN_BY_NAME.get(name, {}) | values
-        called_with = findings.loss_arguments if role == "model.loss" else None
         verdict = judge(
             findings.meanings,
             name,
             values,
             key,
             role=role,
-            given=given,
+            given=GIVEN.get(role or key, 0),
             hidden=hidden,
-            called_with=called_with,
+            called_with=findings.loss_arguments,
             wanted=wanted,
         )
         findings.take(verdict)
