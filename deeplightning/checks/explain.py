@@ -163,8 +163,7 @@ def _documentation(
             rows.append(("meaning", words))
         default = "none, it must be given" if parameter.required else parameter.default
         rows.append(("default", str(default) if parameter.required or default is UNKNOWN else line(default)))
-        rows.append(("taken by", str(owner)))
-    elif owner:
+    if field is None and owner:
         rows.append(("taken by", str(owner)))
     return rows
 

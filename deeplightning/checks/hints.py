@@ -54,7 +54,7 @@ def rates_without_effect(cfg: Config, searched: Collection[str] = ()) -> Iterato
     """
     if "train" not in cfg.stages:
         return
-    task = Meanings().known(cfg.model.module.type)
+    task = Meanings().known(cfg.model.module and cfg.model.module.type)
     if cfg.model.optimizer is not None and task is not None and task.ignores_config():
         text = f"model.optimizer has no effect: {cfg.model.module.type} does not read its config"
         yield Notice(text, key="model.optimizer")
