@@ -5,7 +5,7 @@ What does not fit becomes a fault; its place is taken by the default or None, an
 
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, is_dataclass, replace
+from dataclasses import MISSING, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,7 @@ def read_section(findings: Findings, cls: type, entry: Entry, key: str, path: Ke
     if len(unknown) > MAX_UNKNOWN:
         message = f"{len(unknown)} unknown keys, such as {unknown[0]}; is this a config? Known here: {', '.join(known)}"
         findings.fault(message, key, entry.value[unknown[0]].place)
-        if not key:
-            return None
-        entry = replace(entry, value={name: item for name, item in entry.value.items() if name in known})
+        return None
     for name, item in entry.value.items():
         here = prefix + name
         if name in known:
@@ -168,7 +166,8 @@ def _fit(
         return False, _BAD
     if one_of_several and issubclass(option, Target) and _are_named(entry, option):
         return False, _BAD
-    return True, read_section(findings, option, entry, key, path)
+    section = read_section(findings, option, entry, key, path)
+    return True, _BAD if section is None else section
 
 
 _BAD: object = object()

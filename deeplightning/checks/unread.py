@@ -8,7 +8,7 @@ from deeplightning.config import schema
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.source import Source
 from deeplightning.config.tree import nodes
-from deeplightning.faults import Notice, nearest
+from deeplightning.faults import Notice, nearest, upwards
 from deeplightning.static.signature import Parameter, Undecided
 
 _READ = {
@@ -32,7 +32,7 @@ def check_sections(findings: Findings, config: Config, source: Source) -> None:
             continue
         required, module = f"{name}.{_REQUIRED[name]}", section.module
         try:
-            is_right = module is not None and f"{name}.module.type" not in findings.answered
+            is_right = module is not None and findings.answered.isdisjoint(upwards(f"{name}.module.type"))
             signature = findings.meanings.signature(module.type) if is_right else None
         except Undecided as why:
             if required not in findings.places:
