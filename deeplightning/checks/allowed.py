@@ -7,6 +7,7 @@ from dataclasses import MISSING, is_dataclass
 from typing import Any
 
 from deeplightning.checks.report import Findings
+from deeplightning.checks.signature_check import SIMPLE
 from deeplightning.config import other_tools, schema
 from deeplightning.config.plugins import config_class
 from deeplightning.config.schema import Target
@@ -62,16 +63,13 @@ def literals_of(options: list[object]) -> list[object]:
     return [word for o in options if typing.get_origin(o) is typing.Literal for word in typing.get_args(o)]
 
 
-def _words(option: object) -> str:
+def _words(option: Any) -> str:
     """Return what a type allows, in words."""
-    simple = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
-    if option in simple:
-        return simple[option]
-    origin = typing.get_origin(option)
+    origin, simple = typing.get_origin(option), SIMPLE | {type(None): "null"}
+    if (kind := origin or option) in simple:
+        return simple[kind]
     if origin is typing.Literal:
         return "one of " + ", ".join(map(str, typing.get_args(option)))
-    if origin is list:
-        return "a list"
     if origin is dict:
         return "a mapping of names" if typing.get_args(option)[1] is not Any else "a mapping"
     if isinstance(option, type) and issubclass(option, Target):

@@ -12,13 +12,10 @@ from typing import Any
 
 from deeplightning.checks import strategy
 from deeplightning.checks.signature_check import Meanings
-from deeplightning.config.schema import Config, Engine, Optimizer, Serve, Target, plain, value_at
+from deeplightning.config.schema import Config, Engine, Optimizer, Serve, Target, plain, value_at, with_keys
 from deeplightning.config.tree import line
 from deeplightning.engine.plan import world_size
 from deeplightning.faults import Fault, upwards
-
-Broken = Callable[[Config, Engine], bool]
-
 
 # ---- what the rules ask
 
@@ -46,8 +43,7 @@ def leaves_processes_over(cfg: Config) -> bool:
 
 
 def optimizers_of(cfg: Config) -> list[Target]:
-    found = cfg.model.optimizer
-    return [o for o in (found.values() if isinstance(found, dict) else [found]) if o is not None]
+    return [optimizer for _, optimizer in with_keys(cfg.model.optimizer, "model.optimizer")]
 
 
 def uses_optimizer(cfg: Config, *names: str) -> bool:
@@ -71,19 +67,9 @@ def averages(cfg: Config) -> bool:
     return "train" in cfg.stages and any(isinstance(c, Target) and c.type == EMA for c in cfg.train.callbacks)
 
 
-def warms_up(cfg: Config) -> bool:
-    found = cfg.model.scheduler
-    return any(getattr(s, "warmup", 0.0) for s in (found.values() if isinstance(found, dict) else [found]))
-
-
 def clips_by(cfg: Config, algorithm: str) -> bool:
     clip = cfg.train.gradient_clip
     return clip is not None and clip.algorithm == algorithm
-
-
-def clips_by_other_norm(cfg: Config) -> bool:
-    clip = cfg.train.gradient_clip
-    return clip is not None and clip.algorithm == "norm" and clip.norm_type != 2
 
 
 def names_another_stage(cfg: Config, asked: Engine) -> bool:
@@ -147,7 +133,7 @@ class Rule:
     when: str
     why: str
     remedy: str
-    broken: Broken
+    broken: Callable[[Config, Engine], bool]
     other: str = "engine.backend"
     exit_code: int = 2
     at_start: bool = False
@@ -173,7 +159,7 @@ RULES = [
         "`warmup`, DeepSpeed",
         "DeepSpeed steps the optimizer itself, at a rate that cannot be scaled for one step",
         "set a schedule that warms up, such as OneCycleLR, or use fsdp or ddp",
-        lambda cfg, asked: uses_deepspeed(asked) and warms_up(cfg),
+        lambda cfg, asked: uses_deepspeed(asked) and any(s.warmup for _, s in with_keys(cfg.model.scheduler, "")),
     ),
     Rule(
         "logger.gradient_norm",
@@ -187,7 +173,9 @@ RULES = [
         "clip by another norm than 2, DeepSpeed or fsdp",
         "it knows the second norm only, and would ignore this one",
         "set `train.gradient_clip.norm_type=2`",
-        lambda cfg, asked: is_sharded(asked) and clips_by_other_norm(cfg),
+        lambda cfg, asked: (
+            is_sharded(asked) and clips_by(cfg, "norm") and value_at(cfg, "train.gradient_clip.norm_type") != 2
+        ),
     ),
     Rule(
         "model.optimizer",

@@ -51,7 +51,7 @@ def examine(
     cfg = report.config
     if cfg is not None and report.source is not None:
         cfg.written = (report.source.names, report.source.changes())
-    if cfg is None or None in (cfg.engine, cfg.data, cfg.model, cfg.train, cfg.logger):
+    if cfg is None or None in (cfg.data, cfg.model):
         return report  # a section is no mapping: there is nothing to settle
     asked = replace(cfg.engine, backend=backend_of(cfg.engine))
     settled, lacking = settle(cfg)
@@ -220,7 +220,7 @@ def _compare(report: Report, source: Source, importing: bool) -> None:
         with _variables(config.engine.env if findings.meanings.importing else {}):  # libraries read them when imported
             compare(findings, config)
             check_sections(findings, config, source)
-            if config.model is not None and config.train is not None and "train" in config.stages:
+            if config.model is not None and "train" in config.stages:
                 check_monitors(findings, config)
                 settle_modes(findings, config)
     meant = findings.meant

@@ -73,31 +73,21 @@ def show(text: str, indent: int | None = None) -> None:
 
 def _lines(report: Report, path: KeyPath, value: object, indent: str = "", before: str = "") -> Iterator[str]:
     """Write YAML with one leaf per line, followed by the place that set it."""
-    if isinstance(value, dict) and value:
-        for name, item in value.items():
-            here, word = (*path, name), line(name)
-            if isinstance(item, dict | list) and item:
-                yield f"{before or indent}{word}:"
-                yield from _lines(report, here, item, indent + "  ")
-            else:
-                yield _beside(
-                    f"{before or indent}{word}: {line(item)}", origin(report, here) + _spread(report, here, item)
-                )
-            before = ""
-    elif isinstance(value, list) and value:
+    if not (isinstance(value, dict | list) and value):
+        text = f"{before or indent}{line(value)}"
+        yield f"{text.ljust(COLUMN)}  # {printable(origin(report, path) + _spread(report, path, value))}"
+    elif isinstance(value, list):
         for number, item in enumerate(value):
-            here = (*path, number)
-            if isinstance(item, dict | list) and item:
-                yield from _lines(report, here, item, indent + "  ", f"{before or indent}- ")
-            else:
-                yield _beside(f"{before or indent}- {line(item)}", origin(report, here))
+            yield from _lines(report, (*path, number), item, indent + "  ", f"{before or indent}- ")
             before = ""
     else:
-        yield _beside(indent + line(value), origin(report, path))
-
-
-def _beside(text: str, place: str) -> str:
-    return f"{text.ljust(COLUMN)}  # {printable(place)}"
+        for name, item in value.items():
+            start = f"{before or indent}{line(name)}:"
+            is_whole = isinstance(item, dict | list) and item
+            if is_whole:
+                yield start
+            yield from _lines(report, (*path, name), item, indent + "  ", "" if is_whole else f"{start} ")
+            before = ""
 
 
 def _spread(report: Report, path: KeyPath, value: Any) -> str:
@@ -173,8 +163,7 @@ def _documentation(
             rows.append(("meaning", words))
         default = "none, it must be given" if parameter.required else parameter.default
         rows.append(("default", str(default) if parameter.required or default is UNKNOWN else line(default)))
-        rows.append(("taken by", str(owner)))
-    elif owner:
+    if field is None and owner:
         rows.append(("taken by", str(owner)))
     return rows
 

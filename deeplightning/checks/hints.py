@@ -6,9 +6,8 @@ from pathlib import Path
 
 from deeplightning.checks.combinations import is_sharded, optimizers_of, uses_deepspeed
 from deeplightning.checks.signature_check import Meanings
-from deeplightning.checks.targets import with_keys
 from deeplightning.config.auto_values import BALANCED, WEIGHT, unfilled
-from deeplightning.config.schema import Config, Engine
+from deeplightning.config.schema import Config, Engine, with_keys
 from deeplightning.faults import Notice
 
 # A ViT-L/16 in bf16 with batches of 64; benchmarks/gpu.md has the table.
@@ -55,7 +54,8 @@ def rates_without_effect(cfg: Config, searched: Collection[str] = ()) -> Iterato
     """
     if "train" not in cfg.stages:
         return
-    if cfg.model.optimizer is not None and _ignores_config(cfg):
+    task = Meanings().known(cfg.model.module and cfg.model.module.type)
+    if cfg.model.optimizer is not None and task is not None and task.ignores_config():
         text = f"model.optimizer has no effect: {cfg.model.module.type} does not read its config"
         yield Notice(text, key="model.optimizer")
         return
@@ -97,17 +97,10 @@ def proposals(cfg: Config, asked: Engine) -> Iterator[Notice]:
         yield Notice(f"{' and '.join(words)} may be faster; {measured}", unasked=False)
 
 
-def _ignores_config(cfg: Config) -> bool:
-    """Return whether the task does not read the config, as far as its source tells."""
-    task = Meanings().known(cfg.model.module and cfg.model.module.type)
-    return task is not None and task.ignores_config()
-
-
 def _has_convolutions(cfg: Config) -> bool:
     """Return whether the source of a network speaks of convolutions of pictures."""
-    found = cfg.model.network
-    for target in found.values() if isinstance(found, dict) else [found]:
-        file = getattr(Meanings().known(target and target.type), "file", None)
+    for _, target in with_keys(cfg.model.network, "model.network"):
+        file = getattr(Meanings().known(target.type), "file", None)
         with contextlib.suppress(OSError):
             if file is not None and any(word in Path(file).read_bytes() for word in (b"Conv2d", b"ConvTranspose2d")):
                 return True

@@ -6,8 +6,7 @@ from typing import Any
 
 from deeplightning.checks.report import Findings
 from deeplightning.checks.signature_check import Meanings
-from deeplightning.checks.targets import with_keys
-from deeplightning.config.schema import Config, Mode, Model, Target
+from deeplightning.config.schema import Config, Mode, Model, Target, with_keys
 from deeplightning.faults import Notice, nearest, upwards
 from deeplightning.static.signature import Undecided
 from deeplightning.words import stage_of

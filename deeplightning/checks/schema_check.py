@@ -11,9 +11,10 @@ from typing import Any
 
 from deeplightning.checks.allowed import describe, key_elsewhere, known_elsewhere, literals_of, options_of, suggestion
 from deeplightning.checks.report import Findings
-from deeplightning.checks.targets import note_inside, note_target, with_keys
+from deeplightning.checks.signature_check import is_kind_of
+from deeplightning.checks.targets import note_inside, note_target
 from deeplightning.config import other_tools, plugins, schema
-from deeplightning.config.schema import Target
+from deeplightning.config.schema import Target, value_at, with_keys
 from deeplightning.config.tree import Entry, KeyPath, kind, nodes, plain, scalar
 from deeplightning.faults import nearest, not_installed, plugin_of
 
@@ -96,14 +97,14 @@ def _value(
             return made
     allowed = describe(hint)
     found, near = kind(entry), ""
-    if findings.secrets.text_of(path) is not None:
-        found = f"what {findings.secrets.text_of(path)} gives"
-    elif isinstance(value, str):
-        near = nearest(value, [str(word) for word in literals_of(options)])
-        if key == "engine.gpus" and value.startswith(("GPU-", "MIG-")):
-            near = f" Did you mean [{value}]?"
-    if not findings.secrets.text_of(path):
-        near = suggestion(key, value, options) or near
+    if (written := findings.secrets.text_of(path)) is not None:
+        found = f"what {written} gives"
+    else:
+        near = suggestion(key, value, options)
+        if not near and isinstance(value, str):
+            near = nearest(value, [str(word) for word in literals_of(options)])
+            if key == "engine.gpus" and value.startswith(("GPU-", "MIG-")):
+                near = f" Did you mean [{value}]?"
         _foreign(findings, entry, key)
     findings.wrong(allowed, found, key, entry.place, near)
     return _BAD
@@ -142,19 +143,8 @@ def _fit(
     value, origin = entry.value, typing.get_origin(option)
     if option is Any:
         return True, plain(entry)
-    if option is type(None):
-        return value is None, None
     if origin is typing.Literal:
         return any(value == word and type(value) is type(word) for word in typing.get_args(option)), value
-    if option is float:
-        return isinstance(value, int | float) and not isinstance(value, bool), value
-    if option is int:
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        return whole, value
-    if option in (str, bool):
-        if option is str and isinstance(value, str) and value.startswith("~/"):
-            value = str(Path(value).expanduser())
-        return isinstance(value, option), value
     if origin is list:
         if not isinstance(value, list):
             return False, _BAD
@@ -162,24 +152,22 @@ def _fit(
         items = [_value(findings, inner, item, f"{key}.{n}", (*path, n)) for n, item in enumerate(value)]
         return True, _BAD if any(item is _BAD for item in items) else items
     if origin is dict:
-        return _mapping(findings, option, entry, key, path)
+        _, inner = typing.get_args(option)
+        if not isinstance(value, dict):
+            return (True, {}) if value is None and inner is Any else (False, _BAD)
+        made = {name: _value(findings, inner, item, f"{key}.{name}", (*path, name)) for name, item in value.items()}
+        return True, _BAD if any(item is _BAD for item in made.values()) else made
     assert isinstance(option, type)
-    assert is_dataclass(option)
+    if not is_dataclass(option):
+        if option is str and isinstance(value, str) and value.startswith("~/"):
+            value = str(Path(value).expanduser())
+        return is_kind_of(value, option), value
     if not isinstance(value, dict) and (one_of_several or value is not None):
         return False, _BAD
     if one_of_several and issubclass(option, Target) and _are_named(entry, option):
         return False, _BAD
-    return True, read_section(findings, option, entry, key, path)
-
-
-def _mapping(findings: Findings, option: object, entry: Entry, key: str, path: KeyPath) -> tuple[bool, object]:
-    _, inner = typing.get_args(option)
-    if entry.value is None and inner is Any:
-        return True, {}
-    if not isinstance(entry.value, dict):
-        return False, _BAD
-    items = {name: _value(findings, inner, item, f"{key}.{name}", (*path, name)) for name, item in entry.value.items()}
-    return True, _BAD if any(item is _BAD for item in items.values()) else items
+    section = read_section(findings, option, entry, key, path)
+    return True, _BAD if section is None else section
 
 
 _BAD: object = object()
@@ -197,12 +185,10 @@ def _are_named(entry: Entry, cls: type) -> bool:
 
 def contradictions(findings: Findings, config: schema.Config) -> None:
     """Report keys that are each right and wrong together."""
-    train, data = config.train, config.data or schema.Data(module=_NONE, batch_size=1)
-    model = config.model or schema.Model(module=_NONE, optimizer=None)
-    gpus = config.engine.gpus if config.engine is not None else None
+    train, gpus = config.train, config.engine.gpus
     if isinstance(gpus, list):
         _devices(findings, gpus)
-    name = config.logger.params.get("experiment_name") if config.logger is not None else None
+    name = config.logger.params.get("experiment_name")
     if isinstance(name, str) and not name.strip() and config.logger.type.lower().endswith(".mlflowlogger"):
         message = "is empty; give the experiment a name, or remove the key, which means Default"
         findings.fault(message, "logger.params.experiment_name", found=repr(name), allowed="a name")
@@ -211,12 +197,13 @@ def contradictions(findings: Findings, config: schema.Config) -> None:
     if "train" in config.stages:
         if train.num_epochs is None and train.max_steps is None:
             findings.fault("missing: say how long to train, for example `num_epochs: 10`", "train.num_epochs")
-        for key, _ in with_keys(model.optimizer, "model.optimizer"):
+        for key, _ in with_keys(value_at(config, "model.optimizer"), "model.optimizer"):
             if f"{key}.params" not in findings.places:
                 findings.fault("missing: the optimizer's settings, for example `params: {lr: 0.01}`", f"{key}.params")
-    if data.num_splits is not None and data.num_splits < 2:
-        message = f"must be at least 2, not {data.num_splits}; with 10, one tenth of the training set validates"
-        findings.fault(message, "data.num_splits", found=str(data.num_splits), allowed="at least 2")
+    splits = value_at(config, "data.num_splits")
+    if splits is not None and splits < 2:
+        message = f"must be at least 2, not {splits}; with 10, one tenth of the training set validates"
+        findings.fault(message, "data.num_splits", found=str(splits), allowed="at least 2")
     for key, number in (
         ("train.val_every_n_epoch", train.val_every_n_epoch),
         ("train.checkpoint.every_n_epochs", train.checkpoint.every_n_epochs),
@@ -245,6 +232,3 @@ def _devices(findings: Findings, gpus: list[int | str]) -> None:
         findings.wrong("different device ids", gpus, "engine.gpus")
     elif ids and len(ids) < len(gpus):
         findings.wrong("either indexes or ids, not both", gpus, "engine.gpus")
-
-
-_NONE = Target(type="none.none")

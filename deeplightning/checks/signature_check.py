@@ -9,11 +9,12 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from deeplightning.config import other_tools
 from deeplightning.config.section_kinds import KINDS, REMOVED_HOOKS, is_bound, misfit, no_part
 from deeplightning.config.target import find, is_reference, is_target, path_of, signature_of
+from deeplightning.config.tree import Entry, kind
 from deeplightning.faults import Fault, nearest
 from deeplightning.static.signature import (
     Built,
@@ -186,27 +187,28 @@ def judge(
         called_with: how many arguments the task calls a loss with; None: it does not say.
         wanted: of a target inside params, what the parameter allows that it is for; None: it is not inside params.
     """
+
+    def refused(why: str, code: int = 2) -> Verdict:
+        return Verdict([Fault(why, f"{key}.type", found=name, exit_code=code)])
+
     try:
         if refusal := no_part(name, role):
-            return Verdict([Fault(refusal, f"{key}.type", found=name)])
+            return refused(refusal)
         found = meanings.of(name)
     except ValueError as error:
         known = other_tools.class_of(role, name)
         meant = f" Did you mean {known}?" if known else ""
-        code = getattr(error, "exit_code", 2)
-        return Verdict([Fault(f"{error}{meant}", f"{key}.type", found=name, exit_code=code)])
+        return refused(f"{error}{meant}", getattr(error, "exit_code", 2))
     except Undecided as why:
         return Verdict(undecided={f"{key}.type": (f"{name}: {why}", "--import")})
     if found.kind not in ("class", "function"):
         what = type(found.thing).__name__ if isinstance(found, Imported) else f"a {found.kind}"
-        message = f"`{name}` is {what}, not a class or function"
-        return Verdict([Fault(message, f"{key}.type", found=name)])
+        return refused(f"`{name}` is {what}, not a class or function")
     if refusal := no_part(found.path, role):
-        return Verdict([Fault(refusal, f"{key}.type", found=name)])
+        return refused(refusal)
     if isinstance(found, Imported) and inspect.isabstract(found.thing):
         absent = ", ".join(sorted(found.thing.__abstractmethods__))
-        message = f"{name} is abstract: it has no {absent} of its own; name a class that has"
-        return Verdict([Fault(message, f"{key}.type", found=name)])
+        return refused(f"{name} is abstract: it has no {absent} of its own; name a class that has")
     verdict = _kind(meanings, name, key, role, called_with) if role in KINDS else Verdict()
     if hook := next((h for h in REMOVED_HOOKS if role == "model.module" and found.defines(h)), None):
         message = (
@@ -320,11 +322,7 @@ _REMEDY = ", and params are given by name: remove the `/` from its signature"
 
 
 def _show(value: object) -> str:
-    if isinstance(value, str):
-        return f"the text {value[:60]!r}" + ("…" if len(value) > 60 else "")
-    if isinstance(value, Mapping):
-        return "a mapping"
-    return str(value).lower() if isinstance(value, bool) else repr(value)[:80]
+    return kind(Entry(value, "")) if isinstance(value, str | dict | bool) else repr(value)[:80]
 
 
 # ---- a plain value against what its parameter allows
@@ -332,27 +330,16 @@ def _show(value: object) -> str:
 SIMPLE = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list"}
 
 
-class ValueMisfit(NamedTuple):
-    """A plain value that certainly is not allowed.
-
-    Attributes:
-        at: where in the value of the parameter: nothing, or `.1` for an item of a list.
-        value: the value there.
-        allowed: what may stand there, in words.
-        hint: ` Did you mean …?`, or nothing.
-    """
-
-    at: str
-    value: Any
-    allowed: str
-    hint: str
+ValueMisfit = tuple[str, Any, str, str]
+"""Where in a value something is not allowed (nothing, or `.1` for an item of a list), what stands there, what may stand
+there in words, and ` Did you mean …?` or nothing."""
 
 
 def value_misfits(value: object, parameter: Parameter) -> list[ValueMisfit]:
     """Return what of a plain value certainly is not allowed. Doubt counts as right."""
     if not _is_annotated(parameter.allowed):
         allowed = None if _is_open(value) else _unlike_default(value, parameter)
-        return [ValueMisfit("", value, allowed, _value_hint(value, ()))] if allowed else []
+        return [("", value, allowed, _value_hint(value, ()))] if allowed else []
     return _compared(value, parameter.allowed, "")
 
 
@@ -389,7 +376,7 @@ def _compared(value: object, allowed: Options, at: str) -> list[ValueMisfit]:
     if inside:
         return min(inside, key=len)
     words = [_allowed_words(option) for option in allowed or () if option is not type(None)]
-    return [ValueMisfit(at, value, " or ".join(dict.fromkeys(words)), _value_hint(value, allowed or ()))]
+    return [(at, value, " or ".join(dict.fromkeys(words)), _value_hint(value, allowed or ()))]
 
 
 def _fits(value: object, option: object) -> bool:
@@ -397,11 +384,14 @@ def _fits(value: object, option: object) -> bool:
     if isinstance(option, ListOf):
         right = isinstance(value, list) and (not option.fixed or len(value) == len(option.items))
         return right or isinstance(value, option.also)
-    if option is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if option is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, option) if isinstance(option, type) else value == option
+    return is_kind_of(value, option) if isinstance(option, type) else value == option
+
+
+def is_kind_of(value: object, kind: type) -> bool:
+    """Return whether a value of YAML is of a kind: true and false are no numbers, a whole number is a number too."""
+    if kind in (int, float):
+        return isinstance(value, int | kind) and not isinstance(value, bool)
+    return isinstance(value, kind)
 
 
 def _allowed_words(option: Any) -> str:

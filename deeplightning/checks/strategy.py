@@ -6,9 +6,9 @@ place. tests/unit/test_check.py compares them with the source of the DeepSpeed t
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from deeplightning.faults import nearest
+from deeplightning.faults import Fault, nearest
 
 DDP = ("pytorch_lightning.strategies.DDPStrategy", "torch.nn.parallel.DistributedDataParallel")
 FSDP = ("deeplightning.engine.fsdp.Fsdp",)
@@ -93,36 +93,25 @@ _ZERO = [
 ]  # fmt: skip
 
 
-class Misfit(NamedTuple):
-    """A param of a strategy that its signature alone does not show to be wrong.
-
-    Attributes:
-        key: its place below `engine.params`.
-        message: what is wrong, and what to write instead.
-        found: the value there.
-        allowed: what may stand there, in words.
-    """
-
-    key: str
-    message: str
-    found: str
-    allowed: str | None = None
+def _fault(key: str, message: str, found: str, allowed: str | None = None) -> Fault:
+    """Return a fault of a key below `engine.params`."""
+    return Fault(message, f"engine.params.{key}", found=found, allowed=allowed)
 
 
-def misfits(backend: str, params: Mapping[str, Any]) -> Iterator[Misfit]:
-    """Return what of `engine.params` is wrong for reasons that no signature tells."""
+def misfits(backend: str, params: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield what of `engine.params` is wrong for reasons that no signature tells."""
     for name in params:
         if name in _DECIDED:
-            yield Misfit(name, f"{_DECIDED[name]} decides it; remove it", name)
+            yield _fault(name, f"{_DECIDED[name]} decides it; remove it", name)
     timeout = params.get("timeout", 1)
     is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
     if not (is_number and 0 < timeout < math.inf):
-        yield Misfit("timeout", f"must be a number of seconds, more than 0, not {timeout!r:.60}", repr(timeout)[:60])
+        yield _fault("timeout", f"must be a number of seconds, more than 0, not {timeout!r:.60}", repr(timeout)[:60])
     for name in ("param_dtype", "reduce_dtype", "output_dtype") if backend == "fsdp" else ():
         word = params.get(name)
         if isinstance(word, str) and word not in _DTYPES:
             words = ", ".join(_DTYPES)
-            yield Misfit(name, f"must be one of {words}, not {word!r:.60}.{nearest(word, _DTYPES)}", word, words)
+            yield _fault(name, f"must be one of {words}, not {word!r:.60}.{nearest(word, _DTYPES)}", word, words)
     if backend == "fsdp":
         yield from _tensor_misfits(params)
     group = params.get("process_group_backend")
@@ -131,32 +120,32 @@ def misfits(backend: str, params: Mapping[str, Any]) -> Iterator[Misfit]:
         if name.lower() not in GROUPS:
             words = ", ".join(GROUPS)
             message = f"must be one of {words}, not {name!r:.60}.{nearest(name, GROUPS)}"
-            yield Misfit("process_group_backend", message, part, words)
+            yield _fault("process_group_backend", message, part, words)
             break
     config = params.get("config")
     if backend.startswith("deepspeed") and isinstance(config, Mapping):
         yield from _json_misfits(config)
 
 
-def _tensor_misfits(params: Mapping[str, Any]) -> Iterator[Misfit]:
+def _tensor_misfits(params: Mapping[str, Any]) -> Iterator[Fault]:
     size, plan = params.get("tensor_parallel", 1), params.get("tensor_plan")
     if isinstance(size, int) and not isinstance(size, bool) and size < 1:
         message = f"must be a number of processes, at least 1, not {size}"
-        yield Misfit("tensor_parallel", message, str(size), "1 or more")
+        yield _fault("tensor_parallel", message, str(size), "1 or more")
     for pattern, word in plan.items() if isinstance(plan, Mapping) else ():
         if word not in STYLES:
             words = ", ".join(STYLES)
             message = f"{pattern!r:.60} must be one of {words}, not {word!r:.60}.{nearest(str(word), STYLES)}"
-            yield Misfit("tensor_plan", message, str(word), words)
+            yield _fault("tensor_plan", message, str(word), words)
     if plan is not None and size == 1:
         message = "a plan splits layers over the processes of a group: set `engine.params.tensor_parallel=2`, or more"
-        yield Misfit("tensor_plan", message, "tensor_parallel: 1")
+        yield _fault("tensor_plan", message, "tensor_parallel: 1")
 
 
-def _json_misfits(config: Mapping[str, object]) -> Iterator[Misfit]:
+def _json_misfits(config: Mapping[str, object]) -> Iterator[Fault]:
     for word in config:
         if word in _DECIDED_JSON:
-            yield Misfit(f"config.{word}", f"{_DECIDED_JSON[word]} decides it; remove it", word)
+            yield _fault(f"config.{word}", f"{_DECIDED_JSON[word]} decides it; remove it", word)
         elif word not in _JSON:
             yield _unknown("config", word, _JSON)
     zero = config.get("zero_optimization")
@@ -164,15 +153,15 @@ def _json_misfits(config: Mapping[str, object]) -> Iterator[Misfit]:
         message = (
             "must be a mapping, such as {reduce_bucket_size: 200_000_000}; `engine.params.zero_optimization: false`"
         )
-        yield Misfit("config.zero_optimization", f"{message} switches ZeRO off", str(zero), "a mapping")
+        yield _fault("config.zero_optimization", f"{message} switches ZeRO off", str(zero), "a mapping")
     for word in zero if isinstance(zero, Mapping) else ():
         if word not in _ZERO:
             yield _unknown("config.zero_optimization", word, _ZERO)
 
 
-def _unknown(section: str, word: str, known: list[str]) -> Misfit:
+def _unknown(section: str, word: str, known: list[str]) -> Fault:
     words = ", ".join(known)
-    return Misfit(f"{section}.{word}", f"unknown to DeepSpeed.{nearest(word, known)} It knows {words}", word, words)
+    return _fault(f"{section}.{word}", f"unknown to DeepSpeed.{nearest(word, known)} It knows {words}", word, words)
 
 
 def nvme_path(backend: str | None, params: Mapping[str, Any]) -> str | None:

@@ -12,7 +12,7 @@ from deeplightning.checks.report import Findings
 from deeplightning.checks.signature_check import Meanings, Verdict, judge
 from deeplightning.config import schema
 from deeplightning.config.auto_values import BALANCED, DECLARED, LISTS, WEIGHTS
-from deeplightning.config.schema import Config, Target
+from deeplightning.config.schema import Config, Target, with_keys
 from deeplightning.config.section_kinds import HOOK, no_part, role_of
 from deeplightning.config.target import build, is_reference, is_target
 from deeplightning.config.tree import Entry, KeyPath, plain
@@ -65,18 +65,16 @@ def note_target(
         paths = {p: (*path, "params", p) for p in items}
         secrets = findings.secrets
         hidden = {p: secrets.text_of(at) or items[p].written or "" for p, at in paths.items() if secrets.is_word(at)}
-        given = GIVEN.get(role or key, 0)
         values = GIVEN_BY_NAME.get(key, {}) | GIVEN_BY_NAME.get(name, {}) | values
-        called_with = findings.loss_arguments if role == "model.loss" else None
         verdict = judge(
             findings.meanings,
             name,
             values,
             key,
             role=role,
-            given=given,
+            given=GIVEN.get(role or key, 0),
             hidden=hidden,
-            called_with=called_with,
+            called_with=findings.loss_arguments,
             wanted=wanted,
         )
         findings.take(verdict)
@@ -122,7 +120,8 @@ def note_inside(findings: Findings, entry: Entry, key: str, path: KeyPath, wante
             note_target(findings, entry.value["type"].value, entry, key, path, wanted)
             return
         if is_reference(plain(entry)):
-            _note_reference(findings, entry.value["ref"], key)
+            ref = entry.value["ref"]
+            findings.targets.append(lambda: findings.meaning(ref.value, f"{key}.ref", ref.place))
             return
         for name in {"_target_", "class_path"} & set(entry.value):  # it would stay a mapping
             if "." in str(entry.value[name].value):
@@ -135,10 +134,6 @@ def note_inside(findings: Findings, entry: Entry, key: str, path: KeyPath, wante
             note_inside(findings, item, f"{key}.{number}", (*path, number), of_one)
 
 
-def _note_reference(findings: Findings, entry: Entry, key: str) -> None:
-    findings.targets.append(lambda: findings.meaning(entry.value, f"{key}.ref", entry.place))
-
-
 def compare(findings: Findings, config: Config) -> None:
     """Compare what the config names with what is there."""
     task = Meanings().known(config.model and config.model.module and config.model.module.type)
@@ -147,15 +142,14 @@ def compare(findings: Findings, config: Config) -> None:
     for compare in findings.targets:
         compare()
     _resolvers(findings, config.resolvers or {})
-    if config.engine is not None:
-        _strategy(findings, config.engine)
-        _hook(findings, config.engine.setup_hook)
+    _strategy(findings, config.engine)
+    _hook(findings, config.engine.setup_hook)
     if config.data is not None:
         _loader(findings, config.data.loader)
     if config.model is not None:
         _networks(findings, config.model)
         _groups(findings, config.model)
-        if config.train is not None and "train" in config.stages:
+        if "train" in config.stages:
             _rates(findings, config.model)
 
 
@@ -163,8 +157,8 @@ def _strategy(findings: Findings, engine: schema.Engine) -> None:
     """Compare `engine.params` with what the backend's strategy takes."""
     backend = schema.backend_of(engine) or ("ddp" if engine.processes > 1 else None)  # as it will be settled
     classes = strategy.classes_of(backend)
-    for wrong in strategy.misfits(backend, engine.params) if backend is not None else ():
-        findings.fault(wrong.message, f"engine.params.{wrong.key}", found=wrong.found, allowed=wrong.allowed)
+    if backend is not None:
+        findings.take(Verdict([*strategy.misfits(backend, engine.params)]))
     for param, value in engine.params.items() if classes else ():
         name, given = classes[0], 0
         if len(classes) > 1 and param not in findings.meanings.parameters(name):
@@ -282,10 +276,3 @@ def _pattern(findings: Findings, text: str, key: str) -> None:
         re.compile(text)
     except (re.error, TypeError, RecursionError, OverflowError) as error:
         findings.fault(f"must be a regular expression, not {text!r:.60}: {error}", key, found=repr(text)[:60])
-
-
-def with_keys(targets: object, key: str) -> list[tuple[str, Any]]:
-    """Return the targets of a key that takes one or several by name, each with its own key."""
-    if isinstance(targets, dict):
-        return [(f"{key}.{name}", target) for name, target in targets.items() if isinstance(target, Target)]
-    return [(key, targets)] if isinstance(targets, Target) else []

@@ -1,7 +1,6 @@
 """Sections of a config that a user's module needs, or does not read: a module that does not take the config gets its
 values from `params` alone."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from deeplightning.checks.report import Findings
@@ -9,7 +8,7 @@ from deeplightning.config import schema
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.source import Source
 from deeplightning.config.tree import nodes
-from deeplightning.faults import Notice, nearest
+from deeplightning.faults import Notice, nearest, upwards
 from deeplightning.static.signature import Parameter, Undecided
 
 _READ = {
@@ -33,7 +32,7 @@ def check_sections(findings: Findings, config: Config, source: Source) -> None:
             continue
         required, module = f"{name}.{_REQUIRED[name]}", section.module
         try:
-            is_right = module is not None and f"{name}.module.type" not in findings.answered
+            is_right = module is not None and findings.answered.isdisjoint(upwards(f"{name}.module.type"))
             signature = findings.meanings.signature(module.type) if is_right else None
         except Undecided as why:
             if required not in findings.places:
@@ -67,7 +66,9 @@ def _refuse(
     """Report a key that a module does not read: a fault where the user has set it to another value than the module's
     own, else a notice."""
     params = f"{key.partition('.')[0]}.module.params"
-    own = [leaf for leaf in _leaves(findings, key) if source.is_top(findings.places[leaf])]
+    below = [k for k in findings.places if k == key or k.startswith(f"{key}.")]
+    leaves = [k for k in below if not any(other.startswith(f"{k}.") for other in below)]
+    own = [leaf for leaf in leaves if source.is_top(findings.places[leaf])]
     names = {leaf: leaf.rpartition(".")[2] for leaf in own if not leaf.endswith(".type")}
     same = [
         leaf
@@ -89,9 +90,3 @@ def _refuse(
         else f"it takes {', '.join(known) or 'no params'}: remove this"
     )
     findings.fault(f"is not read by {module.type}; {remedy}", wrong if near else key)
-
-
-def _leaves(findings: Findings, key: str) -> Iterator[str]:
-    """Yield the dotted keys at and below a key that hold no other keys."""
-    below = [k for k in findings.places if k == key or k.startswith(f"{key}.")]
-    return (k for k in below if not any(other.startswith(f"{k}.") for other in below))

@@ -5,7 +5,7 @@ label."""
 from collections.abc import Iterator
 from typing import Any
 
-from deeplightning.config.schema import Config, Target
+from deeplightning.config.schema import Config, with_keys
 
 DECLARED = {
     "num_classes": ("class_names",),
@@ -34,12 +34,10 @@ def unfilled(cfg: Config) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield each network param that is still `auto` and each loss weight that is still `balanced`: its key, the params
     that contain it, and its name."""
     for section, names, word in (("network", DECLARED, "auto"), ("loss", WEIGHTS, BALANCED)):
-        found = getattr(cfg.model, section)
-        named = found if isinstance(found, dict) else {"": found}
-        for name, target in named.items():
-            for param in names if isinstance(target, Target) else ():
+        for key, target in with_keys(getattr(cfg.model, section), f"model.{section}"):
+            for param in names:
                 if target.params.get(param) == word:
-                    yield ".".join(filter(None, (f"model.{section}", name, "params", param))), target.params, param
+                    yield f"{key}.params.{param}", target.params, param
 
 
 def source_of(path: tuple[str | int, ...], value: object, cfg: Config) -> str | None:

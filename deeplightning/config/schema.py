@@ -9,41 +9,16 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
 Backend = Literal[
-    "ddp",
-    "fsdp",
-    "deepspeed_stage_1",
-    "deepspeed_stage_2",
-    "deepspeed_stage_3",
-    "deepspeed_stage_1_offload",
-    "deepspeed_stage_2_offload",
-    "deepspeed_stage_3_offload",
-    "deepspeed_stage_1_offload_nvme",
-    "deepspeed_stage_2_offload_nvme",
-    "deepspeed_stage_3_offload_nvme",
-    # older words, mapped with a notice
-    "horovod",
-    "dp",
-    "fairscale_oss",
-    "fairscale_sddp",
-    "fairscale_fsdp",
-]
+    "ddp", "fsdp",
+    "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3",
+    "deepspeed_stage_1_offload", "deepspeed_stage_2_offload", "deepspeed_stage_3_offload",
+    "deepspeed_stage_1_offload_nvme", "deepspeed_stage_2_offload_nvme", "deepspeed_stage_3_offload_nvme",
+    "horovod", "dp", "fairscale_oss", "fairscale_sddp", "fairscale_fsdp",  # older words, mapped with a notice
+]  # fmt: skip
 Precision = Literal[
-    16,
-    32,
-    64,
-    "bf16",
-    "16-mixed",
-    "16-true",
-    "bf16-mixed",
-    "bf16-true",
-    "32-true",
-    "64-true",
-    # older words, mapped with a notice
-    "amp",
-    "apex_O1",
-    "apex_O2",
-    "deepspeed",
-]
+    16, 32, 64, "bf16", "16-mixed", "16-true", "bf16-mixed", "bf16-true", "32-true", "64-true",
+    "amp", "apex_O1", "apex_O2", "deepspeed",  # older words, mapped with a notice
+]  # fmt: skip
 VERSION = 1
 """The version of configs that this release reads and writes."""
 
@@ -317,6 +292,13 @@ def value_at(section: Section, key: str) -> Any:
     for name in key.split("."):
         found = found.get(name) if isinstance(found, dict | Section) else None
     return found
+
+
+def with_keys(targets: object, key: str) -> list[tuple[str, Any]]:
+    """Return the targets of a key that takes one or several by name, each with its own key."""
+    if isinstance(targets, dict):
+        return [(f"{key}.{name}", target) for name, target in targets.items() if isinstance(target, Target)]
+    return [(key, targets)] if isinstance(targets, Target) else []
 
 
 def backend_of(engine: Engine) -> Backend | None:

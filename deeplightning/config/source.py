@@ -459,11 +459,10 @@ def text_of(path: Path) -> str:
     if len(data) > MAX_BYTES:
         raise ConfigError(Fault(f"a config has at most {MAX_BYTES // 1000} kB; is this the right file?", place=place))
     try:
-        text = data.decode("utf-8-sig")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         message = f"not text in UTF-8 (byte {error.start} is {data[error.start]:#04x}); is this the right file?"
         raise ConfigError(Fault(message, place=place)) from None
-    return text
 
 
 def short(path: Path) -> str:

@@ -114,12 +114,9 @@ def line(plain: object) -> str:
 def kind(entry: Entry) -> str:
     """Describe the type of a value in words."""
     value = entry.value
-    if isinstance(value, dict):
-        return "a mapping"
-    if isinstance(value, list):
-        return "a list"
-    if value is None:
-        return "null"
+    words = {dict: "a mapping", list: "a list", type(None): "null"}
+    if type(value) in words:
+        return words[type(value)]
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):

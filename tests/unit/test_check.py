@@ -171,6 +171,10 @@ def test_thousands_of_unknown_keys_are_one_note():
     assert one.startswith(
         "c.yaml:1:1: 5000 unknown keys, such as k0; is this a config? Known here: version, seed, stages"
     )
+    many = "{" + ", ".join(f"k{n}: 1" for n in range(60)) + "}"
+    assert len(notes(f"data.module={many}")) == 1
+    (one,) = notes(f"train={many}")
+    assert "train: 60 unknown keys, such as k0; is this a config? Known here: num_epochs" in one
 
 
 # ---- targets
