@@ -233,8 +233,13 @@ class TableData(ColumnData):
         too_large = free is not None and needed > free
         if self.tables_in_memory is True or (self.tables_in_memory == "auto" and not too_large):
             return None
+        named = {*self.kinds, *self.targets}
+        bounded = [name for name, kind in types.items() if kind == "category" and name not in named]
         try:
-            return {name: self._rows(file, self._store(file, types)) for name, file in self.files.items()}
+            return {
+                name: self._rows(path, stored(TableFile(path, self.format), types, bounded))
+                for name, path in self.files.items()
+            }
         except OSError as error:
             reason = error.strerror or error
             if self.tables_in_memory is False:
@@ -248,11 +253,6 @@ class TableData(ColumnData):
                 *(self._describe(), needed / 2**30, (free or 0) / 2**30, reason),
             )
         return None
-
-    def _store(self, path: Path, types: Mapping[str, str]) -> TableStore:
-        free = {*self.kinds, *self.targets}
-        bounded = [name for name, kind in types.items() if kind == "category" and name not in free]
-        return stored(TableFile(path, self.format), types, bounded)
 
     def _labels(self, path: Path, targets: Mapping[str, "np.ndarray | Words"]) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the class of each row by the position of its word, int64 (N,), 0 where the targets are numbers; and
