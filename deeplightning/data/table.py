@@ -390,19 +390,15 @@ class TableData(ColumnData):
         """Return rows that a bundle is proved on, of the validation set where there is one: JSON objects, (n,)."""
         assert self.table_spec is not None, "`setup` has read the rows"
         found = self._samples.get("val") or self._samples["train"]
-        size = min(number, len(found))
-        rows, part = [], found.load(np.arange(size))
-        for position in range(size):
-            row: dict[str, Any] = {}
-            for column in self.table_spec.columns:
-                values = part[column.name]
-                if isinstance(values, Words):
-                    word = int(values.indices[position])
-                    row[column.name] = None if word < 0 else values.words[word]
-                else:
-                    row[column.name] = None if math.isnan(values[position]) else float(values[position])
-            rows.append(json.dumps(row))
-        return {"rows": np.array(rows)}
+        part, columns = found.load(np.arange(min(number, len(found)))), dict[str, list[Any]]()
+        for name in (column.name for column in self.table_spec.columns):
+            values = part[name]
+            if isinstance(values, Words):
+                columns[name] = [None if word < 0 else values.words[word] for word in values.indices.tolist()]
+            else:
+                columns[name] = [None if math.isnan(value) else value for value in values.tolist()]
+        rows = zip(*columns.values(), strict=True)
+        return {"rows": np.array([json.dumps(dict(zip(columns, row, strict=True))) for row in rows])}
 
 
 def _natural(word: str) -> tuple[int, float, str]:
