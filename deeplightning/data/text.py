@@ -17,19 +17,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.data.datasets import Divisible
+from deeplightning.data.datasets import Batch, Divisible
 from deeplightning.data.loading import DataOfSets, checked_names
 from deeplightning.text_spec import TextSpec, VocabularyError, from_lines, vocabulary
 from deeplightning.words import is_whole
-
-Batch = dict[str, Tensor]
-"""`tokens` int64 (B, L), `label` int64 (B,) where there are labels, `index` int64 (B,): position in the set, -1: row
-does not count."""
 
 _COLUMNS = ("sentence", "label", "index")
 
@@ -104,7 +99,9 @@ def read_tsv(path: Path, labelled: bool = False) -> Texts:
 
 
 class TokenSet(Dataset):
-    """The tokens of all texts side by side in one array: a batch is one indexing operation.
+    """The tokens of all texts side by side in one array: a batch is one indexing operation, and has `tokens` int64
+    (B, L), `label` int64 (B,) where there are labels, and `index` int64 (B,): position in the set, -1: row does not
+    count.
 
     Args:
         rows: the tokens of each text.
