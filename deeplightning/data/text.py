@@ -221,11 +221,7 @@ class TextData(DataOfSets):
         return {split: read_tsv(path, labelled=split != "test") for split, path in self.files.items()}
 
     def _found(self) -> dict[str, Any]:
-        found = super()._found()
-        self._check_labels(found)
-        return found
-
-    def _check_labels(self, found: dict[str, Texts]) -> None:
+        found: dict[str, Texts] = super()._found()
         train = found["train"]
         for split in ("train", "val"):
             if split in found and found[split].labels is None:
@@ -242,6 +238,7 @@ class TextData(DataOfSets):
                     f"{classes} classes, 0 to {classes - 1} ({', '.join(self.class_names[:5])}"
                     f"{', …' if classes > 5 else ''})."
                 )
+        return found
 
     def learn(self, train: Texts) -> None:
         self.text_spec = self._spec(train)
