@@ -144,16 +144,14 @@ class ImageCache:
 
     def _add(self, paths: Sequence[str], stats: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Decode what is missing, with the lock held."""
-        records = np.empty(0, RECORD)
         try:
-            there, pixels = self._load()
-            self._check(pixels, there)
-            records = there
-        except FileNotFoundError:
+            records, pixels = self._load()
+            self._check(pixels, records)
+        except (FileNotFoundError, Damaged) as error:
+            if isinstance(error, Damaged):
+                log.warning("The decoded images in %s are damaged: they are decoded again.", self.folder)
             cache_files.remove(self.folder)
-        except Damaged:
-            log.warning("The decoded images in %s are damaged: they are decoded again.", self.folder)
-            cache_files.remove(self.folder)
+            records = np.empty(0, RECORD)
         known = find_rows(records["stat"], stats)
         missing = np.flatnonzero(known < 0)
         new = np.zeros(len(missing), RECORD)

@@ -110,9 +110,7 @@ def in_use(data: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Wait to be the one process that adds to a folder; raise Unusable if the system cannot lock files."""
-    if fcntl is None:
-        raise Unusable("this system has no flock")
+    """Wait to be the one process that adds to a folder; call it after `in_use`, which knows if files can be locked."""
     from filelock import FileLock, Timeout
 
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

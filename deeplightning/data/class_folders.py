@@ -59,16 +59,13 @@ class ClassFolders:
         classes = self.classes()
         if not self.is_divided:
             return {"all": self._files(self.root, classes, is_complete=True)}
-        found = {"train": self._files(self.root / "train", classes, is_complete=True)}
-        others = _folders(self.root)
-        for split in ("val", "test"):
-            if split in others:
-                found[split] = self._files(self.root / split, classes)
-        if unknown := sorted({*others} - {"train", "val", "test"}):
+        there, sets = _folders(self.root), ("train", "val", "test")
+        found = {name: self._files(self.root / name, classes, name == "train") for name in sets if name in there}
+        if unknown := sorted({*there} - {*sets}):
             log.warning("Ignored in %s, beside train, val and test: %s", self.root, ", ".join(unknown))
         return found
 
-    def _files(self, folder: Path, classes: list[str], is_complete: bool = False) -> tuple[list[str], np.ndarray]:
+    def _files(self, folder: Path, classes: list[str], is_complete: bool) -> tuple[list[str], np.ndarray]:
         """Return the files of one set; `is_complete`: each class must have one."""
         differences = {"missing": {*classes} - {*_folders(folder)}, "unknown": {*_folders(folder)} - {*classes}}
         if faults := [f"{what}: {', '.join(sorted(names))}" for what, names in differences.items() if names]:

@@ -189,7 +189,13 @@ class DataOfSets(pl.LightningDataModule):
             if split in self._samples:
                 self.dataset(split)
         if self._drop_last:
-            self._check_batches(len(self._samples["train"]))
+            samples, batch_size = len(self._samples["train"]), self.cfg.data.batch_size
+            world = replicas(self.trainer)[0]
+            if samples < batch_size * world:
+                raise DataConfigError(
+                    f"data.loader.drop_last leaves no training batch: {samples} samples are fewer than "
+                    f"{batch_size} (data.batch_size) x {world} process(es)."
+                )
         if self._has_own_order and stage in ("fit", None):
             self._train_sampler()
 
@@ -247,14 +253,6 @@ class DataOfSets(pl.LightningDataModule):
         """Return the fold of each sample, int (N,), from 0 to `number` - 1; none holds out all samples of a class."""
         held_out = 0 if purpose == _SPLIT_TEST else self.cfg.data.fold
         return keep_classes(samples.labels, deal(samples.labels, number, self.cfg.seed, purpose), held_out)
-
-    def _check_batches(self, samples: int) -> None:
-        world, batch_size = replicas(self.trainer)[0], self.cfg.data.batch_size
-        if samples < batch_size * world:
-            raise DataConfigError(
-                f"data.loader.drop_last leaves no training batch: {samples} samples are fewer than "
-                f"{batch_size} (data.batch_size) x {world} process(es)."
-            )
 
     def train_dataloader(self) -> DataLoader:
         return self._loader("train", training=True)

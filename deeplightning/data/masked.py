@@ -71,10 +71,8 @@ def read_codes(mask: Image.Image, by_colour: bool) -> np.ndarray:
         mask: a PNG.
         by_colour: whether a pixel of a palette is its colour; else it is its index.
     """
-    if mask.mode == "1":
+    if mask.mode in ("1", "LA"):
         mask = mask.convert("L")
-    if mask.mode == "LA":
-        mask = mask.getchannel("L")
     if mask.mode not in ("RGB", "RGBA") and not (mask.mode == "P" and by_colour):
         return np.asarray(mask)
     # A palette may say how transparent its colours are, which Pillow takes to RGBA only.

@@ -108,11 +108,8 @@ class MaskFolder(ImageFiles):
     def read(self) -> dict[str, Samples]:
         if not self._is_divided():
             return {"all": self._read(self.root)}
-        found = {"train": self._read(self.root / "train")}
-        for split in ("val", "test"):
-            if (self.root / split / "images").is_dir():
-                found[split] = self._read(self.root / split)
-        return found
+        tops = {name: self.root / name for name in ("train", "val", "test")}
+        return {name: self._read(top) for name, top in tops.items() if (top / "images").is_dir()}
 
     def _is_divided(self) -> bool:
         return (self.root / "train" / "images").is_dir()

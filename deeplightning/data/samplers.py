@@ -19,6 +19,7 @@ from torch.utils.data import DistributedSampler, IterableDataset
 from deeplightning.config.part_config import PartConfig, Target
 from deeplightning.config.target import build
 from deeplightning.data.data_errors import DataConfigError
+from deeplightning.data.splits import stream
 from deeplightning.words import is_whole
 
 if TYPE_CHECKING:
@@ -87,8 +88,9 @@ class BatchIndices(DistributedSampler):
     def arrays(self) -> Iterator[np.ndarray]:
         """Yield the same as arrays, int64 (B,), of which each is the caller's own: cheaper by 4 µs a batch of 64."""
         # Not a generator: a later `set_epoch` does not change an iteration under way.
-        order, start = self._order(), self.start
-        return (self._batch(order, step) for step in range(start, len(self)))
+        order, size, ranks = self._order(), self.batch_size * self.num_replicas, self.num_replicas
+        batches = (order[n * size + self.rank : (n + 1) * size : ranks] for n in range(self.start, len(self)))
+        return (batch.copy() if len(batch) else np.array([PADDING]) for batch in batches)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch; continue one that is under way. A loader with workers makes two iterators for its first
@@ -116,15 +118,8 @@ class BatchIndices(DistributedSampler):
         size = len(self.dataset)  # type: ignore[arg-type]
         if not self.shuffle:
             return np.arange(size)
-        # Seed and epoch are mixed, not added: seed 1 in epoch 0 is not seed 0 in epoch 1. `RandomState` because its
-        # streams are frozen by numpy's policy (NEP 19); those of `default_rng` and of torch may change with a version.
-        bits = np.random.MT19937(np.random.SeedSequence([self.seed, self.epoch]))
-        return np.random.RandomState(bits).permutation(size)
-
-    def _batch(self, order: np.ndarray, step: int) -> np.ndarray:
-        size = self.batch_size * self.num_replicas
-        batch = order[step * size + self.rank : (step + 1) * size : self.num_replicas]
-        return batch.copy() if len(batch) else np.array([PADDING])
+        # Seed and epoch are mixed, not added: seed 1 in epoch 0 is not seed 0 in epoch 1.
+        return stream(self.seed, self.epoch).permutation(size)
 
 
 class BalancedBatches(BatchIndices):
@@ -147,7 +142,7 @@ class BalancedBatches(BatchIndices):
         self.by_class = [np.flatnonzero(labels == label) for label in np.unique(labels)]
 
     def _order(self) -> np.ndarray:
-        random, classes = _stream(self.seed, self.epoch, purpose=3), len(self.by_class)
+        random, classes = stream(self.seed, self.epoch, purpose=3), len(self.by_class)
         each, rest = divmod(len(self.dataset), classes)  # type: ignore[arg-type]
         shares = np.full(classes, each)
         shares[random.permutation(classes)[:rest]] += 1
@@ -185,7 +180,7 @@ class SampledBatches(BatchIndices):
             self.sampler.set_epoch(epoch)
 
     def _order(self) -> np.ndarray:
-        word = int(_stream(self.seed, self.epoch, purpose=2).randint(2**31))
+        word = int(stream(self.seed, self.epoch, purpose=2).randint(2**31))
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(word)
             return np.fromiter(self.sampler, dtype=np.int64)
@@ -332,7 +327,7 @@ class BucketedDistributedSampler(DistributedSampler):
     def slices(self) -> np.ndarray:
         """Return what all processes together take at each step of this epoch, int64 (steps, B * R)."""
         kept, slices, left = self.slices_per_bucket * self.slice_size, [], []
-        within = _stream(self.seed, self.epoch, purpose=0)
+        within = stream(self.seed, self.epoch, purpose=0)
         for bucket in self._buckets:
             if self.shuffle:
                 bucket = within.permutation(bucket)  # a copy
@@ -341,7 +336,7 @@ class BucketedDistributedSampler(DistributedSampler):
         slices.append(np.concatenate(left)[: self.mixed_slices * self.slice_size])
         steps = np.concatenate(slices).reshape(-1, self.slice_size)
         if self.shuffle:
-            steps = _stream(self.seed, self.epoch, purpose=1).permutation(steps)
+            steps = stream(self.seed, self.epoch, purpose=1).permutation(steps)
         return steps
 
     def padding(self, sizes: np.ndarray) -> tuple[float, float]:
@@ -578,8 +573,3 @@ def _permutation(order: object, size: int) -> np.ndarray:
     if found.dtype.kind not in "iu" or not np.array_equal(np.sort(found), np.arange(size)):
         raise ValueError(f"sorted_idx must hold each position from 0 to {size - 1} once")
     return found.astype(np.int64)
-
-
-def _stream(seed: int, epoch: int, purpose: int) -> np.random.RandomState:
-    """Return a generator for one purpose in one epoch; frozen like that of `BatchIndices`, and another."""
-    return np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, epoch], spawn_key=(purpose,))))

@@ -44,6 +44,12 @@ def keep_classes(labels: np.ndarray, folds: np.ndarray, held_out: int) -> np.nda
 
 
 def shuffled(size: int, seed: int, purpose: int = 0) -> np.ndarray:
-    """Draw a permutation, int (size,). `RandomState`, because its streams are frozen by numpy's policy (NEP 19)."""
-    bits = np.random.MT19937(np.random.SeedSequence(seed, spawn_key=(purpose,)))
-    return np.random.RandomState(bits).permutation(size)
+    """Draw a permutation, int (size,)."""
+    return stream(seed, purpose=purpose).permutation(size)
+
+
+def stream(*seeds: int, purpose: int | None = None) -> np.random.RandomState:
+    """Return a generator that follows from some numbers; each purpose, and None, has another. A `RandomState`, because
+    its streams are frozen by numpy's policy (NEP 19); those of `default_rng` and of torch may change with a version."""
+    key = () if purpose is None else (purpose,)
+    return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seeds, spawn_key=key)))

@@ -233,8 +233,13 @@ class TableData(ColumnData):
         too_large = free is not None and needed > free
         if self.tables_in_memory is True or (self.tables_in_memory == "auto" and not too_large):
             return None
+        named = {*self.kinds, *self.targets}
+        bounded = [name for name, kind in types.items() if kind == "category" and name not in named]
         try:
-            return {name: self._rows(file, self._store(file, types)) for name, file in self.files.items()}
+            return {
+                name: self._rows(path, stored(TableFile(path, self.format), types, bounded))
+                for name, path in self.files.items()
+            }
         except OSError as error:
             reason = error.strerror or error
             if self.tables_in_memory is False:
@@ -248,11 +253,6 @@ class TableData(ColumnData):
                 *(self._describe(), needed / 2**30, (free or 0) / 2**30, reason),
             )
         return None
-
-    def _store(self, path: Path, types: Mapping[str, str]) -> TableStore:
-        free = {*self.kinds, *self.targets}
-        bounded = [name for name, kind in types.items() if kind == "category" and name not in free]
-        return stored(TableFile(path, self.format), types, bounded)
 
     def _labels(self, path: Path, targets: Mapping[str, "np.ndarray | Words"]) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the class of each row by the position of its word, int64 (N,), 0 where the targets are numbers; and
@@ -390,19 +390,15 @@ class TableData(ColumnData):
         """Return rows that a bundle is proved on, of the validation set where there is one: JSON objects, (n,)."""
         assert self.table_spec is not None, "`setup` has read the rows"
         found = self._samples.get("val") or self._samples["train"]
-        size = min(number, len(found))
-        rows, part = [], found.load(np.arange(size))
-        for position in range(size):
-            row: dict[str, Any] = {}
-            for column in self.table_spec.columns:
-                values = part[column.name]
-                if isinstance(values, Words):
-                    word = int(values.indices[position])
-                    row[column.name] = None if word < 0 else values.words[word]
-                else:
-                    row[column.name] = None if math.isnan(values[position]) else float(values[position])
-            rows.append(json.dumps(row))
-        return {"rows": np.array(rows)}
+        part, columns = found.load(np.arange(min(number, len(found)))), dict[str, list[Any]]()
+        for name in (column.name for column in self.table_spec.columns):
+            values = part[name]
+            if isinstance(values, Words):
+                columns[name] = [None if word < 0 else values.words[word] for word in values.indices.tolist()]
+            else:
+                columns[name] = [None if math.isnan(value) else value for value in values.tolist()]
+        rows = zip(*columns.values(), strict=True)
+        return {"rows": np.array([json.dumps(dict(zip(columns, row, strict=True))) for row in rows])}
 
 
 def _natural(word: str) -> tuple[int, float, str]:

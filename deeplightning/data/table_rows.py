@@ -232,9 +232,8 @@ def _record(numbers: Collection[str], words: Collection[str]) -> np.dtype:
 def _make(folder: Path, table: "TableFile", types: Mapping[str, str], bounded: Sequence[str]) -> None:
     path, data = table.path, folder / "rows"
     log.info("Reading %s, which is large, into %s", path, folder)
-    known: dict[str, dict[str, int]] = {}  # of each column of words, the position of each
-    columns: list[str] = []
-    numbers: list[str] = []
+    numbers = [name for name, kind in types.items() if kind == "number"]
+    known: dict[str, dict[str, int]] = {name: {} for name in types if name not in numbers}  # the position of each word
     rows = size = looked = 0
 
     def make_room() -> None:
@@ -243,11 +242,7 @@ def _make(folder: Path, table: "TableFile", types: Mapping[str, str], bounded: S
     cache_files.make_folder(folder)
     with cache_files.in_use(data, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
         for part in table.parts(types, CHUNK):
-            if not columns:
-                columns = list(part)
-                numbers = [name for name, values in part.items() if not isinstance(values, Words)]
-                known = {name: {} for name in columns if name not in numbers}
-            made = np.empty(len(part[columns[0]]), _record(numbers, known))
+            made = np.empty(len(next(iter(part.values()))), _record(numbers, known))
             for place, name in enumerate(numbers):
                 made["numbers"][:, place] = part[name]
             for place, (name, positions) in enumerate(known.items()):
@@ -268,5 +263,5 @@ def _make(folder: Path, table: "TableFile", types: Mapping[str, str], bounded: S
         make_room()
         os.fsync(file)
         words = {name: list(positions) for name, positions in known.items()}
-        index = {"rows": rows, "columns": columns, "numbers": numbers, "words": words}
+        index = {"rows": rows, "columns": [*types], "numbers": numbers, "words": words}
         cache_files.write_index(data, file, json.dumps(index).encode())

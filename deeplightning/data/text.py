@@ -17,19 +17,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.data.datasets import Divisible
+from deeplightning.data.datasets import Batch, Divisible
 from deeplightning.data.loading import DataOfSets, checked_names
 from deeplightning.text_spec import TextSpec, VocabularyError, from_lines, vocabulary
 from deeplightning.words import is_whole
-
-Batch = dict[str, Tensor]
-"""`tokens` int64 (B, L), `label` int64 (B,) where there are labels, `index` int64 (B,): position in the set, -1: row
-does not count."""
 
 _COLUMNS = ("sentence", "label", "index")
 
@@ -104,7 +99,9 @@ def read_tsv(path: Path, labelled: bool = False) -> Texts:
 
 
 class TokenSet(Dataset):
-    """The tokens of all texts side by side in one array: a batch is one indexing operation.
+    """The tokens of all texts side by side in one array: a batch is one indexing operation, and has `tokens` int64
+    (B, L), `label` int64 (B,) where there are labels, and `index` int64 (B,): position in the set, -1: row does not
+    count.
 
     Args:
         rows: the tokens of each text.
@@ -224,11 +221,7 @@ class TextData(DataOfSets):
         return {split: read_tsv(path, labelled=split != "test") for split, path in self.files.items()}
 
     def _found(self) -> dict[str, Any]:
-        found = super()._found()
-        self._check_labels(found)
-        return found
-
-    def _check_labels(self, found: dict[str, Texts]) -> None:
+        found: dict[str, Texts] = super()._found()
         train = found["train"]
         for split in ("train", "val"):
             if split in found and found[split].labels is None:
@@ -245,6 +238,7 @@ class TextData(DataOfSets):
                     f"{classes} classes, 0 to {classes - 1} ({', '.join(self.class_names[:5])}"
                     f"{', …' if classes > 5 else ''})."
                 )
+        return found
 
     def learn(self, train: Texts) -> None:
         self.text_spec = self._spec(train)

@@ -69,6 +69,7 @@ class Labels(Supervised):
 
     def __init__(self, cfg: PartConfig):
         super().__init__(cfg)
+        self.class_names: list[str] = []
         self.thresholds: list[float] = []
         self.collected = Collected()
 
@@ -193,10 +194,6 @@ class Multilabel(Labels, RowTask):
     """
 
     gives = "multilabel"
-
-    def __init__(self, cfg: PartConfig):
-        super().__init__(cfg)
-        self.class_names: list[str] = []
 
     def setup(self, stage: str) -> None:
         super().setup(stage)

@@ -136,14 +136,12 @@ class Picked:
             return outputs
         names = names_in(outputs)
         if self.name not in names:
+            given = f"{self.network} gives a {type(outputs).__name__}"
             if not names:
-                raise MisfitError(
-                    f"{self.network} gives {_kind(outputs)}, which has no outputs by name", "model.output"
-                )
+                raise MisfitError(f"{given}, which has no outputs by name", "model.output")
             near = did_you_mean(str(self.name), map(str, names))
             raise MisfitError(
-                f"{self.network} gives {_kind(outputs)} without {self.name!r}.{near} It has "
-                f"{', '.join(map(str, names)):.300}",
+                f"{given} without {self.name!r}.{near} It has {', '.join(map(str, names)):.300}",
                 "model.output",
             )
         is_attribute = isinstance(self.name, str) and not isinstance(outputs, Mapping)
@@ -163,7 +161,7 @@ def names_in(outputs: object) -> list[str | int]:
 
 def refusal(network: str, outputs: object, wanted: str) -> MisfitError:
     """Return the error of outputs that are not what a task wants, and what to do about outputs with names."""
-    found = f"{tuple(outputs.shape)}" if isinstance(outputs, Tensor) else _kind(outputs)
+    found = f"{tuple(outputs.shape)}" if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
     message = f"{network} gives {found}, not {wanted}"
     if names := names_in(outputs):
         several = ", ".join(map(str, names))
@@ -179,7 +177,3 @@ def check_number(outputs: Tensor, names: list[str], what: str, per: str = "") ->
             f"model.network.params.num_classes={len(names)}, or whatever it calls them",
             "model.network",
         )
-
-
-def _kind(outputs: object) -> str:
-    return f"a {type(outputs).__name__}"

@@ -83,11 +83,7 @@ class TextClassification(Classification):
         spec = TextSpec.from_dict(saved["text_spec"], saved["content"])
         if self.text_spec is None:
             self.text_spec, self.class_names = spec, saved["class_names"]
-        elif (spec.tokenizer, spec.content, spec.lower) != (
-            self.text_spec.tokenizer,
-            self.text_spec.content,
-            self.text_spec.lower,
-        ):
+        elif any(getattr(spec, name) != getattr(self.text_spec, name) for name in ("tokenizer", "content", "lower")):
             raise MisfitError(
                 f"the checkpoint was trained with {spec.size:,} tokens, and the data give {self.text_spec.size:,}, or "
                 "others: the training file, seed, fold or vocabulary changed since; give those of that run, or its "
