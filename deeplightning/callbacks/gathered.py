@@ -2,19 +2,17 @@
 that no step has used."""
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric, MetricCollection
 
 from deeplightning.engine.process_group import replicas
 from deeplightning.engine.sharded import Sharded
 from deeplightning.private.lightning import add_to_logged_means, logged_means
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
 
 log = logging.getLogger("deeplightning")
 

@@ -6,8 +6,8 @@ back: see `deeplightning.launch.ProcessHooks`. All others are the user's own.
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import torch
 from pytorch_lightning import Trainer
@@ -21,9 +21,6 @@ from deeplightning.process import streams
 from deeplightning.process.failure import INTERRUPTED
 from deeplightning.process.identity import own_rank
 from deeplightning.process.streams import Interrupted
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class Signals(LightningCheckpoint):

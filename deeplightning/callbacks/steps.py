@@ -7,24 +7,22 @@ import logging
 import math
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.utilities.types import LRSchedulerConfig
 from torch import distributed
 from torch.utils.data import IterableDataset
+from torch.utils.hooks import RemovableHandle
 
 from deeplightning import transfer
 from deeplightning.engine.process_group import replicas
 from deeplightning.faults import RunError, SetupError
 from deeplightning.private.lightning import batches_ahead, logged_steps, read_ahead
 from deeplightning.words import stage_of
-
-if TYPE_CHECKING:
-    from pytorch_lightning.utilities.types import LRSchedulerConfig
-    from torch.utils.hooks import RemovableHandle
 
 log = logging.getLogger("deeplightning")
 
@@ -243,7 +241,7 @@ class ScheduleSteps(Callback):
         for config, _ in self._every:
             config.frequency = batch_idx + 2  # not after this batch, unless the optimizer steps
 
-    def _taken(self, config: "LRSchedulerConfig", *_: object) -> None:
+    def _taken(self, config: LRSchedulerConfig, *_: object) -> None:
         if config in self._due:
             config.frequency = 1
 
@@ -255,7 +253,7 @@ class ScheduleSteps(Callback):
         self._hooks, self._every = [], []
 
 
-def _by_optimizer_steps(config: "LRSchedulerConfig") -> bool:
+def _by_optimizer_steps(config: LRSchedulerConfig) -> bool:
     """Return whether a schedule goes by steps, of an optimizer that tells when it has taken one."""
     optimizer = getattr(config.scheduler, "optimizer", None)
     return config.interval == "step" and isinstance(optimizer, torch.optim.Optimizer)

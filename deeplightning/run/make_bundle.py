@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,6 @@ from deeplightning.runfolder import RunFolder, permissions_of, whole
 from deeplightning.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     import pytorch_lightning as pl
 
 log = logging.getLogger("deeplightning")
@@ -233,11 +231,10 @@ def quantize_run(folder: RunFolder, allow: Sequence[str] = ()) -> str:
             yield batch[name][counts].numpy(), truth[counts].numpy()
 
     figures = quantize(folder, validation)
-    unit = "" if kind.gives == "regression" else " %"
+    shown = "{:.4g}" if kind.gives == "regression" else "{:.2f} %"
     scores = [
-        f"{SCORES[one]} {figures[one]:.{2 if unit else 4}{'f' if unit else 'g'}}{unit}, in float32 "
-        f"{figures[f'{one}_fp32']:.{2 if unit else 4}{'f' if unit else 'g'}}{unit}"
-        for one in SCORES
+        f"{words} {shown.format(figures[one])}, in float32 {shown.format(figures[f'{one}_fp32'])}"
+        for one, words in SCORES.items()
         if one in figures
     ]
     return f"int8: {'; '.join(scores)}, on {figures[noun]} validation {noun}; kept as {folder.bundle_int8}"

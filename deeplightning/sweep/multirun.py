@@ -20,10 +20,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deeplightning.callbacks import TRIAL
 from deeplightning.checks.examine import examine, load_config
+from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.tree import as_written, dump, line
 from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, SetupError, count, error_of
@@ -37,9 +38,6 @@ from deeplightning.sweep.frozen_code import SearchCode, code_of_grid, own_code
 from deeplightning.sweep.grid import points, warn_of_no_effect
 from deeplightning.sweep.worker import Forked, Train, TrialServer, failure_in
 from deeplightning.tracking.parent import Parent, Stopped
-
-if TYPE_CHECKING:
-    from deeplightning.config.schema import Config
 
 log = logging.getLogger("deeplightning")
 
