@@ -156,9 +156,8 @@ class Record(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.ckpt_path is not None and not self._has_arrived:  # Lightning 2.6 asks no callback then
-            raise CheckpointError(
-                f"{trainer.ckpt_path}: damaged: `callbacks` is missing; resume from another checkpoint"
-            )
+            message = f"{trainer.ckpt_path}: damaged: `callbacks` is missing; resume from another checkpoint"
+            raise CheckpointError(message)
         check_schedules(trainer)
         if self._frozen is not None:
             _freeze_again(pl_module, self._frozen)
@@ -288,10 +287,8 @@ class Record(Callback):
         """
         ours = {"seed": self.cfg.seed, "train.resume_ckpt": self.resumption.named if self.resumption else None}
         folder, run, theirs = trainer.strategy.broadcast((folder, tracked, ours))
-        differ = [
-            f"{name} is {theirs[name]} on rank 0 and {ours[name]} here" for name in ours if ours[name] != theirs[name]
-        ]
-        if differ:
+        names = [name for name in ours if ours[name] != theirs[name]]
+        if differ := [f"{name} is {theirs[name]} on rank 0 and {ours[name]} here" for name in names]:
             raise SetupError(
                 f"rank {trainer.global_rank} decided differently from rank 0: {'; '.join(differ)}. Processes that are "
                 "started one by one need a fixed `seed`, a checkpoint's path, and one file system"
@@ -330,13 +327,27 @@ class Record(Callback):
         if is_new:
             logger.log_hyperparams(settings)
         if hasattr(logger, "log_tags"):
-            over = {"training": f"none: {self.resumption.over}"} if self.resumption and self.resumption.over else {}
-            asked = {f"asked.{key}": str(v) for key, v in (self.cfg.asked or {}).items()}
-            fast = {"fast": "true"} if self.cfg.train.fast else {}
-            origins = [f"{address} {digest}" for address, digest in (self.cfg.origins or {}).items()]
-            fetched = {"config": "\n".join(origins)} if origins else {}
-            about = {NETWORK: network_name(self.cfg), DATA: data_name(self.cfg), ENGINE: engine_in_words(self.cfg)}
-            logger.log_tags(_tags(environment) | about | asked | over | fast | fetched)
+            logger.log_tags(self._tags(environment))
+
+    def _tags(self, environment: Mapping[str, Any]) -> dict[str, str]:
+        """Return what one wants to search runs by, of the config and the environment."""
+        cfg, git = self.cfg, environment.get("git") or {}
+        over = self.resumption.over if self.resumption else ""
+        found = {
+            "git_commit": git.get("commit"),
+            "git_dirty": git.get("dirty"),
+            "command": environment.get("command"),
+            "host": environment.get("host"),
+            "reproduces": os.environ.get(REPRODUCES),
+            "restarts": ranks.restarts() or None,
+            "versions": ", ".join(f"{n} {v}" for n, v in (environment.get("packages") or {}).items()),
+            "training": f"none: {over}" if over else None,
+            "fast": "true" if cfg.train.fast else None,
+            "config": "\n".join(f"{address} {digest}" for address, digest in (cfg.origins or {}).items()),
+        }
+        about = {NETWORK: network_name(cfg), DATA: data_name(cfg), ENGINE: engine_in_words(cfg)}
+        asked = {f"asked.{key}": str(value) for key, value in (cfg.asked or {}).items()}
+        return {name: str(value) for name, value in found.items() if value not in (None, "")} | about | asked
 
     def _settings(self, folder: RunFolder) -> dict[str, object]:
         """Return the config as it may be run again: it names the checkpoint that the run began from, and no other."""
@@ -382,8 +393,7 @@ class Record(Callback):
             self._origin.end(self._stopped)
 
     def publish(self) -> None:
-        """Send the run's files to trackers on other machines; to be called on rank 0 when all stages are done."""
-        self.settle()
+        """Send the run's files to trackers on other machines; to be called on rank 0 when the run is settled."""
         if self._folder is not None:
             publish(self.loggers, self._folder.path)
 
@@ -528,21 +538,6 @@ def _nested(values: Mapping[str, object]) -> dict[str, Any]:
         section, _, name = key.partition(".")
         found.setdefault(section, {})[name] = value
     return found
-
-
-def _tags(environment: Mapping[str, Any]) -> dict[str, str]:
-    """Return what of the environment one wants to search runs by."""
-    git = environment.get("git") or {}
-    found = {
-        "git_commit": git.get("commit"),
-        "git_dirty": git.get("dirty"),
-        "command": environment.get("command"),
-        "host": environment.get("host"),
-        "reproduces": os.environ.get(REPRODUCES),
-        "restarts": ranks.restarts() or None,
-        "versions": ", ".join(f"{n} {v}" for n, v in (environment.get("packages") or {}).items()),
-    }
-    return {name: str(value) for name, value in found.items() if value not in (None, "")}
 
 
 def _log_to_file(path: Path, cfg: Config) -> None:

@@ -84,10 +84,8 @@ class Signals(LightningCheckpoint):
         The answer is that of the last look: while it is gathered the processes continue, and none waits for another.
         """
         answer, self._asked = self._asked, torch.tensor(self._received, device=trainer.strategy.root_device)
-        work, self._gathered = (
-            self._gathered,
-            distributed.all_reduce(self._asked, distributed.ReduceOp.MAX, async_op=True),
-        )
+        work = self._gathered
+        self._gathered = distributed.all_reduce(self._asked, distributed.ReduceOp.MAX, async_op=True)
         if answer is None or work is None:
             return 0
         work.wait()

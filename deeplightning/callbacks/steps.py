@@ -333,42 +333,38 @@ class FiniteLoss(Callback):
     """
 
     def __init__(self) -> None:
-        self._logged: tuple[transfer.Deferred, str] | None = None  # with where it is from
-        self._last: tuple[torch.Tensor, int, int] | None = None  # with its step and epoch
+        self._logged: tuple[transfer.Deferred, int, int] | None = None  # with its step and epoch
+        self._last: tuple[torch.Tensor, int, int] | None = None
 
     def on_before_backward(self, trainer: Any, pl_module: LightningModule, loss: torch.Tensor) -> None:
         if not transfer.is_asynchronous(loss.device):
-            if not math.isfinite(value := loss.item()):
-                raise _not_finite(value, _where(trainer.global_step, trainer.current_epoch))
+            _require_finite(loss.item(), trainer.global_step, trainer.current_epoch)
             return
         self._last = loss.detach(), trainer.global_step, trainer.current_epoch
         if trainer.log_every_n_steps:
             self._judge_logged()
-            self._logged = transfer.Deferred(loss), _where(trainer.global_step, trainer.current_epoch)
+            self._logged = transfer.Deferred(loss), trainer.global_step, trainer.current_epoch
 
     def on_fit_end(self, *_: object) -> None:
         self._logged = self._last = None
 
     def _judge_logged(self) -> None:
         logged, self._logged = self._logged, None
-        if logged is not None and not math.isfinite(value := logged[0].read()[0]):
-            raise _not_finite(value, logged[1])
+        if logged is not None:
+            _require_finite(logged[0].read()[0], *logged[1:])
 
     def _judge_last(self, *_: object, **__: object) -> None:
         self._judge_logged()
         last, self._last = self._last, None
-        if last is not None and not math.isfinite(value := last[0].item()):
-            raise _not_finite(value, _where(*last[1:]))
+        if last is not None:
+            _require_finite(last[0].item(), *last[1:])
 
     on_validation_start = on_train_epoch_end = on_save_checkpoint = _judge_last
 
 
-def _where(step: int, epoch: int) -> str:
-    return f"step {step} (epoch {epoch + 1})"
-
-
-def _not_finite(value: float, where: str) -> RunError:
-    return RunError(
-        f"train_loss is {value} at {where}. A smaller learning rate or `train.gradient_clip` may help, or the data "
-        "hold what is no number"
-    )
+def _require_finite(value: float, step: int, epoch: int) -> None:
+    if not math.isfinite(value):
+        raise RunError(
+            f"train_loss is {value} at step {step} (epoch {epoch + 1}). A smaller learning rate or "
+            "`train.gradient_clip` may help, or the data hold what is no number"
+        )
