@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,8 +29,6 @@ def callback_of(trainer: Any, kind: type[T]) -> T:
 def all_of(cfg: Config) -> list[pl.Callback]:
     """Return the callbacks of a run, in the order in which their hooks are called; Lightning moves those that save
     checkpoints to the end."""
-    from dataclasses import asdict
-
     from pytorch_lightning.callbacks import EarlyStopping
 
     from deeplightning.callbacks import gathered, gradients, random_state, results, start, steps
