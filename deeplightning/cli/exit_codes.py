@@ -79,10 +79,8 @@ def report(error: BaseException, redact: Callable[[str], str] = str) -> int:
         where = Path(os.fsdecode(error.filename)).absolute().parent if error.filename else Path.cwd()
         code, notes = 3, [f"the disk is full: {error}. {no_room(where)}; {FREE_SOME}"]
     if code is None and isinstance(error, OSError) and is_of_machine(error):
-        code, notes = (
-            3,
-            [f"the disk does not answer as it should: {error}. Once it does, train.resume_ckpt=auto resumes"],
-        )
+        then = "Once it does, train.resume_ckpt=auto resumes"
+        code, notes = 3, [f"the disk does not answer as it should: {error}. {then}"]
     if code is None and (lacks := needs(error)) is not None:
         code, notes = 3, [f"the run {lacks}"]
     has_note = code is not None

@@ -236,11 +236,8 @@ def rows(data: Path, wanted: Columns) -> Guess:
     inputs = [name for name, kind in kinds.items() if kind != "ignore" and name != target]
     if not inputs:
         raise _too_few(found, kinds)
-    strays = {
-        name: each.strays
-        for name, each in found.columns.items()
-        if each.strays and (kinds[name] == "number" or name == target) and each.is_number()
-    }
+    numbers = {name: found.columns[name] for name, kind in kinds.items() if kind == "number" or name == target}
+    strays = {name: each.strays for name, each in numbers.items() if each.strays and each.is_number()}
     missing_words = [*_GAPS, *dict.fromkeys(word.lower() for words in strays.values() for word in words)]
     form = replace(found.form, missing_words=tuple(missing_words))
     gaps = _gaps(found, inputs, form)

@@ -167,9 +167,8 @@ class Grid:
                 make_private(self.home / "points", store)  # STORE/multiruns/EXPERIMENT/NAME
                 hold = RunFolder(self.home).lock()
             except OSError as error:
-                raise SetupError(
-                    f"{self.home}: the folder of these runs cannot be written: {error.strerror}"
-                ) from error
+                message = f"{self.home}: the folder of these runs cannot be written: {error.strerror}"
+                raise SetupError(message) from error
             if hold is None:
                 raise SetupError(f"another process is at these runs, in {self.home}; wait for it, or end it")
             self.seal.drop_others()
