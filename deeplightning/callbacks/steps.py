@@ -197,15 +197,11 @@ def _stream_name(trainer: Trainer) -> str:
 
 def _digest(batch: object) -> str:
     """Return a digest of the tensors in a batch; "": it has none."""
-    found = hashlib.sha256()
-
-    def add(tensor: torch.Tensor) -> torch.Tensor:
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return tensor
-
-    before = found.hexdigest()
-    apply_to_collection(batch, torch.Tensor, add)
-    return "" if found.hexdigest() == before else found.hexdigest()
+    tensors: list[torch.Tensor] = []
+    apply_to_collection(batch, torch.Tensor, tensors.append)
+    flat = (tensor.detach().cpu().contiguous().reshape(-1) for tensor in tensors)
+    found = b"".join(values.view(torch.uint8).numpy().tobytes() for values in flat)
+    return hashlib.sha256(found).hexdigest() if found else ""
 
 
 def _is_stream(loader: Any) -> bool:

@@ -130,7 +130,8 @@ def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export
     """
     import numpy as np
 
-    from deeplightning.export.bundle import export
+    from deeplightning.export.bundle import FormatError, export
+    from deeplightning.export.formats import add_format
     from deeplightning.run.own_module import servable
 
     task, cfg, path = trained_task(folder, allow, verb)
@@ -161,29 +162,15 @@ def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export
             model = write_model(folder)
         log.info("model      %s", model)
     asked = [*(cfg.train.export if isinstance(cfg.train.export, list) else ()), *formats]
-    _add_formats(task, folder, [name for name in ("torchscript", "pt2") if name in asked])
-    return bundle
-
-
-def _add_formats(task: Any, folder: RunFolder, names: Sequence[str]) -> None:
-    """Add each format that can express the network to the bundle.
-
-    Raises:
-        FormatError: names those that cannot.
-    """
-    if not names:
-        return
-    from deeplightning.export.bundle import FormatError
-    from deeplightning.export.formats import add_format
-
     failed: list[FormatError] = []
-    for name in names:
+    for name in [each for each in ("torchscript", "pt2") if each in asked]:
         try:
             log.info("bundle     %s", add_format(task, folder, name))
         except FormatError as error:
             failed.append(error)
     if failed:
         raise FormatError("\n".join(map(str, failed)))
+    return bundle
 
 
 INPUT_OF = {"image": "image", "text": "tokens", "table": "input", "array": "input"}

@@ -19,6 +19,7 @@ from deeplightning.process.identity import decided, identity, own_rank
 from deeplightning.process.ranks import restarts
 from deeplightning.run.find import find_checkpoint, runs_of, store_of
 from deeplightning.runfolder import RunFolder
+from deeplightning.tracking.build import refusal
 
 log = logging.getLogger("deeplightning")
 
@@ -112,7 +113,7 @@ def _from_the_start(cfg: Config, folder: RunFolder) -> Resumption | None:
     run_id = folder.path.parent.name
     if own_rank() != 0 or (hold := folder.lock()) is None:
         return None
-    if _refusal(cfg, run_id, folder.path):
+    if refusal(cfg.logger.type, cfg.logger.params, run_id, folder.path):
         hold.release()
         return None
     note = f"resumes    nothing: the run {run_id} ended before its first checkpoint, and begins again"
@@ -193,7 +194,7 @@ def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
                 why = f"{folder.last.name} goes further"
         except CheckpointError:
             pass  # then this one is the furthest
-    why = why or _refusal(cfg, str(run_id), path.parent)
+    why = why or refusal(cfg.logger.type, cfg.logger.params, str(run_id), path.parent)
     if why is None and (hold := folder.lock()) is None:
         why = f"a process is at work on the run {run_id}"
     notes = [f"resumes    {path} ({position})", f"run        {f'its own: {why}' if why else f'{run_id} continues'}"]
@@ -316,12 +317,6 @@ def _is_point(point: object) -> bool:
         case [str(), int() | float(), int(), int()]:
             return True
     return False
-
-
-def _refusal(cfg: Config, run_id: str, folder: Path) -> str | None:
-    from deeplightning.tracking.build import refusal
-
-    return refusal(cfg.logger.type, cfg.logger.params, run_id, folder)
 
 
 def _is_same(cfg: Config, folder: RunFolder) -> bool:

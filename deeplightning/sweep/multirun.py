@@ -234,13 +234,12 @@ class Grid:
         file = point.file.with_suffix(".yaml")
         write_whole(file, point.config)
         point.note(state=UNDERWAY, words=point.words, code=self.code, failure=None)
-        continues = bool(more)
-        more = [*more, *self._tracked(point)]
         address = self.server.address_for(number, self.cfg.train.checkpoint.monitor or "")
-        log.info("%-10s %s%s", f"run {number}", "  ".join(point.words), "  (continues)" if continues else "")
+        log.info("%-10s %s%s", f"run {number}", "  ".join(point.words), "  (continues)" if more else "")
         self._began[number] = time.monotonic()
         environment = {TRIAL: address, DECIDED: None, "MLFLOW_RUN_ID": None, **self._environment(number)}
-        self.workers.start(number, [str(file), *more], point.file.with_suffix(".log"), environment)
+        words = [str(file), *more, *self._tracked(point)]
+        self.workers.start(number, words, point.file.with_suffix(".log"), environment)
 
     def _tracked(self, point: Point) -> list[str]:
         """Return the overrides for the tracker: the run's name, unless the config has one."""

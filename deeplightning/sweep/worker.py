@@ -118,7 +118,8 @@ class TrialServer:
 
     def __init__(self, is_remote: bool):
         self.token = secrets.token_hex(16)
-        self._listener = socket.create_server((_own_address() if is_remote else "127.0.0.1", 0))
+        route = interface("192.0.2.1") if is_remote else None  # an address kept for documentation, RFC 5737
+        self._listener = socket.create_server((route[1] if route is not None else "127.0.0.1", 0))
         self._listener.settimeout(POLL_SECONDS)
         self.host, self.port = self._listener.getsockname()[:2]
 
@@ -146,12 +147,6 @@ class TrialServer:
 
     def close(self) -> None:
         self._listener.close()
-
-
-def _own_address() -> str:
-    """Return the address by which other machines reach this one, as far as its routes tell."""
-    found = interface("192.0.2.1")  # kept for documentation, RFC 5737
-    return found[1] if found is not None else "127.0.0.1"
 
 
 def failure_in(log: Path, code: int) -> str:
