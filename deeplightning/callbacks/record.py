@@ -49,8 +49,6 @@ from deeplightning.words import printable
 
 log = logging.getLogger("deeplightning")
 
-_COMMAND_LINE = "command line"
-
 
 class Record(Callback):
     """Open the run when everything is built and data and network are known to fit, on rank 0; other callbacks ask it
@@ -268,7 +266,7 @@ class Record(Callback):
                 self._tell(logger, settings, environment, is_new=True)
         if is_other or not folder.places.exists():  # a start before may have failed between the two
             # An override's place names its value, which may be anything.
-            places = {k: _COMMAND_LINE if p.startswith("override ") else p for k, p in (self.cfg.places or {}).items()}
+            places = {k: "command line" if p.startswith("override ") else p for k, p in (self.cfg.places or {}).items()}
             write_whole(folder.places, self.cfg.redact_message(json.dumps(places, indent=1)))
 
     def _tell(self, logger: Any, settings: dict[str, object], environment: dict[str, object], is_new: bool) -> None:
