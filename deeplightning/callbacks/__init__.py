@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,8 +29,6 @@ def callback_of(trainer: Any, kind: type[T]) -> T:
 def all_of(cfg: Config) -> list[pl.Callback]:
     """Return the callbacks of a run, in the order in which their hooks are called; Lightning moves those that save
     checkpoints to the end."""
-    from dataclasses import asdict
-
     from pytorch_lightning.callbacks import EarlyStopping
 
     from deeplightning.callbacks import gathered, gradients, random_state, results, start, steps
@@ -59,8 +58,9 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         random_state.Generators() if random_state.draws_as_lightning(cfg) else random_state.Seeds(cfg.seed),
         steps.StreamEnds(),
     ]
-    if shares := _warmups(cfg):  # the logged rate is that of the step
-        callbacks.append(gradients.Warmup(shares))
+    schedules = cfg.model.scheduler if isinstance(cfg.model.scheduler, dict) else {"": cfg.model.scheduler}
+    if shares := {name: each.warmup for name, each in schedules.items() if each is not None and each.warmup > 0}:
+        callbacks.append(gradients.Warmup(shares))  # the logged rate is that of the step
     callbacks += [
         steps.LogSteps(every if isinstance(every, int) else asdict(every)),
         steps.FiniteLoss(),
@@ -99,10 +99,3 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         callbacks.append(Trial(record, os.environ[TRIAL]))
     # A checkpoint holds the states of all others; a signal ends a batch once all have seen it.
     return [*callbacks, checkpoints, Signals(hooks), *hooks.callbacks(cfg, record, checkpoints)]
-
-
-def _warmups(cfg: Config) -> dict[str, float]:
-    """Return the share of warm-up of each schedule that has one, by the name of its optimizer; "" for the only one."""
-    schedules = cfg.model.scheduler
-    named = schedules if isinstance(schedules, dict) else {"": schedules}
-    return {name: schedule.warmup for name, schedule in named.items() if schedule is not None and schedule.warmup > 0}

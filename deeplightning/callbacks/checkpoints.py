@@ -46,6 +46,9 @@ class Checkpoints(LightningCheckpoint):
     Args:
         background: whether checkpoints may be written while training continues.
         off: save none; a metric that is not there is still an error.
+
+    Attributes:
+        resumed_at: the optimizer steps that were done when this training began; -1: it has not begun.
     """
 
     def __init__(self, settings: Checkpoint, record: Record, background: bool = True, off: bool = False):
@@ -55,18 +58,13 @@ class Checkpoints(LightningCheckpoint):
         self._arriving: dict[str, object] | None = None  # until the optimizers are there that it is compared with
         self._plateaus: dict[str, float] = {}
         self._due = self._validating = False
-        self._saved_step = self._began_at = -1  # optimizer steps
+        self._saved_step = self.resumed_at = -1  # optimizer steps
         self._validated = False
         self._marks = frozenset[int]()
         name = settings.monitor or ""
         self._of_training = stage_of(name)[0] == "train"  # the metric
         self._of_steps = self._of_training and not name.endswith("_epoch")
         self._former: object = None  # its value before the batch that is under way
-
-    @property
-    def resumed_at(self) -> int:
-        """The optimizer steps that were done when this training began; -1: it has not begun."""
-        return self._began_at
 
     @property
     def best(self) -> dict[str, Any] | None:
@@ -79,12 +77,16 @@ class Checkpoints(LightningCheckpoint):
         if self._arriving is not None:
             check_optimizers(trainer, self._arriving)
             self._arriving = None
-        _drop_early_loader(trainer)
+        # Whoever asks for `estimated_stepping_batches` in `configure_optimizers`, as a schedule with `auto` does, has
+        # Lightning (2.6.6) make loader and iterator before the position is restored: the run would repeat the first
+        # epoch's batches. Strategies that shard parameters learn only after this hook that there is a checkpoint.
+        if trainer.ckpt_path is not None or trainer.strategy.restore_checkpoint_after_setup:
+            forget_train_loader(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._take_over(trainer)
         self._find_marks(trainer)
-        self._began_at = trainer.global_step
+        self.resumed_at = trainer.global_step
         plateaus, self._plateaus = self._plateaus, {}
         for number, value in plateaus.items():
             scheduler: Any = trainer.lr_scheduler_configs[int(number)].scheduler
@@ -114,7 +116,7 @@ class Checkpoints(LightningCheckpoint):
     ) -> None:
         _writer(trainer).check()
         every, step = self.settings.every_n_steps, trainer.global_step
-        due = every is not None and step % every == 0 and step not in (self._began_at, self._saved_step)
+        due = every is not None and step % every == 0 and step not in (self.resumed_at, self._saved_step)
         is_last = 0 < trainer.max_steps <= step  # two optimizers may take more than one step in a batch
         if due or batch_idx + 1 in self._marks or is_last:
             self._due = True
@@ -329,9 +331,8 @@ class Checkpoints(LightningCheckpoint):
             if former.best.is_file():
                 aside = former.former(former.best) if goes_on else former.best
                 former.best.rename(aside)
-                log.warning(
-                    "best.ckpt cannot be read: the run chooses a new best checkpoint and keeps %s (%s)", aside, error
-                )
+                message = "best.ckpt cannot be read: the run chooses a new best checkpoint and keeps %s (%s)"
+                log.warning(message, aside, error)
             return []
         if best["metric"] != self.settings.monitor or not (goes_on or best in loaded):
             return []
@@ -340,9 +341,8 @@ class Checkpoints(LightningCheckpoint):
             for entry in loaded
             if entry["metric"] == self.settings.monitor and entry["step"] != best["step"]
         ]
-        return [best, *(entry for entry in others if (former.path / entry["file"]).is_file())][
-            : self.settings.save_top_k
-        ]
+        there = [entry for entry in others if (former.path / entry["file"]).is_file()]
+        return [best, *there][: self.settings.save_top_k]
 
 
 def _io(trainer: Trainer) -> SafeCheckpointIO:
@@ -385,14 +385,3 @@ def _by_metrics(trainer: Trainer) -> list[tuple[int, Any, float]]:
         and (trainer.current_epoch + 1) % config.frequency == 0
         and config.monitor in trainer.callback_metrics
     ]
-
-
-def _drop_early_loader(trainer: Trainer) -> None:
-    """Let Lightning make the training loader again once the checkpoint's position is known.
-
-    Whoever asks for `estimated_stepping_batches` in `configure_optimizers`, as a schedule with `auto` does, has
-    Lightning make loader and iterator before the position is restored: the run would repeat the first epoch's batches
-    (2.6.6). Strategies that shard parameters learn only after this hook that there is a checkpoint.
-    """
-    if trainer.ckpt_path is not None or trainer.strategy.restore_checkpoint_after_setup:
-        forget_train_loader(trainer)

@@ -209,7 +209,7 @@ class Console(Callback):
             log.info("epoch %d, %s: train_loss %.4f", trainer.current_epoch + 1, done, self._loss(trainer, outputs))
 
     def _draw(self, trainer: Trainer, done: int, loss: float, now: float) -> None:
-        batches, share = trainer.num_training_batches, _share_done(trainer, done)
+        share = _share_done(trainer, done)
         shown = [f"loss {loss:.4f}", *self._judged]
         if share is not None and share > self._began_at:
             left = (now - self._started) * (1 - share) / (share - self._began_at)
@@ -218,11 +218,11 @@ class Console(Callback):
             shown.append(f"{_rate(speed)} samples/s")
         if self._learning > 0:
             shown.append(f"{_rate(self._batches / self._learning)} it/s")
-        self._show(trainer, done, batches, "  ".join(shown))
+        self._show(trainer, done, "  ".join(shown))
 
-    def _show(self, trainer: Trainer, done: int, batches: float, text: str) -> None:
+    def _show(self, trainer: Trainer, done: int, text: str) -> None:
         of = f"/{self.cfg.train.num_epochs}" if self.cfg.train.num_epochs else ""
-        (task,) = self._progress.task_ids
+        (task,), batches = self._progress.task_ids, trainer.num_training_batches
         total = int(batches) if math.isfinite(batches) else None
         epoch = f"epoch {trainer.current_epoch + 1}{of}"
         self._progress.update(task, total=total, completed=done, description=epoch, text=text, refresh=True)
@@ -287,8 +287,7 @@ class Console(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validated_at = time.monotonic()
         if self._progress:
-            done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-            self._show(trainer, done, trainer.num_training_batches, "validating")
+            self._show(trainer, trainer.fit_loop.epoch_loop.batch_progress.current.ready, "validating")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validating += time.monotonic() - self._validated_at

@@ -7,9 +7,10 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deeplightning.config.packages import HOME
 from deeplightning.config.schema import Config, Target
@@ -19,10 +20,6 @@ from deeplightning.runfolder import RunFolder, start_folder
 from deeplightning.tracking.mlflow_columns import PORT
 from deeplightning.tracking.store import locate
 from deeplightning.words import printable
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 
 MAX_PICTURES = 2
 """Pictures that a description shows: the confusion matrix first, else the newest."""

@@ -2,19 +2,17 @@
 that no step has used."""
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric, MetricCollection
 
 from deeplightning.engine.process_group import replicas
 from deeplightning.engine.sharded import Sharded
 from deeplightning.private.lightning import add_to_logged_means, logged_means
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
 
 log = logging.getLogger("deeplightning")
 
@@ -104,16 +102,13 @@ class PendingGradients(Callback):
             if name in saved:
                 parameter.grad = saved[name].to(parameter)
                 self._pending.add(parameter)
-        self._watch(pl_module)
+        self.on_train_epoch_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._watch(pl_module)
-
-    def _watch(self, task: LightningModule) -> None:
         """Make each parameter that learns tell when it gets a gradient; some begin to learn after an epoch."""
-        if task.automatic_optimization:
+        if pl_module.automatic_optimization:
             return
-        for parameter in task.parameters():
+        for parameter in pl_module.parameters():
             if parameter.requires_grad and parameter not in self._watched:
                 self._watched.add(parameter)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._pending.add))

@@ -4,21 +4,19 @@ rate up: Lightning weighs all batches alike, clips by value or by the norm of al
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.hooks import RemovableHandle
 
 from deeplightning.callbacks.watch import samples_in
 from deeplightning.engine.process_group import replicas, scale_gradients
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.private.lightning import logged_steps
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
 
 LEAST_NORM = 1e-3
 """A unit whose weights have a smaller norm is clipped as if they had this one, or zeros would never learn."""
@@ -36,10 +34,9 @@ class GradientNorm(Callback):
         if len(trainer.optimizers) > 1:
             number = next((n for n, known in enumerate(trainer.optimizers) if known is optimizer), 0)
             name += f"-{optimizer.param_groups[0].get('name', number)}"
-        point = {name: norm}
-        trainer.callback_metrics.update({key: torch.tensor(value) for key, value in point.items()})
+        trainer.callback_metrics[name] = torch.tensor(norm)
         for logger in trainer.loggers:
-            logger.log_metrics(point, logged_steps(trainer))
+            logger.log_metrics({name: norm}, logged_steps(trainer))
 
 
 class AdaptiveClip(Callback):

@@ -77,7 +77,9 @@ class Origin:
             if self._code.left_out:
                 some = ", ".join(f"{path} ({why})" for path, why in list(self._code.left_out.items())[:3])
                 log.warning("code       not all of it is kept: %s", some)
-            paths = self._data_files(data, began_from)
+            paths = paths_of(data, self._root(data), self.cfg.data.module.params)
+            weights = [from_start(name) for name in (began_from, self.cfg.model.init_from) if name is not None]
+            paths += [path for path in weights if path.is_file()]  # what the run began with is data too
             self._digesting = threading.Thread(target=self._digest, args=(data, paths), name="digests", daemon=True)
             self._digesting.start()
         except Exception as error:
@@ -118,15 +120,6 @@ class Origin:
         write_whole(path, packed)
         note_own(path)
         self._stored = packed
-
-    def _data_files(self, data: "pl.LightningDataModule | None", began_from: Path | None) -> list[Path]:
-        """Return the files and folders whose digest is kept; weights that the run began with are data too."""
-        cfg = self.cfg
-        paths = paths_of(data, self._root(data), cfg.data.module.params)
-        for name in (began_from, cfg.model.init_from):
-            if name is not None and (path := from_start(name)).is_file():
-                paths.append(path)
-        return paths
 
     def _root(self, data: "pl.LightningDataModule | None") -> str | None:
         """Return the folder of `data.root`; of an address, that of the copy that the data module reads."""

@@ -147,11 +147,6 @@ def knows_position(loader: Any) -> bool:
     return hasattr(loader, "state_dict") or any(_is_of(part, "deeplightning") for part in iterators)
 
 
-def _sets_up(callback: Callback) -> bool:
-    """Return whether a callback is not ours and has a hook `setup`."""
-    return is_overridden("setup", callback, parent=Callback) and not _is_of(type(callback), "deeplightning")
-
-
 def _is_of(named: Any, *packages: str) -> bool:
     return named.__module__.partition(".")[0] in packages
 
@@ -159,8 +154,9 @@ def _is_of(named: Any, *packages: str) -> bool:
 def build_network(trainer: Trainer, task: LightningModule, stage: str) -> None:
     """Build the network of a task of ours before callbacks of the user's are set up: Lightning's fine-tuning callbacks
     freeze parts of it there. Lightning builds it only after that, and then finds it built."""
-    own = type(task)
-    if not any(_sets_up(callback) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+    own, callbacks = type(task), trainer.callbacks  # type: ignore[attr-defined]
+    others = [callback for callback in callbacks if not _is_of(type(callback), "deeplightning")]
+    if not any(is_overridden("setup", callback, parent=Callback) for callback in others):
         return
     if not _is_of(own.configure_model, "deeplightning") or not _is_of(own.setup, "deeplightning", "pytorch_lightning"):
         return

@@ -10,8 +10,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from pytorch_lightning.loggers import Logger
 from deeplightning.callbacks.describe import data_name, engine_in_words, network_name
 from deeplightning.callbacks.hyperparameters import log_plain_values, save_plain_values, say_left_out
 from deeplightning.callbacks.provenance import Origin, keep_out
+from deeplightning.callbacks.resumption import Resumption
 from deeplightning.checks.trust import note_own
 from deeplightning.config.schema import Config
 from deeplightning.config.source import text_of
@@ -48,59 +48,6 @@ from deeplightning.version import __version__
 from deeplightning.words import printable
 
 log = logging.getLogger("deeplightning")
-
-_COMMAND_LINE = "command line"
-
-
-@dataclass(frozen=True)
-class Resumption:
-    """Where training resumes from, and in which run.
-
-    Attributes:
-        checkpoint: absolute; None: from the start.
-        run_id: the run of the tracker that is continued; None: a new one.
-        folder: of the continued run.
-        owed: points that this run was about to log: (name, value, milliseconds since 1970, step).
-        hold: the claim on `folder`.
-        notes: what a person should know, a line each.
-        inexact: why the end will not be that of an uninterrupted run, bit for bit; "": it will.
-        over: why nothing is left to train, of a checkpoint whose run is complete; "": something is.
-        epochs: that the checkpoint has completed.
-        kept: what the config has from the checkpoint, see `deeplightning.run.resume`.
-    """
-
-    checkpoint: Path | None = None
-    run_id: str | None = None
-    folder: Path | None = None
-    owed: Sequence[Sequence[Any]] = ()
-    hold: FolderLock | None = None
-    notes: Sequence[str] = ()
-    inexact: str = ""
-    over: str = ""
-    epochs: int = 0
-    kept: Sequence[Sequence[Any]] = ()
-
-    @property
-    def named(self) -> str | None:
-        """Return what all processes know of the checkpoint: its path, or size and time where each may have a copy."""
-        if self.checkpoint is None or not hooks_here().copies_files:
-            return str(self.checkpoint) if self.checkpoint else None
-        stat = self.checkpoint.stat()
-        return f"{self.checkpoint.name} of {stat.st_size} bytes, written at {stat.st_mtime_ns} ns"
-
-    def say(self) -> None:
-        """Log the notes."""
-        for note in self.notes:
-            log.info("%s", note)
-        if self.kept:
-            log.warning(
-                "A resumed run keeps the optimizer and the schedule of its checkpoint: %s. New values begin a new run "
-                "from the weights: model.init_from='%s'",
-                ", ".join(f"model.{'.'.join(keys)} is {was}, not {asked}" for *keys, was, asked in self.kept),
-                self.checkpoint,
-            )
-        if self.inexact:
-            log.warning("This run will not end bit for bit like an uninterrupted one: %s", self.inexact)
 
 
 class Record(Callback):
@@ -156,9 +103,8 @@ class Record(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.ckpt_path is not None and not self._has_arrived:  # Lightning 2.6 asks no callback then
-            raise CheckpointError(
-                f"{trainer.ckpt_path}: damaged: `callbacks` is missing; resume from another checkpoint"
-            )
+            message = f"{trainer.ckpt_path}: damaged: `callbacks` is missing; resume from another checkpoint"
+            raise CheckpointError(message)
         check_schedules(trainer)
         if self._frozen is not None:
             _freeze_again(pl_module, self._frozen)
@@ -288,10 +234,8 @@ class Record(Callback):
         """
         ours = {"seed": self.cfg.seed, "train.resume_ckpt": self.resumption.named if self.resumption else None}
         folder, run, theirs = trainer.strategy.broadcast((folder, tracked, ours))
-        differ = [
-            f"{name} is {theirs[name]} on rank 0 and {ours[name]} here" for name in ours if ours[name] != theirs[name]
-        ]
-        if differ:
+        names = [name for name in ours if ours[name] != theirs[name]]
+        if differ := [f"{name} is {theirs[name]} on rank 0 and {ours[name]} here" for name in names]:
             raise SetupError(
                 f"rank {trainer.global_rank} decided differently from rank 0: {'; '.join(differ)}. Processes that are "
                 "started one by one need a fixed `seed`, a checkpoint's path, and one file system"
@@ -322,7 +266,7 @@ class Record(Callback):
                 self._tell(logger, settings, environment, is_new=True)
         if is_other or not folder.places.exists():  # a start before may have failed between the two
             # An override's place names its value, which may be anything.
-            places = {k: _COMMAND_LINE if p.startswith("override ") else p for k, p in (self.cfg.places or {}).items()}
+            places = {k: "command line" if p.startswith("override ") else p for k, p in (self.cfg.places or {}).items()}
             write_whole(folder.places, self.cfg.redact_message(json.dumps(places, indent=1)))
 
     def _tell(self, logger: Any, settings: dict[str, object], environment: dict[str, object], is_new: bool) -> None:
@@ -330,13 +274,27 @@ class Record(Callback):
         if is_new:
             logger.log_hyperparams(settings)
         if hasattr(logger, "log_tags"):
-            over = {"training": f"none: {self.resumption.over}"} if self.resumption and self.resumption.over else {}
-            asked = {f"asked.{key}": str(v) for key, v in (self.cfg.asked or {}).items()}
-            fast = {"fast": "true"} if self.cfg.train.fast else {}
-            origins = [f"{address} {digest}" for address, digest in (self.cfg.origins or {}).items()]
-            fetched = {"config": "\n".join(origins)} if origins else {}
-            about = {NETWORK: network_name(self.cfg), DATA: data_name(self.cfg), ENGINE: engine_in_words(self.cfg)}
-            logger.log_tags(_tags(environment) | about | asked | over | fast | fetched)
+            logger.log_tags(self._tags(environment))
+
+    def _tags(self, environment: Mapping[str, Any]) -> dict[str, str]:
+        """Return what one wants to search runs by, of the config and the environment."""
+        cfg, git = self.cfg, environment.get("git") or {}
+        over = self.resumption.over if self.resumption else ""
+        found = {
+            "git_commit": git.get("commit"),
+            "git_dirty": git.get("dirty"),
+            "command": environment.get("command"),
+            "host": environment.get("host"),
+            "reproduces": os.environ.get(REPRODUCES),
+            "restarts": ranks.restarts() or None,
+            "versions": ", ".join(f"{n} {v}" for n, v in (environment.get("packages") or {}).items()),
+            "training": f"none: {over}" if over else None,
+            "fast": "true" if cfg.train.fast else None,
+            "config": "\n".join(f"{address} {digest}" for address, digest in (cfg.origins or {}).items()),
+        }
+        about = {NETWORK: network_name(cfg), DATA: data_name(cfg), ENGINE: engine_in_words(cfg)}
+        asked = {f"asked.{key}": str(value) for key, value in (cfg.asked or {}).items()}
+        return {name: str(value) for name, value in found.items() if value not in (None, "")} | about | asked
 
     def _settings(self, folder: RunFolder) -> dict[str, object]:
         """Return the config as it may be run again: it names the checkpoint that the run began from, and no other."""
@@ -382,8 +340,7 @@ class Record(Callback):
             self._origin.end(self._stopped)
 
     def publish(self) -> None:
-        """Send the run's files to trackers on other machines; to be called on rank 0 when all stages are done."""
-        self.settle()
+        """Send the run's files to trackers on other machines; to be called on rank 0 when the run is settled."""
         if self._folder is not None:
             publish(self.loggers, self._folder.path)
 
@@ -528,21 +485,6 @@ def _nested(values: Mapping[str, object]) -> dict[str, Any]:
         section, _, name = key.partition(".")
         found.setdefault(section, {})[name] = value
     return found
-
-
-def _tags(environment: Mapping[str, Any]) -> dict[str, str]:
-    """Return what of the environment one wants to search runs by."""
-    git = environment.get("git") or {}
-    found = {
-        "git_commit": git.get("commit"),
-        "git_dirty": git.get("dirty"),
-        "command": environment.get("command"),
-        "host": environment.get("host"),
-        "reproduces": os.environ.get(REPRODUCES),
-        "restarts": ranks.restarts() or None,
-        "versions": ", ".join(f"{n} {v}" for n, v in (environment.get("packages") or {}).items()),
-    }
-    return {name: str(value) for name, value in found.items() if value not in (None, "")}
 
 
 def _log_to_file(path: Path, cfg: Config) -> None:

@@ -7,7 +7,7 @@ import io
 import json
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -24,9 +24,6 @@ from deeplightning.figures.style import Drawing, save
 from deeplightning.runfolder import whole, write_whole
 from deeplightning.tracking.picture import histogram, histogram_figure
 from deeplightning.words import first_line
-
-if TYPE_CHECKING:
-    from typing import IO
 
 log = logging.getLogger("deeplightning")
 
@@ -182,7 +179,7 @@ class ShowPictures(Callback):
     on_fit_end = _draw
 
 
-def _save_image(pixels: np.ndarray, file: "IO[bytes]", longest: int | None = None) -> None:
+def _save_image(pixels: np.ndarray, file: IO[bytes], longest: int | None = None) -> None:
     """Write (C, H, W), uint8 or floats 0 … 1, as PNG; scale a larger one to so many pixels."""
     from PIL import Image
 

@@ -6,8 +6,8 @@ back: see `deeplightning.launch.ProcessHooks`. All others are the user's own.
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import torch
 from pytorch_lightning import Trainer
@@ -21,9 +21,6 @@ from deeplightning.process import streams
 from deeplightning.process.failure import INTERRUPTED
 from deeplightning.process.identity import own_rank
 from deeplightning.process.streams import Interrupted
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class Signals(LightningCheckpoint):
@@ -87,10 +84,8 @@ class Signals(LightningCheckpoint):
         The answer is that of the last look: while it is gathered the processes continue, and none waits for another.
         """
         answer, self._asked = self._asked, torch.tensor(self._received, device=trainer.strategy.root_device)
-        work, self._gathered = (
-            self._gathered,
-            distributed.all_reduce(self._asked, distributed.ReduceOp.MAX, async_op=True),
-        )
+        work = self._gathered
+        self._gathered = distributed.all_reduce(self._asked, distributed.ReduceOp.MAX, async_op=True)
         if answer is None or work is None:
             return 0
         work.wait()

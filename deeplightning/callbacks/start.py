@@ -78,9 +78,8 @@ class StartWeights(Callback):
         left = [name for name in {**ours, **found} if name not in fit]
         if left:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-            log.warning(
-                "model.init_from: not taken, for want of the same name and shape: %s%s", ", ".join(left[:3]), more
-            )
+            some = ", ".join(left[:3])
+            log.warning("model.init_from: not taken, for want of the same name and shape: %s%s", some, more)
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:

@@ -7,24 +7,22 @@ import logging
 import math
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.utilities.types import LRSchedulerConfig
 from torch import distributed
 from torch.utils.data import IterableDataset
+from torch.utils.hooks import RemovableHandle
 
 from deeplightning import transfer
 from deeplightning.engine.process_group import replicas
 from deeplightning.faults import RunError, SetupError
 from deeplightning.private.lightning import batches_ahead, logged_steps, read_ahead
 from deeplightning.words import stage_of
-
-if TYPE_CHECKING:
-    from pytorch_lightning.utilities.types import LRSchedulerConfig
-    from torch.utils.hooks import RemovableHandle
 
 log = logging.getLogger("deeplightning")
 
@@ -199,15 +197,11 @@ def _stream_name(trainer: Trainer) -> str:
 
 def _digest(batch: object) -> str:
     """Return a digest of the tensors in a batch; "": it has none."""
-    found = hashlib.sha256()
-
-    def add(tensor: torch.Tensor) -> torch.Tensor:
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return tensor
-
-    before = found.hexdigest()
-    apply_to_collection(batch, torch.Tensor, add)
-    return "" if found.hexdigest() == before else found.hexdigest()
+    tensors: list[torch.Tensor] = []
+    apply_to_collection(batch, torch.Tensor, tensors.append)
+    flat = (tensor.detach().cpu().contiguous().reshape(-1) for tensor in tensors)
+    found = b"".join(values.view(torch.uint8).numpy().tobytes() for values in flat)
+    return hashlib.sha256(found).hexdigest() if found else ""
 
 
 def _is_stream(loader: Any) -> bool:
@@ -243,7 +237,7 @@ class ScheduleSteps(Callback):
         for config, _ in self._every:
             config.frequency = batch_idx + 2  # not after this batch, unless the optimizer steps
 
-    def _taken(self, config: "LRSchedulerConfig", *_: object) -> None:
+    def _taken(self, config: LRSchedulerConfig, *_: object) -> None:
         if config in self._due:
             config.frequency = 1
 
@@ -255,7 +249,7 @@ class ScheduleSteps(Callback):
         self._hooks, self._every = [], []
 
 
-def _by_optimizer_steps(config: "LRSchedulerConfig") -> bool:
+def _by_optimizer_steps(config: LRSchedulerConfig) -> bool:
     """Return whether a schedule goes by steps, of an optimizer that tells when it has taken one."""
     optimizer = getattr(config.scheduler, "optimizer", None)
     return config.interval == "step" and isinstance(optimizer, torch.optim.Optimizer)
@@ -335,42 +329,38 @@ class FiniteLoss(Callback):
     """
 
     def __init__(self) -> None:
-        self._logged: tuple[transfer.Deferred, str] | None = None  # with where it is from
-        self._last: tuple[torch.Tensor, int, int] | None = None  # with its step and epoch
+        self._logged: tuple[transfer.Deferred, int, int] | None = None  # with its step and epoch
+        self._last: tuple[torch.Tensor, int, int] | None = None
 
     def on_before_backward(self, trainer: Any, pl_module: LightningModule, loss: torch.Tensor) -> None:
         if not transfer.is_asynchronous(loss.device):
-            if not math.isfinite(value := loss.item()):
-                raise _not_finite(value, _where(trainer.global_step, trainer.current_epoch))
+            _require_finite(loss.item(), trainer.global_step, trainer.current_epoch)
             return
         self._last = loss.detach(), trainer.global_step, trainer.current_epoch
         if trainer.log_every_n_steps:
             self._judge_logged()
-            self._logged = transfer.Deferred(loss), _where(trainer.global_step, trainer.current_epoch)
+            self._logged = transfer.Deferred(loss), trainer.global_step, trainer.current_epoch
 
     def on_fit_end(self, *_: object) -> None:
         self._logged = self._last = None
 
     def _judge_logged(self) -> None:
         logged, self._logged = self._logged, None
-        if logged is not None and not math.isfinite(value := logged[0].read()[0]):
-            raise _not_finite(value, logged[1])
+        if logged is not None:
+            _require_finite(logged[0].read()[0], *logged[1:])
 
     def _judge_last(self, *_: object, **__: object) -> None:
         self._judge_logged()
         last, self._last = self._last, None
-        if last is not None and not math.isfinite(value := last[0].item()):
-            raise _not_finite(value, _where(*last[1:]))
+        if last is not None:
+            _require_finite(last[0].item(), *last[1:])
 
     on_validation_start = on_train_epoch_end = on_save_checkpoint = _judge_last
 
 
-def _where(step: int, epoch: int) -> str:
-    return f"step {step} (epoch {epoch + 1})"
-
-
-def _not_finite(value: float, where: str) -> RunError:
-    return RunError(
-        f"train_loss is {value} at {where}. A smaller learning rate or `train.gradient_clip` may help, or the data "
-        "hold what is no number"
-    )
+def _require_finite(value: float, step: int, epoch: int) -> None:
+    if not math.isfinite(value):
+        raise RunError(
+            f"train_loss is {value} at step {step} (epoch {epoch + 1}). A smaller learning rate or "
+            "`train.gradient_clip` may help, or the data hold what is no number"
+        )

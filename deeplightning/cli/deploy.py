@@ -47,7 +47,7 @@ def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) 
     settings = _settings(config, overrides)
     if config is not None:
         refuse_links(folder)
-    flags = [_flag(name, value) for name, value in _changed(settings)]
+    flags = [*_flags(settings)]
     if alone:
         return [sys.executable, "-P", "-m", "serve", str(alone[0]), *flags]
     whole = folder.bundle_card.is_file()
@@ -78,17 +78,13 @@ def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) 
     return [sys.executable, "-P", "-m", "serve", str(folder.bundle), *flags]
 
 
-def _flag(name: str, value: object) -> str:
-    option = f"--{name.replace('_', '-')}"
-    if isinstance(value, list):
-        value = ",".join(value)
-    return option if value is True else f"{option}={value}"
-
-
-def _changed(settings: Serve) -> Iterator[tuple[str, object]]:
-    """Return the settings that differ from the defaults, which the server has as well."""
-    values = ((field.name, getattr(settings, field.name)) for field in keys(Serve))
-    return ((name, value) for name, value in values if value != getattr(Serve(), name))
+def _flags(settings: Serve) -> Iterator[str]:
+    """Yield options of the server for the settings that differ from the defaults, which it has as well."""
+    for name in (field.name for field in keys(Serve)):
+        value, option = getattr(settings, name), f"--{name.replace('_', '-')}"
+        if value != getattr(Serve(), name):
+            given = ",".join(value) if isinstance(value, list) else value
+            yield option if value is True else f"{option}={given}"
 
 
 def _settings(config: RunConfig | None, overrides: Sequence[str]) -> Serve:

@@ -106,11 +106,6 @@ HERE = "config.yaml"
 """The file in the working directory that a verb reads if the command line names no CONFIG."""
 
 
-def _names_no_file(words: list[str]) -> bool:
-    """Return whether the command line names no config file: it has no words, or the first word is an override."""
-    return not words or (is_override(words[0]) and not os.path.isfile(words[0]))  # noqa: PTH113
-
-
 def is_override(word: str) -> bool:
     """Return whether a word is `key=value`, `~key` or `+list=[x]` and no path such as `~/c.yaml`."""
     return "=" in word.partition("://")[0] or (word.startswith(("~", "+")) and "/" not in word)
@@ -169,7 +164,8 @@ def with_config(words: str = "[key=value …]") -> Callable[[Verb], Verb]:
 
             given = [*([] if config is None else [config]), *overrides]
             files = [*configs]
-            if not files and os.path.isfile(HERE) and _names_no_file(given):  # noqa: PTH113
+            names_no_file = not given or (is_override(given[0]) and not os.path.isfile(given[0]))  # noqa: PTH113
+            if not files and names_no_file and os.path.isfile(HERE):  # noqa: PTH113
                 files = [HERE]
             elif not files and given:
                 if given[0].startswith("-") and not os.path.isfile(given[0]):  # noqa: PTH113

@@ -101,9 +101,8 @@ def class_folders(data: Path, noun: str, endings: Sequence[str]) -> tuple[list[P
     with errors_of_data():
         classes = found.classes()
         if len(classes) < 2:
-            raise SetupError(
-                f"{data} must hold a folder for each of two or more classes; it has: {some(classes) or 'none'}"
-            )
+            there = some(classes) or "none"
+            raise SetupError(f"{data} must hold a folder for each of two or more classes; it has: {there}")
         sets = found.find()
     top = data / "train" if found.is_divided else data
     paths, labels = sets["train" if found.is_divided else "all"]
@@ -111,11 +110,8 @@ def class_folders(data: Path, noun: str, endings: Sequence[str]) -> tuple[list[P
     values = {"stages": which, "count": len(paths), "number": len(classes), "classes": some(classes)}
     counts = Counter(labels.tolist())
     counted = some([f"{name} ({counts[label]})" for label, name in enumerate(classes)])
-    return (
-        [Path(path) for path in paths],
-        values,
-        [f"{len(classes)} classes, the folders of {top}: {counted}", *left_out],
-    )
+    notes = [f"{len(classes)} classes, the folders of {top}: {counted}", *left_out]
+    return [Path(path) for path in paths], values, notes
 
 
 @contextlib.contextmanager

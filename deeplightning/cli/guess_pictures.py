@@ -171,24 +171,16 @@ def _values_of(files: Sequence[Path], top: Path) -> tuple[list[Any], int | None,
     if is_numbered and (len(looked) < len(files) or top.name == "train"):
         kinds = [*range(kinds[-1] + 1)]  # masks that were not looked at may hold what is missing between
     values = [value_of(code, by_colour=by_colour) for code in kinds]
+    shown = some(values)
     if len(values) < 2:
-        raise SetupError(
-            f"the masks in {place} hold one value only, {some(values)}; they must hold two classes or more"
-        )
+        raise SetupError(f"the masks in {place} hold one value only, {shown}; they must hold two classes or more")
     if len(values) > (MAX_NUMBERED if is_numbered else MAX_VALUES):
         raise SetupError(
-            f"the masks in {place} hold too many values for classes: {some(values)}; save them without smoothed edges, "
+            f"the masks in {place} hold too many values for classes: {shown}; save them without smoothed edges, "
             "with one value or colour for each class"
         )
-    return (
-        values,
-        ignore,
-        [
-            f"{len(values)} classes, by the {'colours' if by_colour else 'values'} in {place}: {some(values)}"
-            + (f"; {ignore} does not count" if ignore is not None else ""),
-            *notes,
-        ],
-    )
+    found_by, left_out = "colours" if by_colour else "values", "" if ignore is None else f"; {ignore} does not count"
+    return values, ignore, [f"{len(values)} classes, by the {found_by} in {place}: {shown}{left_out}", *notes]
 
 
 def _are_numbered(values: list[int]) -> bool:
@@ -231,9 +223,8 @@ class _Look:
         ]
         if self.bad:
             where = f" in a sample of {self.looked:,}; a training counts all" if self.looked < self.files else ""
-            lines.append(
-                f"{count(len(self.bad), 'file')} cannot be decoded and will be left out{where}: {some(self.bad)}"
-            )
+            bad = count(len(self.bad), "file")
+            lines.append(f"{bad} cannot be decoded and will be left out{where}: {some(self.bad)}")
         return lines
 
 

@@ -97,9 +97,7 @@ class Column:
     def is_number(self, classes: frozenset[str] = frozenset()) -> bool:
         """Return whether it holds numbers, and its other words stand for missing values; `classes` are no such."""
         few = len(self.strays) <= MAX_STRAY and not classes & {word.lower() for word in self.strays}
-        words = sum(
-            number for word, number in self.strays.items() if re.search(r"\w", word)
-        )  # others are signs, as "?"
+        words = sum(n for word, n in self.strays.items() if re.search(r"\w", word))  # others are signs, as "?"
         enough = self.numbers >= max(NUMBERS * (self.numbers + words), self.filled / 2) > 0
         return few and enough and not self.has_codes
 
@@ -141,7 +139,10 @@ def table(path: Path, missing_words: Sequence[str] = _GAPS) -> Table:
     Raises:
         SetupError: it cannot be read, or is something else.
     """
-    path = _file_of(path)
+    if path.is_dir() and path.suffix.lower() != ".parquet":
+        files = sorted(each.name for each in path.iterdir() if each.suffix.lower() in (".csv", ".tsv"))
+        hint = f", such as {path / files[0]}" if files else ""
+        raise SetupError(f"{path} is a folder; name a CSV file with a header{hint}")
     with errors_of_data():
         form = replace(find("deeplightning.data.table_files.guess_format")(path), missing_words=tuple(missing_words))
         rows: Any = find("deeplightning.data.table_files.FirstRows")(path, form, MAX_ROWS)
@@ -171,9 +172,8 @@ def text(data: Path, wanted: Columns) -> Guess:
         )
     _check_names(found, wanted)
     text = max((n for n in found.columns if n != wanted.target), key=lambda name: found.columns[name].letters)
-    classes = [
-        n for n in found.columns if n != text and 2 <= found.columns[n].different <= min(MAX_CLASSES, found.rows // 2)
-    ]
+    most = min(MAX_CLASSES, found.rows // 2)
+    classes = [name for name, each in found.columns.items() if name != text and 2 <= each.different <= most]
     label = wanted.target or _named(classes) or min(classes, key=lambda n: found.columns[n].different, default=None)
     if label not in classes:
         raise SetupError(
@@ -236,19 +236,13 @@ def rows(data: Path, wanted: Columns) -> Guess:
     inputs = [name for name, kind in kinds.items() if kind != "ignore" and name != target]
     if not inputs:
         raise _too_few(found, kinds)
-    strays = {
-        name: each.strays
-        for name, each in found.columns.items()
-        if each.strays and (kinds[name] == "number" or name == target) and each.is_number()
-    }
+    numbers = {name: found.columns[name] for name, kind in kinds.items() if kind == "number" or name == target}
+    strays = {name: each.strays for name, each in numbers.items() if each.strays and each.is_number()}
     missing_words = [*_GAPS, *dict.fromkeys(word.lower() for words in strays.values() for word in words)]
     form = replace(found.form, missing_words=tuple(missing_words))
     gaps = _gaps(found, inputs, form)
-    words = [
-        sum(not form.is_missing(word) for word in found.columns[name].values) + 1
-        for name in inputs
-        if kinds[name] == "category"
-    ]
+    categories = [found.columns[name].values for name in inputs if kinds[name] == "category"]
+    words = [sum(not form.is_missing(word) for word in values) + 1 for values in categories]
     values = {
         "count": found.rows,
         "number": len(inputs),
@@ -316,13 +310,9 @@ def _target(found: Table, kinds: dict[str, str], wanted: Columns) -> tuple[str, 
         if found.columns[wanted.target].different < 2:
             raise SetupError(f"{found.path}: the column {wanted.target} has fewer than two different values")
         return wanted.target, "--target"
-    able = [
-        name
-        for name, kind in kinds.items()
-        if kind in (("number",) if wanted.task == "regression" else ("number", "category"))
-        and found.columns[name].different > 1
-        and not found.columns[name].has_dates
-    ]
+    allowed = ("number",) if wanted.task == "regression" else ("number", "category")
+    able = [name for name, each in found.columns.items() if each.different > 1 and not each.has_dates]
+    able = [name for name in able if kinds[name] in allowed]
     if not able or sum(kind != "ignore" for kind in kinds.values()) < 2:
         needed = ", and one of numbers to be predicted" if wanted.task == "regression" else ""
         raise _too_few(found, kinds, needed)
@@ -342,26 +332,20 @@ def _kinds(
     for name, column in found.columns.items():
         parts = {part.lower() for part in re.split(r"[^A-Za-z]+|(?<=[a-z])(?=[A-Z])", name)}
         is_whole = column.is_whole and column.numbers == column.filled
-        many = column.different > min(MAX_CLASSES, max(MAX_FEW, found.rows // 2))
-        reason = (
-            "by --ignore"
-            if name in wanted.ignore
-            else f"of type {column.type}"
-            if column.type
-            else "empty"
-            if column.filled == 0
-            else "a number of each row"
-            if parts & _NUMBERED and is_whole and column.different == column.filled
-            else "dates that are not written as 2024-02-29 or Feb-29-2024"
-            if column.has_dates and not column.is_number()
-            else "different in nearly each row"
-            if many and (not column.is_number(classes) or ("id" in parts and is_whole))
-            else ""
-        )
         is_number = column.is_number(classes) and not ("id" in parts and is_whole)
-        kinds[name] = "ignore" if reason else "number" if is_number else "category"
-        if reason:
-            reasons[name] = reason
+        many = column.different > min(MAX_CLASSES, max(MAX_FEW, found.rows // 2))
+        undated = "dates that are not written as 2024-02-29 or Feb-29-2024"
+        holds = {
+            "by --ignore": name in wanted.ignore,
+            f"of type {column.type}": bool(column.type),
+            "empty": column.filled == 0,
+            "a number of each row": parts & _NUMBERED and is_whole and column.different == column.filled,
+            undated: column.has_dates and not column.is_number(),
+            "different in nearly each row": many and not is_number,
+        }
+        kinds[name] = "ignore" if any(holds.values()) else "number" if is_number else "category"
+        if kinds[name] == "ignore":
+            reasons[name] = next(reason for reason, is_so in holds.items() if is_so)
     return kinds, reasons
 
 
@@ -393,11 +377,11 @@ def _columns(kinds: dict[str, str]) -> str:
 
 def _gaps(found: Table, names: Sequence[str], form: TableFormat) -> dict[str, int]:
     """Return how many values are missing in each of some columns that lacks any."""
-    numbers = {
-        name: column.missing + sum(number for word, number in column.values.items() if form.is_missing(word))
-        for name, column in ((name, found.columns[name]) for name in names)
-    }
-    return {name: number for name, number in numbers.items() if number}
+    gaps = {}
+    for name in names:
+        column = found.columns[name]
+        gaps[name] = column.missing + sum(n for word, n in column.values.items() if form.is_missing(word))
+    return {name: number for name, number in gaps.items() if number}
 
 
 def _counted(numbers: dict[str, int]) -> str:
@@ -409,14 +393,6 @@ def _cell(text: str, kind: str, form: TableFormat) -> object:
     if form.is_missing(text):
         return None
     return form.number(text) if kind == "number" and not _DATE.fullmatch(text) else text
-
-
-def _file_of(data: Path) -> Path:
-    if data.is_dir() and data.suffix.lower() != ".parquet":
-        files = sorted(path.name for path in data.iterdir() if path.suffix.lower() in (".csv", ".tsv"))
-        hint = f", such as {data / files[0]}" if files else ""
-        raise SetupError(f"{data} is a folder; name a CSV file with a header{hint}")
-    return data
 
 
 def _left_out(found: Table, columns: list[str], form: TableFormat | None = None) -> list[str]:

@@ -144,9 +144,8 @@ def init(folder: Path, kind: str, data: Path | None, columns: Columns | None = N
         SetupError: the data are not there or something else than the kind needs, or a file is there already.
     """
     if kind not in KINDS:
-        raise ConfigError(
-            Fault(f"there is no kind {kind!r}.{nearest(kind, KINDS)} There are: {', '.join(KINDS)}", "--kind")
-        )
+        message = f"there is no kind {kind!r}.{nearest(kind, KINDS)} There are: {', '.join(KINDS)}"
+        raise ConfigError(Fault(message, "--kind"))
     chosen, found, files = KINDS[kind], None, dict[str, str]()
     columns = columns or Columns()
     given = {name: value for name, value in vars(columns).items() if value}

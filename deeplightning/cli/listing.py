@@ -108,10 +108,8 @@ def newest(tracking_uri: str | None, *filters: Any) -> str:
     """
     rows = listing(tracking_uri, *filters)
     if not rows:
-        which = "such run" if any(filters) else "run"
-        raise CheckpointError(
-            f"{locate(tracking_uri).shown}: there is no {which}. `deeplightning runs` lists what there is"
-        )
+        store, which = locate(tracking_uri).shown, "such run" if any(filters) else "run"
+        raise CheckpointError(f"{store}: there is no {which}. `deeplightning runs` lists what there is")
     return f"runs:/{rows[0]['id']}"
 
 

@@ -1,7 +1,6 @@
 """List the configs that ship with Deep Lightning, and copy one so that it works in any folder."""
 
 import re
-from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from deeplightning.config.packages import HOME, PREFIX, shipped
@@ -95,14 +94,11 @@ def _file(name: str) -> Path:
     inner = PurePosixPath(name.removeprefix(PREFIX).removesuffix(".yaml").removeprefix("configs/"))
     known = names()
     if str(inner) not in known:
-        hint = nearest(str(inner), known) or f" There are: {_listed(known)}"
+        ours = ", ".join(each for each in known if "/" not in each)
+        hint = nearest(str(inner), known) or f" There are: {ours}; `deeplightning configs` lists all"
         raise ConfigError(Fault(f"no config of this name ships with Deep Lightning.{hint}", place=name))
     folder = HOME if inner.parts[0] == "examples" else HOME / "configs"
     return folder / f"{inner}.yaml"
-
-
-def _listed(known: Sequence[str]) -> str:
-    return ", ".join(name for name in known if "/" not in name) + "; `deeplightning configs` lists all"
 
 
 def _about(text: str) -> str:

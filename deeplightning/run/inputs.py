@@ -8,15 +8,13 @@ import csv
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from deeplightning.array_spec import read_signal
 from deeplightning.image_spec import EXTENSIONS
+from deeplightning.table_spec import TableSpec
 from serve.limits import Limits, Refusal
 from serve.uploads import arrays_from_json, arrays_from_npy, rows_from_csv, rows_from_json, texts_from_json
-
-if TYPE_CHECKING:
-    from deeplightning.table_spec import TableSpec
 
 ENDINGS = {
     "image": EXTENSIONS,
@@ -139,7 +137,7 @@ def _signal(path: Path, spec: Any) -> list[Any]:
     return [signal[0] if signal[:1].shape == (1, *spec.shape) else signal]
 
 
-def _rows(path: Path, spec: "TableSpec") -> list[dict[str, str]]:
+def _rows(path: Path, spec: TableSpec) -> list[dict[str, str]]:
     return rows_from_csv(path.read_bytes(), _NO_LIMIT, [column.name for column in spec.columns], spec.format)
 
 

@@ -68,10 +68,9 @@ def trained_task(folder: RunFolder, allow: Sequence[str] = (), verb: str = "use"
     task = init_module(cfg, "model")
     task.on_load_checkpoint(checkpoint)
     task.configure_model()
-    own = task.state_dict()  # lacks the weights of a loss that was replaced
-    checkpoint["state_dict"] = {
-        name: value for name, value in checkpoint["state_dict"].items() if name in own or not name.startswith("losses.")
-    }
+    own, saved = task.state_dict(), checkpoint["state_dict"]
+    for name in [name for name in saved if name.startswith("losses.") and name not in own]:  # of a loss left out
+        del saved[name]
     load_weights(task, checkpoint, path)
     return task.eval(), cfg, path
 
@@ -106,9 +105,8 @@ def load_run(
             if None in instead or not set(instead).isdisjoint(left_out):
                 raise ConfigError([_with_hint(fault, folder, verb) for fault in error.faults]) from error
             for fault, override in zip(error.faults, instead, strict=True):
-                log.warning(
-                    "%s: %s; %s does without", printable(str(fault.key)), fault.message.partition(". ")[0], verb
-                )
+                key, what = printable(str(fault.key)), fault.message.partition(". ")[0]
+                log.warning("%s: %s; %s does without", key, what, verb)
                 left_out.append(str(override))
 
 

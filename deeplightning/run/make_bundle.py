@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,6 @@ from deeplightning.runfolder import RunFolder, permissions_of, whole
 from deeplightning.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     import pytorch_lightning as pl
 
 log = logging.getLogger("deeplightning")
@@ -132,7 +130,8 @@ def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export
     """
     import numpy as np
 
-    from deeplightning.export.bundle import export
+    from deeplightning.export.bundle import FormatError, export
+    from deeplightning.export.formats import add_format
     from deeplightning.run.own_module import servable
 
     task, cfg, path = trained_task(folder, allow, verb)
@@ -163,29 +162,15 @@ def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export
             model = write_model(folder)
         log.info("model      %s", model)
     asked = [*(cfg.train.export if isinstance(cfg.train.export, list) else ()), *formats]
-    _add_formats(task, folder, [name for name in ("torchscript", "pt2") if name in asked])
-    return bundle
-
-
-def _add_formats(task: Any, folder: RunFolder, names: Sequence[str]) -> None:
-    """Add each format that can express the network to the bundle.
-
-    Raises:
-        FormatError: names those that cannot.
-    """
-    if not names:
-        return
-    from deeplightning.export.bundle import FormatError
-    from deeplightning.export.formats import add_format
-
     failed: list[FormatError] = []
-    for name in names:
+    for name in [each for each in ("torchscript", "pt2") if each in asked]:
         try:
             log.info("bundle     %s", add_format(task, folder, name))
         except FormatError as error:
             failed.append(error)
     if failed:
         raise FormatError("\n".join(map(str, failed)))
+    return bundle
 
 
 INPUT_OF = {"image": "image", "text": "tokens", "table": "input", "array": "input"}
@@ -233,11 +218,10 @@ def quantize_run(folder: RunFolder, allow: Sequence[str] = ()) -> str:
             yield batch[name][counts].numpy(), truth[counts].numpy()
 
     figures = quantize(folder, validation)
-    unit = "" if kind.gives == "regression" else " %"
+    shown = "{:.4g}" if kind.gives == "regression" else "{:.2f} %"
     scores = [
-        f"{SCORES[one]} {figures[one]:.{2 if unit else 4}{'f' if unit else 'g'}}{unit}, in float32 "
-        f"{figures[f'{one}_fp32']:.{2 if unit else 4}{'f' if unit else 'g'}}{unit}"
-        for one in SCORES
+        f"{words} {shown.format(figures[one])}, in float32 {shown.format(figures[f'{one}_fp32'])}"
+        for one, words in SCORES.items()
         if one in figures
     ]
     return f"int8: {'; '.join(scores)}, on {figures[noun]} validation {noun}; kept as {folder.bundle_int8}"

@@ -117,19 +117,16 @@ class OwnModule:
 
     def _outputs(self, module: pl.LightningModule, samples: np.ndarray) -> int:
         """Return how many numbers the module returns per sample."""
+        name = self._model.name
         try:
             with torch.inference_mode():
                 found = self._model.outputs(torch.from_numpy(samples))
         except Exception as error:  # raised by the user's code
-            raise _refused(
-                module, f"{self._model.name} does not take {structure(samples)}: {first_line(error)}"
-            ) from error
+            raise _refused(module, f"{name} does not take {structure(samples)}: {first_line(error)}") from error
         if not isinstance(found, Tensor) or found.ndim < 1 or len(found) != len(samples):
-            raise _refused(module, f"{self._model.name} gives {structure(found)}, not a tensor (N, …)")
+            raise _refused(module, f"{name} gives {structure(found)}, not a tensor (N, …)")
         if (count := math.prod(found.shape[1:])) > MAX_COMPARED_NUMBERS:
-            raise _refused(
-                module, f"{self._model.name} gives {count:,} numbers a sample; {MAX_COMPARED_NUMBERS:,} are allowed"
-            )
+            raise _refused(module, f"{name} gives {count:,} numbers a sample; {MAX_COMPARED_NUMBERS:,} are allowed")
         return count
 
     def inference_model(self) -> nn.Module:

@@ -191,9 +191,8 @@ def _numbers(place: Place, answer: dict[str, Any]) -> dict[str, Any]:
 def _labels(place: Place, answer: dict[str, Any]) -> dict[str, Any]:
     by_number = sorted(answer["predictions"], key=lambda one: one["class"])
     chosen = [one["label"] for one in by_number if one["label"] in answer["labels"]]
-    return {"predicted_labels": "|".join(chosen)} | {
-        f"probability_{one['label']}": one["probability"] for one in by_number
-    }
+    probabilities = {f"probability_{one['label']}": one["probability"] for one in by_number}
+    return {"predicted_labels": "|".join(chosen)} | probabilities
 
 
 def _pictures(into: Path, key: str) -> Callable[[Place, dict[str, Any]], dict[str, Any]]:

@@ -87,21 +87,16 @@ def _positive_weights(cfg: Config, data: Any, key: str) -> list[float]:
     _read(cfg, data)
     counted = label_counts(data)
     if counted is None:
-        message = (
-            f"`{BALANCED}` needs labels (B, K) of 0 and 1, and the training set of {cfg.data.module.type} has none"
-        )
-        raise ConfigError(Fault(f"{message}; remove it, or give a tensor", key, found=BALANCED))
+        message = f"`{BALANCED}` needs labels (B, K) of 0 and 1, and the training set of {cfg.data.module.type} has "
+        raise ConfigError(Fault(f"{message}none; remove it, or give a tensor", key, found=BALANCED))
     positives, samples = counted
     names = [str(name) for name in getattr(data, "class_names", None) or getattr(data, "target_names", None) or []]
     for number, count in enumerate(positives.tolist()):
         if count in (0, samples):
             name, has = names[number] if names else number, "no" if count == 0 else "each"
-            message = (
-                f"{has} sample of the training set ({samples}) has the label {name}, so there is nothing to balance"
-            )
-            raise ConfigError(
-                Fault(f"{message}; leave the label out, add samples, or give a tensor", key, found=BALANCED)
-            )
+            message = f"{has} sample of the training set ({samples}) has the label {name}, so there is nothing to "
+            message += "balance; leave the label out, add samples, or give a tensor"
+            raise ConfigError(Fault(message, key, found=BALANCED))
     weights = positive_weights(positives, samples)
     log.info("%s: balanced → %s (of %d samples, %s have the label)", key, weights, samples, positives.tolist())
     return weights

@@ -7,8 +7,9 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from deeplightning.callbacks.resumption import Resumption
 from deeplightning.checks.trust import run_config
 from deeplightning.config.schema import Config
 from deeplightning.config.source import read
@@ -18,10 +19,7 @@ from deeplightning.process.identity import decided, identity, own_rank
 from deeplightning.process.ranks import restarts
 from deeplightning.run.find import find_checkpoint, runs_of, store_of
 from deeplightning.runfolder import RunFolder
-
-if TYPE_CHECKING:
-    from deeplightning.callbacks.record import Resumption
-
+from deeplightning.tracking.build import refusal
 
 log = logging.getLogger("deeplightning")
 
@@ -36,8 +34,6 @@ def resumption(cfg: Config) -> Resumption:
         CheckpointError: there is no such checkpoint, or it is damaged; `auto` takes another instead.
         SetupError: the tracking store cannot be read.
     """
-    from deeplightning.callbacks.record import Resumption
-
     found: dict[str, Resumption] = {}
 
     def decide() -> list[object]:
@@ -50,7 +46,6 @@ def resumption(cfg: Config) -> Resumption:
 
 
 def _decide(cfg: Config) -> Resumption:
-    from deeplightning.callbacks.record import Resumption
     from deeplightning.engine.checkpoint_io import read_checkpoint
 
     name = cfg.train.resume_ckpt
@@ -75,8 +70,6 @@ def _newest_whole(cfg: Config) -> Resumption:
     Raises:
         CheckpointError: none of that run's checkpoints can be read.
     """
-    from deeplightning.callbacks.record import Resumption
-
     empty = None
     for folder in runs_of(cfg):
         if (found := _newest_of(folder)) is not None:
@@ -117,12 +110,10 @@ def _newest_of(folder: RunFolder) -> tuple[Path, dict[str, Any]] | None:
 
 def _from_the_start(cfg: Config, folder: RunFolder) -> Resumption | None:
     """Restart a run that ended before its first checkpoint; None if it cannot be, or a process is using it."""
-    from deeplightning.callbacks.record import Resumption
-
     run_id = folder.path.parent.name
     if own_rank() != 0 or (hold := folder.lock()) is None:
         return None
-    if _refusal(cfg, run_id, folder.path):
+    if refusal(cfg.logger.type, cfg.logger.params, run_id, folder.path):
         hold.release()
         return None
     note = f"resumes    nothing: the run {run_id} ended before its first checkpoint, and begins again"
@@ -134,8 +125,6 @@ def _of_launch(cfg: Config) -> Resumption | None:
 
     None if it is new, has opened no run yet, or cannot be identified.
     """
-    from deeplightning.callbacks.record import Resumption
-
     here = identity()
     if here is None or here.launch is None or not here.may_resume:
         return None
@@ -149,12 +138,8 @@ def _of_launch(cfg: Config) -> Resumption | None:
     if (found := _newest_of(folder)) is not None:
         return replace(_from(*found, cfg), over="")  # the stages after training remain
     hold = folder.lock() if own_rank() == 0 else None
-    return Resumption(
-        run_id=folder.path.parent.name,
-        folder=folder.path,
-        hold=hold,
-        notes=[f"resumes    {folder.path}, from the start"],
-    )
+    notes = [f"resumes    {folder.path}, from the start"]
+    return Resumption(run_id=folder.path.parent.name, folder=folder.path, hold=hold, notes=notes)
 
 
 def _has_finished(cfg: Config, folder: RunFolder) -> bool:
@@ -178,7 +163,6 @@ def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
         CheckpointError: the checkpoint is of another optimizer, whose state the config's cannot load, or its data about
             its run are damaged.
     """
-    from deeplightning.callbacks.record import Resumption
     from deeplightning.engine.checkpoint_io import read_checkpoint
 
     _raise_if_damaged(path, checkpoint)
@@ -210,7 +194,7 @@ def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
                 why = f"{folder.last.name} goes further"
         except CheckpointError:
             pass  # then this one is the furthest
-    why = why or _refusal(cfg, str(run_id), path.parent)
+    why = why or refusal(cfg.logger.type, cfg.logger.params, str(run_id), path.parent)
     if why is None and (hold := folder.lock()) is None:
         why = f"a process is at work on the run {run_id}"
     notes = [f"resumes    {path} ({position})", f"run        {f'its own: {why}' if why else f'{run_id} continues'}"]
@@ -335,12 +319,6 @@ def _is_point(point: object) -> bool:
     return False
 
 
-def _refusal(cfg: Config, run_id: str, folder: Path) -> str | None:
-    from deeplightning.tracking.build import refusal
-
-    return refusal(cfg.logger.type, cfg.logger.params, run_id, folder)
-
-
 def _is_same(cfg: Config, folder: RunFolder) -> bool:
     """Return whether a run was started with the same config, apart from its stages and what it resumes from."""
     theirs, ours = as_written(read(run_config(folder)).root), cfg.public()
@@ -371,10 +349,8 @@ def _inexact(checkpoint: Mapping[str, Any], cfg: Config) -> str:
             "step after each start; engine.params.find_unused_parameters=true keeps the order)"
         )
     theirs, ours = dict(_learning(checkpoint.get("config") or cfg.public())), dict(_learning(cfg.public()))
-    changed = [
-        f"{key} {theirs.get(key)} → {ours.get(key)}" for key in {**theirs, **ours} if theirs.get(key) != ours.get(key)
-    ]
-    if changed:
+    names = [key for key in {**theirs, **ours} if theirs.get(key) != ours.get(key)]
+    if changed := [f"{key} {theirs.get(key)} → {ours.get(key)}" for key in names]:
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         reasons.append(f"{', '.join(changed[:3])}{more} (something else is learned)")
     if checkpoint.get("accumulating"):
@@ -386,15 +362,10 @@ def _inexact(checkpoint: Mapping[str, Any], cfg: Config) -> str:
 
 def _learning(settings: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
     """Yield the settings of a config that determine each step, by key."""
-    train = {
-        key: settings.get("train", {}).get(key)
-        for key in ("accumulator_epoch", "accumulator_factor", "gradient_clip", "overfit")
-    }
-    for section, values in {
-        "data": settings.get("data", {}),
-        "model": settings.get("model", {}),
-        "train": train,
-    }.items():
+    keys = ("accumulator_epoch", "accumulator_factor", "gradient_clip", "overfit")
+    train = {key: settings.get("train", {}).get(key) for key in keys}
+    sections = {"data": settings.get("data", {}), "model": settings.get("model", {}), "train": train}
+    for section, values in sections.items():
         for key, value in values.items():
             if (section, key) not in (("data", "num_workers"), ("data", "root")):
                 yield f"{section}.{key}", value

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deeplightning.callbacks import TRIAL, callback_of, describe
+from deeplightning.callbacks.resumption import Resumption
 from deeplightning.checks.explain import show
 from deeplightning.checks.trust import is_own
 from deeplightning.config.auto_values import unfilled
@@ -33,7 +35,7 @@ from deeplightning.tracking.store import DATABASE
 if TYPE_CHECKING:
     import pytorch_lightning as pl
 
-    from deeplightning.callbacks.record import Record, Resumption
+    from deeplightning.callbacks.record import Record
 
 log = logging.getLogger("deeplightning")
 
@@ -48,7 +50,6 @@ def launch(cfg: Config) -> RunFolder:
         The run's folder; its path is the last line on stdout once the run has begun, even if it fails. If there is
         nothing to do, the folder of the checkpoint.
     """
-    from deeplightning.callbacks import TRIAL, callback_of
     from deeplightning.callbacks.console import one_line_warnings, to_terminal
     from deeplightning.callbacks.provenance import keep_out
     from deeplightning.callbacks.record import Record, keep_format
@@ -66,10 +67,12 @@ def launch(cfg: Config) -> RunFolder:
     if cfg.engine.setup_hook is not None:
         find(cfg.engine.setup_hook)()
         keep_format()
+    trains = "train" in cfg.stages
+    learns = trains and cfg.train.num_epochs != 0
     try:
         # First where it resolves `auto`: a checkpoint is compared with the resolved numbers.
         data = init_module(cfg, "data") if any(unfilled(cfg)) else None
-        resumed = resumption(cfg) if "train" in cfg.stages and cfg.train.num_epochs != 0 else None
+        resumed = resumption(cfg) if learns else None
         if resumed is not None and resumed.checkpoint and resumed.over and cfg.stages == ["train"]:
             log.warning("nothing to do: %s: %s; to continue training, raise that", resumed.checkpoint, resumed.over)
             return RunFolder(resumed.checkpoint.parent)
@@ -83,21 +86,15 @@ def launch(cfg: Config) -> RunFolder:
     record.resumption = resumed
     connect(trainer, cfg.redact_message, lambda error: _end(record, trainer, error), agreement(cfg, resumed))
     try:
-        if "train" in cfg.stages:
+        if trains:
             record.prepare_autolog(trainer)
             _train(cfg, trainer, task, data, resumed)
         for stage in ("validate", "test", "predict"):
             if stage in cfg.stages:
-                path = _weights_for(cfg, record, trained="train" in cfg.stages)
+                path = _weights_for(cfg, record, trains)
                 quiet = {} if stage == "predict" else {"verbose": False}
                 run_stage(getattr(trainer, stage), task, data, ckpt_path=path, **quiet)
-        if (
-            "train" in cfg.stages
-            and cfg.train.export
-            and not cfg.train.fast
-            and trainer.is_global_zero
-            and cfg.train.num_epochs != 0
-        ):
+        if learns and cfg.train.export and not cfg.train.fast and trainer.is_global_zero:
             _export_at_the_end(cfg, task, data, record)
         all_ended()
         if trainer.is_global_zero:
@@ -105,7 +102,7 @@ def launch(cfg: Config) -> RunFolder:
             if cfg.logger.pictures is not None and not cfg.train.fast and TRIAL not in os.environ:
                 _report(record.folder)
             record.publish()
-            if "train" in cfg.stages and not cfg.train.fast:
+            if trains and not cfg.train.fast:
                 _say_next(cfg, task, record)
     except BaseException as error:
         _end(record, trainer, error)
@@ -216,8 +213,6 @@ def _is_served(task: Any) -> bool:
 
 def _say_next(cfg: Config, task: object, record: Record) -> None:
     """Log commands that the user may want next, each on its own line for pasting."""
-    from deeplightning.callbacks import TRIAL, describe
-
     if TRIAL in os.environ:
         return
     uri = cfg.logger.params.get("tracking_uri")

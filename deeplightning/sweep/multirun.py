@@ -20,10 +20,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deeplightning.callbacks import TRIAL
 from deeplightning.checks.examine import examine, load_config
+from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.tree import as_written, dump, line
 from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, SetupError, count, error_of
@@ -37,9 +38,6 @@ from deeplightning.sweep.frozen_code import SearchCode, code_of_grid, own_code
 from deeplightning.sweep.grid import points, warn_of_no_effect
 from deeplightning.sweep.worker import Forked, Train, TrialServer, failure_in
 from deeplightning.tracking.parent import Parent, Stopped
-
-if TYPE_CHECKING:
-    from deeplightning.config.schema import Config
 
 log = logging.getLogger("deeplightning")
 
@@ -169,9 +167,8 @@ class Grid:
                 make_private(self.home / "points", store)  # STORE/multiruns/EXPERIMENT/NAME
                 hold = RunFolder(self.home).lock()
             except OSError as error:
-                raise SetupError(
-                    f"{self.home}: the folder of these runs cannot be written: {error.strerror}"
-                ) from error
+                message = f"{self.home}: the folder of these runs cannot be written: {error.strerror}"
+                raise SetupError(message) from error
             if hold is None:
                 raise SetupError(f"another process is at these runs, in {self.home}; wait for it, or end it")
             self.seal.drop_others()
@@ -237,13 +234,12 @@ class Grid:
         file = point.file.with_suffix(".yaml")
         write_whole(file, point.config)
         point.note(state=UNDERWAY, words=point.words, code=self.code, failure=None)
-        continues = bool(more)
-        more = [*more, *self._tracked(point)]
         address = self.server.address_for(number, self.cfg.train.checkpoint.monitor or "")
-        log.info("%-10s %s%s", f"run {number}", "  ".join(point.words), "  (continues)" if continues else "")
+        log.info("%-10s %s%s", f"run {number}", "  ".join(point.words), "  (continues)" if more else "")
         self._began[number] = time.monotonic()
         environment = {TRIAL: address, DECIDED: None, "MLFLOW_RUN_ID": None, **self._environment(number)}
-        self.workers.start(number, [str(file), *more], point.file.with_suffix(".log"), environment)
+        words = [str(file), *more, *self._tracked(point)]
+        self.workers.start(number, words, point.file.with_suffix(".log"), environment)
 
     def _tracked(self, point: Point) -> list[str]:
         """Return the overrides for the tracker: the run's name, unless the config has one."""

@@ -19,8 +19,8 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.tree import as_written, dump
 from deeplightning.faults import ConfigError, Fault, count
@@ -36,9 +36,6 @@ from deeplightning.sweep.worker import Train
 from deeplightning.tracking.entities import Point
 from deeplightning.tracking.metric_names import clean
 from deeplightning.tracking.parent import Parent, Stopped
-
-if TYPE_CHECKING:
-    from deeplightning.config.schema import Config
 
 log = logging.getLogger("deeplightning")
 

@@ -37,6 +37,7 @@ POLL_SECONDS = 0.05  # between two checks whether a run has ended
 MAX_MESSAGE_BYTES = 1_000_000
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_OF_USERS = ERRORS.keys() - {UserError.exit_code}
 
 Train = Callable[[Sequence[str]], int]
 """Calls `deeplightning train` with these arguments in this process; returns its exit code."""
@@ -117,7 +118,8 @@ class TrialServer:
 
     def __init__(self, is_remote: bool):
         self.token = secrets.token_hex(16)
-        self._listener = socket.create_server((_own_address() if is_remote else "127.0.0.1", 0))
+        route = interface("192.0.2.1") if is_remote else None  # an address kept for documentation, RFC 5737
+        self._listener = socket.create_server((route[1] if route is not None else "127.0.0.1", 0))
         self._listener.settimeout(POLL_SECONDS)
         self.host, self.port = self._listener.getsockname()[:2]
 
@@ -145,12 +147,6 @@ class TrialServer:
 
     def close(self) -> None:
         self._listener.close()
-
-
-def _own_address() -> str:
-    """Return the address by which other machines reach this one, as far as its routes tell."""
-    found = interface("192.0.2.1")  # kept for documentation, RFC 5737
-    return found[1] if found is not None else "127.0.0.1"
 
 
 def failure_in(log: Path, code: int) -> str:
@@ -193,10 +189,9 @@ class Forked:
             written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(written, 1)
             os.dup2(written, 2)
-            for name, value in environment.items():
+            for name in environment:
                 os.environ.pop(name, None)
-                if value is not None:
-                    os.environ[name] = value
+            os.environ.update({name: value for name, value in environment.items() if value is not None})
             return self.train(arguments)
 
         self._running[number] = fork(work)
@@ -268,13 +263,12 @@ def in_child(work: Callable[[], dict[str, object]], limit: int | None, redact: C
 
         def answer() -> int:
             os.dup2(2, 1)  # stdout is for the result
-            content: dict[str, object]
             try:
-                content, code = {"found": work()}, 0
+                content: dict[str, object] = {"found": work()}
             except Exception as error:
-                content, code = _described(error, redact), 1
+                content = _described(error, redact)
             file.write_text(json.dumps(content))
-            return code
+            return 0
 
         child = fork(answer)
         try:
@@ -287,15 +281,13 @@ def in_child(work: Callable[[], dict[str, object]], limit: int | None, redact: C
         content = json.loads(file.read_text()) if file.is_file() else {}
     if limit is not None and peak > limit:
         return Outcome(None, peak)
-    if "found" in content:
-        return Outcome(content["found"], peak)
-    if content.get("lacks_memory") or code == -signal.SIGKILL:  # the system kills as well
-        return Outcome(None, peak)
-    if (code_of_error := content.get("code", UserError.exit_code)) in ERRORS.keys() - {UserError.exit_code}:
-        raise ERRORS[code_of_error](content["message"])
+    if "found" in content or code == -signal.SIGKILL:  # the system kills as well
+        return Outcome(content.get("found"), peak)
     if not content:
         raise RunError(f"the process that measured ended with exit code {code} without a message")
-    sys.exit(1)
+    if content["code"] not in _OF_USERS:
+        sys.exit(1)
+    raise ERRORS[content["code"]](content["message"])
 
 
 def _wait(child: int, limit: int | None) -> tuple[int, int]:
@@ -314,15 +306,12 @@ def _wait(child: int, limit: int | None) -> tuple[int, int]:
 
 
 def _described(error: Exception, redact: Callable[[str], str]) -> dict[str, object]:
-    """Return the description of an error for the parent."""
+    """Return the description of an error for the parent; `found` is None where memory was lacking."""
     cause: BaseException | None = error
     while cause is not None:
         if lacks_memory(cause):
-            return {"lacks_memory": True}
+            return {"found": None}
         cause = cause.__cause__ or cause.__context__
-    code = getattr(error, "exit_code", None)
-    if code not in ERRORS.keys() - {UserError.exit_code}:
+    if getattr(error, "exit_code", None) not in _OF_USERS:
         say(redact("".join(traceback.format_exception(error))), err=True)
-        return {"code": exit_code_of(error), "message": redact(reason_of(error))}
-    notes = [str(fault) for fault in error.faults] if isinstance(error, UserError) else [str(error)]
-    return {"code": code, "message": redact("; ".join(notes))}
+    return {"code": exit_code_of(error), "message": redact(reason_of(error))}
