@@ -73,19 +73,15 @@ def _classes(labels: list[str]) -> Encoder:
 
     def one(row: np.ndarray, top_k: int) -> str:
         best = (-row).argsort(kind="stable")[:top_k].tolist()
-        shares = [
-            _WHOLE.get(share) or f"{share:.9g}" for share in row[best].tolist()
-        ]  # nine digits distinguish float32s
+        # Nine digits distinguish float32s.
+        shares = [_WHOLE.get(share) or f"{share:.9g}" for share in row[best].tolist()]
         predictions = ", ".join([f"{heads[n]}{share}}}" for n, share in zip(best, shares, strict=True)])
         return (
             f'{{"predicted_class": "{best[0]}", "predicted_probability": "{shares[0]}", '
             f'"label": {names[best[0]]}, "predictions": [{predictions}]}}'
         )
 
-    def answer(rows: list[np.ndarray], top_k: int, accept: str) -> tuple[str, bytes]:
-        return JSON, _one_or_list([one(row, top_k) for row in rows])
-
-    return answer
+    return lambda rows, top_k, accept: (JSON, _one_or_list([one(row, top_k) for row in rows]))
 
 
 def _numbers(names: list[str], half_widths: list[float] | None) -> Encoder:
@@ -151,7 +147,7 @@ def _masks(names: list[str]) -> Encoder:
 
 def _pictures(rows: list[np.ndarray], top_k: int, accept: str) -> tuple[str, bytes]:
     """Encode rows float32 (C, H, W), 0 to 1: a PNG if the client accepts it for a single picture, else base64."""
-    pictures = [_png(row) for row in rows]
+    pictures = [_png(np.rint(row.clip(0, 1) * 255).astype(np.uint8)) for row in rows]
     if len(pictures) == 1 and PNG in accept:
         return PNG, pictures[0]
     return JSON, _one_or_list([f'{{"image": "{base64.b64encode(png).decode()}"}}' for png in pictures])
@@ -161,24 +157,15 @@ def with_inputs(body: bytes, inputs: Sequence[np.ndarray]) -> bytes:
     """Add to a JSON answer the network's inputs, uint8 (C, H, W), each as `input`, a PNG in base64."""
     document = json.loads(body)
     for one, pixels in zip(document["predictions"] if len(inputs) > 1 else [document], inputs, strict=True):
-        one["input"] = png_text(pixels)
+        one["input"] = base64.b64encode(_png(pixels)).decode()
     return json.dumps(document, ensure_ascii=False).encode()
 
 
-def png_text(pixels: np.ndarray) -> str:
-    """Return a picture, uint8 (C, H, W), as a PNG in base64."""
-    return base64.b64encode(_saved(pixels)).decode()
-
-
-def _png(row: np.ndarray) -> bytes:
-    return _saved(np.rint(row.clip(0, 1) * 255).astype(np.uint8))
-
-
-def _saved(pixels: np.ndarray) -> bytes:
+def _png(pixels: np.ndarray) -> bytes:
+    """Return a picture, uint8 (C, H, W), as a PNG."""
     file = io.BytesIO()
-    Image.fromarray(pixels[0] if len(pixels) == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0))).save(
-        file, "PNG"
-    )
+    image = Image.fromarray(pixels[0] if len(pixels) == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0)))
+    image.save(file, "PNG")
     return file.getvalue()
 
 
