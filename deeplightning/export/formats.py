@@ -11,7 +11,7 @@ import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,9 +30,6 @@ from deeplightning.export.bundle import (
 )
 from deeplightning.kinds import KINDS
 from deeplightning.runfolder import RunFolder
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 Free = dict[int, Any]
 """Dimensions of any size: index to `torch.export.Dim`."""
@@ -70,7 +67,8 @@ def add_format(task: Exportable, folder: RunFolder, name: str) -> Path:
     example = torch.from_numpy(np.resize(longer, (2, *longer.shape[1:])))
     with added(folder, card, file_name) as file:
         try:
-            with _quiet():
+            # TorchScript is deprecated, and a trace treats values as constants: comparing answers finds what matters.
+            with warnings.catch_warnings(action="ignore"), contextlib.redirect_stderr(io.StringIO()):
                 write(model, example, free, file)
                 again = read(file)
                 worst = max(
@@ -105,15 +103,6 @@ def _difference(model: nn.Module, other: Any, batch: np.ndarray) -> float:
     with torch.inference_mode():
         expected, given = (one(torch.from_numpy(batch.copy())) for one in (model, other))
     return float((expected - given).abs().max()) if expected.shape == given.shape else float("inf")
-
-
-@contextlib.contextmanager
-def _quiet() -> "Iterator[None]":
-    """Suppress torch's warnings that TorchScript is deprecated and that a trace treats values as constants. The
-    comparison of answers finds the constants that matter."""
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _write_pt2(model: nn.Module, example: torch.Tensor, free: Free, file: Path) -> None:

@@ -25,13 +25,7 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # as in `deeplightning.export.bundle`
 import numpy as np
 import onnx
 import onnxruntime
-from onnxruntime.quantization import (
-    CalibrationDataReader,
-    QuantFormat,
-    QuantType,
-    quantize_dynamic,
-    quantize_static,
-)
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_dynamic, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from deeplightning.export.bundle import added, answers_of, card_of, golden_inputs, packed, session_of
