@@ -160,11 +160,7 @@ class Bundle(Model):
 
 
 _NAMES = RunFolder(".")  # only for the file names: a bundle may have been copied anywhere
-_MODELS = {
-    "fp32": _NAMES.bundle_model.name,
-    "int8": _NAMES.bundle_int8.name,
-    "fp16": _NAMES.bundle_fp16.name,
-}
+_MODELS = {"fp32": _NAMES.bundle_model.name, "int8": _NAMES.bundle_int8.name, "fp16": _NAMES.bundle_fp16.name}
 _NOT_SERVED = {_NAMES.bundle_torchscript.name, _NAMES.bundle_pt2.name}  # for other programs
 _DTYPES: dict[str, type] = {"image": np.uint8, "text": np.int64, "table": np.float32, "array": np.float32}
 _TEXT_FILES = ("vocabulary.txt", "tokenizer.json")
