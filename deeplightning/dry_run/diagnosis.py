@@ -67,7 +67,9 @@ def faults_of(attempt: Attempt, error: BaseException, building: Target | None = 
     if isinstance(error.__cause__, DeviceError):  # a metric's in other words
         error = error.__cause__
     if hasattr(error, "exit_code"):
-        key, message = _leading_key(str(error))
+        # A message may begin with its config key.
+        match = re.match(r"((?:data|model|train|engine)\.[\w.]*\w):? (.*)", str(error), re.DOTALL)
+        key, message = match.groups() if match else (None, str(error))
         line = own_code.line_of(error.__cause__) if error.__cause__ is not None else ""
         message += line if line not in message else ""
         known = getattr(error, "key", None) or key
@@ -197,12 +199,6 @@ def _is_own(target: Target) -> bool:
 def _of_class(value: object, section: object) -> Target | None:
     targets = targets_of(section)
     return next((t for t in targets if _is_of(value, t)), targets[0] if targets else None)
-
-
-def _leading_key(message: str) -> tuple[str | None, str]:
-    """Divide a message that begins with its config key into both."""
-    match = re.match(r"((?:data|model|train|engine)\.[\w.]*\w):? (.*)", message, re.DOTALL)
-    return (match[1], match[2]) if match else (None, message)
 
 
 def _line_of_step(attempt: Attempt) -> str:
