@@ -150,8 +150,7 @@ def truth_against_prediction(truth: np.ndarray, predicted: np.ndarray, names: Se
             axes.set_title(f"{style.label(name)}\n", color=style.INK)
             note = f"{word}; {len(truth):,} {of} samples"
             axes.text(0, 1.03, note, transform=axes.transAxes, fontsize=7, color=style.MUTED)
-            axes.set_xlabel("truth")
-            axes.set_ylabel("prediction")
+            axes.set(xlabel="truth", ylabel="prediction")
             axes.set_aspect("equal", adjustable="datalim")
             style.lines(axes)
             axes.grid(True, color=style.GRID)
