@@ -71,9 +71,9 @@ def add_format(task: Exportable, folder: RunFolder, name: str) -> Path:
             with warnings.catch_warnings(action="ignore"), contextlib.redirect_stderr(io.StringIO()):
                 write(model, example, free, file)
                 again = read(file)
-                worst = max(
-                    _difference(model, again, batch) for inputs in (samples, longer) for batch in _batches(inputs)
-                )
+                sizes = [(inputs, size) for inputs in (samples, longer) for size in (len(samples), *BATCH_SIZES)]
+                batches = [np.resize(inputs, (size, *inputs.shape[1:])) for inputs, size in sizes]
+                worst = max(_difference(model, again, batch) for batch in batches)
         except OSError:
             raise
         except Exception as error:  # whatever torch raises, the network cannot be expressed
@@ -91,11 +91,6 @@ def add_format(task: Exportable, folder: RunFolder, name: str) -> Path:
                 "out of train.export."
             )
     return folder.bundle / file_name
-
-
-def _batches(samples: np.ndarray) -> list[np.ndarray]:
-    """Return batches of the sizes that a network is tested with."""
-    return [samples, *(np.resize(samples, (size, *samples.shape[1:])) for size in BATCH_SIZES)]
 
 
 def _difference(model: nn.Module, other: Any, batch: np.ndarray) -> float:
