@@ -120,13 +120,6 @@ def _masks(names: list[str]) -> Encoder:
     palette = [CLASS_COLOURS[n % len(CLASS_COLOURS)] for n in range(len(names))]
     colours = ["#{:02x}{:02x}{:02x}".format(*colour) for colour in palette]
 
-    def drawn(row: np.ndarray) -> tuple[np.ndarray, bytes]:
-        mask = row.argmax(0).astype(np.uint8)  # (H, W)
-        image, file = Image.fromarray(mask), io.BytesIO()
-        image.putpalette([value for colour in palette for value in colour])
-        image.save(file, "PNG")
-        return mask, file.getvalue()
-
     def one(mask: np.ndarray, png: bytes) -> str:
         counts = np.bincount(mask.ravel(), minlength=len(names)).tolist()
         classes = [
@@ -137,10 +130,11 @@ def _masks(names: list[str]) -> Encoder:
         return json.dumps({**described, "classes": classes}, ensure_ascii=False)
 
     def answer(rows: list[np.ndarray], top_k: int, accept: str) -> tuple[str, bytes]:
-        found = [drawn(row) for row in rows]
-        if len(found) == 1 and PNG in accept:
-            return PNG, found[0][1]
-        return JSON, _one_or_list([one(mask, png) for mask, png in found])
+        masks = [row.argmax(0).astype(np.uint8) for row in rows]  # (H, W) each
+        pngs = [_png(mask[None], [value for colour in palette for value in colour]) for mask in masks]
+        if len(pngs) == 1 and PNG in accept:
+            return PNG, pngs[0]
+        return JSON, _one_or_list([one(mask, png) for mask, png in zip(masks, pngs, strict=True)])
 
     return answer
 
@@ -161,10 +155,12 @@ def with_inputs(body: bytes, inputs: Sequence[np.ndarray]) -> bytes:
     return json.dumps(document, ensure_ascii=False).encode()
 
 
-def _png(pixels: np.ndarray) -> bytes:
-    """Return a picture, uint8 (C, H, W), as a PNG."""
+def _png(pixels: np.ndarray, palette: list[int] | None = None) -> bytes:
+    """Return a picture, uint8 (C, H, W), as a PNG; one of numbers of a palette has C = 1."""
     file = io.BytesIO()
     image = Image.fromarray(pixels[0] if len(pixels) == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0)))
+    if palette is not None:
+        image.putpalette(palette)
     image.save(file, "PNG")
     return file.getvalue()
 
