@@ -252,9 +252,7 @@ def _is_origin(run: object) -> bool:
         return False
     versions = run.get("versions", {})
     texts = [value for key, value in run.items() if key != "versions"]
-    return isinstance(versions, dict) and all(
-        text is None or isinstance(text, str) for text in [*texts, *versions.values()]
-    )
+    return isinstance(versions, dict) and all(isinstance(text, str | None) for text in [*texts, *versions.values()])
 
 
 def _check_files(folder: Path, digests: object, precision: str) -> None:

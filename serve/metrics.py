@@ -88,7 +88,7 @@ class Metrics:
         from prometheus_client import CollectorRegistry, generate_latest  # imported lazily: it takes 0.1 s
 
         registry = CollectorRegistry()
-        registry.register(SimpleNamespace(collect=lambda: self.collect(model)))  # type: ignore[arg-type]
+        registry.register(SimpleNamespace(collect=lambda: self.collect(model)))
         return generate_latest(registry)
 
     def collect(self, model: Mapping[str, str]) -> "Iterator[Metric]":
