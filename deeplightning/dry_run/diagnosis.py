@@ -143,10 +143,9 @@ def _part(attempt: Attempt, value: object) -> Target | None:
         return attempt.cfg.data.module
     if isinstance(value, pl.Callback):
         return next((target for target, callback in attempt.callbacks if callback is value), None)
-    if isinstance(value, torch.optim.Optimizer):
-        return _of_class(value, model.optimizer)
-    if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
-        return _of_class(value, model.scheduler)
+    if isinstance(value, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler):
+        targets = targets_of(model.optimizer if isinstance(value, torch.optim.Optimizer) else model.scheduler)
+        return next((t for t in targets if _is_of(value, t)), targets[0] if targets else None)
     if isinstance(value, nn.Module) and isinstance(attempt.task, nn.Module):
         path = next((name for name, module in attempt.task.named_modules() if module is value), None)
         return target_at(attempt, path) if path else None
@@ -194,11 +193,6 @@ def _is_own(target: Target) -> bool:
     """Return whether the class or function that a target names is the user's own."""
     module = sys.modules.get(find(target.type).__module__)
     return own_code.is_theirs(getattr(module, "__file__", None) or "<")
-
-
-def _of_class(value: object, section: object) -> Target | None:
-    targets = targets_of(section)
-    return next((t for t in targets if _is_of(value, t)), targets[0] if targets else None)
 
 
 def _line_of_step(attempt: Attempt) -> str:

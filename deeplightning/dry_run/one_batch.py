@@ -123,10 +123,8 @@ def example(attempt: Attempt, longest: bool = False) -> object:
     try:
         name = "longest_batch" if longest and hasattr(data, "longest_batch") else "example_batch"
         make = getattr(data, name, None)
-        own = [
-            h for h in ("prepare_data", "setup", "train_dataloader") if is_overridden(h, data, pl.LightningDataModule)
-        ]
-        holds = own == ["train_dataloader"]
+        hooks = ("prepare_data", "setup", "train_dataloader")
+        holds = [h for h in hooks if is_overridden(h, data, pl.LightningDataModule)] == ["train_dataloader"]
         batch = make(SAMPLES) if make is not None else next(iter(data.train_dataloader()), None) if holds else None
     except Exception as error:
         lacks = needs(error)
