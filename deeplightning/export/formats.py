@@ -65,6 +65,7 @@ def add_format(task: Exportable, folder: RunFolder, name: str) -> Path:
         length = min(samples.shape[1] + EXTRA_TOKENS, spec.limit or samples.shape[1] + EXTRA_TOKENS)
         longer = np.pad(samples, ((0, 0), (0, length - samples.shape[1])), constant_values=spec.padding)
     example = torch.from_numpy(np.resize(longer, (2, *longer.shape[1:])))
+    remedy = f"The bundle {folder.bundle} has it as ONNX; leave {name} out of train.export."
     with added(folder, card, file_name) as file:
         try:
             # TorchScript is deprecated, and a trace treats values as constants: comparing answers finds what matters.
@@ -78,17 +79,13 @@ def add_format(task: Exportable, folder: RunFolder, name: str) -> Path:
             raise
         except Exception as error:  # whatever torch raises, the network cannot be expressed
             why = reason(error).rstrip(".")
-            raise FormatError(
-                f"The network cannot be exported as {name}: {why}. The bundle {folder.bundle} has it as ONNX; "
-                f"leave {name} out of train.export."
-            ) from error
+            raise FormatError(f"The network cannot be exported as {name}: {why}. {remedy}") from error
         with torch.inference_mode():
             allowed = TOLERANCE * max(1.0, float(model(torch.from_numpy(samples)).abs().max()))
         if not worst <= allowed:  # so that nan is refused as well
             raise FormatError(
                 f"The network exported as {name} answers otherwise than the checkpoint: answers differ by up to "
-                f"{worst:.3g}, allowed are {allowed:g}. The bundle {folder.bundle} has it as ONNX; leave {name} "
-                "out of train.export."
+                f"{worst:.3g}, allowed are {allowed:g}. {remedy}"
             )
     return folder.bundle / file_name
 
