@@ -8,7 +8,6 @@ import itertools
 import mmap
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -88,7 +87,7 @@ class Metrics:
         from prometheus_client import CollectorRegistry, generate_latest  # imported lazily: it takes 0.1 s
 
         registry = CollectorRegistry()
-        registry.register(SimpleNamespace(collect=lambda: self.collect(model)))
+        registry.register(_Collector(self, model))
         return generate_latest(registry)
 
     def collect(self, model: Mapping[str, str]) -> "Iterator[Metric]":
@@ -122,6 +121,13 @@ class Metrics:
     @property
     def _start(self) -> int:
         return self.row * self._width
+
+
+class _Collector:
+    """Collector that the client library calls."""
+
+    def __init__(self, metrics: Metrics, model: Mapping[str, str]):
+        self.collect = lambda: metrics.collect(model)
 
 
 def _histogram(cell: Sequence[float], bounds: Sequence[float]) -> tuple[list[tuple[str, float]], float]:
