@@ -73,19 +73,15 @@ def _classes(labels: list[str]) -> Encoder:
 
     def one(row: np.ndarray, top_k: int) -> str:
         best = (-row).argsort(kind="stable")[:top_k].tolist()
-        shares = [
-            _WHOLE.get(share) or f"{share:.9g}" for share in row[best].tolist()
-        ]  # nine digits distinguish float32s
+        # Nine digits distinguish float32s.
+        shares = [_WHOLE.get(share) or f"{share:.9g}" for share in row[best].tolist()]
         predictions = ", ".join([f"{heads[n]}{share}}}" for n, share in zip(best, shares, strict=True)])
         return (
             f'{{"predicted_class": "{best[0]}", "predicted_probability": "{shares[0]}", '
             f'"label": {names[best[0]]}, "predictions": [{predictions}]}}'
         )
 
-    def answer(rows: list[np.ndarray], top_k: int, accept: str) -> tuple[str, bytes]:
-        return JSON, _one_or_list([one(row, top_k) for row in rows])
-
-    return answer
+    return lambda rows, top_k, accept: (JSON, _one_or_list([one(row, top_k) for row in rows]))
 
 
 def _numbers(names: list[str], half_widths: list[float] | None) -> Encoder:
@@ -124,13 +120,6 @@ def _masks(names: list[str]) -> Encoder:
     palette = [CLASS_COLOURS[n % len(CLASS_COLOURS)] for n in range(len(names))]
     colours = ["#{:02x}{:02x}{:02x}".format(*colour) for colour in palette]
 
-    def drawn(row: np.ndarray) -> tuple[np.ndarray, bytes]:
-        mask = row.argmax(0).astype(np.uint8)  # (H, W)
-        image, file = Image.fromarray(mask), io.BytesIO()
-        image.putpalette([value for colour in palette for value in colour])
-        image.save(file, "PNG")
-        return mask, file.getvalue()
-
     def one(mask: np.ndarray, png: bytes) -> str:
         counts = np.bincount(mask.ravel(), minlength=len(names)).tolist()
         classes = [
@@ -141,17 +130,18 @@ def _masks(names: list[str]) -> Encoder:
         return json.dumps({**described, "classes": classes}, ensure_ascii=False)
 
     def answer(rows: list[np.ndarray], top_k: int, accept: str) -> tuple[str, bytes]:
-        found = [drawn(row) for row in rows]
-        if len(found) == 1 and PNG in accept:
-            return PNG, found[0][1]
-        return JSON, _one_or_list([one(mask, png) for mask, png in found])
+        masks = [row.argmax(0).astype(np.uint8) for row in rows]  # (H, W) each
+        pngs = [_png(mask[None], [value for colour in palette for value in colour]) for mask in masks]
+        if len(pngs) == 1 and PNG in accept:
+            return PNG, pngs[0]
+        return JSON, _one_or_list([one(mask, png) for mask, png in zip(masks, pngs, strict=True)])
 
     return answer
 
 
 def _pictures(rows: list[np.ndarray], top_k: int, accept: str) -> tuple[str, bytes]:
     """Encode rows float32 (C, H, W), 0 to 1: a PNG if the client accepts it for a single picture, else base64."""
-    pictures = [_png(row) for row in rows]
+    pictures = [_png(np.rint(row.clip(0, 1) * 255).astype(np.uint8)) for row in rows]
     if len(pictures) == 1 and PNG in accept:
         return PNG, pictures[0]
     return JSON, _one_or_list([f'{{"image": "{base64.b64encode(png).decode()}"}}' for png in pictures])
@@ -161,24 +151,17 @@ def with_inputs(body: bytes, inputs: Sequence[np.ndarray]) -> bytes:
     """Add to a JSON answer the network's inputs, uint8 (C, H, W), each as `input`, a PNG in base64."""
     document = json.loads(body)
     for one, pixels in zip(document["predictions"] if len(inputs) > 1 else [document], inputs, strict=True):
-        one["input"] = png_text(pixels)
+        one["input"] = base64.b64encode(_png(pixels)).decode()
     return json.dumps(document, ensure_ascii=False).encode()
 
 
-def png_text(pixels: np.ndarray) -> str:
-    """Return a picture, uint8 (C, H, W), as a PNG in base64."""
-    return base64.b64encode(_saved(pixels)).decode()
-
-
-def _png(row: np.ndarray) -> bytes:
-    return _saved(np.rint(row.clip(0, 1) * 255).astype(np.uint8))
-
-
-def _saved(pixels: np.ndarray) -> bytes:
+def _png(pixels: np.ndarray, palette: list[int] | None = None) -> bytes:
+    """Return a picture, uint8 (C, H, W), as a PNG; one of numbers of a palette has C = 1."""
     file = io.BytesIO()
-    Image.fromarray(pixels[0] if len(pixels) == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0))).save(
-        file, "PNG"
-    )
+    image = Image.fromarray(pixels[0] if len(pixels) == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0)))
+    if palette is not None:
+        image.putpalette(palette)
+    image.save(file, "PNG")
     return file.getvalue()
 
 

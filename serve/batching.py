@@ -275,7 +275,9 @@ class Batcher:
         except MemoryError as error:
             half = len(pictures) // 2
             if not half:
-                return [_no_memory(error)]
+                log_event(f"the memory is too small for a single request: {error}")
+                words = "The model has no memory for this request now; send it again in 1 s."
+                return [Refusal(503, words, {"Retry-After": "1"})]
             self._shrink_batches(half)
             answers: list[np.ndarray | Exception] = []
             while len(answers) < len(pictures):  # the limit may shrink further
@@ -320,11 +322,6 @@ class Batcher:
             job.error = error
             self.waiting -= 1
         job.finish(job)
-
-
-def _no_memory(error: MemoryError) -> Refusal:
-    log_event(f"the memory is too small for a single request: {error}")
-    return Refusal(503, "The model has no memory for this request now; send it again in 1 s.", {"Retry-After": "1"})
 
 
 class NotTiny(Exception):

@@ -23,7 +23,7 @@ import numpy as np
 from deeplightning.image_spec import ImageSpec
 from deeplightning.kinds import KINDS, Kind, row_spec
 from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, card_digest, golden_digest
-from deeplightning.words import first_line
+from deeplightning.words import are_numbers, first_line
 from serve.device import CPU, Device, DeviceError
 from serve.model import Model, prepared
 from serve.private import onnxruntime
@@ -116,6 +116,11 @@ class Bundle(Model):
             options = tensorrt_options(kind.input, shape, max_batch, precision == "fp16")
         session = _load(folder, precision, kind, dtype, shape, len(labels), device, options)
         samples, examples = _input(folder, card["golden"], kind, spec)
+        bound = None
+        if device.on_gpu:
+            input_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+            output_bytes = math.prod(session.get_outputs()[0].shape[1:]) * np.dtype(np.float32).itemsize
+            bound = bound_to(device, session, max_batch * input_bytes, max_batch * output_bytes)
         bundle = cls(
             folder=folder,
             task=task,
@@ -128,7 +133,7 @@ class Bundle(Model):
             examples=examples,
             device=device,
             session=session,
-            bound=_bound(device, session, shape, dtype, max_batch),
+            bound=bound,
         )
         _replay(bundle, card["golden"])
         _expect(
@@ -155,11 +160,7 @@ class Bundle(Model):
 
 
 _NAMES = RunFolder(".")  # only for the file names: a bundle may have been copied anywhere
-_MODELS = {
-    "fp32": _NAMES.bundle_model.name,
-    "int8": _NAMES.bundle_int8.name,
-    "fp16": _NAMES.bundle_fp16.name,
-}
+_MODELS = {"fp32": _NAMES.bundle_model.name, "int8": _NAMES.bundle_int8.name, "fp16": _NAMES.bundle_fp16.name}
 _NOT_SERVED = {_NAMES.bundle_torchscript.name, _NAMES.bundle_pt2.name}  # for other programs
 _DTYPES: dict[str, type] = {"image": np.uint8, "text": np.int64, "table": np.float32, "array": np.float32}
 _TEXT_FILES = ("vocabulary.txt", "tokenizer.json")
@@ -230,30 +231,19 @@ def _are_names(labels: object) -> bool:
 def _are_details(output: object, targets: int, kind: Kind) -> bool:
     """Return whether `output` of a card is valid for its kind: the interval of a regression, or each label's
     threshold."""
-    if kind.gives == "multilabel":
-        return (
-            isinstance(output, dict)
-            and output.keys() == {"thresholds"}
-            and isinstance(output["thresholds"], list)
-            and len(output["thresholds"]) == targets
-            and all(_is_number(number) and 0 <= number <= 1 for number in output["thresholds"])
-        )
-    if output == {}:
+    has_thresholds = kind.gives == "multilabel"
+    if output == {} and not has_thresholds:
         return True
-    if not isinstance(output, dict) or output.keys() != {"interval", "half_widths"}:
+    keys = {"thresholds"} if has_thresholds else {"interval", "half_widths"}
+    if not isinstance(output, dict) or output.keys() != keys:
         return False
-    numbers = output["half_widths"]
+    numbers, most = (output["thresholds"], 1) if has_thresholds else (output["half_widths"], math.inf)
     return (
-        isinstance(numbers, list)
+        are_numbers(numbers)
         and len(numbers) == targets
-        and all(_is_number(number) and number >= 0 for number in numbers)
-        and _is_number(output["interval"])
-        and 0 < output["interval"] < 1
+        and all(0 <= number <= most for number in numbers)
+        and (has_thresholds or (are_numbers([output["interval"]]) and 0 < output["interval"] < 1))
     )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_origin(run: object) -> bool:
@@ -262,9 +252,7 @@ def _is_origin(run: object) -> bool:
         return False
     versions = run.get("versions", {})
     texts = [value for key, value in run.items() if key != "versions"]
-    return isinstance(versions, dict) and all(
-        text is None or isinstance(text, str) for text in [*texts, *versions.values()]
-    )
+    return isinstance(versions, dict) and all(isinstance(text, str | None) for text in [*texts, *versions.values()])
 
 
 def _check_files(folder: Path, digests: object, precision: str) -> None:
@@ -400,17 +388,6 @@ def _load(
     else:
         _expect(found == sides, f"has a model that gives pictures of {found}, not of {sides}", folder)
     return session
-
-
-def _bound(
-    device: Device, session: onnxruntime.InferenceSession, shape: tuple[int, ...], dtype: type, max_batch: int
-) -> Bound | None:
-    """Return the model with buffers for `max_batch` inputs of a shape and dtype, or None on the CPU."""
-    if not device.on_gpu:
-        return None
-    row = math.prod(session.get_outputs()[0].shape[1:])
-    item = math.prod(shape) * np.dtype(dtype).itemsize
-    return bound_to(device, session, max_batch * item, max_batch * row * np.dtype(np.float32).itemsize)
 
 
 def _replay(bundle: Bundle, golden: dict[str, Any]) -> None:

@@ -397,9 +397,7 @@ class Connection(asyncio.Protocol):
 
     def _refuse(self, refusal: Refusal) -> None:
         """Refuse an incomplete or malformed request, and close."""
-        if self._transport.is_closing():
-            return
-        if self._reading == "over":
+        if self._transport.is_closing() or self._reading == "over":
             return
         if self._reading == "rest":  # the request has been answered
             self._transport.close()

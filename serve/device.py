@@ -123,10 +123,7 @@ class Runtime:
 
 
 def choose_devices(
-    word: str,
-    runtime: Runtime,
-    find: Callable[[], Probed] = probe,
-    may_have_gpu: Callable[[], bool] = has_driver,
+    word: str, runtime: Runtime, find: Callable[[], Probed] = probe, may_have_gpu: Callable[[], bool] = has_driver
 ) -> Choice:
     """Resolve `serve.device` on this machine.
 

@@ -86,10 +86,6 @@ class Limits:
             "fields are accepted. Send smaller images, or fewer at a time.",
         )
 
-    def too_many(self, number: int, what: str = "images") -> "Refusal":
-        """Return the refusal of a request with `number` inputs; `what` names them."""
-        return Refusal(413, f"The request has {number} {what}; at most {self.max_images} are accepted in one.")
-
 
 class Refusal(Exception):
     """Raised if a request is refused.

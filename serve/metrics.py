@@ -133,8 +133,4 @@ class _Collector:
 def _histogram(cell: Sequence[float], bounds: Sequence[float]) -> tuple[list[tuple[str, float]], float]:
     """Return the cumulative buckets and the sum."""
     totals = itertools.accumulate(cell[:-1])
-    return [(_bound(bound), total) for bound, total in zip((*bounds, float("inf")), totals, strict=True)], cell[-1]
-
-
-def _bound(value: float) -> str:
-    return "+Inf" if value == float("inf") else repr(value)
+    return [*zip((*map(str, bounds), "+Inf"), totals, strict=True)], cell[-1]

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
@@ -197,8 +198,7 @@ class WorkerPool:
         if device.on_gpu:
             shown["device_name"] = device.name
         service = Service(model, limits, batcher, setup.metrics, shown, setup.admission, setup.fast, ready=False)
-        started = lambda: send_report(pipe, model=_describe(model), run=model.run)  # noqa: E731
-        work(setup.listeners[slot], service, started)
+        work(setup.listeners[slot], service, partial(send_report, pipe, model=_describe(model), run=model.run))
 
     def _read_reports(self, workers: list[_Worker]) -> None:
         """Read the reports of workers: ready, or why not. An empty report means that the worker died."""

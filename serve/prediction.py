@@ -7,26 +7,11 @@ from typing import TypeVar
 from urllib.parse import unquote_to_bytes
 
 from deeplightning.kinds import KINDS
+from serve import uploads
 from serve.answers import DEFAULT_TOP_K, JSON, Answer, encoder, refused, with_inputs
 from serve.batching import Job, NotTiny
 from serve.limits import Limits, Refusal
 from serve.model import Model
-from serve.uploads import (
-    ARRAYS_USAGE,
-    KINDS_OF_TEXT,
-    ROWS_USAGE,
-    NotWellFormed,
-    arrays_from_json,
-    arrays_from_npy,
-    from_form,
-    from_json,
-    from_unusual_form,
-    is_picture,
-    is_text,
-    rows_from_csv,
-    rows_from_json,
-    texts_from_json,
-)
 
 T = TypeVar("T")
 
@@ -96,22 +81,22 @@ class Predictions:
 
             def read(tiny: bool) -> Sequence[bytes]:
                 try:
-                    pictures = from_form(kind, body)
-                except NotWellFormed:
+                    pictures = uploads.from_form(kind, body)
+                except uploads.NotWellFormed:
                     if tiny:
                         raise NotTiny from None
-                    pictures = from_unusual_form(kind, body, limits)
+                    pictures = uploads.from_unusual_form(kind, body, limits)
                 return _counted(pictures, limits)
 
             return read
         if mimetype == b"application/json":
-            return lambda _: _counted(from_json(body), limits)
-        if not is_picture(mimetype):
-            raise Refusal(
-                415,
-                f"A body of type {_shown(mimetype)} is not read. Send multipart/form-data with the field image (curl "
-                '-F image=@FILE), the image itself (curl --data-binary @FILE -H "Content-Type: image/png"), or JSON '
-                '{"images": [base64, …]} as application/json.',
+            return lambda _: _counted(uploads.from_json(body), limits)
+        if not uploads.is_picture(mimetype):
+            raise _unread(
+                mimetype,
+                ". Send multipart/form-data with the field image (curl -F image=@FILE), the image itself (curl "
+                '--data-binary @FILE -H "Content-Type: image/png"), or JSON {"images": [base64, …]} as '
+                "application/json.",
             )
         if not body:
             raise Refusal(400, "The request has no body; send the image as the body, or as the form field image.")
@@ -121,47 +106,43 @@ class Predictions:
         """Return a function that reads the texts, in UTF-8, from the body."""
         mimetype = _mimetype(kind)
         if mimetype == b"application/json":
-            return lambda _: _counted(texts_from_json(body), self._limits, "texts")
-        if not is_text(mimetype, kind):
-            raise Refusal(
-                415, f"A body of type {_shown(kind)} is not read: this server answers texts. Send {KINDS_OF_TEXT}."
-            )
+            return lambda _: _counted(uploads.texts_from_json(body), self._limits, "texts")
+        if not uploads.is_text(mimetype, kind):
+            raise _unread(kind, f": this server answers texts. Send {uploads.KINDS_OF_TEXT}.")
         if not body:
-            raise Refusal(400, f"The request has no body; send {KINDS_OF_TEXT}.")
+            raise Refusal(400, f"The request has no body; send {uploads.KINDS_OF_TEXT}.")
         return lambda _: [body]
 
     def _rows(self, kind: bytes, body: bytes) -> Callable[[bool], Sequence[object]]:
         """Return a function that reads the rows of a table from the body."""
         mimetype, limits, (columns,) = _mimetype(kind), self._limits, self._shape
         if not body:
-            raise Refusal(400, f"The request has no body; {ROWS_USAGE}.")
+            raise Refusal(400, f"The request has no body; {uploads.ROWS_USAGE}.")
         if mimetype == b"application/json":
-            return lambda _: _counted(rows_from_json(body, columns, limits), limits, "rows")
+            return lambda _: _counted(uploads.rows_from_json(body, columns, limits), limits, "rows")
         if mimetype == b"text/csv":
             form, names = self._spec.format, [column.name for column in self._spec.columns]
-            return lambda _: _counted(rows_from_csv(body, limits, names, form), limits, "rows")
-        raise Refusal(
-            415, f"A body of type {_shown(kind)} is not read: this server answers rows of a table; {ROWS_USAGE}."
-        )
+            return lambda _: _counted(uploads.rows_from_csv(body, limits, names, form), limits, "rows")
+        raise _unread(kind, f": this server answers rows of a table; {uploads.ROWS_USAGE}.")
 
     def _arrays(self, kind: bytes, body: bytes) -> Callable[[bool], Sequence[object]]:
         """Return a function that reads arrays from the body."""
         mimetype, limits, shape = _mimetype(kind), self._limits, self._shape
         if not body:
-            raise Refusal(400, f"The request has no body; {ARRAYS_USAGE}.")
+            raise Refusal(400, f"The request has no body; {uploads.ARRAYS_USAGE}.")
         if mimetype == b"application/json":
-            return lambda _: _counted(arrays_from_json(body, shape, limits), limits, "arrays")
+            return lambda _: _counted(uploads.arrays_from_json(body, shape, limits), limits, "arrays")
         if mimetype in (b"", b"application/octet-stream", b"application/x-npy"):
-            return lambda _: _counted(arrays_from_npy(body, shape), limits, "arrays")
-        raise Refusal(415, f"A body of type {_shown(kind)} is not read: this server answers arrays; {ARRAYS_USAGE}.")
+            return lambda _: _counted(uploads.arrays_from_npy(body, shape), limits, "arrays")
+        raise _unread(kind, f": this server answers arrays; {uploads.ARRAYS_USAGE}.")
 
 
 def _mimetype(kind: bytes) -> bytes:
     return kind.partition(b";")[0].strip().lower()
 
 
-def _shown(kind: bytes) -> str:
-    return kind.decode("latin-1")[:100]
+def _unread(kind: bytes, remedy: str) -> Refusal:
+    return Refusal(415, f"A body of type {kind.decode('latin-1')[:100]} is not read{remedy}")
 
 
 def _top_k(query: bytes) -> int:
@@ -176,5 +157,6 @@ def _top_k(query: bytes) -> int:
 
 def _counted(inputs: Sequence[T], limits: Limits, what: str = "images") -> Sequence[T]:
     if len(inputs) > limits.max_images:
-        raise limits.too_many(len(inputs), what)
+        words = f"The request has {len(inputs)} {what}; at most {limits.max_images} are accepted in one."
+        raise Refusal(413, words)
     return inputs

@@ -112,7 +112,7 @@ def from_unusual_form(kind: bytes, body: bytes, limits: Limits) -> list[bytes]:
     from werkzeug.http import parse_options_header
 
     parser = FormDataParser(
-        stream_factory=_in_memory,
+        stream_factory=lambda *_, **__: io.BytesIO(),
         max_form_memory_size=MAX_FIELD_BYTES,
         max_form_parts=limits.max_images + 8,
         silent=False,
@@ -148,10 +148,6 @@ def from_unusual_form(kind: bytes, body: bytes, limits: Limits) -> list[bytes]:
             + (f" Its fields are: {found}." if found else ""),
         )
     return [picture.read() for picture in pictures]
-
-
-def _in_memory(*_: object, **__: object) -> io.BytesIO:
-    return io.BytesIO()
 
 
 def from_json(body: bytes) -> list[bytes]:

@@ -27,16 +27,8 @@ from serve.prediction import JOB
 from serve.service import Service
 from serve.worker_count import choose, largest_batch, on_gpus
 
-_HEADERS = {
-    "HTTP_HOST": b"host",
-    "HTTP_AUTHORIZATION": b"authorization",
-    "HTTP_X_API_KEY": b"x-api-key",
-    "HTTP_X_REQUEST_ID": b"x-request-id",
-    "HTTP_CONTENT_ENCODING": b"content-encoding",
-    "CONTENT_TYPE": b"content-type",
-    "CONTENT_LENGTH": b"content-length",
-}
-"""Headers that admission checks, by their key in the WSGI environment."""
+_HEADERS = ("host", "authorization", "x-api-key", "x-request-id", "content-encoding", "content-type", "content-length")
+"""Headers that admission checks."""
 
 
 def create_app(
@@ -90,9 +82,9 @@ def create_app(
 
     @app.before_request
     def admit() -> None:
-        environ = request.environ
+        environ, given = request.environ, request.headers
         environ["serve.begun"] = time.perf_counter()
-        headers = {name: environ[key].encode("latin-1") for key, name in _HEADERS.items() if key in environ}
+        headers = {name.encode(): given[name].encode("latin-1") for name in _HEADERS if name in given}
         environ["serve.id"] = request_id(headers.get(b"x-request-id")).decode()
         service.admission.check(request.method, request.path, headers, service.batcher)
         if place.on_gpu and os.getpid() != opened:

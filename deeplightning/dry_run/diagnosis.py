@@ -67,7 +67,9 @@ def faults_of(attempt: Attempt, error: BaseException, building: Target | None = 
     if isinstance(error.__cause__, DeviceError):  # a metric's in other words
         error = error.__cause__
     if hasattr(error, "exit_code"):
-        key, message = _leading_key(str(error))
+        # A message may begin with its config key.
+        match = re.match(r"((?:data|model|train|engine)\.[\w.]*\w):? (.*)", str(error), re.DOTALL)
+        key, message = match.groups() if match else (None, str(error))
         line = own_code.line_of(error.__cause__) if error.__cause__ is not None else ""
         message += line if line not in message else ""
         known = getattr(error, "key", None) or key
@@ -141,10 +143,9 @@ def _part(attempt: Attempt, value: object) -> Target | None:
         return attempt.cfg.data.module
     if isinstance(value, pl.Callback):
         return next((target for target, callback in attempt.callbacks if callback is value), None)
-    if isinstance(value, torch.optim.Optimizer):
-        return _of_class(value, model.optimizer)
-    if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
-        return _of_class(value, model.scheduler)
+    if isinstance(value, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler):
+        targets = targets_of(model.optimizer if isinstance(value, torch.optim.Optimizer) else model.scheduler)
+        return next((t for t in targets if _is_of(value, t)), targets[0] if targets else None)
     if isinstance(value, nn.Module) and isinstance(attempt.task, nn.Module):
         path = next((name for name, module in attempt.task.named_modules() if module is value), None)
         return target_at(attempt, path) if path else None
@@ -192,17 +193,6 @@ def _is_own(target: Target) -> bool:
     """Return whether the class or function that a target names is the user's own."""
     module = sys.modules.get(find(target.type).__module__)
     return own_code.is_theirs(getattr(module, "__file__", None) or "<")
-
-
-def _of_class(value: object, section: object) -> Target | None:
-    targets = targets_of(section)
-    return next((t for t in targets if _is_of(value, t)), targets[0] if targets else None)
-
-
-def _leading_key(message: str) -> tuple[str | None, str]:
-    """Divide a message that begins with its config key into both."""
-    match = re.match(r"((?:data|model|train|engine)\.[\w.]*\w):? (.*)", message, re.DOTALL)
-    return (match[1], match[2]) if match else (None, message)
 
 
 def _line_of_step(attempt: Attempt) -> str:

@@ -73,9 +73,7 @@ class Nowhere(DummyLogger):
     def save_dir(self) -> str:
         return str(self.artifact_folder)
 
-    @property
-    def log_dir(self) -> str:
-        return str(self.artifact_folder)
+    log_dir = save_dir
 
 
 _WEIGHTS = ("state_dict", "optimizer_states")

@@ -123,10 +123,8 @@ def example(attempt: Attempt, longest: bool = False) -> object:
     try:
         name = "longest_batch" if longest and hasattr(data, "longest_batch") else "example_batch"
         make = getattr(data, name, None)
-        own = [
-            h for h in ("prepare_data", "setup", "train_dataloader") if is_overridden(h, data, pl.LightningDataModule)
-        ]
-        holds = own == ["train_dataloader"]
+        hooks = ("prepare_data", "setup", "train_dataloader")
+        holds = [h for h in hooks if is_overridden(h, data, pl.LightningDataModule)] == ["train_dataloader"]
         batch = make(SAMPLES) if make is not None else next(iter(data.train_dataloader()), None) if holds else None
     except Exception as error:
         lacks = needs(error)
@@ -213,9 +211,8 @@ def make_trainer(attempt: Attempt, look: pl.Callback) -> pl.Trainer:
         kept.append(start.Recompute(attempt.cfg.engine.activation_checkpointing))
     if splits_layers(attempt.asked.engine):
         kept.append(_Plan(attempt.asked.engine.params))
-    for _, callback in attempt.callbacks:
-        if not isinstance(callback, Checkpoint | EarlyStopping):  # they write, and end what misses a name
-            kept.append(callback)
+    skipped = Checkpoint | EarlyStopping  # they write, and end what misses a name
+    kept += [callback for _, callback in attempt.callbacks if not isinstance(callback, skipped)]
     trainer = _Trainer(
         **quiet_arguments(attempt.cfg),
         max_epochs=-1 if train.num_epochs is None else train.num_epochs,
@@ -240,10 +237,8 @@ def _judge(attempt: Attempt, look: Observer) -> None:
     name, task = attempt.cfg.model.module.type, attempt.task
     if not look.learned and task.automatic_optimization:
         attempt.fault(f"{name}.training_step returned no loss, so there was no optimizer step", "model.module")
-    params = attempt.asked.engine.params
-    waits = attempt.asked.engine.backend == "ddp" and not (
-        params.get("find_unused_parameters") or params.get("static_graph")
-    )
+    engine = attempt.asked.engine
+    waits = engine.backend == "ddp" and not any(map(engine.params.get, ("find_unused_parameters", "static_graph")))
     if waits and look.unused and task.automatic_optimization:
         names = ", ".join(look.unused[:3]) + (f" and {len(look.unused) - 3} more" if len(look.unused) > 3 else "")
         message = f"{names} got no gradient, and ddp waits for one of each parameter; set this to true"
@@ -296,9 +291,8 @@ def check_numbers(attempt: Attempt) -> None:
         metric = next((n for n in attempt.cfg.model.metrics or {} if rest in (n, f"{n}_epoch")), None)
         key = f"model.metrics.{metric}" if metric else "model.module"
         if value.numel() != 1:
-            attempt.fault(
-                f"{name} is {tensor_in_words(value)}, not one number" + ("; see its `average`" if metric else ""), key
-            )
+            hint = "; see its `average`" if metric else ""
+            attempt.fault(f"{name} is {tensor_in_words(value)}, not one number{hint}", key)
         elif stage in ("val", "test") and rest == "loss" and not math.isfinite(value):
             attempt.fault(f"{name} is {float(value)} on a batch of random values", "model.loss")
 
@@ -316,15 +310,13 @@ class Observer(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         task = self.attempt.cfg.model.module.type
         if not any(optimizer.param_groups for optimizer in trainer.optimizers) and pl_module.automatic_optimization:
-            raise ConfigError(
-                Fault(f"{task}.configure_optimizers gives no optimizer: nothing would learn", "model.module")
-            )
+            message = f"{task}.configure_optimizers gives no optimizer: nothing would learn"
+            raise ConfigError(Fault(message, "model.module"))
         taught = {id(p) for optimizer in trainer.optimizers for g in optimizer.param_groups for p in g["params"]}
         if taught and taught.isdisjoint(map(id, pl_module.parameters())):
             message = f"{task}.configure_optimizers: the optimizer has none of the task's parameters, so nothing learns"
-            raise ConfigError(
-                Fault(f"{message}{line_of_method(pl_module, 'configure_optimizers')}; are they copies?", "model.module")
-            )
+            message += f"{line_of_method(pl_module, 'configure_optimizers')}; are they copies?"
+            raise ConfigError(Fault(message, "model.module"))
         self.attempt.stage = "in the training step"
         for config in trainer.lr_scheduler_configs:
             config.frequency, config.strict = 1, False  # each schedule steps; a missing metric is reported later

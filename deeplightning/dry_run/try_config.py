@@ -86,7 +86,7 @@ class Trial:
         self.cfg = on_one_cpu(cfg)
         self.faults: list[Fault] = []
         self.untried: list[Fault] = []
-        self.is_through = False  # whether a batch went through all steps
+        self.is_through = False
         self.left_out: list[str] = []  # parts of names that would be logged if nothing were at fault
 
     def run(self, folder: Path) -> None:
@@ -120,7 +120,8 @@ class Trial:
                     self.untried.append(Fault(message + own_code.line_of(error), "model.module"))
                     return
                 found = attempt.faults + faults_of(attempt, error)
-                if any(_needs_gpu(self.asked, fault) for fault in found):
+                lacks_half = [re.search(r"not implemented for '(BFloat16|Half)'", fault.message) for fault in found]
+                if engine.gpus is not None and any(lacks_half):
                     message = f"the CPU cannot compute this network in {mine.precision}; 32 was tried instead"
                     self.untried.append(Fault(message, "engine.precision"))
                     mine.precision = 32
@@ -250,10 +251,6 @@ def _place(cfg: Config, key: str | None) -> str | None:
     sections = (model.network, model.loss, model.metrics, model.optimizer, model.scheduler)
     targets = [cfg.data.module, model.module, *cfg.train.callbacks, *(t for s in sections for t in targets_of(s))]
     return next((target.place for target in targets if target.name == key), None)
-
-
-def _needs_gpu(asked: Config, fault: Fault) -> bool:
-    return asked.engine.gpus is not None and bool(re.search(r"not implemented for '(BFloat16|Half)'", fault.message))
 
 
 def _reason(fault: Fault) -> str:

@@ -75,7 +75,6 @@ class Exportable(Protocol):
     @property
     def kind(self) -> str:
         """A name in `deeplightning.kinds.KINDS`."""
-        ...
 
     image_spec: ImageSpec
     """Required if the inputs are pictures."""
@@ -91,7 +90,6 @@ class Exportable(Protocol):
         prepared rows or arrays float32 (N, …) to probabilities or numbers, float32 (N, K); for `image_segmentation` to
         probabilities float32 (N, K, H, W); for `image_reconstruction` to pictures of the same size, float32
         (N, C, H, W) from 0 to 1. A task may also have `answer_details() -> dict`, stored under `output` on the card."""
-        ...
 
 
 def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[str, object]) -> Path:

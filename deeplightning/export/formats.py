@@ -11,7 +11,7 @@ import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,9 +30,6 @@ from deeplightning.export.bundle import (
 )
 from deeplightning.kinds import KINDS
 from deeplightning.runfolder import RunFolder
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 Free = dict[int, Any]
 """Dimensions of any size: index to `torch.export.Dim`."""
@@ -68,36 +65,29 @@ def add_format(task: Exportable, folder: RunFolder, name: str) -> Path:
         length = min(samples.shape[1] + EXTRA_TOKENS, spec.limit or samples.shape[1] + EXTRA_TOKENS)
         longer = np.pad(samples, ((0, 0), (0, length - samples.shape[1])), constant_values=spec.padding)
     example = torch.from_numpy(np.resize(longer, (2, *longer.shape[1:])))
+    remedy = f"The bundle {folder.bundle} has it as ONNX; leave {name} out of train.export."
     with added(folder, card, file_name) as file:
         try:
-            with _quiet():
+            # TorchScript is deprecated, and a trace treats values as constants: comparing answers finds what matters.
+            with warnings.catch_warnings(action="ignore"), contextlib.redirect_stderr(io.StringIO()):
                 write(model, example, free, file)
                 again = read(file)
-                worst = max(
-                    _difference(model, again, batch) for inputs in (samples, longer) for batch in _batches(inputs)
-                )
+                sizes = [(inputs, size) for inputs in (samples, longer) for size in (len(samples), *BATCH_SIZES)]
+                batches = [np.resize(inputs, (size, *inputs.shape[1:])) for inputs, size in sizes]
+                worst = max(_difference(model, again, batch) for batch in batches)
         except OSError:
             raise
         except Exception as error:  # whatever torch raises, the network cannot be expressed
             why = reason(error).rstrip(".")
-            raise FormatError(
-                f"The network cannot be exported as {name}: {why}. The bundle {folder.bundle} has it as ONNX; "
-                f"leave {name} out of train.export."
-            ) from error
+            raise FormatError(f"The network cannot be exported as {name}: {why}. {remedy}") from error
         with torch.inference_mode():
             allowed = TOLERANCE * max(1.0, float(model(torch.from_numpy(samples)).abs().max()))
         if not worst <= allowed:  # so that nan is refused as well
             raise FormatError(
                 f"The network exported as {name} answers otherwise than the checkpoint: answers differ by up to "
-                f"{worst:.3g}, allowed are {allowed:g}. The bundle {folder.bundle} has it as ONNX; leave {name} "
-                "out of train.export."
+                f"{worst:.3g}, allowed are {allowed:g}. {remedy}"
             )
     return folder.bundle / file_name
-
-
-def _batches(samples: np.ndarray) -> list[np.ndarray]:
-    """Return batches of the sizes that a network is tested with."""
-    return [samples, *(np.resize(samples, (size, *samples.shape[1:])) for size in BATCH_SIZES)]
 
 
 def _difference(model: nn.Module, other: Any, batch: np.ndarray) -> float:
@@ -105,15 +95,6 @@ def _difference(model: nn.Module, other: Any, batch: np.ndarray) -> float:
     with torch.inference_mode():
         expected, given = (one(torch.from_numpy(batch.copy())) for one in (model, other))
     return float((expected - given).abs().max()) if expected.shape == given.shape else float("inf")
-
-
-@contextlib.contextmanager
-def _quiet() -> "Iterator[None]":
-    """Suppress torch's warnings that TorchScript is deprecated and that a trace treats values as constants. The
-    comparison of answers finds the constants that matter."""
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _write_pt2(model: nn.Module, example: torch.Tensor, free: Free, file: Path) -> None:

@@ -117,7 +117,7 @@ class _Fp16Converter:
             for place, name in enumerate(node.input):
                 half = in_fp16 and place not in FLOAT_INPUTS.get(node.op_type, ())
                 if name in self.floats or name in self.weights:
-                    node.input[place] = self._as_half(name) if half else self._as_float(name)
+                    node.input[place] = self._converted(name, half)
             self.nodes.append(node)
             if in_fp16:
                 self._convert_outputs(node, outputs)
@@ -146,20 +146,17 @@ class _Fp16Converter:
             elif name in self.floats:
                 self.halves.add(name)
 
-    def _as_half(self, name: str) -> str:
-        return name if name in self.halves else self._converted(name, "half", TensorProto.FLOAT16)
-
-    def _as_float(self, name: str) -> str:
-        return self._converted(name, "float", TensorProto.FLOAT) if name in self.halves else name
-
-    def _converted(self, name: str, word: str, kind: int) -> str:
-        """Return the name of a value in the other type; convert it once."""
+    def _converted(self, name: str, half: bool) -> str:
+        """Return the name of a value in fp16 or float32; convert it once."""
+        if half == (name in self.halves):
+            return name
         if name not in self.other:
-            self.other[name] = f"{name}.{word}"
+            self.other[name] = f"{name}.{'half' if half else 'float'}"
             if name in self.weights:
                 values = numpy_helper.to_array(self.weights[name]).clip(-MAX_FP16, MAX_FP16).astype(np.float16)
                 self.new_weights.append(numpy_helper.from_array(values, self.other[name]))
             else:
+                kind = TensorProto.FLOAT16 if half else TensorProto.FLOAT
                 self.nodes.append(self._cast(name, self.other[name], kind))
         return self.other[name]
 

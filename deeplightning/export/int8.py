@@ -25,13 +25,7 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # as in `deeplightning.export.bundle`
 import numpy as np
 import onnx
 import onnxruntime
-from onnxruntime.quantization import (
-    CalibrationDataReader,
-    QuantFormat,
-    QuantType,
-    quantize_dynamic,
-    quantize_static,
-)
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_dynamic, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from deeplightning.export.bundle import added, answers_of, card_of, golden_inputs, packed, session_of
@@ -220,6 +214,7 @@ def _write_int8(model: Path, samples: list[np.ndarray] | None, quantized: Path, 
             # ONNX Runtime 1.24 quantizes a batch of matrices, and fails when it multiplies with it.
             products = [node for node in nodes if node.op_type == "MatMul"]
             batched = [n.name for n in products if any(len(weights[i].dims) > 2 for i in n.input if i in weights)]
+            of_weights: Any = {"per_channel": True, "reduce_range": True, "weight_type": QuantType.QInt8}
             if samples is None:
                 # A Gemm becomes a MatMul with a transposed weight, which would contradict the inferred shapes.
                 loaded.graph.ClearField("value_info")
@@ -228,10 +223,8 @@ def _write_int8(model: Path, samples: list[np.ndarray] | None, quantized: Path, 
                     prepared,
                     quantized,
                     op_types_to_quantize=sorted(HAVE_WEIGHTS & {"Gemm", "MatMul"}),
-                    per_channel=True,
-                    reduce_range=True,
-                    weight_type=QuantType.QInt8,
                     nodes_to_exclude=batched,
+                    **of_weights,
                 )
             else:
                 quantize_static(
@@ -239,13 +232,11 @@ def _write_int8(model: Path, samples: list[np.ndarray] | None, quantized: Path, 
                     quantized,
                     _Reader(samples, name),
                     quant_format=QuantFormat.QDQ,
-                    per_channel=True,
-                    reduce_range=True,
                     activation_type=QuantType.QUInt8,
-                    weight_type=QuantType.QInt8,
                     nodes_to_exclude=batched + [node.name for node in [*nodes[:first], *nodes[last + 1 :]]],
                     # Their outputs stay float until the next layer or the end: logits of 8 bits are too coarse.
                     extra_options={"OpTypesToExcludeOutputQuantization": ["Gemm", "MatMul"]},
+                    **of_weights,
                 )
             if not any(one.data_type == onnx.TensorProto.INT8 for one in onnx.load(quantized).graph.initializer):
                 raise CheckpointError(f"{model} has no layer that int8 would make quicker; {SERVE_FP32}.")

@@ -8,24 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from deeplightning.figures import measures
-from deeplightning.figures.style import (
-    BLUE,
-    GREEN,
-    GRID,
-    INK,
-    MUTED,
-    ORANGE,
-    RED,
-    WHITE,
-    WIDTH,
-    Drawing,
-    colour_map,
-    figure,
-    label,
-    lines,
-    title,
-)
+from deeplightning.figures import measures, style
 from deeplightning.kinds import CLASS_COLOURS
 
 if TYPE_CHECKING:
@@ -44,7 +27,7 @@ SHOWN = 30
 """Classes whose precision and recall are shown; of more, those with the lowest F1."""
 
 
-def confusion_matrix(counts: np.ndarray, names: Sequence[str], of: str) -> Drawing:
+def confusion_matrix(counts: np.ndarray, names: Sequence[str], of: str) -> style.Drawing:
     """Draw counts and each row's share, (K, K): rows are true classes, columns predicted ones.
 
     Args:
@@ -59,40 +42,38 @@ def confusion_matrix(counts: np.ndarray, names: Sequence[str], of: str) -> Drawi
         classes = len(counts)
         order = measures.in_groups(counts) if classes > IN_GROUPS else np.arange(classes)
         ordered = counts[np.ix_(order, order)]
-        size, cell = (
-            (7.5, 0.34) if classes <= 12 else (6.5, 0.28) if classes <= IN_GROUPS else (5.5, 0.095)
-        )  # pt, inches
+        # In points and inches.
+        size, cell = (7.5, 0.34) if classes <= 12 else (6.5, 0.28) if classes <= IN_GROUPS else (5.5, 0.095)
         side = max(2.6, cell * min(classes, NAMED))
-        shown = [label(names[number], 18) for number in order.tolist()] if classes <= NAMED else []
+        shown = [style.label(names[number], 18) for number in order.tolist()] if classes <= NAMED else []
         longest = max(map(len, shown), default=0) * 0.62 * size / 72  # inches
         is_upright = longest < side / classes
-        made = figure(side + longest + 1.2, side + (0.16 if is_upright else longest) + 1.15)
+        made = style.figure(side + longest + 1.2, side + (0.16 if is_upright else longest) + 1.15)
         axes = made.subplots()
         share = ordered / np.maximum(ordered.sum(1, keepdims=True), 1)
-        colours = colour_map(0.06 if classes <= IN_GROUPS else 0.2)
+        colours = style.colour_map(0.06 if classes <= IN_GROUPS else 0.2)
         image = axes.imshow(np.ma.masked_equal(share, 0), colours, vmin=0, vmax=1, interpolation="none")
         axes.set_xticks(range(len(shown)), shown, rotation=0 if is_upright else 90, fontsize=size)
         axes.set_yticks(range(len(shown)), shown, fontsize=size)
         axes.tick_params(length=0, pad=2)
-        axes.set_xlabel("predicted class")
-        axes.set_ylabel("true class")
+        axes.set(xlabel="predicted class", ylabel="true class")
         axes.spines[:].set_visible(True)
         for row, column in np.argwhere(ordered > 0) if classes <= IN_GROUPS else ():
             words_of_cell = f"{ordered[row, column]:,}"
             if classes <= 12:
                 words_of_cell += f"\n{share[row, column]:.0%}" if share[row, column] >= 0.005 else "\n<1%"
-            colour = WHITE if share[row, column] > 0.85 else INK
+            colour = style.WHITE if share[row, column] > 0.85 else style.INK
             axes.text(column, row, words_of_cell, ha="center", va="center", color=colour, fontsize=6)
         beside = axes.inset_axes((1.02, 0, 0.03, 1))  # as tall as the matrix
         made.colorbar(image, cax=beside, ticks=[0, 0.5, 1], format="{x:.0%}").ax.tick_params(length=0)
         note = "; classes that are confused are neighbours" if classes > IN_GROUPS else ""
-        title(made, words, f"colour: share of the true class{note}")
+        style.title(made, words, f"colour: share of the true class{note}")
         return made
 
-    return Drawing(draw, f"Confusion matrix. {words}")
+    return style.Drawing(draw, f"Confusion matrix. {words}")
 
 
-def precision_recall(found: measures.PerClass, names: Sequence[str], of: str) -> Drawing:
+def precision_recall(found: measures.PerClass, names: Sequence[str], of: str) -> style.Drawing:
     """Draw precision and recall of each class as two dots on a line; of many classes, those with the lowest F1."""
     classes = len(names)
     mean = float(found.f1.mean()) if classes else 0.0
@@ -101,64 +82,57 @@ def precision_recall(found: measures.PerClass, names: Sequence[str], of: str) ->
 
     def draw() -> "Figure":
         order = np.argsort(found.f1, kind="stable")[:SHOWN] if len(names) > SHOWN else np.arange(len(names))
-        shown = [f"{label(names[n], 18)} ({found.support[n]:,})" for n in order.tolist()]
+        shown = [f"{style.label(names[n], 18)} ({found.support[n]:,})" for n in order.tolist()]
         rows = len(order)
-        made = figure(WIDTH, max(1.2, 0.19 * rows) + 1.2)
+        made = style.figure(style.WIDTH, max(1.2, 0.19 * rows) + 1.2)
         axes = made.subplots()
         heights = np.arange(rows)
         precision, recall = found.precision[order], found.recall[order]
-        axes.hlines(heights, precision, recall, color=GRID, linewidth=2.5)
-        axes.plot(precision, heights, "o", color=BLUE, markersize=6, label="precision")
-        axes.plot(recall, heights, "D", color=ORANGE, markersize=3.2, label="recall")
+        axes.hlines(heights, precision, recall, color=style.GRID, linewidth=2.5)
+        axes.plot(precision, heights, "o", color=style.BLUE, markersize=6, label="precision")
+        axes.plot(recall, heights, "D", color=style.ORANGE, markersize=3.2, label="recall")
         axes.set_yticks(heights, shown, fontsize=7)
-        axes.set_ylim(rows - 0.4, -0.6)
         low = float(min(precision.min(), recall.min())) if rows else 0.0
-        axes.set_xlim(max(0.0, np.floor(low * 10 - 0.5) / 10), 1.01)
-        lines(axes, "x")
-        title(made, words, f"{of} set; macro F1 {mean:.4g}; (samples of the class)")
+        axes.set(xlim=(max(0.0, np.floor(low * 10 - 0.5) / 10), 1.01), ylim=(rows - 0.4, -0.6))
+        style.lines(axes, "x")
+        style.title(made, words, f"{of} set; macro F1 {mean:.4g}; (samples of the class)")
         made.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=2)
         return made
 
-    return Drawing(draw, f"{words} on the {of} set; macro F1 {mean:.4g}")
+    return style.Drawing(draw, f"{words} on the {of} set; macro F1 {mean:.4g}")
 
 
-def reliability(found: measures.Reliability, of: str) -> Drawing:
+def reliability(found: measures.Reliability, of: str) -> style.Drawing:
     """Draw the share of right answers by their probability and, below, the number of answers."""
     words, samples = f"Reliability: ECE {found.error:.4g}", f"{int(found.samples.sum()):,}"
 
     def draw() -> "Figure":
-        made = figure(WIDTH, 4.1)
+        made = style.figure(style.WIDTH, 4.1)
         above, below = made.subplots(2, sharex=True, height_ratios=[3, 1])
         bins = len(found.samples)
         middles, there = (np.arange(bins) + 0.5) / bins, found.samples > 0
-        above.plot([0, 1], [0, 1], color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
-        above.bar(
-            middles[there], found.accuracy[there], 0.9 / bins, color=BLUE, alpha=0.85, label="share that is right"
-        )
-        above.plot(
-            found.confidence[there], found.accuracy[there], "o", color=ORANGE, markersize=3.5, label="mean probability"
-        )
-        above.set_ylim(0, 1.02)
-        above.set_ylabel("share that is right")
+        above.plot([0, 1], [0, 1], color=style.MUTED, linewidth=1, linestyle=(0, (4, 3)))
+        confidence, accuracy = found.confidence[there], found.accuracy[there]
+        above.bar(middles[there], accuracy, 0.9 / bins, color=style.BLUE, alpha=0.85, label="share that is right")
+        above.plot(confidence, accuracy, "o", color=style.ORANGE, markersize=3.5, label="mean probability")
+        above.set(ylim=(0, 1.02), ylabel="share that is right")
         made.legend(*above.get_legend_handles_labels(), loc="outside lower left", ncols=2)
-        below.bar(middles, found.samples, 0.9 / bins, color=MUTED)
+        below.bar(middles, found.samples, 0.9 / bins, color=style.MUTED)
         below.set_yscale("symlog", linthresh=1)
-        below.set_ylabel("samples")
-        below.set_xlabel("probability of the answer")
-        below.set_xlim(0, 1)
+        below.set(xlabel="probability of the answer", xlim=(0, 1), ylabel="samples")
         below.locator_params(axis="y", numticks=4)
         below.yaxis.set_major_formatter("{x:g}")
-        lines(above)
-        lines(below, "y")
+        style.lines(above)
+        style.lines(below, "y")
         for axes in (above, below):
             axes.minorticks_off()
-        title(made, words, f"{samples} {of} samples; dashed: as sure as right")
+        style.title(made, words, f"{samples} {of} samples; dashed: as sure as right")
         return made
 
-    return Drawing(draw, f"{words}, the expected calibration error on {samples} {of} samples")
+    return style.Drawing(draw, f"{words}, the expected calibration error on {samples} {of} samples")
 
 
-def two_classes(score: np.ndarray, is_positive: np.ndarray, positive: str, of: str) -> Drawing:
+def two_classes(score: np.ndarray, is_positive: np.ndarray, positive: str, of: str) -> style.Drawing:
     """Draw ROC and precision-recall curves for the second of two classes.
 
     Args:
@@ -172,28 +146,24 @@ def two_classes(score: np.ndarray, is_positive: np.ndarray, positive: str, of: s
     area, average = f"{roc_auc_score(is_positive, score):.4g}", f"{average_precision_score(is_positive, score):.4g}"
 
     def draw() -> "Figure":
-        made = figure(WIDTH, 2.75)
+        made = style.figure(style.WIDTH, 2.75)
         roc, pr = made.subplots(ncols=2)
         false, true, _ = roc_curve(is_positive, score, drop_intermediate=False)
         precision, recall, _ = precision_recall_curve(is_positive, score)
-        roc.plot([0, 1], [0, 1], color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
-        roc.plot(false, true, color=BLUE)
-        roc.set_xlabel("false positive rate")
-        roc.set_ylabel("true positive rate")
-        pr.step(recall, precision, where="post", color=GREEN)
-        pr.set_xlabel("recall")
-        pr.set_ylabel("precision")
+        roc.plot([0, 1], [0, 1], color=style.MUTED, linewidth=1, linestyle=(0, (4, 3)))
+        roc.plot(false, true, color=style.BLUE)
+        roc.set(xlabel="false positive rate", ylabel="true positive rate")
+        pr.step(recall, precision, where="post", color=style.GREEN)
+        pr.set(xlabel="recall", ylabel="precision")
         for axes in (roc, pr):
-            axes.set_xlim(-0.02, 1.02)
-            axes.set_ylim(-0.02, 1.03)
-            axes.set_xticks([0, 0.5, 1])
-            lines(axes)
+            axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.03), xticks=[0, 0.5, 1])
+            style.lines(axes)
         words = f"ROC area {area}; average precision {average}"
-        title(made, words, f"{of} set; positive: {label(positive)}")
+        style.title(made, words, f"{of} set; positive: {style.label(positive)}")
         return made
 
     words = f"ROC: area {area}. Precision and recall: average precision {average}"
-    return Drawing(draw, f"{words}, of the class {label(positive)} on the {of} set")
+    return style.Drawing(draw, f"{words}, of the class {style.label(positive)} on the {of} set")
 
 
 class Sample(NamedTuple):
@@ -213,7 +183,7 @@ class Sample(NamedTuple):
 
 def answer(true: str, predicted: str, probability: float) -> tuple[str, str]:
     """Return the caption of a sample on a sheet, on two lines."""
-    return f"true {label(true, 14)}", f"predicted {label(predicted, 10)}, {probability:.0%}"
+    return f"true {style.label(true, 14)}", f"predicted {style.label(predicted, 10)}, {probability:.0%}"
 
 
 def sheet(
@@ -222,7 +192,7 @@ def sheet(
     note: str,
     columns: int = 4,
     colours: Mapping[str, tuple[float, float, float]] | None = None,
-) -> Drawing:
+) -> style.Drawing:
     """Draw samples in rows; a red frame marks a wrong answer.
 
     Args:
@@ -239,11 +209,11 @@ def sheet(
         across, down = 1.12, 1.38  # inches of a place, and 0.86 of its picture
         legend = -(-len(colours or ()) // columns) * 0.19
         width, height = columns * across + 0.2, rows * down + legend + 0.55
-        made = figure(width, height, layout=None)
+        made = style.figure(width, height, layout=None)
         axes: Any = made.add_axes((0, 0, 1, 1))  # in inches, for all of it: sixteen pairs of axes take 0.3 CPU seconds
         axes.set_axis_off()
         axes.set(xlim=(0, width), ylim=(0, height))
-        title(made, words, note)
+        style.title(made, words, note)
         for number, sample in enumerate(samples):
             x = 0.1 + (number % columns) * across + across / 2
             y = height - 0.55 - (number // columns) * down - 0.45
@@ -251,17 +221,18 @@ def sheet(
             half_w, half_h = (0.43 * side / max(tall, wide) for side in (wide, tall))
             box = (x - half_w, x + half_w, y - half_h, y + half_h)
             axes.imshow(sample.image, cmap="gray", vmin=0, vmax=255, extent=box, interpolation="none", aspect="auto")
-            frame, said, thick = (RED, RED, 2.0) if sample.is_right is False else (GRID, MUTED, 0.8)
+            is_wrong = sample.is_right is False
+            frame, said, thick = (style.RED, style.RED, 2.0) if is_wrong else (style.GRID, style.MUTED, 0.8)
             corner = (box[0], box[2])
             axes.add_patch(Rectangle(corner, 2 * half_w, 2 * half_h, fill=False, edgecolor=frame, linewidth=thick))
-            axes.text(x, y - 0.54, sample.above, ha="center", va="center", fontsize=6.5, color=INK)
+            axes.text(x, y - 0.54, sample.above, ha="center", va="center", fontsize=6.5, color=style.INK)
             axes.text(x, y - 0.67, sample.below, ha="center", va="center", fontsize=6.5, color=said)
         if colours:
-            patches = [Patch(facecolor=colour, edgecolor=GRID, label=name) for name, colour in colours.items()]
+            patches = [Patch(facecolor=colour, edgecolor=style.GRID, label=name) for name, colour in colours.items()]
             made.legend(handles=patches, loc="lower left", ncols=columns, handlelength=1, borderaxespad=0.1)
         return made
 
-    return Drawing(draw, f"{words}. {note}")
+    return style.Drawing(draw, f"{words}. {note}")
 
 
 # ---- masks
@@ -286,7 +257,7 @@ def overlay(pictures: np.ndarray, classes: np.ndarray) -> np.ndarray:
 
 def overlays(
     pictures: np.ndarray, truth: np.ndarray, predicted: np.ndarray, names: Sequence[str], right: np.ndarray
-) -> Drawing:
+) -> style.Drawing:
     """Draw a row for each picture: as it is, with its true classes, with the predicted ones.
 
     Args:
@@ -304,5 +275,5 @@ def overlays(
         ]
     occurring = [n for n in range(len(names)) if (truth == n).any() or (predicted == n).any()]
     palette = [(red / 255, green / 255, blue / 255) for red, green, blue in CLASS_COLOURS]
-    colours = {label(names[number], 16): palette[number % len(palette)] for number in occurring}
+    colours = {style.label(names[number], 16): palette[number % len(palette)] for number in occurring}
     return sheet(samples, "Validation pictures, the least right first", "white: does not count", 3, colours)

@@ -7,19 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deeplightning.figures.style import (
-    BLUE,
-    COLOURS,
-    GRID,
-    INK,
-    MUTED,
-    ORANGE,
-    WIDTH,
-    Drawing,
-    figure,
-    label,
-    lines,
-)
+from deeplightning.figures import style
 from deeplightning.words import stage_of
 
 if TYPE_CHECKING:
@@ -31,7 +19,7 @@ Series = Mapping[str, Sequence[tuple[int, float]]]
 POINTS = 600
 """Points of a curve that are drawn; of more, every n-th and the last."""
 
-_COLOUR = {"train": BLUE, "val": ORANGE}
+_COLOUR = {"train": style.BLUE, "val": style.ORANGE}
 _WORD = {"train": "training", "val": "validation"}
 
 
@@ -79,29 +67,30 @@ def _thinned(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]
     return [*points[::every], *([points[-1]] if (len(points) - 1) % every else [])] if every > 1 else points
 
 
-def curve(chart: Chart, best: int | None = None) -> Drawing:
+def curve(chart: Chart, best: int | None = None) -> style.Drawing:
     """Draw one chart.
 
     Args:
         best: the step of the best checkpoint, whose validation is marked. None: no mark.
     """
     ends = ", ".join(f"{_WORD.get(stage, 'last')} {points[-1][1]:.4g}" for stage, points in chart.curves.items())
-    return Drawing(lambda: _grid([chart], best, 1), f"{label(chart.name)} over the steps: {ends} at the end")
+    name = style.label(chart.name)
+    return style.Drawing(lambda: _grid([chart], best, 1), f"{name} over the steps: {ends} at the end")
 
 
-def curves(series: Series, best: int | None = None) -> Drawing | None:
+def curves(series: Series, best: int | None = None) -> style.Drawing | None:
     """Draw all charts in one picture; None without any curve."""
     found = charts(series)[:12]
     if not found:
         return None
-    names = ", ".join(label(chart.name) for chart in found)
-    return Drawing(lambda: _grid(found, best, min(2, len(found))), f"Curves of {names}")
+    names = ", ".join(style.label(chart.name) for chart in found)
+    return style.Drawing(lambda: _grid(found, best, min(2, len(found))), f"Curves of {names}")
 
 
 def _panels(number: int, columns: int, height: float) -> "tuple[Figure, Any]":
     """Create a figure with axes, row by row, each so many inches high; the rest of the last row stays empty."""
     rows = -(-number // columns)
-    made = figure(WIDTH * columns, height * rows)
+    made = style.figure(style.WIDTH * columns, height * rows)
     grid = made.subplots(rows, columns, squeeze=False).flatten()
     for axes in grid[number:]:
         axes.set_axis_off()
@@ -114,17 +103,17 @@ def _grid(found: Sequence[Chart], best: int | None, columns: int) -> "Figure":
         for stage, points in chart.curves.items():
             steps, values = zip(*_thinned(points), strict=True)
             marker = "o" if len(steps) <= 30 else None
-            colour = _COLOUR.get(stage, COLOURS[3])
+            colour = _COLOUR.get(stage, style.COLOURS[3])
             axes.plot(steps, values, color=colour, label=_WORD.get(stage), marker=marker, markersize=2.5)
-        axes.set_title(label(chart.name, 40))
+        axes.set_title(style.label(chart.name, 40))
         _scale(axes, chart.name, [value for points in chart.curves.values() for _, value in points])
         axes.set_xlabel("step")
         judged = [step for step, _ in chart.curves.get("val", []) if best is not None and step <= best]
         if judged:  # a checkpoint counts the steps that are done, a series from 0
-            axes.axvline(max(judged), color=MUTED, linewidth=1, linestyle=(0, (2, 2)), label="best")
+            axes.axvline(max(judged), color=style.MUTED, linewidth=1, linestyle=(0, (2, 2)), label="best")
         if "" not in chart.curves:
             axes.legend(loc="best", handlelength=1.4)
-        lines(axes)
+        style.lines(axes)
     return made
 
 
@@ -140,7 +129,7 @@ MOST_DOTS = 3000
 """Dots of a picture of truth against prediction; of more samples, as many that are evenly spread."""
 
 
-def truth_against_prediction(truth: np.ndarray, predicted: np.ndarray, names: Sequence[str], of: str) -> Drawing:
+def truth_against_prediction(truth: np.ndarray, predicted: np.ndarray, names: Sequence[str], of: str) -> style.Drawing:
     """Draw a dot for each sample and target, float (N, T) each, for at most six targets."""
     truth, predicted = truth[:, :6], predicted[:, :6]
     spread, errors = truth - truth.mean(0), predicted - truth
@@ -148,24 +137,23 @@ def truth_against_prediction(truth: np.ndarray, predicted: np.ndarray, names: Se
         r2 = np.where((spread**2).sum(0) > 0, 1 - (errors**2).sum(0) / (spread**2).sum(0), np.nan)
     rmse = np.sqrt((errors**2).mean(0))
     words = [f"RMSE {rmse[n]:.4g}, R² {r2[n]:.4g}" for n in range(truth.shape[1])]
-    parts = [f"{label(name)}: {word}" for name, word in zip(names, words, strict=False)]
+    parts = [f"{style.label(name)}: {word}" for name, word in zip(names, words, strict=False)]
 
     def draw() -> "Figure":
         made, grid = _panels(len(parts), min(2, len(parts)), 3.9)
         some = np.linspace(0, len(truth) - 1, min(len(truth), MOST_DOTS)).astype(int)
-        alpha = 0.8 if len(some) < 300 else 0.4
+        alpha, is_dense = 0.8 if len(some) < 300 else 0.4, len(some) > 500
         for axes, name, word, x, y in zip(grid, names, words, truth[some].T, predicted[some].T, strict=False):
             low, high = float(min(x.min(), y.min())), float(max(x.max(), y.max()))
-            axes.plot([low, high], [low, high], color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
-            axes.plot(x, y, "o", color=BLUE, markersize=3, alpha=alpha, markeredgewidth=0, rasterized=len(some) > 500)
-            axes.set_title(f"{label(name)}\n", color=INK)
+            axes.plot([low, high], [low, high], color=style.MUTED, linewidth=1, linestyle=(0, (4, 3)))
+            axes.plot(x, y, "o", color=style.BLUE, markersize=3, alpha=alpha, markeredgewidth=0, rasterized=is_dense)
+            axes.set_title(f"{style.label(name)}\n", color=style.INK)
             note = f"{word}; {len(truth):,} {of} samples"
-            axes.text(0, 1.03, note, transform=axes.transAxes, fontsize=7, color=MUTED)
-            axes.set_xlabel("truth")
-            axes.set_ylabel("prediction")
+            axes.text(0, 1.03, note, transform=axes.transAxes, fontsize=7, color=style.MUTED)
+            axes.set(xlabel="truth", ylabel="prediction")
             axes.set_aspect("equal", adjustable="datalim")
-            lines(axes)
-            axes.grid(True, color=GRID)
+            style.lines(axes)
+            axes.grid(True, color=style.GRID)
         return made
 
-    return Drawing(draw, f"Truth against prediction on {len(truth):,} {of} samples. {'; '.join(parts)}")
+    return style.Drawing(draw, f"Truth against prediction on {len(truth):,} {of} samples. {'; '.join(parts)}")

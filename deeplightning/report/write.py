@@ -36,6 +36,8 @@ def report(run: Facts, into: Path | None = None) -> str:
     evaluations = [(stage, *item) for stage in STAGES for item in run.results.get(stage, {}).items()]
     others, left_out = _other_pictures(run, {*drawings, run.folder.curves.name})
     placed, unplaced = _config(run)
+    differs = ("started", "variables", "launch")  # between any two runs
+    machine = dict(flat({name: value for name, value in run.environment.items() if name not in differs}))
     started = run.environment.get("started")
     words = [f"run {run.run_id}" if run.run_id else str(run.folder.path), run.status.lower()]
     words += [f"started {started}" if started else ""]
@@ -55,9 +57,7 @@ def report(run: Facts, into: Path | None = None) -> str:
         places=run.places,
         placed=placed,
         unplaced=unplaced,
-        machine=[
-            (k, v if isinstance(v, str) else line(v)) for k, v in _environment(run).items() if v not in (None, "", {})
-        ],
+        machine=[(k, v if isinstance(v, str) else line(v)) for k, v in machine.items() if v not in (None, "", {})],
         folder=shlex.quote(str(run.folder.path)),
         config=shlex.quote(str(run.folder.config)),
     )
@@ -122,12 +122,6 @@ def _other_pictures(run: Facts, drawn_names: set[str]) -> tuple[list[page.Pictur
         caption = f"{path.stem}, the last of {number}" if number > 1 else path.stem
         cards += page.picture(name, content, caption=caption)
     return cards, left
-
-
-def _environment(run: Facts) -> dict[str, object]:
-    """Return machine, code and packages by dotted name, without what differs between any two runs."""
-    others = ("started", "variables", "launch")
-    return dict(flat({name: value for name, value in run.environment.items() if name not in others}))
 
 
 def write_run(folder: RunFolder, run: Facts | None = None) -> Path:

@@ -334,7 +334,8 @@ def _variables(original: PastRun, roots: Iterable[Path]) -> dict[str, str]:
         found.pop(name, None)
     ours = str(Path(__file__).resolve().parents[2])
     had = [os.path.abspath(entry or ".") for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep)]  # noqa: PTH100
-    installed = [entry for entry in had if _holds_packages(entry)]
+    # Folders of installed packages, for example from `pip install --target`.
+    installed = [path for path in had if re.search("(site|dist)-packages", path) or any(Path(path).glob("*.dist-info"))]
     own = [ours] if ours in (*had, os.getcwd()) else []  # noqa: PTH109
     found["PYTHONPATH"] = os.pathsep.join([*installed, *own])
     found[ROOTS] = json.dumps([*map(str, roots)])
@@ -352,17 +353,12 @@ def _variables(original: PastRun, roots: Iterable[Path]) -> dict[str, str]:
     return found | {REPRODUCES: str(original)}
 
 
-def _holds_packages(folder: str) -> bool:
-    """Return whether a folder contains installed packages, for example from `pip install --target`."""
-    return "site-packages" in folder or "dist-packages" in folder or any(Path(folder).glob("*.dist-info"))
-
-
 def _start(plan: Plan) -> tuple[int, Path | None]:
     """Train in a separate process, and forward its output and SIGTERM."""
     command = [sys.executable, "-m", "deeplightning", "train", str(plan.config), *plan.overrides]
     process = subprocess.Popen(command, cwd=plan.directory, env=plan.variables, stdout=subprocess.PIPE)
-    former = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT,)}  # both get it
-    former[signal.SIGTERM] = signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # both get it
+    terminate = signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
     last, folder = b"Artifact storage path: ", None
     try:
         assert process.stdout is not None
@@ -374,8 +370,8 @@ def _start(plan: Plan) -> tuple[int, Path | None]:
             sys.stdout.buffer.flush()
         code = process.wait()
     finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGINT, interrupt)
+        signal.signal(signal.SIGTERM, terminate)
         if process.poll() is None:
             process.kill()
             process.wait()

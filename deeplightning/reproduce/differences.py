@@ -35,9 +35,10 @@ def differences(first: PastRun, second: PastRun, patch: bool = False) -> dict[st
     Args:
         patch: for code files that differ, return the file name, a unified diff and None.
     """
+    apart = between(_with_absolute_paths(first), _with_absolute_paths(second))  # shown as they were written
     return {
         "config": [
-            *between(_with_absolute_paths(first), _with_absolute_paths(second), first.config, second.config),
+            *((name, first.config.get(name), second.config.get(name)) for name, _, _ in apart),
             *between(*({f"asked.{key}": value for key, value in run.asked.items()} for run in (first, second))),
         ],
         "code": list(_code_between(first, second, patch)),
@@ -61,20 +62,11 @@ def as_text(found: Mapping[str, list[tuple[str, object, object]]]) -> str:
     return "\n".join(lines)
 
 
-def between(
-    one: Mapping[str, object],
-    two: Mapping[str, object],
-    shown_one: Mapping[str, object] | None = None,
-    shown_two: Mapping[str, object] | None = None,
-) -> Iterator[tuple[str, object, Any]]:
-    """Yield each name whose values differ, with both values; None for a missing value.
-
-    Args:
-        shown_one: values to yield instead of those in `one`, which are only compared; likewise `shown_two`.
-    """
+def between(one: Mapping[str, object], two: Mapping[str, object]) -> Iterator[tuple[str, object, Any]]:
+    """Yield each name whose values differ, with both values; None for a missing value."""
     for name in sorted({*one, *two}):
         if (name in one) != (name in two) or one[name] != two[name]:
-            yield name, (shown_one or one).get(name), (shown_two or two).get(name)
+            yield name, one.get(name), two.get(name)
 
 
 def _with_absolute_paths(run: PastRun) -> dict[str, object]:

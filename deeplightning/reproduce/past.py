@@ -172,13 +172,10 @@ def _with_store(run: str, folder: RunFolder, remote: bool) -> PastRun:
         inside = folder.path.parent.name if folder.path.name == "artifacts" else folder.path.name
         return PastRun(folder, locate(None), run_id if _ID.fullmatch(run_id) else inside)
     run_id = folder.path.parent.name
-    if folder.path.name != "artifacts" or not _ID.fullmatch(run_id):
-        return PastRun(folder, None, None)
-    for store in _stores_around(folder):
-        if store.is_remote and not remote:
-            continue
-        if find_run(store, run_id) is not None:
-            return PastRun(folder, store, run_id)
+    if folder.path.name == "artifacts" and _ID.fullmatch(run_id):
+        for store in _stores_around(folder):
+            if (remote or not store.is_remote) and find_run(store, run_id) is not None:
+                return PastRun(folder, store, run_id)
     return PastRun(folder, None, None)
 
 
