@@ -193,8 +193,6 @@ class Dispatcher:
 
     def _from_flask(self, request: Request) -> tuple[Response, Job | None]:
         """Answer a request by the Flask application, through WSGI (PEP 3333)."""
-        from wsgiref.util import setup_testing_defaults
-
         from werkzeug.wrappers import Response as FlaskResponse
 
         if self._flask is None:
@@ -210,15 +208,23 @@ class Dispatcher:
         }
         environ |= {
             "REQUEST_METHOD": "GET" if request.method == "HEAD" else request.method,  # the connection drops the body
+            "SCRIPT_NAME": "",
             "PATH_INFO": request.path.encode().decode("latin-1"),
             "QUERY_STRING": request.query.decode("latin-1"),
             "CONTENT_TYPE": texts.get("content-type", ""),
             "CONTENT_LENGTH": str(len(request.body)),
+            "SERVER_NAME": "localhost",
+            "SERVER_PORT": "80",
             "SERVER_PROTOCOL": f"HTTP/{request.version}",
             JOB: (jobs := list[Job]()),
+            "wsgi.version": (1, 0),
+            "wsgi.url_scheme": "http",
             "wsgi.input": io.BytesIO(request.body),
+            "wsgi.errors": io.StringIO(),
+            "wsgi.multithread": True,
+            "wsgi.multiprocess": True,
+            "wsgi.run_once": False,
         }
-        setup_testing_defaults(environ)  # what PEP 3333 requires besides, and no route of ours reads
         response = FlaskResponse.from_app(self._flask, environ, buffered=True)
         lines = [f"{name}: {value}\r\n" for name, value in response.headers if name.lower() != "content-length"]
         head = "".join(lines).encode("latin-1")

@@ -404,7 +404,8 @@ class _Reader:
     def call(self, call: ast.Call) -> None:
         match call:
             case ast.Call(func=ast.Attribute(value=ast.Name(id="__all__"), attr=how), args=args):
-                self.scope.exported.append(args[0] if how == "extend" and args and self.certain else None)
+                value = ast.List(args, ast.Load()) if how == "append" else args[0] if how == "extend" and args else None
+                self.scope.exported.append(value if self.certain else None)
             case ast.Call(func=ast.Name(id="setattr"), args=[ast.Name(id=name), ast.Constant(value=str(word)), _]):
                 self.scope.patched.setdefault((name, word), [])
 

@@ -433,7 +433,7 @@ class Names:
                     continue
                 if parent.kind != "class":
                     raise Undecided(f"{parent.path} is no class")
-            except UNKNOWABLE:
+            except (*UNKNOWABLE, RecursionError):
                 complete = False
                 continue
             above, whole = self.line(parent)

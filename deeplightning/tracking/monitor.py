@@ -86,9 +86,8 @@ def server_command(tracking_uri: str | None, host: str, port: int) -> list[str] 
     # Without this MLflow starts ten processes with 1.9 GB (3.17, 2026).
     os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # the server tells what its own libraries deprecate
-    os.environ["MLFLOW_BACKEND_STORE_URI"] = uri_of(
-        store
-    )  # not an argument, which every user of the machine could read
+    # Not an argument, which every user of the machine could read.
+    os.environ["MLFLOW_BACKEND_STORE_URI"] = uri_of(store)
     command = [sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port)]
     if store.artifact_root is not None:
         command += ["--default-artifact-root", store.artifact_root.as_uri(), "--no-serve-artifacts"]

@@ -105,7 +105,9 @@ def _load(path: str) -> type:
 
 @functools.cache
 def _source(cls: type) -> str:
-    written = (base for base in cls.__mro__ if base.__module__ not in ("builtins", "typing"))  # those of C have no source
+    written = (
+        base for base in cls.__mro__ if base.__module__ not in ("builtins", "typing")
+    )  # those of C have no source
     return "".join(map(inspect.getsource, written))
 
 
