@@ -18,7 +18,7 @@ from deeplightning.config.schema import Config, Target
 from deeplightning.engine.process_group import replicas
 from deeplightning.faults import CheckpointError
 from deeplightning.private.lightning import restart_epoch, training_loaders
-from deeplightning.static.signature import Undecided
+from deeplightning.signatures.signature import Undecided
 
 _WORD = 2**64 - 1
 

@@ -21,7 +21,7 @@ from deeplightning.config.plugins import config_class
 from deeplightning.config.tree import Entry, KeyPath, dotted, entry_at, kind, line
 from deeplightning.faults import ConfigError, Fault, SetupError, nearest, not_installed, plugin_of, upwards
 from deeplightning.process.terminal import LAYOUT, say, wrapped
-from deeplightning.static.signature import UNKNOWN, Parameter
+from deeplightning.signatures.signature import UNKNOWN, Parameter
 from deeplightning.words import printable
 
 ABOUT = 14  # columns before what is said of a key

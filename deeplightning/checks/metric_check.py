@@ -8,7 +8,7 @@ from deeplightning.checks.report import Findings
 from deeplightning.checks.signature_check import Meanings
 from deeplightning.config.schema import Config, Mode, Model, Target, with_keys
 from deeplightning.faults import Notice, nearest, upwards
-from deeplightning.static.signature import Undecided
+from deeplightning.signatures.signature import Undecided
 from deeplightning.words import stage_of
 
 _MIN = "loss error err mae mse rmse mape msle nll perplexity ppl wer cer fid lpips"

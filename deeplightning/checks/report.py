@@ -10,7 +10,7 @@ from deeplightning.config.secrets import Secrets
 from deeplightning.config.source import Source
 from deeplightning.config.tree import MAX_FAULTS, TAG, Entry, nodes
 from deeplightning.faults import ConfigError, Fault, Notice, error_of, place_of, upwards
-from deeplightning.static.signature import Options, Undecided
+from deeplightning.signatures.signature import Options, Undecided
 
 
 class Findings:

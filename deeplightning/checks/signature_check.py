@@ -16,7 +16,7 @@ from deeplightning.config.section_kinds import KINDS, REMOVED_HOOKS, is_bound, m
 from deeplightning.config.target import find, is_reference, is_target, path_of, signature_of
 from deeplightning.config.tree import Entry, kind
 from deeplightning.faults import Fault, nearest
-from deeplightning.static.signature import (
+from deeplightning.signatures.signature import (
     Built,
     Instance,
     ListOf,
@@ -31,8 +31,8 @@ from deeplightning.static.signature import (
 )
 
 if TYPE_CHECKING:
-    from deeplightning.static.definition import Definition
-    from deeplightning.static.names import Names
+    from deeplightning.signatures.definition import Definition
+    from deeplightning.signatures.names import Names
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ class Imported:
         if self.kind == "class":
             return [Instance(tuple(path_of(c) or "" for c in self.thing.__mro__), True, self._forward)]
         try:
-            from deeplightning.static import definition
+            from deeplightning.signatures import definition
 
             return definition.look_up(self.name).makes()
         except ValueError:
@@ -120,8 +120,8 @@ class Meanings:
         return self._once(name, lambda: Imported(name) if self.importing else self._read(name))
 
     def _read(self, name: str) -> "Definition":
-        from deeplightning.static import definition
-        from deeplightning.static.names import Names
+        from deeplightning.signatures import definition
+        from deeplightning.signatures.names import Names
 
         self._names = self._names or Names()
         return definition.look_up(name, self._names)

@@ -17,7 +17,7 @@ from deeplightning.config.section_kinds import HOOK, no_part, role_of
 from deeplightning.config.target import build, is_reference, is_target
 from deeplightning.config.tree import Entry, KeyPath, plain
 from deeplightning.faults import ConfigError, SetupError, nearest, upwards
-from deeplightning.static.signature import UNKNOWN, Options, Undecided, of_item
+from deeplightning.signatures.signature import UNKNOWN, Options, Undecided, of_item
 
 Wanted = Callable[[], Options]
 

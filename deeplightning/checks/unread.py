@@ -9,7 +9,7 @@ from deeplightning.config.schema import Config, Target
 from deeplightning.config.source import Source
 from deeplightning.config.tree import nodes
 from deeplightning.faults import Notice, nearest, upwards
-from deeplightning.static.signature import Parameter, Undecided
+from deeplightning.signatures.signature import Parameter, Undecided
 
 _READ = {
     "data": ("batch_size", "root", "num_workers", "num_splits", "fold", "sampler", "loader"),

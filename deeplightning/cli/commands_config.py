@@ -116,7 +116,7 @@ def train(
     apply_environment(cfg)
     if (launcher := launcher_of(cfg)) is not None:
         sys.exit(launcher.run(Job(cfg, located(config).absolute(), absolute(overrides))))
-    from deeplightning.run.stages import launch
+    from deeplightning.run.train import launch
 
     launch(cfg)
 

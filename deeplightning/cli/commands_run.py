@@ -33,7 +33,7 @@ from deeplightning.words import printable
 @with_code
 def test(run: str, overrides: tuple[str, ...], allow: tuple[str, ...], code: str | None) -> None:
     """Test the best weights of RUN, into the same run; of a run that was not made here, into a new one."""
-    from deeplightning.run.stages import evaluate
+    from deeplightning.run.train import evaluate
 
     streams.outlive_reader()
     evaluate(folder_of(run, code, allow), "test", list(overrides), allow)
@@ -56,7 +56,7 @@ def predict(run: str, files: tuple[Path, ...], out: Path | None, allow: tuple[st
     if out is not None and not files:
         raise click.UsageError("--out goes with files or folders; the test set's rows go to predictions.csv")
     if not files:
-        from deeplightning.run.stages import evaluate
+        from deeplightning.run.train import evaluate
 
         streams.outlive_reader()
         evaluate(folder_of(run, code, allow), "predict", [], allow)

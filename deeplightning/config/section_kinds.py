@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deeplightning.own_code import top_level
-from deeplightning.static.signature import Factory
+from deeplightning.signatures.signature import Factory
 
 
 @dataclass(frozen=True)

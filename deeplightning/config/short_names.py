@@ -35,9 +35,9 @@ def full_name(role: str, name: str) -> str | None:
         ValueError: in words: it is the name of several things, or a misspelt one; `Missing` where it is in a plug-in
             that is not installed.
     """
-    from deeplightning.static import definition
-    from deeplightning.static.names import Names
-    from deeplightning.static.signature import Undecided
+    from deeplightning.signatures import definition
+    from deeplightning.signatures.names import Names
+    from deeplightning.signatures.signature import Undecided
 
     names, found, misspelt = Names(), dict[str, str](), ""
     for module in _modules(role):

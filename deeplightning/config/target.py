@@ -34,7 +34,7 @@ from deeplightning.faults import (
     no_module,
     refuse_moved,
 )
-from deeplightning.static.signature import Options, Signature, Undecided, factory_of, of_item, of_object
+from deeplightning.signatures.signature import Options, Signature, Undecided, factory_of, of_item, of_object
 from deeplightning.words import first_line
 
 
@@ -185,7 +185,7 @@ def signature_of(name: str, found: Any) -> Signature:
     live = of_object(found)
     if live.rest is None and not live.variadic and not live.unresolved:
         return live
-    from deeplightning.static import definition
+    from deeplightning.signatures import definition
 
     try:
         read = definition.look_up(name).signature()

@@ -137,7 +137,7 @@ def sets_of_each_process() -> None:
     """Called in each process of a job: a file breaks for the second process alone, and each notes its sets."""
     import os
 
-    from deeplightning.run.stages import launch
+    from deeplightning.run.train import launch
 
     path, folder = sys.argv[1:]
     rank = os.environ["LOCAL_RANK"]

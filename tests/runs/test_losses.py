@@ -174,7 +174,7 @@ def settings(name: str, factor: int) -> list[str]:
 def learn() -> None:
     """Called in each process of a job: a training for each case."""
     from deeplightning.checks.examine import load_config
-    from deeplightning.run.stages import launch
+    from deeplightning.run.train import launch
 
     path, folder, backend, processes, cases = sys.argv[1:]
     for name, factor in json.loads(cases):

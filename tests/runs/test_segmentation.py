@@ -449,7 +449,7 @@ def test_golden_answers_of_large_masks_are_of_some_pixels():
 
 def judge() -> None:
     """Called in each process of a job: validates sets of all sizes."""
-    from deeplightning.run.stages import launch
+    from deeplightning.run.train import launch
 
     path, folder, checkpoint, processes, root = sys.argv[1:]
     warnings.filterwarnings("ignore")

@@ -42,7 +42,7 @@ LAYERS = [
         "checks",
         "engine",
     ),
-    *("config", "static", "process", "private", "figures"),
+    *("config", "signatures", "process", "private", "figures"),
 ]
 BASE = {
     *(

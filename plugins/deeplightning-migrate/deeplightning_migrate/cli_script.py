@@ -11,8 +11,8 @@ from typing import Any
 from deeplightning.config.source import short, text_of
 from deeplightning.config.tree import Entry
 from deeplightning.faults import ConfigError, Fault
-from deeplightning.static import definition
-from deeplightning.static.signature import Undecided
+from deeplightning.signatures import definition
+from deeplightning.signatures.signature import Undecided
 from deeplightning_migrate.composed import over
 from deeplightning_migrate.reading import Script
 

@@ -20,8 +20,8 @@ from deeplightning.config.source import Text, short
 from deeplightning.config.target import is_reference, is_target
 from deeplightning.config.tree import Entry, dump, line, plain
 from deeplightning.faults import ConfigError, Fault, upwards
-from deeplightning.static import definition
-from deeplightning.static.signature import Undecided, factory_of
+from deeplightning.signatures import definition
+from deeplightning.signatures.signature import Undecided, factory_of
 from deeplightning_migrate import foreign_words
 from deeplightning_migrate.cli_script import CliScript
 from deeplightning_migrate.composed import MAX_FILES, SUBCOMMANDS, over, read

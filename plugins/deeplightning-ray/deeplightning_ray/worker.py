@@ -16,7 +16,7 @@ def worker() -> None:
     streams.outlive_reader()
     cfg = receive()
     session().redact = cfg.redact_message
-    from deeplightning.run.stages import launch
+    from deeplightning.run.train import launch
     from deeplightning_ray.ray_elastic import GroupGrows, fetch, store_all
     from deeplightning_ray.storage import RESIZE_EXIT_CODE
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-import deeplightning.run.stages  # noqa: F401  (with all its imports, now: the files may change later)
+import deeplightning.run.train  # noqa: F401  (with all its imports, now: the files may change later)
 from deeplightning.callbacks import TRIAL
 from deeplightning.checks.examine import load_config
 from deeplightning.config.schema import Config

@@ -1,4 +1,4 @@
-"""What a dotted name means and takes is read from source text alone: `deeplightning.static`."""
+"""What a dotted name means and takes is read from source text alone: `deeplightning.signatures`."""
 
 import contextlib
 import importlib
@@ -15,8 +15,8 @@ import pytest
 
 from deeplightning.checks.signature_check import value_misfits
 from deeplightning.config.target import find
-from deeplightning.static.definition import look_up
-from deeplightning.static.signature import UNKNOWN, Built, Factory, ListOf, Undecided, of_object
+from deeplightning.signatures.definition import look_up
+from deeplightning.signatures.signature import UNKNOWN, Built, Factory, ListOf, Undecided, of_object
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,7 +68,7 @@ def test_nothing_of_a_target_is_imported():
     """Hundreds of milliseconds and all side effects stay away: not even the parent packages are loaded."""
     program = """
 import sys
-from deeplightning.static.definition import look_up
+from deeplightning.signatures.definition import look_up
 for name in sys.argv[1:]:
     found = look_up(name)
     found.bases(), found.signature(), found.documentation("x"), found.logged_names()

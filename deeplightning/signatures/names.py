@@ -16,10 +16,10 @@ from typing import TypeVar
 
 from deeplightning import own_code
 from deeplightning.faults import install, nearest
-from deeplightning.static import bindings
-from deeplightning.static.bindings import Assigned, Binding, Broken, Defined, Imported, Module, Scope, contains_word
-from deeplightning.static.signature import Undecided
-from deeplightning.static.symbol import (
+from deeplightning.signatures import bindings
+from deeplightning.signatures.bindings import Assigned, Binding, Broken, Defined, Imported, Module, Scope, contains_word
+from deeplightning.signatures.signature import Undecided
+from deeplightning.signatures.symbol import (
     UNKNOWABLE,
     Absent,
     Failing,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from deeplightning.static.bindings import Binding, Broken, Imported, Module, Opaque, Scope
-from deeplightning.static.signature import Undecided
+from deeplightning.signatures.bindings import Binding, Broken, Imported, Module, Opaque, Scope
+from deeplightning.signatures.signature import Undecided
 
 Kind = Literal["class", "function", "value", "module"]
 Functions = ast.FunctionDef | ast.AsyncFunctionDef

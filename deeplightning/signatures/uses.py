@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from deeplightning.static.symbol import Functions, inside
+from deeplightning.signatures.symbol import Functions, inside
 
 _PERHAPS = (
     ast.If | ast.For | ast.While | ast.Try | ast.Match | ast.FunctionDef | ast.Lambda | ast.IfExp | ast.BoolOp

@@ -6,10 +6,10 @@ import typing
 from dataclasses import replace
 from typing import Any
 
-from deeplightning.static.bindings import Module
-from deeplightning.static.names import Names
-from deeplightning.static.signature import UNKNOWN, Options, Undecided, allowed_by
-from deeplightning.static.symbol import (
+from deeplightning.signatures.bindings import Module
+from deeplightning.signatures.names import Names
+from deeplightning.signatures.signature import UNKNOWN, Options, Undecided, allowed_by
+from deeplightning.signatures.symbol import (
     UNKNOWABLE,
     Frame,
     Thing,

@@ -19,12 +19,12 @@ from pathlib import Path
 
 from deeplightning import own_code
 from deeplightning.faults import Missing, nearest, no_module, refuse_moved
-from deeplightning.static.annotations import plain, returned
-from deeplightning.static.bindings import Assigned, Broken, Defined, contains_word
-from deeplightning.static.from_source import Signatures
-from deeplightning.static.names import Names, Texts
-from deeplightning.static.signature import UNKNOWN, Instance, Signature, Undecided, positional
-from deeplightning.static.symbol import (
+from deeplightning.signatures.annotations import plain, returned
+from deeplightning.signatures.bindings import Assigned, Broken, Defined, contains_word
+from deeplightning.signatures.from_source import Signatures
+from deeplightning.signatures.names import Names, Texts
+from deeplightning.signatures.signature import UNKNOWN, Instance, Signature, Undecided, positional
+from deeplightning.signatures.symbol import (
     UNKNOWABLE,
     Absent,
     Failing,
@@ -36,7 +36,7 @@ from deeplightning.static.symbol import (
     first_argument,
     positional_arguments,
 )
-from deeplightning.static.uses import is_it
+from deeplightning.signatures.uses import is_it
 
 _FRAMEWORKS = ("torch", "pytorch_lightning", "lightning", "lightning_fabric", "torchmetrics", "torchvision")
 

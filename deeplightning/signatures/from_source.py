@@ -4,10 +4,10 @@ import ast
 from collections.abc import Sequence
 from dataclasses import replace
 
-from deeplightning.static.annotations import allowed, plain
-from deeplightning.static.names import KEEPING, Names
-from deeplightning.static.signature import UNKNOWN, Parameter, Signature, Undecided, of_object
-from deeplightning.static.symbol import (
+from deeplightning.signatures.annotations import allowed, plain
+from deeplightning.signatures.names import KEEPING, Names
+from deeplightning.signatures.signature import UNKNOWN, Parameter, Signature, Undecided, of_object
+from deeplightning.signatures.symbol import (
     UNKNOWABLE,
     Frame,
     Functions,
@@ -18,7 +18,7 @@ from deeplightning.static.symbol import (
     role_of,
     role_of_function,
 )
-from deeplightning.static.uses import Call, is_it, uses_of
+from deeplightning.signatures.uses import Call, is_it, uses_of
 
 _RENAMING = "torchvision.models._utils.handle_legacy_interface"
 """Takes older names of parameters, its texts, beside those of the function."""
