@@ -38,7 +38,8 @@ def wheel_from_sdist(folder: Path) -> Path:
     """A wheel as an installer makes it that is given the source distribution."""
     (path,) = SdistBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"])
     with tarfile.open(path) as archive:
-        archive.extractall(folder / "source", filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.2 has none
+        archive.extractall(folder / "source")
     (source,) = (folder / "source").iterdir()
     program = "import sys; from hatchling.build import build_wheel; print(build_wheel(sys.argv[1]))"
     done = subprocess.run([sys.executable, "-c", program, str(folder)], cwd=source, capture_output=True, text=True)

@@ -211,9 +211,11 @@ def test_a_tag_is_one_fault(tmp_path, monkeypatch):
 def test_a_gpu_that_is_not_there_is_told_by_index():
     """`engine.gpus=[1]` on a machine with one GPU says index and indexes, not "asks for 1, has 1"."""
     from deeplightning.engine import gpus
+    from deeplightning.engine.devices import Gpu, Machine
 
-    assert gpus._has(1) == "this machine has one GPU, index 0"
-    assert gpus._asked([1]) == "GPU index 1"
+    told = gpus._not_there([1], Machine(gpus=(Gpu(),)))
+    assert told is not None
+    assert told.startswith("asks for GPU index 1; this machine has one GPU, index 0; ")
 
 
 def test_a_folder_of_checkpoints_without_best_and_last(tmp_path):
