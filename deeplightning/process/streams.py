@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from types import FrameType
 from typing import Any
 
@@ -23,6 +22,7 @@ heard: int | None = None
 
 _deferrals = 0
 _MOST_DEFERRALS = 100
+_DROPS_ERRORS = "_get_module_lock.<locals>.cb"
 _process = 0  # the command's; a forked process does not report a lost stream
 _outlives = False
 _lost: str | None = None  # the message about a lost stream
@@ -109,20 +109,18 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 def is_deferred(number: int, frame: FrameType | None) -> bool:
     """Return whether a handler should return, not raise, because the signal arrived inside `logging`, where an
-    exception can leave a lock taken forever. The signal is sent again soon, for a second at most."""
+    exception can leave a lock taken forever, or inside a callback of Python's import, which prints it and drops it.
+    The signal is sent again soon, for a second at most."""
     global _deferrals
-    while frame is not None and frame.f_globals.get("__name__") != "logging":
+    while frame and frame.f_globals.get("__name__") != "logging" and frame.f_code.co_qualname != _DROPS_ERRORS:
         frame = frame.f_back
     if frame is None or _deferrals >= _MOST_DEFERRALS:
         return False
     _deferrals += 1
-    threading.Thread(target=_send_again, args=(number,), name="again", daemon=True).start()
+    again = threading.Timer(1 / _MOST_DEFERRALS, os.kill, (os.getpid(), number))
+    again.daemon = True
+    again.start()
     return True
-
-
-def _send_again(number: int) -> None:
-    time.sleep(1 / _MOST_DEFERRALS)
-    os.kill(os.getpid(), number)
 
 
 if hasattr(os, "register_at_fork"):

@@ -124,6 +124,29 @@ def test_sigterm_in_the_first_seconds_ends_with_words(delay, tiny, place, tmp_pa
     assert "Traceback" not in err
 
 
+def test_sigterm_inside_a_callback_of_an_import_is_not_lost(place):
+    """Python prints and drops what such a callback raises; the signal comes again behind it."""
+    program = (
+        "import os, signal, time, weakref\n"
+        "from importlib import _bootstrap\n"
+        "from deeplightning.process import streams\n"
+        "streams.prepare()\n"
+        "lock = _bootstrap._get_module_lock('a module')\n"
+        "forget, _bootstrap._imp = _bootstrap._imp, type('Held', (), {\n"
+        "    'acquire_lock': lambda: os.kill(os.getpid(), signal.SIGTERM), 'release_lock': lambda: None})\n"
+        "del lock\n"
+        "_bootstrap._imp = forget\n"
+        "try:\n"
+        "    time.sleep(20)\n"
+        "except streams.Terminated:\n"
+        "    print('ended')\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=place, env=environment(), capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ended\n", "")
+
+
 @pytest.mark.parametrize("calls", [1, 2], ids=["of the module", "of the command"])
 def test_sigterm_while_the_command_prepares_ends_with_words(calls, place):
     """The module and the command it imports both prepare; a signal that comes meanwhile is one line and 143."""
