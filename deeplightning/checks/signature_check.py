@@ -331,8 +331,8 @@ SIMPLE = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 
 ValueMisfit = tuple[str, Any, str, str]
-"""Where in a value something is not allowed (nothing, or `.1` for an item of a list), what stands there, what may stand
-there in words, and ` Did you mean …?` or nothing."""
+"""The place inside a value that is not allowed (empty, or `.1` for an item of a list), the value there, the allowed
+values in words, and a hint such as ` Did you mean …?`, which may be empty."""
 
 
 def value_misfits(value: object, parameter: Parameter) -> list[ValueMisfit]:
