@@ -196,8 +196,7 @@ class Processes:
 
     def _send(self, number: int) -> None:
         for child in self._children:
-            if child.poll() is None:
-                child.send_signal(number)
+            child.send_signal(number)  # which does nothing once it has ended
 
     def _start(self) -> bool:
         """Start all processes, when the machine has room for them; return False if a signal came before."""
@@ -254,7 +253,8 @@ class Processes:
         """Wait until all processes have ended; return the exit code of the launch, or None to restart them."""
         while True:
             codes = [child.poll() for child in self._children]
-            failed = sorted((code > 0, rank, code) for rank, code in enumerate(codes) if code)  # first those killed
+            lost = ((r, code) for r, code in enumerate(codes) if code and shared_folder.was_lost(self._folder, r, code))
+            failed = sorted((code > 0, rank, code) for rank, code in lost)  # first those killed
             cause = failure.first_of(self._folder)
             if cause is None and failed:
                 ended = failure.end_of(*failed[0][1:])

@@ -27,7 +27,7 @@ from deeplightning.faults import SetupError
 from deeplightning.process import failure
 from deeplightning.process.failure import INTERRUPTED, Cause, RankError, is_lost
 from deeplightning.process.identity import ATTEMPT, identity
-from deeplightning.process.shared_folder import PREFIX, enter, is_alive, is_there, lock_folder, members, sweep
+from deeplightning.process.shared_folder import PREFIX, enter, is_alive, is_there, lock_folder, members, sweep, was_lost
 from deeplightning.process.streams import is_early
 from deeplightning.process.terminal import say
 from deeplightning.runfolder import RunFolder, write_whole
@@ -173,8 +173,8 @@ class Ranks:
     def failed_child(self) -> Cause | None:
         """Return the cause for the first child that failed without a message."""
         for number, child in enumerate(self.children, start=self.rank + 1):
-            if child.poll():
-                return Cause(number, failure.how_it_ended(child.returncode), 5, lost=child.returncode < 0)
+            if (code := child.poll()) and was_lost(self.folder, number, code):
+                return Cause(number, failure.how_it_ended(code), 5, lost=code < 0)
         return None
 
     def _why_lost(self, error: BaseException) -> Cause:
@@ -225,9 +225,8 @@ class Ranks:
                 time.sleep(POLL_SECONDS)
             elif select.select([self._pipe[0]], [], [], POLL_SECONDS)[0]:
                 self._note_signals(os.read(self._pipe[0], 512))
-            if self.parent is not None and os.getppid() != self.parent:
-                self._exit(5)
-            if self.parent_reports and not self.folder.exists():  # the parent could not start all processes
+            is_orphan = self.parent is not None and os.getppid() != self.parent
+            if is_orphan or (self.parent_reports and not self.folder.exists()):  # the parent could not start them all
                 self._exit(5)
             if not answered and (self.folder / "asked").exists():
                 answered = True
@@ -310,6 +309,7 @@ class Ranks:
         self.end_children(EXIT_SECONDS)
         self._wait_for_late_ones()
         with contextlib.suppress(OSError), lock_folder(self.folder):
+            (self.folder / f"{self.rank}.left").touch()
             (self.folder / f"{self.rank}.pid").unlink(missing_ok=True)
             if not members(self.folder) and not (self.parent_reports and os.getppid() == self.parent):
                 shutil.rmtree(self.folder, ignore_errors=True)

@@ -8,6 +8,7 @@ Torch is imported only where a run begins.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -44,16 +45,11 @@ def wait_seconds() -> float:
     Raises:
         SetupError: the variable is not a number of seconds.
     """
-    text = os.environ.get(WAIT_VARIABLE)
-    if not text:
-        return WAIT_SECONDS
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 < seconds < 1e6:
-        raise SetupError(f"{WAIT_VARIABLE}={text!r} is no time in seconds")
-    return seconds
+    text = os.environ.get(WAIT_VARIABLE) or str(WAIT_SECONDS)
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(text)) < 1e6:
+            return seconds
+    raise SetupError(f"{WAIT_VARIABLE}={text!r} is no time in seconds")
 
 
 @dataclass(frozen=True)
@@ -210,13 +206,11 @@ def _join(address: str, port: int, world: int) -> Any:
 
 def _is_taken_by_ours(address: str, port: int, world: int, member: Member) -> str | None:
     """Return the error if another process with the same rank listens at the port; that one is notified if it waits."""
-    try:
+    with contextlib.suppress(SetupError, RuntimeError):
         store = _of_rendezvous(_join(address, port, world), 0)
-        if not store.check([f"{KEY}/come/{member.number}"]):
-            return None
-        return _twice(store, member)
-    except (SetupError, RuntimeError):
-        return None
+        if store.check([f"{KEY}/come/{member.number}"]):
+            return _twice(store, member)
+    return None
 
 
 def _reach(address: str, port: int) -> None:

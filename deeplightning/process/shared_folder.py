@@ -24,6 +24,12 @@ def is_there(folder: Path, rank: int) -> bool:
         return False
 
 
+def was_lost(folder: Path, rank: int, code: int) -> bool:
+    """Return whether a process that ended with `code`, as in `subprocess`, failed. One that a signal killed after it
+    left the launch in order did not: threads of libraries can abort a process while Python ends."""
+    return code > 0 or (code < 0 and not (folder / f"{rank}.left").exists())
+
+
 def shared_folder(environment: Mapping[str, str]) -> Path:
     """Return the folder of processes that share only the address of their rendezvous."""
     names = ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", LAUNCH, ATTEMPT]

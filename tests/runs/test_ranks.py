@@ -20,6 +20,7 @@ from deeplightning.process.shared_folder import shared_folder
 FAULTY = '''\
 """A user's own code."""
 
+import builtins
 import os
 import signal
 import time
@@ -67,6 +68,17 @@ class At(pl.Callback):
 
     def stop(self):
         os.kill(os.getpid(), signal.SIGSTOP)
+
+    def abort_late(self):
+        if not hasattr(builtins, "late"):
+            builtins.late = AbortsLate()
+
+
+class AbortsLate:
+    """As a thread of a library can: it aborts the process while Python ends, after its exit functions."""
+
+    def __del__(self, abort=os.abort):
+        abort()
 
 
 class Waits(At):
@@ -429,6 +441,18 @@ def test_a_launched_process_that_is_killed(launched, tracked):
     reason = tracked(folder(out)).tags["failure"]
     assert "rank 1: a worker was lost: the process was killed by SIGKILL" in reason
     assert tracked(folder(out)).status == "FAILED"
+
+
+LOCAL = "{type: deeplightning.launch.Local}"
+
+
+@pytest.mark.parametrize("launcher", ["null", pytest.param(LOCAL, marks=pytest.mark.slow)])
+def test_a_process_that_dies_after_its_work_fails_no_run(launcher, launched, tracked):
+    """Its exit functions were called before, so nothing of the run is lost."""
+    run = launched(at(1, "abort_late"), f"engine.launcher={launcher}")
+    out, err = run.communicate(timeout=LIMIT_SECONDS)
+    assert run.returncode == 0, err
+    assert tracked(folder(out)).status == "FINISHED"
 
 
 @pytest.mark.slow
