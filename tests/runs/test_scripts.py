@@ -25,7 +25,6 @@ TOOLS += ["sed", "sleep", "tail", "touch"]
 # Says its arguments, one a line; as pytest's or ruff's stand-in it fails where STUB_FAILS is among them.
 PYTHON = """#!/usr/bin/env bash
 if [ "$1" = -c ]; then echo "$STUB_TORCHVISION" >&2; [ -z "$STUB_TORCHVISION" ]; exit; fi
-[ -z "$STUB_CLOCK" ] || date +%s%N >"$STUB_CLOCK"
 printf '%s\\n' "$@"
 case " $* " in *" ${STUB_FAILS:-nothing} "*) exit 1 ;; esac
 exit "${STUB_EXIT:-0}"
@@ -237,18 +236,12 @@ def test_ci_runs_test(clone):
     assert (code, "$ pytest" in out, "tests/" in out) == (1, True, False)
 
 
-def test_a_current_environment_costs_milliseconds(clone, tmp_path):
-    """With a current environment a script is silent and starts no Python but the one asked for, within 100 ms."""
+def test_a_current_environment_costs_nothing(clone):
+    """With a current environment a script is silent and starts no Python but the one asked for."""
     (clone.bin / "python3").unlink()
-    clock = tmp_path / "clock"
-    spent = []
-    for _ in range(5):  # the best of five: others may be busy on this machine
-        begin = time.time_ns()
-        code, _, err = clone.run("train.sh", STUB_CLOCK=str(clock))
-        spent.append((int(clock.read_text()) - begin) / 1e6)
-        assert (code, err) == (0, "")
+    code, _, err = clone.run("train.sh")
+    assert (code, err) == (0, "")
     assert clone.uv_calls() == []
-    assert min(spent) < 100
 
 
 def test_set_up_installs_the_lock_with_its_hashes(bare):
