@@ -890,16 +890,16 @@ def test_an_interrupted_search_leaves_no_job(searching, cluster, store, tmp_path
     """Ctrl-C: the trials under way save and end, the held ones are cancelled; the same command finishes the search in
     the same runs."""
     waits = f"train.callbacks=[{{type: mine.Waits, params: {{until: '{tmp_path}/go'}}}}]"
-    running = searching("interrupted", waits)
+    running = searching("interrupted-jobs", waits)
     wait_for(lambda: sum(state == "RUNNING" for state in queue(cluster).values()) == 2 or ended(running), "two trials")
-    logs = home_of(store, "interrupted") / "trials"
+    logs = home_of(store, "interrupted-jobs") / "trials"
     wait_for(lambda: all("waits" in (logs / f"trial-{n}.log").read_text() for n in (0, 1)) or ended(running), "batches")
     running.signal(signal.SIGINT)
     (tmp_path / "go").touch()
     outcome = end_of(running)
     assert outcome.code == 130, outcome
     assert not queue(cluster)
-    again = end_of(searching("interrupted", waits))
+    again = end_of(searching("interrupted-jobs", waits))
     assert [row["state"] for row in trials_of(again)] == ["finished"] * 4
     assert again.out.count("(continues)") == 2
 
@@ -907,12 +907,12 @@ def test_an_interrupted_search_leaves_no_job(searching, cluster, store, tmp_path
 @pytest.mark.slow
 def test_a_killed_search_ends_its_former_tasks(searching, cluster):
     """kill -9: held tasks stay in the queue, and take no machine; the same command ends them, and finishes."""
-    running = searching("killed")
+    running = searching("killed-jobs")
     wait_for(lambda: "RUNNING" in queue(cluster).values() or ended(running), "a trial")
     running.signal(signal.SIGKILL)
     wait_for(lambda: {*queue(cluster).values()} == {"PENDING"}, "the end of trials without a search", 120)
     former = {number.partition("_")[0] for number in queue(cluster)}
-    again = searching("killed")
+    again = searching("killed-jobs")
     wait_for(lambda: not former & {number.partition("_")[0] for number in queue(cluster)} or ended(again), "their end")
     assert len(trials_of(end_of(again))) == 4
     assert not queue(cluster)
