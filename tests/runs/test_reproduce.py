@@ -521,21 +521,6 @@ def test_only_what_is_imported_is_looked_at(collected, tmp_path, monkeypatch):
     assert listed == [str(tmp_path / "pack")]
 
 
-def test_packages_in_a_folder_of_pythonpath_are_installed(collected, tmp_path, monkeypatch):
-    """What `pip install --target` has put beside one's own code is not the user's, whose files there are kept."""
-    here, target = tmp_path / "here", tmp_path / "target"
-    for name in ("lib/__init__.py", "lib/inner.py", "single.py", "own.py", "lib-1.0.dist-info/RECORD"):
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        (target / name).write_text("from lib import inner\nimport single\n")
-    here.mkdir()
-    (target / "lib-1.0.dist-info" / "RECORD").write_text("lib/__init__.py,,\nlib/inner.py,,\nsingle.py,sha256=x,9\n")
-    monkeypatch.setenv("PYTHONPATH", str(target))
-    modules = [(name, target / f"{name}.py") for name in ("single", "own")]
-    found = collected([here, target], ("lib", target / "lib" / "__init__.py"), *modules)
-    assert set(found.names()) == {"own.py"}
-    assert {"lib", "single"} <= found.imported
-
-
 def test_roots_keep_their_order_and_files_of_one_name_apart(collected, tmp_path):
     """As `sys.path` has them; a program comes out of the zip as it went in, and the same code gives the same bytes."""
     one, two = tmp_path / "one", tmp_path / "two"
