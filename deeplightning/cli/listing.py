@@ -10,13 +10,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from deeplightning.faults import CheckpointError, SetupError, count
+from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.process.terminal import styled
 from deeplightning.tracking.entities import Listed
-from deeplightning.tracking.process_id import AGE
 from deeplightning.tracking.reader import open_reader
 from deeplightning.tracking.store import Store, explain, local_path, locate, remove_files
-from deeplightning.tracking.unsent import dead, settle, settle_quietly, unsent_runs
+from deeplightning.tracking.unsent import SILENT_SECONDS, dead, settle, settle_quietly, unsent_runs
 from deeplightning.words import printable
 
 UNFINISHED = ("FAILED", "KILLED")
@@ -181,19 +180,7 @@ def sync(tracking_uri: str | None) -> Iterator[str]:
     Raises:
         SetupError: the store cannot be used, or does not answer; what is not sent stays.
     """
-    for found in settle(locate(tracking_uri), silent=AGE):
-        if found.problem:
-            yield f"{found.run_id}  refused ({found.problem}); kept as {found.kept}"
-        elif found.elsewhere:
-            yield (
-                f"{found.run_id}  left alone: its process is of {found.elsewhere}, where `deeplightning runs` settles "
-                f"it; here --sync does once it has been silent for {AGE / 3600:g} hours"
-            )
-        elif found.is_blank:
-            yield f"{found.run_id}  deleted: its process was killed before it recorded anything"
-        else:
-            losses = f"; {found.losses}" if found.damaged else ""
-            yield f"{found.run_id}  {count(found.points, 'point')} sent{losses}"
+    yield from map(str, settle(locate(tracking_uri), silent=SILENT_SECONDS))
 
 
 @contextlib.contextmanager

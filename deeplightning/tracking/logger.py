@@ -529,14 +529,8 @@ class MLflowLogger(Logger):
         assert self._store is not None
         try:
             for found in settle(self._store):
-                if found.problem:
-                    log.warning("The run %s is refused (%s); kept as %s.", found.run_id, found.problem, found.kept)
-                elif found.damaged:
-                    log.warning("The run %s: %s.", found.run_id, found.losses)
-                elif found.points:
-                    log.info(
-                        "The run %s had left %s unsent; all is sent now.", found.run_id, count(found.points, "point")
-                    )
+                if not found.is_elsewhere:
+                    log.log(logging.INFO if found.is_complete else logging.WARNING, "unsent     %s", found)
         except SetupError as error:
             log.warning("%s", error)
 
