@@ -1,12 +1,10 @@
 """What MLflow's client says of a run by itself, without MLflow: who started it, and from what."""
 
-import configparser
 import getpass
 import json
 import logging
 import os
 import sys
-from pathlib import Path
 
 from deeplightning.tracking.environment import git_state
 from deeplightning.tracking.store import quiet_mlflow
@@ -48,16 +46,7 @@ def run_tags() -> dict[str, str]:
 
 def _user() -> str:
     """Return the user name for MLflow's servers, else the user of this machine."""
-    if name := os.environ.get("MLFLOW_TRACKING_USERNAME"):
-        return name
-    known = configparser.ConfigParser(interpolation=None)
     try:
-        known.read(Path("~/.mlflow/credentials").expanduser())
-        if name := known.get("mlflow", "mlflow_tracking_username", fallback=None):
-            return name
-    except (configparser.Error, OSError, RuntimeError):  # RuntimeError: there is no home
-        pass
-    try:
-        return getpass.getuser()
+        return os.environ.get("MLFLOW_TRACKING_USERNAME") or getpass.getuser()
     except (ImportError, KeyError, OSError):  # a user whom the machine has no name for
         return "unknown"
