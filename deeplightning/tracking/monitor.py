@@ -10,14 +10,22 @@ import sys
 import webbrowser
 from contextlib import suppress
 from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
 
 from deeplightning.faults import SetupError
 from deeplightning.process.terminal import say
-from deeplightning.tracking.mlflow_columns import OPENS, newest_runs, runs_page
 from deeplightning.tracking.mlflow_store import open_client, uri_of
 from deeplightning.tracking.store import Store, explain, locate
 from deeplightning.tracking.unsent import settle_quietly
 
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+PORT = 5001
+"""Where `deeplightning monitor` listens by default."""
+OPENS = "DEEPLIGHTNING_OPENS"
+"""The environment variable by which the server learns the address that it is to open in a browser."""
 APPLICATION = "deeplightning"
 """MLflow's name for `deeplightning.tracking.pages`, an entry point of the group `mlflow.app`."""
 EVERYWHERE = ("0.0.0.0", "::")
@@ -52,6 +60,17 @@ def monitor(tracking_uri: str | None, host: str, port: int, opens: bool | None =
     if opens:
         os.environ[OPENS] = address
     os.execv(command[0], command)
+
+
+def runs_page(experiment_id: str) -> str:
+    """Return the address, from `#` on, at which MLflow's page shows the runs of an experiment with charts."""
+    return f"#/experiments/{experiment_id}/runs?workflowType=machine_learning&compareRunsMode=CHART"
+
+
+def newest_runs(client: "MlflowClient", number: int) -> "list[Run]":
+    """Return the latest runs of a store, newest first."""
+    experiments = [experiment.experiment_id for experiment in client.search_experiments(max_results=1000)]
+    return list(client.search_runs(experiments, max_results=number, order_by=["attributes.start_time DESC"]))
 
 
 def _with_newest(store: Store, address: str) -> str:

@@ -16,7 +16,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from deeplightning.private.mlflow import index_page, page_settings, server_application
-from deeplightning.tracking.mlflow_columns import OPENS, columns, newest_runs, runs_page
+from deeplightning.tracking.metric_names import DATA, ENGINE, NETWORK
+from deeplightning.tracking.monitor import OPENS, newest_runs, runs_page
+from deeplightning.words import stage_of
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
 
 MAX_RUNS = 200
 """The newest runs that are looked at for the columns of the tables."""
+MAX_METRICS = 4
+"""Metrics that have a column of their own by default."""
+_FIRST = ("acc", "map", "f1", "iou", "dice", "auroc", "r2", "rmse", "mae", "perplexity")
+"""What a metric of validation and test is called, the most telling first."""
 
 # A description's picture or command that is wider than its column pushes the next one off the page (3.17).
 _STYLE = """<style>
@@ -63,6 +69,24 @@ def _looked_up(runs: "Iterable[Run]") -> tuple[Mapping[str, list[str]], str | No
     for run in runs:
         metrics.setdefault(run.info.experiment_id, []).extend(run.data.metrics)
     return {one: columns(metrics[one]) for one in metrics}, runs_page(next(iter(metrics))) if metrics else None
+
+
+def columns(metrics: Iterable[str]) -> list[str]:
+    """Return the columns of a table of runs, besides name and time, as MLflow's page names them.
+
+    Args:
+        metrics: the names of the metrics of the runs.
+    """
+    judged = {name for name in metrics if stage_of(name)[0] in ("val", "test")}
+    telling = {name for name in judged if not stage_of(name)[1].endswith("loss")} or judged
+    best = sorted(telling, key=lambda name: (_rank(name), stage_of(name)[0] == "test", name))
+    shown = [f"metrics.`{name}`" for name in best[:MAX_METRICS]]
+    return [*shown, *(f"tags.`{name}`" for name in (NETWORK, DATA, ENGINE)), "attributes.`Duration`"]
+
+
+def _rank(name: str) -> int:
+    of = stage_of(name)[1]
+    return _FIRST.index(of) if of in _FIRST else len(_FIRST)
 
 
 def _for_script(value: object) -> str:

@@ -12,7 +12,8 @@ from deeplightning.checks.examine import load_config
 from deeplightning.config.schema import Target
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import monitor, pages
-from deeplightning.tracking.mlflow_columns import columns, runs_page
+from deeplightning.tracking.monitor import runs_page
+from deeplightning.tracking.pages import columns
 
 BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
 
