@@ -137,6 +137,8 @@ def _of_launch(cfg: Config) -> Resumption | None:
         return None  # a new job reuses the id of a finished one
     if (found := _newest_of(folder)) is not None:
         return replace(_from(*found, cfg), over="")  # the stages after training remain
+    if refusal(cfg.logger.type, cfg.logger.params, folder.path.parent.name, folder.path):
+        return None
     hold = folder.lock() if own_rank() == 0 else None
     notes = [f"resumes    {folder.path}, from the start"]
     return Resumption(run_id=folder.path.parent.name, folder=folder.path, hold=hold, notes=notes)

@@ -1,27 +1,19 @@
-"""Around building loggers: Lightning's own MLflow logger gets our kind of store, and the run folder is found.
-
-A run continues in the tracker where it can: `refusal` says whether, `go_on` has the loggers do it.
-"""
+"""Around building loggers: Lightning's own MLflow logger gets our kind of store, and the run folder is found."""
 
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deeplightning.address import is_address
 from deeplightning.config.schema import Target
 from deeplightning.faults import ConfigError, Fault
-from deeplightning.private.lightning import has_run, resume_run
+from deeplightning.private.lightning import has_run
 from deeplightning.runfolder import from_start
-from deeplightning.tracking.entities import SYSTEM
 from deeplightning.tracking.mlflow_store import attach
 from deeplightning.tracking.store import Store, local_path, locate
 from deeplightning.tracking.unsent import find_run
-
-if TYPE_CHECKING:
-    import mlflow
-    from mlflow import MlflowClient
 
 _OURS = re.compile(r"deeplightning\.tracking(\.logger)?\.MLflowLogger")
 _LIGHTNINGS = re.compile(r"(pytorch_lightning|lightning\.pytorch)\.loggers(\.mlflow)?\.MLFlowLogger")
@@ -76,7 +68,7 @@ def refusal(type_name: str, params: Mapping[str, Any], run_id: str, folder: Path
     Raises:
         SetupError: the store cannot be asked.
     """
-    if not (_OURS.fullmatch(type_name) or _LIGHTNINGS.fullmatch(type_name)):
+    if not _OURS.fullmatch(type_name):
         return f"{type_name.rpartition('.')[2]} cannot continue a run"
     named = params.get("run_id") or os.environ.get("MLFLOW_RUN_ID")
     if named not in (None, run_id):
@@ -93,49 +85,6 @@ def refusal(type_name: str, params: Mapping[str, Any], run_id: str, folder: Path
     if its is not None and not (its.is_dir() and its.samefile(folder)):
         return f"it does not lie in the folder of its run, {its}"
     return None
-
-
-def point_at(loggers: Sequence[Any], run_id: str, owed: Sequence[Sequence[Any]], folder: Path | None) -> None:
-    """Make the first logger, before its first use, continue a run; the others begin runs of their own. Open nothing.
-
-    Args:
-        owed: points that the run was about to log; see `MLflowLogger.go_on`.
-        folder: of the run.
-    """
-    if hasattr(loggers[0], "go_on"):
-        loggers[0].go_on(run_id, owed, folder)
-    else:
-        resume_run(loggers[0], run_id)
-
-
-def go_on(loggers: Sequence[Any], run_id: str, owed: Sequence[Sequence[Any]]) -> None:
-    """Open the run that the first logger was pointed at, where the logger does not do so itself.
-
-    Args:
-        owed: as `point_at`.
-    """
-    logger = loggers[0]
-    if hasattr(logger, "go_on"):
-        return
-    run = logger.experiment.get_run(run_id)
-    logger.experiment.update_run(run_id, status="RUNNING")
-    if "failure" in run.data.tags:
-        logger.experiment.delete_tag(run_id, "failure")
-    there, write = _steps_there(logger.experiment, run), logger.log_metrics
-
-    def log_metrics(metrics: Mapping[str, object], step: int | None = None) -> None:
-        if new := {name: value for name, value in metrics.items() if (step or 0) not in there.get(name, ())}:
-            write(new, step)
-
-    logger.log_metrics = log_metrics
-    for name, value, _, step in owed:
-        log_metrics({name: value}, step)
-
-
-def _steps_there(client: "MlflowClient", run: "mlflow.entities.Run") -> dict[str, set[int]]:
-    """Return the steps of each metric of an MLflow run, but for the load of the machine."""
-    names = [name for name in run.data.metrics if not name.startswith(SYSTEM)]
-    return {name: {point.step for point in client.get_metric_history(run.info.run_id, name)} for name in names}
 
 
 def open_runs(loggers: Iterable[Any], targets: Iterable[Target]) -> None:

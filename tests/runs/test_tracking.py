@@ -341,9 +341,7 @@ def test_what_repeats_the_last_point_of_a_metric_is_left_out(logger):
     ("type_name", "params", "words"),
     [
         ("deeplightning.tracking.MLflowLogger", {}, None),
-        ("pytorch_lightning.loggers.MLFlowLogger", {"experiment_name": "Default"}, None),
-        ("pytorch_lightning.loggers.MLFlowLogger", {}, "is of the experiment 'Default'"),  # its default is another
-        ("pytorch_lightning.loggers.CSVLogger", {}, "CSVLogger cannot continue a run"),
+        ("pytorch_lightning.loggers.MLFlowLogger", {}, "MLFlowLogger cannot continue a run"),
         ("deeplightning.tracking.MLflowLogger", {"run_id": "abc"}, "the run abc is asked for"),
         ("deeplightning.tracking.MLflowLogger", {"experiment_name": "Other"}, "is of the experiment 'Default'"),
         ("deeplightning.tracking.MLflowLogger", {"tracking_uri": "nowhere"}, "does not have its run"),
