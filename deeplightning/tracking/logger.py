@@ -26,7 +26,7 @@ from deeplightning.runfolder import RunFolder, make_private
 from deeplightning.tracking.artifacts import Artifacts, RemoteArtifacts
 from deeplightning.tracking.delivery import Delivery, header_of
 from deeplightning.tracking.entities import EPOCH, Dataset, Run, is_of_test
-from deeplightning.tracking.metric_names import MAX_NAME, MAX_REASON, MAX_TAG, NOTE, NOTE_DIGEST, clean, flatten
+from deeplightning.tracking.metric_names import MAX_REASON, MAX_TAG, NOTE, NOTE_DIGEST, clean, flatten
 from deeplightning.tracking.metrics_file import Line, points_line, points_of, read_lines, sync
 from deeplightning.tracking.mlflow_store import LazyClient, uri_of
 from deeplightning.tracking.mlflow_tags import RUN_NAME, name_of, run_tags
@@ -91,7 +91,6 @@ class MLflowLogger(Logger):
         self._artifact_folder: Path | None = None
         self._artifacts: Artifacts | None = None  # of an open run
         self._last_step = 0
-        self._names: dict[str, str] = {}  # of metrics, as they are logged and as they are tracked
         self._latest: dict[str, tuple[int, float]] = {}  # the last point of each metric
         self._there: dict[str, set[int]] = {}  # steps that a continued run has logged
         self._continues = False
@@ -243,22 +242,11 @@ class MLflowLogger(Logger):
         values: dict[str, float] = {}
         for name, value in metrics.items():
             try:
-                values[self._tracked_as(name)] = float(value)
+                values[clean(name)] = float(value)
             except (TypeError, ValueError):
                 log.warning("%s is not tracked: %r is not a number.", name, value)
         if values:
             self._add(values, time.time_ns() // 1_000_000, step)
-
-    def _tracked_as(self, name: str) -> str:
-        """Return the name of a metric in the form that MLflow takes, another one for each metric."""
-        if name not in self._names:
-            tracked = clean(name)
-            if tracked in self._names.values():
-                tracked = f"{tracked[: MAX_NAME - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-            if tracked != name:
-                log.info("metric     %s is tracked as %s", name, tracked)
-            self._names[name] = tracked
-        return self._names[name]
 
     def _add(self, values: Mapping[str, float], moment: int, step: int) -> None:
         sender, new, tested = self._running(), {}, {}
@@ -363,18 +351,14 @@ class MLflowLogger(Logger):
         from deeplightning.tracking import picture
 
         kind = kind or picture.kind_of(value)
-        stem, dot, ending = (
-            name.rpartition(".") if name.endswith((".png", ".yaml", ".yml", ".json")) else (name, "", "")
-        )
-        stem = stem if step is None else f"{stem}_{step}"
+        ending = next((ending for ending in (".png", ".yaml", ".yml", ".json") if name.endswith(ending)), "")
+        stem = name.removesuffix(ending) + ("" if step is None else f"_{step}")
         if kind == "metric":
             self.log_metrics({name: value}, step)
         elif kind == "config":
-            as_json = ending == "json"
-            text = (
-                json.dumps(value, indent=2) if as_json else yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
-            )
-            self._stored().save(f"{stem}{dot or '.'}{ending or 'yaml'}", text.encode())
+            as_yaml = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True)
+            text = json.dumps(value, indent=2) if ending == ".json" else as_yaml(value)
+            self._stored().save(stem + (ending or ".yaml"), text.encode())
         elif kind in ("image", "figure"):
             self.log_picture(stem, value)
         elif kind == "histogram":
