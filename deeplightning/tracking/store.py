@@ -33,21 +33,13 @@ _DATABASES = ("postgresql", "mysql", "mssql")
 
 @dataclass(frozen=True)
 class Store:
-    """One tracking store.
+    """One tracking store."""
 
-    Attributes:
-        shown: the store as a person knows it, for messages; a password in it is hidden.
-        address: what MLflow is given, where that is neither an SQLite file nor a file store.
-        folder: the local folder of the store, if there is one.
-        database: the SQLite file, if it is one.
-        artifact_root: the folder under which `<experiment_id>/<run_id>/artifacts` lie, if the store is local.
-    """
-
-    shown: str
-    address: str | None = None
-    folder: Path | None = None
-    database: Path | None = None
-    artifact_root: Path | None = None
+    shown: str  # as a person knows it, for messages; a password in it is hidden
+    address: str | None = None  # what MLflow is given, where that is neither an SQLite file nor a file store
+    folder: Path | None = None  # of the store, if it is local
+    database: Path | None = None  # the SQLite file, if it is one
+    artifact_root: Path | None = None  # of a local store; below it lie `<experiment_id>/<run_id>/artifacts`
 
     @property
     def is_remote(self) -> bool:
@@ -76,7 +68,7 @@ def locate(tracking_uri: str | os.PathLike | None = None) -> Store:
         database = _absolute(name)
         if not database.exists() and (meant := _absolute(unquote(name))).exists():
             database = meant  # `mlflow run` hands on its default store with a blank as %20 (MLflow 3.17)
-        return Store(text, folder=database.parent, database=database, artifact_root=database.parent / "mlruns")
+        return _of_database(text, database, database.parent / "mlruns")
     if scheme in _REMOTE or text in _REMOTE or scheme.split("+")[0] in _DATABASES:
         return Store(re.sub(r"://[^/@]*@", "://***@", text), address=text)
     if scheme and "://" in text:
@@ -197,7 +189,13 @@ def is_locked(error: Exception) -> bool:
 def _directory(folder: Path) -> Store:
     if not (folder / DATABASE).exists() and any(folder.glob("*/meta.yaml")):
         return Store(str(folder), folder=folder, artifact_root=folder)
-    return Store(str(folder), folder=folder, database=folder / DATABASE, artifact_root=folder)
+    return _of_database(str(folder), folder / DATABASE, folder)
+
+
+def _of_database(shown: str, database: Path, artifact_root: Path) -> Store:
+    if "?" in str(database):  # SQLAlchemy has no escape for it
+        raise SetupError(f"tracking_uri {shown!r}: `?` in the path of a database is not supported; give a directory.")
+    return Store(shown, folder=database.parent, database=database, artifact_root=artifact_root)
 
 
 def _absolute(path: str) -> Path:
