@@ -45,29 +45,17 @@ _IMPORT = re.compile(rb"^[ \t]*(?:from[ \t]+([^\W\d]\w*)[\w.]*[ \t]+import\b|imp
 
 @dataclass
 class Code:
-    """The code of a run.
+    """The code of a run. The last two fields are not in the zip."""
 
-    Attributes:
-        roots: the folders that it was imported from, absolute, in the order in which they are looked through.
-        working_directory: the one of them that was the working directory; None: nothing came from there.
-        files: what each file held, by its root's position and its path in it, with `/`.
-        left_out: files and folders that were not kept, and why.
-        concealed: places (`own.py:12`) where a secret was blotted out.
-        packages: versions of the installed packages that this code imports.
-        program: Deep Lightning itself, see `describe_program`.
-        imported: names of installed packages, and of modules of Python's, that it imports; not in the zip.
-        secrets: what was blotted out, but for ordinary words; not in the zip.
-    """
-
-    roots: list[str] = field(default_factory=list)
-    working_directory: str | None = None
-    files: dict[tuple[int, str], bytes] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
-    concealed: list[str] = field(default_factory=list)
-    packages: dict[str, str] = field(default_factory=dict)
-    program: dict[str, str] = field(default_factory=dict)
-    imported: set[str] = field(default_factory=set)
-    secrets: set[str] = field(default_factory=set, repr=False)
+    roots: list[str] = field(default_factory=list)  # it was imported from, absolute, in the order of the search
+    working_directory: str | None = None  # one of them; None: nothing came from there
+    files: dict[tuple[int, str], bytes] = field(default_factory=dict)  # by the root's position and the path, with `/`
+    left_out: dict[str, str] = field(default_factory=dict)  # files and folders that were not kept, and why
+    concealed: list[str] = field(default_factory=list)  # places (`own.py:12`) where a secret was blotted out
+    packages: dict[str, str] = field(default_factory=dict)  # versions of the installed packages that it imports
+    program: dict[str, str] = field(default_factory=dict)  # Deep Lightning itself, see `describe_program`
+    imported: set[str] = field(default_factory=set)  # names of modules that are installed or Python's
+    secrets: set[str] = field(default_factory=set, repr=False)  # what was blotted out, but for ordinary words
 
     def names(self) -> dict[str, bytes]:
         """Return the files by path, with the number of the root where two files have the same path."""

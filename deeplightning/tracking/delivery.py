@@ -38,22 +38,16 @@ class Delivery:
         store: where the run is, or is to be made.
         metrics: the run's file.
         client: of the store, if it is open already.
-
-    Attributes:
-        position: from which to send.
-        known: how many bytes the store has taken; of lines before, points and parameters alone are sent again.
-        points: how many were sent.
-        params: that the store has.
-        is_leftover: the run is of an ended process: only files of this user's runs are sent.
-        has_finished: the run is FINISHED and stays so, whatever a file says that was copied here, or comes late.
     """
 
     def __init__(self, store: Store, run_id: str, metrics: Path, client: "Client | None" = None):
         self.store, self.run_id, self.metrics, self.client = store, run_id, metrics, client
-        self.position = self.known = sent_position(metrics)
-        self.points = 0
-        self.params: dict[str, str] = {}
-        self.is_leftover = self.has_finished = False
+        self.position = sent_position(metrics)  # from which to send
+        self.known = self.position  # bytes that the store has; of lines before, points and parameters alone go again
+        self.points = 0  # that were sent
+        self.params: dict[str, str] = {}  # that the store has
+        self.is_leftover = False  # of an ended process: only files of this user's runs are sent
+        self.has_finished = False  # it stays FINISHED, whatever a file says that was copied here, or comes late
 
     def open(self) -> "Client":
         """Return the client of the store; import MLflow if necessary."""

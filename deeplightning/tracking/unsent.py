@@ -124,19 +124,12 @@ def is_elsewhere(claim: Mapping[str, object]) -> bool:
 
 @dataclass
 class Leftover:
-    """What came of a run that a process has left behind.
-
-    Attributes:
-        run_id: of the run.
-        words: what came of it, for a person.
-        is_complete: False if something of it could not be sent.
-        is_elsewhere: only another machine knows whether the process lives.
-    """
+    """What came of a run that a process has left behind."""
 
     run_id: str
-    words: str
-    is_complete: bool = True
-    is_elsewhere: bool = False
+    words: str  # what came of it, for a person
+    is_complete: bool = True  # False if something of it could not be sent
+    is_elsewhere: bool = False  # only another machine knows whether the process lives
 
     def __str__(self) -> str:
         return f"{self.run_id}  {self.words}"

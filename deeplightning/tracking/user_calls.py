@@ -26,16 +26,11 @@ _QUIET = "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"  # the last line on stdout is 
 
 
 class TrackedRun(NamedTuple):
-    """A run as MLflow's functions need it.
+    """A run as MLflow's functions need it."""
 
-    Attributes:
-        uri: of the store, for MLflow.
-        experiment_id: None: not known before the run is opened.
-    """
-
-    uri: str
+    uri: str  # of the store
     run_id: str
-    experiment_id: str | None = None
+    experiment_id: str | None = None  # None: not known before the run is opened
 
 
 def run_of(loggers: Iterable[Any]) -> TrackedRun | None:
@@ -98,10 +93,7 @@ class UserCalls:
             return
         try:
             if mlflow.get_tracking_uri() != run.uri:
-                log.warning(
-                    "mlflow     your code has set the tracking URI %s: its calls go there", mlflow.get_tracking_uri()
-                )
-                return
+                return  # the code has set another one: its calls go there
             os.environ.pop(_RUN, None)  # else a nested run would continue this one
             if (active := mlflow.active_run()) is None:
                 ignore_mlflow_warnings()
