@@ -280,7 +280,6 @@ class Record(Callback):
         over = self.resumption.over if self.resumption else ""
         found = {
             "git_commit": git.get("commit"),
-            "git_dirty": git.get("dirty"),
             "command": environment.get("command"),
             "host": environment.get("host"),
             "reproduces": os.environ.get(REPRODUCES),

@@ -85,7 +85,7 @@ def _code_between(first: PastRun, second: PastRun, patch: bool) -> Iterator[tupl
     one, two = first.code, second.code
     if one is None or two is None:
         a, b = ((run.environment.get("git") or {}) for run in (first, second))
-        yield from between(_chosen(a, "commit", "dirty"), _chosen(b, "commit", "dirty"))
+        yield from between(_chosen(a, "commit"), _chosen(b, "commit"))
         if one is not two:
             yield "code.zip", _listed(one and one.files), _listed(two and two.files)
         return

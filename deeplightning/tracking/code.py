@@ -97,7 +97,7 @@ def describe_program() -> dict[str, str]:
     is_clone = (top / ".git").exists()
     commit = environment.ask_git("rev-parse", "--verify", "--quiet", "HEAD", folder=top) if is_clone else None
     found = {"version": __version__, "digest": digest.hexdigest()}
-    return found | ({"commit": commit.strip()} if commit else {})
+    return found | ({"commit": commit} if commit else {})
 
 
 def collect(

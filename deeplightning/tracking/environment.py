@@ -42,21 +42,6 @@ GIT = "git.json"
 SECONDS = 10.0
 """How long a program such as git may take; a repository on a slow network disk is then left out."""
 
-_SETTINGS = {
-    "core.fsmonitor": "false",
-    "core.hooksPath": os.devnull,
-    "core.sshCommand": "false",
-    "core.attributesFile": os.devnull,
-    "core.quotePath": "false",
-}
-_VARIABLES = {
-    "GIT_OPTIONAL_LOCKS": "0",
-    "GIT_TERMINAL_PROMPT": "0",
-    "GIT_ALLOW_PROTOCOL": "none",  # a partial clone would fetch what it lacks, by a program that it names
-    "GIT_NO_LAZY_FETCH": "1",
-    "LC_ALL": "C",
-}
-
 REPRODUCES = "DEEPLIGHTNING_REPRODUCES"
 """The variable that names the run which this one makes again; the tag `reproduces` of this one."""
 
@@ -98,80 +83,31 @@ def _launch() -> str | None:
 
 
 def git_state() -> dict[str, Any] | None:
-    """Return commit, branch (None if detached) and dirtiness of a repository, or None without one: that of the working
-    directory; where that is in none, the one that this code runs from. A sealed launch keeps those of its sealing."""
+    """Return commit and branch (None if detached) of a repository, or None without one: that of the working directory;
+    where that is in none, the one that this code runs from. A sealed launch keeps those of its sealing."""
     with suppress(KeyError, OSError, ValueError):
         sealed: dict[str, Any] = json.loads(Path(os.environ[SEALED], GIT).read_text())
         return sealed
-    status = ask_git("status", "--porcelain=v2", "--branch", "--untracked-files=normal")
-    if status is None:
-        return None
-    lines = status.splitlines()
-    head = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# ") and " " in line[2:])
-    commit, branch = head.get("branch.oid"), head.get("branch.head")
-    return {
-        "commit": None if commit == "(initial)" else commit,
-        "branch": None if branch == "(detached)" else branch,
-        "dirty": any(not line.startswith("#") for line in lines),
-    }
-
-
-def run_git(folder: Path, *arguments: str) -> bytes | None:
-    """Return git's output, or None if it fails, takes too long or is missing. It locks nothing and fetches nothing.
-
-    A repository may have come with somebody else's folder, and its settings name programs: none is run. Git itself
-    refuses a repository of another user (`safe.directory`).
-    """
-    git = shutil.which("git")
-    if git is None:
-        return None
-    variables: dict[str, str] = {}
-    if arguments[0] == "status":
-        # Inside a submodule none of these settings would hold, so that nobody looks into its files.
-        arguments = (arguments[0], "--ignore-submodules=dirty", *arguments[1:])
-        variables = _without_filters(folder)
-    settings = [word for name, value in _SETTINGS.items() for word in ("-c", f"{name}={value}")]
-    try:
-        done = subprocess.run(
-            [git, "-C", str(folder), *settings, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | _VARIABLES | variables,
-            timeout=SECONDS,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout
-
-
-def _without_filters(folder: Path) -> dict[str, str]:
-    """Return variables that disable the filters of the repository's settings; those of the user's settings, such as Git
-    LFS, stay."""
-    names = r"^filter\..*\.(clean|smudge|process)$"
-    output = run_git(folder, "config", "-z", "--show-scope", "--name-only", "--get-regexp", names) or b""
-    words = [os.fsdecode(word) for word in output.split(b"\0")]
-    programs = [name for scope, name in zip(words[::2], words[1::2], strict=False) if scope in ("local", "worktree")]
-    settings = dict.fromkeys(programs, "") | {f"{name.rpartition('.')[0]}.required": "false" for name in programs}
-    first = int(os.environ.get("GIT_CONFIG_COUNT") or 0)
-    found = {"GIT_CONFIG_COUNT": str(first + len(settings))}
-    for number, (name, value) in enumerate(settings.items(), first):
-        found |= {f"GIT_CONFIG_KEY_{number}": name, f"GIT_CONFIG_VALUE_{number}": value}
-    return found if settings else {}
+    commit = ask_git("rev-parse", "--verify", "--quiet", "HEAD")
+    branch = ask_git("symbolic-ref", "--quiet", "--short", "HEAD")
+    return {"commit": commit, "branch": branch} if commit or branch else None
 
 
 def ask_git(*arguments: str, folder: Path | None = None) -> str | None:
-    """Return git's output, or None if it fails or takes too long.
+    """Return a line of git's output, or None if it fails, takes too long or is missing.
+
+    A repository may have come with somebody else's folder, and its settings name programs: ask only what runs none of
+    them. Git itself refuses a repository of another user (`safe.directory`).
 
     Args:
         folder: of the repository; None: the one of `git_state`.
     """
+    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": SECONDS, "check": True}
     try:
-        output = run_git(folder or Path(_directory()), *arguments)
-    except OSError:  # the working directory was deleted
+        done = subprocess.run(["git", "-C", str(folder or _directory()), *arguments], **options)
+    except (OSError, subprocess.SubprocessError):  # OSError: also of a working directory that was deleted
         return None
-    return None if output is None else output.decode("utf-8", "replace")
+    return done.stdout.decode("utf-8", "replace").strip()
 
 
 def _directory() -> str:
