@@ -1,6 +1,5 @@
 """Write to a tracking store, and read it, through MLflow's own client. Importing this module imports MLflow."""
 
-import contextlib
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -54,12 +53,11 @@ class Client:
         """Return the experiment with this name; create it if necessary."""
         found: Any = self._client.get_experiment_by_name(name)
         if found is None:
-            # Another process may be first: then the experiment is there after all.
-            with contextlib.suppress(MlflowException):
+            try:
                 self._client.create_experiment(name)
-            found = self._client.get_experiment_by_name(name)
-        if found is None:
-            self._client.create_experiment(name)  # raises, with the reason
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another process was first
+                    raise
             found = self._client.get_experiment_by_name(name)
         return Experiment(found.experiment_id, found.artifact_location, found.lifecycle_stage == "active")
 

@@ -125,14 +125,12 @@ class Delivery:
         return f"the {kind} {source.name}", partial(do, self.run_id, source, *rest)
 
     def _flush(self, batch: Batch, position: int) -> None:
-        """Send a batch at once; where the store refuses it, part by part, so that a parameter costs no point."""
+        """Send a batch, part by part, so that a parameter which the store refuses costs no point."""
         assert self.client is not None
         others = (Batch(params=batch.params), Batch(tags=batch.tags), Batch(datasets=batch.datasets))
-        parts = [part for part in (*others, Batch(batch.points), Batch(status=batch.status)) if part != Batch()]
-        send = partial(self.client.log_batch, self.run_id)
-        if len(parts) < 2 or self._refusal(partial(send, batch)) is not None:
-            for part in parts:
-                self._try(str(part)[:200], partial(send, part))
+        for part in (*others, Batch(batch.points), Batch(status=batch.status)):
+            if part != Batch():
+                self._try(str(part)[:200], partial(self.client.log_batch, self.run_id, part))
         self.params |= batch.params
         self.points += sum(not point.name.startswith(SYSTEM) for point in batch.points)
         if position != self.position:
@@ -140,11 +138,7 @@ class Delivery:
             note_sent(self.metrics, position)
 
     def _try(self, words: str, do: Callable[[], object]) -> None:
-        if (error := self._refusal(do)) is not None:
-            log.warning("Not tracked in %s: %s (%s)", self.store.shown, words, first_line(error))
-
-    def _refusal(self, do: Callable[[], object]) -> Exception | None:
-        """Return why the store does not take something, None if it does; raise an error that may pass."""
+        """Report what the store refuses; raise an error that may pass."""
         from deeplightning.tracking.client import is_transient
 
         try:
@@ -153,8 +147,7 @@ class Delivery:
         except Exception as error:  # MLflow, SQLAlchemy and the network each have their own
             if is_transient(error):
                 raise
-            return error
-        return None
+            log.warning("Not tracked in %s: %s (%s)", self.store.shown, words, first_line(error))
 
     def _alone(self) -> Any:
         """Forbid a fork inside a transaction of SQLite; a server has its own, and may take long."""
