@@ -15,7 +15,7 @@ from deeplightning.process.terminal import styled
 from deeplightning.tracking.entities import Listed
 from deeplightning.tracking.reader import open_reader
 from deeplightning.tracking.store import Store, explain, local_path, locate, remove_files
-from deeplightning.tracking.unsent import SILENT_SECONDS, dead, settle, settle_quietly, unsent_runs
+from deeplightning.tracking.unsent import SILENT_SECONDS, settle, settle_quietly, unsent_runs
 from deeplightning.words import printable
 
 UNFINISHED = ("FAILED", "KILLED")
@@ -32,8 +32,7 @@ def listing(
 ) -> list[dict[str, str]]:
     """Return the runs of a store, the newest first: id, status, started (UTC), experiment, name, result, folder.
 
-    A run that the store has as RUNNING, and whose process on this machine was killed, is DEAD; a trial that its search
-    has given up, which the store has as KILLED, is PRUNED.
+    A trial that its search has given up, which the store has as KILLED, is PRUNED.
 
     Args:
         tracking_uri: the store; None: MLFLOW_TRACKING_URI, else `mlruns`.
@@ -50,7 +49,6 @@ def listing(
     wanted, compare, bound = _condition(metric)
     rows = []
     with _store(tracking_uri) as store:
-        killed = dead(store)
         runs = open_reader(store).listing()
         known = {run.id for run in runs}
         waiting = [
@@ -69,8 +67,6 @@ def listing(
             if wanted is not None and not (wanted in run.metrics and compare(run.metrics[wanted], bound)):
                 continue
             rows.append(_row(run, SHOWN if wanted is None else (wanted,)) | {"status": status})
-            if run.status == "RUNNING" and run.id in killed:
-                rows[-1]["status"] = "DEAD"
     return rows
 
 

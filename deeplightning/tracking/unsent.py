@@ -170,16 +170,6 @@ def unsent_runs(store: Store, run_id: str = "*") -> Iterator[tuple[Run, str]]:
                 yield run_of(header), str(header["experiment"])
 
 
-def dead(store: Store) -> set[str]:
-    """Return the runs of which a process of this machine was killed, and that are not settled yet."""
-    found = set()
-    for path in claims(store):
-        with _claimed(path) as descriptor, contextlib.suppress(ValueError):
-            if descriptor is not None and not is_elsewhere(_read(descriptor)):
-                found.add(path.name.partition(".")[0])
-    return found
-
-
 def settle(store: Store, silent: float | None = None) -> Iterator[Leftover]:
     """Send what ended processes have left for a store; running processes are left alone.
 
