@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from deeplightning.tracking.entities import (
     DATA_CONTEXT,
     PRUNED,
+    RUN_NAME,
     SYSTEM,
     Batch,
     Experiment,
@@ -16,9 +17,9 @@ from deeplightning.tracking.entities import (
     Run,
     as_logged,
     is_of_test,
+    name_of,
 )
 from deeplightning.tracking.mlflow_store import make_run, open_client
-from deeplightning.tracking.mlflow_tags import RUN_NAME, name_of
 from deeplightning.tracking.store import Store, is_locked, quiet_mlflow
 
 quiet_mlflow()  # MLflow's telemetry begins with the import

@@ -9,12 +9,19 @@ from deeplightning.words import stage_of
 
 SYSTEM = "system/"
 """How the names of metrics of the machine's load begin."""
+RUN_NAME = "mlflow.runName"
+"""The tag with a run's name."""
 EPOCH = "epoch"
 """What Lightning adds to all that it logs; no metric."""
 DATA_CONTEXT = ("mlflow.data.context", "training")
 """The tag by which MLflow says what a run has used a dataset for."""
 PRUNED = ("trial.state", "pruned")
 """The tag of a trial that its search has stopped early."""
+
+
+def name_of(stem: str, run_id: str) -> str:
+    """Return a descriptive name of a run, `SimpleCNN-Digits-a3f1`, with the first digits of its id."""
+    return f"{stem}-{run_id[:4]}"
 
 
 def is_of_test(name: str) -> bool:

@@ -1,14 +1,15 @@
-"""What a run needs to be understood later: code, packages, machine, command. Never fails, never hangs.
+"""What a run needs to be understood later: packages, machine, command, commit, user. Never fails, never hangs.
 
 Environment variables are not read into it, since they hold secrets, but for some that decide over numbers.
 """
 
+import getpass
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from deeplightning.faults import SetupError
 from deeplightning.own_code import SEALED
 from deeplightning.process.identity import identity
 from deeplightning.runfolder import start_folder
+
+log = logging.getLogger("deeplightning.tracking")
 
 PACKAGES = [
     *("deeplightning", "torch", "torchvision", "triton", "pytorch-lightning", "lightning", "lightning-utilities"),
@@ -52,12 +55,15 @@ def describe(redact: Callable[[str], str] = str) -> dict[str, object]:
     Args:
         redact: is applied to every text, to take secrets out.
     """
+    directory = None
+    with suppress(OSError):  # it was deleted
+        directory = str(start_folder())
     return redacted(
         {
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": shlex.join(sys.argv),
             "launch": _launch(),
-            "directory": _quietly(lambda: str(start_folder())),
+            "directory": directory,
             "host": socket.gethostname(),
             "python": {"version": platform.python_version(), "executable": sys.executable},
             "os": platform.platform(),
@@ -119,38 +125,29 @@ def _directory() -> str:
 
 
 def _cpu() -> dict[str, object]:
-    model = None
-    if (info := Path("/proc/cpuinfo")).exists():
-        lines = (_quietly(info.read_text) or "").splitlines()
-        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
+    model = ""
+    with suppress(OSError, StopIteration):  # macOS has no such file
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"model": model or platform.processor() or platform.machine(), "cores": os.cpu_count(), "usable": usable}
 
 
-def _memory() -> float | None:
-    try:
-        import psutil
-    except ImportError:
-        return None
+def _memory() -> float:
+    import psutil
+
     return round(psutil.virtual_memory().total / 2**30, 1)
 
 
 def _gpus() -> list[dict[str, object]]:
     """List the GPUs by nvidia-smi: torch would have to start CUDA in this process, which forbids forking."""
-    smi = shutil.which("nvidia-smi")
-    if smi is not None:
-        query = [smi, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
-        try:
-            answer = subprocess.run(query, capture_output=True, text=True, timeout=SECONDS, check=True).stdout
-            rows = [[field.strip() for field in line.split(",")] for line in answer.splitlines() if line.strip()]
-            return [{"name": name, "memory_mib": int(memory), "driver": driver} for name, memory, driver in rows]
-        except (OSError, subprocess.SubprocessError, ValueError):
-            pass  # a driver that does not answer; torch may still know
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        return [{"name": gpu.name, "memory_mib": gpu.total_memory // 2**20, "driver": None} for gpu in found]
-    return []
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=SECONDS, check=True).stdout
+        rows = [[field.strip() for field in line.split(",")] for line in answer.splitlines() if line.strip()]
+        return [{"name": name, "memory_mib": int(memory), "driver": driver} for name, memory, driver in rows]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
 
 
 def _threads() -> int | None:
@@ -179,8 +176,35 @@ def redacted(value: object, redact: Callable[[str], str]) -> Any:
     return redact(value) if isinstance(value, str) else value
 
 
-def _quietly(function: Callable[[], str]) -> str | None:
+def run_tags() -> dict[str, str]:
+    """Return the tags that MLflow's client resolves.
+
+    In a notebook MLflow is asked itself: only there it finds the notebook's name. It describes the repository of the
+    started file, which is ours, and its address, perhaps with a password; so git is asked here for that of the user.
+    """
+    git = git_state() or {}
+    repository = {f"mlflow.source.git.{name}": git[name] for name in ("commit", "branch") if git.get(name)}
+    if "ipykernel" in sys.modules or "DATABRICKS_RUNTIME_VERSION" in os.environ:
+        from deeplightning.tracking.store import quiet_mlflow
+
+        quiet_mlflow()
+        from mlflow.tracking.context.registry import resolve_tags
+
+        resolved = resolve_tags()
+        return {name: resolved[name] for name in resolved if not name.startswith("mlflow.source.git.")} | repository
+    script = sys.argv[0] if sys.argv and sys.argv[0] else "<console>"
+    tags = {"mlflow.user": _user(), "mlflow.source.name": script, "mlflow.source.type": "LOCAL"} | repository
+    if given := os.environ.get("MLFLOW_RUN_CONTEXT"):
+        try:
+            tags |= {str(name): str(value) for name, value in dict(json.loads(given)).items()}
+        except (ValueError, TypeError) as error:
+            log.warning("The variable MLFLOW_RUN_CONTEXT is not used, it is no JSON object: %s", error)
+    return tags
+
+
+def _user() -> str:
+    """Return the user name for MLflow's servers, else the user of this machine."""
     try:
-        return function()
-    except OSError:
-        return None
+        return os.environ.get("MLFLOW_TRACKING_USERNAME") or getpass.getuser()
+    except (ImportError, KeyError, OSError):  # a user whom the machine has no name for
+        return "unknown"

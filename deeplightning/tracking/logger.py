@@ -23,13 +23,13 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from deeplightning.faults import SetupError, count
 from deeplightning.runfolder import RunFolder, make_private
-from deeplightning.tracking.artifacts import Artifacts, RemoteArtifacts
+from deeplightning.tracking.artifacts import Artifacts
 from deeplightning.tracking.delivery import Delivery, header_of
-from deeplightning.tracking.entities import EPOCH, Dataset, Run, is_of_test
+from deeplightning.tracking.entities import EPOCH, RUN_NAME, Dataset, Run, is_of_test, name_of
+from deeplightning.tracking.environment import run_tags
 from deeplightning.tracking.metric_names import MAX_REASON, MAX_TAG, NOTE, NOTE_DIGEST, clean, flatten
 from deeplightning.tracking.metrics_file import Line, points_line, points_of, read_lines, sync
 from deeplightning.tracking.mlflow_store import LazyClient, uri_of
-from deeplightning.tracking.mlflow_tags import RUN_NAME, name_of, run_tags
 from deeplightning.tracking.reader import find_experiment, raise_if_newer
 from deeplightning.tracking.sender import Sender
 from deeplightning.tracking.store import Store, check_writable, explain, local_path, locate
@@ -439,7 +439,7 @@ class MLflowLogger(Logger):
         pause = float(os.environ.get("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL") or SAMPLE_SECONDS)
         delivery = Delivery(store, run.id, metrics, client)
         self._sender = Sender(delivery, self._settle_others, make_sample, pause)
-        self._artifacts = Artifacts(folder) if folder is not None else RemoteArtifacts(self._sender, self._top())
+        self._artifacts = Artifacts(self._top(), self._sender if folder is None else None)
         self._status, self._opened_in = "RUNNING", os.getpid()  # not before: a signal may come at any line
         atexit.register(self._at_exit)
         for line in lines:

@@ -803,7 +803,7 @@ def test_long_and_odd_parameters_fit():
     "program",
     [
         "import deeplightning.tracking.client",
-        "import sys; sys.modules['ipykernel'] = sys; from deeplightning.tracking import mlflow_tags as t; t.run_tags()",
+        "import sys; sys.modules['ipykernel'] = sys; from deeplightning.tracking import environment as e; e.run_tags()",
     ],
 )
 def test_mlflow_sends_no_telemetry(tmp_path, program):
