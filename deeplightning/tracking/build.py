@@ -74,11 +74,9 @@ def refusal(type_name: str, params: Mapping[str, Any], run_id: str, folder: Path
     if named not in (None, run_id):
         return f"the run {named} is asked for"
     store = locate(params.get("tracking_uri"))
-    if (found := find_run(store, run_id)) is None:
-        return f"the tracking store {store.shown} does not have its run {run_id}"
-    run, experiment = found
-    if not run.is_active:
-        return f"its run {run_id} was deleted"
+    run, experiment = find_run(store, run_id) or (None, "")
+    if run is None or not run.is_active:
+        return f"the tracking store {store.shown} does not have its run {run_id}, or it was deleted"
     if experiment != experiment_of(type_name, params):
         return f"its run {run_id} is of the experiment {experiment!r}"
     its = local_path(run.artifact_uri)

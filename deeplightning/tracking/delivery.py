@@ -13,7 +13,7 @@ from deeplightning.checks.trust import is_own
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.entities import SYSTEM, Batch, Dataset, Run
 from deeplightning.tracking.metrics_file import Line, note_sent, points_of, read_lines, sent_position, sync
-from deeplightning.tracking.store import Store, raise_if_locked
+from deeplightning.tracking.store import Store, is_transient, raise_if_locked
 
 if TYPE_CHECKING:
     from deeplightning.tracking.client import Client
@@ -139,8 +139,6 @@ class Delivery:
 
     def _try(self, words: str, do: Callable[[], object]) -> None:
         """Report what the store refuses; raise an error that may pass."""
-        from deeplightning.tracking.client import is_transient
-
         try:
             with self._alone():
                 do()

@@ -34,7 +34,7 @@ from deeplightning.tracking.reader import find_experiment, raise_if_newer
 from deeplightning.tracking.sender import Sender
 from deeplightning.tracking.store import Store, check_writable, explain, local_path, locate
 from deeplightning.tracking.system_metrics import sampler
-from deeplightning.tracking.unsent import find_run, folder_of, settle
+from deeplightning.tracking.unsent import find_run, folder_of, open_client, settle_quietly
 from deeplightning.words import printable
 
 if TYPE_CHECKING:
@@ -414,7 +414,7 @@ class MLflowLogger(Logger):
         client = None
         try:
             if store.database is None:
-                client = _open_client(store)
+                client = open_client(store)
             elif store.database.exists():
                 check_writable(store)
                 raise_if_newer(store)
@@ -466,7 +466,7 @@ class MLflowLogger(Logger):
         tags = {name: str(value)[:MAX_TAG] for name, value in (run_tags() | self._tags).items()}
         experiment = find_experiment(store, self._experiment_name) if client is None else None
         if experiment is None:
-            experiment = (client or _open_client(store)).experiment(self._experiment_name)
+            experiment = (client or open_client(store)).experiment(self._experiment_name)
         if not experiment.is_active:
             raise SetupError(
                 f"The experiment {self._experiment_name!r} in {store.shown} was deleted. Restore it (mlflow "
@@ -511,12 +511,8 @@ class MLflowLogger(Logger):
     def _settle_others(self) -> None:
         """Send, in the run's thread, what ended processes have left."""
         assert self._store is not None
-        try:
-            for found in settle(self._store):
-                if not found.is_elsewhere:
-                    log.log(logging.INFO if found.is_complete else logging.WARNING, "unsent     %s", found)
-        except SetupError as error:
-            log.warning("%s", error)
+        for line in settle_quietly(self._store):
+            log.info("unsent     %s", line)
 
     def _stored(self) -> Artifacts:
         """Return the run's artifacts; open the run."""
@@ -550,12 +546,6 @@ class MLflowLogger(Logger):
                 self.finalize({word: key for key, word in _STATUS.items()}[self._ended_as])
         elif self._sender is not None:
             self._sender.stop()
-
-
-def _open_client(store: Store) -> "Client":
-    from deeplightning.tracking.client import Client
-
-    return Client(store)
 
 
 def _digest(text: str) -> str:

@@ -29,6 +29,11 @@ NOTICE_SECONDS = 3.0
 
 _REMOTE = ("http", "https", "databricks", "databricks-uc", "uc")
 _DATABASES = ("postgresql", "mysql", "mssql")
+_TRANSIENT = (
+    *("TEMPORARILY_UNAVAILABLE", "INTERNAL_ERROR", "REQUEST_LIMIT_EXCEEDED"),
+    *("DEADLINE_EXCEEDED", "ABORTED", "CANCELLED"),
+)
+"""Codes of MLflow's errors that may pass."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +189,13 @@ def is_locked(error: Exception) -> bool:
     """Return whether another process holds the database."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte of an extended code is its primary code
     return isinstance(error, sqlite3.OperationalError) and code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+
+
+def is_transient(error: Exception) -> bool:
+    """Return whether the same call may succeed later."""
+    if (code := getattr(error, "error_code", None)) is not None:  # of an MlflowException
+        return code in _TRANSIENT
+    return is_locked(error) or (isinstance(error, OSError) and not isinstance(error, FileNotFoundError))
 
 
 def _directory(folder: Path) -> Store:

@@ -34,7 +34,7 @@ from deeplightning.tracking.delivery import Delivery, first_line, run_of
 from deeplightning.tracking.entities import Batch, Run
 from deeplightning.tracking.metrics_file import Line, read_lines, safe_position
 from deeplightning.tracking.reader import open_reader
-from deeplightning.tracking.store import Store, explain, local_path
+from deeplightning.tracking.store import Store, explain, is_transient, local_path
 
 if TYPE_CHECKING:
     from deeplightning.tracking.client import Client
@@ -198,10 +198,10 @@ def settle(store: Store, silent: float | None = None) -> Iterator[Leftover]:
                     )
                     yield Leftover(run_id, words, is_elsewhere=True)
                     continue
-                client = client or _open_client(store)
+                client = client or open_client(store)
                 found = _send(store, client, run_id, metrics, int(last * 1000))
             except Exception as error:  # MLflow, SQLite and the network each have their own
-                if isinstance(error, SetupError) or (client is not None and _is_transient(error)):
+                if isinstance(error, SetupError) or (client is not None and is_transient(error)):
                     raise SetupError(
                         f"{explain(error, store)} What was left unsent stays; once the store answers: deeplightning "
                         "runs --sync"
@@ -232,7 +232,7 @@ def end_run(store: Store, run_id: str, tags: dict[str, str]) -> None:
         Exception: the store's own.
     """
     list(settle(store))
-    client = _open_client(store)
+    client = open_client(store)
     if client.run(run_id) is not None:
         client.log_batch(run_id, Batch(tags=tags, status=("FAILED", time.time_ns() // 1_000_000)))
 
@@ -316,19 +316,18 @@ def _is_blank(run: Run | None, folder: Path | None, metrics: Path) -> bool:
     return all(path in begun or logs in path.parents for path in folder.rglob("*") if path.is_file())
 
 
-def _open_client(store: Store) -> "Client":
+def open_client(store: Store) -> "Client":
+    """Return a client of a store; import MLflow.
+
+    Raises:
+        SetupError: MLflow cannot be imported, or the store not be used.
+    """
     try:
         from deeplightning.tracking.client import Client
 
         return Client(store)
     except Exception as error:  # MLflow, SQLite and the network each have their own
         raise explain(error, store) from error
-
-
-def _is_transient(error: Exception) -> bool:
-    from deeplightning.tracking.client import is_transient
-
-    return is_transient(error)
 
 
 @contextlib.contextmanager
