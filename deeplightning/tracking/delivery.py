@@ -13,7 +13,7 @@ from deeplightning.checks.trust import is_own
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.entities import SYSTEM, Batch, Dataset, Run
 from deeplightning.tracking.metrics_file import Line, note_sent, points_of, read_lines, sent_position, sync
-from deeplightning.tracking.store import Store, is_transient, raise_if_locked
+from deeplightning.tracking.store import Store, first_line, is_transient, raise_if_locked
 
 if TYPE_CHECKING:
     from deeplightning.tracking.client import Client
@@ -165,8 +165,3 @@ def header_of(run: Run, experiment: str) -> Line:
     """Return what the first line of a file says of a run that its store may not have yet."""
     ids = {"run": run.id, "experiment_id": run.experiment_id, "experiment": experiment}
     return ids | {"artifact_uri": run.artifact_uri, "started": run.started, "tags": run.tags}
-
-
-def first_line(error: Exception) -> str:
-    """Return an error in a few words."""
-    return " ".join(str(error).split("\n[SQL")[0].split())[:200] or type(error).__name__

@@ -3,7 +3,6 @@
 Imports neither torch nor Lightning. A port that is taken or a store that cannot be opened: one note, exit code 3.
 """
 
-import errno
 import os
 import socket
 import sys
@@ -122,8 +121,6 @@ def _check_free(host: str, port: int) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that a server has just left is free
             probe.bind(address)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise SetupError(
-                f"Port {port} on {host} is in use. Choose another: deeplightning monitor --port {port + 1}"
-            ) from None
-        raise SetupError(f"Cannot listen on {host}:{port}: {error}. Choose another --host or --port.") from None
+        raise SetupError(
+            f"Cannot listen on {host}:{port}: {error.strerror}. Choose another --host or --port."
+        ) from None

@@ -12,9 +12,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from deeplightning.tracking.delivery import Delivery, first_line, no_fork
+from deeplightning.tracking.delivery import Delivery, no_fork
 from deeplightning.tracking.metrics_file import Line, MetricsFile, points_line, safe_position
-from deeplightning.tracking.store import ignore_mlflow_warnings
+from deeplightning.tracking.store import first_line, ignore_mlflow_warnings
 from deeplightning.tracking.system_metrics import Sample
 from deeplightning.tracking.unsent import Claim, take_over
 

@@ -29,6 +29,8 @@ NOTICE_SECONDS = 3.0
 
 _REMOTE = ("http", "https", "databricks", "databricks-uc", "uc")
 _DATABASES = ("postgresql", "mysql", "mssql")
+_REFUSED = "readonly|read-only|permission denied|unable to open|not permitted"
+_DAMAGED = "not a database|malformed|corrupt"
 _TRANSIENT = (
     *("TEMPORARILY_UNAVAILABLE", "INTERNAL_ERROR", "REQUEST_LIMIT_EXCEEDED"),
     *("DEADLINE_EXCEEDED", "ABORTED", "CANCELLED"),
@@ -112,35 +114,27 @@ def explain(error: Exception, store: Store) -> SetupError:
     """Return what MLflow, SQLite or the network says about a store, as a note with the next step."""
     if isinstance(error, SetupError):
         return error
-    text = " ".join(str(error).split("\n[SQL")[0].split())
-    lowered = text.lower()
+    text = first_line(error)
     if store.is_remote:
         return SetupError(
-            f"The tracking server {store.shown} cannot be used: {text[:300]}\n"
+            f"The tracking server {store.shown} cannot be used: {text}\n"
             "Start it or mend its address, or track into a directory: logger.params.tracking_uri=mlruns"
         )
-    where = store.database or store.folder
-    if "locked" in lowered:
-        return SetupError(
-            f"The tracking database {where} has been locked by another process for {wait_seconds():g} seconds. End "
-            "the process that holds it, wait longer (DEEPLIGHTNING_TRACKING_WAIT=SECONDS), or set another "
-            "logger.params.tracking_uri."
-        )
-    if any(
-        words in lowered for words in ("readonly", "read-only", "permission denied", "unable to open", "not permitted")
-    ):
-        return SetupError(
-            f"The tracking store {where} cannot be written ({text[:200]}). Make the folder and the files in it "
-            "writable for this user, or set another logger.params.tracking_uri."
-        )
-    if any(words in lowered for words in ("not a database", "malformed", "corrupt")):
-        return SetupError(
-            f"The tracking database {where} is damaged or no SQLite database ({text[:200]}). Move it aside or put a "
-            "copy of it back, or set another logger.params.tracking_uri."
-        )
-    return SetupError(
-        f"The tracking store {where} cannot be used: {text[:300]}. Another one: logger.params.tracking_uri=DIR"
+    wait = f"has been locked by another process for {wait_seconds():g} seconds"
+    notes = (
+        ("locked", wait, "End the process that holds it, wait longer (DEEPLIGHTNING_TRACKING_WAIT=SECONDS)"),
+        (_REFUSED, "cannot be written", "Make the folder and the files in it writable for this user"),
+        (_DAMAGED, "is damaged or no SQLite database", "Move it aside or put a copy of it back"),
+        ("", "cannot be used", "Mend it"),
     )
+    what, then = next((what, then) for words, what, then in notes if re.search(words, text.lower()))
+    where = store.database or store.folder
+    return SetupError(f"The tracking store {where} {what}. {then}, or set another logger.params.tracking_uri. ({text})")
+
+
+def first_line(error: Exception) -> str:
+    """Return an error in a few words."""
+    return " ".join(str(error).split("\n[SQL")[0].split())[:200] or type(error).__name__
 
 
 def wait_seconds() -> float:

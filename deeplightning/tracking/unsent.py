@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING, Any
 from deeplightning.checks.trust import is_own
 from deeplightning.faults import SetupError, count
 from deeplightning.runfolder import RunFolder, make_private, sync_names
-from deeplightning.tracking.delivery import Delivery, first_line, run_of
+from deeplightning.tracking.delivery import Delivery, run_of
 from deeplightning.tracking.entities import Batch, Run
 from deeplightning.tracking.metrics_file import Line, read_lines, safe_position
 from deeplightning.tracking.reader import open_reader
-from deeplightning.tracking.store import Store, explain, is_transient, local_path
+from deeplightning.tracking.store import Store, explain, first_line, is_transient, local_path
 
 if TYPE_CHECKING:
     from deeplightning.tracking.client import Client

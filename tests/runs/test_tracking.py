@@ -1077,7 +1077,7 @@ def test_the_monitor_shows_runs_and_a_run_outlives_its_server(store, logger, cap
         ]
         refused = subprocess.run(taken, capture_output=True, text=True)
         assert (refused.returncode, refused.stdout) == (3, "")
-        assert f"Port {port} on 127.0.0.1 is in use" in refused.stderr
+        assert f"Cannot listen on 127.0.0.1:{port}: Address already in use" in refused.stderr
         assert "--port" in refused.stderr
 
         remote = MLflowLogger(tracking_uri=f"http://127.0.0.1:{port}", system_metrics=False)
