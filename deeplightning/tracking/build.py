@@ -123,11 +123,15 @@ def run_folder(loggers: Iterable[object], fallback: str | os.PathLike) -> Path:
     return from_start(fallback)
 
 
+def is_a(logger: object, name: str) -> bool:
+    """Return whether a logger is of a class of this name: `MLflowLogger` is ours, `MLFlowLogger` Lightning's."""
+    return any(base.__name__ == name for base in type(logger).__mro__)
+
+
 def _artifact_folder(logger: Any) -> Path | None:
-    names = {base.__name__ for base in type(logger).__mro__}
-    if "MLflowLogger" in names:
+    if is_a(logger, "MLflowLogger"):
         return logger.artifact_folder
-    if "MLFlowLogger" in names:
+    if is_a(logger, "MLFlowLogger"):
         return local_path(logger.experiment.get_run(logger.run_id).info.artifact_uri)
     return None
 
@@ -135,14 +139,12 @@ def _artifact_folder(logger: Any) -> Path | None:
 def end(loggers: Iterable[Any], status: str, reason: str) -> None:
     """Give each run its last status, `failed` or `killed`, and the reason where a logger keeps one."""
     for logger in loggers:
-        names = {base.__name__ for base in type(logger).__mro__}
-        if "MLflowLogger" in names:
+        if is_a(logger, "MLflowLogger"):
             logger.finalize(status, reason)
-        elif "MLFlowLogger" in names:
-            if not has_run(logger):
-                continue
-            logger.experiment.set_tag(logger.run_id, "failure", reason[:1000])
-            logger.experiment.set_terminated(logger.run_id, status.upper())
+        elif is_a(logger, "MLFlowLogger"):
+            if has_run(logger):
+                logger.experiment.set_tag(logger.run_id, "failure", reason[:1000])
+                logger.experiment.set_terminated(logger.run_id, status.upper())
         else:
             logger.finalize(status)
 
@@ -150,7 +152,7 @@ def end(loggers: Iterable[Any], status: str, reason: str) -> None:
 def publish(loggers: Iterable[Any], folder: Path) -> None:
     """Send the files of the run to trackers that keep their artifacts elsewhere; end their runs as finished."""
     for logger in loggers:
-        if "MLflowLogger" in {base.__name__ for base in type(logger).__mro__} and logger.artifact_folder is None:
+        if is_a(logger, "MLflowLogger") and logger.artifact_folder is None:
             for path in sorted(folder.iterdir()):
                 logger.log_artifact(path)
             logger.finalize("success")

@@ -159,11 +159,6 @@ class MLflowLogger(Logger):
         self._open()
         return self._artifact_folder
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a run has been opened in this process; opens nothing."""
-        return self._status is not None
-
     # Continuing a run
 
     def go_on(self, run_id: str, owed: Iterable[Sequence[Any]], folder: Path | None = None) -> None:

@@ -291,10 +291,8 @@ def remove_files(store: Store, run_id: str, artifacts: Path) -> str:
         Why the folder was left as it is; "": it is gone.
     """
     folder = artifacts.parent
-    if not re.fullmatch(r"[0-9a-f]{32}", run_id):
-        return f"{run_id!r} is no run id of 32 hex digits"
-    if artifacts.name != "artifacts" or folder.name != run_id:
-        return f"it is not the folder of the run {run_id}"
+    if not re.fullmatch(r"[0-9a-f]{32}", run_id) or artifacts.name != "artifacts" or folder.name != run_id:
+        return f"it is not the folder of a run {run_id!r}"
     resolved, root = folder.resolve(), store.artifact_root and store.artifact_root.resolve()
     if root is None or root not in resolved.parents or resolved.name != run_id or artifacts.is_symlink():
         return f"it does not lie in {root}, where this store keeps its runs" if root else "the store is a server's"
@@ -306,11 +304,6 @@ def remove_files(store: Store, run_id: str, artifacts: Path) -> str:
     except OSError as error:
         return f"it cannot be removed: {error.strerror}"
     return ""
-
-
-def is_local(uri: str) -> bool:
-    """Return whether a path or URI is of this machine's file system."""
-    return local_path(uri) is not None
 
 
 def local_path(uri: str) -> Path | None:

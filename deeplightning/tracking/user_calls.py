@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from deeplightning.own_code import ON_IMPORT
+from deeplightning.tracking.build import is_a
 from deeplightning.tracking.reader import open_reader
 from deeplightning.tracking.store import ignore_mlflow_warnings, locate
 
@@ -36,10 +37,9 @@ class TrackedRun(NamedTuple):
 def run_of(loggers: Iterable[Any]) -> TrackedRun | None:
     """Return the run of the first MLflow logger, on rank 0; opens it. None: there is no such logger."""
     for logger in loggers:
-        names = {base.__name__ for base in type(logger).__mro__}
-        if "MLflowLogger" in names:
+        if is_a(logger, "MLflowLogger"):
             return TrackedRun(logger.tracking_uri, logger.run_id, logger.name)
-        if "MLFlowLogger" in names:
+        if is_a(logger, "MLFlowLogger"):
             return TrackedRun(logger.experiment.tracking_uri, logger.run_id, logger.experiment_id)
     return None
 

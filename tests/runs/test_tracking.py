@@ -2,7 +2,6 @@
 
 import json
 import math
-import multiprocessing
 import os
 import pickle
 import signal
@@ -29,7 +28,6 @@ from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.loggers import CSVLogger, MLFlowLogger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
-import deeplightning.tracking
 from deeplightning.cli.listing import listing
 from deeplightning.config.schema import Target
 from deeplightning.config.target import build
@@ -95,19 +93,12 @@ def test_importing_the_package_is_cheap():
     assert done.stdout.strip() == "[]"
 
 
-def test_an_unknown_name_is_an_attribute_error():
-    """The package says what it does not have."""
-    with pytest.raises(AttributeError, match="Nope"):
-        deeplightning.tracking.Nope  # noqa: B018
-
-
 def test_making_a_logger_does_nothing(tmp_path):
     """No folder, no run, before the first use; asking for the store's folder, finishing and pickling are no use."""
     logger = MLflowLogger(tracking_uri=tmp_path / "mlruns")
     assert logger.save_dir == str(tmp_path / "mlruns")
     logger.finalize("failed", "before it began")
-    copy = pickle.loads(pickle.dumps(logger))
-    assert not copy.is_open
+    assert pickle.loads(pickle.dumps(logger)).save_dir == str(tmp_path / "mlruns")
     assert not (tmp_path / "mlruns").exists()
 
 
@@ -213,20 +204,6 @@ def test_a_point_is_durable_in_the_file_before_the_store_has_it(logger, monkeypa
     assert history(logger, "x19") == [(19, 1)]
 
 
-def test_a_database_that_is_held_for_a_moment_is_waited_for(store, logger, caplog):
-    assert logger.run_id
-    logger.finalize("success")
-    with closing(sqlite3.connect(store / "mlflow.db", isolation_level=None, check_same_thread=False)) as holder:
-        holder.execute("BEGIN IMMEDIATE")
-        logger.log_metrics({"x": 1}, 0)
-        release = threading.Timer(1.5, holder.execute, ["ROLLBACK"])
-        release.start()
-        logger.finalize("success")
-        release.join()
-    assert history(logger, "x") == [(0, 1)]
-    assert not caplog.records
-
-
 def test_warnings_of_mlflow_in_a_thread_are_not_shown(logger):
     """Filters of warnings are the whole process's: another thread undoes what is set for a moment."""
     logger.log_metrics({"x": 1}, 0)
@@ -235,15 +212,6 @@ def test_warnings_of_mlflow_in_a_thread_are_not_shown(logger):
     with pytest.raises(UserWarning, match="of own code"):
         warnings.warn_explicit("of own code", UserWarning, "here.py", 1, "requests_of_mine")
     logger.finalize("success")
-
-
-def test_points_reach_the_store_while_training_goes_on(logger):
-    """A point is visible within seconds, without anybody asking for it."""
-    logger.log_metrics({"train_loss": 1.0}, 0)
-    deadline = time.monotonic() + 10
-    while not history(logger, "train_loss") and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert history(logger, "train_loss") == [(0, 1.0)]
 
 
 def test_what_is_not_a_number_is_told_apart(logger, caplog):
@@ -413,30 +381,6 @@ def test_only_rank_0_tracks(tmp_path, monkeypatch):
     logger.finalize("success")
     assert (logger.run_id, logger.name, logger.artifact_folder) == (None, None, None)
     assert not (tmp_path / "mlruns").exists()
-
-
-def one_run(folder, number):
-    logger = MLflowLogger(experiment_name="together", tracking_uri=folder, system_metrics=False)
-    logger.log_metrics({"number": number}, 0)
-    logger.finalize("success")
-
-
-@pytest.mark.slow
-def test_processes_started_together_share_a_fresh_store(tmp_path):
-    """Four processes on a directory that is not there yet: four finished runs in one experiment."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["deeplightning.tracking.logger", "mlflow.tracking"])
-    processes = [context.Process(target=one_run, args=(tmp_path / "new", number)) for number in range(4)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0, 0, 0]
-    client = MlflowClient(attach(locate(tmp_path / "new")))
-    experiment = client.get_experiment_by_name("together")
-    runs = client.search_runs([experiment.experiment_id])
-    assert sorted(run.data.metrics["number"] for run in runs) == [0, 1, 2, 3]
-    assert {run.info.status for run in runs} == {"FINISHED"}
 
 
 def test_a_store_that_fails_after_it_has_taken_all_has_it_once(store, logger, monkeypatch):
