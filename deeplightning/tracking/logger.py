@@ -250,7 +250,7 @@ class MLflowLogger(Logger):
                 continue
             latest, is_test = self._latest.get(name), is_of_test(name)
             self._latest[name] = point = (0 if is_test else step, value)
-            if _same(point, latest):
+            if repr(point) == repr(latest):  # as text NaN equals NaN
                 continue
             if is_test:  # a run may be tested again
                 tested[name] = value
@@ -412,7 +412,7 @@ class MLflowLogger(Logger):
                 client = open_client(store)
             elif store.database.exists():
                 check_writable(store)
-            run, lines = self._old_run(store, client, run_id) if run_id else self._new_run(store, client)
+            run, lines = self._old_run(store, run_id) if run_id else self._new_run(store, client)
             folder = local_path(run.artifact_uri)
             if folder is not None:
                 root = store.artifact_root
@@ -475,7 +475,7 @@ class MLflowLogger(Logger):
         run = Run(run_id, experiment.id, "RUNNING", started, location, True, {}, tags)
         return run, [{"run": header_of(run, self._experiment_name)}]
 
-    def _old_run(self, store: Store, client: "Client | None", run_id: str) -> tuple[Run, list[Line]]:
+    def _old_run(self, store: Store, run_id: str) -> tuple[Run, list[Line]]:
         """Return the run to join, and lines to say first."""
         run, _ = find_run(store, run_id) or (None, "")
         if run is None or not run.is_active:
@@ -532,22 +532,14 @@ class MLflowLogger(Logger):
         if self._status is None or self._opened_in != os.getpid():  # a forked child is not the owner
             return
         error = getattr(sys, "last_value", None)  # set by the interpreter for an exception that nobody caught
-        if self._status == "RUNNING":
-            if error is not None or self._ended_as is None:
-                reason = f"{type(error).__name__}: {error}" if error else "the process ended without finishing the run"
-                self.finalize("failed", reason)
-            else:
-                self.finalize({word: key for key, word in _STATUS.items()}[self._ended_as])
-        elif self._sender is not None:
-            self._sender.stop()
+        if self._status != "RUNNING":
+            self._sending().stop()
+        elif error is None and self._ended_as is not None:
+            self.finalize(self._ended_as.lower())
+        else:
+            reason = f"{type(error).__name__}: {error}" if error else "the process ended without finishing the run"
+            self.finalize("failed", reason)
 
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _same(point: tuple[int, float], other: tuple[int, float] | None) -> bool:
-    """Return whether two points, step and value, are one; NaN equals NaN."""
-    return other is not None and (
-        point == other or (point[0] == other[0] and point[1] != point[1] and other[1] != other[1])
-    )
