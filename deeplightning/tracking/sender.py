@@ -107,7 +107,10 @@ class Sender:
                 seconds = min(1.0, seconds)  # asked again, but not waited for at each later stage, too
             self._retry_at = 0.0  # whatever the pause was, ask again now
             thread = self._thread
-            has_ended = lambda: self._ended or self._thread is not thread  # noqa: E731
+
+            def has_ended() -> bool:
+                return self._ended or self._thread is not thread
+
             self._stops += 1
             self._change.notify_all()
             try:
