@@ -117,8 +117,8 @@ def is_elsewhere(claim: Mapping[str, object]) -> bool:
     """Return whether a claim is of another machine, whose locks do not count here. One that was started again is the
     same, and so is another container of it."""
     here = _machine()
-    if here["boot"] and claim.get("boot") == here["boot"]:
-        return False
+    if here["boot"] and (claim.get("boot") == here["boot"] or not here["machine"]):
+        return claim.get("boot") != here["boot"]
     return any(claim.get(name) != here[name] for name in ("host", "machine"))
 
 
