@@ -4,7 +4,6 @@ Making the logger does nothing. The first use in a hook, on rank 0, opens or joi
 """
 
 import atexit
-import hashlib
 import json
 import logging
 import os
@@ -27,7 +26,7 @@ from deeplightning.tracking.artifacts import Artifacts
 from deeplightning.tracking.delivery import Delivery, header_of
 from deeplightning.tracking.entities import EPOCH, RUN_NAME, Dataset, Run, is_of_test, name_of
 from deeplightning.tracking.environment import run_tags
-from deeplightning.tracking.metric_names import MAX_REASON, MAX_TAG, NOTE, NOTE_DIGEST, clean, flatten
+from deeplightning.tracking.metric_names import MAX_REASON, MAX_TAG, NOTE, clean, flatten
 from deeplightning.tracking.metrics_file import Line, points_line, points_of, read_lines, sync
 from deeplightning.tracking.mlflow_store import LazyClient, uri_of
 from deeplightning.tracking.reader import find_experiment
@@ -272,7 +271,7 @@ class MLflowLogger(Logger):
         text = printable(text, "\n")[:MAX_TAG]
         self._open()  # tells whose description the run has
         if not self._is_described:
-            self.log_tags({NOTE: text, NOTE_DIGEST: _digest(text)})
+            self.log_tags({NOTE: text})
 
     @rank_zero_only
     def log_dataset(self, dataset: Dataset) -> None:
@@ -428,7 +427,7 @@ class MLflowLogger(Logger):
         self._params = dict(run.params)
         metrics = RunFolder(self._top()).metrics
         if run_id:
-            self._read(metrics)
+            self._read(metrics, run.tags.get(NOTE))
         make_sample = partial(sampler, run.started) if self._system_metrics else None
         pause = float(os.environ.get("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL") or SAMPLE_SECONDS)
         delivery = Delivery(store, run.id, metrics, client)
@@ -484,23 +483,24 @@ class MLflowLogger(Logger):
                 f"The run {run_id!r} {state} in the tracking store {store.shown}. Give the id of a run there, or leave "
                 "it out (logger.params.run_id, the variable MLFLOW_RUN_ID) to start a new one."
             )
-        if (note := run.tags.get(NOTE)) is not None:
-            self._is_described = self._is_described or run.tags.get(NOTE_DIGEST) != _digest(note)
         tags = {name: str(value)[:MAX_TAG] for name, value in self._tags.items()}
         tags |= {RUN_NAME: self._run_name} if self._run_name else {}
         lines: list[Line] = [{"untag": "failure"}] if self._continues else []
         return run, [*lines, *([{"tags": tags}] if tags else []), {"status": "RUNNING", "time": None}]
 
-    def _read(self, metrics: Path) -> None:
-        """Learn what the run has logged."""
+    def _read(self, metrics: Path, note: str | None) -> None:
+        """Learn what the run has logged, and whether its description in the store is one of ours."""
         self._there = {}
+        said: set[str | None] = {None}
         for _, line in read_lines(metrics):
+            said.add(line.get("tags", {}).get(NOTE))
             self._params |= line.get("params", {})
             for point in points_of(line):
                 if self._continues:
                     self._there.setdefault(point.name, set()).add(point.step)
                 if is_of_test(point.name):
                     self._latest[point.name] = (0, point.value)
+        self._is_described = self._is_described or note not in said
 
     def _settle_others(self) -> None:
         """Send, in the run's thread, what ended processes have left."""
@@ -539,7 +539,3 @@ class MLflowLogger(Logger):
         else:
             reason = f"{type(error).__name__}: {error}" if error else "the process ended without finishing the run"
             self.finalize("failed", reason)
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
