@@ -17,7 +17,7 @@ from deeplightning.config.schema import Config, Target
 from deeplightning.engine.plan import world_size
 from deeplightning.faults import count
 from deeplightning.runfolder import RunFolder, start_folder
-from deeplightning.tracking.mlflow_columns import PORT
+from deeplightning.tracking.monitor import PORT
 from deeplightning.tracking.store import locate
 from deeplightning.words import printable
 

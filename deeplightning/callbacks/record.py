@@ -39,7 +39,7 @@ from deeplightning.process.logs import Printable
 from deeplightning.process.streams import Interrupted, say_losses
 from deeplightning.process.terminal import LAYOUT, say
 from deeplightning.runfolder import UMASK, FolderLock, RunFolder, make_private, read_object, umask_of, write_whole
-from deeplightning.tracking.build import end, go_on, open_runs, point_at, publish, run_folder
+from deeplightning.tracking.build import end, open_runs, publish, run_folder
 from deeplightning.tracking.entities import Dataset
 from deeplightning.tracking.environment import REPRODUCES, describe
 from deeplightning.tracking.metric_names import DATA, ENGINE, NETWORK
@@ -145,8 +145,6 @@ class Record(Callback):
         resumption = self.resumption or Resumption()
         folder, tracked = "", None
         if trainer.is_global_zero:
-            if resumption.run_id is not None:
-                go_on(self.loggers, resumption.run_id, resumption.owed)
             path = run_folder(self.loggers, resumption.folder or self.fallback)
             with contextlib.suppress(OSError):  # reported below
                 make_private(path, path.parents[2 if path.name == "artifacts" else 0])  # STORE/EXPERIMENT/RUN/artifacts
@@ -195,7 +193,8 @@ class Record(Callback):
             if hasattr(logger, "suggest_name"):
                 logger.suggest_name(f"{network_name(self.cfg)}-{data_name(self.cfg)}")
         if trainer.is_global_zero and self.resumption is not None and self.resumption.run_id is not None:
-            point_at(self.loggers, self.resumption.run_id, self.resumption.owed, self.resumption.folder)
+            first: Any = self.loggers[0]
+            first.go_on(self.resumption.run_id, self.resumption.owed, self.resumption.folder)
 
     def prepare_autolog(self, trainer: Trainer) -> None:
         """Direct MLflow's autolog to this run: it asks for the active one before training starts."""
@@ -244,11 +243,11 @@ class Record(Callback):
 
     def _describe(self, environment: dict[str, object]) -> None:
         """Record what is known at the start of the run; a continued run keeps what was recorded before."""
-        folder, continued = self.folder, self.resumption is not None and self.resumption.run_id is not None
+        folder = self.folder
         settings = self._settings(folder)
-        for number, logger in enumerate(self.loggers):
+        for logger in self.loggers:
             if not hasattr(logger, "go_on"):  # before the files: some loggers warn of a folder that is not empty
-                self._tell(logger, settings, environment, is_new=not continued or number > 0)
+                self._tell(logger, settings, environment)
         any_stages = {"stages": None}  # they may differ from launch to launch
         is_other = dump(_read(folder.config) | any_stages) != dump(settings | any_stages)
         if is_other:
@@ -263,16 +262,15 @@ class Record(Callback):
         # From here on a restart knows the run by its config and environment. Ours minds changed settings itself.
         for logger in self.loggers:
             if hasattr(logger, "go_on"):
-                self._tell(logger, settings, environment, is_new=True)
+                self._tell(logger, settings, environment)
         if is_other or not folder.places.exists():  # a start before may have failed between the two
             # An override's place names its value, which may be anything.
             places = {k: "command line" if p.startswith("override ") else p for k, p in (self.cfg.places or {}).items()}
             write_whole(folder.places, self.cfg.redact_message(json.dumps(places, indent=1)))
 
-    def _tell(self, logger: Any, settings: dict[str, object], environment: dict[str, object], is_new: bool) -> None:
-        """Log the settings to a tracker, and tags of the run. MLflow refuses other settings than the first."""
-        if is_new:
-            logger.log_hyperparams(settings)
+    def _tell(self, logger: Any, settings: dict[str, object], environment: dict[str, object]) -> None:
+        """Log the settings to a tracker, and tags of the run."""
+        logger.log_hyperparams(settings)
         if hasattr(logger, "log_tags"):
             logger.log_tags(self._tags(environment))
 
@@ -282,7 +280,6 @@ class Record(Callback):
         over = self.resumption.over if self.resumption else ""
         found = {
             "git_commit": git.get("commit"),
-            "git_dirty": git.get("dirty"),
             "command": environment.get("command"),
             "host": environment.get("host"),
             "reproduces": os.environ.get(REPRODUCES),

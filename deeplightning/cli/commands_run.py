@@ -238,8 +238,8 @@ def runs(
     A line has id, status, start (UTC), experiment, name, result and folder; a table on a terminal leaves out what has
     no room. Nothing is removed without --delete, running runs never, and files only of runs that this store keeps on
     this machine. Trials that a search stopped early are PRUNED; --clean alone leaves them. A run whose process was
-    killed is FAILED, or DEAD where the store cannot be written. --sync lists nothing: it sends what ended runs left
-    unsent, of other machines too after a silent day. --last prints the newest run's folder, or ends with 4.
+    killed is FAILED. --sync lists nothing: it sends what ended runs left unsent, of other machines too after a silent
+    day. --last prints the newest run's folder, or ends with 4.
     """
     from deeplightning.cli import listing as of
 

@@ -10,13 +10,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from deeplightning.faults import CheckpointError, SetupError, count
+from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.process.terminal import styled
 from deeplightning.tracking.entities import Listed
-from deeplightning.tracking.process_id import AGE
 from deeplightning.tracking.reader import open_reader
 from deeplightning.tracking.store import Store, explain, local_path, locate, remove_files
-from deeplightning.tracking.unsent import dead, settle, settle_quietly, unsent_runs
+from deeplightning.tracking.unsent import SILENT_SECONDS, settle, settle_quietly, unsent_runs
 from deeplightning.words import printable
 
 UNFINISHED = ("FAILED", "KILLED")
@@ -33,8 +32,7 @@ def listing(
 ) -> list[dict[str, str]]:
     """Return the runs of a store, the newest first: id, status, started (UTC), experiment, name, result, folder.
 
-    A run that the store has as RUNNING, and whose process on this machine was killed, is DEAD; a trial that its search
-    has given up, which the store has as KILLED, is PRUNED.
+    A trial that its search has given up, which the store has as KILLED, is PRUNED.
 
     Args:
         tracking_uri: the store; None: MLFLOW_TRACKING_URI, else `mlruns`.
@@ -51,7 +49,6 @@ def listing(
     wanted, compare, bound = _condition(metric)
     rows = []
     with _store(tracking_uri) as store:
-        killed = dead(store)
         runs = open_reader(store).listing()
         known = {run.id for run in runs}
         waiting = [
@@ -70,8 +67,6 @@ def listing(
             if wanted is not None and not (wanted in run.metrics and compare(run.metrics[wanted], bound)):
                 continue
             rows.append(_row(run, SHOWN if wanted is None else (wanted,)) | {"status": status})
-            if run.status == "RUNNING" and run.id in killed:
-                rows[-1]["status"] = "DEAD"
     return rows
 
 
@@ -181,19 +176,7 @@ def sync(tracking_uri: str | None) -> Iterator[str]:
     Raises:
         SetupError: the store cannot be used, or does not answer; what is not sent stays.
     """
-    for found in settle(locate(tracking_uri), silent=AGE):
-        if found.problem:
-            yield f"{found.run_id}  refused ({found.problem}); kept as {found.kept}"
-        elif found.elsewhere:
-            yield (
-                f"{found.run_id}  left alone: its process is of {found.elsewhere}, where `deeplightning runs` settles "
-                f"it; here --sync does once it has been silent for {AGE / 3600:g} hours"
-            )
-        elif found.is_blank:
-            yield f"{found.run_id}  deleted: its process was killed before it recorded anything"
-        else:
-            losses = f"; {found.losses}" if found.damaged else ""
-            yield f"{found.run_id}  {count(found.points, 'point')} sent{losses}"
+    yield from map(str, settle(locate(tracking_uri), silent=SILENT_SECONDS))
 
 
 @contextlib.contextmanager

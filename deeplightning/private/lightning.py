@@ -166,12 +166,6 @@ def share_threads(num_processes: int) -> None:
     _set_num_threads_if_needed(num_processes=num_processes)
 
 
-def resume_run(logger: Any, run_id: str) -> None:
-    """Make Lightning's MLFlowLogger continue a run. Call this before its first use: the constructor would need the id
-    too early. If the name moves, a resumed run creates a new MLflow run, without an error."""
-    logger._run_id = run_id
-
-
 def has_run(logger: object) -> bool:
     """Return whether Lightning's MLFlowLogger has created a run; reading its id would create one. If the name moves, a
     run that fails at once leaves an empty MLflow run, without an error."""

@@ -2,12 +2,8 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from fastapi import FastAPI
+from collections.abc import Callable
+from typing import Any
 
 
 def register_store(scheme: str, build: Callable[..., object]) -> None:
@@ -57,47 +53,3 @@ def upgrade_database(uri: str) -> None:
     from mlflow.store.db import utils
 
     utils._upgrade_db(utils.create_sqlalchemy_engine(uri))
-
-
-PAGE = {
-    "workflow": "mlflow.workflowType_v1",
-    "assistant": "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1",
-    "telemetry": "mlflow.settings.telemetry.enabled_v1",
-    "telemetry_note": "mlflow.telemetry.info.alert.dismissed_v1",
-    "runs_table": 'MLflowLocalStorage-1.1-ExperimentPage-["{experiment}"]-ReactComponentState',
-}
-"""Keys under which MLflow's page stores its settings in the browser (`localStorage`): GenAI or model training, whether
-the assistant has been shown, telemetry and the note on it, and the table of an experiment's runs. MLflow has no public
-way to set any of them; the experiment's tag `mlflow.experimentKind` no longer has an effect (3.17). If a key moves, the
-page opens with MLflow's defaults; the address that `monitor` prints names the view as well."""
-
-
-def page_settings(columns: Mapping[str, Sequence[str]]) -> dict[str, object]:
-    """Return the initial settings of MLflow's page, by the keys of `PAGE`.
-
-    Args:
-        columns: columns of the table of runs, such as "metrics.`val_acc`", by the experiment's id.
-    """
-    first: dict[str, object] = {
-        PAGE["workflow"]: "machine_learning",
-        PAGE["assistant"]: True,
-        PAGE["telemetry"]: False,
-        PAGE["telemetry_note"]: True,
-    }
-    tables = {PAGE["runs_table"].format(experiment=one): {"selectedColumns": list(columns[one])} for one in columns}
-    return first | tables
-
-
-def server_application() -> "FastAPI":
-    """Return the application that `mlflow server` serves by default, which plugins (entry points `mlflow.app`) may
-    extend. If it moves, `monitor` shows MLflow's page unchanged."""
-    from mlflow.server.fastapi_app import app
-
-    return app
-
-
-def index_page() -> Path:
-    """Return the HTML file of MLflow's single-page application."""
-    import mlflow.server
-
-    return Path(mlflow.server.__file__).parent / mlflow.server.REL_STATIC_DIR / "index.html"

@@ -35,7 +35,7 @@ from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.code import Code, describe_program, restored, unpack
 from deeplightning.tracking.datafiles import changes, describe_again
 from deeplightning.tracking.environment import REPRODUCES, VARIABLES
-from deeplightning.tracking.store import is_local, locate
+from deeplightning.tracking.store import local_path, locate
 
 MAX_LISTED = 10
 """Maximum number of files that a message lists."""
@@ -381,7 +381,7 @@ def _start(plan: Plan) -> tuple[int, Path | None]:
 def _as_tracked(run: PastRun, plan: Plan) -> PastRun:
     """Return a run with its store. If its files are on a server, only its checkpoint has the run id."""
     address = _value(plan.overrides, "logger.params.tracking_uri")
-    if run.store is not None or address is None or is_local(address) or not run.folder.last.exists():
+    if run.store is not None or address is None or local_path(address) is not None or not run.folder.last.exists():
         return run
     from deeplightning.engine.checkpoint_io import read_checkpoint
 

@@ -14,7 +14,7 @@ from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.datafiles import changes
 from deeplightning.tracking.metrics_file import is_repeatable, last_values, parted
-from deeplightning.tracking.store import is_local
+from deeplightning.tracking.store import local_path
 from deeplightning.words import printable
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _with_absolute_paths(run: PastRun) -> dict[str, object]:
         del config["logger.params"]
     for key in PATH_KEYS:
         value = config.get(key)
-        if isinstance(value, str) and is_local(value) and "${" not in value:
+        if isinstance(value, str) and local_path(value) is not None and "${" not in value:
             config[key] = os.path.normpath(Path(directory) / Path(value.removeprefix("file://")).expanduser())
     return config
 
@@ -85,7 +85,7 @@ def _code_between(first: PastRun, second: PastRun, patch: bool) -> Iterator[tupl
     one, two = first.code, second.code
     if one is None or two is None:
         a, b = ((run.environment.get("git") or {}) for run in (first, second))
-        yield from between(_chosen(a, "commit", "dirty"), _chosen(b, "commit", "dirty"))
+        yield from between(_chosen(a, "commit"), _chosen(b, "commit"))
         if one is not two:
             yield "code.zip", _listed(one and one.files), _listed(two and two.files)
         return

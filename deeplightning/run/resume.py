@@ -111,10 +111,8 @@ def _newest_of(folder: RunFolder) -> tuple[Path, dict[str, Any]] | None:
 def _from_the_start(cfg: Config, folder: RunFolder) -> Resumption | None:
     """Restart a run that ended before its first checkpoint; None if it cannot be, or a process is using it."""
     run_id = folder.path.parent.name
-    if own_rank() != 0 or (hold := folder.lock()) is None:
-        return None
-    if refusal(cfg.logger.type, cfg.logger.params, run_id, folder.path):
-        hold.release()
+    is_refused = own_rank() != 0 or refusal(cfg.logger.type, cfg.logger.params, run_id, folder.path)
+    if is_refused or (hold := folder.lock()) is None:
         return None
     note = f"resumes    nothing: the run {run_id} ended before its first checkpoint, and begins again"
     return Resumption(run_id=run_id, folder=folder.path, hold=hold, notes=[note])
@@ -137,6 +135,8 @@ def _of_launch(cfg: Config) -> Resumption | None:
         return None  # a new job reuses the id of a finished one
     if (found := _newest_of(folder)) is not None:
         return replace(_from(*found, cfg), over="")  # the stages after training remain
+    if refusal(cfg.logger.type, cfg.logger.params, folder.path.parent.name, folder.path):
+        return None
     hold = folder.lock() if own_rank() == 0 else None
     notes = [f"resumes    {folder.path}, from the start"]
     return Resumption(run_id=folder.path.parent.name, folder=folder.path, hold=hold, notes=notes)

@@ -1,27 +1,19 @@
-"""Around building loggers: Lightning's own MLflow logger gets our kind of store, and the run folder is found.
-
-A run continues in the tracker where it can: `refusal` says whether, `go_on` has the loggers do it.
-"""
+"""Around building loggers: Lightning's own MLflow logger gets our kind of store, and the run folder is found."""
 
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deeplightning.address import is_address
 from deeplightning.config.schema import Target
 from deeplightning.faults import ConfigError, Fault
-from deeplightning.private.lightning import has_run, resume_run
+from deeplightning.private.lightning import has_run
 from deeplightning.runfolder import from_start
-from deeplightning.tracking.entities import SYSTEM
 from deeplightning.tracking.mlflow_store import attach
 from deeplightning.tracking.store import Store, local_path, locate
 from deeplightning.tracking.unsent import find_run
-
-if TYPE_CHECKING:
-    import mlflow
-    from mlflow import MlflowClient
 
 _OURS = re.compile(r"deeplightning\.tracking(\.logger)?\.MLflowLogger")
 _LIGHTNINGS = re.compile(r"(pytorch_lightning|lightning\.pytorch)\.loggers(\.mlflow)?\.MLFlowLogger")
@@ -76,66 +68,21 @@ def refusal(type_name: str, params: Mapping[str, Any], run_id: str, folder: Path
     Raises:
         SetupError: the store cannot be asked.
     """
-    if not (_OURS.fullmatch(type_name) or _LIGHTNINGS.fullmatch(type_name)):
+    if not _OURS.fullmatch(type_name):
         return f"{type_name.rpartition('.')[2]} cannot continue a run"
     named = params.get("run_id") or os.environ.get("MLFLOW_RUN_ID")
     if named not in (None, run_id):
         return f"the run {named} is asked for"
     store = locate(params.get("tracking_uri"))
-    if (found := find_run(store, run_id)) is None:
-        return f"the tracking store {store.shown} does not have its run {run_id}"
-    run, experiment = found
-    if not run.is_active:
-        return f"its run {run_id} was deleted"
+    run, experiment = find_run(store, run_id) or (None, "")
+    if run is None or not run.is_active:
+        return f"the tracking store {store.shown} does not have its run {run_id}, or it was deleted"
     if experiment != experiment_of(type_name, params):
         return f"its run {run_id} is of the experiment {experiment!r}"
     its = local_path(run.artifact_uri)
     if its is not None and not (its.is_dir() and its.samefile(folder)):
         return f"it does not lie in the folder of its run, {its}"
     return None
-
-
-def point_at(loggers: Sequence[Any], run_id: str, owed: Sequence[Sequence[Any]], folder: Path | None) -> None:
-    """Make the first logger, before its first use, continue a run; the others begin runs of their own. Open nothing.
-
-    Args:
-        owed: points that the run was about to log; see `MLflowLogger.go_on`.
-        folder: of the run.
-    """
-    if hasattr(loggers[0], "go_on"):
-        loggers[0].go_on(run_id, owed, folder)
-    else:
-        resume_run(loggers[0], run_id)
-
-
-def go_on(loggers: Sequence[Any], run_id: str, owed: Sequence[Sequence[Any]]) -> None:
-    """Open the run that the first logger was pointed at, where the logger does not do so itself.
-
-    Args:
-        owed: as `point_at`.
-    """
-    logger = loggers[0]
-    if hasattr(logger, "go_on"):
-        return
-    run = logger.experiment.get_run(run_id)
-    logger.experiment.update_run(run_id, status="RUNNING")
-    if "failure" in run.data.tags:
-        logger.experiment.delete_tag(run_id, "failure")
-    there, write = _steps_there(logger.experiment, run), logger.log_metrics
-
-    def log_metrics(metrics: Mapping[str, object], step: int | None = None) -> None:
-        if new := {name: value for name, value in metrics.items() if (step or 0) not in there.get(name, ())}:
-            write(new, step)
-
-    logger.log_metrics = log_metrics
-    for name, value, _, step in owed:
-        log_metrics({name: value}, step)
-
-
-def _steps_there(client: "MlflowClient", run: "mlflow.entities.Run") -> dict[str, set[int]]:
-    """Return the steps of each metric of an MLflow run, but for the load of the machine."""
-    names = [name for name in run.data.metrics if not name.startswith(SYSTEM)]
-    return {name: {point.step for point in client.get_metric_history(run.info.run_id, name)} for name in names}
 
 
 def open_runs(loggers: Iterable[Any], targets: Iterable[Target]) -> None:
@@ -176,11 +123,15 @@ def run_folder(loggers: Iterable[object], fallback: str | os.PathLike) -> Path:
     return from_start(fallback)
 
 
+def is_a(logger: object, name: str) -> bool:
+    """Return whether a logger is of a class of this name: `MLflowLogger` is ours, `MLFlowLogger` Lightning's."""
+    return any(base.__name__ == name for base in type(logger).__mro__)
+
+
 def _artifact_folder(logger: Any) -> Path | None:
-    names = {base.__name__ for base in type(logger).__mro__}
-    if "MLflowLogger" in names:
+    if is_a(logger, "MLflowLogger"):
         return logger.artifact_folder
-    if "MLFlowLogger" in names:
+    if is_a(logger, "MLFlowLogger"):
         return local_path(logger.experiment.get_run(logger.run_id).info.artifact_uri)
     return None
 
@@ -188,14 +139,12 @@ def _artifact_folder(logger: Any) -> Path | None:
 def end(loggers: Iterable[Any], status: str, reason: str) -> None:
     """Give each run its last status, `failed` or `killed`, and the reason where a logger keeps one."""
     for logger in loggers:
-        names = {base.__name__ for base in type(logger).__mro__}
-        if "MLflowLogger" in names:
+        if is_a(logger, "MLflowLogger"):
             logger.finalize(status, reason)
-        elif "MLFlowLogger" in names:
-            if not has_run(logger):
-                continue
-            logger.experiment.set_tag(logger.run_id, "failure", reason[:1000])
-            logger.experiment.set_terminated(logger.run_id, status.upper())
+        elif is_a(logger, "MLFlowLogger"):
+            if has_run(logger):
+                logger.experiment.set_tag(logger.run_id, "failure", reason[:1000])
+                logger.experiment.set_terminated(logger.run_id, status.upper())
         else:
             logger.finalize(status)
 
@@ -203,7 +152,7 @@ def end(loggers: Iterable[Any], status: str, reason: str) -> None:
 def publish(loggers: Iterable[Any], folder: Path) -> None:
     """Send the files of the run to trackers that keep their artifacts elsewhere; end their runs as finished."""
     for logger in loggers:
-        if "MLflowLogger" in {base.__name__ for base in type(logger).__mro__} and logger.artifact_folder is None:
+        if is_a(logger, "MLflowLogger") and logger.artifact_folder is None:
             for path in sorted(folder.iterdir()):
                 logger.log_artifact(path)
             logger.finalize("success")

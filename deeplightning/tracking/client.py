@@ -1,6 +1,5 @@
 """Write to a tracking store, and read it, through MLflow's own client. Importing this module imports MLflow."""
 
-import contextlib
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from deeplightning.tracking.entities import (
     DATA_CONTEXT,
     PRUNED,
+    RUN_NAME,
     SYSTEM,
     Batch,
     Experiment,
@@ -17,10 +17,10 @@ from deeplightning.tracking.entities import (
     Run,
     as_logged,
     is_of_test,
+    name_of,
 )
 from deeplightning.tracking.mlflow_store import make_run, open_client
-from deeplightning.tracking.mlflow_tags import RUN_NAME, name_of
-from deeplightning.tracking.store import Store, is_locked, quiet_mlflow
+from deeplightning.tracking.store import Store, quiet_mlflow
 
 quiet_mlflow()  # MLflow's telemetry begins with the import
 from mlflow.entities import Dataset as MLflowDataset  # noqa: E402
@@ -34,10 +34,6 @@ MAX_ENTRIES, MAX_OTHERS = 1000, 100
 """The most that MLflow takes at once, of all, and of parameters or tags."""
 
 _ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
-_TRANSIENT = (
-    *("TEMPORARILY_UNAVAILABLE", "INTERNAL_ERROR", "REQUEST_LIMIT_EXCEEDED"),
-    *("DEADLINE_EXCEEDED", "ABORTED", "CANCELLED"),
-)
 
 
 class Client:
@@ -54,12 +50,11 @@ class Client:
         """Return the experiment with this name; create it if necessary."""
         found: Any = self._client.get_experiment_by_name(name)
         if found is None:
-            # Another process may be first: then the experiment is there after all.
-            with contextlib.suppress(MlflowException):
+            try:
                 self._client.create_experiment(name)
-            found = self._client.get_experiment_by_name(name)
-        if found is None:
-            self._client.create_experiment(name)  # raises, with the reason
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another process was first
+                    raise
             found = self._client.get_experiment_by_name(name)
         return Experiment(found.experiment_id, found.artifact_location, found.lifecycle_stage == "active")
 
@@ -195,15 +190,6 @@ class Client:
         latest = {point.name: point for point in sorted(self.history(run_id, judged), key=lambda p: (p.step, p.time))}
         self._client.log_batch(run_id, [Metric(*point, model_id=model.model_id) for point in latest.values()])
         self._client.finalize_logged_model(model.model_id, "READY")
-
-
-def is_transient(error: Exception) -> bool:
-    """Return whether the same call may succeed later."""
-    if isinstance(error, MlflowException):
-        return error.error_code in _TRANSIENT
-    if is_locked(error):
-        return True
-    return isinstance(error, OSError) and not isinstance(error, FileNotFoundError)  # OSError: also the network's
 
 
 def _run(run: "mlflow.entities.Run") -> Run:

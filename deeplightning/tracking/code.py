@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -45,29 +45,17 @@ _IMPORT = re.compile(rb"^[ \t]*(?:from[ \t]+([^\W\d]\w*)[\w.]*[ \t]+import\b|imp
 
 @dataclass
 class Code:
-    """The code of a run.
+    """The code of a run. The last two fields are not in the zip."""
 
-    Attributes:
-        roots: the folders that it was imported from, absolute, in the order in which they are looked through.
-        working_directory: the one of them that was the working directory; None: nothing came from there.
-        files: what each file held, by its root's position and its path in it, with `/`.
-        left_out: files and folders that were not kept, and why.
-        concealed: places (`own.py:12`) where a secret was blotted out.
-        packages: versions of the installed packages that this code imports.
-        program: Deep Lightning itself, see `describe_program`.
-        imported: names of installed packages, and of modules of Python's, that it imports; not in the zip.
-        secrets: what was blotted out, but for ordinary words; not in the zip.
-    """
-
-    roots: list[str] = field(default_factory=list)
-    working_directory: str | None = None
-    files: dict[tuple[int, str], bytes] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
-    concealed: list[str] = field(default_factory=list)
-    packages: dict[str, str] = field(default_factory=dict)
-    program: dict[str, str] = field(default_factory=dict)
-    imported: set[str] = field(default_factory=set)
-    secrets: set[str] = field(default_factory=set, repr=False)
+    roots: list[str] = field(default_factory=list)  # it was imported from, absolute, in the order of the search
+    working_directory: str | None = None  # one of them; None: nothing came from there
+    files: dict[tuple[int, str], bytes] = field(default_factory=dict)  # by the root's position and the path, with `/`
+    left_out: dict[str, str] = field(default_factory=dict)  # files and folders that were not kept, and why
+    concealed: list[str] = field(default_factory=list)  # places (`own.py:12`) where a secret was blotted out
+    packages: dict[str, str] = field(default_factory=dict)  # versions of the installed packages that it imports
+    program: dict[str, str] = field(default_factory=dict)  # Deep Lightning itself, see `describe_program`
+    imported: set[str] = field(default_factory=set)  # names of modules that are installed or Python's
+    secrets: set[str] = field(default_factory=set, repr=False)  # what was blotted out, but for ordinary words
 
     def names(self) -> dict[str, bytes]:
         """Return the files by path, with the number of the root where two files have the same path."""
@@ -109,7 +97,7 @@ def describe_program() -> dict[str, str]:
     is_clone = (top / ".git").exists()
     commit = environment.ask_git("rev-parse", "--verify", "--quiet", "HEAD", folder=top) if is_clone else None
     found = {"version": __version__, "digest": digest.hexdigest()}
-    return found | ({"commit": commit.strip()} if commit else {})
+    return found | ({"commit": commit} if commit else {})
 
 
 def collect(
@@ -141,7 +129,6 @@ class _Collector:
     ):
         self.redact, self.modules, self.verbatim = redact, modules, verbatim
         self.path = list(dict.fromkeys(os.path.abspath(entry) for entry in sys.path))  # noqa: PTH100 (of `.` too)
-        self.installed = (*(*own_code.INSTALLED, *own_code.OURS), *_installed_into(self.path))
         self.left_out, self.concealed = dict(before.left_out), list(before.concealed)
         self.secrets = set(before.secrets)
         self.files = {(before.roots[r], path): content for (r, path), content in before.files.items()}
@@ -152,14 +139,10 @@ class _Collector:
         self.installed_names: set[str] = set()
 
     def collect(self) -> None:
-        names = list(self.modules)  # thousands; what is inside an installed package need not be looked at
-        foreign = {name for name in names if "." not in name and self.is_foreign(self.modules.get(name))}
-        for name in names:
-            if name.partition(".")[0] in foreign:
-                continue
-            file = getattr(self.modules.get(name), "__dict__", {}).get("__file__")
-            if isinstance(file, str) and file.endswith(".py") and not self.is_installed(file):
-                self.module(name, self.modules[name], os.path.abspath(file))  # noqa: PTH100 (three times as fast)
+        for name, module in list(self.modules.items()):
+            file = getattr(module, "__dict__", {}).get("__file__")
+            if isinstance(file, str) and file.endswith(".py") and not _is_installed(file):
+                self.module(name, module, os.path.abspath(file))  # noqa: PTH100 (three times as fast)
         asked: set[str] = set()
         while self.unread:
             for top in _imported_by(self.unread.pop()) - asked:
@@ -172,21 +155,8 @@ class _Collector:
         for root in dict.fromkeys([*own_code.original_roots(), *(root for root, _ in self.files)]):
             folder = copies.get(root, root)
             for file in sorted(Path(folder).glob("*.py")):
-                if file.is_file() and not file.name.startswith("."):
+                if not file.name.startswith("."):
                     self.keep(folder, str(file))
-
-    def is_foreign(self, module: object) -> bool:
-        """Return whether a module and its content are installed or built in; a package of several folders is not."""
-        inside = getattr(module, "__dict__", {})
-        file = inside.get("__file__")
-        if not isinstance(file, str):
-            return "__path__" not in inside
-        return file.startswith(self.installed) and not file.startswith(own_code.EXAMPLES)
-
-    def is_installed(self, file: str) -> bool:
-        if file.startswith(own_code.EXAMPLES):
-            return False
-        return file.startswith(self.installed) or f"{os.sep}site-packages{os.sep}" in file or "dist-packages" in file
 
     def module(self, name: str, module: object, file: str) -> None:
         """Keep an imported module and the folder of its package."""
@@ -210,61 +180,44 @@ class _Collector:
         if (spec is None or spec.loader is None) and top not in self.modules:
             with suppress(Exception):
                 spec = PathFinder.find_spec(top)
-        if spec is None or spec.origin in ("built-in", "frozen"):
-            self.installed_names.add(top)
-            return
-        places = list(spec.submodule_search_locations or ()) or [spec.origin or ""]
-        if all(self.is_installed(f"{place}{os.sep}") for place in places):
+        folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+        places = folders or [spec.origin or "" if spec is not None else ""]
+        if all(place in ("", "built-in", "frozen") or _is_installed(f"{place}{os.sep}") for place in places):
             self.installed_names.add(top)
             return
         for place in map(os.path.abspath, places):
             root = os.path.dirname(place)  # noqa: PTH120
-            if place.endswith(".py"):
-                self.keep(root, place)
-            elif spec.submodule_search_locations:
+            if folders:
                 self.package(root, top)
+            elif place.endswith(".py"):
+                self.keep(root, place)
 
     def package(self, root: str, top: str) -> None:
-        folder = os.path.join(root, top)  # noqa: PTH118
-        if folder in self.walked:
+        """Keep the sources of a package, and small texts beside them."""
+        package = os.path.join(root, top)  # noqa: PTH118
+        if package in self.walked:
             return
-        self.walked.add(folder)
-        for entry in self.below(folder):
-            if entry.name.endswith(".py"):
-                self.keep(root, entry.path)
-            elif entry.name.endswith(TEXTS) and not _PRIVATE.search(entry.name):
-                self.keep(root, entry.path, MAX_TEXT)
-
-    def below(self, folder: str) -> Iterator[os.DirEntry[str]]:
-        """List the files below a folder, sorted by name, without hidden ones."""
-        try:
-            entries = []
-            with os.scandir(folder) as found:
-                for entry in found:
-                    self.seen += 1
-                    if self.seen > MAX_SEEN:
-                        self.left_out[own_code.original(folder)] = (
-                            f"more than {MAX_SEEN:,} files and folders in its packages"
-                        )
-                        break
-                    is_code = not entry.name.startswith(".") and entry.name not in _NO_CODE
-                    if is_code and not os.path.exists(os.path.join(entry.path, own_code.SEAL)):  # noqa: PTH110, PTH118
-                        entries.append(entry)
-        except OSError as error:
-            self.left_out[own_code.original(folder)] = error.strerror or str(error)
-            return
-        for entry in sorted(entries, key=lambda entry: entry.name):
-            if entry.is_dir(follow_symlinks=False):
-                if self.seen <= MAX_SEEN:
-                    yield from self.below(entry.path)
-            elif entry.is_file():
-                yield entry
+        self.walked.add(package)
+        for folder, below, names in os.walk(package):
+            below[:] = sorted(name for name in below if name not in _NO_CODE and not name.startswith("."))
+            if own_code.SEAL in names:
+                below.clear()
+                continue
+            self.seen += len(below) + len(names)
+            if self.seen > MAX_SEEN:
+                self.left_out[own_code.original(folder)] = f"more than {MAX_SEEN:,} files and folders in its packages"
+                return
+            for name in sorted(name for name in names if not name.startswith(".")):
+                if name.endswith(".py"):
+                    self.keep(root, os.path.join(folder, name))  # noqa: PTH118
+                elif name.endswith(TEXTS) and not _PRIVATE.search(name):
+                    self.keep(root, os.path.join(folder, name), MAX_TEXT)  # noqa: PTH118
 
     def keep(self, root: str, file: str, most: int | None = None) -> None:
         most = MAX_FILE if most is None else most
         path = os.path.relpath(file, root).replace(os.sep, "/")
         root, named = own_code.original(root), own_code.original(file)
-        if (root, path) in self.files:
+        if (root, path) in self.files or not os.path.isfile(file):  # noqa: PTH113
             return
         try:
             with open(file, "rb") as opened:  # noqa: PTH123
@@ -281,50 +234,35 @@ class _Collector:
         if path.endswith(".py"):
             self.unread.append(content)
         if not self.verbatim:
-            content = self.without_secrets(path, content)
+            content, lines = without_secrets(content, self.redact, path, self.secrets)
+            self.concealed += [f"{path}:{line}" for line in lines]
         self.files[root, path] = content
         self.bytes += len(content)
-
-    def without_secrets(self, path: str, content: bytes) -> bytes:
-        clean, lines = without_secrets(content, self.redact, path, self.secrets)
-        self.concealed += [f"{path}:{line}" for line in lines]
-        return clean
 
     def code(self) -> Code:
         found = map(own_code.original, [*own_code.roots(), *self.path])
         order = {root: number for number, root in reversed([*enumerate(found)])}
         roots = sorted({root for root, _ in self.files}, key=lambda root: (order.get(root, len(order)), root))
-        with suppress(OSError):
+        here = None
+        with suppress(OSError):  # it was deleted
             here = str(own_code.start_folder())
-            return Code(
-                roots=roots,
-                working_directory=here if here in roots else None,
-                files={(roots.index(root), path): content for (root, path), content in self.files.items()},
-                left_out=dict(sorted(self.left_out.items())),
-                concealed=sorted({*self.concealed}),
-                program={"version": __version__},
-                imported=self.installed_names,
-                secrets=self.secrets,
-            )
-        return Code(program={"version": __version__})
+        return Code(
+            roots=roots,
+            working_directory=here if here in roots else None,
+            files={(roots.index(root), path): content for (root, path), content in self.files.items()},
+            left_out=dict(sorted(self.left_out.items())),
+            concealed=sorted({*self.concealed}),
+            program={"version": __version__},
+            imported=self.installed_names,
+            secrets=self.secrets,
+        )
 
 
-def _installed_into(path: Iterable[str]) -> list[str]:
-    """Return the path prefixes of packages that `pip install --target` has put into folders of PYTHONPATH.
-
-    Such a folder may hold the user's own code as well, so the packages' records say what was installed. The working
-    directory is not listed: it may be large.
-    """
-    given = {os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder}  # noqa: PTH100
-    copies = own_code.seal().get("roots", {})
-    given = {copies.get(folder, folder) for folder in given - {str(own_code.start_folder())}}
-    found = []
-    for folder in given.intersection(path):
-        for record in Path(folder).glob("*.dist-info/RECORD"):
-            with suppress(OSError, UnicodeError):
-                tops = {line.partition(",")[0].partition("/")[0] for line in record.read_text("utf-8").splitlines()}
-                found += [f"{folder}{os.sep}{top}{'' if top.endswith('.py') else os.sep}" for top in tops if top]
-    return found
+def _is_installed(file: str) -> bool:
+    if file.startswith(own_code.EXAMPLES):
+        return False
+    ours = (*own_code.INSTALLED, *own_code.OURS)
+    return file.startswith(ours) or f"{os.sep}site-packages{os.sep}" in file or "dist-packages" in file
 
 
 def without_secrets(

@@ -13,7 +13,7 @@ from deeplightning.checks.trust import is_own
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.entities import SYSTEM, Batch, Dataset, Run
 from deeplightning.tracking.metrics_file import Line, note_sent, points_of, read_lines, sent_position, sync
-from deeplightning.tracking.store import Store, raise_if_locked
+from deeplightning.tracking.store import Store, first_line, is_transient, raise_if_locked
 
 if TYPE_CHECKING:
     from deeplightning.tracking.client import Client
@@ -38,22 +38,16 @@ class Delivery:
         store: where the run is, or is to be made.
         metrics: the run's file.
         client: of the store, if it is open already.
-
-    Attributes:
-        position: from which to send.
-        known: how many bytes the store has taken; of lines before, points and parameters alone are sent again.
-        points: how many were sent.
-        params: that the store has.
-        is_leftover: the run is of an ended process: only files of this user's runs are sent.
-        has_finished: the run is FINISHED and stays so, whatever a file says that was copied here, or comes late.
     """
 
     def __init__(self, store: Store, run_id: str, metrics: Path, client: "Client | None" = None):
         self.store, self.run_id, self.metrics, self.client = store, run_id, metrics, client
-        self.position = self.known = sent_position(metrics)
-        self.points = 0
-        self.params: dict[str, str] = {}
-        self.is_leftover = self.has_finished = False
+        self.position = sent_position(metrics)  # from which to send
+        self.known = self.position  # bytes that the store has; of lines before, points and parameters alone go again
+        self.points = 0  # that were sent
+        self.params: dict[str, str] = {}  # that the store has
+        self.is_leftover = False  # of an ended process: only files of this user's runs are sent
+        self.has_finished = False  # it stays FINISHED, whatever a file says that was copied here, or comes late
 
     def open(self) -> "Client":
         """Return the client of the store; import MLflow if necessary."""
@@ -131,14 +125,12 @@ class Delivery:
         return f"the {kind} {source.name}", partial(do, self.run_id, source, *rest)
 
     def _flush(self, batch: Batch, position: int) -> None:
-        """Send a batch at once; where the store refuses it, part by part, so that a parameter costs no point."""
+        """Send a batch, part by part, so that a parameter which the store refuses costs no point."""
         assert self.client is not None
         others = (Batch(params=batch.params), Batch(tags=batch.tags), Batch(datasets=batch.datasets))
-        parts = [part for part in (*others, Batch(batch.points), Batch(status=batch.status)) if part != Batch()]
-        send = partial(self.client.log_batch, self.run_id)
-        if len(parts) < 2 or self._refusal(partial(send, batch)) is not None:
-            for part in parts:
-                self._try(str(part)[:200], partial(send, part))
+        for part in (*others, Batch(batch.points), Batch(status=batch.status)):
+            if part != Batch():
+                self._try(str(part)[:200], partial(self.client.log_batch, self.run_id, part))
         self.params |= batch.params
         self.points += sum(not point.name.startswith(SYSTEM) for point in batch.points)
         if position != self.position:
@@ -146,21 +138,14 @@ class Delivery:
             note_sent(self.metrics, position)
 
     def _try(self, words: str, do: Callable[[], object]) -> None:
-        if (error := self._refusal(do)) is not None:
-            log.warning("Not tracked in %s: %s (%s)", self.store.shown, words, first_line(error))
-
-    def _refusal(self, do: Callable[[], object]) -> Exception | None:
-        """Return why the store does not take something, None if it does; raise an error that may pass."""
-        from deeplightning.tracking.client import is_transient
-
+        """Report what the store refuses; raise an error that may pass."""
         try:
             with self._alone():
                 do()
         except Exception as error:  # MLflow, SQLAlchemy and the network each have their own
             if is_transient(error):
                 raise
-            return error
-        return None
+            log.warning("Not tracked in %s: %s (%s)", self.store.shown, words, first_line(error))
 
     def _alone(self) -> Any:
         """Forbid a fork inside a transaction of SQLite; a server has its own, and may take long."""
@@ -180,8 +165,3 @@ def header_of(run: Run, experiment: str) -> Line:
     """Return what the first line of a file says of a run that its store may not have yet."""
     ids = {"run": run.id, "experiment_id": run.experiment_id, "experiment": experiment}
     return ids | {"artifact_uri": run.artifact_uri, "started": run.started, "tags": run.tags}
-
-
-def first_line(error: Exception) -> str:
-    """Return an error in a few words."""
-    return " ".join(str(error).split("\n[SQL")[0].split())[:200] or type(error).__name__

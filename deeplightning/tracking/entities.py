@@ -9,12 +9,19 @@ from deeplightning.words import stage_of
 
 SYSTEM = "system/"
 """How the names of metrics of the machine's load begin."""
+RUN_NAME = "mlflow.runName"
+"""The tag with a run's name."""
 EPOCH = "epoch"
 """What Lightning adds to all that it logs; no metric."""
 DATA_CONTEXT = ("mlflow.data.context", "training")
 """The tag by which MLflow says what a run has used a dataset for."""
 PRUNED = ("trial.state", "pruned")
 """The tag of a trial that its search has stopped early."""
+
+
+def name_of(stem: str, run_id: str) -> str:
+    """Return a descriptive name of a run, `SimpleCNN-Digits-a3f1`, with the first digits of its id."""
+    return f"{stem}-{run_id[:4]}"
 
 
 def is_of_test(name: str) -> bool:
@@ -24,75 +31,48 @@ def is_of_test(name: str) -> bool:
 
 
 class Point(NamedTuple):
-    """One value of a metric.
-
-    Attributes:
-        name: of the metric.
-        value: may be NaN or infinite.
-        time: milliseconds since 1970.
-        step: of the training, or the second of the run for the machine's load.
-    """
+    """One value of a metric, which may be NaN or infinite."""
 
     name: str
     value: float
-    time: int
-    step: int
+    time: int  # milliseconds since 1970
+    step: int  # of the training, or the second of the run for the machine's load
 
 
 class Dataset(NamedTuple):
-    """The data of a run, as MLflow's pages show and compare them.
+    """The data of a run, as MLflow's pages show and compare them."""
 
-    Attributes:
-        name: of the kind of data.
-        digest: at most 36 characters; other content has another one.
-        source_type: MLflow's word for where they are: "local", "http", "code".
-        source: JSON, such as {"uri": "/data/flowers"}.
-        profile: JSON, what is known of their size.
-    """
-
-    name: str
-    digest: str
-    source_type: str
-    source: str
-    profile: str
+    name: str  # of the kind of data
+    digest: str  # at most 36 characters; other content has another one
+    source_type: str  # MLflow's word for where they are: "local", "http", "code"
+    source: str  # JSON, such as {"uri": "/data/flowers"}
+    profile: str  # JSON, what is known of their size
 
 
 class Run(NamedTuple):
-    """A run in its store.
+    """A run in its store."""
 
-    Attributes:
-        id: 32 hexadecimal digits.
-        experiment_id: a number as text.
-        status: RUNNING, FINISHED, FAILED or KILLED.
-        started: milliseconds since 1970.
-        artifact_uri: where its files are.
-        is_active: False if it was deleted.
-        params: by their names.
-        tags: by their names.
-    """
-
-    id: str
-    experiment_id: str
-    status: str
-    started: int
-    artifact_uri: str
-    is_active: bool
+    id: str  # 32 hexadecimal digits
+    experiment_id: str  # a number as text
+    status: str  # RUNNING, FINISHED, FAILED or KILLED
+    started: int  # milliseconds since 1970
+    artifact_uri: str  # where its files are
+    is_active: bool  # False if it was deleted
     params: dict[str, str]
     tags: dict[str, str]
 
 
 class Listed(NamedTuple):
-    """A run in a list of runs: `started` in milliseconds since 1970, the last value of each metric, and whether it is a
-    trial that its search has stopped early."""
+    """A run in a list of runs."""
 
     id: str
     name: str
     status: str
-    started: int
+    started: int  # milliseconds since 1970
     experiment: str
     artifact_uri: str
-    metrics: dict[str, float]
-    is_pruned: bool = False
+    metrics: dict[str, float]  # the last value of each
+    is_pruned: bool = False  # a trial that its search has stopped early
 
 
 class Experiment(NamedTuple):

@@ -1,14 +1,15 @@
-"""What a run needs to be understood later: code, packages, machine, command. Never fails, never hangs.
+"""What a run needs to be understood later: packages, machine, command, commit, user. Never fails, never hangs.
 
 Environment variables are not read into it, since they hold secrets, but for some that decide over numbers.
 """
 
+import getpass
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from deeplightning.faults import SetupError
 from deeplightning.own_code import SEALED
 from deeplightning.process.identity import identity
 from deeplightning.runfolder import start_folder
+
+log = logging.getLogger("deeplightning.tracking")
 
 PACKAGES = [
     *("deeplightning", "torch", "torchvision", "triton", "pytorch-lightning", "lightning", "lightning-utilities"),
@@ -42,21 +45,6 @@ GIT = "git.json"
 SECONDS = 10.0
 """How long a program such as git may take; a repository on a slow network disk is then left out."""
 
-_SETTINGS = {
-    "core.fsmonitor": "false",
-    "core.hooksPath": os.devnull,
-    "core.sshCommand": "false",
-    "core.attributesFile": os.devnull,
-    "core.quotePath": "false",
-}
-_VARIABLES = {
-    "GIT_OPTIONAL_LOCKS": "0",
-    "GIT_TERMINAL_PROMPT": "0",
-    "GIT_ALLOW_PROTOCOL": "none",  # a partial clone would fetch what it lacks, by a program that it names
-    "GIT_NO_LAZY_FETCH": "1",
-    "LC_ALL": "C",
-}
-
 REPRODUCES = "DEEPLIGHTNING_REPRODUCES"
 """The variable that names the run which this one makes again; the tag `reproduces` of this one."""
 
@@ -67,12 +55,15 @@ def describe(redact: Callable[[str], str] = str) -> dict[str, object]:
     Args:
         redact: is applied to every text, to take secrets out.
     """
+    directory = None
+    with suppress(OSError):  # it was deleted
+        directory = str(start_folder())
     return redacted(
         {
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": shlex.join(sys.argv),
             "launch": _launch(),
-            "directory": _quietly(lambda: str(start_folder())),
+            "directory": directory,
             "host": socket.gethostname(),
             "python": {"version": platform.python_version(), "executable": sys.executable},
             "os": platform.platform(),
@@ -98,80 +89,31 @@ def _launch() -> str | None:
 
 
 def git_state() -> dict[str, Any] | None:
-    """Return commit, branch (None if detached) and dirtiness of a repository, or None without one: that of the working
-    directory; where that is in none, the one that this code runs from. A sealed launch keeps those of its sealing."""
+    """Return commit and branch (None if detached) of a repository, or None without one: that of the working directory;
+    where that is in none, the one that this code runs from. A sealed launch keeps those of its sealing."""
     with suppress(KeyError, OSError, ValueError):
         sealed: dict[str, Any] = json.loads(Path(os.environ[SEALED], GIT).read_text())
         return sealed
-    status = ask_git("status", "--porcelain=v2", "--branch", "--untracked-files=normal")
-    if status is None:
-        return None
-    lines = status.splitlines()
-    head = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# ") and " " in line[2:])
-    commit, branch = head.get("branch.oid"), head.get("branch.head")
-    return {
-        "commit": None if commit == "(initial)" else commit,
-        "branch": None if branch == "(detached)" else branch,
-        "dirty": any(not line.startswith("#") for line in lines),
-    }
-
-
-def run_git(folder: Path, *arguments: str) -> bytes | None:
-    """Return git's output, or None if it fails, takes too long or is missing. It locks nothing and fetches nothing.
-
-    A repository may have come with somebody else's folder, and its settings name programs: none is run. Git itself
-    refuses a repository of another user (`safe.directory`).
-    """
-    git = shutil.which("git")
-    if git is None:
-        return None
-    variables: dict[str, str] = {}
-    if arguments[0] == "status":
-        # Inside a submodule none of these settings would hold, so that nobody looks into its files.
-        arguments = (arguments[0], "--ignore-submodules=dirty", *arguments[1:])
-        variables = _without_filters(folder)
-    settings = [word for name, value in _SETTINGS.items() for word in ("-c", f"{name}={value}")]
-    try:
-        done = subprocess.run(
-            [git, "-C", str(folder), *settings, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | _VARIABLES | variables,
-            timeout=SECONDS,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout
-
-
-def _without_filters(folder: Path) -> dict[str, str]:
-    """Return variables that disable the filters of the repository's settings; those of the user's settings, such as Git
-    LFS, stay."""
-    names = r"^filter\..*\.(clean|smudge|process)$"
-    output = run_git(folder, "config", "-z", "--show-scope", "--name-only", "--get-regexp", names) or b""
-    words = [os.fsdecode(word) for word in output.split(b"\0")]
-    programs = [name for scope, name in zip(words[::2], words[1::2], strict=False) if scope in ("local", "worktree")]
-    settings = dict.fromkeys(programs, "") | {f"{name.rpartition('.')[0]}.required": "false" for name in programs}
-    first = int(os.environ.get("GIT_CONFIG_COUNT") or 0)
-    found = {"GIT_CONFIG_COUNT": str(first + len(settings))}
-    for number, (name, value) in enumerate(settings.items(), first):
-        found |= {f"GIT_CONFIG_KEY_{number}": name, f"GIT_CONFIG_VALUE_{number}": value}
-    return found if settings else {}
+    commit = ask_git("rev-parse", "--verify", "--quiet", "HEAD")
+    branch = ask_git("symbolic-ref", "--quiet", "--short", "HEAD")
+    return {"commit": commit, "branch": branch} if commit or branch else None
 
 
 def ask_git(*arguments: str, folder: Path | None = None) -> str | None:
-    """Return git's output, or None if it fails or takes too long.
+    """Return a line of git's output, or None if it fails, takes too long or is missing.
+
+    A repository may have come with somebody else's folder, and its settings name programs: ask only what runs none of
+    them. Git itself refuses a repository of another user (`safe.directory`).
 
     Args:
         folder: of the repository; None: the one of `git_state`.
     """
+    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": SECONDS, "check": True}
     try:
-        output = run_git(folder or Path(_directory()), *arguments)
-    except OSError:  # the working directory was deleted
+        done = subprocess.run(["git", "-C", str(folder or _directory()), *arguments], **options)
+    except (OSError, subprocess.SubprocessError):  # OSError: also of a working directory that was deleted
         return None
-    return None if output is None else output.decode("utf-8", "replace")
+    return done.stdout.decode("utf-8", "replace").strip()
 
 
 def _directory() -> str:
@@ -183,38 +125,29 @@ def _directory() -> str:
 
 
 def _cpu() -> dict[str, object]:
-    model = None
-    if (info := Path("/proc/cpuinfo")).exists():
-        lines = (_quietly(info.read_text) or "").splitlines()
-        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
+    model = ""
+    with suppress(OSError, StopIteration):  # macOS has no such file
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"model": model or platform.processor() or platform.machine(), "cores": os.cpu_count(), "usable": usable}
 
 
-def _memory() -> float | None:
-    try:
-        import psutil
-    except ImportError:
-        return None
+def _memory() -> float:
+    import psutil
+
     return round(psutil.virtual_memory().total / 2**30, 1)
 
 
 def _gpus() -> list[dict[str, object]]:
     """List the GPUs by nvidia-smi: torch would have to start CUDA in this process, which forbids forking."""
-    smi = shutil.which("nvidia-smi")
-    if smi is not None:
-        query = [smi, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
-        try:
-            answer = subprocess.run(query, capture_output=True, text=True, timeout=SECONDS, check=True).stdout
-            rows = [[field.strip() for field in line.split(",")] for line in answer.splitlines() if line.strip()]
-            return [{"name": name, "memory_mib": int(memory), "driver": driver} for name, memory, driver in rows]
-        except (OSError, subprocess.SubprocessError, ValueError):
-            pass  # a driver that does not answer; torch may still know
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        return [{"name": gpu.name, "memory_mib": gpu.total_memory // 2**20, "driver": None} for gpu in found]
-    return []
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=SECONDS, check=True).stdout
+        rows = [[field.strip() for field in line.split(",")] for line in answer.splitlines() if line.strip()]
+        return [{"name": name, "memory_mib": int(memory), "driver": driver} for name, memory, driver in rows]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
 
 
 def _threads() -> int | None:
@@ -243,8 +176,35 @@ def redacted(value: object, redact: Callable[[str], str]) -> Any:
     return redact(value) if isinstance(value, str) else value
 
 
-def _quietly(function: Callable[[], str]) -> str | None:
+def run_tags() -> dict[str, str]:
+    """Return the tags that MLflow's client resolves.
+
+    In a notebook MLflow is asked itself: only there it finds the notebook's name. It describes the repository of the
+    started file, which is ours, and its address, perhaps with a password; so git is asked here for that of the user.
+    """
+    git = git_state() or {}
+    repository = {f"mlflow.source.git.{name}": git[name] for name in ("commit", "branch") if git.get(name)}
+    if "ipykernel" in sys.modules or "DATABRICKS_RUNTIME_VERSION" in os.environ:
+        from deeplightning.tracking.store import quiet_mlflow
+
+        quiet_mlflow()
+        from mlflow.tracking.context.registry import resolve_tags
+
+        resolved = resolve_tags()
+        return {name: resolved[name] for name in resolved if not name.startswith("mlflow.source.git.")} | repository
+    script = sys.argv[0] if sys.argv and sys.argv[0] else "<console>"
+    tags = {"mlflow.user": _user(), "mlflow.source.name": script, "mlflow.source.type": "LOCAL"} | repository
+    if given := os.environ.get("MLFLOW_RUN_CONTEXT"):
+        try:
+            tags |= {str(name): str(value) for name, value in dict(json.loads(given)).items()}
+        except (ValueError, TypeError) as error:
+            log.warning("The variable MLFLOW_RUN_CONTEXT is not used, it is no JSON object: %s", error)
+    return tags
+
+
+def _user() -> str:
+    """Return the user name for MLflow's servers, else the user of this machine."""
     try:
-        return function()
-    except OSError:
-        return None
+        return os.environ.get("MLFLOW_TRACKING_USERNAME") or getpass.getuser()
+    except (ImportError, KeyError, OSError):  # a user whom the machine has no name for
+        return "unknown"

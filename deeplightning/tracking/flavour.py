@@ -115,14 +115,9 @@ def requirements(takes: str = "image") -> list[str]:
     Args:
         takes: what goes into the model, of `deeplightning.kinds.INPUTS`.
     """
-    extras = ["text"] if takes == "text" else []
-    wanted = (*PACKAGES, "tokenizers") if takes == "text" else PACKAGES
-    ours = [
-        text.partition(";")[0].strip()
-        for text in requires("deeplightning") or []
-        if "extra ==" not in text or any(re.search(rf"extra == .{extra}\W", text) for extra in extras)
-    ]
-    return [text for text in ours if text.lower().startswith(wanted)]
+    wanted = {*PACKAGES, "tokenizers"} if takes == "text" else {*PACKAGES}
+    ours = [text.partition(";")[0].strip() for text in requires("deeplightning") or []]
+    return [text for text in ours if re.split(r"[^\w-]", text)[0].lower() in wanted]
 
 
 def _sources(place: Path) -> list[Path]:

@@ -4,7 +4,6 @@ Making the logger does nothing. The first use in a hook, on rank 0, opens or joi
 """
 
 import atexit
-import hashlib
 import json
 import logging
 import os
@@ -23,18 +22,18 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from deeplightning.faults import SetupError, count
 from deeplightning.runfolder import RunFolder, make_private
-from deeplightning.tracking.artifacts import Artifacts, RemoteArtifacts
+from deeplightning.tracking.artifacts import Artifacts
 from deeplightning.tracking.delivery import Delivery, header_of
-from deeplightning.tracking.entities import EPOCH, Dataset, Run, is_of_test
-from deeplightning.tracking.metric_names import MAX_NAME, MAX_REASON, MAX_TAG, NOTE, NOTE_DIGEST, clean, flatten
+from deeplightning.tracking.entities import EPOCH, RUN_NAME, Dataset, Run, is_of_test, name_of
+from deeplightning.tracking.environment import run_tags
+from deeplightning.tracking.metric_names import MAX_REASON, MAX_TAG, NOTE, clean, flatten
 from deeplightning.tracking.metrics_file import Line, points_line, points_of, read_lines, sync
 from deeplightning.tracking.mlflow_store import LazyClient, uri_of
-from deeplightning.tracking.mlflow_tags import RUN_NAME, name_of, run_tags
-from deeplightning.tracking.reader import find_experiment, raise_if_newer
+from deeplightning.tracking.reader import find_experiment
 from deeplightning.tracking.sender import Sender
 from deeplightning.tracking.store import Store, check_writable, explain, local_path, locate
 from deeplightning.tracking.system_metrics import sampler
-from deeplightning.tracking.unsent import find_run, folder_of, settle
+from deeplightning.tracking.unsent import find_run, folder_of, open_client, settle_quietly
 from deeplightning.words import printable
 
 if TYPE_CHECKING:
@@ -91,7 +90,6 @@ class MLflowLogger(Logger):
         self._artifact_folder: Path | None = None
         self._artifacts: Artifacts | None = None  # of an open run
         self._last_step = 0
-        self._names: dict[str, str] = {}  # of metrics, as they are logged and as they are tracked
         self._latest: dict[str, tuple[int, float]] = {}  # the last point of each metric
         self._there: dict[str, set[int]] = {}  # steps that a continued run has logged
         self._continues = False
@@ -159,11 +157,6 @@ class MLflowLogger(Logger):
         """The local folder of the run's artifacts, absolute, made; opens the run. None: on a server, or not rank 0."""
         self._open()
         return self._artifact_folder
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a run has been opened in this process; opens nothing."""
-        return self._status is not None
 
     # Continuing a run
 
@@ -243,22 +236,11 @@ class MLflowLogger(Logger):
         values: dict[str, float] = {}
         for name, value in metrics.items():
             try:
-                values[self._tracked_as(name)] = float(value)
+                values[clean(name)] = float(value)
             except (TypeError, ValueError):
                 log.warning("%s is not tracked: %r is not a number.", name, value)
         if values:
             self._add(values, time.time_ns() // 1_000_000, step)
-
-    def _tracked_as(self, name: str) -> str:
-        """Return the name of a metric in the form that MLflow takes, another one for each metric."""
-        if name not in self._names:
-            tracked = clean(name)
-            if tracked in self._names.values():
-                tracked = f"{tracked[: MAX_NAME - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-            if tracked != name:
-                log.info("metric     %s is tracked as %s", name, tracked)
-            self._names[name] = tracked
-        return self._names[name]
 
     def _add(self, values: Mapping[str, float], moment: int, step: int) -> None:
         sender, new, tested = self._running(), {}, {}
@@ -267,7 +249,7 @@ class MLflowLogger(Logger):
                 continue
             latest, is_test = self._latest.get(name), is_of_test(name)
             self._latest[name] = point = (0 if is_test else step, value)
-            if _same(point, latest):
+            if repr(point) == repr(latest):  # as text NaN equals NaN
                 continue
             if is_test:  # a run may be tested again
                 tested[name] = value
@@ -289,7 +271,7 @@ class MLflowLogger(Logger):
         text = printable(text, "\n")[:MAX_TAG]
         self._open()  # tells whose description the run has
         if not self._is_described:
-            self.log_tags({NOTE: text, NOTE_DIGEST: _digest(text)})
+            self.log_tags({NOTE: text})
 
     @rank_zero_only
     def log_dataset(self, dataset: Dataset) -> None:
@@ -363,18 +345,14 @@ class MLflowLogger(Logger):
         from deeplightning.tracking import picture
 
         kind = kind or picture.kind_of(value)
-        stem, dot, ending = (
-            name.rpartition(".") if name.endswith((".png", ".yaml", ".yml", ".json")) else (name, "", "")
-        )
-        stem = stem if step is None else f"{stem}_{step}"
+        ending = next((ending for ending in (".png", ".yaml", ".yml", ".json") if name.endswith(ending)), "")
+        stem = name.removesuffix(ending) + ("" if step is None else f"_{step}")
         if kind == "metric":
             self.log_metrics({name: value}, step)
         elif kind == "config":
-            as_json = ending == "json"
-            text = (
-                json.dumps(value, indent=2) if as_json else yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
-            )
-            self._stored().save(f"{stem}{dot or '.'}{ending or 'yaml'}", text.encode())
+            as_yaml = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True)
+            text = json.dumps(value, indent=2) if ending == ".json" else as_yaml(value)
+            self._stored().save(stem + (ending or ".yaml"), text.encode())
         elif kind in ("image", "figure"):
             self.log_picture(stem, value)
         elif kind == "histogram":
@@ -430,11 +408,10 @@ class MLflowLogger(Logger):
         client = None
         try:
             if store.database is None:
-                client = _open_client(store)
+                client = open_client(store)
             elif store.database.exists():
                 check_writable(store)
-                raise_if_newer(store)
-            run, lines = self._old_run(store, client, run_id) if run_id else self._new_run(store, client)
+            run, lines = self._old_run(store, run_id) if run_id else self._new_run(store, client)
             folder = local_path(run.artifact_uri)
             if folder is not None:
                 root = store.artifact_root
@@ -450,12 +427,12 @@ class MLflowLogger(Logger):
         self._params = dict(run.params)
         metrics = RunFolder(self._top()).metrics
         if run_id:
-            self._read(metrics)
+            self._read(metrics, run.tags.get(NOTE))
         make_sample = partial(sampler, run.started) if self._system_metrics else None
         pause = float(os.environ.get("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL") or SAMPLE_SECONDS)
         delivery = Delivery(store, run.id, metrics, client)
         self._sender = Sender(delivery, self._settle_others, make_sample, pause)
-        self._artifacts = Artifacts(folder) if folder is not None else RemoteArtifacts(self._sender, self._top())
+        self._artifacts = Artifacts(self._top(), self._sender if folder is None else None)
         self._status, self._opened_in = "RUNNING", os.getpid()  # not before: a signal may come at any line
         atexit.register(self._at_exit)
         for line in lines:
@@ -482,7 +459,7 @@ class MLflowLogger(Logger):
         tags = {name: str(value)[:MAX_TAG] for name, value in (run_tags() | self._tags).items()}
         experiment = find_experiment(store, self._experiment_name) if client is None else None
         if experiment is None:
-            experiment = (client or _open_client(store)).experiment(self._experiment_name)
+            experiment = (client or open_client(store)).experiment(self._experiment_name)
         if not experiment.is_active:
             raise SetupError(
                 f"The experiment {self._experiment_name!r} in {store.shown} was deleted. Restore it (mlflow "
@@ -497,7 +474,7 @@ class MLflowLogger(Logger):
         run = Run(run_id, experiment.id, "RUNNING", started, location, True, {}, tags)
         return run, [{"run": header_of(run, self._experiment_name)}]
 
-    def _old_run(self, store: Store, client: "Client | None", run_id: str) -> tuple[Run, list[Line]]:
+    def _old_run(self, store: Store, run_id: str) -> tuple[Run, list[Line]]:
         """Return the run to join, and lines to say first."""
         run, _ = find_run(store, run_id) or (None, "")
         if run is None or not run.is_active:
@@ -506,39 +483,30 @@ class MLflowLogger(Logger):
                 f"The run {run_id!r} {state} in the tracking store {store.shown}. Give the id of a run there, or leave "
                 "it out (logger.params.run_id, the variable MLFLOW_RUN_ID) to start a new one."
             )
-        if (note := run.tags.get(NOTE)) is not None:
-            self._is_described = self._is_described or run.tags.get(NOTE_DIGEST) != _digest(note)
         tags = {name: str(value)[:MAX_TAG] for name, value in self._tags.items()}
         tags |= {RUN_NAME: self._run_name} if self._run_name else {}
         lines: list[Line] = [{"untag": "failure"}] if self._continues else []
         return run, [*lines, *([{"tags": tags}] if tags else []), {"status": "RUNNING", "time": None}]
 
-    def _read(self, metrics: Path) -> None:
-        """Learn what the run has logged."""
+    def _read(self, metrics: Path, note: str | None) -> None:
+        """Learn what the run has logged, and whether its description in the store is one of ours."""
         self._there = {}
+        said: set[str | None] = {None}
         for _, line in read_lines(metrics):
+            said.add(line.get("tags", {}).get(NOTE))
             self._params |= line.get("params", {})
             for point in points_of(line):
                 if self._continues:
                     self._there.setdefault(point.name, set()).add(point.step)
                 if is_of_test(point.name):
                     self._latest[point.name] = (0, point.value)
+        self._is_described = self._is_described or note not in said
 
     def _settle_others(self) -> None:
         """Send, in the run's thread, what ended processes have left."""
         assert self._store is not None
-        try:
-            for found in settle(self._store):
-                if found.problem:
-                    log.warning("The run %s is refused (%s); kept as %s.", found.run_id, found.problem, found.kept)
-                elif found.damaged:
-                    log.warning("The run %s: %s.", found.run_id, found.losses)
-                elif found.points:
-                    log.info(
-                        "The run %s had left %s unsent; all is sent now.", found.run_id, count(found.points, "point")
-                    )
-        except SetupError as error:
-            log.warning("%s", error)
+        for line in settle_quietly(self._store):
+            log.info("unsent     %s", line)
 
     def _stored(self) -> Artifacts:
         """Return the run's artifacts; open the run."""
@@ -564,28 +532,10 @@ class MLflowLogger(Logger):
         if self._status is None or self._opened_in != os.getpid():  # a forked child is not the owner
             return
         error = getattr(sys, "last_value", None)  # set by the interpreter for an exception that nobody caught
-        if self._status == "RUNNING":
-            if error is not None or self._ended_as is None:
-                reason = f"{type(error).__name__}: {error}" if error else "the process ended without finishing the run"
-                self.finalize("failed", reason)
-            else:
-                self.finalize({word: key for key, word in _STATUS.items()}[self._ended_as])
-        elif self._sender is not None:
-            self._sender.stop()
-
-
-def _open_client(store: Store) -> "Client":
-    from deeplightning.tracking.client import Client
-
-    return Client(store)
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _same(point: tuple[int, float], other: tuple[int, float] | None) -> bool:
-    """Return whether two points, step and value, are one; NaN equals NaN."""
-    return other is not None and (
-        point == other or (point[0] == other[0] and point[1] != point[1] and other[1] != other[1])
-    )
+        if self._status != "RUNNING":
+            self._sending().stop()
+        elif error is None and self._ended_as is not None:
+            self.finalize(self._ended_as.lower())
+        else:
+            reason = f"{type(error).__name__}: {error}" if error else "the process ended without finishing the run"
+            self.finalize("failed", reason)

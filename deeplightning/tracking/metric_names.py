@@ -13,8 +13,6 @@ NETWORK, DATA, ENGINE = "network", "data", "engine"
 """The tags that say what a run has trained, from what and on what: columns of the table of runs."""
 NOTE = "mlflow.note.content"
 """The tag that MLflow shows as the description of a run, in Markdown."""
-NOTE_DIGEST = "mlflow.note.digest"
-"""The tag by which a description is known as one of ours; MLflow's page lists no tags of this prefix."""
 
 
 def flatten(params: Mapping[str, object]) -> dict[str, str]:
@@ -22,17 +20,11 @@ def flatten(params: Mapping[str, object]) -> dict[str, str]:
     flat: dict[str, str] = {}
 
     def visit(path: tuple[str, ...], value: object) -> None:
-        items = (
-            value.items()
-            if isinstance(value, Mapping)
-            else enumerate(value)
-            if isinstance(value, list | tuple)
-            else None
-        )
-        if items is None or (not value and path):
+        items = dict(enumerate(value)) if isinstance(value, list | tuple) else value
+        if not isinstance(items, Mapping) or (not items and path):
             flat[clean("/".join(path))] = str(value)[:MAX_PARAM]
             return
-        for key, inner in items:
+        for key, inner in items.items():
             visit((*path, str(key)), inner)
 
     visit((), params)

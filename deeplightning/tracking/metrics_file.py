@@ -212,17 +212,11 @@ def series_of(points: Iterable[Point]) -> Series:
 
 
 class Apart(NamedTuple):
-    """Where two series differ first.
-
-    Attributes:
-        name: of the metric.
-        step: of the first point that differs.
-        one, two: its values in the first and the second series; None if a series has no such point.
-    """
+    """Where two series of a metric differ first."""
 
     name: str
     step: int
-    one: float | None
+    one: float | None  # None: the first series has no such point
     two: float | None
 
     def __str__(self) -> str:

@@ -1,11 +1,8 @@
 """MLflow's client opens a store of ours: an SQLite database that is made or migrated at its first use, under a lock."""
 
-import atexit
 import logging
 import os
-import shutil
 import sqlite3
-import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -25,7 +22,6 @@ log = logging.getLogger("deeplightning.tracking")
 
 _attached: dict[str, Store] = {}
 _stores: "dict[str, _LateStore]" = {}
-_links: dict[Path, Path] = {}
 
 
 def attach(store: Store) -> str:
@@ -64,21 +60,9 @@ def open_client(store: Store) -> "MlflowClient":
 def uri_of(store: Store) -> str:
     """Return the URI by which MLflow opens a store."""
     if store.database is not None:
-        return _sqlite_uri(store.database)
+        return f"sqlite:///{store.database}"
     assert store.address is not None or store.folder is not None
     return store.address or store.folder.as_uri()  # type: ignore[union-attr]
-
-
-def _sqlite_uri(database: Path) -> str:
-    """Return the address of a file. SQLAlchemy has no escape for `?` in its name: then it is that of a link."""
-    if "?" not in str(database):
-        return f"sqlite:///{database}"
-    if database.parent not in _links:
-        holder = Path(tempfile.mkdtemp(prefix="deeplightning-"))
-        atexit.register(shutil.rmtree, holder, ignore_errors=True)
-        (holder / "store").symlink_to(database.parent, target_is_directory=True)
-        _links[database.parent] = holder / "store"
-    return f"sqlite:///{_links[database.parent] / database.name}"
 
 
 def _build_late(store_uri: str, artifact_uri: str | None = None):
@@ -144,7 +128,7 @@ def _make_database(database: Path, artifact_root: str) -> None:
     for suffix in ("", "-journal", "-wal", "-shm"):  # what a process that was killed has left
         Path(f"{beside}{suffix}").unlink(missing_ok=True)
     beside.touch()  # SQLite itself would give it no more than 644
-    SqlAlchemyStore(_sqlite_uri(beside), artifact_root)
+    SqlAlchemyStore(f"sqlite:///{beside}", artifact_root)
     beside.replace(database)
     sync_names(database.parent)
 
@@ -165,7 +149,6 @@ def _migrate(database: Path, uri: str, revision: str) -> None:
     copy = database.with_name(f"{database.name}.{revision}.bak")
     with closing(sqlite3.connect(database)) as connection, closing(sqlite3.connect(copy)) as backup:
         connection.backup(backup)
-    log.warning("%s is of another MLflow version: migrating it; a copy stays in %s", database, copy)
     try:
         upgrade_database(uri)
     except Exception as error:
@@ -173,6 +156,7 @@ def _migrate(database: Path, uri: str, revision: str) -> None:
             f"{database} was made by another version of MLflow and cannot be migrated ({str(error)[:200]}). "
             f"Install that version, or set another logger.params.tracking_uri. A copy is in {copy}."
         ) from error
+    log.warning("%s was of another MLflow version and is migrated; a copy of it stays in %s", database, copy)
 
 
 class LazyClient:
@@ -183,18 +167,11 @@ class LazyClient:
     """
 
     def __init__(self, store: Store, prepare: Callable[[], object]):
-        self.__dict__.update(_store=store, _prepare=prepare)
+        self._store, self._prepare = store, prepare
+        self._client: MlflowClient | None = None
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._made(), name)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """For `isinstance`."""
-        return type(self._made())
-
-    def _made(self) -> object:
-        if "_client" not in self.__dict__:
-            self.__dict__["_prepare"]()
-            self.__dict__["_client"] = open_client(self.__dict__["_store"])
-        return self.__dict__["_client"]
+        if self._client is None:
+            self._prepare()
+            self._client = open_client(self._store)
+        return getattr(self._client, name)

@@ -3,23 +3,22 @@
 Imports neither torch nor Lightning. A port that is taken or a store that cannot be opened: one note, exit code 3.
 """
 
-import errno
 import os
 import socket
 import sys
+import time
+import urllib.request
 import webbrowser
 from contextlib import suppress
-from importlib.metadata import entry_points
 
 from deeplightning.faults import SetupError
 from deeplightning.process.terminal import say
-from deeplightning.tracking.mlflow_columns import OPENS, newest_runs, runs_page
 from deeplightning.tracking.mlflow_store import open_client, uri_of
 from deeplightning.tracking.store import Store, explain, locate
 from deeplightning.tracking.unsent import settle_quietly
 
-APPLICATION = "deeplightning"
-"""MLflow's name for `deeplightning.tracking.pages`, an entry point of the group `mlflow.app`."""
+PORT = 5001
+"""Where `deeplightning monitor` listens by default."""
 EVERYWHERE = ("0.0.0.0", "::")
 """Addresses that mean all of this machine's."""
 
@@ -39,27 +38,48 @@ def monitor(tracking_uri: str | None, host: str, port: int, opens: bool | None =
         say(line, err=True)
     opens = has_browser() if opens is None else opens
     if command is None:
-        address = _with_newest(store, store.shown.rstrip("/"))
-        say(f"The store is a server with its own pages: {address}")
+        page = f"{store.shown.rstrip('/')}{_newest(store)}"
+        say(f"The store is a server with its own pages: {page}")
         if opens:
-            webbrowser.open(address)
+            webbrowser.open(page)
         return
-    address = f"http://{'127.0.0.1' if host in EVERYWHERE else f'[{host}]' if ':' in host else host}:{port}"
-    if APPLICATION not in command:
-        address = _with_newest(store, address)
-    say(f"MLflow shows {store.shown} at {address}")
+    server = f"http://{'127.0.0.1' if host in EVERYWHERE else f'[{host}]' if ':' in host else host}:{port}"
+    page = f"{server}{_newest(store)}"
+    say(f"MLflow shows {store.shown} at {page}")
     say("Ctrl-C ends it.")
-    if opens:
-        os.environ[OPENS] = address
+    if opens and os.fork() == 0:  # this process becomes the server
+        try:
+            _open_browser(server, page)
+        finally:
+            os._exit(0)
     os.execv(command[0], command)
 
 
-def _with_newest(store: Store, address: str) -> str:
-    """Return the address at which MLflow's own page shows the experiment of the newest run, or else the page's
-    address."""
+def runs_page(experiment_id: str) -> str:
+    """Return the address, from `#` on, at which MLflow's page shows the runs of an experiment with charts. Without it
+    the page of 3.17 opens in its view for language models."""
+    return f"#/experiments/{experiment_id}/runs?workflowType=machine_learning&compareRunsMode=CHART"
+
+
+def _newest(store: Store) -> str:
+    """Return where MLflow's page shows the experiment of the newest run; "" if there is none."""
     with suppress(Exception):  # of the network, or MLflow's
-        return f"{address}/{runs_page(newest_runs(open_client(store), 1)[0].info.experiment_id)}"
-    return address
+        client = open_client(store)
+        experiments = [experiment.experiment_id for experiment in client.search_experiments(max_results=1000)]
+        (run,) = client.search_runs(experiments, max_results=1, order_by=["attributes.start_time DESC"])
+        return f"/{runs_page(run.info.experiment_id)}"
+    return ""
+
+
+def _open_browser(server: str, page: str) -> None:
+    """Open a page as soon as its server answers; give up after a minute."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        with suppress(OSError):
+            urllib.request.urlopen(f"{server}/health", timeout=5).close()
+            webbrowser.open(page)
+            return
+        time.sleep(0.2)
 
 
 def has_browser() -> bool:
@@ -91,8 +111,6 @@ def server_command(tracking_uri: str | None, host: str, port: int) -> list[str] 
     command = [sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port)]
     if store.artifact_root is not None:
         command += ["--default-artifact-root", store.artifact_root.as_uri(), "--no-serve-artifacts"]
-    if entry_points(group="mlflow.app", name=APPLICATION):  # else its page opens as MLflow ships it
-        command += ["--app-name", APPLICATION]
     return [*command, "--workers", "1", "--uvicorn-opts", "--log-level=warning"]
 
 
@@ -103,8 +121,6 @@ def _check_free(host: str, port: int) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that a server has just left is free
             probe.bind(address)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise SetupError(
-                f"Port {port} on {host} is in use. Choose another: deeplightning monitor --port {port + 1}"
-            ) from None
-        raise SetupError(f"Cannot listen on {host}:{port}: {error}. Choose another --host or --port.") from None
+        raise SetupError(
+            f"Cannot listen on {host}:{port}: {error.strerror}. Choose another --host or --port."
+        ) from None

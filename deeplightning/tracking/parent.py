@@ -20,8 +20,8 @@ from deeplightning.config.tree import line
 from deeplightning.faults import UserError
 from deeplightning.tracking.build import experiment_of
 from deeplightning.tracking.entities import Batch, Point
+from deeplightning.tracking.environment import run_tags
 from deeplightning.tracking.metric_names import MAX_TAG, flatten
-from deeplightning.tracking.mlflow_tags import run_tags
 from deeplightning.tracking.reader import open_reader
 from deeplightning.tracking.store import Store, check_writable, explain, local_path, locate, remove_files
 

@@ -3,18 +3,18 @@
 Importing MLflow costs 1.2 CPU seconds, which a command that only looks at runs need not spend.
 """
 
-import importlib.util
-import os
 import sqlite3
 from collections.abc import Collection, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from deeplightning.faults import SetupError
 from deeplightning.runfolder import make_private, permissions_of
 from deeplightning.tracking.entities import PRUNED, SYSTEM, Experiment, Listed, Point, Run, as_logged
 from deeplightning.tracking.store import Store, Wait, explain, is_locked
+
+if TYPE_CHECKING:
+    from deeplightning.tracking.client import Client
 
 _RUN = "SELECT experiment_id, status, start_time, artifact_uri, lifecycle_stage FROM runs WHERE run_uuid = ?"
 _LISTED = (
@@ -25,27 +25,8 @@ _LISTED = (
 )
 
 
-class Reader(Protocol):
-    """What commands ask of a store. What it raises is the store's own, see `deeplightning.tracking.store.explain`."""
-
-    def run(self, run_id: str) -> Run | None:
-        """Return a run, even a deleted one; None if it does not exist."""
-
-    def experiment(self, name: str) -> Experiment | None:
-        """Return the experiment of a name."""
-
-    def name_of(self, experiment_id: str) -> str:
-        """Return the name of an experiment."""
-
-    def listing(self) -> list[Listed]:
-        """Return all runs that were not deleted, the newest first."""
-
-    def history(self, run_id: str, names: Collection[str] | None = None) -> Iterator[Point]:
-        """Yield the points of some metrics of a run; None: of all but those of the machine's load."""
-
-
-def open_reader(store: Store) -> Reader:
-    """Return the reader of a store, which makes none.
+def open_reader(store: Store) -> "DatabaseReader | Client":
+    """Return what reads a store, and makes none. What it raises later is the store's own, see `explain`.
 
     Raises:
         SetupError: the store cannot be read.
@@ -102,6 +83,7 @@ class DatabaseReader:
         return str(found[0][0]) if found else None
 
     def run(self, run_id: str) -> Run | None:
+        """Return a run, even a deleted one; None if it does not exist."""
         found = self._find(_RUN, run_id)
         if not found:
             return None
@@ -111,14 +93,17 @@ class DatabaseReader:
         return Run(run_id, str(number), status, started, location, stage == "active", params, tags)
 
     def experiment(self, name: str) -> Experiment | None:
+        """Return the experiment of a name."""
         asked = "SELECT experiment_id, artifact_location, lifecycle_stage FROM experiments WHERE name = ?"
         found = self._find(asked, name)
         return Experiment(str(found[0][0]), found[0][1], found[0][2] == "active") if found else None
 
     def name_of(self, experiment_id: str) -> str:
+        """Return the name of an experiment."""
         return str(self._find("SELECT name FROM experiments WHERE experiment_id = ?", int(experiment_id))[0][0])
 
     def listing(self) -> list[Listed]:
+        """Return all runs that were not deleted, the newest first."""
         metrics: dict[str, dict[str, float]] = {}
         for run_id, name, value, is_nan in self._find("SELECT run_uuid, key, value, is_nan FROM latest_metrics"):
             metrics.setdefault(run_id, {})[name] = as_logged(value, is_nan)
@@ -126,6 +111,7 @@ class DatabaseReader:
         return [Listed._make([*row, metrics.get(row[0], {}), row[0] in pruned]) for row in self._find(_LISTED)]
 
     def history(self, run_id: str, names: Collection[str] | None = None) -> Iterator[Point]:
+        """Yield the points of some metrics of a run; None: of all but those of the machine's load."""
         rows = self._find("SELECT key, value, timestamp, step, is_nan FROM metrics WHERE run_uuid = ?", run_id)
         for name, value, moment, step, is_nan in rows:
             if name in names if names is not None else not name.startswith(SYSTEM):
@@ -159,24 +145,3 @@ class DatabaseReader:
         with closing(sqlite3.connect(self._database)) as connection:
             connection.execute("SELECT 1 FROM sqlite_master").fetchone()
         return True
-
-
-def raise_if_newer(store: Store) -> None:
-    """Check, without importing MLflow, that the installed one has the schema of a database.
-
-    Raises:
-        SetupError: a newer MLflow has migrated it, or the database cannot be read.
-    """
-    assert store.database is not None
-    try:
-        revision = DatabaseReader(store.database).revision()
-    except sqlite3.Error as error:
-        raise explain(error, store) from error
-    found = importlib.util.find_spec("mlflow")
-    for place in (found.submodule_search_locations or []) if found and revision is not None else []:
-        names = os.listdir(Path(place, "store/db_migrations/versions"))  # noqa: PTH208
-        if not any(name.startswith(f"{revision}_") for name in names):
-            raise SetupError(
-                f"{store.database} was made by a newer version of MLflow: its schema {revision} is unknown to the "
-                "installed one. Update MLflow (pip install -U mlflow), or set another logger.params.tracking_uri."
-            )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from deeplightning.faults import CheckpointError, SetupError, install
+from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.runfolder import from_start
 from deeplightning.tracking.store import Store, explain, local_path, locate
 
@@ -16,13 +16,6 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 _ID = r"[A-Za-z0-9][\w-]*"
-_READERS = {
-    "botocore": "boto3",
-    "google": "google-cloud-storage",
-    "azure": "azure-identity azure-storage-blob azure-storage-file-datalake",
-}
-"""By module, the packages with which MLflow reads the files of runs at an address."""
-_MAX_NAMED = 5  # runs of one name that a note lists
 
 
 def resolve_run(run: str | os.PathLike, tracking_uri: str | os.PathLike | None = None) -> Path:
@@ -78,11 +71,8 @@ def _of_run(run_id: str, store: Store, also: str = "") -> Path:
     if len(named) == 1:
         return _of_run(named[0], store)
     if named:
-        more = f" and {len(named) - _MAX_NAMED} more" if len(named) > _MAX_NAMED else ""
-        raise CheckpointError(
-            f"{len(named)} runs are called {run_id!r}. Name one by its id, the newest first: "
-            f"{', '.join(named[:_MAX_NAMED])}{more}"
-        )
+        ids = ", ".join(named[:5])
+        raise CheckpointError(f"{len(named)} runs are called {run_id!r}. Name one by its id, the newest first: {ids}")
     if found is None:
         raise missing(f"There is no run {run_id!r} in the tracking store {store.shown}.")
     asked = found[0]
@@ -152,10 +142,6 @@ def _download(client: "MlflowClient", run_id: str, store: Store, address: str) -
     except Exception as error:  # MLflow's artifact stores each have their own
         if urlsplit(address).scheme in ("mlflow-artifacts", "http", "https"):  # the tracking server has them
             raise explain(error, store) from error
-        how = f"They cannot be read: {' '.join(str(error).split())[:300]}"
-        if isinstance(error, ImportError) and error.name:
-            package = _READERS.get(error.name.partition(".")[0])
-            how = f"To read them: {f'pip install {package}' if package else install(error.name)}"
-        files = re.sub(r"://[^/@]*@", "://***@", address)
-        raise SetupError(f"The files of the run {run_id} are at {files}. {how}") from error
+        files, why = re.sub(r"://[^/@]*@", "://***@", address), " ".join(str(error).split())[:300]
+        raise SetupError(f"The files of the run {run_id} are at {files} and cannot be read: {why}") from error
     return target

@@ -12,9 +12,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from deeplightning.tracking.delivery import Delivery, first_line, no_fork
+from deeplightning.tracking.delivery import Delivery, no_fork
 from deeplightning.tracking.metrics_file import Line, MetricsFile, points_line, safe_position
-from deeplightning.tracking.store import ignore_mlflow_warnings
+from deeplightning.tracking.store import first_line, ignore_mlflow_warnings
 from deeplightning.tracking.system_metrics import Sample
 from deeplightning.tracking.unsent import Claim, take_over
 
@@ -92,15 +92,12 @@ class Sender:
                 self._change.notify_all()
                 self._change.wait_for(lambda: self._oldest is None or self._failures > 0)
 
-    def stop(self) -> bool:
-        """Take a last sample, send everything, end the thread; the next line starts it again.
-
-        Returns:
-            Whether the store took everything in time. If not, the thread logs a warning and keeps trying.
-        """
+    def stop(self) -> None:
+        """Take a last sample, send everything, end the thread; the next line starts it again. If the store does not
+        take everything in time, log a warning; the thread keeps trying."""
         with self._change:
             if self._ended:
-                return True
+                return
             self._stopping = True
             # The load of less than a second is noise, so a short stage has no last sample.
             is_long = time.monotonic() - self._sampled_at >= min(1.0, self._sample_seconds)
@@ -110,29 +107,27 @@ class Sender:
                 seconds = min(1.0, seconds)  # asked again, but not waited for at each later stage, too
             self._retry_at = 0.0  # whatever the pause was, ask again now
             thread = self._thread
+
+            def has_ended() -> bool:
+                return self._ended or self._thread is not thread
+
             self._stops += 1
             self._change.notify_all()
             try:
                 # The import of MLflow, and the opening of a local store, are no waiting for the store.
-                while not (done := self._has_ended(thread, seconds)) and self._is_opening:
+                while not (done := self._change.wait_for(has_ended, seconds)) and self._is_opening:
                     pass
             finally:
                 self._stops -= 1
-            if not done:
-                self._in_vain = True
-            waiting = max(0, (self._file.size if self._file is not None else 0) - self._delivery.position)
+            self._in_vain = self._in_vain or not done
         if done:
             thread.join()
         elif not was_in_vain:
             log.warning(
-                "%d bytes of %s could not be sent to %s in %g seconds. It is tried on until the process ends; what "
+                "The rest of %s could not be sent to %s in %g seconds. It is tried on until the process ends; what "
                 "remains is sent by the next run there, or by: deeplightning runs --sync --tracking-uri '%s'",
-                *(waiting, self._delivery.metrics, self._shown, seconds, self._shown),
+                *(self._delivery.metrics, self._shown, seconds, self._shown),
             )
-        return done
-
-    def _has_ended(self, thread: threading.Thread, seconds: float) -> bool:
-        return self._change.wait_for(lambda: self._ended or self._thread is not thread, seconds)
 
     def _start(self) -> None:
         """Start the thread, and claim the run, unless that was done."""

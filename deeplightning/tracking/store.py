@@ -29,25 +29,24 @@ NOTICE_SECONDS = 3.0
 
 _REMOTE = ("http", "https", "databricks", "databricks-uc", "uc")
 _DATABASES = ("postgresql", "mysql", "mssql")
+_REFUSED = "readonly|read-only|permission denied|unable to open|not permitted"
+_DAMAGED = "not a database|malformed|corrupt"
+_TRANSIENT = (
+    *("TEMPORARILY_UNAVAILABLE", "INTERNAL_ERROR", "REQUEST_LIMIT_EXCEEDED"),
+    *("DEADLINE_EXCEEDED", "ABORTED", "CANCELLED"),
+)
+"""Codes of MLflow's errors that may pass."""
 
 
 @dataclass(frozen=True)
 class Store:
-    """One tracking store.
+    """One tracking store."""
 
-    Attributes:
-        shown: the store as a person knows it, for messages; a password in it is hidden.
-        address: what MLflow is given, where that is neither an SQLite file nor a file store.
-        folder: the local folder of the store, if there is one.
-        database: the SQLite file, if it is one.
-        artifact_root: the folder under which `<experiment_id>/<run_id>/artifacts` lie, if the store is local.
-    """
-
-    shown: str
-    address: str | None = None
-    folder: Path | None = None
-    database: Path | None = None
-    artifact_root: Path | None = None
+    shown: str  # as a person knows it, for messages; a password in it is hidden
+    address: str | None = None  # what MLflow is given, where that is neither an SQLite file nor a file store
+    folder: Path | None = None  # of the store, if it is local
+    database: Path | None = None  # the SQLite file, if it is one
+    artifact_root: Path | None = None  # of a local store; below it lie `<experiment_id>/<run_id>/artifacts`
 
     @property
     def is_remote(self) -> bool:
@@ -76,7 +75,7 @@ def locate(tracking_uri: str | os.PathLike | None = None) -> Store:
         database = _absolute(name)
         if not database.exists() and (meant := _absolute(unquote(name))).exists():
             database = meant  # `mlflow run` hands on its default store with a blank as %20 (MLflow 3.17)
-        return Store(text, folder=database.parent, database=database, artifact_root=database.parent / "mlruns")
+        return _of_database(text, database, database.parent / "mlruns")
     if scheme in _REMOTE or text in _REMOTE or scheme.split("+")[0] in _DATABASES:
         return Store(re.sub(r"://[^/@]*@", "://***@", text), address=text)
     if scheme and "://" in text:
@@ -115,35 +114,27 @@ def explain(error: Exception, store: Store) -> SetupError:
     """Return what MLflow, SQLite or the network says about a store, as a note with the next step."""
     if isinstance(error, SetupError):
         return error
-    text = " ".join(str(error).split("\n[SQL")[0].split())
-    lowered = text.lower()
+    text = first_line(error)
     if store.is_remote:
         return SetupError(
-            f"The tracking server {store.shown} cannot be used: {text[:300]}\n"
+            f"The tracking server {store.shown} cannot be used: {text}\n"
             "Start it or mend its address, or track into a directory: logger.params.tracking_uri=mlruns"
         )
-    where = store.database or store.folder
-    if "locked" in lowered:
-        return SetupError(
-            f"The tracking database {where} has been locked by another process for {wait_seconds():g} seconds. End "
-            "the process that holds it, wait longer (DEEPLIGHTNING_TRACKING_WAIT=SECONDS), or set another "
-            "logger.params.tracking_uri."
-        )
-    if any(
-        words in lowered for words in ("readonly", "read-only", "permission denied", "unable to open", "not permitted")
-    ):
-        return SetupError(
-            f"The tracking store {where} cannot be written ({text[:200]}). Make the folder and the files in it "
-            "writable for this user, or set another logger.params.tracking_uri."
-        )
-    if any(words in lowered for words in ("not a database", "malformed", "corrupt")):
-        return SetupError(
-            f"The tracking database {where} is damaged or no SQLite database ({text[:200]}). Move it aside or put a "
-            "copy of it back, or set another logger.params.tracking_uri."
-        )
-    return SetupError(
-        f"The tracking store {where} cannot be used: {text[:300]}. Another one: logger.params.tracking_uri=DIR"
+    wait = f"has been locked by another process for {wait_seconds():g} seconds"
+    notes = (
+        ("locked", wait, "End the process that holds it, wait longer (DEEPLIGHTNING_TRACKING_WAIT=SECONDS)"),
+        (_REFUSED, "cannot be written", "Make the folder and the files in it writable for this user"),
+        (_DAMAGED, "is damaged or no SQLite database", "Move it aside or put a copy of it back"),
+        ("", "cannot be used", "Mend it"),
     )
+    what, then = next((what, then) for words, what, then in notes if re.search(words, text.lower()))
+    where = store.database or store.folder
+    return SetupError(f"The tracking store {where} {what}. {then}, or set another logger.params.tracking_uri. ({text})")
+
+
+def first_line(error: Exception) -> str:
+    """Return an error in a few words."""
+    return " ".join(str(error).split("\n[SQL")[0].split())[:200] or type(error).__name__
 
 
 def wait_seconds() -> float:
@@ -194,10 +185,23 @@ def is_locked(error: Exception) -> bool:
     return isinstance(error, sqlite3.OperationalError) and code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
+def is_transient(error: Exception) -> bool:
+    """Return whether the same call may succeed later."""
+    if (code := getattr(error, "error_code", None)) is not None:  # of an MlflowException
+        return code in _TRANSIENT
+    return is_locked(error) or (isinstance(error, OSError) and not isinstance(error, FileNotFoundError))
+
+
 def _directory(folder: Path) -> Store:
     if not (folder / DATABASE).exists() and any(folder.glob("*/meta.yaml")):
         return Store(str(folder), folder=folder, artifact_root=folder)
-    return Store(str(folder), folder=folder, database=folder / DATABASE, artifact_root=folder)
+    return _of_database(str(folder), folder / DATABASE, folder)
+
+
+def _of_database(shown: str, database: Path, artifact_root: Path) -> Store:
+    if "?" in str(database):  # SQLAlchemy has no escape for it
+        raise SetupError(f"tracking_uri {shown!r}: `?` in the path of a database is not supported; give a directory.")
+    return Store(shown, folder=database.parent, database=database, artifact_root=artifact_root)
 
 
 def _absolute(path: str) -> Path:
@@ -287,10 +291,8 @@ def remove_files(store: Store, run_id: str, artifacts: Path) -> str:
         Why the folder was left as it is; "": it is gone.
     """
     folder = artifacts.parent
-    if not re.fullmatch(r"[0-9a-f]{32}", run_id):
-        return f"{run_id!r} is no run id of 32 hex digits"
-    if artifacts.name != "artifacts" or folder.name != run_id:
-        return f"it is not the folder of the run {run_id}"
+    if not re.fullmatch(r"[0-9a-f]{32}", run_id) or artifacts.name != "artifacts" or folder.name != run_id:
+        return f"it is not the folder of a run {run_id!r}"
     resolved, root = folder.resolve(), store.artifact_root and store.artifact_root.resolve()
     if root is None or root not in resolved.parents or resolved.name != run_id or artifacts.is_symlink():
         return f"it does not lie in {root}, where this store keeps its runs" if root else "the store is a server's"
@@ -302,11 +304,6 @@ def remove_files(store: Store, run_id: str, artifacts: Path) -> str:
     except OSError as error:
         return f"it cannot be removed: {error.strerror}"
     return ""
-
-
-def is_local(uri: str) -> bool:
-    """Return whether a path or URI is of this machine's file system."""
-    return local_path(uri) is not None
 
 
 def local_path(uri: str) -> Path | None:

@@ -1,6 +1,6 @@
 """Runs that a tracking store may not have completely, and what a later command sends of them.
 
-A process that logs a run holds a small file locked, its claim, which names the run's `metrics.jsonl` and the process.
+A process that logs a run holds a small file locked, its claim, which names the run's `metrics.jsonl` and the machine.
 A claim whose lock is free is of a process that has ended: the next command on the store sends the rest, and the run is
 FAILED if its process ended without a word. Claims on an SQLite store are beside it (`mlruns/mlflow.db.unsent/`), those
 on another one in the user's state folder (`~/.local/state/deeplightning/unsent/`, or below XDG_STATE_HOME).
@@ -10,16 +10,19 @@ are those of another machine.
 """
 
 import contextlib
+import fcntl
+import functools
 import hashlib
 import json
 import logging
 import os
 import re
+import socket
 import stat
 import time
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,25 +30,21 @@ from typing import TYPE_CHECKING, Any
 from deeplightning.checks.trust import is_own
 from deeplightning.faults import SetupError, count
 from deeplightning.runfolder import RunFolder, make_private, sync_names
-from deeplightning.tracking.delivery import Delivery, first_line, run_of
+from deeplightning.tracking.delivery import Delivery, run_of
 from deeplightning.tracking.entities import Batch, Run
 from deeplightning.tracking.metrics_file import Line, read_lines, safe_position
-from deeplightning.tracking.process_id import has_ended, this_process
 from deeplightning.tracking.reader import open_reader
-from deeplightning.tracking.store import Store, explain, local_path
+from deeplightning.tracking.store import Store, explain, first_line, is_transient, local_path
 
 if TYPE_CHECKING:
     from deeplightning.tracking.client import Client
-
-try:
-    import fcntl
-except ImportError:  # Windows has none: there every process looks alive
-    fcntl = None  # type: ignore[assignment]
 
 log = logging.getLogger("deeplightning.tracking")
 
 ENDED = "the process was killed"
 """The reason of a run whose process ended without a word."""
+SILENT_SECONDS = 24 * 3600.0
+"""Seconds of silence after which `runs --sync` takes another machine's process for dead."""
 
 _SUFFIX = ".unsent"
 _RUN_ID = re.compile(r"[\w-]{1,64}", re.ASCII)  # 32 hexadecimal digits, or what a server gives
@@ -73,16 +72,11 @@ class Claim:
 
     def __init__(self, store: Store, run_id: str, metrics: Path):
         self.path = folder_of(store) / f"{run_id}.{uuid.uuid4().hex[:8]}{_SUFFIX}"
-        content = {"run": run_id, "metrics": str(metrics), "store": store.shown} | this_process()
+        content = {"run": run_id, "metrics": str(metrics), "store": store.shown} | _machine()
+        make_private(self.path.parent, store.database.parent if store.database else self.path.parent)
         # Locked before it has its name: nobody takes it for one that was left behind.
         beside = self.path.with_suffix(".new")
-        for _ in range(100):
-            make_private(self.path.parent, store.database.parent if store.database else self.path.parent)
-            with contextlib.suppress(FileNotFoundError):  # a process that ended has just removed the empty folder
-                self._descriptor: int | None = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-                break
-        else:
-            raise FileNotFoundError(f"{self.path.parent} disappears again and again")
+        self._descriptor: int | None = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         _hold(self._descriptor)
         os.write(self._descriptor, json.dumps(content).encode() + b"\n")
         os.fsync(self._descriptor)  # without this nobody could end the run after a loss of power
@@ -107,39 +101,38 @@ def _close_in_child() -> None:
             claim._descriptor = None
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+@functools.cache
+def _machine() -> dict[str, str]:
+    found = {"host": socket.gethostname(), "machine": "", "boot": ""}
+    for name, path in (("machine", "/etc/machine-id"), ("boot", "/proc/sys/kernel/random/boot_id")):
+        with contextlib.suppress(OSError):
+            found[name] = Path(path).read_text().strip()
+    return found
+
+
+def is_elsewhere(claim: Mapping[str, object]) -> bool:
+    """Return whether a claim is of another machine, whose locks do not count here. One that was started again is the
+    same, and so is another container of it."""
+    here = _machine()
+    if here["boot"] and (claim.get("boot") == here["boot"] or not here["machine"]):
+        return claim.get("boot") != here["boot"]
+    return any(claim.get(name) != here[name] for name in ("host", "machine"))
 
 
 @dataclass
 class Leftover:
-    """What came of a run that a process has left behind.
-
-    Attributes:
-        run_id: of the run.
-        points: how many were sent.
-        damaged: lines that could not be read, and are lost.
-        problem: why it could not be sent; "" if it was.
-        kept: where its claim is now, if not all of it was sent.
-        elsewhere: the machine that alone knows whether the process lives; "" if none.
-        has_died: its process was killed, and the run is FAILED from now on.
-        is_blank: its process was killed before anything was recorded, and there is no run.
-    """
+    """What came of a run that a process has left behind."""
 
     run_id: str
-    points: int = 0
-    damaged: int = 0
-    problem: str = ""
-    kept: Path | None = None
-    elsewhere: str = ""
-    has_died: bool = False
-    is_blank: bool = False
+    words: str  # what came of it, for a person
+    is_complete: bool = True  # False if something of it could not be sent
+    is_elsewhere: bool = False  # only another machine knows whether the process lives
 
-    @property
-    def losses(self) -> str:
-        """What was lost, for a person; "" if nothing was."""
-        verb = "is" if self.damaged == 1 else "are"
-        return f"{count(self.damaged, 'line')} of its metrics.jsonl {verb} damaged and not sent" if self.damaged else ""
+    def __str__(self) -> str:
+        return f"{self.run_id}  {self.words}"
 
 
 def claims(store: Store) -> list[Path]:
@@ -170,21 +163,11 @@ def unsent_runs(store: Store, run_id: str = "*") -> Iterator[tuple[Run, str]]:
     """Yield the runs that may not be in their store yet, and the names of their experiments."""
     for path in folder_of(store).glob(f"{run_id}.*{_SUFFIX}"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
             with os.fdopen(descriptor, "rb") as file:
                 header = _header(_metrics(store, _read(file.fileno()))) if _is_private(descriptor) else {}
             if header.get("run") == path.name.partition(".")[0]:
                 yield run_of(header), str(header["experiment"])
-
-
-def dead(store: Store) -> set[str]:
-    """Return the runs of which a process of this machine was killed, and that are not settled yet."""
-    found = set()
-    for path in claims(store):
-        with _claimed(path) as descriptor, contextlib.suppress(ValueError):
-            if descriptor is not None and has_ended(_read(descriptor)):
-                found.add(path.name.partition(".")[0])
-    return found
 
 
 def settle(store: Store, silent: float | None = None) -> Iterator[Leftover]:
@@ -201,28 +184,31 @@ def settle(store: Store, silent: float | None = None) -> Iterator[Leftover]:
         with _claimed(path) as descriptor:
             if descriptor is None:
                 continue
-            found = Leftover(path.name.partition(".")[0])
+            run_id = path.name.partition(".")[0]
             try:
                 claim = _read(descriptor)
-                if claim["run"] != found.run_id:
-                    raise ValueError(f"it is named after the run {found.run_id:.40}, and of {claim['run']:.40}")
-                metrics, ended = _metrics(store, claim), has_ended(claim)
+                if claim["run"] != run_id:
+                    raise ValueError(f"it is named after the run {run_id:.40}, and of {claim['run']:.40}")
+                metrics = _metrics(store, claim)
                 last = (metrics if metrics.exists() else path).stat().st_mtime
-                if ended is None and (silent is None or time.time() - last < silent):
-                    found.elsewhere = str(claim.get("host", "another machine"))
-                    yield found
+                if is_elsewhere(claim) and (silent is None or time.time() - last < silent):
+                    words = (
+                        f"left alone: its process is of {claim.get('host')}, where `deeplightning runs` settles it; "
+                        f"here --sync does once it has been silent for {SILENT_SECONDS / 3600:g} hours"
+                    )
+                    yield Leftover(run_id, words, is_elsewhere=True)
                     continue
-                client = client or _open_client(store)
-                is_dead = ended is not False and not _is_at_work(path, found.run_id)
-                _send(store, client, found, metrics, int(last * 1000) if is_dead else None)
+                client = client or open_client(store)
+                found = _send(store, client, run_id, metrics, int(last * 1000))
             except Exception as error:  # MLflow, SQLite and the network each have their own
-                if isinstance(error, SetupError) or (client is not None and _is_transient(error)):
+                if isinstance(error, SetupError) or (client is not None and is_transient(error)):
                     raise SetupError(
                         f"{explain(error, store)} What was left unsent stays; once the store answers: deeplightning "
                         "runs --sync"
                     ) from error
-                found.problem, found.kept = first_line(error), path.with_suffix(".refused")
-                path.rename(found.kept)
+                kept = path.with_suffix(".refused")
+                found = Leftover(run_id, f"refused ({first_line(error)}); kept as {kept}", is_complete=False)
+                path.rename(kept)
             else:
                 _remove(path)
             yield found
@@ -233,12 +219,8 @@ def settle_quietly(store: Store) -> Iterator[str]:
     be."""
     try:
         for found in settle(store):
-            if found.problem:
-                yield f"warning: {found.run_id}: refused ({found.problem}); kept as {found.kept}"
-            elif found.has_died:
-                yield f"{found.run_id}: {ENDED}; it is FAILED from now on"
-            if found.damaged:
-                yield f"warning: {found.run_id}: {found.losses}"
+            if not found.is_elsewhere:
+                yield f"{'' if found.is_complete else 'warning: '}{found}"
     except SetupError as error:
         yield f"warning: {error}"
 
@@ -250,7 +232,7 @@ def end_run(store: Store, run_id: str, tags: dict[str, str]) -> None:
         Exception: the store's own.
     """
     list(settle(store))
-    client = _open_client(store)
+    client = open_client(store)
     if client.run(run_id) is not None:
         client.log_batch(run_id, Batch(tags=tags, status=("FAILED", time.time_ns() // 1_000_000)))
 
@@ -268,38 +250,41 @@ def take_over(store: Store, run_id: str) -> bool:
     return found
 
 
-def _send(store: Store, client: "Client", found: Leftover, metrics: Path, died: int | None) -> None:
-    """Send the rest of a run, and end it as FAILED if its process died, at a time in milliseconds since 1970."""
-    run = client.run(found.run_id)
+def _send(store: Store, client: "Client", run_id: str, metrics: Path, ended: int) -> Leftover:
+    """Send the rest of a run. It is FAILED if its process, which ended at a time in milliseconds since 1970, has not
+    said how."""
+    run, sent = client.run(run_id), Leftover(run_id, "0 points sent")
     if run is not None and not run.is_active:  # deleted by a person: nothing of it is wanted
-        return
-    header = _header(metrics)
-    if run is None and header.get("run") != found.run_id:
+        return sent
+    header, blank = _header(metrics), Leftover(run_id, "deleted: its process was killed before it recorded anything")
+    if run is None and header.get("run") != run_id:
         if any(line for _, line in read_lines(metrics)):
-            raise LookupError(f"the run {found.run_id} is not in the store")
-        found.is_blank = True
-        return
+            raise LookupError(f"the run {run_id} is not in the store")
+        return blank
     start = safe_position(metrics) if run is not None else 0
     rest = [line for _, line in read_lines(metrics, start)]
     told = next((line["status"] for line in reversed(rest) if "status" in line), None)
-    found.has_died = died is not None and (told or (run.status if run else "RUNNING")) == "RUNNING"
-    found.damaged = rest.count({})
+    has_died = (told or (run.status if run else "RUNNING")) == "RUNNING"
+    damaged = rest.count({})
     folder = local_path((run or run_of(header)).artifact_uri)
-    if died is not None and told in (None, "RUNNING") and not found.damaged and _is_blank(run, folder, metrics):
+    if told in (None, "RUNNING") and not damaged and _is_blank(run, folder, metrics):
         # FAILED: MLflow's own calls in another rank, which has outlived the first, have said so.
-        found.is_blank = run is None or client.delete(found.run_id, ("RUNNING", "FAILED"))
-        found.has_died = False
-        return
-    delivery = Delivery(store, found.run_id, metrics, client)
+        return blank if run is None or client.delete(run_id, ("RUNNING", "FAILED")) else sent
+    delivery = Delivery(store, run_id, metrics, client)
     delivery.position, delivery.is_leftover = start, True
     delivery.known = delivery.known if run is not None else 0
     delivery.has_finished = run is not None and run.status == "FINISHED"
     delivery.params = dict(run.params) if run is not None else {}
     delivery.send(metrics.stat().st_size if metrics.exists() else 0)
-    if found.has_died:
+    sent.words = f"{count(delivery.points, 'point')} sent"
+    if has_died:
         reason = {} if run is not None and "failure" in run.tags else {"failure": ENDED}
-        delivery.deliver([(None, {"tags": reason}), (None, {"status": "FAILED", "time": died})])
-    found.points = delivery.points
+        delivery.deliver([(None, {"tags": reason}), (None, {"status": "FAILED", "time": ended})])
+        sent.words += f"; FAILED: {ENDED}"
+    if damaged:
+        sent.words += f"; {count(damaged, 'damaged line')} of its metrics.jsonl not sent"
+        sent.is_complete = False
+    return sent
 
 
 def _header(metrics: Path) -> Line:
@@ -320,16 +305,6 @@ def _metrics(store: Store, claim: dict[str, Any]) -> Path:
     return path
 
 
-def _is_at_work(path: Path, run_id: str) -> bool:
-    """Return whether another process, which runs, logs to the same run."""
-    for other in path.parent.glob(f"{run_id}.*{_SUFFIX}"):
-        if other != path:
-            with _claimed(other) as descriptor:
-                if descriptor is None and other.exists():
-                    return True
-    return False
-
-
 def _is_blank(run: Run | None, folder: Path | None, metrics: Path) -> bool:
     """Return whether a run holds nothing but its name: no parameter, no point, and no file but logs."""
     if folder is None or (run is not None and run.params):
@@ -341,7 +316,12 @@ def _is_blank(run: Run | None, folder: Path | None, metrics: Path) -> bool:
     return all(path in begun or logs in path.parents for path in folder.rglob("*") if path.is_file())
 
 
-def _open_client(store: Store) -> "Client":
+def open_client(store: Store) -> "Client":
+    """Return a client of a store; import MLflow.
+
+    Raises:
+        SetupError: MLflow cannot be imported, or the store not be used.
+    """
     try:
         from deeplightning.tracking.client import Client
 
@@ -350,17 +330,11 @@ def _open_client(store: Store) -> "Client":
         raise explain(error, store) from error
 
 
-def _is_transient(error: Exception) -> bool:
-    from deeplightning.tracking.client import is_transient
-
-    return is_transient(error)
-
-
 @contextlib.contextmanager
 def _claimed(path: Path) -> Iterator[int | None]:
     """Open a claim and lock it; None if a process holds it, or has removed it, or another user can have written it."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))
+        descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:
         yield None
         return
@@ -376,14 +350,12 @@ def _claimed(path: Path) -> Iterator[int | None]:
 
 
 def _is_private(descriptor: int) -> bool:
-    state, user = os.fstat(descriptor), os.geteuid() if hasattr(os, "geteuid") else 0  # Windows has no owners
-    return stat.S_ISREG(state.st_mode) and state.st_uid == user and not state.st_mode & 0o022
+    state = os.fstat(descriptor)
+    return stat.S_ISREG(state.st_mode) and state.st_uid == os.geteuid() and not state.st_mode & 0o022
 
 
 def _hold(descriptor: int) -> bool:
     """Lock a file for as long as it is open; False if a process has it, or nothing can be locked here."""
-    if fcntl is None:
-        return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -406,7 +378,5 @@ def _read(descriptor: int) -> dict[str, Any]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a claim, and the folder with the last one."""
     with contextlib.suppress(OSError):
         path.unlink()
-        path.parent.rmdir()

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from deeplightning.own_code import ON_IMPORT
+from deeplightning.tracking.build import is_a
 from deeplightning.tracking.reader import open_reader
 from deeplightning.tracking.store import ignore_mlflow_warnings, locate
 
@@ -26,25 +27,19 @@ _QUIET = "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"  # the last line on stdout is 
 
 
 class TrackedRun(NamedTuple):
-    """A run as MLflow's functions need it.
+    """A run as MLflow's functions need it."""
 
-    Attributes:
-        uri: of the store, for MLflow.
-        experiment_id: None: not known before the run is opened.
-    """
-
-    uri: str
+    uri: str  # of the store
     run_id: str
-    experiment_id: str | None = None
+    experiment_id: str | None = None  # None: not known before the run is opened
 
 
 def run_of(loggers: Iterable[Any]) -> TrackedRun | None:
     """Return the run of the first MLflow logger, on rank 0; opens it. None: there is no such logger."""
     for logger in loggers:
-        names = {base.__name__ for base in type(logger).__mro__}
-        if "MLflowLogger" in names:
+        if is_a(logger, "MLflowLogger"):
             return TrackedRun(logger.tracking_uri, logger.run_id, logger.name)
-        if "MLFlowLogger" in names:
+        if is_a(logger, "MLFlowLogger"):
             return TrackedRun(logger.experiment.tracking_uri, logger.run_id, logger.experiment_id)
     return None
 
@@ -98,10 +93,7 @@ class UserCalls:
             return
         try:
             if mlflow.get_tracking_uri() != run.uri:
-                log.warning(
-                    "mlflow     your code has set the tracking URI %s: its calls go there", mlflow.get_tracking_uri()
-                )
-                return
+                return  # the code has set another one: its calls go there
             os.environ.pop(_RUN, None)  # else a nested run would continue this one
             if (active := mlflow.active_run()) is None:
                 ignore_mlflow_warnings()

@@ -367,7 +367,7 @@ def test_a_store_that_another_process_holds(refused, tiny, locked):
     begin = time.monotonic()
     told = refused(3, "train", tiny, f"logger.params.tracking_uri={folder}", DEEPLIGHTNING_TRACKING_WAIT="1")
     assert time.monotonic() - begin > 1
-    assert f"The tracking database {folder}/mlflow.db has been locked by another process for 1 seconds." in told
+    assert f"The tracking store {folder}/mlflow.db has been locked by another process for 1 seconds." in told
     assert "DEEPLIGHTNING_TRACKING_WAIT" in told
 
 

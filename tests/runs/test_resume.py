@@ -532,19 +532,6 @@ def test_a_signal_inside_an_accumulation_waits_for_its_step(command, tiny, place
     assert digest(resumed.folder / "last.ckpt") == digest(train(*settings).folder / "last.ckpt")
 
 
-def test_lightnings_own_logger_goes_on_as_well(train, tracked, store):
-    """`pytorch_lightning.loggers.MLFlowLogger`: the same run, each point once."""
-    named = f"logger={{type: pytorch_lightning.loggers.MLFlowLogger, params: {{tracking_uri: '{store}'}}}}"
-    settings = [*RANDOM, "~logger", named, "logger.log_every_n_steps=4"]
-    part = train(*settings, "train.num_epochs=2")
-    resumed = train(*settings, f"train.resume_ckpt='{part.folder}'")
-    assert resumed.folder == part.folder
-    series = tracked(resumed.folder).series()
-    assert [step for step, _ in series["train_loss"]] == list(range(0, 36, 4))
-    assert [step for step, _ in series["val_loss"]] == [8, 17, 26, 35]
-    assert tracked(resumed.folder).status == "FINISHED"
-
-
 @pytest.mark.slow
 def test_a_run_that_has_gone_on_can_be_reproduced_tested_and_checked(command, place, train, tracked):
     """Its `cfg.yaml` is that of the whole run, which does not resume itself."""

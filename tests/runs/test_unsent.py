@@ -29,9 +29,8 @@ from deeplightning.tracking.delivery import run_of
 from deeplightning.tracking.entities import Dataset
 from deeplightning.tracking.metrics_file import points_line, read_lines, sent_position
 from deeplightning.tracking.mlflow_store import attach
-from deeplightning.tracking.process_id import has_ended, this_process
 from deeplightning.tracking.store import locate
-from deeplightning.tracking.unsent import Claim, claims, folder_of
+from deeplightning.tracking.unsent import Claim, _machine, claims, folder_of, is_elsewhere
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +103,7 @@ def metrics_of(folder, run_id):
     return path
 
 
+KILLED = "; FAILED: the process was killed"
 SAID = [({"x": float(step), "y": math.nan}, step) for step in range(200)]
 
 
@@ -119,7 +119,7 @@ def test_a_killed_process_loses_no_point(folder):
     assert math.isnan(run.data.metrics["y"])
     assert (run.info.status, run.data.tags["failure"]) == ("FAILED", "the process was killed")
     assert run.info.start_time <= run.info.end_time <= time.time() * 1000
-    assert not folder_of(locate(folder)).exists()
+    assert claimed(folder) == []
 
 
 def test_a_run_whose_process_was_killed_before_it_recorded_anything_is_deleted(folder, command, place):
@@ -150,10 +150,9 @@ def test_what_is_sent_twice_is_there_once(folder):
     run_id = killed(folder, *SAID)
     (path,) = claimed(folder)
     content, metrics = path.read_bytes(), metrics_of(folder, run_id)
-    assert list(sync(folder)) == [f"{run_id}  400 points sent"]
-    four = "; 4 lines of its metrics.jsonl are damaged and not sent"
+    assert list(sync(folder)) == [f"{run_id}  400 points sent{KILLED}"]
+    four = "; 4 damaged lines of its metrics.jsonl not sent"
     for damage, told in ((b"", ""), (b'{"step":1,"time":2,"values":{"x":', ""), (b"\n\xff\n{}\n[]\n7\n", four)):
-        path.parent.mkdir(exist_ok=True)
         path.write_bytes(content)
         path.chmod(0o600)
         metrics.with_name(".metrics.sent").write_text("0")
@@ -188,8 +187,8 @@ def test_a_damaged_line_is_told_and_not_sent(folder, damage, lost, points):
         assert "refused (the run" in line
         assert listing(str(folder)) == []
         return
-    lines = "line of its metrics.jsonl is" if lost == 1 else "lines of its metrics.jsonl are"
-    assert line.endswith(f"; {lost} {lines} damaged and not sent") == bool(lost), line
+    lines = "damaged line" if lost == 1 else "damaged lines"
+    assert line.endswith(f"; {lost} {lines} of its metrics.jsonl not sent") == bool(lost), line
     found = history(folder, run_id, "x")
     assert set(found) <= {(step, float(step)) for step in range(200)}
     assert len(found) == points
@@ -197,25 +196,14 @@ def test_a_damaged_line_is_told_and_not_sent(folder, damage, lost, points):
 
 
 def test_the_run_of_a_living_process_is_left_alone(folder):
-    """It is locked, also for the process itself; and a run that another process is at work on is not FAILED."""
-    logger = path = None
-
-    def begin():
-        nonlocal logger, path
-        logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
-        logger.log_metrics({"x": 1.0}, 0)
-        (path,) = claimed(folder)
-        assert list(sync(folder)) == []
-        return logger.run_id
-
-    killed(folder, ({"x": 2.0}, 1), run_id=begin)
-    assert len(list(sync(folder))) == 1
+    """It is locked, also for the process itself."""
+    logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
+    logger.log_metrics({"x": 1.0}, 0)
+    (path,) = claimed(folder)
+    assert list(sync(folder)) == []
     assert claimed(folder) == [path]
-    assert client(folder).get_run(logger.run_id).info.status == "RUNNING"
     logger.finalize("success")
-    assert client(folder).get_run(logger.run_id).info.status == "FINISHED"
-    assert history(folder, logger.run_id, "x") == [(0, 1.0), (1, 2.0)]
-    assert not path.parent.exists()
+    assert claimed(folder) == []
 
 
 def test_a_killed_run_that_goes_on_has_its_points_first(folder):
@@ -249,7 +237,7 @@ def test_a_finished_run_leaves_no_claim(folder):
         logger.finalize("success")
         assert held() == []
         assert sent_position(metrics) == metrics.stat().st_size
-        assert not path.parent.exists()
+        assert claimed(folder) == []
 
 
 def test_what_another_thread_says_while_a_run_ends_does_not_keep_it(folder, monkeypatch, caplog):
@@ -345,7 +333,7 @@ def test_what_is_refused_costs_nothing_else(folder, caplog):
     assert (run.data.params, run.data.metrics["x"], run.data.tags["note"]) == ({"lr": "1"}, 1.0, "here")
     assert "Not tracked" in caplog.text
     assert "lr" in caplog.text
-    assert not folder_of(locate(folder)).exists()
+    assert claimed(folder) == []
 
 
 def test_points_of_one_interval_are_sent_together(folder, monkeypatch):
@@ -367,7 +355,7 @@ def test_what_was_left_is_sent_by_a_command(folder, command, place):
     """`deeplightning runs --sync` says what it wrote, or that there was nothing; both end with 0."""
     run_id = killed(folder, *SAID)
     told = command("runs", "--sync", "--tracking-uri", folder, cwd=place)
-    assert (told.code, told.out) == (0, f"{run_id}  400 points sent\n")
+    assert (told.code, told.out) == (0, f"{run_id}  400 points sent{KILLED}\n")
     told = command("runs", "--sync", "--tracking-uri", folder, cwd=place)
     assert (told.code, told.out) == (0, "nothing was left unsent\n")
     told = command("runs", "--sync", "--tracking-uri", folder.with_name("none"), cwd=place)
@@ -417,81 +405,6 @@ def server(tmp_path):
     server.start()
     yield server
     server.die()
-
-
-@pytest.mark.slow
-def test_a_server_that_dies_and_comes_back_has_every_point_once(server):
-    """Killed and started again in mid-run, twice: nothing is missing, nothing is there twice."""
-    logger = MLflowLogger(tracking_uri=server.address, system_metrics=False)
-    logger.log_hyperparams({"lr": 0.1})
-    step = 0
-    for _ in range(2):
-        for _ in range(300):
-            logger.log_metrics({"x": float(step)}, step)
-            step += 1
-            time.sleep(0.005)
-        server.die()
-        for _ in range(100):
-            logger.log_metrics({"x": float(step)}, step)
-            step += 1
-            time.sleep(0.005)
-        server.start()
-    logger.finalize("success")
-    assert history(server.address, logger.run_id, "x") == [(number, float(number)) for number in range(step)]
-    run = client(server.address).get_run(logger.run_id)
-    assert (run.info.status, run.data.params) == ("FINISHED", {"lr": "0.1"})
-    assert claimed(server.address) == []
-
-
-def bind_when_free(hole, port):
-    """Takes a port of this machine; a server that was killed may hold it for a moment more."""
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            hole.bind(("127.0.0.1", port))
-            return
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
-
-
-@pytest.mark.slow
-def test_a_dead_server_costs_no_more_than_one_that_answers(server, monkeypatch):
-    """CPU time of all that tracking does, ten points a second: of a server that answers, of refused connections, then
-    of one that never answers."""
-    monkeypatch.setenv("DEEPLIGHTNING_TRACKING_DRAIN", "1")
-    logger = MLflowLogger(tracking_uri=server.address, system_metrics=False)
-    logger.log_metrics({"x": 0.0}, 0)
-    step = 1
-
-    def spent():
-        """CPU seconds of ten seconds."""
-        nonlocal step
-        begun = time.process_time()
-        for _ in range(100):
-            logger.log_metrics({"x": float(step)}, step)
-            step += 1
-            time.sleep(0.1)
-        return time.process_time() - begun
-
-    answered = spent()
-    server.die()
-    for silent in (False, True):
-        with socket.socket() as hole:
-            hole.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bind_when_free(hole, server.port)
-            if silent:
-                hole.listen(50)
-            assert spent() <= answered
-    start = time.monotonic()
-    logger.finalize("success")
-    assert time.monotonic() - start < 5
-    server.start()
-    deadline = time.monotonic() + 60
-    while claimed(server.address) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert history(server.address, logger.run_id, "x") == [(number, float(number)) for number in range(step)]
 
 
 @pytest.mark.slow
@@ -563,7 +476,7 @@ def test_runs_settles_a_killed_run_by_itself(folder, command, place):
     told = command("runs", "--tracking-uri", folder, cwd=place)
     assert told.code == 0
     assert told.out.split()[:2] == [run_id, "FAILED"]
-    assert told.err == f"{run_id}: the process was killed; it is FAILED from now on\n"
+    assert told.err == f"{run_id}  400 points sent{KILLED}\n"
     assert command("runs", "--tracking-uri", folder, cwd=place).err == ""
     assert client(folder).get_run(run_id).data.tags["failure"] == "the process was killed"
 
@@ -579,34 +492,17 @@ def test_the_monitor_settles_a_killed_run_by_itself(folder, monkeypatch, capsys)
         port = probe.getsockname()[1]
     monitor.monitor(str(folder), "127.0.0.1", port)
     assert client(folder).get_run(run_id).info.status == "FAILED"
-    assert f"{run_id}: the process was killed" in capsys.readouterr().err
+    assert f"{run_id}  400 points sent{KILLED}" in capsys.readouterr().err
 
 
-def test_a_dead_run_that_cannot_be_settled_is_shown_as_such(folder, monkeypatch, command, place):
-    """While another program holds the store for long, the list says DEAD and why."""
+def test_why_a_dead_run_cannot_be_settled_is_said(folder, monkeypatch, command, place):
+    """While another program holds the store for long, it stays RUNNING."""
     run_id = killed(folder, *SAID)
     with closing(sqlite3.connect(folder / "mlflow.db", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         told = command("runs", "--tracking-uri", folder, cwd=place, DEEPLIGHTNING_TRACKING_WAIT="0.5")
-    assert (told.code, told.out.split()[:2]) == (0, [run_id, "DEAD"]), told
+    assert (told.code, told.out.split()[:2]) == (0, [run_id, "RUNNING"]), told
     assert "What was left unsent stays" in told.err
-
-
-def test_a_number_that_was_used_again_is_not_the_run(folder):
-    """The process of that number started later than the run's: the run is FAILED. The very process is not."""
-    killed(folder, *SAID)
-    mine = this_process()
-    change(folder, process=mine["process"], start=mine["start"])
-    path = claimed(folder)[0]
-    content = path.read_bytes()
-    assert len(list(sync(folder))) == 1  # its points
-    assert [row["status"] for row in listing(str(folder))] == ["RUNNING"]
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(content)
-    path.chmod(0o600)
-    change(folder, start=mine["start"] - 1)
-    assert len(list(sync(folder))) == 1
-    assert [row["status"] for row in listing(str(folder))] == ["FAILED"]
 
 
 def test_another_machines_run_is_left_to_it(folder, command, place):
@@ -626,7 +522,7 @@ def test_another_machines_run_is_left_to_it(folder, command, place):
     for file in (path, metrics_of(folder, run_id)):
         os.utime(file, (long_ago, long_ago))
     assert command("runs", "--tracking-uri", folder, cwd=place).out.count("RUNNING") == 1
-    assert list(sync(folder)) == [f"{run_id}  400 points sent"]
+    assert list(sync(folder)) == [f"{run_id}  400 points sent{KILLED}"]
     assert client(folder).get_run(run_id).info.status == "FAILED"
 
 
@@ -642,14 +538,14 @@ def test_what_a_process_of_another_machine_left_is_there_where_its_run_goes_on(f
 
 
 def test_a_machine_that_was_started_again_settles_its_runs():
-    """Nothing of it lives on; without an id of the machine the name alone proves nothing."""
-    mine = this_process()
-    assert has_ended(mine) is False
-    assert has_ended({**mine, "start": mine["start"] + 1}) is True
-    assert has_ended({**mine, "boot": "c" * 36, "machine": ""}) is None
-    assert has_ended({**mine, "boot": "c" * 36}) is (True if mine["machine"] else None)
-    assert has_ended({**mine, "boot": "c" * 36, "host": "elsewhere"}) is None
-    assert has_ended({"run": "a" * 32, "process": 1}) is None
+    """Nothing of it lives on; the name of a machine alone proves nothing."""
+    mine = _machine()
+    assert not is_elsewhere(mine)
+    assert is_elsewhere({**mine, "boot": "c" * 36}) is (not mine["machine"])
+    assert not is_elsewhere({**mine, "host": "a-container"})
+    assert is_elsewhere({**mine, "boot": "c" * 36, "host": "elsewhere"})
+    assert is_elsewhere({**mine, "boot": "c" * 36, "machine": "b" * 32})
+    assert is_elsewhere({"run": "a" * 32})
 
 
 def test_a_run_is_in_the_store_only_once_its_claim_outlasts_a_loss_of_power(folder, monkeypatch):
@@ -744,4 +640,5 @@ def test_64_runs_started_together_on_no_store_all_record(tmp_path):
     assert rows(folder, "SELECT count(*), count(DISTINCT run_uuid) FROM metrics") == [(64 * 40, 64)]
     assert rows(folder, "SELECT count(DISTINCT value) FROM params") == [(64,)]
     assert rows(folder, "PRAGMA integrity_check") == [("ok",)]
-    assert {path.name for path in folder.iterdir()} <= {"mlflow.db", "mlflow.db.lock", "0"}
+    assert claimed(folder) == []
+    assert {path.name for path in folder.iterdir()} <= {"mlflow.db", "mlflow.db.lock", "mlflow.db.unsent", "0"}

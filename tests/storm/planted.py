@@ -57,7 +57,7 @@ FAULTS = {
         "    delivery.position, delivery.is_leftover = start, True\n",
         "    delivery.position, delivery.is_leftover = 0, True\n"
         "    from deeplightning.tracking import delivery as sent\n"
-        "    sent.points_of = lambda line, of=sent.points_of: [p._replace(time=died or 1) for p in of(line)]\n",
+        "    sent.points_of = lambda line, of=sent.points_of: [p._replace(time=ended) for p in of(line)]\n",
         "kills",
     ),
     "lock": Fault(

@@ -27,37 +27,19 @@ def git(*arguments):
     return subprocess.run(["git", *arguments], check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_a_clean_repository_is_its_commit(repository):
-    """Commit and branch, not dirty."""
-    assert environment.describe()["git"] == {"commit": git("rev-parse", "HEAD"), "branch": "trunk", "dirty": False}
-
-
-def test_a_repository_with_changes_is_dirty(repository, monkeypatch):
-    """Also when asked in a sub-folder, and for a file that git does not know."""
-    (repository / "folder").mkdir()
-    monkeypatch.chdir(repository / "folder")
-    assert environment.describe()["git"]["dirty"] is False
-    (repository / "new file é.txt").write_text("")
-    assert environment.describe()["git"]["dirty"] is True
+def test_a_repository_is_its_commit(repository):
+    """And its branch, unless the head is detached."""
+    commit = git("rev-parse", "HEAD")
+    assert environment.describe()["git"] == {"commit": commit, "branch": "trunk"}
+    git("checkout", "-q", "--detach")
+    assert environment.describe()["git"] == {"commit": commit, "branch": None}
 
 
 def test_a_repository_without_a_commit_is_described(tmp_path, monkeypatch):
-    """Staged files are changes; there is no commit."""
+    """By its branch."""
     monkeypatch.chdir(tmp_path)
     git("init", "-q", "-b", "trunk")
-    (tmp_path / "code.py").write_text("one = 1\n")
-    git("add", "code.py")
-    assert environment.describe()["git"] == {"commit": None, "branch": "trunk", "dirty": True}
-
-
-def test_a_repository_brings_no_diff_program(repository):
-    """Programs that a repository's settings name for diffs and watching are not started."""
-    (repository / "code.py").write_text("one = 2\n")
-    (repository / ".gitattributes").write_text("*.py diff=evil\n")
-    for key in ("core.fsmonitor", "diff.external", "diff.evil.textconv", "diff.evil.command", "core.pager"):
-        git("config", key, "touch ran; false")
-    assert environment.describe()["git"]["dirty"] is True
-    assert not (repository / "ran").exists()
+    assert environment.describe()["git"] == {"commit": None, "branch": "trunk"}
 
 
 def test_a_git_that_hangs_is_left(repository, monkeypatch, tmp_path_factory):

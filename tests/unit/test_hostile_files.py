@@ -30,10 +30,9 @@ from deeplightning.faults import CheckpointError
 from deeplightning.runfolder import RunFolder, card_digest, golden_digest
 from deeplightning.tracking import MLflowLogger
 from deeplightning.tracking.client import Client
-from deeplightning.tracking.process_id import this_process
 from deeplightning.tracking.reader import open_reader
 from deeplightning.tracking.store import locate
-from deeplightning.tracking.unsent import folder_of
+from deeplightning.tracking.unsent import _machine, folder_of
 from serve.bundle import Bundle, BundleError
 
 HOSTILE = Path(__file__).parents[1] / "hostile"
@@ -535,7 +534,7 @@ def left(store: Path, name: str, metrics: Path, run: Any) -> Path:
     folder = folder_of(locate(store))
     folder.mkdir(exist_ok=True)
     path = folder / f"{name}.deadbeef.unsent"
-    claim = {"run": run, "metrics": str(metrics), "store": str(store)} | this_process() | {"start": 1}
+    claim = {"run": run, "metrics": str(metrics), "store": str(store)} | _machine()
     path.write_text(json.dumps(claim) + "\n")
     path.chmod(0o600)
     return path

@@ -161,14 +161,14 @@ def test_configs_are_read_as_they_were_sealed(project, tmp_path):
 
 def test_git_is_asked_once(project, tmp_path, monkeypatch):
     """The commit is that at sealing."""
-    said = {"status": "# branch.oid abc\n# branch.head main\n1 .M own.py\n"}
-    monkeypatch.setattr(environment, "run_git", lambda folder, verb, *_, **__: said[verb].encode())
+    said = {"rev-parse": "abc", "symbolic-ref": "main"}
+    monkeypatch.setattr(environment, "ask_git", lambda verb, *_: said[verb])
     seal = sealed.seal(tmp_path / "seal", git=environment.git_state())
     before = environment.git_state()
-    said["status"] = "# branch.oid def\n"
+    said["rev-parse"] = "def"
     assert environment.git_state()["commit"] == "def"
     own_code.use_seal(seal)
-    assert environment.git_state() == before == {"commit": "abc", "branch": "main", "dirty": True}
+    assert environment.git_state() == before == {"commit": "abc", "branch": "main"}
 
 
 def test_an_edited_seal_is_not_trusted(project, tmp_path):

@@ -1,4 +1,4 @@
-"""What MLflow's page shows of the runs first: view, columns, names and descriptions."""
+"""What MLflow's page shows of the runs first: view, names and descriptions."""
 
 import json
 import re
@@ -11,8 +11,8 @@ from deeplightning.callbacks.describe import data_name, engine_in_words, network
 from deeplightning.checks.examine import load_config
 from deeplightning.config.schema import Target
 from deeplightning.runfolder import RunFolder
-from deeplightning.tracking import monitor, pages
-from deeplightning.tracking.mlflow_columns import columns, runs_page
+from deeplightning.tracking import monitor
+from deeplightning.tracking.monitor import runs_page
 
 BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
 
@@ -23,39 +23,9 @@ def cfg(tmp_path, monkeypatch):
     return load_config(BASE)
 
 
-def shown(*metrics):
-    return [re.fullmatch(r"metrics\.`(.+)`", one)[1] for one in columns(metrics) if one.startswith("metrics.")]
-
-
-def test_the_columns_are_those_that_runs_are_judged_by():
-    """Accuracy first; losses only where there is nothing else; network, data, engine and duration always."""
-    every = ["lr", "train_acc", "val_loss", "val_acc", "val_f1", "test_acc", "test_loss", "system/x"]
-    assert shown(*every) == ["val_acc", "test_acc", "val_f1"]
-    assert shown("val_loss", "test_loss", "train_loss") == ["val_loss", "test_loss"]
-    assert shown(*(f"val_{n}" for n in "abcdefg")) == ["val_a", "val_b", "val_c", "val_d"]
-    assert columns([]) == ["tags.`network`", "tags.`data`", "tags.`engine`", "attributes.`Duration`"]
-
-
 def test_the_address_names_the_view_with_charts():
     """The view of trainings is a part of it, for pages that open otherwise."""
     assert runs_page("7") == "#/experiments/7/runs?workflowType=machine_learning&compareRunsMode=CHART"
-
-
-def test_the_page_holds_its_settings_before_mlflows_own_script(tmp_path, monkeypatch):
-    """A name of a metric ends no script; without a store that can be read the page is there all the same."""
-    index = tmp_path / "index.html"
-    index.write_text("<html><head><script src='main.js'></script></head></html>")
-    monkeypatch.setattr(pages, "index_page", lambda: index)
-    monkeypatch.delenv("MLFLOW_BACKEND_STORE_URI", raising=False)
-    html = pages.page()
-    assert html.index("machine_learning") < html.index("main.js")
-    monkeypatch.setattr(pages, "_looked_up", lambda runs: ({"3": ["metrics.`</script>`"]}, "#/x"))
-    monkeypatch.setattr(pages, "newest_runs", lambda client, number: [])
-    monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", "http://127.0.0.1:9")
-    settings = re.search(r"\}\)\((.*), \"#/x\"\);", pages.page())[1]
-    assert "</script>" not in settings
-    table = json.loads(settings)['MLflowLocalStorage-1.1-ExperimentPage-["3"]-ReactComponentState']
-    assert table == {"selectedColumns": ["metrics.`</script>`"]}
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def case(draw: random.Random, place: Place) -> str:
         Bundle.open(shared)
     if "resume" in words:
         _resumed(store, what, ended, words, known["resume"])
-    left = sorted(path.name for path in store.iterdir() if ".unsent" in path.name or path.name.endswith(".lock"))
+    left = sorted(path.name for path in [*store.glob("*.unsent/*"), *store.glob("*.lock")])
     expect(not left, f"{what}: the store is left with {left}")
     return what
 
