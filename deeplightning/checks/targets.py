@@ -74,7 +74,6 @@ def note_target(
             role=role,
             given=GIVEN.get(role or key, 0),
             hidden=hidden,
-            called_with=findings.loss_arguments,
             wanted=wanted,
         )
         findings.take(verdict)
@@ -136,9 +135,6 @@ def note_inside(findings: Findings, entry: Entry, key: str, path: KeyPath, wante
 
 def compare(findings: Findings, config: Config) -> None:
     """Compare what the config names with what is there."""
-    task = Meanings().known(config.model and config.model.module and config.model.module.type)
-    if task is not None:
-        findings.loss_arguments = len(task.declared_words("loss_arguments") or ()) or None
     for compare in findings.targets:
         compare()
     _resolvers(findings, config.resolvers or {})

@@ -19,11 +19,11 @@ from pathlib import Path
 
 from deeplightning import own_code
 from deeplightning.faults import Missing, nearest, no_module, refuse_moved
-from deeplightning.signatures.annotations import plain, returned
+from deeplightning.signatures.annotations import plain
 from deeplightning.signatures.bindings import Assigned, Broken, Defined, contains_word
 from deeplightning.signatures.from_source import Signatures
 from deeplightning.signatures.names import Names, Texts
-from deeplightning.signatures.signature import UNKNOWN, Instance, Signature, Undecided, positional
+from deeplightning.signatures.signature import UNKNOWN, Signature, Undecided
 from deeplightning.signatures.symbol import (
     UNKNOWABLE,
     Absent,
@@ -132,26 +132,6 @@ class Definition:
         line, complete = self._names.line(self._thing)
         return [thing.path for thing in line], complete
 
-    def makes(self) -> list[Instance]:
-        """Return what calling it gives: an instance of the class, or of each class that a function's annotation names.
-
-        Raises:
-            Undecided: that cannot be known without calling it.
-        """
-        if self.kind == "class":
-            return [self._instance(self._thing)]
-        made = self._names.guarded(lambda: returned(self._names, self._thing))
-        return [self._instance(thing) for thing in made]
-
-    def _instance(self, thing: Thing) -> Instance:
-        line, complete = self._names.line(thing)
-        return Instance(tuple(t.path for t in line), complete, lambda: self._forward(thing))
-
-    def _forward(self, thing: Thing) -> tuple[int, float] | None:
-        with contextlib.suppress(*UNKNOWABLE):
-            return positional(Signatures(self._names).signature(self._names.attribute(thing, "forward")))
-        return None
-
     def signature(self) -> Signature:
         """Return what may be given to it; of classes and of methods that are called on their class, without `self`.
 
@@ -202,9 +182,8 @@ class Definition:
         return Logged(self._names, own).names(complete)
 
     def declared_words(self, attribute: str) -> set[str] | None:
-        """Return the literal words that a task assigns to `metric_names` (its metrics where a config names none),
-        `loss_arguments` (what it calls each loss with) or `network_names` (the networks that it needs, () for a single
-        one); None: it does not say."""
+        """Return the literal words that a task assigns to `metric_names` (its metrics where a config names none) or
+        `network_names` (the networks that it needs, () for a single one); None: it does not say."""
         return self._declared(self.line()[0], attribute)[0]
 
     def _declared(self, own: list[Thing], attribute: str) -> tuple[set[str] | None, int]:
