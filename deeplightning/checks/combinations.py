@@ -6,11 +6,9 @@ DeepSpeed refuses on eight GPUs is reported on a laptop too, where one process n
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from deeplightning.checks import strategy
 from deeplightning.checks.signature_check import Meanings
 from deeplightning.config.schema import Config, Engine, Optimizer, Serve, Target, plain, value_at, with_keys
 from deeplightning.config.tree import line
@@ -50,15 +48,6 @@ def uses_optimizer(cfg: Config, *names: str) -> bool:
     return any(o.type is not None and o.type.rpartition(".")[2] in names for o in optimizers_of(cfg))
 
 
-def lacks_fused_kernel(cfg: Config) -> bool:
-    """Return whether an optimizer is one of torch's that has no fused kernel."""
-    names = [o.type.rpartition(".") for o in optimizers_of(cfg) if isinstance(o.type, str)]
-    return any(
-        module.startswith("torch.optim") and name not in ("Adam", "AdamW", "Adagrad", "SGD")
-        for module, _, name in names
-    )
-
-
 EMA = "deeplightning.callbacks.average.EMA"
 
 
@@ -70,18 +59,6 @@ def averages(cfg: Config) -> bool:
 def clips_by(cfg: Config, algorithm: str) -> bool:
     clip = cfg.train.gradient_clip
     return clip is not None and clip.algorithm == algorithm
-
-
-def names_another_stage(cfg: Config, asked: Engine) -> bool:
-    stage = cfg.engine.params.get("stage")
-    return uses_deepspeed(asked) and stage is not None and not str(asked.backend).startswith(f"deepspeed_stage_{stage}")
-
-
-def lacks_nvme_folder(cfg: Config) -> bool:
-    """Return whether an NVMe disk would be used that is not there."""
-    runs = cfg.engine.backend
-    path = strategy.nvme_path(runs, cfg.engine.params) if (runs or "").startswith("deepspeed") else None
-    return path is not None and not Path(path).is_dir()
 
 
 def steps_itself(cfg: Config) -> bool:
@@ -126,7 +103,6 @@ class Rule:
         broken: whether a config, with the engine that was asked for, has them both.
         other: the key that it does not go with.
         exit_code: 2 where the config is wrong, 3 where the machine lacks something, 4 where weights are missing.
-        at_start: it ends a run, and is no more than a warning in `check`: the config may be meant for another machine.
     """
 
     key: str
@@ -136,7 +112,6 @@ class Rule:
     broken: Callable[[Config, Engine], bool]
     other: str = "engine.backend"
     exit_code: int = 2
-    at_start: bool = False
 
 
 RULES = [
@@ -202,14 +177,6 @@ RULES = [
         other="model.module",
     ),
     Rule(
-        "train.gradient_clip",
-        "clipping, a task that steps its optimizers itself",
-        "Lightning cannot clip for it",
-        "call `self.clip_gradients` in its training_step, and set this to null",
-        lambda cfg, _: cfg.train.gradient_clip is not None and steps_itself(cfg),
-        other="model.module",
-    ),
-    Rule(
         "train.seeds",
         "several seeds, a checkpoint to resume from",
         "runs that continue the same training are no independent runs",
@@ -249,20 +216,6 @@ RULES = [
         lambda cfg, asked: asked.precision == "deepspeed" and not uses_deepspeed(asked),
     ),
     Rule(
-        "engine.params.stage",
-        "another stage than the word says, DeepSpeed",
-        "the word names the stage",
-        "remove it, and choose the stage by `engine.backend`",
-        names_another_stage,
-    ),
-    Rule(
-        "engine.params.precision_plugin",
-        "a gradient scaler of one's own, DeepSpeed",
-        "DeepSpeed scales the loss itself",
-        "remove it; `engine.params` takes DeepSpeed's `initial_scale_power`, `loss_scale_window` and their kin",
-        lambda cfg, asked: uses_deepspeed(asked) and "precision_plugin" in cfg.engine.params,
-    ),
-    Rule(
         "model.optimizer.type",
         "LBFGS, DeepSpeed or fsdp",
         "LBFGS asks for the loss again and again within one step, which a sharded engine cannot give",
@@ -276,14 +229,6 @@ RULES = [
         "set `train.accumulator_factor=1` and a larger `data.batch_size`, or use another optimizer",
         lambda cfg, _: cfg.train.accumulator_factor > 1 and uses_optimizer(cfg, "LBFGS") and "train" in cfg.stages,
         other="train.accumulator_factor",
-    ),
-    Rule(
-        "model.optimizer.type",
-        "LBFGS, precision 16-mixed",
-        "the loss cannot be scaled for an optimizer that computes it again within one step",
-        "set `engine.precision=32`, or bf16",
-        lambda cfg, _: cfg.engine.precision in (16, "16-mixed") and uses_optimizer(cfg, "LBFGS"),
-        other="engine.precision",
     ),
     Rule(
         "engine.precision",
@@ -348,7 +293,6 @@ RULES = [
             and uses_optimizer(cfg, "FusedAdam", "FusedLamb", "FusedLion", "FusedSGD")
         ),
         exit_code=3,
-        at_start=True,
         other="engine.gpus",
     ),
     Rule(
@@ -358,14 +302,6 @@ RULES = [
         "use a backend without `_nvme`",
         lambda cfg, _: cfg.engine.gpus is None and (cfg.engine.backend or "").endswith("_nvme"),
         other="engine.gpus",
-    ),
-    Rule(
-        "engine.params.nvme_path",
-        "an NVMe disk, no such folder",
-        "there is no such folder on this machine (where none is given, /local_nvme is meant)",
-        "set `engine.params.nvme_path` to one on the disk, or use a backend without `_nvme`",
-        lambda cfg, _: lacks_nvme_folder(cfg),
-        exit_code=3,
     ),
     Rule(
         "engine.channels_last",
@@ -382,22 +318,6 @@ RULES = [
         lambda cfg, asked: (
             cfg.logger.histograms is not None and (asked.backend or "").startswith(("fsdp", "deepspeed_stage_3"))
         ),
-    ),
-    Rule(
-        "train.overfit",
-        "`overfit`, `limit_batches`",
-        "both say how many batches there are",
-        "remove one of the two",
-        lambda cfg, _: cfg.train.overfit is not None and cfg.train.limit_batches is not None,
-        other="train.limit_batches",
-    ),
-    Rule(
-        "train.fast",
-        "`fast`, a run that resumes",
-        "its one batch would come after those of a checkpoint, and it saves none itself",
-        "set `train.resume_ckpt=null`, or `train.fast=false`",
-        lambda cfg, _: cfg.train.fast and cfg.train.resume_ckpt is not None and "train" in cfg.stages,
-        other="train.resume_ckpt",
     ),
     Rule(
         "train.callbacks",
@@ -463,14 +383,6 @@ RULES = [
     ),
     Rule(
         "engine.params.tensor_parallel",
-        "`tensor_parallel`, batch norm over all processes",
-        "the processes of a group have the same samples, and batch norm would count them twice",
-        "set `engine.sync_batchnorm=false`",
-        lambda cfg, asked: splits_layers(asked) and cfg.engine.sync_batchnorm,
-        other="engine.sync_batchnorm",
-    ),
-    Rule(
-        "engine.params.tensor_parallel",
         "`tensor_parallel`, a task that steps its optimizers itself",
         "it may draw random numbers by rank, and the processes of a group must compute the same",
         "leave out `engine.params.tensor_parallel`",
@@ -494,31 +406,12 @@ RULES = [
         other="engine.precision",
     ),
     Rule(
-        "engine.fused",
-        "`fused: true`, an optimizer of torch's without a fused kernel",
-        "torch has fused kernels of Adam, AdamW, Adagrad and SGD",
-        "set `engine.fused=auto`",
-        lambda cfg, _: cfg.engine.fused is True and lacks_fused_kernel(cfg),
-        other="model.optimizer.type",
-    ),
-    Rule(
         "data.fold",
         "a fold, no or fewer parts",
         "folds are counted from 0 to data.num_splits - 1",
         "set `data.num_splits`, or a smaller fold",
         lambda cfg, _: cfg.data.fold >= (cfg.data.num_splits or 1) and cfg.data.num_splits not in (0, 1),
         other="data.num_splits",
-    ),
-    *(
-        Rule(
-            f"data.loader.{name}",
-            f"`{name}`, no workers",
-            "it is about loader processes, and there are none",
-            "set `data.num_workers`, or remove it",
-            lambda cfg, _, name=name: cfg.data.num_workers == 0 and bool(cfg.data.loader.get(name)),  # type: ignore[misc]
-            other="data.num_workers",
-        )
-        for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context")
     ),
     Rule(
         "test.ckpt",
@@ -547,8 +440,8 @@ RULES = [
 
 def conflicts(
     cfg: Config, asked: Engine, places: Mapping[str, str], skip: Callable[[str], bool] = lambda key: False
-) -> Iterator[tuple[Rule, Fault]]:
-    """Yield each rule that a config breaks, with the fault to report.
+) -> Iterator[Fault]:
+    """Yield a fault for each rule that a config breaks.
 
     Args:
         cfg: a whole config, as it will run.
@@ -564,7 +457,7 @@ def conflicts(
         message = f"{value} does not go with {rule.other}: {other}{at}: {rule.why}; {rule.remedy}"
         set_ = [key for key in (*upwards(rule.key), *upwards(rule.other)) if key in places]
         place = places[set_[0]] if set_ else None
-        yield rule, Fault(message, rule.key, place, found=value, allowed=rule.remedy, exit_code=rule.exit_code)
+        yield Fault(message, rule.key, place, found=value, allowed=rule.remedy, exit_code=rule.exit_code)
 
 
 def _value(cfg: Config, key: str, asked: Engine) -> str:

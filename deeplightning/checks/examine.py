@@ -16,7 +16,7 @@ from typing import Any
 
 from deeplightning.address import is_address, shown
 from deeplightning.checks.combinations import conflicts
-from deeplightning.checks.hints import hints
+from deeplightning.checks.hints import proposals, rates_without_effect
 from deeplightning.checks.metric_check import check_monitors, settle_modes
 from deeplightning.checks.report import Findings, Report, in_order
 from deeplightning.checks.schema_check import contradictions, read_section
@@ -56,12 +56,10 @@ def examine(
     asked = replace(cfg.engine, backend=backend_of(cfg.engine))
     settled, lacking = settle(cfg)
     cfg.notices = [*(cfg.notices or []), *settled, *clear_secrets(cfg), *unjudged(cfg)]
-    report.hints += hints(cfg, asked)
+    report.hints += [*rates_without_effect(cfg), *proposals(cfg, asked)]
     wrong = {key for fault in report.faults for key in (fault.key or "", f"{fault.key}.type")}
-    broken = list(conflicts(cfg, asked, report.places, skip=wrong.__contains__))
     lacking = [fault for fault in lacking if fault.key not in wrong]
-    report.add(*lacking, *(fault for rule, fault in broken if not rule.at_start))
-    report.at_start += [fault for rule, fault in broken if rule.at_start]
+    report.add(*lacking, *conflicts(cfg, asked, report.places, skip=wrong.__contains__))
     if not lacking:
         places = report.places
         report.at_start += [replace(f, place=place_of(str(f.key), places)) for f in occupied(cfg.engine)]

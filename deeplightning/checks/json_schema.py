@@ -1,9 +1,9 @@
 """The schema of the config becomes a JSON Schema (draft 2020-12), by which YAML editors complete and check.
 
 It judges a file as it is written: before `_base_` files are read and references resolved. So a key of any type may
-hold a reference such as `${data.root}`, and a file that builds on others needs to hold nothing. What it lets pass
-and the loader does not: targets and their params, keys that contradict each other, and `1.0` for a whole number, which
-JSON does not tell from `1`.
+hold a reference such as `${data.root}`, and no key is required. What it lets pass and the loader does not: missing
+keys, targets and their params, keys that contradict each other, and `1.0` for a whole number, which JSON does not tell
+from `1`.
 
 Language servers differ in what they know of the draft; only what has the same meaning in draft 7 is used.
 """
@@ -66,10 +66,7 @@ def json_schema() -> Json:
             **_reference("one of the words that are known here"),
         }
     }
-    for cls, path in parts.items():
-        if cls is not whole:
-            definitions[cls.__name__] = _section(cls, path)
-        definitions[f"{cls.__name__}.whole"] = _whole(cls)
+    definitions |= {cls.__name__: _section(cls, path) for cls, path in parts.items() if cls is not whole}
     config = _section(whole, "") | {"title": "Deep Lightning config", "type": "object"}
     del config["pattern"], config["patternErrorMessage"]
     options: Json = {
@@ -93,11 +90,6 @@ def json_schema() -> Json:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **config,
         "properties": {"_base_": base, **config["properties"], **_not_installed(config["properties"])},
-        "if": {
-            "required": ["_base_"],
-            "properties": {"_base_": {"type": ["string", "array", "object"], "minItems": 1}},
-        },
-        "else": {"$ref": "#/$defs/Config.whole"},
         "$defs": definitions,
     }
 
@@ -112,7 +104,7 @@ def _not_installed(known: Collection[str]) -> Json:
     }
 
 
-# ---- what may stand at a key, whether the file builds on others or not
+# ---- what may stand at a key
 
 
 def _section(cls: type, path: str) -> Json:
@@ -212,11 +204,10 @@ def _reference(else_allowed: str) -> Json:
 
 
 def _item(hint: object) -> Json:
-    """Return the schema of a list item. It is complete in each file: a list replaces that of a base file."""
+    """Return the schema of a list item, which no `null` may stand for."""
     if not is_dataclass(hint):
         return _simple(options_of(hint), {})
-    name = typing.cast(type, hint).__name__
-    return {"allOf": [{"$ref": f"#/$defs/{name}"}, {"$ref": f"#/$defs/{name}.whole"}], "type": ["object", "string"]}
+    return {"allOf": [{"$ref": f"#/$defs/{typing.cast(type, hint).__name__}"}], "type": ["object", "string"]}
 
 
 def _is_named(section: object) -> Json:
@@ -229,31 +220,3 @@ def _is_named(section: object) -> Json:
         "patternProperties": {"^~": {}},
         "additionalProperties": {"type": ["object", "string"], "pattern": REFERENCE},
     }
-
-
-# ---- what a file that builds on no other must hold
-
-
-def _whole(cls: type) -> Json:
-    hints = typing.get_type_hints(cls)
-    inner = {field.name: _whole_value(hints[field.name]) for field in schema.keys(cls)}
-    required = [field.name for field in schema.keys(cls) if schema.default_of(field) is MISSING]
-    return {
-        **({"required": required} if required else {}),
-        "properties": {name: value for name, value in inner.items() if value},
-        "propertyNames": {"pattern": "^[^~]"},
-    }
-
-
-def _whole_value(hint: object) -> Json:
-    found = options_of(hint)
-    section, named = _sections_in(found)
-    one: Json = {}
-    if section is not None:
-        one["$ref"] = f"#/$defs/{section.__name__}.whole"
-        if len(found) == 1 and any(schema.default_of(field) is MISSING for field in schema.keys(section)):
-            one["type"] = ["object", "string"]  # an empty one lacks what is required
-    if named is None:
-        return one
-    several = {"additionalProperties": {"$ref": f"#/$defs/{named.__name__}.whole", "type": ["object", "string"]}}
-    return {"if": _is_named(section), "then": several, "else": one} if section is not None else several
