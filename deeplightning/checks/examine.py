@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 import secrets
 import typing
@@ -33,7 +32,6 @@ from deeplightning.engine.plan import occupied, settle
 from deeplightning.faults import ConfigError, Fault, Notice, place_of, upwards
 from deeplightning.own_code import added_roots, original_roots, use_import_roots
 from deeplightning.process.identity import decision
-from deeplightning.words import stage_of
 
 OWN_LOADERS = "deeplightning.data.of_datasets.OfModule"
 
@@ -55,7 +53,7 @@ def examine(
         return report  # a section is no mapping: there is nothing to settle
     asked = replace(cfg.engine, backend=backend_of(cfg.engine))
     settled, lacking = settle(cfg)
-    cfg.notices = [*(cfg.notices or []), *settled, *clear_secrets(cfg), *unjudged(cfg)]
+    cfg.notices = [*(cfg.notices or []), *settled, *clear_secrets(cfg)]
     report.hints += [*rates_without_effect(cfg), *proposals(cfg, asked)]
     wrong = {key for fault in report.faults for key in (fault.key or "", f"{fault.key}.type")}
     lacking = [fault for fault in lacking if fault.key not in wrong]
@@ -255,25 +253,3 @@ def clear_secrets(cfg: Config) -> list[Notice]:
         )
         for name, (path, _) in literals.items()
     ]
-
-
-def unjudged(cfg: Config) -> list[Notice]:
-    """Return a warning where checkpoints inside an epoch are saved at other moments than validations."""
-    kept, often = cfg.train.checkpoint, cfg.train.val_every_n_epoch
-    share, monitor = kept.every_n_epochs, kept.monitor
-    if "train" not in cfg.stages or monitor is None or share is None or not 0 < share < 1:
-        return []
-    of_training, of_epoch = stage_of(monitor)[0] == "train", monitor.endswith("_epoch")
-    if of_training and not of_epoch:
-        return []
-    validations = share / often if 0 < often < 1 else 0  # from one checkpoint to the next
-    if validations > 0.5 and math.isclose(validations, round(validations)):
-        return []
-    remedy = f"train.val_every_n_epoch={share:g}{' and a metric of the validation' if of_training else ''}"
-    key = "train.checkpoint.every_n_epochs"
-    text = (
-        f"{key} is {share:g} and train.val_every_n_epoch is {often!s:.20}: nothing is validated when a checkpoint "
-        "inside an epoch is saved, so it becomes last.ckpt, and is not ranked by "
-        f"{monitor}. To judge it too: {remedy}"
-    )
-    return [Notice(text, key=key)]

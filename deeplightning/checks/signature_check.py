@@ -66,10 +66,6 @@ class Imported:
         """Return whether a class or an ancestor has an attribute of a name."""
         return hasattr(self.thing, name)
 
-    def constant(self, name: str) -> object:
-        """Return an attribute of a class; None where it has none."""
-        return getattr(self.thing, name, None) if self.kind == "class" else None
-
     def signature(self) -> Signature:
         """Return its parameters. Those that `**kwargs` hand on are known from the source alone.
 

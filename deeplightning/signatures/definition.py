@@ -19,11 +19,10 @@ from pathlib import Path
 
 from deeplightning import own_code
 from deeplightning.faults import Missing, nearest, no_module, refuse_moved
-from deeplightning.signatures.annotations import plain
 from deeplightning.signatures.bindings import Assigned, Broken, Defined, contains_word
 from deeplightning.signatures.from_source import Signatures
 from deeplightning.signatures.names import Names, Texts
-from deeplightning.signatures.signature import UNKNOWN, Signature, Undecided
+from deeplightning.signatures.signature import Signature, Undecided
 from deeplightning.signatures.symbol import (
     UNKNOWABLE,
     Absent,
@@ -195,27 +194,6 @@ class Definition:
                         return Texts(self._names, Frame(self._names.home(each))).items(option.value), position
         return None, len(own)
 
-    def constant(self, attribute: str) -> object:
-        """Return the plain value of an attribute of a class, its own or the next ancestor's; None where none has it.
-
-        Raises:
-            Undecided: an ancestor cannot be followed, or the value is none that can be read.
-        """
-        line, complete = self._names.line(self._thing) if self.kind == "class" else ([], True)
-        for each in line:
-            if each.live is not None:
-                if attribute in vars(each.live):
-                    return vars(each.live)[attribute]
-            elif options := self._names.scope(each).names.get(attribute, ()):
-                frame, only = Frame(self._names.home(each)), options[0] if len(options) == 1 else None
-                value = plain(self._names, only.value, frame) if isinstance(only, Assigned) else UNKNOWN
-                if value is UNKNOWN:
-                    raise Undecided(f"what `{attribute}` is")
-                return value
-        if not complete:
-            raise Undecided(f"what `{attribute}` is")
-        return None
-
     def _constructors(self) -> Iterator[Functions]:
         """Yield the `__init__` of a class, then those of its ancestors."""
         for each in self._names.line(self._thing)[0] if self.kind == "class" else ():
@@ -351,57 +329,27 @@ class Logged:
 
 
 class _MethodTexts(Texts):
-    """Finds texts in a method, by its variables, by what other methods give it, and by attributes of the class."""
+    """Finds texts in a method, also those that other methods give for its parameters."""
 
     def __init__(self, logged: Logged, each: Thing, method: Functions):
         super().__init__(logged.source, Frame(logged.source.home(each), function=method))
         self.logged, self.method, self.own = logged, method, str(first_argument(method))
 
-    def options(self, node: ast.Name | ast.Attribute) -> Iterator[tuple[Texts, ast.expr, bool]]:
-        if isinstance(node, ast.Attribute):
-            found = self.attribute(node.attr) if is_it(node.value, self.own) else super().options(node)
-            yield from found
+    def options(self, node: ast.Name | ast.Attribute) -> Iterator[tuple[Texts, ast.expr]]:
+        name = node.id if isinstance(node, ast.Name) else None
+        if name not in self.names.scope_of(self.method, self.frame.module).names:
+            yield from super().options(node)
             return
-        with self.names.asking(("text", id(self.method), node.id)):
-            options = [*self.argument(node.id), *self.variable(node.id)]
-            yield from options or super().options(node)
+        with self.names.asking(("text", id(self.method), name)):
+            yield from self.argument(str(name))
 
-    def attribute(self, name: str) -> Iterator[tuple[Texts, ast.expr, bool]]:
-        stores = (n for _, method in self.logged.methods for n in ast.walk(method) if isinstance(n, ast.Attribute))
-        if any(n.attr == name and isinstance(n.ctx, ast.Store) for n in stores):
-            raise Undecided(f"`self.{name}` is set by a method")
-        for each in self.logged.classes:
-            for option in self.names.scope(each).names.get(name, ()):
-                if isinstance(option, Assigned):
-                    yield Texts(self.names, Frame(self.names.home(each))), option.value, False
-                    return
-        raise Undecided(f"`self.{name}` is not set by the class")
-
-    def variable(self, name: str) -> Iterator[tuple[Texts, ast.expr, bool]]:
-        """Yield what is assigned to a local variable, what it runs through, and what is added to it as a mapping."""
-        for node in ast.walk(self.method):
-            match node:
-                case ast.For(target=target, iter=items) | ast.comprehension(target=target, iter=items):
-                    if is_it(target, name):
-                        yield self, items, True
-                    elif any(is_it(n, name) for n in ast.walk(target)):
-                        raise Undecided(f"`{name}` is a part of an item")
-                case ast.Assign(targets=[target], value=value) if is_it(target, name):
-                    yield self, value, False
-                case ast.AugAssign(target=target, value=value) if is_it(target, name):
-                    yield self, ast.List([ast.Starred(value)]), False
-                case ast.Subscript(value=target, slice=index, ctx=ast.Store()) if is_it(target, name):
-                    yield self, ast.List([index]), False
-                case ast.Call(func=ast.Attribute(value=target, attr="update" | "setdefault")) if is_it(target, name):
-                    raise Undecided(f"`{name}` gets items that show only when it is run")
-
-    def argument(self, name: str) -> Iterator[tuple[Texts, ast.expr, bool]]:
+    def argument(self, name: str) -> Iterator[tuple[Texts, ast.expr]]:
         """Yield what other methods give for a parameter."""
         arguments, positional = self.method.args, positional_arguments(self.method)[1:]
         defaults = dict(zip(reversed(positional), reversed(arguments.defaults), strict=False))
         defaults |= {a.arg: d for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d}
         if name not in (*positional, *(a.arg for a in arguments.kwonlyargs)):
-            return
+            raise Undecided(f"`{name}` is a variable of {self.method.name}")
         given: ast.expr | None = None
         for each, caller in self.logged.methods:
             calls = {node.func: node for node in ast.walk(caller) if isinstance(node, ast.Call)}
@@ -414,6 +362,6 @@ class _MethodTexts(Texts):
                     given = given or (defaults.get(name) if call else None)
                     if given is None or (call and any(isinstance(a, ast.Starred) for a in call.args)):
                         raise Undecided(f"`{name}` shows only when it is run")
-                    yield _MethodTexts(self.logged, each, caller), given, False
+                    yield _MethodTexts(self.logged, each, caller), given
         if given is None:
             raise Undecided(f"`{name}` is given by others")

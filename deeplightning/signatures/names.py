@@ -544,8 +544,7 @@ class Texts:
             case ast.IfExp(body=one, orelse=other):
                 return self.of(one) | self.of(other)
             case ast.Name() | ast.Attribute():
-                options = [texts.items(e) if is_item else texts.of(e) for texts, e, is_item in self.options(node)]
-                return set().union(*options)
+                return set().union(*(texts.of(e) for texts, e in self.options(node)))
         raise Undecided("a text shows only when it is run")
 
     def joined(self, parts: Sequence[ast.expr]) -> set[str]:
@@ -581,17 +580,15 @@ class Texts:
                 if listed is not None:
                     return listed
             case ast.Name() | ast.Attribute():
-                options = [*self.options(node)]
-                if not any(is_item for _, _, is_item in options):
-                    return set().union(*(texts.items(e) for texts, e, _ in options))
+                return set().union(*(texts.items(e) for texts, e in self.options(node)))
         raise Undecided("the items of a list show only when it is run")
 
-    def options(self, node: ast.Name | ast.Attribute) -> Iterator[tuple["Texts", ast.expr, bool]]:
-        """Yield the expressions that a name may stand for, and whether it stands for an item of it."""
+    def options(self, node: ast.Name | ast.Attribute) -> Iterator[tuple["Texts", ast.expr]]:
+        """Yield the expressions that a name may stand for."""
         found = self.names.value(node, self.frame)
         if found.kind != "value" or not isinstance(found.node, ast.expr):
             raise Undecided(f"`{ast.unparse(node)[:60]}` is no plain value")
-        yield Texts(self.names, Frame(self.names.home(found))), found.node, False
+        yield Texts(self.names, Frame(self.names.home(found))), found.node
 
 
 def _missing_packages(module: Module) -> Iterator[tuple[str, int]]:

@@ -253,7 +253,7 @@ NETWORK = "type: deeplightning.model.cnn.SimpleCNN"
     [
         (NETWORK, "type: foreign.Net", "model.network.type: to serve this run, foreign.Net would be imported"),
         (NETWORK, "type: os.system", "--allow os"),
-        ("type: torch.optim.SGD", "type: torch.os.system", "torch.os.system, which is posix.system, would be imported"),
+        ("type: torch.optim.SGD", "type: torch.os.system", "torch.os.system would be imported"),
         (NETWORK, "type: torch.hub.load", "If you trust it: --allow torch.hub"),
         (NETWORK, "type: torch.nn.modules.module.torch.hub.load", "which is torch.hub.load, would be"),
         (NETWORK, "type: deeplightning.config.target.build", "--allow deeplightning.config.target"),

@@ -760,10 +760,11 @@ LOGGED = {
     "def f(self): self.log_dict({'a': 1, 'b': 2})": ({"a", "b"}, True),
     "def f(self, stage): self.log(f'{stage}_loss', 1)\n    def g(self): self.f('val'); self.f(stage='test')":
         ({"val_loss", "test_loss"}, True),
-    "def f(self):\n        for name in ('a', 'b'):\n            self.log(f'x_{name}', 1)": ({"x_a", "x_b"}, True),
-    "word = 'w'\n    def f(self): self.log(self.word + '_x', 1)": ({"w_x"}, True),
+    "def f(self):\n        for name in ('a', 'b'):\n            self.log(f'x_{name}', 1)": (set(), False),
+    "word = 'w'\n    def f(self): self.log(self.word + '_x', 1)": (set(), False),
+    "def f(self): self.log(WORD + '_x', 1)\nWORD = 'w'": ({"w_x"}, True),
     "def f(self):\n        values = {'a': 1}\n        values['b'] = 2\n"
-    "        self.log_dict(values)": ({"a", "b"}, True),
+    "        self.log_dict(values)": (set(), False),
     "def f(self, names):\n        self.log('a', 1)\n        for n in names: self.log(n, 1)": ({"a"}, False),
     "def f(self): self.log(f'{self.make()}', 1)": (set(), False),
     "def f(self): self.log_dict(make())": (set(), False),
