@@ -3,13 +3,12 @@
 from collections.abc import Collection, Iterator
 
 from deeplightning.checks.combinations import is_sharded
-from deeplightning.checks.signature_check import Meanings
 from deeplightning.config.schema import Config, Engine, with_keys
 from deeplightning.faults import Notice
 
 
 def rates_without_effect(cfg: Config, searched: Collection[str] = ()) -> Iterator[Notice]:
-    """Report what sets the learning rate instead of the optimizer's `lr`: the user's task, or a schedule.
+    """Report the schedule that sets the learning rate instead of the optimizer's `lr`.
 
     Who writes both rates knows the schedule's; who changes `lr` alone, or searches over it, may not.
 
@@ -17,11 +16,6 @@ def rates_without_effect(cfg: Config, searched: Collection[str] = ()) -> Iterato
         searched: keys that a search gives values to.
     """
     if "train" not in cfg.stages:
-        return
-    task = Meanings().known(cfg.model.module and cfg.model.module.type)
-    if cfg.model.optimizer is not None and task is not None and task.ignores_config():
-        text = f"model.optimizer has no effect: {cfg.model.module.type} does not read its config"
-        yield Notice(text, key="model.optimizer")
         return
     optimizers = dict(with_keys(cfg.model.optimizer, "model.optimizer"))
     for key, schedule in with_keys(cfg.model.scheduler, "model.scheduler"):

@@ -221,7 +221,6 @@ def _call(
             given, may_lack = given or 0, given is None
     taken = signature.given(given)
     free = {p.name: p for p in signature.parameters if p.keyword and p.name not in taken}
-    unnamed = [p.name for p in signature.parameters if not p.keyword and p.name not in taken]
     for param, value in params.items():
         here = f"{key}.params.{param}"
         if param in free:
@@ -235,8 +234,6 @@ def _call(
                 verdict.faults.append(Fault(message, here + at, found=shown, allowed=allowed))
         elif param in taken:
             verdict.faults.append(Fault(f"{name} gets `{param}` from us; remove it", here, found=param))
-        elif param in unnamed:
-            verdict.faults.append(Fault(f"{name} takes `{param}` by position alone{_REMEDY}", here, found=param))
         elif signature.rest is None:
             known = ", ".join(free) or "none"
             known_as = other_tools.ours(here)
@@ -253,15 +250,10 @@ def _call(
     if missing:
         words = ", ".join(missing)
         message = f"{name} needs {words}"
-        if by_position := [param for param in missing if param in unnamed]:
-            message = f"{name} takes {', '.join(by_position)} by position alone{_REMEDY}"
-        elif given is None and not taken and {"cfg", "config"} & set(missing):
+        if given is None and not taken and {"cfg", "config"} & set(missing):
             message += ". The config is passed to the first parameter alone, if that is named `cfg`"
         verdict.faults.append(Fault(message, f"{key}.params", allowed=words))
     return verdict
-
-
-_REMEDY = ", and params are given by name: remove the `/` from its signature"
 
 
 def _show(value: object) -> str:

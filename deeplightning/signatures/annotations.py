@@ -79,8 +79,6 @@ def _hint(names: Names, node: ast.expr, frame: Frame) -> Any:
                 return Any
             if generic is typing.Literal:
                 return generic[tuple(ast.literal_eval(part) for part in parts)]
-            if generic is typing.Annotated:
-                return _hint(names, parts[0], frame)
             given = tuple(hint(names, part, frame) for part in parts)
             return generic[given if isinstance(inner, ast.Tuple) else given[0]]
         case ast.Name() | ast.Attribute():

@@ -212,16 +212,6 @@ class Definition:
                 return not known[-1]
         return False
 
-    def ignores_config(self) -> bool:
-        """Return whether `__init__` of a task, or of its nearest ancestor that has one, does not read the config, which
-        is its first argument."""
-        method = next(self._constructors(), None)
-        arguments = positional_arguments(method) if method is not None else []
-        if method is None or len(arguments) < 2 or method.args.vararg or method.args.kwarg:
-            return False
-        used = {getattr(node, "id", None) or getattr(node, "attr", None) for node in ast.walk(method)}
-        return used.isdisjoint({arguments[1], "locals", "vars", "save_hyperparameters"})
-
 
 # ---- documentation
 

@@ -11,13 +11,12 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 
 from deeplightning import own_code
 from deeplightning.faults import install, nearest
 from deeplightning.signatures import bindings
-from deeplightning.signatures.bindings import Assigned, Binding, Broken, Defined, Imported, Module, Scope, contains_word
+from deeplightning.signatures.bindings import Assigned, Binding, Broken, Defined, Imported, Module, Scope
 from deeplightning.signatures.signature import Undecided
 from deeplightning.signatures.symbol import (
     UNKNOWABLE,
@@ -176,22 +175,7 @@ class Names:
             raise Undecided(doubt)
         if scope.makes_names:
             raise Undecided(f"{module.name} makes names as it is imported ({scope.makes_names})")
-        elsewhere = self.set_elsewhere(module, name)
-        if elsewhere:
-            raise Undecided(f"{elsewhere} may add it to {module.name}")
         raise Absent(name, self.names_of(module))
-
-    def set_elsewhere(self, module: Module, name: str) -> str | None:
-        """Return a submodule that a package imports for its effects, if its text has a name that another one lacks."""
-        top = self.module(module.name.partition(".")[0])
-        for effect in top.scope.effects if top is not None and not top.is_open else ():
-            found = self.module(effect)
-            files = [found.file] if found is not None and found.file is not None else []
-            if found is not None and found.folders:
-                files = [file for folder in found.folders for file in sorted(Path(folder).glob("*.py"))]
-            if any(contains_word(file.read_bytes(), name) for file in files):
-                return effect
-        return None
 
     def options(self, scope: Scope, name: str) -> tuple[tuple[Binding, ...], str | None]:
         """Return the possible bindings of a name, those by `import *` among them, and why there may be others."""
@@ -283,15 +267,9 @@ class Names:
             raise Absent(name, [])
         if len(bound) < len(left):
             raise Undecided(f"whether {frame.module.name} has `{name}` depends on the machine")
-        if len(bound) == 1:
-            return self.meant(bound[0], name, frame)
-        try:
-            things = [self.meant(option, name, frame) for option in bound]
-        except (Absent, Failing, Broken) as error:
-            raise Undecided(f"whether {frame.module.name} uses it depends on the machine: {error}") from None
-        if len({thing.key for thing in things}) > 1:
+        if len(bound) > 1:
             raise Undecided(f"`{name}` of {frame.module.name} is one thing or another, depending on the machine")
-        return things[0]
+        return self.meant(bound[0], name, frame)
 
     def importable(self, module: str, name: str | None, frame: Frame) -> bool:
         try:
@@ -568,12 +546,8 @@ class Texts:
             case ast.Dict(keys=keys, values=values):
                 pairs = zip(keys, values, strict=True)
                 return set().union(*(self.items(value) if key is None else self.of(key) for key, value in pairs))
-            case ast.DictComp(key=key):
-                return self.of(key)
             case ast.BinOp(left=left, op=ast.Add() | ast.BitOr(), right=right):
                 return self.items(left) | self.items(right)
-            case ast.Call(func=ast.Name(id="list" | "tuple" | "sorted" | "set"), args=[inner]):
-                return self.items(inner)
             case ast.Attribute(value=owner, attr="__all__"):
                 found = self.names.value(owner, self.frame)
                 listed = self.names.listed(found.module) if found.kind == "module" and found.module else None
