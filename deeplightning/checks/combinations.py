@@ -223,14 +223,6 @@ RULES = [
         lambda cfg, asked: is_sharded(asked) and uses_optimizer(cfg, "LBFGS"),
     ),
     Rule(
-        "model.optimizer.type",
-        "LBFGS, accumulation",
-        "LBFGS asks for the loss again within one step, where only the last of the accumulated batches is at hand",
-        "set `train.accumulator_factor=1` and a larger `data.batch_size`, or use another optimizer",
-        lambda cfg, _: cfg.train.accumulator_factor > 1 and uses_optimizer(cfg, "LBFGS") and "train" in cfg.stages,
-        other="train.accumulator_factor",
-    ),
-    Rule(
         "engine.precision",
         "precision 16-true, an optimizer with `eps` below 1e-7 (the default of Adam and its kin), no DeepSpeed",
         "half precision rounds that eps to 0, and the weights become NaN within a few steps",
@@ -293,14 +285,6 @@ RULES = [
             and uses_optimizer(cfg, "FusedAdam", "FusedLamb", "FusedLion", "FusedSGD")
         ),
         exit_code=3,
-        other="engine.gpus",
-    ),
-    Rule(
-        "engine.backend",
-        "an NVMe disk, several CPU processes",
-        "it relieves the memory of GPUs, and there are none",
-        "use a backend without `_nvme`",
-        lambda cfg, _: cfg.engine.gpus is None and (cfg.engine.backend or "").endswith("_nvme"),
         other="engine.gpus",
     ),
     Rule(
@@ -395,15 +379,6 @@ RULES = [
         "parameters are shared out, for which torch has no fused kernel of every optimizer",
         "set `engine.fused=auto`, or use ddp",
         lambda cfg, asked: cfg.engine.fused is True and is_sharded(asked),
-    ),
-    Rule(
-        "engine.fused",
-        "`fused: true`, precision 16-mixed",
-        "a fused optimizer leaves out a step inside its kernel where the scaled gradients overflow: nothing can clip "
-        "them, and a schedule by steps would count it",
-        "set `engine.fused=auto`, or `engine.precision=bf16`",
-        lambda cfg, _: cfg.engine.fused is True and cfg.engine.precision in (16, "16-mixed"),
-        other="engine.precision",
     ),
     Rule(
         "data.fold",

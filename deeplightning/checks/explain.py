@@ -96,9 +96,10 @@ def _spread(report: Report, path: KeyPath, value: Any) -> str:
 
 def origin(report: Report, path: KeyPath) -> str:
     """Name what set the value at a path, in a few words."""
-    changed = _changed(report, path)
-    if changed is not None:
-        return changed
+    return _changed(report, path) or _place(report, path)
+
+
+def _place(report: Report, path: KeyPath) -> str:
     assert report.source is not None
     entry = entry_at(report.source.root, path)
     if entry is None:
@@ -131,7 +132,8 @@ def _about(report: Report, path: KeyPath, value: Any) -> Iterator[str]:
         rows += [("means", str(strategy.meaning(value))), ("strategy", ", ".join(strategy.classes_of(value)))]
     if (source := source_of(path, value, report.config)) is not None:
         rows.append(("means", source))
-    rows.append(("set by", _setter(report, path)))
+    changed = _changed(report, path)
+    rows.append(("set by", _place(report, path) + (f"; then {changed}" if changed else "")))
     rows += _option(report, path)
     history = _history(report, path)
     for entry in history[1:]:
@@ -188,18 +190,6 @@ def _option(report: Report, path: KeyPath) -> Iterator[tuple[str, str]]:
         if group.key in upwards(".".join(map(str, path))):
             options = ", ".join(group.options())
             yield "option", f"{group.name}={','.join(group.chosen) or 'null'}  # {group.place}; there are: {options}"
-
-
-def _setter(report: Report, path: KeyPath) -> str:
-    assert report.source is not None
-    entry = entry_at(report.source.root, path)
-    changed = _changed(report, path)
-    written = _written(report, path)
-    removed = next((e for e in _history(report, path)[:1] if _is_removal(e)), None)
-    place = entry.place if entry is not None else f"{removed.place}, which removed it" if removed else "the default"
-    if entry is not None and written:
-        place += f", as {written}"
-    return f"{place}; then {changed}" if changed else place
 
 
 def _short(report: Report, entry: Entry, path: KeyPath) -> str:

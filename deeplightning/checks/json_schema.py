@@ -9,7 +9,6 @@ Language servers differ in what they know of the draft; only what has the same m
 """
 
 import typing
-from collections.abc import Collection
 from dataclasses import MISSING, Field, is_dataclass
 from typing import Any
 
@@ -18,7 +17,6 @@ from deeplightning.checks.signature_check import SIMPLE
 from deeplightning.config import schema
 from deeplightning.config.plugins import config_class
 from deeplightning.config.tree import line, parse, plain
-from deeplightning.faults import PLUGINS, not_installed
 
 Json = dict[str, Any]
 
@@ -89,18 +87,8 @@ def json_schema() -> Json:
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **config,
-        "properties": {"_base_": base, **config["properties"], **_not_installed(config["properties"])},
+        "properties": {"_base_": base, **config["properties"]},
         "$defs": definitions,
-    }
-
-
-def _not_installed(known: Collection[str]) -> Json:
-    """Return the sections of plug-ins of ours that are not installed."""
-    notes = {name[:-1]: not_installed(plugin) for plugin, names in PLUGINS.items() for name in names if name[-1] == ":"}
-    return {
-        name: {"title": name, "description": note, "type": "null", "errorMessage": note}
-        for name, note in notes.items()
-        if name not in known
     }
 
 

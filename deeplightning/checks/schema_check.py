@@ -188,10 +188,6 @@ def contradictions(findings: Findings, config: schema.Config) -> None:
     train, gpus = config.train, config.engine.gpus
     if isinstance(gpus, list):
         _devices(findings, gpus)
-    name = config.logger.params.get("experiment_name")
-    if isinstance(name, str) and not name.strip() and config.logger.type.lower().endswith(".mlflowlogger"):
-        message = "is empty; give the experiment a name, or remove the key, which means Default"
-        findings.fault(message, "logger.params.experiment_name", found=repr(name), allowed="a name")
     if not config.stages:
         findings.fault("nothing to do: give at least one of train, validate, test, predict", "stages")
     if "train" in config.stages:

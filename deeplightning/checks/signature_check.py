@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from deeplightning.config import other_tools
-from deeplightning.config.section_kinds import KINDS, REMOVED_HOOKS, is_bound, misfit, no_part
+from deeplightning.config.section_kinds import KINDS, is_bound, misfit, no_part
 from deeplightning.config.target import find, is_reference, is_target, path_of, signature_of
 from deeplightning.config.tree import Entry, kind
 from deeplightning.faults import Fault, nearest
@@ -177,11 +177,6 @@ def judge(
         absent = ", ".join(sorted(found.thing.__abstractmethods__))
         return refused(f"{name} is abstract: it has no {absent} of its own; name a class that has")
     verdict = _kind(meanings, name, key, role) if role in KINDS else Verdict()
-    if hook := next((h for h in REMOVED_HOOKS if role == "model.module" and found.defines(h)), None):
-        message = (
-            f"{name} has `{hook}`, which Lightning 2 has removed; write `{REMOVED_HOOKS[hook]}`, without `outputs`"
-        )
-        verdict.faults.append(Fault(message, f"{key}.type", found=name))
     call = _call(meanings, name, params, key, given, hidden or {}, wanted)
     if found.kind == "function" and role in KINDS and not params and call.faults:  # the commonest: a loss as a function
         once = f"; a function is called once, to make {KINDS[role].words}"

@@ -194,17 +194,11 @@ class Definition:
                         return Texts(self._names, Frame(self._names.home(each))).items(option.value), position
         return None, len(own)
 
-    def _constructors(self) -> Iterator[Functions]:
-        """Yield the `__init__` of a class, then those of its ancestors."""
-        for each in self._names.line(self._thing)[0] if self.kind == "class" else ():
-            for method in each.node.body if isinstance(each.node, ast.ClassDef) else ():
-                if isinstance(method, Functions) and method.name == "__init__":
-                    yield method
-
     def steps_itself(self) -> bool:
         """Return whether `__init__` of a task, or of the nearest ancestor that says anything of it, sets
         `self.automatic_optimization` to False, under no condition."""
-        for method in self._constructors():
+        classes = [each.node for each in self.line()[0]]
+        for method in (m for c in classes for m in c.body if isinstance(m, Functions) and m.name == "__init__"):
             switch = f"{first_argument(method)}.automatic_optimization"
             set_to = [n.value for n in method.body if isinstance(n, ast.Assign) and is_it(n.targets[0], switch)]
             known = [v.value for v in set_to if isinstance(v, ast.Constant) and isinstance(v.value, bool)]

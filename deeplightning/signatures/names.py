@@ -187,14 +187,11 @@ class Names:
                 break
             try:
                 source = self.module(star.module)
-            except Failing as error:
+            except Failing:
                 if star.certain:
                     raise
-                doubt = f"{star.module}, whose names {scope.module.name} may take over, {error}"
-                continue
-            if source is None:
-                doubt = f"{star.module}, whose names {scope.module.name} takes over, is not there"
-            elif source.is_open:
+                source = None
+            if source is None or source.is_open:
                 doubt = f"{star.module}, whose names {scope.module.name} takes over, is not written in Python"
             elif source.may_bind(name) and (source.name, name) not in self.active and self.exports(source, name):
                 taken = Imported(star.order, star.line, (), star.module, name)

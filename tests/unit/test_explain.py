@@ -165,14 +165,14 @@ model.optimizer.params.weight_decay: 0.3
   meaning     weight decay (L2 penalty) (default: 0)
   default     0
   taken by    torch.optim.SGD
-  set by      middle.yaml:10:7, as ${model.optimizer.params.lr}
+  set by      middle.yaml:10:7, from ${model.optimizer.params.lr}
 """,
     "model.scheduler": """\
 model.scheduler: null
   type        a target {type: MODULE.CLASS, params: {…}} or a mapping of names or null
   meaning     the schedule of the learning rate
   default     null
-  set by      middle.yaml:11:3, which removed it
+  set by      default, removed by middle.yaml:11:3
   instead of  a mapping  # ground.yaml:11:3
 """,
     "train.val_every_n_epoch": """\
@@ -180,7 +180,7 @@ train.val_every_n_epoch: 1
   type        a number
   meaning     validate every so many epochs; 0.5: at the half of an epoch and at its end
   default     1
-  set by      the default
+  set by      default
 """,
     "data.module.params.augment.1.type": """\
 data.module.params.augment.1.type: torch.nn.ReLU

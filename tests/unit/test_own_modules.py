@@ -91,11 +91,6 @@ class Second(pl.LightningModule):
         super().__init__()
 
 
-class Old(Plain):
-    def training_epoch_end(self, outputs):
-        pass
-
-
 class Net(nn.Module):
     def __init__(self, width: int = 1):
         super().__init__()
@@ -185,9 +180,6 @@ NOTES = {
         "own_module.Net is not a LightningModule; a network (torch.nn.Module) belongs to model.network"
     ),
     "{type: own_module.Numbers}": "is not a LightningModule; a LightningDataModule belongs to data.module",
-    "{type: own_module.Old, params: {width: 3}}": (
-        "own_module.Old has `training_epoch_end`, which Lightning 2 has removed; write `on_train_epoch_end`"
-    ),
 }
 
 
