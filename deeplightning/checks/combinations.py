@@ -6,11 +6,9 @@ DeepSpeed refuses on eight GPUs is reported on a laptop too, where one process n
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
 
 from deeplightning.checks.signature_check import Meanings
-from deeplightning.config.schema import Config, Engine, Optimizer, Serve, Target, plain, value_at, with_keys
+from deeplightning.config.schema import Config, Engine, Optimizer, Target, plain, value_at, with_keys
 from deeplightning.config.tree import line
 from deeplightning.engine.plan import world_size
 from deeplightning.faults import Fault, upwards
@@ -319,30 +317,6 @@ RULES = [
         other="engine.precision",
     ),
     Rule(
-        "serve.precision",
-        "a server in int8, GPUs",
-        "the int8 model is made for CPUs",
-        "set `serve.precision=fp16`, or `serve.device=cpu`",
-        lambda cfg, _: cfg.serve.precision == "int8" and cfg.serve.device.startswith("cuda"),
-        other="serve.device",
-    ),
-    Rule(
-        "serve.precision",
-        "a server in fp16, the CPU",
-        "a CPU computes in 32 bits faster",
-        "set `serve.precision=fp32` or `int8`, or `serve.device=cuda`",
-        lambda cfg, _: cfg.serve.precision == "fp16" and cfg.serve.device == "cpu",
-        other="serve.device",
-    ),
-    Rule(
-        "serve.tensorrt",
-        "TensorRT, the CPU",
-        "TensorRT compiles for GPUs only",
-        "set `serve.tensorrt=false`, or `serve.device=cuda`",
-        lambda cfg, _: cfg.serve.tensorrt and cfg.serve.device == "cpu",
-        other="serve.device",
-    ),
-    Rule(
         "engine.compile",
         "`compile: graphs`, fsdp or DeepSpeed",
         "they have hooks in the network, which a recorded step would not call",
@@ -444,9 +418,3 @@ def _value(cfg: Config, key: str, asked: Engine) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(str(v.type if isinstance(v, Target) else v) for v in value) + "]"
     return value.type if isinstance(value, Target) else line(plain(value))
-
-
-def server_conflicts(serve: Serve) -> Iterator[Rule]:
-    """Return the rules that the section `serve` breaks by itself."""
-    cfg: Any = SimpleNamespace(serve=serve)
-    return (rule for rule in RULES if rule.key.startswith("serve.") and rule.broken(cfg, Engine()))

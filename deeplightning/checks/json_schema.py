@@ -2,8 +2,8 @@
 
 It judges a file as it is written: before `_base_` files are read and references resolved. So a key of any type may
 hold a reference such as `${data.root}`, and no key is required. What it lets pass and the loader does not: missing
-keys, targets and their params, keys that contradict each other, and `1.0` for a whole number, which JSON does not tell
-from `1`.
+keys, targets and their params, keys that contradict each other, ranges with gaps (`every_n_epochs`), and `1.0` for a
+whole number, which JSON does not tell from `1`.
 
 Language servers differ in what they know of the draft; only what has the same meaning in draft 7 is used.
 """
@@ -25,31 +25,6 @@ TARGET_NAME = r"^[^\s.]+(\.[^\s.]+)*$|" + REFERENCE  # without a dot: a short na
 
 _TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null", list: "array"}
 _WORDS = {_TYPES[kind]: words for kind, words in SIMPLE.items()} | {"null": "null", "object": "a mapping"}
-
-# Bounds of single keys that are no plain least or largest number; the words for them stand in check.py.
-_PART_OR_WHOLE: Json = {"anyOf": [{"maximum": 1}, {"multipleOf": 1}]}
-_BOUNDS: dict[tuple[type, str], Json] = {
-    (schema.Config, "stages"): {"minItems": 1},
-    (schema.Model, "trainable"): {"minItems": 1},
-    (schema.Engine, "gpus"): {
-        "items": {
-            "type": ["integer", "string"],
-            "pattern": f"^(GPU|MIG)-|{REFERENCE}",
-            "patternErrorMessage": "must be an index, an id (GPU-… or MIG-…), or a reference such as ${a.b}",
-        },
-        "minimum": 0,
-    },
-    (schema.Data, "num_splits"): {"minimum": 2},
-    (schema.Train, "val_every_n_epoch"): {"exclusiveMinimum": 0, **_PART_OR_WHOLE},
-    (schema.Checkpoint, "every_n_epochs"): {"exclusiveMinimum": 0, **_PART_OR_WHOLE},
-    (schema.LimitBatches, "train"): {"exclusiveMinimum": 0, **_PART_OR_WHOLE},
-    (schema.LimitBatches, "val"): _PART_OR_WHOLE,
-    (schema.LimitBatches, "test"): _PART_OR_WHOLE,
-    (schema.Target, "type"): {
-        "pattern": TARGET_NAME,
-        "patternErrorMessage": "must be MODULE.NAME, such as torch.optim.SGD",
-    },
-}
 
 
 def json_schema() -> Json:
@@ -125,10 +100,9 @@ def _key(cls: type, field: Field[object], hint: object, path: str) -> Json:
         written = plain(parse(example, "example", []))
         is_type = isinstance(written, str) and _sections_in(options_of(hint))[0]
         about["examples"] = [{"type": written} if is_type else written]
-    bounds = {
-        **{word: field.metadata[n] for word, n in (("minimum", "low"), ("maximum", "high"))},
-        **next((_BOUNDS[c, field.name] for c in cls.__mro__ if (c, field.name) in _BOUNDS), {}),
-    }
+    bounds = {"minimum": field.metadata["low"], "maximum": field.metadata["high"]}
+    if issubclass(cls, schema.Target) and field.name == "type":
+        bounds |= {"pattern": TARGET_NAME, "patternErrorMessage": "must be MODULE.NAME, such as torch.optim.SGD"}
     return about | _value(hint, {name: bound for name, bound in bounds.items() if bound is not None})
 
 

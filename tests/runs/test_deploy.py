@@ -469,21 +469,6 @@ def test_fp16_is_made_where_it_is_asked_for(run, tmp_path):
     assert copy.bundle_fp16.stat().st_ino == made
 
 
-@pytest.mark.parametrize(
-    ("told", "words"),
-    [
-        (["serve.precision=int8", "serve.device=cuda"], "serve.precision: int8 does not go with serve.device: cuda: "),
-        (["serve.precision=fp16", "serve.device=cpu"], "serve.precision: fp16 does not go with serve.device: cpu: "),
-        (["serve.tensorrt=true", "serve.device=cpu"], "serve.tensorrt: true does not go with serve.device: cpu: "),
-    ],
-)
-def test_a_precision_has_its_device(run, told, words):
-    """Exit 2 with both keys and a remedy, before anything is made."""
-    with pytest.raises(ConfigError) as caught:
-        command_of(str(run.path), told)
-    assert words in str(caught.value)
-
-
 def test_the_server_and_the_config_have_the_same_defaults():
     """What a config does not set need not be said to the server."""
     options = vars(options_parser().parse_args([])) | {"precision": "fp32", "tensorrt": False}
