@@ -112,7 +112,7 @@ class Signatures:
         paths = [f"{each.path}.{node.name}" for each in line]
         position = paths.index(thing.path) if thing.path in paths else 0
         bound = bound or (thing.owner is not None and role == "classmethod")
-        frame = Frame(self.names.home(thing), None, node, tuple(line), complete, position, role == "staticmethod")
+        frame = Frame(self.names.home(thing), None, node, tuple(line), complete, position)
         extra = words_beside(self.names, node, Frame(frame.module))
         with self.names.asking(("method", thing.key, tuple(t.path for t in line[:1]))):
             taken = Handed(self, frame).signature(bound and role != "staticmethod")
@@ -224,10 +224,9 @@ class Handed:
         match function:
             case ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr="__init__") if frame.line:
                 return signatures.constructor(frame.line[0], list(frame.line), frame.complete, frame.position + 1)
-            case ast.Name(id=name) if name == frame.first and (
-                self.node.name == "__new__" or role_of_function(self.node) == "classmethod"
-            ):
-                return signatures.signature(frame.line[0])
+            case ast.Name(id=name) if role_of_function(self.node) == "classmethod" and frame.line:
+                if name == first_argument(self.node):
+                    return signatures.signature(frame.line[0])
         found = names.value(function, frame)
         if found.owner is not None and found.live is None and found.owner.path in {t.path for t in frame.line}:
             if found.kind != "function":

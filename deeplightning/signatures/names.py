@@ -42,15 +42,13 @@ _HELD = (
 
 # Decorators that leave alone what a function takes.
 KEEPING = {
-    "abc.abstractmethod", "contextlib.contextmanager", "contextlib.asynccontextmanager", "functools.cache",
-    "functools.lru_cache", "functools.total_ordering", "functools.wraps",
+    "abc.abstractmethod", "contextlib.contextmanager", "functools.cache", "functools.lru_cache", "functools.wraps",
     "pytorch_lightning.utilities.argparse._defaults_from_env_vars", "sklearn.utils._param_validation.validate_params",
     "torch.autograd.grad_mode.enable_grad", "torch.autograd.grad_mode.inference_mode",
     "torch.autograd.grad_mode.no_grad", "torchvision.models._api.register_model",
-    "torchvision.models._utils.kwonly_to_pos_or_kw", "transformers.utils.auto_docstring.auto_docstring", "typing.final",
-    "typing.no_type_check", "typing.overload", "typing.runtime_checkable", "typing_extensions.deprecated",
-    "typing_extensions.final", "typing_extensions.overload", "typing_extensions.override",
-    "typing_extensions.runtime_checkable", "warnings.deprecated",
+    "torchvision.models._utils.kwonly_to_pos_or_kw", "transformers.utils.auto_docstring.auto_docstring",
+    "typing.overload", "typing_extensions.deprecated", "typing_extensions.overload", "typing_extensions.override",
+    "warnings.deprecated",
 }  # fmt: skip
 
 
@@ -216,12 +214,13 @@ class Names:
         return True
 
     def listed(self, module: Module) -> set[str] | None:
-        """Return `__all__`, where a module has one that is known statically."""
-        if not module.scope.exported or None in module.scope.exported:
+        """Return `__all__`, where a module has one that is written out."""
+        parts = [part for part in module.scope.exported if part is not None]
+        if not parts or len(parts) < len(module.scope.exported):
             return None
         try:
-            return set().union(*(Texts(self, Frame(module)).items(part) for part in module.scope.exported))
-        except UNKNOWABLE:
+            return {name for part in parts for name in ast.literal_eval(part)}
+        except (ValueError, TypeError):
             return None
 
     def answered(self, module: Module, name: str) -> Thing:
@@ -354,10 +353,6 @@ class Names:
                         raise Undecided(f"{owner.path} seems to have no `{name}`") from None
                     raise
             case ast.Subscript(value=inner):
-                return self.value(inner, frame)
-            case ast.Call(func=ast.Name(id="type"), args=[ast.Name(id=name)]) if name == frame.first:
-                return frame.line[0]
-            case ast.Call(func=ast.Attribute(attr="cast") | ast.Name(id="cast"), args=[_, inner]):
                 return self.value(inner, frame)
         words = ast.unparse(node)
         raise Undecided(f"`{words[:60]}` shows only when it is run")
@@ -540,16 +535,8 @@ class Texts:
         match node:
             case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
                 return set().union(*(self.items(e.value) if isinstance(e, ast.Starred) else self.of(e) for e in items))
-            case ast.Dict(keys=keys, values=values):
-                pairs = zip(keys, values, strict=True)
-                return set().union(*(self.items(value) if key is None else self.of(key) for key, value in pairs))
-            case ast.BinOp(left=left, op=ast.Add() | ast.BitOr(), right=right):
-                return self.items(left) | self.items(right)
-            case ast.Attribute(value=owner, attr="__all__"):
-                found = self.names.value(owner, self.frame)
-                listed = self.names.listed(found.module) if found.kind == "module" and found.module else None
-                if listed is not None:
-                    return listed
+            case ast.Dict(keys=keys):
+                return set().union(*map(self.of, keys))
             case ast.Name() | ast.Attribute():
                 return set().union(*(texts.items(e) for texts, e in self.options(node)))
         raise Undecided("the items of a list show only when it is run")

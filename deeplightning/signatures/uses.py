@@ -48,7 +48,7 @@ def uses_of(function: Functions, name: str) -> Uses:
     uses, certain = Uses(), True
     for statement in function.body:
         for path in _occurrences([statement], name):
-            if not _is_refused(path, uses):
+            if not _is_refused(path, name, uses):
                 _note(path, name, uses, certain)
         certain = certain and not any(isinstance(node, ast.Return) for node in inside([statement]))
     return uses
@@ -75,25 +75,13 @@ def _occurrences(path: list[ast.AST], name: str) -> Iterator[list[ast.AST]]:
         yield from _occurrences([*path, child], name)
 
 
-def _is_refused(path: list[ast.AST], uses: Uses) -> bool:
-    """Return whether a place asks whether the mapping is empty, or is of the error that follows where it is not."""
+def _is_refused(path: list[ast.AST], name: str, uses: Uses) -> bool:
+    """Return whether a place is of `if kwargs: …`, as its test or in the error that follows."""
     for depth, node in enumerate(path[:-1]):
-        if isinstance(node, ast.If | ast.While | ast.IfExp | ast.Assert):
-            raises = isinstance(node, ast.Assert) or (isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise))
-            if path[depth + 1] is node.test and all(map(_is_asking, path[depth + 1 : -1])):
-                uses.refuses |= raises
-                return True
-            if raises and isinstance(node, ast.If) and path[depth + 1] in node.body and uses.refuses:
-                return True
-    return False
-
-
-def _is_asking(node: ast.AST) -> bool:
-    match node:
-        case ast.UnaryOp() | ast.BoolOp() | ast.Compare(comparators=[ast.Constant()]):
-            return True
-        case ast.Call(func=ast.Name(id="bool" | "len")):
-            return True
+        if isinstance(node, ast.If) and is_it(node.test, name):
+            raises = isinstance(node.body[-1], ast.Raise)
+            uses.refuses |= raises
+            return path[depth + 1] is node.test or (raises and path[depth + 1] in node.body)
     return False
 
 
