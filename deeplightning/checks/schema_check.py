@@ -17,7 +17,6 @@ from deeplightning.config import other_tools, plugins, schema
 from deeplightning.config.schema import Target, value_at, with_keys
 from deeplightning.config.tree import Entry, KeyPath, kind, nodes, plain, scalar
 from deeplightning.faults import nearest, not_installed, plugin_of
-
 MAX_UNKNOWN = 50  # unknown keys of one section that are reported one by one
 
 
@@ -218,12 +217,8 @@ def contradictions(findings: Findings, config: schema.Config) -> None:
 def _devices(findings: Findings, gpus: list[int | str]) -> None:
     """Report what a list of GPUs says that no machine could have."""
     ids = [entry for entry in gpus if isinstance(entry, str)]
-    wrong = [entry for entry in ids if not entry.startswith(("GPU-", "MIG-"))]
-    if wrong:
-        number = f" Did you mean {wrong[0]}, without quotes?" if wrong[0].isdecimal() else ""
-        findings.wrong(
-            "indexes, or ids that begin with GPU- or MIG- (`nvidia-smi -L`)", wrong[0], "engine.gpus", near=number
-        )
+    if wrong := [entry for entry in ids if not entry.startswith(("GPU-", "MIG-"))]:
+        findings.wrong("indexes, or ids that begin with GPU- or MIG- (`nvidia-smi -L`)", wrong[0], "engine.gpus")
     elif len(set(gpus)) < len(gpus):
         findings.wrong("different device ids", gpus, "engine.gpus")
     elif ids and len(ids) < len(gpus):

@@ -200,8 +200,7 @@ def _loader(findings: Findings, options: dict[str, object]) -> None:
 
 
 def _networks(findings: Findings, model: schema.Model) -> None:
-    """Compare the names of several networks, optimizers and schedulers with those that the task needs, and with
-    one another."""
+    """Compare the names of several networks, optimizers and schedulers with those that the task needs."""
     task = model.module and model.module.type
     definition = (Meanings() if findings.meanings.importing else findings.meanings).known(task)
     needed = definition.declared_words("network_names") if definition is not None else None
@@ -216,11 +215,6 @@ def _networks(findings: Findings, model: schema.Model) -> None:
                 findings.fault(f"{task} needs several by name, a map of {words}", key)
             elif absent:
                 findings.fault(f"`{absent[0]}` is missing; {task} needs one for each of {words}", key)
-        if isinstance(given, dict) and isinstance(model.network, dict) and "model.network" not in findings.answered:
-            for name in [name for name in given if name not in model.network]:
-                known = ", ".join(model.network)
-                message = f"no network is called `{name}`.{nearest(name, model.network)} There are: {known}"
-                findings.fault(message, f"{key}.{name}", found=name, allowed=known)
 
 
 def _groups(findings: Findings, model: schema.Model) -> None:

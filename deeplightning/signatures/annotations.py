@@ -32,18 +32,12 @@ class ReadClass:
         return cls
 
 
-def plain(names: Names, node: ast.expr, frame: Frame) -> Any:
-    """Return a plain value, also one that a module gives a name; else UNKNOWN."""
+def plain(node: ast.expr) -> Any:
+    """Return a plain value that is written out; else UNKNOWN."""
     try:
         value = ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        if not isinstance(node, ast.Name):
-            return UNKNOWN
-        try:
-            found = names.named(node.id, replace(frame, function=None))
-            value = ast.literal_eval(found.node) if found.kind == "value" and found.live is None else UNKNOWN
-        except (*UNKNOWABLE, ValueError, TypeError):
-            return UNKNOWN
+        return UNKNOWN
     return value if isinstance(value, bool | int | float | str | None) else UNKNOWN
 
 

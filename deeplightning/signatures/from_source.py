@@ -186,7 +186,7 @@ class Handed:
                 position=number < len(positional),
                 keyword=number >= len(arguments.posonlyargs),
                 required=default is None,
-                default=UNKNOWN if default is None else plain(self.names, default, frame),
+                default=UNKNOWN if default is None else plain(default),
                 allowed=allowed(self.names, argument.annotation, frame),
                 annotation=None if argument.annotation is None else _written(argument.annotation),
             )

@@ -6,7 +6,6 @@ Modules of the standard library that this process holds anyway (`_HELD`) are ask
 import ast
 import builtins
 import contextlib
-import importlib.util
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from deeplightning import own_code
-from deeplightning.faults import install, nearest
+from deeplightning.faults import install
 from deeplightning.signatures import bindings
 from deeplightning.signatures.bindings import Assigned, Binding, Broken, Defined, Imported, Module, Scope
 from deeplightning.signatures.signature import Undecided
@@ -232,8 +231,6 @@ class Names:
             node, inside = imports[name]
             option = Imported(0, node.lineno, (), bindings.absolute(node, module), inside)
             return self.imported(option, inside, Frame(module))
-        if nearest(name, [*imports]):
-            raise Absent(name, [*imports])
         raise Undecided(f"{module.name} makes names when they are asked for (`__getattr__`)")
 
     def names_of(self, module: Module) -> list[str]:
@@ -553,19 +550,12 @@ def _missing_packages(module: Module) -> Iterator[tuple[str, int]]:
     """Return the packages that a module certainly imports and that are not installed, with the line."""
     for name, line in module.scope.imports:
         top = name.partition(".")[0]
-        if top not in sys.modules and not _is_there(top):
+        if top not in sys.modules and bindings.module(top) is None:
             yield top, line
 
 
 def _lacking(top: str, place: str) -> Lacking:
     return Lacking(f"needs {top}, which is not installed here{place}: {install(top)}")
-
-
-def _is_there(top: str) -> bool:
-    try:
-        return importlib.util.find_spec(top) is not None
-    except (ValueError, ImportError):
-        return True
 
 
 def _merged(lines: list[list[Thing]]) -> list[Thing] | None:
