@@ -15,7 +15,7 @@ from typing import Any
 
 from deeplightning.address import is_address, shown
 from deeplightning.checks.combinations import conflicts
-from deeplightning.checks.hints import proposals, rates_without_effect
+from deeplightning.checks.hints import rates_without_effect
 from deeplightning.checks.metric_check import check_monitors, settle_modes
 from deeplightning.checks.report import Findings, Report, in_order
 from deeplightning.checks.schema_check import contradictions, read_section
@@ -54,7 +54,7 @@ def examine(
     asked = replace(cfg.engine, backend=backend_of(cfg.engine))
     settled, lacking = settle(cfg)
     cfg.notices = [*(cfg.notices or []), *settled, *clear_secrets(cfg)]
-    report.hints += [*rates_without_effect(cfg), *proposals(cfg, asked)]
+    report.hints += rates_without_effect(cfg)
     wrong = {key for fault in report.faults for key in (fault.key or "", f"{fault.key}.type")}
     lacking = [fault for fault in lacking if fault.key not in wrong]
     report.add(*lacking, *conflicts(cfg, asked, report.places, skip=wrong.__contains__))

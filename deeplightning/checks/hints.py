@@ -1,9 +1,8 @@
-"""What is right in a config and could be faster, as notices."""
+"""What is right in a config and has no effect, as notices."""
 
 from collections.abc import Collection, Iterator
 
-from deeplightning.checks.combinations import is_sharded
-from deeplightning.config.schema import Config, Engine, with_keys
+from deeplightning.config.schema import Config, with_keys
 from deeplightning.faults import Notice
 
 
@@ -28,18 +27,3 @@ def rates_without_effect(cfg: Config, searched: Collection[str] = ()) -> Iterato
         is_alone = f"{of}.params.lr" in changed and f"{key}.params.{rate}" not in changed
         if is_alone or f"{of}.params.lr" in searched:
             yield Notice(f"{of}.params.lr has no effect: {name} sets the rate, from {key}.params.{rate}", key=key)
-
-
-def proposals(cfg: Config, asked: Engine) -> Iterator[Notice]:
-    """Yield what would make a run on GPUs faster and changes its digits or suits not every network, so that a person
-    has to choose it."""
-    if cfg.engine.gpus is None:
-        return
-    untried = {
-        "engine.compile=graphs": cfg.engine.compile is False and not is_sharded(asked),
-        "engine.precision=bf16": cfg.engine.precision in (32, "32-true"),
-    }
-    if words := [f"`{setting}`" for setting, is_untried in untried.items() if is_untried]:
-        yield Notice(
-            f"{' and '.join(words)} may be faster on GPUs: `deeplightning docs speed` has figures", unasked=False
-        )

@@ -17,6 +17,7 @@ from deeplightning.config import other_tools, plugins, schema
 from deeplightning.config.schema import Target, value_at, with_keys
 from deeplightning.config.tree import Entry, KeyPath, kind, nodes, plain, scalar
 from deeplightning.faults import nearest, not_installed, plugin_of
+
 MAX_UNKNOWN = 50  # unknown keys of one section that are reported one by one
 
 

@@ -243,19 +243,6 @@ def test_a_fused_optimizer_without_a_gpu_is_refused():
     assert "there is no CUDA device in use" in report.faults[0].message
 
 
-def test_recorded_steps_are_proposed_on_a_gpu():
-    """Where nothing is compiled yet and the engine can."""
-
-    def is_proposed(*overrides):
-        return "`engine.compile=graphs`" in str(examine("c.yaml", overrides).notices)
-
-    assert is_proposed("engine.gpus=1")
-    assert is_proposed("engine.gpus=2", "engine.backend=ddp")
-    assert not is_proposed()
-    assert not is_proposed("engine.gpus=1", "engine.compile=graphs")
-    assert not is_proposed("engine.gpus=2", "engine.backend=fsdp")
-
-
 def test_mpi_needs_a_build_that_knows_it():
     """The package index's torch does not: exit code 3."""
     report = examine("c.yaml", ["engine={backend: ddp, processes: 2, params: {process_group_backend: mpi}}"])
