@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from deeplightning.checks.signature_check import Meanings
 from deeplightning.config.schema import Config, Engine, Optimizer, Target, plain, value_at, with_keys
 from deeplightning.config.tree import line
-from deeplightning.engine.plan import world_size
 from deeplightning.faults import Fault, upwards
 
 # ---- what the rules ask
@@ -28,14 +27,6 @@ def splits_layers(asked: Engine) -> bool:
     """Return whether the engine that was asked for is tensor-parallel."""
     size = asked.params.get("tensor_parallel", 1)
     return asked.backend == "fsdp" and isinstance(size, int) and size > 1
-
-
-def leaves_processes_over(cfg: Config) -> bool:
-    """Return whether the processes, where their number is known, are no multiple of a tensor-parallel group."""
-    engine = cfg.engine
-    if not splits_layers(engine) or engine.gpus == "auto":
-        return False
-    return world_size(engine) % int(engine.params["tensor_parallel"]) != 0
 
 
 def optimizers_of(cfg: Config) -> list[Target]:
@@ -325,14 +316,6 @@ RULES = [
     ),
     Rule(
         "engine.params.tensor_parallel",
-        "`tensor_parallel`, another number of processes than a multiple of it",
-        "the processes form groups of that size, and each group computes one batch",
-        "set `engine.gpus` or `engine.processes` to a multiple of it",
-        lambda cfg, _: leaves_processes_over(cfg),
-        other="engine.processes",
-    ),
-    Rule(
-        "engine.params.tensor_parallel",
         "`tensor_parallel`, `compile`",
         "a split layer has hooks that exchange tensors, which are not compiled",
         "set `engine.compile=false`",
@@ -410,11 +393,7 @@ def conflicts(
 
 
 def _value(cfg: Config, key: str, asked: Engine) -> str:
-    """Return a key's value in one short line; of a section the names in it."""
+    """Return a key's value in one short line; of a target its name."""
     words: dict[str, object] = {"engine.backend": asked.backend, "engine.precision": asked.precision}
     value = words[key] if key in words else value_at(cfg, key)
-    if isinstance(value, Mapping):
-        return ", ".join(map(str, value))
-    if isinstance(value, list):
-        return "[" + ", ".join(str(v.type if isinstance(v, Target) else v) for v in value) + "]"
-    return value.type if isinstance(value, Target) else line(plain(value))
+    return value.type if isinstance(value, Target) else f"{line(plain(value)):.60}"

@@ -105,13 +105,10 @@ def misfits(backend: str, params: Mapping[str, Any]) -> Iterator[Fault]:
     if backend == "fsdp":
         yield from _tensor_misfits(params)
     group = params.get("process_group_backend")
-    for part in group.split(",") if isinstance(group, str) else ():
-        name = part.rpartition(":")[2]  # torch takes `cpu:gloo,cuda:nccl` too
-        if name.lower() not in GROUPS:
-            words = ", ".join(GROUPS)
-            message = f"must be one of {words}, not {name!r:.60}.{nearest(name, GROUPS)}"
-            yield _fault("process_group_backend", message, part, words)
-            break
+    if isinstance(group, str) and ":" not in group and group.lower() not in GROUPS:  # torch takes `cpu:gloo,…` too
+        words = ", ".join(GROUPS)
+        message = f"must be one of {words}, not {group!r:.60}.{nearest(group, GROUPS)}"
+        yield _fault("process_group_backend", message, group, words)
     config = params.get("config")
     if backend.startswith("deepspeed") and isinstance(config, Mapping):
         yield from _json_misfits(config)

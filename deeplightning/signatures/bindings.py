@@ -437,19 +437,13 @@ class _Reader:
         reaches = self.run(node.body) and self.run(node.orelse)
         left = [self.names] if reaches else []
         self.guards, self.certain = guards, False
-        goes_on = False
         for handler in node.handlers:
             self.names = dict(before)
             if handler.name:
                 self.bind(handler.name, Opaque, handler.lineno, None)
             if self.run(handler.body):
                 left.append(self.names)
-                goes_on = True
         self.certain = was_certain
-        if not goes_on:  # a failing import fails all
-            for statement in node.body:
-                for name, _ in _imports([statement], self.scope.module):
-                    self.imported(name, statement.lineno)
         self.take(_joined(left) if left else before)
         return self.run(node.finalbody) and bool(left)
 

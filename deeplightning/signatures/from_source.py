@@ -234,7 +234,7 @@ class Handed:
             return signatures.of_function(found, frame.line, frame.complete)
         return signatures.signature(found)
 
-    def helper(self, call: ast.Call, place: int | str) -> set[str] | None:
+    def helper(self, call: ast.Call, place: int) -> set[str] | None:
         """Return the literal names that a helper looks up in the mapping, if it does no more with it than that."""
         try:
             found = self.names.value(call.func, self.frame)
@@ -242,12 +242,10 @@ class Handed:
             return None
         if found.kind != "function" or not isinstance(found.node, Functions) or found.node.decorator_list:
             return None
-        if isinstance(place, int):
-            positional = positional_arguments(found.node)
-            if place >= len(positional) or any(isinstance(a, ast.Starred) for a in call.args[:place]):
-                return None
-            place = positional[place]
-        uses = uses_of(found.node, place)
+        positional = positional_arguments(found.node)
+        if place >= len(positional) or any(isinstance(a, ast.Starred) for a in call.args[:place]):
+            return None
+        uses = uses_of(found.node, positional[place])
         if uses.other or uses.calls or uses.passed:
             return None
         return uses.words

@@ -450,10 +450,9 @@ class Names:
                 if found.kind == "function" and found.owner is not None and found.module is home:
                     found = replace(found, owner=asked)
                 return found
-            if each.node.decorator_list and name not in ("__init__", "__new__"):
-                for decorator in each.node.decorator_list:
-                    if self.real_path(decorator, Frame(home)) not in {*KEEPING, "dataclasses.dataclass"}:
-                        raise Undecided(f"{each.path} is changed by @{ast.unparse(decorator)[:60]}")
+            for decorator in each.node.decorator_list if name not in ("__init__", "__new__") else ():
+                if self.real_path(decorator, Frame(home)) not in {*KEEPING, "dataclasses.dataclass"}:
+                    raise Undecided(f"{each.path} is changed by @{ast.unparse(decorator)[:60]}")
         if not complete:
             raise Undecided(f"an ancestor of {thing.path} cannot be read")
         if name in ("__init__", "__new__"):

@@ -28,7 +28,7 @@ class Uses:
     Attributes:
         calls: those that get it as `**kwargs`.
         words: literal names that are taken out of it.
-        passed: calls that get it as a plain argument, with the argument's position or name.
+        passed: calls that get it as a plain argument, with the argument's position.
         refuses: whether anything left over is an error.
         adds: whether names are put into it.
         dynamic: whether names are looked up in it that are not literal.
@@ -37,7 +37,7 @@ class Uses:
 
     calls: list[Call] = field(default_factory=list)
     words: set[str] = field(default_factory=set)
-    passed: list[tuple[ast.Call, int | str]] = field(default_factory=list)
+    passed: list[tuple[ast.Call, int]] = field(default_factory=list)
     refuses: bool = False
     adds: bool = False
     dynamic: bool = False
@@ -91,8 +91,6 @@ def _note(path: list[ast.AST], name: str, uses: Uses, certain: bool) -> None:
     match above:
         case ast.keyword(arg=None) if isinstance(call, ast.Call):
             uses.calls.append(Call(call, certain and not any(isinstance(node, _PERHAPS) for node in path)))
-        case ast.keyword(arg=str(word)) if isinstance(call, ast.Call):
-            uses.passed.append((call, word))
         case ast.Call(func=ast.Name(id="len" | "bool" | "print" | "str" | "repr" | "isinstance")):
             pass
         case ast.Call() if place in above.args:

@@ -80,7 +80,6 @@ BREAKING = [
     ["engine.backend=fsdp", "engine.processes=2", f"train.callbacks=[{EMA}]"],
     ["engine.precision=bf16-true", f"train.callbacks=[{EMA}]"],
     ["engine.backend=fsdp", "engine.processes=2", "engine.compile=graphs"],
-    ["engine.backend=fsdp", "engine.params.tensor_parallel=2", "engine.processes=3"],
     [*TENSOR, "engine.processes=2", "engine.compile=true"],
     [*TENSOR, "engine.processes=2", "model.module={type: some_parts.Manual}"],
     ["engine.backend=fsdp", "engine.processes=2", "engine.fused=true"],

@@ -301,7 +301,6 @@ def said(ask: Callable[[str], object], name: str) -> str:
         "own_needs.Thing",
         "own_parts.inner.broken.Thing.method",
         "own_wrong.Thing",
-        "own_must.Thing",
     ],
 )
 def test_what_is_not_there_is_told_in_the_words_of_training(own, name):
@@ -312,7 +311,6 @@ def test_what_is_not_there_is_told_in_the_words_of_training(own, name):
         own_broken="x = 1\ndef f(:\n",
         own_indent="x = 1\n  y = 2\n",
         own_needs="import os\nimport not_installed_pkg\nclass Thing: ...",
-        own_must="try:\n    import not_there\nexcept ImportError:\n    raise\nclass Thing: ...",
         own_lazy="def __getattr__(name):\n    if name in ('Thing2', 'Other'):\n        return 1\n"
         "    raise AttributeError(name)\n",
     )
