@@ -15,14 +15,13 @@ from typing import Any
 
 from deeplightning.address import is_address, shown
 from deeplightning.checks.combinations import conflicts
-from deeplightning.checks.hints import rates_without_effect
 from deeplightning.checks.metric_check import check_monitors, settle_modes
 from deeplightning.checks.report import Findings, Report, in_order
 from deeplightning.checks.schema_check import contradictions, read_section
 from deeplightning.checks.signature_check import Meanings
 from deeplightning.checks.targets import compare
 from deeplightning.checks.trust import RunConfig
-from deeplightning.checks.unread import check_sections
+from deeplightning.checks.unread import check_sections, rates_without_effect
 from deeplightning.config.addresses import missing_library
 from deeplightning.config.schema import Config, backend_of
 from deeplightning.config.source import Given, Source, compose

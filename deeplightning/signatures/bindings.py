@@ -11,7 +11,6 @@ import importlib.util
 import operator
 import os
 import pkgutil
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -116,10 +115,6 @@ class Module:
 
 
 _read: dict[str, tuple[bytes, ast.Module]] = {}  # by file, until its text changes
-
-
-def contains_word(text: bytes, word: str) -> bool:
-    return re.search(rb"\b%b\b" % re.escape(word.encode()), text) is not None
 
 
 def module(name: str) -> Module | None:

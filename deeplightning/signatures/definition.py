@@ -19,7 +19,7 @@ from pathlib import Path
 
 from deeplightning import own_code
 from deeplightning.faults import Missing, nearest, no_module, refuse_moved
-from deeplightning.signatures.bindings import Assigned, Broken, Defined, contains_word
+from deeplightning.signatures.bindings import Assigned, Broken, Defined
 from deeplightning.signatures.from_source import Signatures
 from deeplightning.signatures.names import Names, Texts
 from deeplightning.signatures.signature import Signature, Undecided
@@ -90,7 +90,7 @@ def _find(parts: list[str], names: Names) -> Thing:
                 # What has something behind it is a module or class. A module is a file: where one of nearly this name
                 # lies, and this name is written nowhere in the package's own file, it is that one misspelt.
                 near = nearest(part, [n for n in modules if not n.startswith("_")])
-                if is_last or not near or home is None or part.startswith("_") or contains_word(home.text, part):
+                if is_last or not near or home is None or part.startswith("_") or part.encode() in home.text:
                     raise
             elif error.name != part:
                 raise Undecided(f"{error.name} cannot be found where it is imported from") from None
@@ -137,9 +137,12 @@ class Definition:
         Raises:
             Undecided: that cannot be known without importing.
         """
-        if self.kind == "module" or (self.kind == "value"):
-            raise Undecided(f"it is a {self.kind}")
-        return self._names.guarded(lambda: Signatures(self._names).signature(self._thing))
+        try:
+            return Signatures(self._names).signature(self._thing)
+        except (Failing, Broken, Absent) as error:
+            raise Undecided(f"what it needs cannot be read: {error}") from None
+        except RecursionError:
+            raise Undecided("its source is nested too deeply") from None
 
     def documentation(self, parameter: str) -> str | None:
         """Return what a docstring says about a parameter: its own, or the ancestor's that takes it."""

@@ -8,7 +8,7 @@ import builtins
 import contextlib
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -28,7 +28,6 @@ from deeplightning.signatures.symbol import (
     Thing,
     is_type_variable,
     is_unbound,
-    live_class,
     nominal,
 )
 
@@ -62,14 +61,6 @@ class Names:
         self.hints: dict[object, object] = {}
         self.active: set[object] = set()
         self.changes_path = False  # whether own code may add folders to import from
-
-    def guarded(self, ask: Callable[[], T]) -> T:
-        try:
-            return ask()
-        except (Failing, Broken, Absent) as error:
-            raise Undecided(f"what it needs cannot be read: {error}") from None
-        except RecursionError:
-            raise Undecided("its source is nested too deeply") from None
 
     @contextlib.contextmanager
     def asking(self, key: object) -> Iterator[None]:
@@ -378,7 +369,7 @@ class Names:
     def line(self, thing: Thing) -> tuple[list[Thing], bool]:
         """Return a class and its ancestors in Python's order (C3), and whether all are known."""
         if thing.live is not None:
-            return [live_class(c) for c in thing.live.__mro__ if c is not object], True
+            return [Thing("class", None, c.__name__, live=c) for c in thing.live.__mro__ if c is not object], True
         key = thing.key
         if key in self.lines:
             return self.lines[key]

@@ -93,10 +93,6 @@ class Frame:
     position: int = 0
 
 
-def live_class(found: type) -> Thing:
-    return Thing("class", None, found.__name__, live=found)
-
-
 def is_unbound(option: Binding) -> bool:
     return isinstance(option, Opaque) and option.what is None
 
