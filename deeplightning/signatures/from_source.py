@@ -51,8 +51,7 @@ class Signatures:
             raise Undecided("it is a Protocol, of which there are no instances")
         words_beside(self.names, thing.node, Frame(self.names.home(thing)))
         for each in line[1:]:
-            is_known = each.path.partition(".")[0] in _KNOWN_BASES
-            if not is_known and each.live is None and self.names.own(each, "__init_subclass__"):
+            if each.path.partition(".")[0] not in _KNOWN_BASES and self.names.own(each, "__init_subclass__"):
                 raise Undecided(f"`__init_subclass__` of {each.path} may change what it takes")
         return self.constructor(thing, line, complete)
 
