@@ -105,7 +105,8 @@ def _of_thing(names: Names, found: Thing) -> Any:
     if found.kind != "value" or not isinstance(found.node, ast.expr):
         return Any
     if is_type_variable(found.node):
-        return typing.TypeVar(found.name)
+        is_parameters = ast.unparse(found.node).partition("(")[0].endswith("ParamSpec")
+        return (typing.ParamSpec if is_parameters else typing.TypeVar)(found.name)
     return _hint(names, found.node, Frame(names.home(found)))
 
 
