@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from deeplightning import own_code
-from deeplightning.faults import install
+from deeplightning.faults import install, nearest
 from deeplightning.signatures import bindings
 from deeplightning.signatures.bindings import Assigned, Binding, Broken, Defined, Imported, Module, Scope
 from deeplightning.signatures.signature import Undecided
@@ -222,6 +222,8 @@ class Names:
             node, inside = imports[name]
             option = Imported(0, node.lineno, (), bindings.absolute(node, module), inside)
             return self.imported(option, inside, Frame(module))
+        if nearest(name, [*imports]):
+            raise Absent(name, [*imports])
         raise Undecided(f"{module.name} makes names when they are asked for (`__getattr__`)")
 
     def names_of(self, module: Module) -> list[str]:

@@ -163,7 +163,6 @@ def test_editor_and_loader_agree_on_every_key(here):
         ("model.loss", {"a": {"type": "torch.nn.MSELoss", "weight": "x"}}, {"model.loss.a.weight"}),
         ("model.metrics", {"seen": {"type": "torchmetrics.MeanMetric"}}, set()),
         ("train.callbacks", [{"type": "pytorch_lightning.callbacks.Timer"}], set()),
-        ("train.callbacks", [None], {"train.callbacks.0"}),
         ("logger.log_every_n_steps", {"per_epoch": 10}, set()),
         ("logger.log_every_n_steps", {"per_epoch": 0}, {"logger.log_every_n_steps.per_epoch"}),
         ("engine.env", {"A": 1}, {"engine.env.A"}),

@@ -359,7 +359,7 @@ UNDECIDED_NAMES = {
     "from _socket import Thing": "not written in Python",
     "if unknown():\n    class Thing: ...\nelse:\n    def Thing(): ...": "one thing or another",
     "if unknown():\n    class Thing: ...": "depends on the machine",
-    "try:\n    Thing = make()\nexcept ValueError:\n    Thing = None": "what `make()` gives",
+    "try:\n    Thing = make()\nexcept ValueError:\n    Thing = None": "one thing or another",
     "for Thing in (1, 2):\n    pass": "is bound by a loop",
     "from own_other import Thing": "circle",
     "Thing = Other\nOther = Thing": "circle",
