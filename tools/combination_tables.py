@@ -135,6 +135,6 @@ def table() -> str:
     """All rules as a Markdown table, for the manual; it names exit codes other than 2."""
     rows = ["| Together | Instead |", "|---|---|"]
     for rule in RULES:
-        code = f" (exit code {rule.exit_code}{'; `check` warns' if rule.at_start else ''})"
-        rows.append(f"| {rule.when}{code if rule.exit_code != 2 or rule.at_start else ''} | {rule.remedy} |")
+        code = f" (exit code {rule.exit_code})" if rule.exit_code != 2 else ""
+        rows.append(f"| {rule.when}{code} | {rule.remedy} |")
     return "\n".join(rows)

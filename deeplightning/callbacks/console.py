@@ -20,7 +20,6 @@ from deeplightning.callbacks.checkpoints import Checkpoints
 from deeplightning.callbacks.describe import samples_behind
 from deeplightning.callbacks.record import Record, Redacting, print_once, rank_shown
 from deeplightning.callbacks.watch import batch_loss, has_loss, samples_in
-from deeplightning.checks.hints import proposals
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.tree import line
 from deeplightning.engine.compute import matmul_hint
@@ -137,8 +136,6 @@ class Console(Callback):
             self._say_where(trainer)
             if (hint := matmul_hint(self.cfg.engine, trainer.strategy.root_device)) is not None:
                 _say("hint", hint)
-            for notice in proposals(self.cfg, self.cfg.engine):
-                _say("hint", notice.text)
         self._began_at = _share_done(trainer, 0) or 0.0
         if self.bar and trainer.is_global_zero:
             self._progress = _bar()

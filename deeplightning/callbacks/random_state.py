@@ -18,7 +18,6 @@ from deeplightning.config.schema import Config, Target
 from deeplightning.engine.process_group import replicas
 from deeplightning.faults import CheckpointError
 from deeplightning.private.lightning import restart_epoch, training_loaders
-from deeplightning.signatures.signature import Undecided
 
 _WORD = 2**64 - 1
 
@@ -38,12 +37,12 @@ def draws_as_lightning(cfg: Config) -> bool:
 
 
 def _is_ours(target: Target) -> bool:
-    """Return whether a class, or what a function makes as far as its source shows, is ours or derived from ours."""
+    """Return whether a class is ours or derived from ours; what a function makes is not known."""
     try:
-        made = Imported(target.type).makes()
-    except (ValueError, Undecided):
+        paths, _ = Imported(target.type).bases()
+    except ValueError:
         return False
-    return any(path.startswith("deeplightning.") for each in made for path in each.paths)
+    return any(path.startswith("deeplightning.") for path in paths)
 
 
 def _word(seed: int, *position: int) -> int:

@@ -3,7 +3,7 @@
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any
 
 from deeplightning.checks.report import Findings
@@ -32,7 +32,7 @@ def key_elsewhere(name: str) -> str:
 
 
 def suggestion(key: str, given: Any, options: list[object]) -> str:
-    """Return ` Did you mean …?` for a value that other tools have here, or one that lacks the mapping around it."""
+    """Return ` Did you mean …?` for a value that other tools have here, or the name of a target alone."""
     role = role_of(key)
     found = other_tools.value(key, given)
     if found is None and given is not None:
@@ -42,21 +42,7 @@ def suggestion(key: str, given: Any, options: list[object]) -> str:
                 found = f"{{type: {name}}}" if name and len(name) < MAX_WORD_CHARACTERS else None
             elif typing.get_origin(option) is list and key == "train.callbacks":
                 found = "[{type: MODULE.CLASS}]"
-            elif is_dataclass(option) and not isinstance(given, dict | list):
-                found = _wrapped(typing.cast(type, option), given)
     return f" Did you mean {found}?" if found else ""
-
-
-def _wrapped(cls: type, given: str | float) -> str | None:
-    """Return a value inside the mapping that a section is, under its first key if it fits there."""
-    first, *others = schema.keys(cls)
-    options = options_of(typing.get_type_hints(cls)[first.name])
-    fits = type(given) in options or (type(given) is int and float in options) or given in literals_of(options)
-    required = [f for f in others if schema.default_of(f) is MISSING]
-    if len(str(given)) > MAX_WORD_CHARACTERS or not (fits or first.metadata["example"]):
-        return None
-    items = [f"{first.name}: {given if fits else first.metadata['example']}"]
-    return "{" + ", ".join([*items, *(f"{f.name}: {f.metadata['example']}" for f in required)]) + "}"
 
 
 def literals_of(options: list[object]) -> list[object]:

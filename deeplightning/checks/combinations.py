@@ -6,15 +6,10 @@ DeepSpeed refuses on eight GPUs is reported on a laptop too, where one process n
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-from deeplightning.checks import strategy
 from deeplightning.checks.signature_check import Meanings
-from deeplightning.config.schema import Config, Engine, Optimizer, Serve, Target, plain, value_at, with_keys
+from deeplightning.config.schema import Config, Engine, Optimizer, Target, plain, value_at, with_keys
 from deeplightning.config.tree import line
-from deeplightning.engine.plan import world_size
 from deeplightning.faults import Fault, upwards
 
 # ---- what the rules ask
@@ -34,29 +29,12 @@ def splits_layers(asked: Engine) -> bool:
     return asked.backend == "fsdp" and isinstance(size, int) and size > 1
 
 
-def leaves_processes_over(cfg: Config) -> bool:
-    """Return whether the processes, where their number is known, are no multiple of a tensor-parallel group."""
-    engine = cfg.engine
-    if not splits_layers(engine) or engine.gpus == "auto":
-        return False
-    return world_size(engine) % int(engine.params["tensor_parallel"]) != 0
-
-
 def optimizers_of(cfg: Config) -> list[Target]:
     return [optimizer for _, optimizer in with_keys(cfg.model.optimizer, "model.optimizer")]
 
 
 def uses_optimizer(cfg: Config, *names: str) -> bool:
     return any(o.type is not None and o.type.rpartition(".")[2] in names for o in optimizers_of(cfg))
-
-
-def lacks_fused_kernel(cfg: Config) -> bool:
-    """Return whether an optimizer is one of torch's that has no fused kernel."""
-    names = [o.type.rpartition(".") for o in optimizers_of(cfg) if isinstance(o.type, str)]
-    return any(
-        module.startswith("torch.optim") and name not in ("Adam", "AdamW", "Adagrad", "SGD")
-        for module, _, name in names
-    )
 
 
 EMA = "deeplightning.callbacks.average.EMA"
@@ -70,18 +48,6 @@ def averages(cfg: Config) -> bool:
 def clips_by(cfg: Config, algorithm: str) -> bool:
     clip = cfg.train.gradient_clip
     return clip is not None and clip.algorithm == algorithm
-
-
-def names_another_stage(cfg: Config, asked: Engine) -> bool:
-    stage = cfg.engine.params.get("stage")
-    return uses_deepspeed(asked) and stage is not None and not str(asked.backend).startswith(f"deepspeed_stage_{stage}")
-
-
-def lacks_nvme_folder(cfg: Config) -> bool:
-    """Return whether an NVMe disk would be used that is not there."""
-    runs = cfg.engine.backend
-    path = strategy.nvme_path(runs, cfg.engine.params) if (runs or "").startswith("deepspeed") else None
-    return path is not None and not Path(path).is_dir()
 
 
 def steps_itself(cfg: Config) -> bool:
@@ -126,7 +92,6 @@ class Rule:
         broken: whether a config, with the engine that was asked for, has them both.
         other: the key that it does not go with.
         exit_code: 2 where the config is wrong, 3 where the machine lacks something, 4 where weights are missing.
-        at_start: it ends a run, and is no more than a warning in `check`: the config may be meant for another machine.
     """
 
     key: str
@@ -136,7 +101,6 @@ class Rule:
     broken: Callable[[Config, Engine], bool]
     other: str = "engine.backend"
     exit_code: int = 2
-    at_start: bool = False
 
 
 RULES = [
@@ -202,14 +166,6 @@ RULES = [
         other="model.module",
     ),
     Rule(
-        "train.gradient_clip",
-        "clipping, a task that steps its optimizers itself",
-        "Lightning cannot clip for it",
-        "call `self.clip_gradients` in its training_step, and set this to null",
-        lambda cfg, _: cfg.train.gradient_clip is not None and steps_itself(cfg),
-        other="model.module",
-    ),
-    Rule(
         "train.seeds",
         "several seeds, a checkpoint to resume from",
         "runs that continue the same training are no independent runs",
@@ -249,41 +205,11 @@ RULES = [
         lambda cfg, asked: asked.precision == "deepspeed" and not uses_deepspeed(asked),
     ),
     Rule(
-        "engine.params.stage",
-        "another stage than the word says, DeepSpeed",
-        "the word names the stage",
-        "remove it, and choose the stage by `engine.backend`",
-        names_another_stage,
-    ),
-    Rule(
-        "engine.params.precision_plugin",
-        "a gradient scaler of one's own, DeepSpeed",
-        "DeepSpeed scales the loss itself",
-        "remove it; `engine.params` takes DeepSpeed's `initial_scale_power`, `loss_scale_window` and their kin",
-        lambda cfg, asked: uses_deepspeed(asked) and "precision_plugin" in cfg.engine.params,
-    ),
-    Rule(
         "model.optimizer.type",
         "LBFGS, DeepSpeed or fsdp",
         "LBFGS asks for the loss again and again within one step, which a sharded engine cannot give",
         "use another optimizer, or `engine.backend=ddp`",
         lambda cfg, asked: is_sharded(asked) and uses_optimizer(cfg, "LBFGS"),
-    ),
-    Rule(
-        "model.optimizer.type",
-        "LBFGS, accumulation",
-        "LBFGS asks for the loss again within one step, where only the last of the accumulated batches is at hand",
-        "set `train.accumulator_factor=1` and a larger `data.batch_size`, or use another optimizer",
-        lambda cfg, _: cfg.train.accumulator_factor > 1 and uses_optimizer(cfg, "LBFGS") and "train" in cfg.stages,
-        other="train.accumulator_factor",
-    ),
-    Rule(
-        "model.optimizer.type",
-        "LBFGS, precision 16-mixed",
-        "the loss cannot be scaled for an optimizer that computes it again within one step",
-        "set `engine.precision=32`, or bf16",
-        lambda cfg, _: cfg.engine.precision in (16, "16-mixed") and uses_optimizer(cfg, "LBFGS"),
-        other="engine.precision",
     ),
     Rule(
         "engine.precision",
@@ -348,24 +274,7 @@ RULES = [
             and uses_optimizer(cfg, "FusedAdam", "FusedLamb", "FusedLion", "FusedSGD")
         ),
         exit_code=3,
-        at_start=True,
         other="engine.gpus",
-    ),
-    Rule(
-        "engine.backend",
-        "an NVMe disk, several CPU processes",
-        "it relieves the memory of GPUs, and there are none",
-        "use a backend without `_nvme`",
-        lambda cfg, _: cfg.engine.gpus is None and (cfg.engine.backend or "").endswith("_nvme"),
-        other="engine.gpus",
-    ),
-    Rule(
-        "engine.params.nvme_path",
-        "an NVMe disk, no such folder",
-        "there is no such folder on this machine (where none is given, /local_nvme is meant)",
-        "set `engine.params.nvme_path` to one on the disk, or use a backend without `_nvme`",
-        lambda cfg, _: lacks_nvme_folder(cfg),
-        exit_code=3,
     ),
     Rule(
         "engine.channels_last",
@@ -384,22 +293,6 @@ RULES = [
         ),
     ),
     Rule(
-        "train.overfit",
-        "`overfit`, `limit_batches`",
-        "both say how many batches there are",
-        "remove one of the two",
-        lambda cfg, _: cfg.train.overfit is not None and cfg.train.limit_batches is not None,
-        other="train.limit_batches",
-    ),
-    Rule(
-        "train.fast",
-        "`fast`, a run that resumes",
-        "its one batch would come after those of a checkpoint, and it saves none itself",
-        "set `train.resume_ckpt=null`, or `train.fast=false`",
-        lambda cfg, _: cfg.train.fast and cfg.train.resume_ckpt is not None and "train" in cfg.stages,
-        other="train.resume_ckpt",
-    ),
-    Rule(
         "train.callbacks",
         "averaged weights (EMA), fsdp or DeepSpeed",
         "each process holds parts of the weights, and its checkpoint is put together without the averages",
@@ -415,30 +308,6 @@ RULES = [
         other="engine.precision",
     ),
     Rule(
-        "serve.precision",
-        "a server in int8, GPUs",
-        "the int8 model is made for CPUs",
-        "set `serve.precision=fp16`, or `serve.device=cpu`",
-        lambda cfg, _: cfg.serve.precision == "int8" and cfg.serve.device.startswith("cuda"),
-        other="serve.device",
-    ),
-    Rule(
-        "serve.precision",
-        "a server in fp16, the CPU",
-        "a CPU computes in 32 bits faster",
-        "set `serve.precision=fp32` or `int8`, or `serve.device=cuda`",
-        lambda cfg, _: cfg.serve.precision == "fp16" and cfg.serve.device == "cpu",
-        other="serve.device",
-    ),
-    Rule(
-        "serve.tensorrt",
-        "TensorRT, the CPU",
-        "TensorRT compiles for GPUs only",
-        "set `serve.tensorrt=false`, or `serve.device=cuda`",
-        lambda cfg, _: cfg.serve.tensorrt and cfg.serve.device == "cpu",
-        other="serve.device",
-    ),
-    Rule(
         "engine.compile",
         "`compile: graphs`, fsdp or DeepSpeed",
         "they have hooks in the network, which a recorded step would not call",
@@ -447,27 +316,11 @@ RULES = [
     ),
     Rule(
         "engine.params.tensor_parallel",
-        "`tensor_parallel`, another number of processes than a multiple of it",
-        "the processes form groups of that size, and each group computes one batch",
-        "set `engine.gpus` or `engine.processes` to a multiple of it",
-        lambda cfg, _: leaves_processes_over(cfg),
-        other="engine.processes",
-    ),
-    Rule(
-        "engine.params.tensor_parallel",
         "`tensor_parallel`, `compile`",
         "a split layer has hooks that exchange tensors, which are not compiled",
         "set `engine.compile=false`",
         lambda cfg, asked: splits_layers(asked) and cfg.engine.compile not in (False, None),
         other="engine.compile",
-    ),
-    Rule(
-        "engine.params.tensor_parallel",
-        "`tensor_parallel`, batch norm over all processes",
-        "the processes of a group have the same samples, and batch norm would count them twice",
-        "set `engine.sync_batchnorm=false`",
-        lambda cfg, asked: splits_layers(asked) and cfg.engine.sync_batchnorm,
-        other="engine.sync_batchnorm",
     ),
     Rule(
         "engine.params.tensor_parallel",
@@ -485,40 +338,12 @@ RULES = [
         lambda cfg, asked: cfg.engine.fused is True and is_sharded(asked),
     ),
     Rule(
-        "engine.fused",
-        "`fused: true`, precision 16-mixed",
-        "a fused optimizer leaves out a step inside its kernel where the scaled gradients overflow: nothing can clip "
-        "them, and a schedule by steps would count it",
-        "set `engine.fused=auto`, or `engine.precision=bf16`",
-        lambda cfg, _: cfg.engine.fused is True and cfg.engine.precision in (16, "16-mixed"),
-        other="engine.precision",
-    ),
-    Rule(
-        "engine.fused",
-        "`fused: true`, an optimizer of torch's without a fused kernel",
-        "torch has fused kernels of Adam, AdamW, Adagrad and SGD",
-        "set `engine.fused=auto`",
-        lambda cfg, _: cfg.engine.fused is True and lacks_fused_kernel(cfg),
-        other="model.optimizer.type",
-    ),
-    Rule(
         "data.fold",
         "a fold, no or fewer parts",
         "folds are counted from 0 to data.num_splits - 1",
         "set `data.num_splits`, or a smaller fold",
         lambda cfg, _: cfg.data.fold >= (cfg.data.num_splits or 1) and cfg.data.num_splits not in (0, 1),
         other="data.num_splits",
-    ),
-    *(
-        Rule(
-            f"data.loader.{name}",
-            f"`{name}`, no workers",
-            "it is about loader processes, and there are none",
-            "set `data.num_workers`, or remove it",
-            lambda cfg, _, name=name: cfg.data.num_workers == 0 and bool(cfg.data.loader.get(name)),  # type: ignore[misc]
-            other="data.num_workers",
-        )
-        for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context")
     ),
     Rule(
         "test.ckpt",
@@ -547,8 +372,8 @@ RULES = [
 
 def conflicts(
     cfg: Config, asked: Engine, places: Mapping[str, str], skip: Callable[[str], bool] = lambda key: False
-) -> Iterator[tuple[Rule, Fault]]:
-    """Yield each rule that a config breaks, with the fault to report.
+) -> Iterator[Fault]:
+    """Yield a fault for each rule that a config breaks.
 
     Args:
         cfg: a whole config, as it will run.
@@ -564,21 +389,11 @@ def conflicts(
         message = f"{value} does not go with {rule.other}: {other}{at}: {rule.why}; {rule.remedy}"
         set_ = [key for key in (*upwards(rule.key), *upwards(rule.other)) if key in places]
         place = places[set_[0]] if set_ else None
-        yield rule, Fault(message, rule.key, place, found=value, allowed=rule.remedy, exit_code=rule.exit_code)
+        yield Fault(message, rule.key, place, found=value, allowed=rule.remedy, exit_code=rule.exit_code)
 
 
 def _value(cfg: Config, key: str, asked: Engine) -> str:
-    """Return a key's value in one short line; of a section the names in it."""
+    """Return a key's value in one short line; of a target its name."""
     words: dict[str, object] = {"engine.backend": asked.backend, "engine.precision": asked.precision}
     value = words[key] if key in words else value_at(cfg, key)
-    if isinstance(value, Mapping):
-        return ", ".join(map(str, value))
-    if isinstance(value, list):
-        return "[" + ", ".join(str(v.type if isinstance(v, Target) else v) for v in value) + "]"
-    return value.type if isinstance(value, Target) else line(plain(value))
-
-
-def server_conflicts(serve: Serve) -> Iterator[Rule]:
-    """Return the rules that the section `serve` breaks by itself."""
-    cfg: Any = SimpleNamespace(serve=serve)
-    return (rule for rule in RULES if rule.key.startswith("serve.") and rule.broken(cfg, Engine()))
+    return value.type if isinstance(value, Target) else f"{line(plain(value)):.60}"

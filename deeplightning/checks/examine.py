@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 import secrets
 import typing
@@ -16,14 +15,13 @@ from typing import Any
 
 from deeplightning.address import is_address, shown
 from deeplightning.checks.combinations import conflicts
-from deeplightning.checks.hints import hints
 from deeplightning.checks.metric_check import check_monitors, settle_modes
 from deeplightning.checks.report import Findings, Report, in_order
 from deeplightning.checks.schema_check import contradictions, read_section
 from deeplightning.checks.signature_check import Meanings
 from deeplightning.checks.targets import compare
 from deeplightning.checks.trust import RunConfig
-from deeplightning.checks.unread import check_sections
+from deeplightning.checks.unread import check_sections, rates_without_effect
 from deeplightning.config.addresses import missing_library
 from deeplightning.config.schema import Config, backend_of
 from deeplightning.config.source import Given, Source, compose
@@ -33,7 +31,6 @@ from deeplightning.engine.plan import occupied, settle
 from deeplightning.faults import ConfigError, Fault, Notice, place_of, upwards
 from deeplightning.own_code import added_roots, original_roots, use_import_roots
 from deeplightning.process.identity import decision
-from deeplightning.words import stage_of
 
 OWN_LOADERS = "deeplightning.data.of_datasets.OfModule"
 
@@ -55,13 +52,11 @@ def examine(
         return report  # a section is no mapping: there is nothing to settle
     asked = replace(cfg.engine, backend=backend_of(cfg.engine))
     settled, lacking = settle(cfg)
-    cfg.notices = [*(cfg.notices or []), *settled, *clear_secrets(cfg), *unjudged(cfg)]
-    report.hints += hints(cfg, asked)
+    cfg.notices = [*(cfg.notices or []), *settled, *clear_secrets(cfg)]
+    report.hints += rates_without_effect(cfg)
     wrong = {key for fault in report.faults for key in (fault.key or "", f"{fault.key}.type")}
-    broken = list(conflicts(cfg, asked, report.places, skip=wrong.__contains__))
     lacking = [fault for fault in lacking if fault.key not in wrong]
-    report.add(*lacking, *(fault for rule, fault in broken if not rule.at_start))
-    report.at_start += [fault for rule, fault in broken if rule.at_start]
+    report.add(*lacking, *conflicts(cfg, asked, report.places, skip=wrong.__contains__))
     if not lacking:
         places = report.places
         report.at_start += [replace(f, place=place_of(str(f.key), places)) for f in occupied(cfg.engine)]
@@ -257,25 +252,3 @@ def clear_secrets(cfg: Config) -> list[Notice]:
         )
         for name, (path, _) in literals.items()
     ]
-
-
-def unjudged(cfg: Config) -> list[Notice]:
-    """Return a warning where checkpoints inside an epoch are saved at other moments than validations."""
-    kept, often = cfg.train.checkpoint, cfg.train.val_every_n_epoch
-    share, monitor = kept.every_n_epochs, kept.monitor
-    if "train" not in cfg.stages or monitor is None or share is None or not 0 < share < 1:
-        return []
-    of_training, of_epoch = stage_of(monitor)[0] == "train", monitor.endswith("_epoch")
-    if of_training and not of_epoch:
-        return []
-    validations = share / often if 0 < often < 1 else 0  # from one checkpoint to the next
-    if validations > 0.5 and math.isclose(validations, round(validations)):
-        return []
-    remedy = f"train.val_every_n_epoch={share:g}{' and a metric of the validation' if of_training else ''}"
-    key = "train.checkpoint.every_n_epochs"
-    text = (
-        f"{key} is {share:g} and train.val_every_n_epoch is {often!s:.20}: nothing is validated when a checkpoint "
-        "inside an epoch is saved, so it becomes last.ckpt, and is not ranked by "
-        f"{monitor}. To judge it too: {remedy}"
-    )
-    return [Notice(text, key=key)]

@@ -2,19 +2,16 @@
 
 import functools
 import operator
-import re
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, is_dataclass
 from typing import Any
 
 from deeplightning.checks import strategy
 from deeplightning.checks.allowed import describe, key_elsewhere, options_of
-from deeplightning.checks.combinations import EMA
 from deeplightning.checks.report import Report
 from deeplightning.checks.signature_check import Meanings
-from deeplightning.checks.targets import GIVEN
 from deeplightning.config import schema
 from deeplightning.config.auto_values import source_of
 from deeplightning.config.plugins import config_class
@@ -93,17 +90,16 @@ def _lines(report: Report, path: KeyPath, value: object, indent: str = "", befor
 def _spread(report: Report, path: KeyPath, value: Any) -> str:
     """Return what a word means for the run, to be shown after the place that set it."""
     assert report.config is not None
-    if path[:2] == ("train", "callbacks") and path[3:] == ("type",) and value == EMA:
-        return "; best.ckpt, test, predict, export and the server use the averaged weights"
     means = strategy.meaning(value) if path == ("engine", "backend") else source_of(path, value, report.config)
     return f"; {means}" if means else ""
 
 
 def origin(report: Report, path: KeyPath) -> str:
     """Name what set the value at a path, in a few words."""
-    changed = _changed(report, path)
-    if changed is not None:
-        return changed
+    return _changed(report, path) or _place(report, path)
+
+
+def _place(report: Report, path: KeyPath) -> str:
     assert report.source is not None
     entry = entry_at(report.source.root, path)
     if entry is None:
@@ -131,12 +127,13 @@ def _changed(report: Report, path: KeyPath) -> str | None:
 def _about(report: Report, path: KeyPath, value: Any) -> Iterator[str]:
     assert report.config is not None
     yield f"{dotted(path)}: {line(value)}"
-    rows = _documentation(*_known(report, path)[0])
+    rows = _documentation(*_known(report, path))
     if path == ("engine", "backend") and value is not None:
         rows += [("means", str(strategy.meaning(value))), ("strategy", ", ".join(strategy.classes_of(value)))]
     if (source := source_of(path, value, report.config)) is not None:
         rows.append(("means", source))
-    rows.append(("set by", _setter(report, path)))
+    changed = _changed(report, path)
+    rows.append(("set by", _place(report, path) + (f"; then {changed}" if changed else "")))
     rows += _option(report, path)
     history = _history(report, path)
     for entry in history[1:]:
@@ -161,8 +158,8 @@ def _documentation(
         rows.append(("type", parameter.annotation or "unknown"))
         if words:
             rows.append(("meaning", words))
-        default = "none, it must be given" if parameter.required else parameter.default
-        rows.append(("default", str(default) if parameter.required or default is UNKNOWN else line(default)))
+        default = str(UNKNOWN) if parameter.default is UNKNOWN else line(parameter.default)
+        rows.append(("default", "none, it must be given" if parameter.required else default))
     if field is None and owner:
         rows.append(("taken by", str(owner)))
     return rows
@@ -172,7 +169,6 @@ def _unset(report: Report, key: str) -> list[str] | None:
     """Describe a key that could be set and is not; None if there is no such key.
 
     Raises:
-        ConfigError: the section that the key would be in has no such key; with the nearest.
         SetupError: the section is that of a plug-in that is not installed.
     """
     path = tuple(int(part) if part.isdecimal() else part for part in key.split("."))
@@ -180,14 +176,10 @@ def _unset(report: Report, key: str) -> list[str] | None:
         if plugin := plugin_of(f"{path[0]}:"):
             raise SetupError(Fault(not_installed(plugin), key))
         return None
-    known, role, null = _known(report, path)
-    field, parameter, *_ = known
-    if field is None and parameter is None:
+    known = _known(report, path)
+    if known[:2] == (None, None):
         return None
-    if parameter and (not parameter.keyword or (parameter.position and role in GIVEN and parameter.required)):
-        return None
-    rows = _documentation(*known)
-    rows.append(("set by", f"nothing: {null} is null" if null else "nothing; the default counts"))
+    rows = [*_documentation(*known), ("set by", "nothing; the default counts")]
     return [f"{key}: not set", *(f"  {word.ljust(ABOUT - 4)}  {text}" for word, text in rows)]
 
 
@@ -198,23 +190,6 @@ def _option(report: Report, path: KeyPath) -> Iterator[tuple[str, str]]:
         if group.key in upwards(".".join(map(str, path))):
             options = ", ".join(group.options())
             yield "option", f"{group.name}={','.join(group.chosen) or 'null'}  # {group.place}; there are: {options}"
-
-
-def _setter(report: Report, path: KeyPath) -> str:
-    assert report.source is not None
-    entry = entry_at(report.source.root, path)
-    changed = _changed(report, path)
-    written = _written(report, path)
-    removed = next((e for e in _history(report, path)[:1] if _is_removal(e)), None)
-    place = entry.place if entry is not None else f"{removed.place}, which removed it" if removed else "the default"
-    if entry is not None and written:
-        place += f", as {written}"
-        place += "".join(
-            f"; {name} is set by {report.places[name]}"
-            for name in dict.fromkeys(re.findall(r"\$\{\s*([^${}:]+?)\s*\}", written))
-            if name in report.places
-        )
-    return f"{place}; then {changed}" if changed else place
 
 
 def _short(report: Report, entry: Entry, path: KeyPath) -> str:
@@ -228,60 +203,39 @@ def _short(report: Report, entry: Entry, path: KeyPath) -> str:
 _Known = tuple[Field[object] | None, Parameter | None, object, str | None]
 
 
-def _known(report: Report, path: KeyPath) -> tuple[_Known, str, str]:
-    """Look up a key that is set or could be: its field and section, or its parameter and the target that takes it; then
-    the key of that target, and the key of a section around it that is null.
-
-    Raises:
-        ConfigError: a section that is null has no such key; with the nearest.
-    """
-    nothing, null = (None, None, None, None), ""
+def _known(report: Report, path: KeyPath) -> _Known:
+    """Look up a key that is set or could be: its field and section, or its parameter, the target that takes it and what
+    its docstring says; four times None where there is none."""
     cls: Any = config_class()
     value: object = report.config
     for depth, name in enumerate(path):
-        here, rest = ".".join(map(str, path[: depth + 1])), path[depth + 1 :]
-        if is_dataclass(cls):
-            fields = {f.name: f for f in schema.keys(cls)}
-            if name not in fields:
-                if not null:
-                    break
-                hint = nearest(str(name), fields).replace("mean ", f"mean {null}.", 1)
-                message = f"{null} has no key `{name}`.{hint} Known here: {', '.join(fields)}"
-                raise ConfigError(Fault(message, ".".join(map(str, path))))
-            if not rest:
-                return (fields[name], None, cls, None), "", null
-            if name == "params" and isinstance(value, schema.Target | schema.Engine):
-                if isinstance(value, schema.Engine):
-                    return _of_strategy(value, rest), here.removesuffix(".params"), ""
-                return _parameter(value.type, value.params, rest), here.removesuffix(".params"), ""
-            options = options_of(typing.get_type_hints(cls)[name])
-            value = getattr(value, name, None)
-            cls = type(value) if is_dataclass(value) else None if value else next(filter(is_dataclass, options), None)
-            null = null or (here if value is None else "")
-        else:
+        rest = path[depth + 1 :]
+        if not is_dataclass(cls):
             value = _step(value, name)
             cls = type(value) if is_dataclass(value) else None
-    return nothing, "", ""
+            continue
+        fields = {f.name: f for f in schema.keys(cls)}
+        if name not in fields:
+            break
+        if not rest:
+            return fields[name], None, cls, None
+        if name == "params" and isinstance(value, schema.Engine):
+            return _parameter(strategy.classes_of(schema.backend_of(value)), rest)
+        if name == "params" and isinstance(value, schema.Target):
+            return _parameter([value.type], rest)
+        options = options_of(typing.get_type_hints(cls)[name])
+        value = getattr(value, name, None)
+        cls = type(value) if is_dataclass(value) else None if value else next(filter(is_dataclass, options), None)
+    return None, None, None, None
 
 
-def _of_strategy(engine: schema.Engine, path: KeyPath) -> tuple[None, Parameter | None, str | None, str | None]:
-    """Return the parameter of the backend's strategy, or of the class to which it forwards the others."""
-    found = [_parameter(name, engine.params, path) for name in strategy.classes_of(schema.backend_of(engine))]
-    return next((known for known in found if known[1] is not None), (None, None, None, None))
-
-
-def _parameter(name: str, params: object, path: KeyPath) -> tuple[None, Parameter | None, str | None, str | None]:
-    """Return the parameter at the end of a path inside the params of a target, through nested targets."""
-    value: object = params
-    for depth, step in enumerate(path):
-        if depth and isinstance(value, dict) and step == "params" and isinstance(value.get("type"), str):
-            return _parameter(value["type"], value.get("params"), path[depth + 1 :])
-        value = _step(value, step)
-    if len(path) != 1:
-        return None, None, None, None
+def _parameter(names: Sequence[str], path: KeyPath) -> _Known:
+    """Return what is known of a param of the first of some classes that takes it."""
     meanings = Meanings()
-    parameter = meanings.parameters(name).get(path[0])
-    return None, parameter, name, meanings.known(name).documentation(path[0]) if parameter else None
+    for name in names if len(path) == 1 else ():
+        if parameter := meanings.parameters(name).get(str(path[0])):
+            return None, parameter, name, meanings.known(name).documentation(parameter.name)
+    return None, None, None, None
 
 
 # ---- paths

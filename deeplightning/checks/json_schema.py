@@ -1,15 +1,14 @@
 """The schema of the config becomes a JSON Schema (draft 2020-12), by which YAML editors complete and check.
 
 It judges a file as it is written: before `_base_` files are read and references resolved. So a key of any type may
-hold a reference such as `${data.root}`, and a file that builds on others needs to hold nothing. What it lets pass
-and the loader does not: targets and their params, keys that contradict each other, and `1.0` for a whole number, which
-JSON does not tell from `1`.
+hold a reference such as `${data.root}`, and no key is required. What it lets pass and the loader does not: missing
+keys, targets and their params, keys that contradict each other, ranges with gaps (`every_n_epochs`), and `1.0` for a
+whole number, which JSON does not tell from `1`.
 
 Language servers differ in what they know of the draft; only what has the same meaning in draft 7 is used.
 """
 
 import typing
-from collections.abc import Collection
 from dataclasses import MISSING, Field, is_dataclass
 from typing import Any
 
@@ -18,7 +17,6 @@ from deeplightning.checks.signature_check import SIMPLE
 from deeplightning.config import schema
 from deeplightning.config.plugins import config_class
 from deeplightning.config.tree import line, parse, plain
-from deeplightning.faults import PLUGINS, not_installed
 
 Json = dict[str, Any]
 
@@ -27,31 +25,6 @@ TARGET_NAME = r"^[^\s.]+(\.[^\s.]+)*$|" + REFERENCE  # without a dot: a short na
 
 _TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null", list: "array"}
 _WORDS = {_TYPES[kind]: words for kind, words in SIMPLE.items()} | {"null": "null", "object": "a mapping"}
-
-# Bounds of single keys that are no plain least or largest number; the words for them stand in check.py.
-_PART_OR_WHOLE: Json = {"anyOf": [{"maximum": 1}, {"multipleOf": 1}]}
-_BOUNDS: dict[tuple[type, str], Json] = {
-    (schema.Config, "stages"): {"minItems": 1},
-    (schema.Model, "trainable"): {"minItems": 1},
-    (schema.Engine, "gpus"): {
-        "items": {
-            "type": ["integer", "string"],
-            "pattern": f"^(GPU|MIG)-|{REFERENCE}",
-            "patternErrorMessage": "must be an index, an id (GPU-… or MIG-…), or a reference such as ${a.b}",
-        },
-        "minimum": 0,
-    },
-    (schema.Data, "num_splits"): {"minimum": 2},
-    (schema.Train, "val_every_n_epoch"): {"exclusiveMinimum": 0, **_PART_OR_WHOLE},
-    (schema.Checkpoint, "every_n_epochs"): {"exclusiveMinimum": 0, **_PART_OR_WHOLE},
-    (schema.LimitBatches, "train"): {"exclusiveMinimum": 0, **_PART_OR_WHOLE},
-    (schema.LimitBatches, "val"): _PART_OR_WHOLE,
-    (schema.LimitBatches, "test"): _PART_OR_WHOLE,
-    (schema.Target, "type"): {
-        "pattern": TARGET_NAME,
-        "patternErrorMessage": "must be MODULE.NAME, such as torch.optim.SGD",
-    },
-}
 
 
 def json_schema() -> Json:
@@ -66,10 +39,7 @@ def json_schema() -> Json:
             **_reference("one of the words that are known here"),
         }
     }
-    for cls, path in parts.items():
-        if cls is not whole:
-            definitions[cls.__name__] = _section(cls, path)
-        definitions[f"{cls.__name__}.whole"] = _whole(cls)
+    definitions |= {cls.__name__: _section(cls, path) for cls, path in parts.items() if cls is not whole}
     config = _section(whole, "") | {"title": "Deep Lightning config", "type": "object"}
     del config["pattern"], config["patternErrorMessage"]
     options: Json = {
@@ -92,27 +62,12 @@ def json_schema() -> Json:
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **config,
-        "properties": {"_base_": base, **config["properties"], **_not_installed(config["properties"])},
-        "if": {
-            "required": ["_base_"],
-            "properties": {"_base_": {"type": ["string", "array", "object"], "minItems": 1}},
-        },
-        "else": {"$ref": "#/$defs/Config.whole"},
+        "properties": {"_base_": base, **config["properties"]},
         "$defs": definitions,
     }
 
 
-def _not_installed(known: Collection[str]) -> Json:
-    """Return the sections of plug-ins of ours that are not installed."""
-    notes = {name[:-1]: not_installed(plugin) for plugin, names in PLUGINS.items() for name in names if name[-1] == ":"}
-    return {
-        name: {"title": name, "description": note, "type": "null", "errorMessage": note}
-        for name, note in notes.items()
-        if name not in known
-    }
-
-
-# ---- what may stand at a key, whether the file builds on others or not
+# ---- what may stand at a key
 
 
 def _section(cls: type, path: str) -> Json:
@@ -145,10 +100,9 @@ def _key(cls: type, field: Field[object], hint: object, path: str) -> Json:
         written = plain(parse(example, "example", []))
         is_type = isinstance(written, str) and _sections_in(options_of(hint))[0]
         about["examples"] = [{"type": written} if is_type else written]
-    bounds = {
-        **{word: field.metadata[n] for word, n in (("minimum", "low"), ("maximum", "high"))},
-        **next((_BOUNDS[c, field.name] for c in cls.__mro__ if (c, field.name) in _BOUNDS), {}),
-    }
+    bounds = {"minimum": field.metadata["low"], "maximum": field.metadata["high"]}
+    if issubclass(cls, schema.Target) and field.name == "type":
+        bounds |= {"pattern": TARGET_NAME, "patternErrorMessage": "must be MODULE.NAME, such as torch.optim.SGD"}
     return about | _value(hint, {name: bound for name, bound in bounds.items() if bound is not None})
 
 
@@ -212,11 +166,10 @@ def _reference(else_allowed: str) -> Json:
 
 
 def _item(hint: object) -> Json:
-    """Return the schema of a list item. It is complete in each file: a list replaces that of a base file."""
+    """Return the schema of a list item, which no `null` may stand for."""
     if not is_dataclass(hint):
         return _simple(options_of(hint), {})
-    name = typing.cast(type, hint).__name__
-    return {"allOf": [{"$ref": f"#/$defs/{name}"}, {"$ref": f"#/$defs/{name}.whole"}], "type": ["object", "string"]}
+    return {"allOf": [{"$ref": f"#/$defs/{typing.cast(type, hint).__name__}"}], "type": ["object", "string"]}
 
 
 def _is_named(section: object) -> Json:
@@ -229,31 +182,3 @@ def _is_named(section: object) -> Json:
         "patternProperties": {"^~": {}},
         "additionalProperties": {"type": ["object", "string"], "pattern": REFERENCE},
     }
-
-
-# ---- what a file that builds on no other must hold
-
-
-def _whole(cls: type) -> Json:
-    hints = typing.get_type_hints(cls)
-    inner = {field.name: _whole_value(hints[field.name]) for field in schema.keys(cls)}
-    required = [field.name for field in schema.keys(cls) if schema.default_of(field) is MISSING]
-    return {
-        **({"required": required} if required else {}),
-        "properties": {name: value for name, value in inner.items() if value},
-        "propertyNames": {"pattern": "^[^~]"},
-    }
-
-
-def _whole_value(hint: object) -> Json:
-    found = options_of(hint)
-    section, named = _sections_in(found)
-    one: Json = {}
-    if section is not None:
-        one["$ref"] = f"#/$defs/{section.__name__}.whole"
-        if len(found) == 1 and any(schema.default_of(field) is MISSING for field in schema.keys(section)):
-            one["type"] = ["object", "string"]  # an empty one lacks what is required
-    if named is None:
-        return one
-    several = {"additionalProperties": {"$ref": f"#/$defs/{named.__name__}.whole", "type": ["object", "string"]}}
-    return {"if": _is_named(section), "then": several, "else": one} if section is not None else several

@@ -1,14 +1,12 @@
 """The metrics that decide something: whether they are logged, and which way is better."""
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from deeplightning.checks.report import Findings
 from deeplightning.checks.signature_check import Meanings
 from deeplightning.config.schema import Config, Mode, Model, Target, with_keys
 from deeplightning.faults import Notice, nearest, upwards
-from deeplightning.signatures.signature import Undecided
 from deeplightning.words import stage_of
 
 _MIN = "loss error err mae mse rmse mape msle nll perplexity ppl wer cer fid lpips"
@@ -93,14 +91,7 @@ def _mode(findings: Findings, config: Config, metric: object, asked: str, key: s
     """
     if not isinstance(metric, str) or not findings.answered.isdisjoint([*upwards(asked), *upwards(key)]):
         return None
-    try:
-        try:
-            mode, why = _mode_of(metric, config.model, Meanings())
-        except Undecided:
-            mode, why = _mode_of(metric, config.model, findings.meanings)
-    except Undecided as undecided:
-        findings.leave(key, f"which way of {metric} is better: {undecided}")
-        return None
+    mode, why = _mode_of(metric, config.model)
     if mode is None:
         findings.fault(f"missing: {why}; set `mode: max` or `mode: min`", key, allowed="min, max")
     else:
@@ -126,24 +117,14 @@ def _logged(findings: Findings, config: Config) -> tuple[set[str], str | None]:
     return {name for name in found if stage_of(name)[0] != "test"}, vague
 
 
-def _mode_of(metric: str, model: Model | None, meanings: Meanings) -> tuple[Mode | None, str]:
-    """Return the mode of a logged metric and its reason; None, with the reason, if the mode is unknown.
-
-    Raises:
-        Undecided: only importing the metric's class can tell.
-    """
-    name = own_name(metric)
-    named: object = model.loss if model is not None else None
-    if isinstance(named, dict) and not isinstance(named, Target) and name in named:
-        return "min", f"`{name}` is a loss of model.loss"
-    target = (model.metrics or {}).get(name) if model is not None else None
-    if name != "loss" and isinstance(target, Target) and isinstance(target.type, str):
-        higher, of = _higher_is_better(target, meanings)
-        if higher is not None:
-            return ("max" if higher else "min"), f"higher_is_better of {of}"
+def _mode_of(metric: str, model: Model | None) -> tuple[Mode | None, str]:
+    """Return the mode of a logged metric and its reason; None, with the reason, if the mode is unknown."""
+    losses: object = model.loss if model is not None else None
+    if isinstance(losses, dict) and own_name(metric) in losses:
+        return "min", f"`{own_name(metric)}` is a loss of model.loss"
     if (mode := mode_by_name(metric)) is not None:
         return mode, f"by the name {metric}"
-    return None, f"neither its name nor a `higher_is_better` shows whether less or more of {metric} is better"
+    return None, f"its name does not show whether less or more of {metric} is better"
 
 
 def own_name(metric: str) -> str:
@@ -158,19 +139,3 @@ def mode_by_name(metric: str) -> Mode | None:
     if words and words[-1] == "loss":
         found = {"min"}
     return found.pop() if len(found) == 1 else None
-
-
-def _higher_is_better(target: Target, meanings: Meanings) -> tuple[bool | None, str]:
-    """Return `higher_is_better` of a metric's class, and that class; for a torchmetrics wrapper, those of its task."""
-    names = [target.type]
-    task = target.params.get("task") if isinstance(target.params, Mapping) else None
-    if target.type.startswith("torchmetrics.") and isinstance(task, str):
-        names.append(f"torchmetrics.classification.{task.capitalize()}{target.type.rpartition('.')[2]}")
-    for name in names:
-        try:
-            found = meanings.of(name).constant("higher_is_better")
-        except ValueError:  # a fault of the target, which is reported as that
-            continue
-        if isinstance(found, bool):
-            return found, name
-    return None, target.type

@@ -33,7 +33,6 @@ class Findings:
         self.answered = {fault.key for fault in faults} - self.unread  # keys that a fault already speaks of
         self.targets: list[Callable[[], None]] = []
         self.meant: set[str | None] = set()  # keys of ours that were written under a name of another tool
-        self.loss_arguments: int | None = None  # that the task passes to a loss; None: not declared
 
     def fault(self, message: str, key: str, place: str | None = None, **more: Any) -> None:
         if message.startswith(("missing: ", "must be ")) and not self.unread.isdisjoint(upwards(key)):

@@ -188,10 +188,6 @@ def contradictions(findings: Findings, config: schema.Config) -> None:
     train, gpus = config.train, config.engine.gpus
     if isinstance(gpus, list):
         _devices(findings, gpus)
-    name = config.logger.params.get("experiment_name")
-    if isinstance(name, str) and not name.strip() and config.logger.type.lower().endswith(".mlflowlogger"):
-        message = "is empty; give the experiment a name, or remove the key, which means Default"
-        findings.fault(message, "logger.params.experiment_name", found=repr(name), allowed="a name")
     if not config.stages:
         findings.fault("nothing to do: give at least one of train, validate, test, predict", "stages")
     if "train" in config.stages:
@@ -222,12 +218,8 @@ def contradictions(findings: Findings, config: schema.Config) -> None:
 def _devices(findings: Findings, gpus: list[int | str]) -> None:
     """Report what a list of GPUs says that no machine could have."""
     ids = [entry for entry in gpus if isinstance(entry, str)]
-    wrong = [entry for entry in ids if not entry.startswith(("GPU-", "MIG-"))]
-    if wrong:
-        number = f" Did you mean {wrong[0]}, without quotes?" if wrong[0].isdecimal() else ""
-        findings.wrong(
-            "indexes, or ids that begin with GPU- or MIG- (`nvidia-smi -L`)", wrong[0], "engine.gpus", near=number
-        )
+    if wrong := [entry for entry in ids if not entry.startswith(("GPU-", "MIG-"))]:
+        findings.wrong("indexes, or ids that begin with GPU- or MIG- (`nvidia-smi -L`)", wrong[0], "engine.gpus")
     elif len(set(gpus)) < len(gpus):
         findings.wrong("different device ids", gpus, "engine.gpus")
     elif ids and len(ids) < len(gpus):

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from deeplightning.config import other_tools
-from deeplightning.config.section_kinds import KINDS, REMOVED_HOOKS, is_bound, misfit, no_part
+from deeplightning.config.section_kinds import KINDS, is_bound, misfit, no_part
 from deeplightning.config.target import find, is_reference, is_target, path_of, signature_of
 from deeplightning.config.tree import Entry, kind
 from deeplightning.faults import Fault, nearest
 from deeplightning.signatures.signature import (
     Built,
-    Instance,
     ListOf,
     Options,
     Parameter,
@@ -26,8 +25,6 @@ from deeplightning.signatures.signature import (
     TheConfig,
     Undecided,
     factory_of,
-    of_object,
-    positional,
 )
 
 if TYPE_CHECKING:
@@ -61,33 +58,13 @@ class Imported:
         """Return where it is defined; where that is unknown, the name."""
         return path_of(self.thing) or self.name
 
-    def makes(self) -> list[Instance]:
-        """Return what calling it gives; of a function its source tells, if anything does.
-
-        Raises:
-            Undecided: that cannot be known without calling it.
-        """
-        if self.kind == "class":
-            return [Instance(tuple(path_of(c) or "" for c in self.thing.__mro__), True, self._forward)]
-        try:
-            from deeplightning.signatures import definition
-
-            return definition.look_up(self.name).makes()
-        except ValueError:
-            raise Undecided("it does not tell what it returns") from None
-
-    def _forward(self) -> tuple[int, float] | None:
-        with contextlib.suppress(AttributeError, Undecided):
-            return positional(of_object(self.thing.forward))
-        return None
+    def bases(self) -> tuple[list[str], bool]:
+        """Return the paths of itself and its ancestors, and that these are all."""
+        return [path_of(c) or "" for c in getattr(self.thing, "__mro__", ())], True
 
     def defines(self, name: str) -> bool:
         """Return whether a class or an ancestor has an attribute of a name."""
         return hasattr(self.thing, name)
-
-    def constant(self, name: str) -> object:
-        """Return an attribute of a class; None where it has none."""
-        return getattr(self.thing, name, None) if self.kind == "class" else None
 
     def signature(self) -> Signature:
         """Return its parameters. Those that `**kwargs` hand on are known from the source alone.
@@ -138,14 +115,6 @@ class Meanings:
             return {p.name: p for p in self.signature(name).parameters} if isinstance(name, str) else {}
         return {}
 
-    def makes(self, name: str) -> list[Instance]:
-        """Return what calling it gives.
-
-        Raises:
-            ValueError, Undecided: as `of`.
-        """
-        return self._once(f"{name} makes", lambda: self.of(name).makes())
-
     def signature(self, name: str) -> Signature:
         """Return what it takes.
 
@@ -175,7 +144,6 @@ def judge(
     role: str | None = None,
     given: int | None = 0,
     hidden: Mapping[str, str] | None = None,
-    called_with: int | None = None,
     wanted: Callable[[], Options] | None = None,
 ) -> Verdict:
     """Return what is wrong with the target at `key`.
@@ -184,7 +152,6 @@ def judge(
         role: what it is for, one of `KINDS`; None: anything.
         given: how many positional arguments it gets from us; None: the config, if it takes that.
         hidden: how params were written that hold what must not be shown.
-        called_with: how many arguments the task calls a loss with; None: it does not say.
         wanted: of a target inside params, what the parameter allows that it is for; None: it is not inside params.
     """
 
@@ -209,12 +176,7 @@ def judge(
     if isinstance(found, Imported) and inspect.isabstract(found.thing):
         absent = ", ".join(sorted(found.thing.__abstractmethods__))
         return refused(f"{name} is abstract: it has no {absent} of its own; name a class that has")
-    verdict = _kind(meanings, name, key, role, called_with) if role in KINDS else Verdict()
-    if hook := next((h for h in REMOVED_HOOKS if role == "model.module" and found.defines(h)), None):
-        message = (
-            f"{name} has `{hook}`, which Lightning 2 has removed; write `{REMOVED_HOOKS[hook]}`, without `outputs`"
-        )
-        verdict.faults.append(Fault(message, f"{key}.type", found=name))
+    verdict = _kind(meanings, name, key, role) if role in KINDS else Verdict()
     call = _call(meanings, name, params, key, given, hidden or {}, wanted)
     if found.kind == "function" and role in KINDS and not params and call.faults:  # the commonest: a loss as a function
         once = f"; a function is called once, to make {KINDS[role].words}"
@@ -222,37 +184,13 @@ def judge(
     return verdict if verdict.faults else Verdict(call.faults, verdict.undecided | call.undecided)
 
 
-def _kind(meanings: Meanings, name: str, key: str, role: str, called_with: int | None) -> Verdict:
-    """Return whether what a class or function makes is of the kind that its role needs."""
-    words = KINDS[role].words
-    try:
-        made, is_class = meanings.makes(name), meanings.of(name).kind == "class"
-    except Undecided as why:
-        return Verdict(undecided={f"{key}.type": (f"{name}: whether it returns {words}: {why}", "--dry-run")})
-    mismatches = [_misfit(each, role, called_with) for each in made]
-    if None in mismatches or (any(mismatches) and not all(mismatches)):
-        settled_by = "--import" if is_class else "--dry-run"
-        return Verdict(undecided={f"{key}.type": (f"{name}: whether it is {words}", settled_by)})
-    if not any(mismatches):
-        return Verdict()
-    returned = made[0].paths[0].removeprefix("builtins.")
-    returned = "nothing" if returned == "NoneType" else f"`{returned.rpartition('.')[2]}`"
-    fault = f"{name} {mismatches[0]}" if is_class else f"{name} returns {returned}, which {mismatches[0]}"
-    return Verdict([Fault(fault, f"{key}.type", found=name, allowed=words)])
-
-
-def _misfit(made: Instance, role: str, called_with: int | None) -> str | None:
-    """Return the same as `section_kinds.misfit`; a loss must take as many arguments as the task calls it with."""
-    mismatch = misfit(made.paths, made.complete, role)
-    if mismatch != "" or role != "model.loss" or called_with is None or (takes := made.forward()) is None:
-        return mismatch
-    if takes[0] <= called_with <= takes[1]:
-        return ""
-    count = takes[0] if takes[0] > called_with else takes[1]
-    arguments = "argument" if count == 1 else "arguments"
-    return (
-        f"is not {KINDS[role].words}: its forward takes {count} {arguments}, and the task calls it with {called_with}"
-    )
+def _kind(meanings: Meanings, name: str, key: str, role: str) -> Verdict:
+    """Return whether a class is of the kind that its role needs; what a function returns is judged when it is built."""
+    found, words = meanings.of(name), KINDS[role].words
+    mismatch = misfit(*found.bases(), role) if found.kind == "class" else ""
+    if mismatch is None:
+        return Verdict(undecided={f"{key}.type": (f"{name}: whether it is {words}", "--import")})
+    return Verdict([Fault(f"{name} {mismatch}", f"{key}.type", found=name, allowed=words)] if mismatch else [])
 
 
 def _call(
@@ -272,13 +210,12 @@ def _call(
     verdict, meant, may_lack = Verdict(), "", False
     if wanted is not None:
         factory = factory_of(wanted())
-        paths = meanings.makes(name)[0].paths if meanings.of(name).kind == "class" else ()
+        paths = meanings.of(name).bases()[0] if meanings.of(name).kind == "class" else ()
         if is_bound(paths, bool(signature.lacking(params)), factory):  # the rest is given where it is called
             given = factory.arguments if factory is not None else 1
             given, may_lack = given or 0, given is None
     taken = signature.given(given)
     free = {p.name: p for p in signature.parameters if p.keyword and p.name not in taken}
-    unnamed = [p.name for p in signature.parameters if not p.keyword and p.name not in taken]
     for param, value in params.items():
         here = f"{key}.params.{param}"
         if param in free:
@@ -292,8 +229,6 @@ def _call(
                 verdict.faults.append(Fault(message, here + at, found=shown, allowed=allowed))
         elif param in taken:
             verdict.faults.append(Fault(f"{name} gets `{param}` from us; remove it", here, found=param))
-        elif param in unnamed:
-            verdict.faults.append(Fault(f"{name} takes `{param}` by position alone{_REMEDY}", here, found=param))
         elif signature.rest is None:
             known = ", ".join(free) or "none"
             known_as = other_tools.ours(here)
@@ -310,15 +245,10 @@ def _call(
     if missing:
         words = ", ".join(missing)
         message = f"{name} needs {words}"
-        if by_position := [param for param in missing if param in unnamed]:
-            message = f"{name} takes {', '.join(by_position)} by position alone{_REMEDY}"
-        elif given is None and not taken and {"cfg", "config"} & set(missing):
+        if given is None and not taken and {"cfg", "config"} & set(missing):
             message += ". The config is passed to the first parameter alone, if that is named `cfg`"
         verdict.faults.append(Fault(message, f"{key}.params", allowed=words))
     return verdict
-
-
-_REMEDY = ", and params are given by name: remove the `/` from its signature"
 
 
 def _show(value: object) -> str:

@@ -48,6 +48,7 @@ _DECIDED = {
     "cluster_environment": "the launcher",
     "checkpoint_io": "how Deep Lightning writes checkpoints",
 }
+_DECIDED_OF_DEEPSPEED = {"stage": "engine.backend", "precision_plugin": "engine.precision"}
 
 GROUPS = ["gloo", "nccl", "mpi", "ucc", "xccl"]
 """What torch exchanges tensors by (`torch.distributed.Backend.backend_list`)."""
@@ -67,6 +68,7 @@ _DECIDED_JSON = {
     "scheduler": "model.scheduler",
 }
 
+# DeepSpeed ignores other words at the top of its JSON; inside `zero_optimization` it refuses them itself.
 _JSON = [
     "activation_checkpointing", "aio", "autotuning", "bf16", "checkpoint", "comet", "comms_logger",
     "communication_data_type", "compile", "csv_monitor", "data_efficiency", "data_types", "dataloader_drop_last",
@@ -79,19 +81,6 @@ _JSON = [
     "zero_force_ds_cpu_optimizer", "zero_optimization",
 ]  # fmt: skip
 
-_ZERO = [
-    "allgather_bucket_size", "allgather_partitions", "compute_grad_norm", "contiguous_gradients",
-    "elastic_checkpoint", "enable_sanity_checks", "ignore_unused_parameters", "leaf_module",
-    "load_from_fp32_weights", "log_trace_cache_warnings", "memory_efficient_linear", "offload_optimizer",
-    "offload_param", "overlap_comm", "override_module_apply", "parameter_alignment", "pipeline_loading_checkpoint",
-    "reduce_bucket_size", "reduce_scatter", "round_robin_gradients", "save_muon_momentum_buffer_in_memory", "stage",
-    "stage3_allgather_sequential", "stage3_gather_16bit_weights_on_model_save", "stage3_max_live_parameters",
-    "stage3_max_reuse_distance", "stage3_model_persistence_threshold", "stage3_module_granularity_threshold",
-    "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size", "stage3_use_all_reduce_for_fetch_params",
-    "sub_group_size", "use_multi_rank_bucket_allreduce", "zenflow", "zero_hpz_partition_size",
-    "zero_quantized_gradients", "zero_quantized_nontrainable_weights", "zero_quantized_weights",
-]  # fmt: skip
-
 
 def _fault(key: str, message: str, found: str, allowed: str | None = None) -> Fault:
     """Return a fault of a key below `engine.params`."""
@@ -100,9 +89,10 @@ def _fault(key: str, message: str, found: str, allowed: str | None = None) -> Fa
 
 def misfits(backend: str, params: Mapping[str, Any]) -> Iterator[Fault]:
     """Yield what of `engine.params` is wrong for reasons that no signature tells."""
+    decided = _DECIDED | (_DECIDED_OF_DEEPSPEED if backend.startswith("deepspeed") else {})
     for name in params:
-        if name in _DECIDED:
-            yield _fault(name, f"{_DECIDED[name]} decides it; remove it", name)
+        if name in decided:
+            yield _fault(name, f"{decided[name]} decides it; remove it", name)
     timeout = params.get("timeout", 1)
     is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
     if not (is_number and 0 < timeout < math.inf):
@@ -115,13 +105,10 @@ def misfits(backend: str, params: Mapping[str, Any]) -> Iterator[Fault]:
     if backend == "fsdp":
         yield from _tensor_misfits(params)
     group = params.get("process_group_backend")
-    for part in group.split(",") if isinstance(group, str) else ():
-        name = part.rpartition(":")[2]  # torch takes `cpu:gloo,cuda:nccl` too
-        if name.lower() not in GROUPS:
-            words = ", ".join(GROUPS)
-            message = f"must be one of {words}, not {name!r:.60}.{nearest(name, GROUPS)}"
-            yield _fault("process_group_backend", message, part, words)
-            break
+    if isinstance(group, str) and ":" not in group and group.lower() not in GROUPS:  # torch takes `cpu:gloo,…` too
+        words = ", ".join(GROUPS)
+        message = f"must be one of {words}, not {group!r:.60}.{nearest(group, GROUPS)}"
+        yield _fault("process_group_backend", message, group, words)
     config = params.get("config")
     if backend.startswith("deepspeed") and isinstance(config, Mapping):
         yield from _json_misfits(config)
@@ -147,31 +134,12 @@ def _json_misfits(config: Mapping[str, object]) -> Iterator[Fault]:
         if word in _DECIDED_JSON:
             yield _fault(f"config.{word}", f"{_DECIDED_JSON[word]} decides it; remove it", word)
         elif word not in _JSON:
-            yield _unknown("config", word, _JSON)
+            words = ", ".join(_JSON)
+            message = f"unknown to DeepSpeed.{nearest(word, _JSON)} It knows {words}"
+            yield _fault(f"config.{word}", message, word, words)
     zero = config.get("zero_optimization")
     if zero is not None and not isinstance(zero, Mapping):
         message = (
             "must be a mapping, such as {reduce_bucket_size: 200_000_000}; `engine.params.zero_optimization: false`"
         )
         yield _fault("config.zero_optimization", f"{message} switches ZeRO off", str(zero), "a mapping")
-    for word in zero if isinstance(zero, Mapping) else ():
-        if word not in _ZERO:
-            yield _unknown("config.zero_optimization", word, _ZERO)
-
-
-def _unknown(section: str, word: str, known: list[str]) -> Fault:
-    words = ", ".join(known)
-    return _fault(f"{section}.{word}", f"unknown to DeepSpeed.{nearest(word, known)} It knows {words}", word, words)
-
-
-def nvme_path(backend: str | None, params: Mapping[str, Any]) -> str | None:
-    """Return the folder that DeepSpeed would move parameters or the optimizer's state to; None where it stays in
-    memory."""
-    zero = (params.get("config") or {}).get("zero_optimization") or {}
-    for section in (zero.get("offload_optimizer"), zero.get("offload_param")):
-        if isinstance(section, Mapping) and section.get("device") == "nvme":
-            return str(section.get("nvme_path"))
-    devices = (params.get("offload_optimizer_device"), params.get("offload_params_device"))
-    if "nvme" in devices or (backend or "").endswith("_nvme"):
-        return str(params.get("nvme_path", "/local_nvme"))  # Lightning's default
-    return None

@@ -1,6 +1,5 @@
 """What a config names, at any depth, and what it gives to that, is compared with what is there."""
 
-import contextlib
 import functools
 import re
 from collections.abc import Callable
@@ -12,11 +11,11 @@ from deeplightning.checks.report import Findings
 from deeplightning.checks.signature_check import Meanings, Verdict, judge
 from deeplightning.config import schema
 from deeplightning.config.auto_values import BALANCED, DECLARED, LISTS, WEIGHTS
-from deeplightning.config.schema import Config, Target, with_keys
+from deeplightning.config.schema import Config, with_keys
 from deeplightning.config.section_kinds import HOOK, no_part, role_of
-from deeplightning.config.target import build, is_reference, is_target
+from deeplightning.config.target import is_reference, is_target
 from deeplightning.config.tree import Entry, KeyPath, plain
-from deeplightning.faults import ConfigError, SetupError, nearest, upwards
+from deeplightning.faults import nearest, upwards
 from deeplightning.signatures.signature import UNKNOWN, Options, Undecided, of_item
 
 Wanted = Callable[[], Options]
@@ -26,7 +25,6 @@ Wanted = Callable[[], Options]
 # target, or by its full name.
 GIVEN = {"data.module": None, "data.sampler": 1, "model.module": None, "model.optimizer": 1, "model.scheduler": 1}
 GIVEN_BY_NAME: dict[str, dict[str, Any]] = {"data.sampler": {"batch_size": 1, "num_replicas": 1, "rank": 0, "seed": 0}}
-_NETWORKS = ("deeplightning.model.",)
 AUTO = ("total_steps", "steps_per_epoch", "epochs", "T_max")
 """Params of a scheduler that may be `auto`."""
 
@@ -66,21 +64,8 @@ def note_target(
         secrets = findings.secrets
         hidden = {p: secrets.text_of(at) or items[p].written or "" for p, at in paths.items() if secrets.is_word(at)}
         values = GIVEN_BY_NAME.get(key, {}) | GIVEN_BY_NAME.get(name, {}) | values
-        verdict = judge(
-            findings.meanings,
-            name,
-            values,
-            key,
-            role=role,
-            given=GIVEN.get(role or key, 0),
-            hidden=hidden,
-            called_with=findings.loss_arguments,
-            wanted=wanted,
-        )
-        findings.take(verdict)
-        is_known = not hidden and all(plain(item) != "auto" for item in items.values())
-        if findings.meanings.importing and not verdict.faults and is_known:
-            _construct(findings, Target(type=name, params=values, place=place, name=key), role)
+        given = GIVEN.get(role or key, 0)
+        findings.take(judge(findings.meanings, name, values, key, role=role, given=given, hidden=hidden, wanted=wanted))
         for p in set(auto) - set(AUTO):
             message = f"`auto` is known for {', '.join(AUTO)}; give `{p}` a value"
             findings.fault(message, f"{key}.params.{p}", found="auto")
@@ -89,24 +74,6 @@ def note_target(
     for param, item in items.items():
         inside = functools.partial(findings.allowed, name, param)
         note_inside(findings, item, f"{key}.params.{param}", (*path, "params", param), inside)
-
-
-def _construct(findings: Findings, target: Target, role: str | None) -> None:
-    """Build an optimizer of torch on a parameter of its own, or a network of ours without memory: they check their
-    arguments in their constructors, and do nothing else there."""
-    path = findings.meanings.of(target.type).path
-    is_optimizer = role == "model.optimizer" and path.startswith("torch.optim.")
-    is_network = path.startswith(_NETWORKS)
-    if not (is_optimizer or is_network) or any(map(is_target, target.params.values())):
-        return
-    import torch
-
-    with contextlib.suppress(SetupError), torch.device("cpu" if is_optimizer else "meta"):
-        try:
-            build(target, *([[torch.nn.Parameter(torch.zeros(1, 1))]] if is_optimizer else []))
-        except ConfigError as error:
-            if isinstance(error.__cause__, TypeError | ValueError):
-                findings.fault(error.faults[0].message, str(target.name), target.place)
 
 
 def note_inside(findings: Findings, entry: Entry, key: str, path: KeyPath, wanted: Wanted = lambda: None) -> None:
@@ -136,9 +103,6 @@ def note_inside(findings: Findings, entry: Entry, key: str, path: KeyPath, wante
 
 def compare(findings: Findings, config: Config) -> None:
     """Compare what the config names with what is there."""
-    task = Meanings().known(config.model and config.model.module and config.model.module.type)
-    if task is not None:
-        findings.loss_arguments = len(task.declared_words("loss_arguments") or ()) or None
     for compare in findings.targets:
         compare()
     _resolvers(findings, config.resolvers or {})
@@ -204,8 +168,7 @@ def _loader(findings: Findings, options: dict[str, object]) -> None:
 
 
 def _networks(findings: Findings, model: schema.Model) -> None:
-    """Compare the names of several networks, optimizers and schedulers with those that the task needs, and with
-    one another."""
+    """Compare the names of several networks, optimizers and schedulers with those that the task needs."""
     task = model.module and model.module.type
     definition = (Meanings() if findings.meanings.importing else findings.meanings).known(task)
     needed = definition.declared_words("network_names") if definition is not None else None
@@ -220,11 +183,6 @@ def _networks(findings: Findings, model: schema.Model) -> None:
                 findings.fault(f"{task} needs several by name, a map of {words}", key)
             elif absent:
                 findings.fault(f"`{absent[0]}` is missing; {task} needs one for each of {words}", key)
-        if isinstance(given, dict) and isinstance(model.network, dict) and "model.network" not in findings.answered:
-            for name in [name for name in given if name not in model.network]:
-                known = ", ".join(model.network)
-                message = f"no network is called `{name}`.{nearest(name, model.network)} There are: {known}"
-                findings.fault(message, f"{key}.{name}", found=name, allowed=known)
 
 
 def _groups(findings: Findings, model: schema.Model) -> None:

@@ -10,7 +10,6 @@ import hashlib
 import logging
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -221,7 +220,7 @@ class RunConfig(Text):
         name, rules = named.value, _rules(path)
         if _within(name, self.allow):
             return None
-        origin = _known_origin(name)
+        origin = name
         for rule in rules:
             if not _within(name, rule.modules) or any(p.startswith("_") for p in name.split(".")):
                 continue
@@ -348,12 +347,3 @@ def _within(name: str, modules: Sequence[str]) -> bool:
 def _origin(found: object, name: str) -> str:
     """Return where that is defined which a name leads to: `torch.os.system` is `posix.system`."""
     return f"{getattr(found, '__module__', None) or type(found).__module__}.{name.rpartition('.')[2]}"
-
-
-def _known_origin(name: str) -> str:
-    """Return the same from what is imported already: a name that is refused imports nothing."""
-    first, *rest = name.split(".")
-    found: object = sys.modules.get(first)
-    for part in rest:
-        found = vars(found).get(part) if found is not None and hasattr(found, "__dict__") else None
-    return name if found is None else _origin(found, name)

@@ -1,14 +1,15 @@
-"""Sections of a config that a user's module needs, or does not read: a module that does not take the config gets its
-values from `params` alone."""
+"""What a user's module needs of a config, and what of a config has no effect: a module that does not take the config
+gets its values from `params` alone."""
 
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from deeplightning.checks.report import Findings
 from deeplightning.config import schema
-from deeplightning.config.schema import Config, Target
+from deeplightning.config.schema import Config, Target, with_keys
 from deeplightning.config.source import Source
 from deeplightning.config.tree import nodes
-from deeplightning.faults import Notice, nearest, upwards
+from deeplightning.faults import Notice, upwards
 from deeplightning.signatures.signature import Parameter, Undecided
 
 _READ = {
@@ -23,8 +24,8 @@ _REQUIRED = {"data": "batch_size", "model": "optimizer"}
 def check_sections(findings: Findings, config: Config, source: Source) -> None:
     """Ask for what a module needs that takes the config, and refuse what is set for one that does not.
 
-    What a base file sets for a module that does not take the config is left out of the config, and so is a value that
-    the module has as well: the run's config holds only what is read.
+    What a base file sets for a module that does not take the config is left out of the config: it holds only what is
+    read.
     """
     for name in _READ:
         section = getattr(config, name)
@@ -63,30 +64,34 @@ def _require(findings: Findings, section: Any, name: str) -> None:
 def _refuse(
     findings: Findings, config: Config, key: str, module: Target, known: dict[str, Parameter], source: Source
 ) -> None:
-    """Report a key that a module does not read: a fault where the user has set it to another value than the module's
-    own, else a notice."""
-    params = f"{key.partition('.')[0]}.module.params"
-    below = [k for k in findings.places if k == key or k.startswith(f"{key}.")]
-    leaves = [k for k in below if not any(other.startswith(f"{k}.") for other in below)]
-    own = [leaf for leaf in leaves if source.is_top(findings.places[leaf])]
-    names = {leaf: leaf.rpartition(".")[2] for leaf in own if not leaf.endswith(".type")}
-    same = [
-        leaf
-        for leaf, name in names.items()
-        if name in known and schema.value_at(config, leaf) == module.params.get(name, known[name].default)
-    ]
-    if not own or (same and len(same) == len(names)):
-        where = f"the same value as {params}.{names[same[0]]}" if same else "set by a base file"
-        text = f"{key} is left out: {module.type}, which does not take the config, does not read it ({where})"
+    """Report a key that a module does not read: a fault where the user has set it, a notice where a base file has."""
+    below = [place for k, place in findings.places.items() if f"{k}.".startswith(f"{key}.")]
+    if not any(map(source.is_top, below)):
+        text = f"{key}, set by a base file, is left out: {module.type} does not take the config"
         config.notices = [*(config.notices or []), Notice(text, unasked=False, key=key)]
         return
-    wrong = next((leaf for leaf in names if leaf not in same), own[0])
-    words = [names.get(wrong, ""), key.rpartition(".")[2]]
-    meant = next((word for word in words if word in known), None)
-    near = meant or next((p for word in words for p in known if word and nearest(word, [p])), None)
-    remedy = (
-        f"it takes `{near}`: set {params}.{near}"
-        if near
-        else f"it takes {', '.join(known) or 'no params'}: remove this"
-    )
-    findings.fault(f"is not read by {module.type}; {remedy}", wrong if near else key)
+    takes = f"set what it takes under {key.partition('.')[0]}.module.params: {', '.join(known) or 'nothing'}"
+    findings.fault(f"is not read by {module.type}, which does not take the config; {takes}", key)
+
+
+def rates_without_effect(cfg: Config, searched: Collection[str] = ()) -> Iterator[Notice]:
+    """Report the schedule that sets the learning rate instead of the optimizer's `lr`.
+
+    Who writes both rates knows the schedule's; who changes `lr` alone, or searches over it, may not.
+
+    Args:
+        searched: keys that a search gives values to.
+    """
+    if "train" not in cfg.stages:
+        return
+    optimizers = dict(with_keys(cfg.model.optimizer, "model.optimizer"))
+    for key, schedule in with_keys(cfg.model.scheduler, "model.scheduler"):
+        name = str(schedule.type).rpartition(".")[2]
+        rate = {"OneCycleLR": "max_lr", "CyclicLR": "base_lr"}.get(name)
+        of = key.replace("scheduler", "optimizer", 1)
+        if not rate or of not in optimizers or optimizers[of].params.get("lr") == schedule.params.get(rate):
+            continue
+        changed = cfg.written[1] if cfg.written else []
+        is_alone = f"{of}.params.lr" in changed and f"{key}.params.{rate}" not in changed
+        if is_alone or f"{of}.params.lr" in searched:
+            yield Notice(f"{of}.params.lr has no effect: {name} sets the rate, from {key}.params.{rate}", key=key)

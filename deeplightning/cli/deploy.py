@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 
-from deeplightning.checks.combinations import server_conflicts
 from deeplightning.checks.examine import section
 from deeplightning.checks.trust import RunConfig, refuse_links, run_config
 from deeplightning.config.schema import Serve, keys
@@ -126,10 +125,6 @@ def _settings(config: RunConfig | None, overrides: Sequence[str]) -> Serve:
                 say(f"warning: serve.{name} of {config.path}: unknown key; serve does without", err=True)
     source = read(config, [*theirs, *overrides])
     settings = section("serve", source)
-    for rule in server_conflicts(settings):
-        value, other = (getattr(settings, key.rpartition(".")[2]) for key in (rule.key, rule.other))
-        shown = str(value).lower() if isinstance(value, bool) else value
-        raise ConfigError(Fault(f"{shown} does not go with {rule.other}: {other}: {rule.why}; {rule.remedy}", rule.key))
     _check_key(settings, source)
     return settings
 

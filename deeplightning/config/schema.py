@@ -39,7 +39,7 @@ ServeDevice = Literal[
 ]  # fmt: skip
 
 Mode = Literal["min", "max"]
-BETTER = "whether less (`min`) or more (`max`) is better; null: what the metric's class says, else its name"
+BETTER = "whether less (`min`) or more (`max`) is better; null: what the metric's name says"
 ExportFormat = Literal["onnx", "torchscript", "pt2"]
 Stage = Literal["train", "validate", "test", "predict"]
 

@@ -39,13 +39,6 @@ KINDS = {
     "logger.extra": Kind("pytorch_lightning.loggers.Logger", "a Lightning logger"),
 }
 
-REMOVED_HOOKS = {
-    "training_epoch_end": "on_train_epoch_end",
-    "validation_epoch_end": "on_validation_epoch_end",
-    "test_epoch_end": "on_test_epoch_end",
-}
-"""Hooks of Lightning 1, whose presence Lightning 2 refuses when a stage begins, and what replaces each."""
-
 HOOK = "engine.setup_hook"
 """Called for what it does, not for what it makes."""
 

@@ -1,4 +1,4 @@
-"""Read annotations and defaults from source as live hints and values, and find the classes that a call returns."""
+"""Read annotations and defaults from source as live hints and values."""
 
 import ast
 import types
@@ -8,15 +8,13 @@ from typing import Any
 
 from deeplightning.signatures.bindings import Module
 from deeplightning.signatures.names import Names
-from deeplightning.signatures.signature import UNKNOWN, Options, Undecided, allowed_by
+from deeplightning.signatures.signature import UNKNOWN, Options, allowed_by
 from deeplightning.signatures.symbol import (
     UNKNOWABLE,
     Frame,
     Thing,
     is_type_variable,
-    live_class,
     nominal,
-    role_of_function,
 )
 
 TENSOR = types.new_class("Tensor", exec_body=lambda space: space.update(__module__="torch"))
@@ -28,25 +26,18 @@ CONFIG = types.new_class("Config", exec_body=lambda space: space.update(__module
 class ReadClass:
     """The base of the types that stand in a hint for classes known from source alone."""
 
-    thing: Thing
     paths: tuple[str, ...]  # its own and those of its ancestors
 
     def __class_getitem__(cls, item: object) -> type:
         return cls
 
 
-def plain(names: Names, node: ast.expr, frame: Frame) -> Any:
-    """Return a plain value, also one that a module gives a name; else UNKNOWN."""
+def plain(node: ast.expr) -> Any:
+    """Return a plain value that is written out; else UNKNOWN."""
     try:
         value = ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        if not isinstance(node, ast.Name):
-            return UNKNOWN
-        try:
-            found = names.named(node.id, replace(frame, function=None))
-            value = ast.literal_eval(found.node) if found.kind == "value" and found.live is None else UNKNOWN
-        except (*UNKNOWABLE, ValueError, TypeError):
-            return UNKNOWN
+        return UNKNOWN
     return value if isinstance(value, bool | int | float | str | None) else UNKNOWN
 
 
@@ -82,8 +73,6 @@ def _hint(names: Names, node: ast.expr, frame: Frame) -> Any:
                 return Any
             if generic is typing.Literal:
                 return generic[tuple(ast.literal_eval(part) for part in parts)]
-            if generic is typing.Annotated:
-                return _hint(names, parts[0], frame)
             given = tuple(hint(names, part, frame) for part in parts)
             return generic[given if isinstance(inner, ast.Tuple) else given[0]]
         case ast.Name() | ast.Attribute():
@@ -112,7 +101,7 @@ def _of_thing(names: Names, found: Thing) -> Any:
     if found.kind == "class":
         module, _, name = found.path.rpartition(".")
         paths = tuple(each.path for each in names.line(found)[0])
-        return type(name, (ReadClass,), {"__module__": module, "thing": found, "paths": paths})
+        return type(name, (ReadClass,), {"__module__": module, "paths": paths})
     if found.kind != "value" or not isinstance(found.node, ast.expr):
         return Any
     if is_type_variable(found.node):
@@ -127,37 +116,3 @@ def _known(name: str, module: Module) -> type | None:
     if source in ("torch", "torch._tensor"):
         return TENSOR
     return CONFIG if source.startswith("deeplightning.config.") else None
-
-
-# ---- what a call returns
-
-_VAGUE = ("typing", "collections.abc", "abc")
-
-
-def returned(names: Names, thing: Thing) -> list[Thing]:
-    """Return the classes that a function's annotation says it may return.
-
-    Raises:
-        Undecided: it has no annotation, or one that does not determine the class.
-    """
-    node = thing.node
-    if thing.live is not None or not isinstance(node, ast.FunctionDef) or role_of_function(node) == "property":
-        raise Undecided("it does not tell what it returns")
-    found = hint(names, node.returns, Frame(names.home(thing))) if node.returns is not None else Any
-    if found is typing.Self:
-        return names.line(thing.owner)[0][:1] if thing.owner is not None else []
-    options = typing.get_args(found) if typing.get_origin(found) in (typing.Union, types.UnionType) else [found]
-    things = [_class_of(option) for option in options]
-    if None in things:
-        raise Undecided("its annotation does not tell what it returns")
-    return [each for each in things if each is not None]
-
-
-def _class_of(option: Any) -> Thing | None:
-    """Return the class that an instance certainly has: no protocol and no abstract class."""
-    option = typing.get_origin(option) or option
-    if not isinstance(option, type):
-        return None
-    if not issubclass(option, ReadClass):
-        return None if option.__module__ in _VAGUE or option is object else live_class(option)
-    return None if {"typing.Protocol", "abc.ABC"} & {*option.paths} else option.thing

@@ -5,12 +5,12 @@ of `ast` rather than griffe's: those keep no function bodies, of several binding
 """
 
 import ast
+import contextlib
 import gc
 import importlib.util
 import operator
 import os
 import pkgutil
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -115,10 +115,6 @@ class Module:
 
 
 _read: dict[str, tuple[bytes, ast.Module]] = {}  # by file, until its text changes
-
-
-def contains_word(text: bytes, word: str) -> bool:
-    return re.search(rb"\b%b\b" % re.escape(word.encode()), text) is not None
 
 
 def module(name: str) -> Module | None:
@@ -248,7 +244,6 @@ class Scope:
         patched: attributes that are set on a name afterwards, such as `("Thing", "__init__")`, and their values.
         imports: what is certainly imported here, with the line.
         rebound: the names that are bound more than once.
-        effects: submodules that are imported without being used, so for what they do.
     """
 
     module: Module
@@ -257,7 +252,6 @@ class Scope:
     exported: list[ast.expr | None] = field(default_factory=list)
     patched: dict[tuple[str, str], list[ast.expr]] = field(default_factory=dict)
     imports: list[tuple[str, int]] = field(default_factory=list)
-    effects: list[str] = field(default_factory=list)
     rebound: set[str] = field(default_factory=set)
 
     @classmethod
@@ -317,8 +311,6 @@ class _Reader:
                     if alias.asname is None:
                         full = self.scope.module.full_name(bound)
                     self.bind(alias.asname or bound, Imported, node.lineno, full, None)
-                    if alias.asname is None and alias.name.startswith(f"{self.scope.module.name}."):
-                        self.scope.effects.append(alias.name)
             case ast.ImportFrom():
                 self.import_from(node)
             case ast.Assign():
@@ -412,7 +404,7 @@ class _Reader:
     # ---- what may or may not be run
 
     def perhaps(self, bodies: Sequence[list[ast.stmt]]) -> bool:
-        """Run several bodies of which any one may be run: what each leaves is possible."""
+        """Run several bodies of which any one may be run: a name that they leave differently depends on that."""
         before, was_certain = self.names, self.certain
         self.certain = False
         left = []
@@ -440,19 +432,13 @@ class _Reader:
         reaches = self.run(node.body) and self.run(node.orelse)
         left = [self.names] if reaches else []
         self.guards, self.certain = guards, False
-        goes_on = False
         for handler in node.handlers:
             self.names = dict(before)
             if handler.name:
                 self.bind(handler.name, Opaque, handler.lineno, None)
             if self.run(handler.body):
                 left.append(self.names)
-                goes_on = True
         self.certain = was_certain
-        if not goes_on:  # a failing import fails all
-            for statement in node.body:
-                for name, _ in _imports([statement], self.scope.module):
-                    self.imported(name, statement.lineno)
         self.take(_joined(left) if left else before)
         return self.run(node.finalbody) and bool(left)
 
@@ -486,9 +472,8 @@ def _imports(body: list[ast.stmt], module: Module) -> Iterator[tuple[str, str | 
 
 
 _FACTS: dict[str, Any] = {
-    "sys.version_info": tuple(sys.version_info), "sys.version_info.major": sys.version_info[0],
-    "sys.version_info.minor": sys.version_info[1], "sys.platform": sys.platform, "os.name": os.name,
-    "TYPE_CHECKING": False, "typing.TYPE_CHECKING": False, "__name__": "imported",
+    "sys.version_info": tuple(sys.version_info), "sys.platform": sys.platform, "os.name": os.name,
+    "__name__": "imported",
 }  # fmt: skip
 _OPERATORS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
@@ -498,29 +483,16 @@ _OPERATORS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 
 def _is_true(test: ast.expr) -> bool | None:
     """Return whether a condition holds in this Python; None if that is not known."""
-    try:
-        return bool(_fact(test))
-    except (KeyError, TypeError, IndexError, ValueError):
-        return None
-
-
-def _fact(node: ast.expr) -> Any:
-    match node:
+    match test:
         case ast.Constant(value=value):
-            return value
-        case ast.Tuple(elts=items):
-            return tuple(_fact(item) for item in items)
-        case ast.Subscript(value=value, slice=ast.Slice(lower=None, upper=ast.expr() as upper, step=None)):
-            return _fact(value)[: _fact(upper)]
-        case ast.Subscript(value=value, slice=index):
-            return _fact(value)[_fact(index)]
+            return bool(value)
+        case ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING"):
+            return False
         case ast.UnaryOp(op=ast.Not(), operand=inner):
-            return not _fact(inner)
-        case ast.BoolOp(op=op, values=values):
-            known, decisive = [_is_true(value) for value in values], isinstance(op, ast.Or)
-            if None in known and decisive not in known:
-                raise ValueError
-            return decisive if decisive in known else not decisive
-        case ast.Compare(left=left, ops=[op], comparators=[right]):
-            return _OPERATORS[type(op)](_fact(left), _fact(right))
-    return _FACTS[ast.unparse(node)]
+            return None if (known := _is_true(inner)) is None else not known
+        case ast.BoolOp(op=ast.And(), values=values) if False in map(_is_true, values):
+            return False
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if ast.unparse(left) in _FACTS:
+            with contextlib.suppress(KeyError, ValueError, TypeError):
+                return _OPERATORS[type(op)](_FACTS[ast.unparse(left)], ast.literal_eval(right))
+    return None

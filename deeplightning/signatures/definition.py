@@ -19,11 +19,10 @@ from pathlib import Path
 
 from deeplightning import own_code
 from deeplightning.faults import Missing, nearest, no_module, refuse_moved
-from deeplightning.signatures.annotations import plain, returned
-from deeplightning.signatures.bindings import Assigned, Broken, Defined, contains_word
+from deeplightning.signatures.bindings import Assigned, Broken, Defined
 from deeplightning.signatures.from_source import Signatures
 from deeplightning.signatures.names import Names, Texts
-from deeplightning.signatures.signature import UNKNOWN, Instance, Signature, Undecided, positional
+from deeplightning.signatures.signature import Signature, Undecided
 from deeplightning.signatures.symbol import (
     UNKNOWABLE,
     Absent,
@@ -91,7 +90,7 @@ def _find(parts: list[str], names: Names) -> Thing:
                 # What has something behind it is a module or class. A module is a file: where one of nearly this name
                 # lies, and this name is written nowhere in the package's own file, it is that one misspelt.
                 near = nearest(part, [n for n in modules if not n.startswith("_")])
-                if is_last or not near or home is None or part.startswith("_") or contains_word(home.text, part):
+                if is_last or not near or home is None or part.startswith("_") or part.encode() in home.text:
                     raise
             elif error.name != part:
                 raise Undecided(f"{error.name} cannot be found where it is imported from") from None
@@ -132,35 +131,18 @@ class Definition:
         line, complete = self._names.line(self._thing)
         return [thing.path for thing in line], complete
 
-    def makes(self) -> list[Instance]:
-        """Return what calling it gives: an instance of the class, or of each class that a function's annotation names.
-
-        Raises:
-            Undecided: that cannot be known without calling it.
-        """
-        if self.kind == "class":
-            return [self._instance(self._thing)]
-        made = self._names.guarded(lambda: returned(self._names, self._thing))
-        return [self._instance(thing) for thing in made]
-
-    def _instance(self, thing: Thing) -> Instance:
-        line, complete = self._names.line(thing)
-        return Instance(tuple(t.path for t in line), complete, lambda: self._forward(thing))
-
-    def _forward(self, thing: Thing) -> tuple[int, float] | None:
-        with contextlib.suppress(*UNKNOWABLE):
-            return positional(Signatures(self._names).signature(self._names.attribute(thing, "forward")))
-        return None
-
     def signature(self) -> Signature:
         """Return what may be given to it; of classes and of methods that are called on their class, without `self`.
 
         Raises:
             Undecided: that cannot be known without importing.
         """
-        if self.kind == "module" or (self.kind == "value"):
-            raise Undecided(f"it is a {self.kind}")
-        return self._names.guarded(lambda: Signatures(self._names).signature(self._thing))
+        try:
+            return Signatures(self._names).signature(self._thing)
+        except (Failing, Broken, Absent) as error:
+            raise Undecided(f"what it needs cannot be read: {error}") from None
+        except RecursionError:
+            raise Undecided("its source is nested too deeply") from None
 
     def documentation(self, parameter: str) -> str | None:
         """Return what a docstring says about a parameter: its own, or the ancestor's that takes it."""
@@ -202,9 +184,8 @@ class Definition:
         return Logged(self._names, own).names(complete)
 
     def declared_words(self, attribute: str) -> set[str] | None:
-        """Return the literal words that a task assigns to `metric_names` (its metrics where a config names none),
-        `loss_arguments` (what it calls each loss with) or `network_names` (the networks that it needs, () for a single
-        one); None: it does not say."""
+        """Return the literal words that a task assigns to `metric_names` (its metrics where a config names none) or
+        `network_names` (the networks that it needs, () for a single one); None: it does not say."""
         return self._declared(self.line()[0], attribute)[0]
 
     def _declared(self, own: list[Thing], attribute: str) -> tuple[set[str] | None, int]:
@@ -216,54 +197,17 @@ class Definition:
                         return Texts(self._names, Frame(self._names.home(each))).items(option.value), position
         return None, len(own)
 
-    def constant(self, attribute: str) -> object:
-        """Return the plain value of an attribute of a class, its own or the next ancestor's; None where none has it.
-
-        Raises:
-            Undecided: an ancestor cannot be followed, or the value is none that can be read.
-        """
-        line, complete = self._names.line(self._thing) if self.kind == "class" else ([], True)
-        for each in line:
-            if each.live is not None:
-                if attribute in vars(each.live):
-                    return vars(each.live)[attribute]
-            elif options := self._names.scope(each).names.get(attribute, ()):
-                frame, only = Frame(self._names.home(each)), options[0] if len(options) == 1 else None
-                value = plain(self._names, only.value, frame) if isinstance(only, Assigned) else UNKNOWN
-                if value is UNKNOWN:
-                    raise Undecided(f"what `{attribute}` is")
-                return value
-        if not complete:
-            raise Undecided(f"what `{attribute}` is")
-        return None
-
-    def _constructors(self) -> Iterator[Functions]:
-        """Yield the `__init__` of a class, then those of its ancestors."""
-        for each in self._names.line(self._thing)[0] if self.kind == "class" else ():
-            for method in each.node.body if isinstance(each.node, ast.ClassDef) else ():
-                if isinstance(method, Functions) and method.name == "__init__":
-                    yield method
-
     def steps_itself(self) -> bool:
         """Return whether `__init__` of a task, or of the nearest ancestor that says anything of it, sets
         `self.automatic_optimization` to False, under no condition."""
-        for method in self._constructors():
+        classes = [each.node for each in self.line()[0]]
+        for method in (m for c in classes for m in c.body if isinstance(m, Functions) and m.name == "__init__"):
             switch = f"{first_argument(method)}.automatic_optimization"
             set_to = [n.value for n in method.body if isinstance(n, ast.Assign) and is_it(n.targets[0], switch)]
             known = [v.value for v in set_to if isinstance(v, ast.Constant) and isinstance(v.value, bool)]
             if known:
                 return not known[-1]
         return False
-
-    def ignores_config(self) -> bool:
-        """Return whether `__init__` of a task, or of its nearest ancestor that has one, does not read the config, which
-        is its first argument."""
-        method = next(self._constructors(), None)
-        arguments = positional_arguments(method) if method is not None else []
-        if method is None or len(arguments) < 2 or method.args.vararg or method.args.kwarg:
-            return False
-        used = {getattr(node, "id", None) or getattr(node, "attr", None) for node in ast.walk(method)}
-        return used.isdisjoint({arguments[1], "locals", "vars", "save_hyperparameters"})
 
 
 # ---- documentation
@@ -372,57 +316,27 @@ class Logged:
 
 
 class _MethodTexts(Texts):
-    """Finds texts in a method, by its variables, by what other methods give it, and by attributes of the class."""
+    """Finds texts in a method, also those that other methods give for its parameters."""
 
     def __init__(self, logged: Logged, each: Thing, method: Functions):
         super().__init__(logged.source, Frame(logged.source.home(each), function=method))
         self.logged, self.method, self.own = logged, method, str(first_argument(method))
 
-    def options(self, node: ast.Name | ast.Attribute) -> Iterator[tuple[Texts, ast.expr, bool]]:
-        if isinstance(node, ast.Attribute):
-            found = self.attribute(node.attr) if is_it(node.value, self.own) else super().options(node)
-            yield from found
+    def options(self, node: ast.Name | ast.Attribute) -> Iterator[tuple[Texts, ast.expr]]:
+        name = node.id if isinstance(node, ast.Name) else None
+        if name not in self.names.scope_of(self.method, self.frame.module).names:
+            yield from super().options(node)
             return
-        with self.names.asking(("text", id(self.method), node.id)):
-            options = [*self.argument(node.id), *self.variable(node.id)]
-            yield from options or super().options(node)
+        with self.names.asking(("text", id(self.method), name)):
+            yield from self.argument(str(name))
 
-    def attribute(self, name: str) -> Iterator[tuple[Texts, ast.expr, bool]]:
-        stores = (n for _, method in self.logged.methods for n in ast.walk(method) if isinstance(n, ast.Attribute))
-        if any(n.attr == name and isinstance(n.ctx, ast.Store) for n in stores):
-            raise Undecided(f"`self.{name}` is set by a method")
-        for each in self.logged.classes:
-            for option in self.names.scope(each).names.get(name, ()):
-                if isinstance(option, Assigned):
-                    yield Texts(self.names, Frame(self.names.home(each))), option.value, False
-                    return
-        raise Undecided(f"`self.{name}` is not set by the class")
-
-    def variable(self, name: str) -> Iterator[tuple[Texts, ast.expr, bool]]:
-        """Yield what is assigned to a local variable, what it runs through, and what is added to it as a mapping."""
-        for node in ast.walk(self.method):
-            match node:
-                case ast.For(target=target, iter=items) | ast.comprehension(target=target, iter=items):
-                    if is_it(target, name):
-                        yield self, items, True
-                    elif any(is_it(n, name) for n in ast.walk(target)):
-                        raise Undecided(f"`{name}` is a part of an item")
-                case ast.Assign(targets=[target], value=value) if is_it(target, name):
-                    yield self, value, False
-                case ast.AugAssign(target=target, value=value) if is_it(target, name):
-                    yield self, ast.List([ast.Starred(value)]), False
-                case ast.Subscript(value=target, slice=index, ctx=ast.Store()) if is_it(target, name):
-                    yield self, ast.List([index]), False
-                case ast.Call(func=ast.Attribute(value=target, attr="update" | "setdefault")) if is_it(target, name):
-                    raise Undecided(f"`{name}` gets items that show only when it is run")
-
-    def argument(self, name: str) -> Iterator[tuple[Texts, ast.expr, bool]]:
+    def argument(self, name: str) -> Iterator[tuple[Texts, ast.expr]]:
         """Yield what other methods give for a parameter."""
         arguments, positional = self.method.args, positional_arguments(self.method)[1:]
         defaults = dict(zip(reversed(positional), reversed(arguments.defaults), strict=False))
         defaults |= {a.arg: d for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d}
         if name not in (*positional, *(a.arg for a in arguments.kwonlyargs)):
-            return
+            raise Undecided(f"`{name}` is a variable of {self.method.name}")
         given: ast.expr | None = None
         for each, caller in self.logged.methods:
             calls = {node.func: node for node in ast.walk(caller) if isinstance(node, ast.Call)}
@@ -435,6 +349,6 @@ class _MethodTexts(Texts):
                     given = given or (defaults.get(name) if call else None)
                     if given is None or (call and any(isinstance(a, ast.Starred) for a in call.args)):
                         raise Undecided(f"`{name}` shows only when it is run")
-                    yield _MethodTexts(self.logged, each, caller), given, False
+                    yield _MethodTexts(self.logged, each, caller), given
         if given is None:
             raise Undecided(f"`{name}` is given by others")

@@ -13,12 +13,14 @@ from deeplightning.signatures.symbol import (
     Functions,
     Thing,
     first_argument,
-    inside,
     positional_arguments,
     role_of,
     role_of_function,
 )
 from deeplightning.signatures.uses import Call, is_it, uses_of
+
+_KNOWN_BASES = ("torch", "torchvision", "torchmetrics", "pytorch_lightning", "sklearn", "transformers")
+"""Packages whose `__init_subclass__` leaves alone what the constructors of subclasses take."""
 
 _RENAMING = "torchvision.models._utils.handle_legacy_interface"
 """Takes older names of parameters, its texts, beside those of the function."""
@@ -49,14 +51,13 @@ class Signatures:
             raise Undecided("it is a Protocol, of which there are no instances")
         words_beside(self.names, thing.node, Frame(self.names.home(thing)))
         for each in line[1:]:
-            if each.live is None and self.names.own(each, "__init_subclass__") and changes_subclasses(each.node):
+            if each.path.partition(".")[0] not in _KNOWN_BASES and self.names.own(each, "__init_subclass__"):
                 raise Undecided(f"`__init_subclass__` of {each.path} may change what it takes")
         return self.constructor(thing, line, complete)
 
     def constructor(self, thing: Thing, line: list[Thing], complete: bool, start: int = 0) -> Signature:
         """Return what makes an instance of a class takes; from `start` on in its line, as `super()` asks."""
-        new: Signature | None = None
-        takes_anything = False  # `__new__`, which leaves to `__init__` what that may be
+        new_takes_anything = False  # so that `__init__` decides
         for each in line[start:]:
             if each.live is not None:
                 if {"__init__", "__new__"} & vars(each.live).keys():
@@ -70,25 +71,20 @@ class Signatures:
                     raise Undecided(f"`{attribute}` of {each.path} is set afterwards")
             if self.names.own(each, "__signature__"):
                 raise Undecided(f"{each.path} says itself what it takes")
-            if self.names.own(each, "__new__") and new is None and not start:
+            if self.names.own(each, "__new__") and not start and not new_takes_anything:
                 function = self.own_function(each, "__new__", thing)
-                node = function.node
-                if node.args.vararg and node.args.kwarg:
-                    takes_anything = True
-                else:
-                    new = self.of_function(function, line, complete, bound=True)
-                    if not _makes_its_own(node):
-                        return new  # an instance of another class, whose `__init__` Python leaves out
+                new_takes_anything = bool(function.node.args.vararg and function.node.args.kwarg)
+                if not new_takes_anything and _makes_its_own(function.node):
+                    raise Undecided("`__new__` and `__init__` both decide what it takes")
+                if not new_takes_anything:  # it makes another class, whose `__init__` Python leaves out
+                    return self.of_function(function, line, complete, bound=True)
             if self.names.own(each, "__init__"):
-                taken = self.of_function(self.own_function(each, "__init__", thing), line, complete, bound=True)
-                if new is not None and [p.name for p in new.parameters] != [p.name for p in taken.parameters]:
-                    raise Undecided("its `__new__` and `__init__` differ")
-                return taken
+                return self.of_function(self.own_function(each, "__init__", thing), line, complete, bound=True)
         if not complete:
             raise Undecided("an ancestor cannot be read")
-        if new is None and takes_anything:
+        if new_takes_anything:
             raise Undecided("its `__new__` takes anything")
-        return new or Signature(())
+        return Signature(())
 
     def own_function(self, each: Thing, name: str, asked: Thing) -> Thing:
         function = self.names.attribute(each, name, asked=asked)
@@ -115,7 +111,7 @@ class Signatures:
         paths = [f"{each.path}.{node.name}" for each in line]
         position = paths.index(thing.path) if thing.path in paths else 0
         bound = bound or (thing.owner is not None and role == "classmethod")
-        frame = Frame(self.names.home(thing), None, node, tuple(line), complete, position, role == "staticmethod")
+        frame = Frame(self.names.home(thing), None, node, tuple(line), complete, position)
         extra = words_beside(self.names, node, Frame(frame.module))
         with self.names.asking(("method", thing.key, tuple(t.path for t in line[:1]))):
             taken = Handed(self, frame).signature(bound and role != "staticmethod")
@@ -189,7 +185,7 @@ class Handed:
                 position=number < len(positional),
                 keyword=number >= len(arguments.posonlyargs),
                 required=default is None,
-                default=UNKNOWN if default is None else plain(self.names, default, frame),
+                default=UNKNOWN if default is None else plain(default),
                 allowed=allowed(self.names, argument.annotation, frame),
                 annotation=None if argument.annotation is None else _written(argument.annotation),
             )
@@ -227,25 +223,17 @@ class Handed:
         match function:
             case ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr="__init__") if frame.line:
                 return signatures.constructor(frame.line[0], list(frame.line), frame.complete, frame.position + 1)
-            case ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr=name) if frame.line:
-                return self.method(names.attribute(frame.line[0], name, frame.position + 1), bound=name != "__new__")
-            case ast.Name(id=name) if name == frame.first and (
-                self.node.name == "__new__" or role_of_function(self.node) == "classmethod"
-            ):
-                return signatures.signature(frame.line[0])
-            case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name == frame.first:
-                return self.method(names.attribute(frame.line[0], attribute), bound=True)
+            case ast.Name(id=name) if role_of_function(self.node) == "classmethod" and frame.line:
+                if name == first_argument(self.node):
+                    return signatures.signature(frame.line[0])
         found = names.value(function, frame)
         if found.owner is not None and found.live is None and found.owner.path in {t.path for t in frame.line}:
-            return self.method(found, bound=False)
+            if found.kind != "function":
+                raise Undecided(f"`{found.name}` is no method")
+            return signatures.of_function(found, frame.line, frame.complete)
         return signatures.signature(found)
 
-    def method(self, found: Thing, bound: bool) -> Signature:
-        if found.kind != "function" or found.live is not None or found.owner is None:
-            raise Undecided(f"`{found.name}` is no method written in Python")
-        return self.signatures.of_function(found, self.frame.line, self.frame.complete, bound)
-
-    def helper(self, call: ast.Call, place: int | str) -> set[str] | None:
+    def helper(self, call: ast.Call, place: int) -> set[str] | None:
         """Return the literal names that a helper looks up in the mapping, if it does no more with it than that."""
         try:
             found = self.names.value(call.func, self.frame)
@@ -253,12 +241,10 @@ class Handed:
             return None
         if found.kind != "function" or not isinstance(found.node, Functions) or found.node.decorator_list:
             return None
-        if isinstance(place, int):
-            positional = positional_arguments(found.node)
-            if place >= len(positional) or any(isinstance(a, ast.Starred) for a in call.args[:place]):
-                return None
-            place = positional[place]
-        uses = uses_of(found.node, place)
+        positional = positional_arguments(found.node)
+        if place >= len(positional) or any(isinstance(a, ast.Starred) for a in call.args[:place]):
+            return None
+        uses = uses_of(found.node, positional[place])
         if uses.other or uses.calls or uses.passed:
             return None
         return uses.words
@@ -297,22 +283,3 @@ def words_beside(names: Names, node: ast.ClassDef | Functions, frame: Frame) -> 
         elif role_of(decorator) is None and path not in {*KEEPING, "dataclasses.dataclass"}:
             raise Undecided(f"@{ast.unparse(decorator)[:60]} may change what it takes")
     return words
-
-
-_CONSTRUCTORS = {"__init__", "__new__", "__signature__"}
-_HARMLESS = {"super", "setattr"}
-
-
-def changes_subclasses(node: ast.ClassDef) -> bool:
-    """Return whether `__init_subclass__` of a class gives the subclass to a function as a statement of its own, or
-    names its constructor."""
-    methods = [each for each in node.body if isinstance(each, Functions) and each.name == "__init_subclass__"]
-    for part in inside(methods[0].body) if methods else ():
-        match part:
-            case ast.Attribute(attr=word) | ast.Constant(value=word) if word in _CONSTRUCTORS:
-                return True
-            case ast.Expr(value=ast.Call() as call) | ast.Assign(value=ast.Call() as call):
-                given = {getattr(each, "id", None) for each in call.args}
-                if first_argument(methods[0]) in given and getattr(call.func, "id", None) not in _HARMLESS:
-                    return True
-    return not methods  # it is no plain method

@@ -6,18 +6,16 @@ Modules of the standard library that this process holds anyway (`_HELD`) are ask
 import ast
 import builtins
 import contextlib
-import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 
 from deeplightning import own_code
 from deeplightning.faults import install, nearest
 from deeplightning.signatures import bindings
-from deeplightning.signatures.bindings import Assigned, Binding, Broken, Defined, Imported, Module, Scope, contains_word
+from deeplightning.signatures.bindings import Assigned, Binding, Broken, Defined, Imported, Module, Scope
 from deeplightning.signatures.signature import Undecided
 from deeplightning.signatures.symbol import (
     UNKNOWABLE,
@@ -30,7 +28,6 @@ from deeplightning.signatures.symbol import (
     Thing,
     is_type_variable,
     is_unbound,
-    live_class,
     nominal,
 )
 
@@ -43,15 +40,13 @@ _HELD = (
 
 # Decorators that leave alone what a function takes.
 KEEPING = {
-    "abc.abstractmethod", "contextlib.contextmanager", "contextlib.asynccontextmanager", "functools.cache",
-    "functools.lru_cache", "functools.total_ordering", "functools.wraps",
+    "abc.abstractmethod", "contextlib.contextmanager", "functools.cache", "functools.lru_cache", "functools.wraps",
     "pytorch_lightning.utilities.argparse._defaults_from_env_vars", "sklearn.utils._param_validation.validate_params",
     "torch.autograd.grad_mode.enable_grad", "torch.autograd.grad_mode.inference_mode",
     "torch.autograd.grad_mode.no_grad", "torchvision.models._api.register_model",
-    "torchvision.models._utils.kwonly_to_pos_or_kw", "transformers.utils.auto_docstring.auto_docstring", "typing.final",
-    "typing.no_type_check", "typing.overload", "typing.runtime_checkable", "typing_extensions.deprecated",
-    "typing_extensions.final", "typing_extensions.overload", "typing_extensions.override",
-    "typing_extensions.runtime_checkable", "warnings.deprecated",
+    "torchvision.models._utils.kwonly_to_pos_or_kw", "transformers.utils.auto_docstring.auto_docstring",
+    "typing.overload", "typing_extensions.deprecated", "typing_extensions.overload", "typing_extensions.override",
+    "warnings.deprecated",
 }  # fmt: skip
 
 
@@ -66,14 +61,6 @@ class Names:
         self.hints: dict[object, object] = {}
         self.active: set[object] = set()
         self.changes_path = False  # whether own code may add folders to import from
-
-    def guarded(self, ask: Callable[[], T]) -> T:
-        try:
-            return ask()
-        except (Failing, Broken, Absent) as error:
-            raise Undecided(f"what it needs cannot be read: {error}") from None
-        except RecursionError:
-            raise Undecided("its source is nested too deeply") from None
 
     @contextlib.contextmanager
     def asking(self, key: object) -> Iterator[None]:
@@ -176,22 +163,7 @@ class Names:
             raise Undecided(doubt)
         if scope.makes_names:
             raise Undecided(f"{module.name} makes names as it is imported ({scope.makes_names})")
-        elsewhere = self.set_elsewhere(module, name)
-        if elsewhere:
-            raise Undecided(f"{elsewhere} may add it to {module.name}")
         raise Absent(name, self.names_of(module))
-
-    def set_elsewhere(self, module: Module, name: str) -> str | None:
-        """Return a submodule that a package imports for its effects, if its text has a name that another one lacks."""
-        top = self.module(module.name.partition(".")[0])
-        for effect in top.scope.effects if top is not None and not top.is_open else ():
-            found = self.module(effect)
-            files = [found.file] if found is not None and found.file is not None else []
-            if found is not None and found.folders:
-                files = [file for folder in found.folders for file in sorted(Path(folder).glob("*.py"))]
-            if any(contains_word(file.read_bytes(), name) for file in files):
-                return effect
-        return None
 
     def options(self, scope: Scope, name: str) -> tuple[tuple[Binding, ...], str | None]:
         """Return the possible bindings of a name, those by `import *` among them, and why there may be others."""
@@ -203,14 +175,11 @@ class Names:
                 break
             try:
                 source = self.module(star.module)
-            except Failing as error:
+            except Failing:
                 if star.certain:
                     raise
-                doubt = f"{star.module}, whose names {scope.module.name} may take over, {error}"
-                continue
-            if source is None:
-                doubt = f"{star.module}, whose names {scope.module.name} takes over, is not there"
-            elif source.is_open:
+                source = None
+            if source is None or source.is_open:
                 doubt = f"{star.module}, whose names {scope.module.name} takes over, is not written in Python"
             elif source.may_bind(name) and (source.name, name) not in self.active and self.exports(source, name):
                 taken = Imported(star.order, star.line, (), star.module, name)
@@ -235,12 +204,13 @@ class Names:
         return True
 
     def listed(self, module: Module) -> set[str] | None:
-        """Return `__all__`, where a module has one that is known statically."""
-        if not module.scope.exported or None in module.scope.exported:
+        """Return `__all__`, where a module has one that is written out."""
+        parts = [part for part in module.scope.exported if part is not None]
+        if not parts or len(parts) < len(module.scope.exported):
             return None
         try:
-            return set().union(*(Texts(self, Frame(module)).items(part) for part in module.scope.exported))
-        except UNKNOWABLE:
+            return {name for part in parts for name in ast.literal_eval(part)}
+        except (ValueError, TypeError):
             return None
 
     def answered(self, module: Module, name: str) -> Thing:
@@ -283,15 +253,9 @@ class Names:
             raise Absent(name, [])
         if len(bound) < len(left):
             raise Undecided(f"whether {frame.module.name} has `{name}` depends on the machine")
-        if len(bound) == 1:
-            return self.meant(bound[0], name, frame)
-        try:
-            things = [self.meant(option, name, frame) for option in bound]
-        except (Absent, Failing, Broken) as error:
-            raise Undecided(f"whether {frame.module.name} uses it depends on the machine: {error}") from None
-        if len({thing.key for thing in things}) > 1:
+        if len(bound) > 1:
             raise Undecided(f"`{name}` of {frame.module.name} is one thing or another, depending on the machine")
-        return things[0]
+        return self.meant(bound[0], name, frame)
 
     def importable(self, module: str, name: str | None, frame: Frame) -> bool:
         try:
@@ -380,10 +344,6 @@ class Names:
                     raise
             case ast.Subscript(value=inner):
                 return self.value(inner, frame)
-            case ast.Call(func=ast.Name(id="type"), args=[ast.Name(id=name)]) if name == frame.first:
-                return frame.line[0]
-            case ast.Call(func=ast.Attribute(attr="cast") | ast.Name(id="cast"), args=[_, inner]):
-                return self.value(inner, frame)
         words = ast.unparse(node)
         raise Undecided(f"`{words[:60]}` shows only when it is run")
 
@@ -411,7 +371,7 @@ class Names:
     def line(self, thing: Thing) -> tuple[list[Thing], bool]:
         """Return a class and its ancestors in Python's order (C3), and whether all are known."""
         if thing.live is not None:
-            return [live_class(c) for c in thing.live.__mro__ if c is not object], True
+            return [Thing("class", None, c.__name__, live=c) for c in thing.live.__mro__ if c is not object], True
         key = thing.key
         if key in self.lines:
             return self.lines[key]
@@ -483,10 +443,9 @@ class Names:
                 if found.kind == "function" and found.owner is not None and found.module is home:
                     found = replace(found, owner=asked)
                 return found
-            if each.node.decorator_list and name not in ("__init__", "__new__"):
-                for decorator in each.node.decorator_list:
-                    if self.real_path(decorator, Frame(home)) not in {*KEEPING, "dataclasses.dataclass"}:
-                        raise Undecided(f"{each.path} is changed by @{ast.unparse(decorator)[:60]}")
+            for decorator in each.node.decorator_list if name not in ("__init__", "__new__") else ():
+                if self.real_path(decorator, Frame(home)) not in {*KEEPING, "dataclasses.dataclass"}:
+                    raise Undecided(f"{each.path} is changed by @{ast.unparse(decorator)[:60]}")
         if not complete:
             raise Undecided(f"an ancestor of {thing.path} cannot be read")
         if name in ("__init__", "__new__"):
@@ -544,8 +503,7 @@ class Texts:
             case ast.IfExp(body=one, orelse=other):
                 return self.of(one) | self.of(other)
             case ast.Name() | ast.Attribute():
-                options = [texts.items(e) if is_item else texts.of(e) for texts, e, is_item in self.options(node)]
-                return set().union(*options)
+                return set().union(*(texts.of(e) for texts, e in self.options(node)))
         raise Undecided("a text shows only when it is run")
 
     def joined(self, parts: Sequence[ast.expr]) -> set[str]:
@@ -566,51 +524,30 @@ class Texts:
         match node:
             case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
                 return set().union(*(self.items(e.value) if isinstance(e, ast.Starred) else self.of(e) for e in items))
-            case ast.Dict(keys=keys, values=values):
-                pairs = zip(keys, values, strict=True)
-                return set().union(*(self.items(value) if key is None else self.of(key) for key, value in pairs))
-            case ast.DictComp(key=key):
-                return self.of(key)
-            case ast.BinOp(left=left, op=ast.Add() | ast.BitOr(), right=right):
-                return self.items(left) | self.items(right)
-            case ast.Call(func=ast.Name(id="list" | "tuple" | "sorted" | "set"), args=[inner]):
-                return self.items(inner)
-            case ast.Attribute(value=owner, attr="__all__"):
-                found = self.names.value(owner, self.frame)
-                listed = self.names.listed(found.module) if found.kind == "module" and found.module else None
-                if listed is not None:
-                    return listed
+            case ast.Dict(keys=keys):
+                return set().union(*map(self.of, keys))
             case ast.Name() | ast.Attribute():
-                options = [*self.options(node)]
-                if not any(is_item for _, _, is_item in options):
-                    return set().union(*(texts.items(e) for texts, e, _ in options))
+                return set().union(*(texts.items(e) for texts, e in self.options(node)))
         raise Undecided("the items of a list show only when it is run")
 
-    def options(self, node: ast.Name | ast.Attribute) -> Iterator[tuple["Texts", ast.expr, bool]]:
-        """Yield the expressions that a name may stand for, and whether it stands for an item of it."""
+    def options(self, node: ast.Name | ast.Attribute) -> Iterator[tuple["Texts", ast.expr]]:
+        """Yield the expressions that a name may stand for."""
         found = self.names.value(node, self.frame)
         if found.kind != "value" or not isinstance(found.node, ast.expr):
             raise Undecided(f"`{ast.unparse(node)[:60]}` is no plain value")
-        yield Texts(self.names, Frame(self.names.home(found))), found.node, False
+        yield Texts(self.names, Frame(self.names.home(found))), found.node
 
 
 def _missing_packages(module: Module) -> Iterator[tuple[str, int]]:
     """Return the packages that a module certainly imports and that are not installed, with the line."""
     for name, line in module.scope.imports:
         top = name.partition(".")[0]
-        if top not in sys.modules and not _is_there(top):
+        if top not in sys.modules and bindings.module(top) is None:
             yield top, line
 
 
 def _lacking(top: str, place: str) -> Lacking:
     return Lacking(f"needs {top}, which is not installed here{place}: {install(top)}")
-
-
-def _is_there(top: str) -> bool:
-    try:
-        return importlib.util.find_spec(top) is not None
-    except (ValueError, ImportError):
-        return True
 
 
 def _merged(lines: list[list[Thing]]) -> list[Thing] | None:

@@ -127,22 +127,6 @@ class Signature:
         return {p.name for p in [p for p in self.parameters if p.position][:count]}
 
 
-@dataclass(frozen=True)
-class Instance:
-    """What a class or function makes.
-
-    Attributes:
-        paths: the dotted paths of its class and that one's ancestors.
-        complete: whether these are all.
-        forward: asks for the least and the largest number of positional arguments that a module's `forward` takes;
-            None: they are unknown.
-    """
-
-    paths: tuple[str, ...]
-    complete: bool
-    forward: Callable[[], tuple[int, float] | None]
-
-
 def of_item(options: Options, number: int) -> Options:
     """Return what an item of a list may be, where the list may be what `options` says."""
     found = next((option for option in options or () if isinstance(option, ListOf) and option.items), None)
@@ -196,15 +180,6 @@ def of_object(found: Callable[..., object]) -> Signature:
     is_lightnings = getattr(called, "__module__", "").startswith("pytorch_lightning.")  # which ignores its arguments
     variadic = not is_lightnings and any(p.kind is p.VAR_POSITIONAL for p in parameters)
     return Signature(known, rest, variadic, unresolved)
-
-
-def positional(method: Signature) -> tuple[int, float] | None:
-    """Return the least and the largest number of positional arguments of a method, without `self`; None: it needs
-    others by name."""
-    if any(p.required and not p.position for p in method.parameters):
-        return None
-    taken = [p for p in method.parameters if p.position][1:]
-    return sum(p.required for p in taken), float("inf") if method.variadic else len(taken)
 
 
 def allowed_by(hint: object) -> Options:

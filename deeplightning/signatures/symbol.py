@@ -83,7 +83,6 @@ class Frame:
         line: the line of ancestors of the class that a call is about, itself first.
         complete: whether the line is whole.
         position: in that line, of the class that holds the function.
-        static: the function gets neither an instance nor a class.
     """
 
     module: Module
@@ -92,16 +91,6 @@ class Frame:
     line: tuple[Thing, ...] = ()
     complete: bool = True
     position: int = 0
-    static: bool = False
-
-    @property
-    def first(self) -> str | None:
-        """Return the word for the instance or class."""
-        return None if self.function is None or self.static or not self.line else first_argument(self.function)
-
-
-def live_class(found: type) -> Thing:
-    return Thing("class", None, found.__name__, live=found)
 
 
 def is_unbound(option: Binding) -> bool:
@@ -147,10 +136,6 @@ def role_of(decorator: ast.expr) -> str | None:
     match decorator:
         case ast.Name(id="staticmethod" | "classmethod" | "property" as word):
             return word
-        case ast.Attribute(attr="setter" | "getter" | "deleter") | ast.Name(id="cached_property"):
-            return "property"
-        case ast.Attribute(attr="cached_property" | "abstractproperty"):
-            return "property"
     return None
 
 

@@ -28,7 +28,7 @@ class Uses:
     Attributes:
         calls: those that get it as `**kwargs`.
         words: literal names that are taken out of it.
-        passed: calls that get it as a plain argument, with the argument's position or name.
+        passed: calls that get it as a plain argument, with the argument's position.
         refuses: whether anything left over is an error.
         adds: whether names are put into it.
         dynamic: whether names are looked up in it that are not literal.
@@ -37,7 +37,7 @@ class Uses:
 
     calls: list[Call] = field(default_factory=list)
     words: set[str] = field(default_factory=set)
-    passed: list[tuple[ast.Call, int | str]] = field(default_factory=list)
+    passed: list[tuple[ast.Call, int]] = field(default_factory=list)
     refuses: bool = False
     adds: bool = False
     dynamic: bool = False
@@ -48,7 +48,7 @@ def uses_of(function: Functions, name: str) -> Uses:
     uses, certain = Uses(), True
     for statement in function.body:
         for path in _occurrences([statement], name):
-            if not _is_refused(path, uses):
+            if not _is_refused(path, name, uses):
                 _note(path, name, uses, certain)
         certain = certain and not any(isinstance(node, ast.Return) for node in inside([statement]))
     return uses
@@ -75,25 +75,13 @@ def _occurrences(path: list[ast.AST], name: str) -> Iterator[list[ast.AST]]:
         yield from _occurrences([*path, child], name)
 
 
-def _is_refused(path: list[ast.AST], uses: Uses) -> bool:
-    """Return whether a place asks whether the mapping is empty, or is of the error that follows where it is not."""
+def _is_refused(path: list[ast.AST], name: str, uses: Uses) -> bool:
+    """Return whether a place is of `if kwargs: …`, as its test or in the error that follows."""
     for depth, node in enumerate(path[:-1]):
-        if isinstance(node, ast.If | ast.While | ast.IfExp | ast.Assert):
-            raises = isinstance(node, ast.Assert) or (isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise))
-            if path[depth + 1] is node.test and all(map(_is_asking, path[depth + 1 : -1])):
-                uses.refuses |= raises
-                return True
-            if raises and isinstance(node, ast.If) and path[depth + 1] in node.body and uses.refuses:
-                return True
-    return False
-
-
-def _is_asking(node: ast.AST) -> bool:
-    match node:
-        case ast.UnaryOp() | ast.BoolOp() | ast.Compare(comparators=[ast.Constant()]):
-            return True
-        case ast.Call(func=ast.Name(id="bool" | "len")):
-            return True
+        if isinstance(node, ast.If) and is_it(node.test, name):
+            raises = isinstance(node.body[-1], ast.Raise)
+            uses.refuses |= raises
+            return path[depth + 1] is node.test or (raises and path[depth + 1] in node.body)
     return False
 
 
@@ -103,10 +91,6 @@ def _note(path: list[ast.AST], name: str, uses: Uses, certain: bool) -> None:
     match above:
         case ast.keyword(arg=None) if isinstance(call, ast.Call):
             uses.calls.append(Call(call, certain and not any(isinstance(node, _PERHAPS) for node in path)))
-        case ast.Dict() if isinstance(call, ast.keyword) and call.arg is None and _is_unpacked(place, above):
-            uses.calls.append(Call(path[-4], False))  # type: ignore[arg-type]
-        case ast.keyword(arg=str(word)) if isinstance(call, ast.Call):
-            uses.passed.append((call, word))
         case ast.Call(func=ast.Name(id="len" | "bool" | "print" | "str" | "repr" | "isinstance")):
             pass
         case ast.Call() if place in above.args:
@@ -126,10 +110,6 @@ def _note(path: list[ast.AST], name: str, uses: Uses, certain: bool) -> None:
             pass
         case _:
             uses.other = uses.other or f"uses `{name}` in a way of its own (line {place.lineno})"  # type: ignore[attr-defined]
-
-
-def _is_unpacked(place: ast.AST, above: ast.Dict) -> bool:
-    return any(key is None and value is place for key, value in zip(above.keys, above.values, strict=True))
 
 
 def _note_method(method: str, call: ast.Call, name: str, uses: Uses) -> None:

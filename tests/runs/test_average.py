@@ -192,19 +192,6 @@ def test_two_processes_average_like_one(job):
     assert not torch.equal(saved["state_dict"][name], saved["averaging"]["weights"][name])
 
 
-def test_explain_says_what_the_averages_are_used_for(command, tiny, place):
-    """Beside the callback's line."""
-    shown = command("explain", tiny, callbacks(), "train", cwd=place)
-    assert "export and the server use the averaged weights" in shown.out
-
-
-@pytest.mark.parametrize(
-    ("params", "words"),
-    [
-        ({"decay": 1.0}, "decay: must be from 0 to below 1"),
-        ({"every_n_steps": 0}, "every_n_steps: must be a whole number, at least 1"),
-    ],
-)
 def test_arguments_out_of_range_are_refused(params, words):
     """With what is allowed."""
     with pytest.raises(ValueError, match=words):

@@ -253,7 +253,7 @@ NETWORK = "type: deeplightning.model.cnn.SimpleCNN"
     [
         (NETWORK, "type: foreign.Net", "model.network.type: to serve this run, foreign.Net would be imported"),
         (NETWORK, "type: os.system", "--allow os"),
-        ("type: torch.optim.SGD", "type: torch.os.system", "torch.os.system, which is posix.system, would be imported"),
+        ("type: torch.optim.SGD", "type: torch.os.system", "torch.os.system would be imported"),
         (NETWORK, "type: torch.hub.load", "If you trust it: --allow torch.hub"),
         (NETWORK, "type: torch.nn.modules.module.torch.hub.load", "which is torch.hub.load, would be"),
         (NETWORK, "type: deeplightning.config.target.build", "--allow deeplightning.config.target"),
@@ -467,21 +467,6 @@ def test_fp16_is_made_where_it_is_asked_for(run, tmp_path):
     made = copy.bundle_fp16.stat().st_ino
     command_of(str(copy.path), told)
     assert copy.bundle_fp16.stat().st_ino == made
-
-
-@pytest.mark.parametrize(
-    ("told", "words"),
-    [
-        (["serve.precision=int8", "serve.device=cuda"], "serve.precision: int8 does not go with serve.device: cuda: "),
-        (["serve.precision=fp16", "serve.device=cpu"], "serve.precision: fp16 does not go with serve.device: cpu: "),
-        (["serve.tensorrt=true", "serve.device=cpu"], "serve.tensorrt: true does not go with serve.device: cpu: "),
-    ],
-)
-def test_a_precision_has_its_device(run, told, words):
-    """Exit 2 with both keys and a remedy, before anything is made."""
-    with pytest.raises(ConfigError) as caught:
-        command_of(str(run.path), told)
-    assert words in str(caught.value)
 
 
 def test_the_server_and_the_config_have_the_same_defaults():

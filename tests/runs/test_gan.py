@@ -255,11 +255,6 @@ FAULTS = {
         ["~model.optimizer", f"model.optimizer={ADAM}", "~model.scheduler"],
         "model.optimizer: gan.Gan needs several by name",
     ),
-    "an optimizer of no network": ([f"model.optimizer.critic={ADAM}"], "no network is called `critic`. There are: gen"),
-    "a schedule of no network": (
-        ["model.scheduler.generater={type: torch.optim.lr_scheduler.ExponentialLR, params: {gamma: 0.5}}"],
-        "no network is called `generater`. Did you mean generator?",
-    ),
 }
 
 

@@ -133,13 +133,6 @@ class Hooks(Task):
         print(f"rank {self.global_rank} of {self.trainer.world_size}", flush=True)
 
 
-class Retired(Task):
-    """A hook of Lightning 1."""
-
-    def training_epoch_end(self, outputs):
-        pass
-
-
 class Waits(Task):
     """Rank 0 comes late to a barrier: only when the other one is known to stand before it."""
 
@@ -235,14 +228,6 @@ def test_what_hooks_log_appears(learn, tracked):
             image.verify()
     assert "rank 0 of 1" in outcome.out
     assert "one process" in outcome.out  # the table at the start
-
-
-def test_a_hook_of_an_older_lightning_is_answered_with_todays_name(learn):
-    """One note and exit 2, at the start of a training."""
-    outcome = learn("Retired", code=2)
-    assert "model.module" in outcome.err
-    assert re.search("`training_epoch_end`, which Lightning 2 has removed; write `on_train_epoch_end`", outcome.err)
-    assert "Traceback" not in outcome.err
 
 
 def test_ranks_know_themselves_and_wait_for_each_other(learn, place):

@@ -21,19 +21,6 @@ from deeplightning.reproduce.again import prepare
 from deeplightning.reproduce.past import past_run
 from deeplightning.runfolder import RunFolder
 
-METRICS = """{
-    f1: {type: torchmetrics.F1Score, params: {task: multiclass, num_classes: 10}},
-    far: {type: torchmetrics.classification.MulticlassHingeLoss, params: {num_classes: 10}},
-    own: {type: own_metric.Closeness},
-    acc: {type: torchmetrics.Accuracy, params: {task: multiclass, num_classes: 10}}}"""
-OWN_METRIC = """\
-import torchmetrics
-
-
-class Closeness(torchmetrics.MeanSquaredError):
-    higher_is_better = True
-"""
-
 
 def faults(report) -> dict[str, str]:
     return {fault.key: fault.message for fault in report.faults}
@@ -45,23 +32,17 @@ def faults(report) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("monitor", "mode", "why"),
     [
-        ("val_acc", "max", "higher_is_better of torchmetrics.classification.MulticlassAccuracy"),
-        ("val_f1", "max", "higher_is_better of torchmetrics.classification.MulticlassF1Score"),
-        ("val_far", "min", "higher_is_better of torchmetrics.classification.MulticlassHingeLoss"),
-        ("val_own", "max", "higher_is_better of own_metric.Closeness"),
-        ("train_f1_epoch", "max", "higher_is_better of torchmetrics.classification.MulticlassF1Score"),
+        ("val_acc", "max", "by the name val_acc"),
+        ("train_acc_epoch", "max", "by the name train_acc_epoch"),
         ("val_loss", "min", "by the name val_loss"),
     ],
 )
 @pytest.mark.parametrize("importing", [False, True])
-def test_the_better_way_of_a_metric_is_found(monitor, mode, why, importing, tiny, tmp_path, monkeypatch):
-    """A `mode` that is not given follows from the metric's class, else from its name, for the best checkpoint, early
-    stopping, and the schedulers and callbacks with a `mode` of their own; `explain` shows why."""
-    monkeypatch.chdir(tmp_path)
-    Path("own_metric.py").write_text(OWN_METRIC)
+def test_the_better_way_of_a_metric_is_found(monitor, mode, why, importing, tiny):
+    """A `mode` that is not given follows from the metric's name, for the best checkpoint, early stopping, and the
+    schedulers and callbacks with a `mode` of their own; `explain` shows why."""
     plateau = f"{{type: torch.optim.lr_scheduler.ReduceLROnPlateau, call: {{monitor: {monitor}}}}}"
     overrides = [
-        f"model.metrics={METRICS}",
         f"train.checkpoint.monitor={monitor}",
         f"train.early_stop={{metric: {monitor}}}",
         f"model.scheduler={plateau}",
@@ -78,7 +59,7 @@ def test_the_better_way_of_a_metric_is_found(monitor, mode, why, importing, tiny
 
 
 def test_a_metric_that_does_not_tell_needs_a_mode(tiny):
-    """Neither the name nor the class of a metric tells which way is better: `check` and `train` refuse, each key."""
+    """The name of a metric does not tell which way is better: `check` and `train` refuse, each key."""
     counting = "model.metrics.steps={type: torchmetrics.MeanMetric}"
     asked = [counting, "train.checkpoint.monitor=val_steps", "train.early_stop={metric: val_steps}"]
     for importing in (False, True):
@@ -251,34 +232,10 @@ def test_a_run_killed_inside_an_epoch_keeps_the_same_checkpoints(validating, par
     assert tracked(resumed).series() == tracked(parts.folder).series()
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "often", "remedy"),
-    [
-        ("{every_n_epochs: 0.5, monitor: val_acc}", 1, "To judge it too: train.val_every_n_epoch=0.5"),
-        ("{every_n_epochs: 0.25, monitor: val_acc}", 0.5, "To judge it too: train.val_every_n_epoch=0.25"),
-        ("{every_n_epochs: 0.5, monitor: train_loss_epoch}", 1, "0.5 and a metric of the validation"),
-        ("{every_n_epochs: 0.5, monitor: val_acc}", 0.5, None),
-        ("{every_n_epochs: 0.5, monitor: train_loss}", 1, None),
-        ("{every_n_epochs: 0.3, monitor: val_acc}", 0.1, None),
-        ("{every_n_epochs: 0.5, save_top_k: 2}", 1, None),
-        ("{every_n_epochs: 1, monitor: val_acc}", 1, None),
-    ],
-)
-def test_a_checkpoint_that_nothing_judges_is_a_warning(checkpoint, often, remedy, tiny):
-    """Where no validation takes place when a checkpoint inside an epoch is saved, `check` and `train` warn that it is
-    none of the best, and name both keys."""
-    report = examine(tiny, [f"train.checkpoint={checkpoint}", f"train.val_every_n_epoch={often}"])
-    warnings = [notice.text for notice in report.notices if notice.key == "train.checkpoint.every_n_epochs"]
-    assert report.faults == []
-    assert len(warnings) == (remedy is not None)
-    assert all(f"train.val_every_n_epoch is {often}: " in text and text.endswith(remedy) for text in warnings)
-
-
 def test_a_checkpoint_that_nothing_judged_is_the_last_alone(train):
     """Validated at the ends of epochs and saved at each half: the half of the second epoch, at which training ends, is
-    `last.ckpt` and the best is the end of the first; the launch warns of it."""
+    `last.ckpt` and the best is the end of the first."""
     outcome = train("train.checkpoint={every_n_epochs: 0.5, monitor: val_acc, save_top_k: 2}", "train.max_steps=13")
-    assert "nothing is validated when a checkpoint inside an epoch is saved" in outcome.err
     steps = {p.name: torch.load(p, weights_only=True)["global_step"] for p in outcome.folder.glob("*.ckpt")}
     assert steps == {"last.ckpt": 13, "best.ckpt": 9}
 

@@ -95,12 +95,12 @@ HOSTILE = {
         f"{CLASSES}.type",
         "builtins.exec",
     ),
-    "os through a re-export": (CLASSES, TOUCH, f"{CLASSES}.type", "torch.os.system, which is posix.system,"),
+    "os through a re-export": (CLASSES, TOUCH, f"{CLASSES}.type", "torch.os.system would be imported"),
     "os through a module that may be named": (
         CLASSES,
         {"type": "deeplightning.model.transformer.nn.modules.module.torch.os.system", "params": {"command": "true"}},
         f"{CLASSES}.type",
-        "which is posix.system,",
+        "torch.os.system would be imported",
     ),
     "a compiler": (
         CLASSES,

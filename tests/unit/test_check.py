@@ -7,7 +7,6 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from checks import load
 
@@ -245,6 +244,8 @@ def test_one_wrong_target_is_one_note(override, words):
         ("ddp", "find_unused_parameters: true, process_group_backend: gloo, bucket_cap_mb: 25", None),
         ("deepspeed_stage_3", "offload_optimizer: true, allgather_bucket_size: 200_000_000", None),
         ("ddp", "accelerator: cpu", "engine.params.accelerator: engine.gpus decides it; remove it"),
+        ("deepspeed_stage_2", "stage: 3", "engine.params.stage: engine.backend decides it; remove it"),
+        ("deepspeed_stage_2", "precision_plugin: {type: torch.amp.GradScaler}", "engine.precision decides it; remove"),
         ("ddp", "timeout: 30 min", "engine.params.timeout: must be a number of seconds, more than 0, not '30 min'"),
         ("fsdp", "timeout: 0", "must be a number of seconds, more than 0, not 0"),
         ("ddp", "timeout: 0.5", None),
@@ -265,9 +266,6 @@ def test_one_wrong_target_is_one_note(override, words):
         ("deepspeed_stage_2", "config: {train_batch_size: 8}", "data.batch_size decides it"),
         ("deepspeed_stage_2", "config: {flop_profiler: {}}", "config.flop_profiler: unknown to DeepSpeed. "
          "Did you mean flops_profiler? It knows activation_checkpointing,"),
-        ("deepspeed_stage_2", "config: {zero_optimization: {cpu_offload: true}}",
-         "engine.params.config.zero_optimization.cpu_offload: unknown to DeepSpeed."),
-        ("deepspeed_stage_2", "config: {zero_optimization: {reduce_bucket: 1}}", "Did you mean reduce_bucket_size?"),
         ("deepspeed_stage_2", "config: {zero_optimization: false}", "zero_optimization: must be a mapping, such"),
         ("deepspeed_stage_2", "zero_optimization: false", None),
         ("deepspeed_stage_2", "initial_scale_power: 8, loss_scale_window: 100, hysteresis: 1, min_loss_scale: 2", None),
@@ -290,7 +288,6 @@ def test_the_words_of_deepspeeds_json_are_those_that_deepspeed_asks_for():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its own imports
         config = pytest.importorskip("deepspeed.runtime.config")
-        zero = pytest.importorskip("deepspeed.runtime.zero.config")
     asked = set()
 
     class Json(dict):
@@ -310,11 +307,6 @@ def test_the_words_of_deepspeeds_json_are_those_that_deepspeed_asks_for():
     json_words = {*strategy._JSON, *strategy._DECIDED_JSON}
     assert asked - json_words == removed
     assert json_words - asked == {"sequence_parallel_size"}  # it asks for it of a network
-    fields = {field.alias or name for name, field in zero.DeepSpeedZeroConfig.model_fields.items()}
-    deprecated = {
-        n for n, f in zero.DeepSpeedZeroConfig.model_fields.items() if (f.json_schema_extra or {}).get("deprecated")
-    }
-    assert set(strategy._ZERO) == fields - deprecated - {"legacy_stage1"}
 
 
 @pytest.mark.parametrize(
@@ -735,47 +727,14 @@ def test_what_only_importing_can_tell_is_said_to_be_unchecked(command, here):
     assert "Did you mean own_parts.loss?" in command("check", "c.yaml", cwd=here).err
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        (
-            "model.optimizer.params.lr=-1",
-            "torch.optim.SGD refuses its arguments: ValueError: Invalid learning rate: -1",
-        ),
-        ("model.optimizer={type: Adam, params: {lr: 0.1, betas: [0.9, 2]}}", "Invalid beta parameter at index 1: 2"),
-        ("model.network.params.num_classes=0", "num_classes must be a whole number of at least 1, not 0"),
-        (
-            "model.network={type: deeplightning.model.vit.ViT, params: {num_classes: 10, num_channels: 1, "
-            "image_size: 28, patch_size: 5}}",
-            "deeplightning.model.vit.ViT refuses its arguments: ValueError: patch_size 5 does not divide",
-        ),
-        ("model.loss={type: own_classes.Abstract}", "own_classes.Abstract is abstract: it has no forward of its own"),
-    ],
-)
-def test_what_constructors_refuse_is_found_by_importing(override, words):
-    """torch's optimizers and our networks are built, and an abstract class is recognized; `train` reports the same
-    before a run begins."""
+def test_an_abstract_class_is_found_by_importing():
+    """It names the method that is absent."""
     Path("own_classes.py").write_text(
         "import abc\nfrom torch import nn\n"
         "class Abstract(nn.Module, abc.ABC):\n    @abc.abstractmethod\n    def forward(self, logits, labels): ...\n"
     )
-    assert words in note(override, imported=True)
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        pytest.param(
-            "{type: Muon, params: {lr: 0.1}}",
-            marks=pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 has added it"),
-        ),
-        "{type: LBFGS, params: {lr: 1}}",
-        "{type: Adam, params: {lr: 0.1, fused: true}}",
-    ],
-)
-def test_an_optimizer_that_is_right_passes_its_constructor(optimizer):
-    """Also one that takes matrices alone, and one that is written for a device."""
-    assert notes(f"model.optimizer={optimizer}") == []
+    found = note("model.loss={type: own_classes.Abstract}", imported=True)
+    assert "own_classes.Abstract is abstract: it has no forward of its own" in found
 
 
 RATES = {
@@ -785,27 +744,12 @@ RATES = {
     "model.optimizer.params.lr=0.3": [],
     "model.scheduler.params.max_lr=0.2": [],
     "model.scheduler=null": [],
-    "model.module={type: own_tasks.Deaf}": ["model.optimizer has no effect: own_tasks.Deaf does not read its config"],
-    "model.module={type: own_tasks.Inherits}": [
-        "model.optimizer has no effect: own_tasks.Inherits does not read its config"
-    ],
-    "model.module={type: own_tasks.Keeps}": [],
-    "model.module={type: own_tasks.GivesOn}": [],
-    "model.module={type: own_tasks.Frame}": [],
 }
 
 
 @pytest.mark.parametrize("override", RATES)
 def test_an_optimizer_whose_rate_has_no_effect_is_a_warning(override):
-    """A schedule sets the rate itself, or the task's constructor does not use its config."""
-    Path("own_tasks.py").write_text(
-        "import pytorch_lightning as pl\n"
-        "class Deaf(pl.LightningModule):\n    def __init__(self, cfg, lr: float = 0.1):\n        self.lr = lr\n"
-        "class Inherits(Deaf):\n    def forward(self, x): return x\n"
-        "class Keeps(pl.LightningModule):\n    def __init__(self, cfg):\n        self.cfg = cfg\n"
-        "class GivesOn(Keeps):\n    def __init__(self, config):\n        super().__init__(config)\n"
-        "class Frame(pl.LightningModule):\n    def __init__(self, cfg):\n        self.save_hyperparameters()\n"
-    )
+    """A schedule sets the rate itself."""
     schedule = "{type: OneCycleLR, params: {max_lr: 0.3, total_steps: auto}}"
     Path("c.yaml").write_text(GOOD.replace("  loss:", f"  scheduler: {schedule}\n  loss:"))
     found = [notice.text for notice in examine("c.yaml", [override]).hints if notice.unasked]

@@ -552,17 +552,6 @@ def test_a_variable_is_text_wherever_any_value_may_be(key, text, monkeypatch):
     assert found == expected
 
 
-@pytest.mark.parametrize("name", ["", " ", "${oc.env:SOME_EMPTY}"])
-def test_an_empty_name_of_an_experiment_is_a_fault_of_the_config(name, monkeypatch):
-    """It is told with its line before a store is opened."""
-    monkeypatch.setenv("SOME_EMPTY", "")
-    (fault,) = check(write(SMALL + f'logger:\n  params: {{experiment_name: "{name}"}}\n')).faults
-    assert str(fault) == (
-        "c.yaml:10:12: logger.params.experiment_name: is empty; give the experiment a name, or remove the key, which "
-        "means Default"
-    )
-
-
 def test_a_number_from_a_variable_says_how_to_decode_it():
     """A param that must be a number names `oc.decode`, also where only the default counts."""
     write("def anything(*args, lr: float = 0.1, **kwargs): ...\n", "some_parts.py")

@@ -217,7 +217,7 @@ def test_an_id_is_too_late_when_cuda_has_begun(refusal, monkeypatch):
     [
         ("GPU-1", "Did you mean [GPU-1]?"),
         ("[cuda:0]", "must be indexes, or ids that begin with GPU- or MIG- (`nvidia-smi -L`), not cuda:0"),
-        ("['0']", "Did you mean 0, without quotes?"),
+        ("['0']", "must be indexes, or ids that begin with GPU- or MIG-"),
         ("[0, GPU-1]", "must be either indexes or ids, not both"),
         ("[GPU-1, GPU-1]", "must be different device ids"),
     ],

@@ -192,7 +192,6 @@ REEXPORTS = {
     "Thing = 1\nfrom ._parts import Thing": "own.Thing",
     "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    Thing = 1\nelse:\n"
     "    from ._parts import Thing": "own.Thing",
-    "if unknown():\n    from ._parts import Thing\nelse:\n    from .between import Thing": "own.Thing",
     "if unknown():\n    raise ImportError\nfrom ._parts import Thing": "own.Thing",
     "def __getattr__(name):\n    if name == 'Thing':\n        from own._parts import Thing\n        return Thing\n"
     "    raise AttributeError(name)": "own.Thing",
@@ -302,7 +301,6 @@ def said(ask: Callable[[str], object], name: str) -> str:
         "own_needs.Thing",
         "own_parts.inner.broken.Thing.method",
         "own_wrong.Thing",
-        "own_must.Thing",
     ],
 )
 def test_what_is_not_there_is_told_in_the_words_of_training(own, name):
@@ -313,7 +311,6 @@ def test_what_is_not_there_is_told_in_the_words_of_training(own, name):
         own_broken="x = 1\ndef f(:\n",
         own_indent="x = 1\n  y = 2\n",
         own_needs="import os\nimport not_installed_pkg\nclass Thing: ...",
-        own_must="try:\n    import not_there\nexcept ImportError:\n    raise\nclass Thing: ...",
         own_lazy="def __getattr__(name):\n    if name in ('Thing2', 'Other'):\n        return 1\n"
         "    raise AttributeError(name)\n",
     )
@@ -362,7 +359,7 @@ UNDECIDED_NAMES = {
     "from _socket import Thing": "not written in Python",
     "if unknown():\n    class Thing: ...\nelse:\n    def Thing(): ...": "one thing or another",
     "if unknown():\n    class Thing: ...": "depends on the machine",
-    "try:\n    Thing = make()\nexcept ValueError:\n    Thing = None": "what `make()` gives",
+    "try:\n    Thing = make()\nexcept ValueError:\n    Thing = None": "one thing or another",
     "for Thing in (1, 2):\n    pass": "is bound by a loop",
     "from own_other import Thing": "circle",
     "Thing = Other\nOther = Thing": "circle",
@@ -370,16 +367,6 @@ UNDECIDED_NAMES = {
     "def f(): ...\nThing = f.x": "shows only when it is imported",
     "import sys\nsys.path.append('lib')\nfrom only_there import Thing": "only_there",
 }
-
-
-def test_a_name_that_another_module_may_add_is_undecided(own):
-    """Where a package imports one of its modules for its effects, and that speaks of the name."""
-    own(own___extra="import own.part\nown.part.Thing = 1", own__part="x = 1")
-    Path("own/__init__.py").write_text("import own._extra\n")
-    with pytest.raises(Undecided, match=re.escape("own._extra may add it to own.part")):
-        look_up("own.part.Thing")
-    with pytest.raises(ValueError, match=re.escape("own.part has no `Thong`.")):
-        look_up("own.part.Thong")
 
 
 @pytest.mark.parametrize(("text", "words"), UNDECIDED_NAMES.items(), ids=range(len(UNDECIDED_NAMES)))
@@ -400,7 +387,7 @@ def test_a_name_that_only_running_would_tell_is_undecided(own, text, words):
         ("class Thing: ...", []),
         ("class Thing:\n    def __init__(self, a, b=1): ...", ["a!", "b"]),
         ("class Base:\n    def __init__(self, a): ...\nclass Thing(Base): ...", ["a!"]),
-        ("class Thing:\n    def __new__(cls, a): return super().__new__(cls)", ["a!"]),
+        ("class Made:\n    def __init__(self, b): ...\nclass Thing:\n    def __new__(cls, a): return Made(a)", ["a!"]),
         ("class A:\n    def __init__(self, a): ...\nclass B:\n    def __init__(self, b): ...\n"
          "class Thing(B, A): ...", ["b!"]),
         (
@@ -420,8 +407,6 @@ def test_a_name_that_only_running_would_tell_is_undecided(own, text, words):
         # decorators that keep what a function takes
         ("import functools\n@functools.cache\ndef Thing(a): ...", ["a!"]),
         ("import contextlib\n@contextlib.contextmanager\ndef Thing(a):\n    yield", ["a!"]),
-        ("class Base:\n    def __init_subclass__(cls, **more):\n        super().__init_subclass__(**more)\n"
-         "        cls.kind = hash(cls.__name__)\nclass Thing(Base):\n    def __init__(self, a): ...", ["a!"]),
         ("import torch\n@torch.no_grad()\ndef Thing(a): ...", ["a!"]),
         ("import torch\nclass Thing:\n    @torch.no_grad()\n    def __init__(self, a): ...", ["a!"]),
     ],
@@ -473,9 +458,7 @@ UNDECIDED = {
     "class Thing:\n    __init__ = make()": "",
     "class Base:\n    def __init_subclass__(cls):\n        wrap(cls)\n"
     "class Thing(Base):\n    def __init__(self, a): ...": "`__init_subclass__` of own_thing.Base may change",
-    "class Base:\n    def __init_subclass__(cls):\n        cls.__init__ = made\n"
-    "class Thing(Base):\n    def __init__(self, a): ...": "`__init_subclass__` of own_thing.Base may change",
-    "class Thing:\n    def __new__(cls, a): return object.__new__(cls)\n    def __init__(self, b): ...": "differ",
+    "class Thing:\n    def __new__(cls, a): return object.__new__(cls)\n    def __init__(self, b): ...": "both decide",
     "from dataclasses import dataclass\n@dataclass\nclass Thing:\n    a: int": "@dataclass makes the constructor",
     "import dataclasses as d\n@d.dataclass(frozen=True)\nclass Base:\n    a: int\nclass Thing(Base):\n"
     "    b: int = 1": "@dataclass makes the constructor of own_thing.Base",
@@ -709,17 +692,15 @@ def test_an_annotation_names_what_is_allowed(own, annotation, allowed):
 
 
 def test_a_default_is_a_plain_value(own):
-    """Literals, negative numbers, and names of such; the rest is unknown."""
+    """Literals and negative numbers; the rest is unknown."""
     own(
         own_thing="""
-        from own_other import WIDE
         SIZE = 3
-        def Thing(a=1, b=-0.5, c="x", d=None, e=True, f=SIZE, g=WIDE, h=(1, 2), i=[], j=make(), k=NOT_THERE): ...
+        def Thing(a=1, b=-0.5, c="x", d=None, e=True, f=SIZE, g=(1, 2), h=[], i=make()): ...
         """,
-        own_other="WIDE = 'wide'",
     )
     values = [p.default for p in look_up("own_thing.Thing").signature().parameters]
-    assert values == [1, -0.5, "x", None, True, 3, "wide", UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN]
+    assert values == [1, -0.5, "x", None, True, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN]
 
 
 # ---- ancestors, documentation, metrics
@@ -760,10 +741,11 @@ LOGGED = {
     "def f(self): self.log_dict({'a': 1, 'b': 2})": ({"a", "b"}, True),
     "def f(self, stage): self.log(f'{stage}_loss', 1)\n    def g(self): self.f('val'); self.f(stage='test')":
         ({"val_loss", "test_loss"}, True),
-    "def f(self):\n        for name in ('a', 'b'):\n            self.log(f'x_{name}', 1)": ({"x_a", "x_b"}, True),
-    "word = 'w'\n    def f(self): self.log(self.word + '_x', 1)": ({"w_x"}, True),
+    "def f(self):\n        for name in ('a', 'b'):\n            self.log(f'x_{name}', 1)": (set(), False),
+    "word = 'w'\n    def f(self): self.log(self.word + '_x', 1)": (set(), False),
+    "def f(self): self.log(WORD + '_x', 1)\nWORD = 'w'": ({"w_x"}, True),
     "def f(self):\n        values = {'a': 1}\n        values['b'] = 2\n"
-    "        self.log_dict(values)": ({"a", "b"}, True),
+    "        self.log_dict(values)": (set(), False),
     "def f(self, names):\n        self.log('a', 1)\n        for n in names: self.log(n, 1)": ({"a"}, False),
     "def f(self): self.log(f'{self.make()}', 1)": (set(), False),
     "def f(self): self.log_dict(make())": (set(), False),

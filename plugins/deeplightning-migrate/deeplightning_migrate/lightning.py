@@ -266,9 +266,9 @@ class Conversion:
             inner, params = str(_class(entry)), dict(_arguments(entry))
             with contextlib.suppress(ValueError, Undecided):  # `check` has reported what is not there
                 wanted = next((p.allowed for p in meanings.signature(name).parameters if p.name == word), None)
-                made = meanings.makes(inner) if meanings.of(inner).kind == "class" else []
+                paths = meanings.of(inner).bases()[0] if meanings.of(inner).kind == "class" else []
                 is_lacking = bool(meanings.signature(inner).lacking(params))
-                if not is_bound(made[0].paths if made else (), is_lacking, factory_of(wanted)):
+                if not is_bound(paths, is_lacking, factory_of(wanted)):
                     message = (
                         f"`_partial_` needs a parameter that is annotated as a callable; `{word}` of {name} is not"
                     )

@@ -573,7 +573,7 @@ def test_the_place_of_a_dimension_is_told(tmp_path, config):
         ("train.resume_ckpt=auto", "the trials of a search begin each by itself"),
         ("stages=[test]", "a search trains"),
         ("tune.space={model.optimizer.params.lr: {uniform: [2, 1]}}", "tune.space.model.optimizer.params.lr: the ends"),
-        ("tune={metric: lr, mode: null}", "tune.mode: missing: neither its name nor a `higher_is_better` shows"),
+        ("tune={metric: lr, mode: null}", "tune.mode: missing: its name does not show whether less or more of lr"),
         ("tune.num_trials=0", "at least 1"),
         ("tune.mode=maximum", "one of min, max"),
     ],
