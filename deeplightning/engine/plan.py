@@ -3,20 +3,17 @@
 Torch and Lightning are imported only to query the machine or create a strategy.
 """
 
-import contextlib
 import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from deeplightning.config.packages import TORCH_BUILD
 from deeplightning.config.schema import BACKENDS, PRECISIONS, Config, Engine
 from deeplightning.config.target import build_inside, is_installed
 from deeplightning.engine.devices import cpu_computes_bf16
-from deeplightning.engine.gpus import indexes, settle_gpus, taken
+from deeplightning.engine.gpus import indexes, settle_gpus
 from deeplightning.faults import ConfigError, Fault, Notice, SetupError
 from deeplightning.process.identity import Identity, contradiction, identity, slurm_step
-from deeplightning.process.ranks import restarts
 
 if TYPE_CHECKING:
     from pytorch_lightning.strategies import Strategy
@@ -75,11 +72,9 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
     if not missing and (engine.backend or "").startswith("deepspeed") and not is_installed("deepspeed"):
         message = f"{engine.backend} needs the package deepspeed: install the extra `deeplightning[deepspeed]`"
         faults.append(Fault(message, "engine.backend", exit_code=3))
-    if engine.params.get("process_group_backend") == "mpi" and not _has("mpi"):
+    if engine.params.get("process_group_backend") == "mpi" and not _knows_mpi():
         message = "this build of torch knows no MPI; use gloo, or nccl on GPUs, or build torch with MPI"
         faults.append(Fault(message, "engine.params.process_group_backend", exit_code=3))
-    if not missing:
-        faults += _lacks_nccl(engine)
     return notices, faults
 
 
@@ -181,38 +176,11 @@ def _lacks_address(engine: Engine) -> list[Fault]:
     return []
 
 
-def _has(backend: str) -> bool:
-    """Return whether torch is built with a backend for process groups."""
+def _knows_mpi() -> bool:
+    """Return whether torch is built with MPI."""
     from torch import distributed
 
-    return distributed.is_available() and distributed.is_backend_available(backend)
-
-
-def _lacks_nccl(engine: Engine) -> list[Fault]:
-    """Return a fault if GPUs need NCCL and torch has none; a strategy starts it even for a single process."""
-    word = engine.params.get("process_group_backend")
-    if engine.gpus is None or engine.backend is None or word not in (None, "nccl") or _has("nccl"):
-        return []
-    one = ", or `engine.backend=null` for the one GPU" if world_size(engine) == 1 else ""
-    message = (
-        f"this torch is built without NCCL, by which GPUs exchange tensors; {TORCH_BUILD} installs a build with it on "
-        f"Linux; elsewhere set `engine.backend=ddp` and `engine.params.process_group_backend=gloo`{one}"
-    )
-    return [Fault(message, "engine.backend", exit_code=3)]
-
-
-def occupied(engine: Engine) -> list[Fault]:
-    """Return the GPUs of a resolved engine that other processes use now, or that are full.
-
-    If one of our launches starts several processes, it checks all GPUs once; its processes would see each other there.
-    """
-    here = None
-    with contextlib.suppress(SetupError):  # `settle` reports it
-        here = identity()
-    if here is None or not here.is_binding:
-        is_first = (here is None or not here.is_of_lightning) and not is_elsewhere(engine)
-        return taken(engine, None) if is_first else []
-    return taken(engine, here.local_rank) if restarts() == 0 else []
+    return distributed.is_available() and distributed.is_mpi_available()
 
 
 def local_size(engine: Engine) -> int:
