@@ -388,13 +388,6 @@ def test_an_address_that_is_not_known_is_named(jobs, tiny, here):
     assert "MASTER_ADDR=nowhere.invalid" in told(failed)
 
 
-def test_more_processes_than_the_memory_has_room_for_are_not_started(jobs, tiny, here):
-    """The error has both figures, and nothing was started."""
-    failed = jobs("train", tiny, "engine.processes=100000", "engine.backend=ddp", cwd=here)
-    assert failed.code == 3
-    assert re.search(r"100000 processes need at least \d+ MiB each, and \d+ MiB are free", told(failed))
-
-
 # ---- processes that Lightning's launcher starts
 
 
