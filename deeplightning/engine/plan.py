@@ -13,7 +13,7 @@ from deeplightning.config.target import build_inside, is_installed
 from deeplightning.engine.devices import cpu_computes_bf16
 from deeplightning.engine.gpus import indexes, settle_gpus
 from deeplightning.faults import ConfigError, Fault, Notice, SetupError
-from deeplightning.process.identity import Identity, contradiction, identity, slurm_step
+from deeplightning.process.identity import Identity, identity, slurm_step
 
 if TYPE_CHECKING:
     from pytorch_lightning.strategies import Strategy
@@ -48,8 +48,6 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
         here = identity()
     except SetupError as error:
         faults.append(Fault(str(error), exit_code=3))
-    if (conflict := contradiction()) is not None:
-        notices.append(Notice(conflict))
     if here is not None and here.is_binding:
         missing = settle_gpus(engine, change)
         faults += _settle_size(engine, here, change)

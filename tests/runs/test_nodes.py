@@ -266,13 +266,12 @@ def test_other_sizes_than_the_launchers_are_refused(variables, overrides, fault,
     assert found.exit_code == 3
 
 
-def test_two_numbers_for_a_process_are_both_named(tiny, monkeypatch):
-    """RANK counts, and a warning has SLURM_PROCID too; restarts that nobody would do are told as well."""
-    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "SLURM_PROCID": "5"}.items():
+def test_restarts_that_nobody_would_do_are_told(tiny, monkeypatch):
+    """Of a process that a script has started."""
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     report = examine(tiny, ["engine.max_restarts=1"])
     told = [notice.text for notice in report.notices if notice.unasked]
-    assert "RANK=3 and SLURM_PROCID=5 are both set: this process is rank 3; unset RANK to go by Slurm" in told
     assert "engine.max_restarts: 1 → 0 (RANK has started this process, and starts none again)" in told
     assert report.config.engine.processes == 4
 
