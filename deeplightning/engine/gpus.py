@@ -112,29 +112,24 @@ def _unsupported(here: Machine) -> str | None:
     )
 
 
-# ---- errors of CUDA and torch when a GPU cannot be used
-
-_TOO_OLD = f"the driver is too old for this torch; {_BUILD}, or {_CPU}"
-_HIDDEN = f"the driver shows this process no GPU; {VISIBLE} may hide them; {_CPU}"
-ANSWERS = {
-    "CUDA-capable device(s) is/are busy or unavailable": "a GPU is in exclusive mode and another process uses it, or "
-    f"it has failed; `nvidia-smi` shows which; take another one by `engine.gpus=[…]`, or {_CPU}",
-    "no kernel image is available for execution on the device": "this torch has no kernels for a GPU of this age; "
-    f"{_BUILD}, or {_CPU}",
-    "CUDA driver version is insufficient for CUDA runtime version": _TOO_OLD,
-    "The NVIDIA driver on your system is too old": _TOO_OLD,
-    "invalid device ordinal": f"a process sees fewer GPUs than it needs; {VISIBLE} may differ between processes",
-    "no CUDA-capable device is detected": _HIDDEN,
-    "No CUDA GPUs are available": _HIDDEN,
-    "Found no NVIDIA driver on your system": f"there is no NVIDIA driver; {_CPU}",
-    "CUDA driver initialization failed": f"the driver does not start; `nvidia-smi` shows why; {_CPU}",
-    "CUDA unknown error": f"the driver does not answer; `nvidia-smi` shows why; {_CPU}",
-}
-"""Explanation and remedy, by phrases of CUDA 13 and torch 2.15 in errors at run time."""
+UNUSABLE = (
+    "CUDA-capable device(s) is/are busy or unavailable",
+    "no kernel image is available for execution on the device",
+    "CUDA driver version is insufficient for CUDA runtime version",
+    "The NVIDIA driver on your system is too old",
+    "invalid device ordinal",
+    "no CUDA-capable device is detected",
+    "No CUDA GPUs are available",
+    "Found no NVIDIA driver on your system",
+    "CUDA driver initialization failed",
+    "CUDA unknown error",
+)
+"""Phrases of CUDA 13 and torch 2.15 in errors at run time that the machine causes."""
 
 
 def unusable(error: BaseException) -> str | None:
     """Return what to do about an error that says that a GPU cannot be used on this machine; None for any other."""
-    text = str(error) if isinstance(error, RuntimeError) else ""
-    words = next((words for words in ANSWERS if words in text), None)
-    return None if words is None else f"{first_line(error)}: {ANSWERS[words]}"
+    if not isinstance(error, RuntimeError) or not any(words in str(error) for words in UNUSABLE):
+        return None
+    remedy = f"`nvidia-smi` shows the GPUs, their processes and the driver; {VISIBLE} may hide GPUs; {_BUILD}; {_CPU}"
+    return f"{first_line(error)}: {remedy}"

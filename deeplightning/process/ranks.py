@@ -27,7 +27,7 @@ from deeplightning.faults import SetupError
 from deeplightning.process import failure
 from deeplightning.process.failure import INTERRUPTED, Cause, RankError, is_lost
 from deeplightning.process.identity import ATTEMPT, identity
-from deeplightning.process.shared_folder import PREFIX, enter, is_alive, is_there, lock_folder, members, sweep, was_lost
+from deeplightning.process.shared_folder import PREFIX, enter, is_alive, is_there, lock_folder, members, was_lost
 from deeplightning.process.streams import is_early
 from deeplightning.process.terminal import say
 from deeplightning.runfolder import RunFolder
@@ -392,5 +392,4 @@ def _take_part(
 ) -> Ranks:
     global _here
     _here = Ranks(rank, folder, parent, parent_reports, expected, _end, _redact)
-    sweep()
     return _here

@@ -218,12 +218,13 @@ def test_a_driver_that_does_not_answer_says_why(refusal, on):
 # ---- while a run starts
 
 
-@pytest.mark.parametrize("words", gpus.ANSWERS)
+@pytest.mark.parametrize("words", gpus.UNUSABLE)
 def test_a_gpu_that_cuda_refuses_ends_with_exit_code_3(words, capsys):
-    """An error at run time that is the machine's: its first line, what it means and the remedy, without a traceback."""
+    """An error at run time that is the machine's: its first line and the remedy, without a traceback."""
     assert report(RuntimeError(f"CUDA error: {words}\nCUDA kernel errors might be asynchronously reported")) == 3
     told = capsys.readouterr().err
-    assert told == f"error: CUDA error: {words}: {gpus.ANSWERS[words]}\n"
+    assert told.startswith(f"error: CUDA error: {words}: `nvidia-smi` shows the GPUs")
+    assert told.count("\n") == 1
 
 
 def test_an_error_of_the_code_on_a_gpu_stays_one(capsys):
@@ -290,7 +291,7 @@ def test_cuda_and_torch_still_say_these_words():
         folder / "lib" / "libc10_cuda.so",
     ]
     files += folder.parent.glob("nvidia/**/libcudart.so*")
-    missing = set(gpus.ANSWERS)
+    missing = set(gpus.UNUSABLE)
     for file in files:
         if file.exists() and missing:
             with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
