@@ -9,7 +9,6 @@ import ctypes
 import importlib.util
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -26,14 +25,12 @@ class Gpu:
     Attributes:
         uuid: `GPU-…` or `MIG-…`; empty if only the number of GPUs is known.
         name: the product, such as `NVIDIA H100 80GB HBM3`.
-        total: bytes of memory; None if the driver does not report it.
-        instances: of a GPU in MIG mode.
+        total: bytes of memory; None if unknown.
     """
 
     uuid: str = ""
     name: str = ""
     total: int | None = None
-    instances: tuple["Gpu", ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,11 +68,12 @@ class Machine:
         return [] if len(set(words)) < len(words) or len(set(found)) < len(found) else found
 
     def named(self, word: str) -> list[Gpu]:
-        """Return the GPUs or MIG instances that match a number or the beginning of an id."""
+        """Return the GPUs that match a number or the beginning of an id; of a MIG instance CUDA alone knows the id."""
         if _is_index(word):
             return list(self.gpus[int(word) : int(word) + 1])
-        every = [*self.gpus, *(instance for gpu in self.gpus for instance in gpu.instances)]
-        return [gpu for gpu in every if gpu.uuid.startswith(word)] if _kind(word) else []
+        if _kind(word) == "MIG-":
+            return [Gpu(word)]
+        return [gpu for gpu in self.gpus if gpu.uuid.startswith(word)] if _kind(word) else []
 
 
 def _kind(word: str) -> str:
@@ -153,30 +151,20 @@ def _described() -> Machine:
         count, release = ctypes.c_uint(0), ctypes.c_int(0)
         nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
         nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(release))  # 13000 is 13.0
-        gpus = tuple(_gpu(nvml, handle) for handle in _handles(count.value, nvml.nvmlDeviceGetHandleByIndex_v2))
+        gpus = tuple(_gpu(nvml, number) for number in range(count.value))
         return Machine(gpus, supports=(release.value // 1000, release.value % 1000 // 10) if release.value else None)
     finally:
         nvml.nvmlShutdown()
 
 
-def _gpu(nvml: Any, handle: ctypes.c_void_p) -> Gpu:
+def _gpu(nvml: Any, number: int) -> Gpu:
+    handle, memory = ctypes.c_void_p(), _Memory()
     uuid, name = ctypes.create_string_buffer(96), ctypes.create_string_buffer(96)
+    nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(handle))
     nvml.nvmlDeviceGetUUID(handle, uuid, 96)
     nvml.nvmlDeviceGetName(handle, name, 96)
-    memory, mig, pending, most = _Memory(), ctypes.c_uint(0), ctypes.c_uint(0), ctypes.c_uint(0)
-    total = memory.total if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0 else None
-    instances: tuple[Gpu, ...] = ()
-    if nvml.nvmlDeviceGetMigMode(handle, ctypes.byref(mig), ctypes.byref(pending)) == 0 and mig.value:
-        nvml.nvmlDeviceGetMaxMigDeviceCount(handle, ctypes.byref(most))
-        found = _handles(most.value, lambda *args: nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, *args))
-        instances = tuple(_gpu(nvml, instance) for instance in found)
-    return Gpu(uuid.value.decode(), name.value.decode(), total, instances)
-
-
-def _handles(count: int, get: Callable[..., int]) -> list[ctypes.c_void_p]:
-    """Return the handles of devices that exist among `count` numbers."""
-    found = [(number, ctypes.c_void_p()) for number in range(count)]
-    return [handle for number, handle in found if get(number, ctypes.byref(handle)) == 0]
+    knows_memory = nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0
+    return Gpu(uuid.value.decode(), name.value.decode(), memory.total if knows_memory else None)
 
 
 def cpu_computes_bf16() -> bool:

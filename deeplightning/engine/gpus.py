@@ -88,7 +88,7 @@ def _not_there(asked: Any, here: Machine) -> str | None:
         if len(found) != 1:
             fault = f"begins {len(found)} ids" if found else "this machine does not have"
             return f"asks for {word}, which {fault}; `nvidia-smi -L` prints the ids; {_CPU}"
-        if found[0] not in [*shown, *(instance for gpu in shown for instance in gpu.instances)]:
+        if found[0] in here.gpus and found[0] not in shown:
             return f"asks for {word}, which {VISIBLE}={here.visible} hides; unset it"
     beyond = [str(entry) for entry in entries if isinstance(entry, int) and not 0 <= entry < len(shown)]
     if beyond:

@@ -48,13 +48,11 @@ def test_the_order_of_cuda_visible_devices_counts():
     gpus = tuple(map(Gpu, UUIDS))
     assert [gpu.uuid for gpu in Machine(gpus, "3,1").shown()] == ["GPU-c1", "GPU-a2"]
     assert Machine(gpus).shown() == list(gpus)
-    assert Machine(gpus, "MIG-1").shown() == []
-    part = Gpu("MIG-1")
-    assert Machine((Gpu("GPU-a1", instances=(part,)),), "MIG-1").shown() == [part]
+    assert Machine(gpus, "MIG-1").shown() == [Gpu("MIG-1")]
 
 
 class Driver:
-    """NVIDIA's library with two devices, the second in MIG mode with one instance; what it does not offer is absent."""
+    """NVIDIA's library with two devices."""
 
     def __init__(self, init=0, **functions):
         self.nvmlInit_v2 = lambda: init
@@ -74,7 +72,7 @@ class Driver:
         return 0
 
     def nvmlDeviceGetUUID(self, handle, buffer, size):
-        buffer.value = b"MIG-7" if handle.value == 200 else f"GPU-{handle.value}".encode()
+        buffer.value = f"GPU-{handle.value}".encode()
         return 0
 
     def nvmlDeviceGetName(self, handle, buffer, size):
@@ -84,18 +82,6 @@ class Driver:
     def nvmlDeviceGetMemoryInfo(self, handle, memory):
         memory._obj.total = 40 * MIB
         return 0
-
-    def nvmlDeviceGetMigMode(self, handle, current, pending):
-        current._obj.value = int(handle.value == 101)
-        return 0 if handle.value < 200 else 2
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle, count):
-        count._obj.value = 7
-        return 0
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle, index, instance):
-        instance._obj.value = 200
-        return 0 if index == 0 else 6  # not found
 
     def nvmlShutdown(self):
         return 0
@@ -125,15 +111,13 @@ def driver(tmp_path, monkeypatch):
 
 
 def test_the_driver_describes_the_machine(driver):
-    """Id, name, memory and MIG instances of each GPU; the CUDA release of the driver and of torch."""
+    """Id, name and memory of each GPU; the CUDA release of the driver and of torch."""
     driver(Driver())
     found = machine()
     assert (found.supports, found.built_for) == ((12, 8), (13, 2))
     first, second = found.gpus
     assert first == Gpu("GPU-100", "NVIDIA A100", 40 * MIB)
-    (instance,) = second.instances
-    assert (instance.uuid, instance.total, instance.instances) == ("MIG-7", 40 * MIB, ())
-    assert found.named("MIG-") == [instance]
+    assert second.uuid == "GPU-101"
 
 
 def test_a_driver_that_does_not_answer_is_reported(driver):

@@ -25,8 +25,6 @@ from deeplightning.words import lacks_memory
 GIB = 2**30
 ONE = Gpu("GPU-11", "NVIDIA A100", 80 * GIB)
 TWO, THREE, FOUR = (replace(ONE, uuid=f"GPU-{n}") for n in ("22", "33", "44"))
-PART, OTHER_PART = Gpu("MIG-51", "NVIDIA A100 MIG 1g.10gb", 10 * GIB), Gpu("MIG-52")
-SPLIT = replace(ONE, uuid="GPU-55", instances=(PART, OTHER_PART))
 SOME = {"supports": (13, 0), "built_for": (13, 0)}
 
 
@@ -146,7 +144,7 @@ def test_ids_are_shown_to_cuda_and_counted(on):
 
 def test_an_instance_of_a_gpu_in_mig_mode_is_taken_by_its_id(on):
     """One; its index is 0."""
-    cfg = on(machine_of(ONE, SPLIT), "engine.gpus=[MIG-51]")
+    cfg = on(machine_of(ONE), "engine.gpus=[MIG-51]")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-51"
     assert trainer_arguments(cfg)["devices"] == [0]
 
