@@ -113,7 +113,6 @@ def by_hand(engine: Engine) -> dict[str, str]:
 def _settle_size(engine: Engine, here: Identity, change: Callable[[str, object, str], None]) -> list[Fault]:
     """Take the sizes from the launch; return a fault for each size that was requested otherwise."""
     faults = []
-    hint = "; LOCAL_RANK and LOCAL_WORLD_SIZE tell which and how many are on each machine" if here.by == "RANK" else ""
 
     def agree(key: str, asked: int, started: int, what: str) -> None:
         if asked == started:
@@ -121,7 +120,7 @@ def _settle_size(engine: Engine, here: Identity, change: Callable[[str, object, 
         if asked == 1 and key != "gpus":
             change(key, started, f"{here.by} has started {started} {what}")
         else:
-            message = f"{asked} {what} are asked for, and {here.by} has started {started}; make the two equal{hint}"
+            message = f"{asked} {what} are asked for, and {here.by} has started {started}; make the two equal"
             faults.append(Fault(message, f"engine.{key}", exit_code=3))
 
     if here.world != here.nodes * here.local_world:
@@ -142,36 +141,28 @@ def _settle_size(engine: Engine, here: Identity, change: Callable[[str, object, 
 
 def _lacks_address(engine: Engine) -> list[Fault]:
     """Return what is missing to connect several machines that are started by hand."""
-    given = by_hand(engine)
-    number = given.get("NODE_RANK", "0")
-    if engine.num_nodes == 1:
-        message = f"there is 1 node, and NODE_RANK={number}; set engine.num_nodes, or unset NODE_RANK"
-        return [] if number.strip().strip("0") == "" else [Fault(message, "engine.num_nodes", exit_code=3)]
-    if (job := os.environ.get("SLURM_JOB_ID")) and "NODE_RANK" not in given:
+    given, nodes = by_hand(engine), engine.num_nodes
+    number = given.get("NODE_RANK", "0").strip()
+    message, key, code = "", "engine.num_nodes", 3
+    if nodes == 1:
+        if number.strip("0"):
+            message = f"there is 1 node, and NODE_RANK={number}; set engine.num_nodes, or unset NODE_RANK"
+    elif "SLURM_JOB_ID" in os.environ and "NODE_RANK" not in given:
+        message = f"{nodes} machines are asked for, and this is one process of a job of Slurm; start it with `srun`"
+    elif engine.max_restarts:
+        key, code = "engine.max_restarts", 2
+        message = "by hand, several machines start no lost process again: set it to 0, or use torchrun, Slurm or Ray"
+    elif not given:
+        code = 2
         message = (
-            f"{engine.num_nodes} machines are asked for, and this is a single process of Slurm's job {job}; "
-            "`srun deeplightning train …` starts one in each of its tasks"
+            f"{nodes} machines have to be started: by torchrun, Slurm, `engine.launcher`, or by this command on each "
+            "with MASTER_ADDR, MASTER_PORT and NODE_RANK set"
         )
-        return [Fault(message, "engine.num_nodes", exit_code=3)]
-    if engine.max_restarts:
-        message = (
-            f"{engine.max_restarts} restarts on {engine.num_nodes} machines: `torchrun --max-restarts`, Slurm and Ray "
-            "start lost processes again on several; by hand set it to 0"
-        )
-        return [Fault(message, "engine.max_restarts")]
-    missing = [name for name in _BY_HAND if name not in given]
-    if not given:
-        message = (
-            f"{engine.num_nodes} machines have to be started: by torchrun, Slurm, `engine.launcher`, or by this "
-            "command on each of them with MASTER_ADDR, MASTER_PORT and NODE_RANK set"
-        )
-        return [Fault(message, "engine.num_nodes")]
-    if missing:
-        return [Fault(f"{', '.join(missing)} not set; each of the machines needs it", "engine.num_nodes", exit_code=3)]
-    if not (number.isascii() and number.strip().isdigit() and int(number) < engine.num_nodes):
-        message = f"NODE_RANK={number} is no number from 0 to {engine.num_nodes - 1}"
-        return [Fault(message, "engine.num_nodes", exit_code=3)]
-    return []
+    elif missing := [name for name in _BY_HAND if name not in given]:
+        message = f"{', '.join(missing)} not set; each of the machines needs it"
+    elif not (number.isascii() and number.isdigit() and int(number) < nodes):
+        message = f"NODE_RANK={number} is no number from 0 to {nodes - 1}"
+    return [Fault(message, key, exit_code=code)] if message else []
 
 
 def _knows_mpi() -> bool:
