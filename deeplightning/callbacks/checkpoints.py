@@ -18,7 +18,7 @@ from deeplightning.callbacks.steps import ends_of_parts
 from deeplightning.config.schema import Checkpoint
 from deeplightning.engine.checkpoint_io import copy_checkpoint, read_checkpoint, remove_checkpoint
 from deeplightning.engine.process_group import replicas
-from deeplightning.engine.restored import check_optimizers
+from deeplightning.engine.restored import check_counters, check_optimizers
 from deeplightning.faults import CheckpointError, ConfigError, Fault
 from deeplightning.private.lightning import forget_train_loader, restart_validation
 from deeplightning.process.streams import Interrupted
@@ -175,6 +175,7 @@ class Checkpoints(LightningCheckpoint):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == "fit":
             refuse_without(trainer.callbacks, checkpoint, trainer.ckpt_path)  # type: ignore[attr-defined]
+            check_counters(trainer, checkpoint)
             if not trainer.strategy.restore_checkpoint_after_setup:  # else states are in a form of the strategy's own
                 self._arriving = checkpoint
         _count_for(checkpoint, replicas(trainer)[0])

@@ -1,10 +1,11 @@
 """Whether a run can resume from a checkpoint's training state: its optimizers, and errors while it is restored.
 
-Counters are not checked: whoever could change one could have changed a weight.
+Values are not checked: whoever could change a counter could have changed a weight.
 """
 
 import traceback
 from collections.abc import Mapping
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -19,6 +20,20 @@ _USE = ("torch.optim.", "pytorch_lightning.loops.", "pytorch_lightning.core.", "
 _USE_LATER = ("torch.optim.lr_scheduler", "pytorch_lightning.callbacks.early_stopping")
 """Modules that restore a state, that use it in the first step after, and that may use it later; Lightning 2.6 and
 torch 2.15 have no specific exceptions for a bad state."""
+
+
+def check_counters(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
+    """Raise if a checkpoint of this version of Lightning lacks a loop's state, which Lightning would not notice.
+
+    Raises:
+        CheckpointError: names one that is missing.
+    """
+    loops = checkpoint.get("loops") or {}
+    theirs = loops.get("fit_loop")
+    same_version = (checkpoint.get("versions") or {}).get("pytorch_lightning") == pl.__version__
+    for name in trainer.fit_loop.state_dict() if same_version else ():
+        if not isinstance(theirs, Mapping) or not isinstance(theirs.get(name), Mapping):
+            raise _refusal(trainer.ckpt_path, f"`loops.fit_loop.{name}` is missing")
 
 
 def check_optimizers(trainer: pl.Trainer, checkpoint: Mapping[str, object]) -> None:
