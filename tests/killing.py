@@ -18,12 +18,8 @@ import signal
 import pytorch_lightning as pl
 import torch
 
-from deeplightning.engine import background
 from deeplightning.tracking.delivery import Delivery
 from deeplightning.tracking.metrics_file import MetricsFile
-
-if os.environ.get("BACKGROUND"):  # else checkpoints on a CPU are written at once
-    background.MIN_BYTES, background.is_asynchronous = 0, lambda device: True
 
 rank = os.environ.get("LOCAL_RANK", "0")
 log = pathlib.Path(os.environ["EVENTS"])

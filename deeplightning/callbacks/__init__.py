@@ -49,7 +49,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     assert cfg.seed is not None, "load_config draws one"
     record = Record(cfg, loggers, Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S"))
     hooks = hooks_here()
-    checkpoints = Checkpoints(train.checkpoint, record, background=not hooks.copies_files, off=train.fast)
+    checkpoints = Checkpoints(train.checkpoint, record, off=train.fast)
     callbacks: list[pl.Callback] = []
     if cfg.model.init_from is not None:  # weights that are missing end the start before a run is opened
         callbacks.append(start.StartWeights(cfg.model.init_from, cfg.logger.params.get("tracking_uri")))

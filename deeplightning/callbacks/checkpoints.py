@@ -1,10 +1,10 @@
-"""Save `last.ckpt` to resume from, `best.ckpt` by a metric, and the next best, in the background and between optimizer
-steps alone: from inside an accumulation, Lightning's ModelCheckpoint saves no gradients."""
+"""Save `last.ckpt` to resume from, `best.ckpt` by a metric, and the next best, between optimizer steps alone.
+
+From inside an accumulation, Lightning's ModelCheckpoint saves no gradients."""
 
 import json
 import logging
 import math
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,8 +16,7 @@ from deeplightning.callbacks.average import refuse_without
 from deeplightning.callbacks.record import Record, between_steps, epoch_is_over
 from deeplightning.callbacks.steps import ends_of_parts
 from deeplightning.config.schema import Checkpoint
-from deeplightning.engine.background import Writer
-from deeplightning.engine.checkpoint_io import SafeCheckpointIO, copy_checkpoint, read_checkpoint, remove_checkpoint
+from deeplightning.engine.checkpoint_io import copy_checkpoint, read_checkpoint, remove_checkpoint
 from deeplightning.engine.process_group import replicas
 from deeplightning.engine.restored import check_counters, check_optimizers
 from deeplightning.faults import CheckpointError, ConfigError, Fault
@@ -40,19 +39,15 @@ class Checkpoints(LightningCheckpoint):
 
     `last.ckpt` is saved between two optimizer steps only: gradients that wait for theirs are in no checkpoint.
 
-    Large checkpoints are written while training continues (see `deeplightning.engine.background`). An error in that
-    ends the run at its next batch or checkpoint. However training ends, it waits for the checkpoint to be written.
-
     Args:
-        background: whether checkpoints may be written while training continues.
         off: save none; a metric that is not there is still an error.
 
     Attributes:
         resumed_at: the optimizer steps that were done when this training began; -1: it has not begun.
     """
 
-    def __init__(self, settings: Checkpoint, record: Record, background: bool = True, off: bool = False):
-        self.settings, self.record, self.background, self.off = settings, record, background, off
+    def __init__(self, settings: Checkpoint, record: Record, off: bool = False):
+        self.settings, self.record, self.off = settings, record, off
         self.kept: list[dict[str, Any]] = []  # the best first: {"value", "epoch", "step", "file"}
         self._loaded: list[dict[str, Any]] | None = None
         self._arriving: dict[str, object] | None = None  # until the optimizers are there that it is compared with
@@ -114,7 +109,6 @@ class Checkpoints(LightningCheckpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        _writer(trainer).check()
         every, step = self.settings.every_n_steps, trainer.global_step
         due = every is not None and step % every == 0 and step not in (self.resumed_at, self._saved_step)
         is_last = 0 < trainer.max_steps <= step  # two optimizers may take more than one step in a batch
@@ -153,11 +147,9 @@ class Checkpoints(LightningCheckpoint):
             self._save_last(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _writer(trainer).wait()
         lacks = self._saved_step != trainer.global_step or not self.record.folder.last.exists()
         if trainer.strategy.broadcast(lacks):  # other machines may not see rank 0's files, and all save or none
             self._save_last(trainer)
-            _writer(trainer).wait()
         if self.settings.monitor is not None and not self.kept and not self.off:
             log.warning("there is no best.ckpt: %s had no value to judge by", self.settings.monitor)
 
@@ -166,15 +158,9 @@ class Checkpoints(LightningCheckpoint):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save, so that an interrupted run can resume where it stopped."""
-        try:
-            _writer(trainer).wait()
-        except Exception as error:
-            if error is not exception:  # the run has failed already
-                log.warning("%s", error)
         polite = isinstance(exception, Interrupted) and not exception.at_once
         if polite and trainer.state.fn == "fit" and self.record.opened and between_steps(trainer):
             self._save_last(trainer)
-            _writer(trainer).wait()
 
     # ---- what
 
@@ -211,10 +197,9 @@ class Checkpoints(LightningCheckpoint):
         self._saved_step, self._due = trainer.global_step, False
         if self.off:
             return
-        self._save(trainer, self.record.folder.last)
+        trainer.save_checkpoint(self.record.folder.last)
         if self.settings.monitor is None and self.settings.save_top_k > 1 and trainer.is_global_zero:
-            named = self.record.folder.checkpoint(trainer.current_epoch, trainer.global_step)
-            _writer(trainer).then(lambda: self._keep_newest(named))
+            self._keep_newest(self.record.folder.checkpoint(trainer.current_epoch, trainer.global_step))
 
     def _keep_newest(self, named: Path) -> None:
         """Give `last.ckpt` a name of its own beside, and remove what is older than the newest k of such names."""
@@ -223,10 +208,6 @@ class Checkpoints(LightningCheckpoint):
         there = [path for path in folder.checkpoints() if path not in (folder.last, folder.best)]
         for old in there[self.settings.save_top_k :]:
             remove_checkpoint(old)
-
-    def _save(self, trainer: Trainer, path: Path) -> None:
-        with _io(trainer).in_background() if self.background else nullcontext():
-            trainer.save_checkpoint(path)
 
     def _judge(self, trainer: Trainer) -> None:
         """Keep the weights if the monitored metric has a new value among the best k."""
@@ -257,7 +238,6 @@ class Checkpoints(LightningCheckpoint):
         if place < self.settings.save_top_k:
             self._keep(trainer, entry, place)
         elif trainer.is_global_zero:  # killed between keeping a better one and removing this
-            _writer(trainer).wait()
             remove_checkpoint(self.record.folder.checkpoint(entry["epoch"], entry["step"]))
 
     def _keep(self, trainer: Trainer, entry: dict[str, Any], place: int) -> None:
@@ -266,25 +246,19 @@ class Checkpoints(LightningCheckpoint):
             former = self.kept[0]
             former["file"] = folder.checkpoint(former["epoch"], former["step"]).name
             if trainer.is_global_zero:
-                _writer(trainer).wait()
                 copy_checkpoint(folder.best, folder.path / former["file"])
         target = folder.best if place == 0 else folder.checkpoint(entry["epoch"], entry["step"])
         self.kept.insert(place, {**entry, "file": target.name})
         surplus = self.kept[self.settings.save_top_k :]
         del self.kept[self.settings.save_top_k :]
-        self._save(trainer, target)
+        trainer.save_checkpoint(target)
         if not trainer.is_global_zero:
             return
-        score = json.dumps(self.kept[0], indent=1)
-
-        def replace() -> None:
-            for old in surplus:
-                if old["file"] != folder.best.name:
-                    remove_checkpoint(folder.path / old["file"])
-            if place == 0:
-                write_whole(folder.best_score, score)
-
-        _writer(trainer).then(replace)
+        for old in surplus:
+            if old["file"] != folder.best.name:
+                remove_checkpoint(folder.path / old["file"])
+        if place == 0:
+            write_whole(folder.best_score, json.dumps(self.kept[0], indent=1))
 
     def state_dict(self) -> dict[str, Any]:
         return {"kept": [dict(entry) for entry in self.kept]}
@@ -343,14 +317,6 @@ class Checkpoints(LightningCheckpoint):
         ]
         there = [entry for entry in others if (former.path / entry["file"]).is_file()]
         return [best, *there][: self.settings.save_top_k]
-
-
-def _io(trainer: Trainer) -> SafeCheckpointIO:
-    return cast(SafeCheckpointIO, trainer.strategy.checkpoint_io)
-
-
-def _writer(trainer: Trainer) -> Writer:
-    return _io(trainer).writer
 
 
 def _count_for(checkpoint: dict[str, Any], world: int) -> None:

@@ -22,7 +22,6 @@ from deeplightning.callbacks.record import Record, Redacting, print_once, rank_s
 from deeplightning.callbacks.watch import batch_loss, has_loss, samples_in
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.tree import line
-from deeplightning.engine.compute import matmul_hint
 from deeplightning.engine.plan import effective_batch
 from deeplightning.engine.process_group import replicas
 from deeplightning.faults import count
@@ -89,7 +88,7 @@ def to_terminal(cfg: Config) -> None:
     warnings.filterwarnings("ignore", message="Length of IterableDataset")
     # `engine.gpus: null` is a choice.
     warnings.filterwarnings("ignore", message=r"GPU available but not used\.", category=PossibleUserWarning)
-    # Ours names the key: `deeplightning.engine.compute.matmul_hint`. Lightning's is news below its level, see above.
+    # The key is called engine.matmul_precision here. Lightning's is news below its level, see above.
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores for float32 matrix multiplication available")
     if cfg.model.trainable != "all":  # what does not learn is in evaluation mode
         warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode at the start of training")
@@ -134,8 +133,6 @@ class Console(Callback):
             for name, text in self._summary(trainer, pl_module).items():
                 _say(name, text)
             self._say_where(trainer)
-            if (hint := matmul_hint(self.cfg.engine, trainer.strategy.root_device)) is not None:
-                _say("hint", hint)
         self._began_at = _share_done(trainer, 0) or 0.0
         if self.bar and trainer.is_global_zero:
             self._progress = _bar()

@@ -36,7 +36,7 @@ from deeplightning.private.mlflow import autologs
 from deeplightning.process import ranks
 from deeplightning.process.identity import own_rank
 from deeplightning.process.logs import Printable
-from deeplightning.process.streams import Interrupted, say_losses
+from deeplightning.process.streams import Interrupted
 from deeplightning.process.terminal import LAYOUT, say
 from deeplightning.runfolder import UMASK, FolderLock, RunFolder, make_private, read_object, umask_of, write_whole
 from deeplightning.tracking.build import end, open_runs, publish, run_folder
@@ -503,7 +503,6 @@ def _log_to_file(path: Path, cfg: Config) -> None:
     root.setLevel(min(root.level or logging.INFO, logging.INFO))
     if log.level == logging.NOTSET:
         log.setLevel(logging.INFO)
-    say_losses()
 
 
 def print_once() -> None:

@@ -27,7 +27,7 @@ from deeplightning.config.schema import Config, backend_of
 from deeplightning.config.source import Given, Source, compose
 from deeplightning.config.target import find_function
 from deeplightning.config.tree import Entry, entry_at
-from deeplightning.engine.plan import occupied, settle
+from deeplightning.engine.plan import settle
 from deeplightning.faults import ConfigError, Fault, Notice, place_of, upwards
 from deeplightning.own_code import added_roots, original_roots, use_import_roots
 from deeplightning.process.identity import decision
@@ -57,9 +57,6 @@ def examine(
     wrong = {key for fault in report.faults for key in (fault.key or "", f"{fault.key}.type")}
     lacking = [fault for fault in lacking if fault.key not in wrong]
     report.add(*lacking, *conflicts(cfg, asked, report.places, skip=wrong.__contains__))
-    if not lacking:
-        places = report.places
-        report.at_start += [replace(f, place=place_of(str(f.key), places)) for f in occupied(cfg.engine)]
     if isinstance(root := cfg.data.root, str) and is_address(root) and (why := missing_library(root)) is not None:
         place = place_of("data.root", report.places)
         report.at_start.append(Fault(why, "data.root", place, found=shown(root), exit_code=3))

@@ -12,7 +12,7 @@ import secrets
 import shutil
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,7 @@ from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import distributed
 
 from deeplightning.engine import shards
-from deeplightning.engine.background import Snapshot, Writer, gains, tensors_in
-from deeplightning.faults import FREE_SOME, CheckpointError, SetupError, is_full, megabytes, no_room
+from deeplightning.faults import FREE_SOME, CheckpointError, SetupError, is_full, no_room
 from deeplightning.runfolder import sync_names, whole
 from deeplightning.words import first_line
 
@@ -55,40 +54,15 @@ class SafeCheckpointIO(TorchCheckpointIO):
     """Write to a temporary file, sync, rename; read plain types only.
 
     Writing in place lost 40 of 40 checkpoints to kills, this way none of 100 (November 2026).
-
-    Attributes:
-        writer: writes in the background; wait for it before a checkpoint is read or replaced.
     """
 
-    def __init__(self) -> None:
-        self.writer = Writer()
-        self._in_background = False
-
-    @contextlib.contextmanager
-    def in_background(self) -> Iterator[None]:
-        """Allow checkpoints that are saved in the block to be written later (see `Writer`)."""
-        self._in_background = True
-        try:
-            yield
-        finally:
-            self._in_background = False
-
     def save_checkpoint(self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None) -> None:
-        """Save atomically, after the checkpoint that is being written.
+        """Save atomically.
 
         Raises:
             SetupError: the folder cannot be written, or the disk is full; an older file at `path` stays.
         """
-        self.writer.wait()
-        if self._in_background and gains(checkpoint):
-            snapshot = Snapshot(checkpoint)
-            self.writer.submit(lambda: _write(snapshot.finished(), Path(path)))
-        else:
-            _write(checkpoint, Path(path))
-
-    def teardown(self) -> None:
-        """Wait for the checkpoint that is being written."""
-        self.writer.close()
+        _write(checkpoint, Path(path))
 
     def load_checkpoint(
         self, path: str | Path, map_location: object = "cpu", weights_only: bool | None = True
@@ -145,8 +119,7 @@ def _write(content: dict[str, object], target: Path) -> None:
         reason = getattr(first, "strerror", None) or first_line(first)
         if isinstance(first, OSError) and is_full(first):
             written = beside.stat().st_size if beside.exists() else 0
-            needed = megabytes(sum(tensor.nbytes for tensor in tensors_in(content)))
-            reason += f"; {no_room(target.parent, written)}, and about {needed} needed; {FREE_SOME}"
+            reason += f"; {no_room(target.parent, written)}; {FREE_SOME}"
         raise SetupError(f"{target}: the checkpoint cannot be written: {reason}") from error
     finally:
         with contextlib.suppress(OSError):  # must not hide the error before

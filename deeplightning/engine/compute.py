@@ -1,6 +1,7 @@
 """How one process computes: threads, memory, memory formats and the compiler. Results do not change, except that
 `channels_last` and another number of threads round differently."""
 
+import contextlib
 import ctypes
 import hashlib
 import logging
@@ -33,17 +34,6 @@ def prepare(engine: Engine) -> None:
         torch.set_num_threads(engine.threads)
     if engine.keep_memory:
         keep_memory()
-
-
-def matmul_hint(engine: Engine, device: torch.device) -> str | None:
-    """Return a hint that TF32 would be faster on this GPU, if the run computes in 32 bits and no key decides it."""
-    if device.type != "cuda" or engine.matmul_precision is not None or engine.precision not in (32, "32-true"):
-        return None
-    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
-        return None  # TF32 came with NVIDIA's Ampere
-    return (
-        "engine.matmul_precision=high multiplies matrices in TF32: faster on this GPU, with 10 bits of mantissa for 23"
-    )
 
 
 def keep_memory() -> None:
@@ -105,7 +95,7 @@ def prepare_to_compile(engine: Engine) -> None:
     processes can share the folder.
 
     Raises:
-        SetupError: there is no compiler, or it cannot use the folder that the user set.
+        SetupError: there is no compiler.
     """
     on_gpu = engine.gpus is not None
     if engine.compile == "graphs":  # by CUDA alone
@@ -113,33 +103,21 @@ def prepare_to_compile(engine: Engine) -> None:
             log.info("engine.compile=graphs records what a GPU computes: this run has none, and trains eagerly")
         return
     _find_compiler(on_gpu)
-    folder, given = cache_folder(), os.environ.get(FOLDER)
-    if given is not None:
-        if not _takes(given, on_gpu):
-            message = f"{FOLDER} is {given!r}, and torch's C++ compiler takes no folder with a space; set another"
-            raise SetupError(Fault(message, "engine.compile"))
-    elif folder is not None and not _takes(str(folder), on_gpu):
-        log.info("%s has a space, which torch's compiler does not take; compiled code goes to torch's folder", folder)
-    elif folder is not None:
-        try:
+    with contextlib.suppress(OSError, RuntimeError):  # without a home, or room there, torch takes its own folder
+        folder = cache_folder()
+        if FOLDER not in os.environ and " " not in str(folder):  # torch 2.15 calls compilers without quotes
             folder.mkdir(parents=True, exist_ok=True)
             os.environ[FOLDER] = str(folder)
-        except OSError as error:
-            log.info("%s: %s; what is compiled goes to torch's own folder", folder, error.strerror)
 
 
-def _takes(folder: str, on_gpu: bool) -> bool:
-    """Return whether the compiler can use the folder: torch 2.15 calls the CPU's without quotes around paths."""
-    return on_gpu or not any(character.isspace() for character in folder)
+def cache_folder() -> Path:
+    """Return a folder in the user's cache for compiled code. It depends on the versions of torch and Python and the
+    kind of CPU, since code for one may not run on another.
 
-
-def cache_folder() -> Path | None:
-    """Return a folder in the user's cache for compiled code; None for a user without a home. It depends on the versions
-    of torch and Python and the kind of CPU, since code for one may not run on another."""
-    try:
-        top = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:
-        return None
+    Raises:
+        RuntimeError: the user has no home.
+    """
+    top = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     return top / "deeplightning" / "compiled" / f"torch-{torch.__version__}-python-{python}-{_cpu()}"
 

@@ -3,20 +3,17 @@
 Torch and Lightning are imported only to query the machine or create a strategy.
 """
 
-import contextlib
 import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from deeplightning.config.packages import TORCH_BUILD
 from deeplightning.config.schema import BACKENDS, PRECISIONS, Config, Engine
 from deeplightning.config.target import build_inside, is_installed
 from deeplightning.engine.devices import cpu_computes_bf16
-from deeplightning.engine.gpus import indexes, settle_gpus, taken
+from deeplightning.engine.gpus import indexes, settle_gpus
 from deeplightning.faults import ConfigError, Fault, Notice, SetupError
-from deeplightning.process.identity import Identity, contradiction, identity, slurm_step
-from deeplightning.process.ranks import restarts
+from deeplightning.process.identity import Identity, identity, slurm_step
 
 if TYPE_CHECKING:
     from pytorch_lightning.strategies import Strategy
@@ -51,8 +48,6 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
         here = identity()
     except SetupError as error:
         faults.append(Fault(str(error), exit_code=3))
-    if (conflict := contradiction()) is not None:
-        notices.append(Notice(conflict))
     if here is not None and here.is_binding:
         missing = settle_gpus(engine, change)
         faults += _settle_size(engine, here, change)
@@ -75,11 +70,9 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
     if not missing and (engine.backend or "").startswith("deepspeed") and not is_installed("deepspeed"):
         message = f"{engine.backend} needs the package deepspeed: install the extra `deeplightning[deepspeed]`"
         faults.append(Fault(message, "engine.backend", exit_code=3))
-    if engine.params.get("process_group_backend") == "mpi" and not _has("mpi"):
+    if engine.params.get("process_group_backend") == "mpi" and not _knows_mpi():
         message = "this build of torch knows no MPI; use gloo, or nccl on GPUs, or build torch with MPI"
         faults.append(Fault(message, "engine.params.process_group_backend", exit_code=3))
-    if not missing:
-        faults += _lacks_nccl(engine)
     return notices, faults
 
 
@@ -120,7 +113,6 @@ def by_hand(engine: Engine) -> dict[str, str]:
 def _settle_size(engine: Engine, here: Identity, change: Callable[[str, object, str], None]) -> list[Fault]:
     """Take the sizes from the launch; return a fault for each size that was requested otherwise."""
     faults = []
-    hint = "; LOCAL_RANK and LOCAL_WORLD_SIZE tell which and how many are on each machine" if here.by == "RANK" else ""
 
     def agree(key: str, asked: int, started: int, what: str) -> None:
         if asked == started:
@@ -128,7 +120,7 @@ def _settle_size(engine: Engine, here: Identity, change: Callable[[str, object, 
         if asked == 1 and key != "gpus":
             change(key, started, f"{here.by} has started {started} {what}")
         else:
-            message = f"{asked} {what} are asked for, and {here.by} has started {started}; make the two equal{hint}"
+            message = f"{asked} {what} are asked for, and {here.by} has started {started}; make the two equal"
             faults.append(Fault(message, f"engine.{key}", exit_code=3))
 
     if here.world != here.nodes * here.local_world:
@@ -149,70 +141,35 @@ def _settle_size(engine: Engine, here: Identity, change: Callable[[str, object, 
 
 def _lacks_address(engine: Engine) -> list[Fault]:
     """Return what is missing to connect several machines that are started by hand."""
-    given = by_hand(engine)
-    number = given.get("NODE_RANK", "0")
-    if engine.num_nodes == 1:
-        message = f"there is 1 node, and NODE_RANK={number}; set engine.num_nodes, or unset NODE_RANK"
-        return [] if number.strip().strip("0") == "" else [Fault(message, "engine.num_nodes", exit_code=3)]
-    if (job := os.environ.get("SLURM_JOB_ID")) and "NODE_RANK" not in given:
+    given, nodes = by_hand(engine), engine.num_nodes
+    number = given.get("NODE_RANK", "0").strip()
+    message, key, code = "", "engine.num_nodes", 3
+    if nodes == 1:
+        if number.strip("0"):
+            message = f"there is 1 node, and NODE_RANK={number}; set engine.num_nodes, or unset NODE_RANK"
+    elif "SLURM_JOB_ID" in os.environ and "NODE_RANK" not in given:
+        message = f"{nodes} machines are asked for, and this is one process of a job of Slurm; start it with `srun`"
+    elif engine.max_restarts:
+        key, code = "engine.max_restarts", 2
+        message = "by hand, several machines start no lost process again: set it to 0, or use torchrun, Slurm or Ray"
+    elif not given:
+        code = 2
         message = (
-            f"{engine.num_nodes} machines are asked for, and this is a single process of Slurm's job {job}; "
-            "`srun deeplightning train …` starts one in each of its tasks"
+            f"{nodes} machines have to be started: by torchrun, Slurm, `engine.launcher`, or by this command on each "
+            "with MASTER_ADDR, MASTER_PORT and NODE_RANK set"
         )
-        return [Fault(message, "engine.num_nodes", exit_code=3)]
-    if engine.max_restarts:
-        message = (
-            f"{engine.max_restarts} restarts on {engine.num_nodes} machines: `torchrun --max-restarts`, Slurm and Ray "
-            "start lost processes again on several; by hand set it to 0"
-        )
-        return [Fault(message, "engine.max_restarts")]
-    missing = [name for name in _BY_HAND if name not in given]
-    if not given:
-        message = (
-            f"{engine.num_nodes} machines have to be started: by torchrun, Slurm, `engine.launcher`, or by this "
-            "command on each of them with MASTER_ADDR, MASTER_PORT and NODE_RANK set"
-        )
-        return [Fault(message, "engine.num_nodes")]
-    if missing:
-        return [Fault(f"{', '.join(missing)} not set; each of the machines needs it", "engine.num_nodes", exit_code=3)]
-    if not (number.isascii() and number.strip().isdigit() and int(number) < engine.num_nodes):
-        message = f"NODE_RANK={number} is no number from 0 to {engine.num_nodes - 1}"
-        return [Fault(message, "engine.num_nodes", exit_code=3)]
-    return []
+    elif missing := [name for name in _BY_HAND if name not in given]:
+        message = f"{', '.join(missing)} not set; each of the machines needs it"
+    elif not (number.isascii() and number.isdigit() and int(number) < nodes):
+        message = f"NODE_RANK={number} is no number from 0 to {nodes - 1}"
+    return [Fault(message, key, exit_code=code)] if message else []
 
 
-def _has(backend: str) -> bool:
-    """Return whether torch is built with a backend for process groups."""
+def _knows_mpi() -> bool:
+    """Return whether torch is built with MPI."""
     from torch import distributed
 
-    return distributed.is_available() and distributed.is_backend_available(backend)
-
-
-def _lacks_nccl(engine: Engine) -> list[Fault]:
-    """Return a fault if GPUs need NCCL and torch has none; a strategy starts it even for a single process."""
-    word = engine.params.get("process_group_backend")
-    if engine.gpus is None or engine.backend is None or word not in (None, "nccl") or _has("nccl"):
-        return []
-    one = ", or `engine.backend=null` for the one GPU" if world_size(engine) == 1 else ""
-    message = (
-        f"this torch is built without NCCL, by which GPUs exchange tensors; {TORCH_BUILD} installs a build with it on "
-        f"Linux; elsewhere set `engine.backend=ddp` and `engine.params.process_group_backend=gloo`{one}"
-    )
-    return [Fault(message, "engine.backend", exit_code=3)]
-
-
-def occupied(engine: Engine) -> list[Fault]:
-    """Return the GPUs of a resolved engine that other processes use now, or that are full.
-
-    If one of our launches starts several processes, it checks all GPUs once; its processes would see each other there.
-    """
-    here = None
-    with contextlib.suppress(SetupError):  # `settle` reports it
-        here = identity()
-    if here is None or not here.is_binding:
-        is_first = (here is None or not here.is_of_lightning) and not is_elsewhere(engine)
-        return taken(engine, None) if is_first else []
-    return taken(engine, here.local_rank) if restarts() == 0 else []
+    return distributed.is_available() and distributed.is_mpi_available()
 
 
 def local_size(engine: Engine) -> int:

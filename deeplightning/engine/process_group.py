@@ -1,12 +1,8 @@
-"""Process groups: Lightning's cluster environment, how data are split over processes, data parallelism, teardown, and
-explanations of failed DeepSpeed builds."""
+"""Process groups: Lightning's cluster environment, how data are split over processes, data parallelism, teardown."""
 
 import atexit
-import contextlib
-import io
 import logging
 import os
-import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -20,11 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from deeplightning.process.identity import Identity, identity
-from deeplightning.words import first_line
 
 log = logging.getLogger("deeplightning")
-
-_PACKAGES = "`sudo apt-get install libaio-dev` (Debian, Ubuntu), `sudo dnf install libaio-devel` (Fedora, RHEL)"
 
 
 def cluster() -> ClusterEnvironment:
@@ -190,37 +183,3 @@ def leave_at_exit() -> None:
 def _leave() -> None:
     if distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
-
-
-def expect_barriers_of_one_process() -> None:
-    """Ignore torch's warning about barriers on the current device. DeepSpeed does not bind the group of a single
-    process to its device, where NCCL failed (0.19.8, its issue 8248); the current device is the right one."""
-    warnings.filterwarnings(
-        "ignore", message=r"barrier\(\): using the device under current context", category=UserWarning
-    )
-
-
-def why_not_built(error: RuntimeError) -> str:
-    """Return what DeepSpeed lacks to build one of its operators, and the package that provides it.
-
-    DeepSpeed's own message ends in `None` unless it is verbose (0.19.8).
-    """
-    first = first_line(error)
-    name = found[1] if (found := re.search(r"JIT load the (\w+) op", first)) else ""
-    if name == "async_io":
-        lack = "to offload to an NVMe disk it needs libaio with its headers"
-        return f"{lack}: {_PACKAGES}; where they are elsewhere, set CFLAGS=-I… and LDFLAGS=-L…"
-    if "ninja" in first:
-        return f"to compile its operator {name} it needs ninja: pip install ninja"
-    return first.removesuffix("None").rstrip(" .") + (f": {reason}" if (reason := _asked(name)) else "")
-
-
-def _asked(name: str) -> str | None:
-    """Return the error log of an operator's builder."""
-    with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
-        from deepspeed.ops.op_builder.all_ops import ALL_OPS
-
-        builder = ALL_OPS[name]
-        builder.is_compatible(verbose=True)
-        return builder.error_log
-    return None

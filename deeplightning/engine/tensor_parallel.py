@@ -10,7 +10,6 @@ Sources: https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html; 
 
 import hashlib
 import logging
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from deeplightning.engine.sharded import Share, places
 from deeplightning.engine.shards import Scattered, Shard, slices, whole_of
-from deeplightning.faults import ConfigError, Fault, nearest
+from deeplightning.faults import ConfigError, Fault
 
 log = logging.getLogger("deeplightning")
 
@@ -90,7 +89,8 @@ def plan_of(task: nn.Module, given: Mapping[str, str] | None, processes: int) ->
             for pattern in patterns.split("|"):
                 found = [name for name, inner in names.items() if _fits(name, inner, pattern.strip())]
                 if not found:
-                    raise _no_module(pattern.strip(), names)
+                    message = f"no module fits {pattern.strip()!r}; there are {', '.join(sorted(names)[:12])}"
+                    raise ConfigError(Fault(message, PLAN, found=pattern.strip()))
                 for name in found:
                     if chosen.setdefault(name, word) != word:
                         message = f"{name} is both {chosen[name]} and {word}; let one pattern fit it"
@@ -199,13 +199,6 @@ def _fits(name: str, inner: str, pattern: str) -> bool:
     return any(fnmatchcase(part, pattern) for part in (name, inner, name.partition(".")[2]))
 
 
-def _no_module(pattern: str, names: Mapping[str, str]) -> ConfigError:
-    some = sorted(names)
-    message = f"no module fits {pattern!r}.{nearest(pattern, names)} There are {', '.join(some[:12])}"
-    more = f" and {len(some) - 12} more" if len(some) > 12 else ""
-    return ConfigError(Fault(message + more, PLAN, found=pattern))
-
-
 def _unfit(module: nn.Module, word: str, processes: int) -> str | None:
     """Return why a module cannot be split that way; None if it can."""
     if isinstance(module, nn.Embedding):
@@ -274,13 +267,6 @@ class Layout:
         split = [rows.unflatten(self.dim, (self.blocks, -1)) for rows in of_parts]
         return torch.cat(split, self.dim + 1).flatten(self.dim, self.dim + 1)
 
-    def start(self, replica: int, part: int) -> int | None:
-        """Return where a process's part begins in the flattened parameter; None if it is not one slice of it."""
-        if self.dim not in (None, 0) or self.blocks > 1:
-            return None
-        first, last = (0, self.shape[0]) if self.dim is None else list(slices(self.shape[0], self.parts))[part]
-        return (first + self._rows(last - first)[replica][0]) * math.prod(self.shape[1:])
-
     def _of_group(self, whole: Tensor, part: int) -> Tensor:
         if self.dim is None:
             return whole
@@ -293,27 +279,15 @@ class Layout:
 
 
 @dataclass
-class Replicated(Share):
-    """A part of a parameter that all processes of a group have; each writes a slice of it to a checkpoint."""
-
-    rank: int
-    parts: int
-
-    def piece(self, values: Tensor) -> Shard:
-        start, stop = list(slices(values.numel(), self.parts))[self.rank]
-        return Shard(self.shape, self.start + start, values[start:stop])
-
-
-@dataclass
 class Split(Share):
-    """A process's part of a parameter that is not a slice of it. For checkpoints the parameter is gathered, and each
-    process writes a slice, so that every engine reads it."""
+    """A process's part of a parameter, which need not be a slice of it. For checkpoints the parameter is gathered, and
+    each process writes a slice, so that every engine reads it."""
 
     layout: Layout
     mesh: DeviceMesh
 
     def part(self, tensor: Tensor | Scattered) -> Tensor:
-        replica, part = _place(self.mesh)
+        replica, part = self.mesh.get_local_rank(REPLICAS), self.mesh.get_local_rank(PARTS)
         return self.layout.part(whole_of(tensor), replica, part)
 
     def piece(self, values: Tensor) -> Shard:
@@ -341,20 +315,9 @@ def share_of(parameter: nn.Parameter, blocks: int, mesh: DeviceMesh) -> Share:
         blocks: see `Layout`.
         mesh: replicas x parts.
     """
-    (replica, part), (replicas, parts) = _place(mesh), mesh.shape
     tensor: Any = parameter.data
     placements = dict(zip(tensor.device_mesh.mesh_dim_names, tensor.placements, strict=True))
     placed = placements.get(PARTS)
     dim = placed.dim if placed is not None and placed.is_shard() else None
-    layout = Layout(tuple(parameter.shape), dim, blocks, replicas, parts)
-    values, start = tensor.to_local().detach().view(-1), layout.start(replica, part)
-    if start is None:
-        return Split(layout.shape, 0, values, layout, mesh)
-    if dim is None:
-        return Replicated(layout.shape, start, values, part, parts)
-    return Share(layout.shape, start, values)
-
-
-def _place(mesh: DeviceMesh) -> tuple[int, int]:
-    """Return the replica and the part of this process."""
-    return mesh.get_local_rank(REPLICAS), mesh.get_local_rank(PARTS)
+    layout = Layout(tuple(parameter.shape), dim, blocks, *mesh.shape)
+    return Split(layout.shape, 0, tensor.to_local().detach().view(-1), layout, mesh)

@@ -13,17 +13,13 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy
 from torch import Tensor, distributed, nn
 
-from deeplightning.engine.process_group import (
-    expect_barriers_of_one_process,
-    leave_at_exit,
-    scale_gradients,
-    why_not_built,
-)
+from deeplightning.engine.process_group import leave_at_exit, scale_gradients
 from deeplightning.engine.sharded import Sharded, Share, places, replace
 from deeplightning.engine.shards import whole_of
 from deeplightning.faults import Fault, SetupError
 from deeplightning.private.deepspeed import fragment_of, skip_shared_memory_sums
 from deeplightning.private.messages import Sentence, says
+from deeplightning.words import first_line
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _SCALE = "loss_scale"  # a key of an optimizer's state in a checkpoint
@@ -80,8 +76,6 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
     def setup_distributed(self) -> None:
         leave_at_exit()
         if not self._on_cpu:
-            if self.num_nodes * self.num_processes == 1:
-                expect_barriers_of_one_process()
             super().setup_distributed()
             return
         skip_shared_memory_sums()
@@ -103,8 +97,8 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
         except RuntimeError as error:
             if not says(error, Sentence.CANNOT_BUILD):
                 raise
-            message = f"DeepSpeed cannot build what it needs here: {why_not_built(error)}"
-            raise SetupError(Fault(message, "engine.backend")) from error
+            message = f"DeepSpeed cannot build what it needs here: {first_line(error)}; `ds_report` shows what it lacks"
+            raise SetupError(Fault(f"{message} (libaio for nvme, ninja)", "engine.backend")) from error
         for module in self.lightning_module.modules():
             # DeepSpeed 0.19 casts parameters and leaves buffers; torch's batch norm wants both alike.
             if isinstance(module, _BATCH_NORMS) and module.affine:

@@ -97,8 +97,7 @@ class ProcessHooks:
 
     Attributes:
         signals: numbers that save a checkpoint and end the run, besides SIGINT and SIGTERM.
-        copies_files: whether the launcher copies checkpoints for processes without a shared folder: each is complete
-            when the next step begins.
+        copies_files: whether the launcher copies checkpoints for processes without a shared folder.
     """
 
     signals: Sequence[int] = ()

@@ -22,7 +22,6 @@ from deeplightning.faults import SetupError
 from deeplightning.launch.job import Backoff, Job, Start
 from deeplightning.launch.sealed import sealed_meanwhile
 from deeplightning.process import failure, ranks, shared_folder
-from deeplightning.process.agreement import enough_memory
 from deeplightning.process.terminal import say, say_path
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.environment import git_state
@@ -205,7 +204,6 @@ class Processes:
             self._until, self._folder = None, Path()
             try:
                 self._folder = Path(tempfile.mkdtemp(prefix=shared_folder.PREFIX))
-                enough_memory(self._number)
                 self._start_all()
             except (OSError, SetupError) as error:
                 self._clean()

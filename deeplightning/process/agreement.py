@@ -15,12 +15,9 @@ from deeplightning.process import failure, ranks
 from deeplightning.process.identity import identity
 from deeplightning.process.rendezvous import join
 from deeplightning.process.streams import Interrupted, Terminated
-from deeplightning.words import free_memory
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
-
-MIN_PROCESS_BYTES = 300 * 2**20  # a process that has imported torch and Lightning and trains a small network (2026)
 
 
 def connect(
@@ -64,8 +61,6 @@ def connect(
             try:
                 environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
                 if self._store is None:
-                    if starts_others:
-                        enough_memory(self.num_processes)
                     size = (self.num_processes, self.num_nodes)
                     self._store = (join(environment, rank, *size, alike or {}, self._start_others),)
                 share_threads(self.num_processes)
@@ -107,16 +102,3 @@ def all_ended() -> None:
         if (cause := group.failed_child()) is not None:
             group.record_cause(cause)
             raise failure.RankError(group.first() or cause)
-
-
-def enough_memory(processes: int) -> None:
-    """Raise if free memory is too small for this many processes.
-
-    Raises:
-        SetupError: names both figures.
-    """
-    free = free_memory()
-    if free is not None and (processes - 1) * MIN_PROCESS_BYTES > free:
-        room, least = 1 + free // MIN_PROCESS_BYTES, MIN_PROCESS_BYTES >> 20
-        message = f"{processes} processes need at least {least} MiB each, and {free >> 20} MiB are free"
-        raise SetupError(Fault(f"{message}: there is room for {room}", "engine.processes"))

@@ -44,12 +44,14 @@ class Cause:
         exit_code: of the whole launch.
         lost: whether neither code nor data caused it: a process was killed, hangs or is unreachable. A restart may
             succeed.
+        hangs: whether a process did not answer; each then prints where it is in its code.
     """
 
     rank: int
     reason: str
     exit_code: int
     lost: bool = False
+    hangs: bool = False
 
     @property
     def whose(self) -> str:

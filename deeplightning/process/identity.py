@@ -120,15 +120,6 @@ def refuse_several(command: str) -> None:
         )
 
 
-def contradiction(environment: Mapping[str, str] | None = None) -> str | None:
-    """Return a warning if RANK and SLURM_PROCID disagree; None if they agree, or torchrun or our launcher set them."""
-    variables = _Variables(os.environ if environment is None else environment)
-    rank, task = variables.text("RANK"), variables.text("SLURM_PROCID")
-    if None in (rank, task) or rank == task or "TORCHELASTIC_RUN_ID" in variables or LAUNCH in variables:
-        return None
-    return f"RANK={rank} and SLURM_PROCID={task} are both set: this process is rank {rank}; unset RANK to go by Slurm"
-
-
 class _Variables:
     """Environment variables that contain numbers."""
 
@@ -151,15 +142,10 @@ class _Variables:
         if name is None:
             if default is not None:
                 return default
-            raise SetupError(f"{names[0]} is not set; {self._beside()}")
+            raise SetupError(f"{names[0]} is not set, and other variables of a launcher are; set it, or unset these")
         if not re.fullmatch(r"[0-9]{1,9}", value := self.environment[name].strip()):
             raise SetupError(f"{name}={self.environment[name]!r} is no whole number from 0 on")
         return int(value)
-
-    def _beside(self) -> str:
-        known = ("TORCHELASTIC_RUN_ID", "WORLD_SIZE", "LOCAL_WORLD_SIZE", *RANK_VARIABLES)
-        there = ", ".join(f"{name}={self.environment[name]}" for name in known if name in self)
-        return f"with {there} it has to be: set it, or unset these to start the processes from here"
 
 
 def _of_torchrun(variables: _Variables) -> Identity:
@@ -191,11 +177,6 @@ def _of_rank_variables(variables: _Variables) -> Identity:
         local_world = 1  # one machine per process, as in Kubernetes
     else:
         local_world = variables.number(*_LOCAL_SIZE, default=world)
-        if size is None and variables.number("LOCAL_RANK", default=rank) != rank:
-            raise SetupError(
-                f"LOCAL_WORLD_SIZE is not set; RANK={rank} and LOCAL_RANK={variables.text('LOCAL_RANK')} differ, so "
-                "there are several machines, and it says how many processes each has"
-            )
     local_rank = slurm.local_rank if slurm is not None else rank % max(1, local_world)
     local_rank = variables.number("LOCAL_RANK", *_LOCAL_RANK, default=local_rank)
     node = slurm.node if slurm is not None else _node(rank, local_rank, world, local_world)

@@ -1,4 +1,4 @@
-"""Supervision of the processes of a launch: which failed first, which is gone, which hangs.
+"""Supervision of the processes of a launch: which failed first, which is gone, where each is when one hangs.
 
 The processes of a machine share a folder. The first process that fails records its cause there; errors that follow
 from it (closed connections, timeouts) are not reported. A thread in each process polls, because the main thread may be
@@ -27,10 +27,10 @@ from deeplightning.faults import SetupError
 from deeplightning.process import failure
 from deeplightning.process.failure import INTERRUPTED, Cause, RankError, is_lost
 from deeplightning.process.identity import ATTEMPT, identity
-from deeplightning.process.shared_folder import PREFIX, enter, is_alive, is_there, lock_folder, members, sweep, was_lost
+from deeplightning.process.shared_folder import PREFIX, enter, is_alive, is_there, lock_folder, members, was_lost
 from deeplightning.process.streams import is_early
 from deeplightning.process.terminal import say
-from deeplightning.runfolder import RunFolder, write_whole
+from deeplightning.runfolder import RunFolder
 from deeplightning.words import first_line
 
 FOLDER, PARENT = "DEEPLIGHTNING_RANKS", "DEEPLIGHTNING_RANKS_PARENT"  # set for the processes that a launch starts
@@ -186,40 +186,16 @@ class Ranks:
             cause = self._wait_for_first() or Cause(self.rank, reason, 5, lost=True)
             return cause if self.record_cause(cause) else self.first() or cause
         after = f" after {int(limit[1]) / 1000:g} s" if limit else ""
-        waited = f"timed out{after} (engine.params.timeout)"
-        return self._record_places(waited, "waits", f"which process did not answer is not known ({line})")
-
-    def _record_places(self, reason: str, own: str, otherwise: str) -> Cause:
-        """Record a cause with the place in the code of each process that does not wait for others; return the first.
-
-        Args:
-            own: what this process does, see `where_is`.
-            otherwise: the words if all processes wait.
-        """
-        # At once, because this process closes connections to others that wait too.
-        cause = Cause(self.rank, reason, 5, lost=True)
-        if not self.record_cause(cause):
-            return self.first() or cause
-        places = [f"rank {self.rank} {own}"] if own != "waits" else []
-        places += where_others_are(self.folder, self.rank)
-        cause = dataclasses.replace(cause, reason=f"{reason}: {'; '.join(places) or otherwise}")
-        self.record_cause(cause)
-        return cause
+        cause = Cause(self.rank, f"timed out{after} (engine.params.timeout)", 5, lost=True, hangs=True)
+        return cause if self.record_cause(cause) else self.first() or cause
 
     def report_no_progress(self, seconds: float) -> None:
-        """Record that no process made progress, so that all end, with the place in the code of those not waiting for
-        others.
-
-        Call it from another thread than the main one.
-        """
-        self._until = time.monotonic() + 2 * EXIT_SECONDS  # time to ask the others
-        own = "waits" if self._ends else where_is(self._main)
-        self._record_places(f"no progress for {seconds:g} s", own, "the processes wait for each other")
+        """Record that no process made progress, so that all say where they are and end."""
+        self.record_cause(Cause(self.rank, f"no progress for {seconds:g} s", 5, lost=True, hangs=True))
 
     # ---- the watching thread
 
     def _watch(self) -> None:
-        answered = False
         while True:
             if self._pipe is None:
                 time.sleep(POLL_SECONDS)
@@ -228,11 +204,6 @@ class Ranks:
             is_orphan = self.parent is not None and os.getppid() != self.parent
             if is_orphan or (self.parent_reports and not self.folder.exists()):  # the parent could not start them all
                 self._exit(5)
-            if not answered and (self.folder / "asked").exists():
-                answered = True
-                with contextlib.suppress(OSError):
-                    words = "waits" if self._ends else where_is(self._main)
-                    write_whole(self.folder / f"{self.rank}.where", words)
             if not self._ends:
                 self._look()
             if self._until is not None and time.monotonic() > self._until:
@@ -247,6 +218,8 @@ class Ranks:
             self.record_cause(first)
         if first is not None:
             self._until = time.monotonic() + EXIT_SECONDS
+            if first.hangs and (place := where_is(self._main)) is not None:
+                say(f"rank {self.rank} is at {place}", err=True)
 
     def hear_signals(self) -> None:
         """Let the watching thread receive signals, because Python delays handlers while a collective blocks."""
@@ -340,33 +313,14 @@ def _ignore_signals() -> None:
         signal.set_wakeup_fd(-1)
 
 
-# ---- where each process is in its code: all answer in the shared folder when one asks
-
-
-def where_is(thread: int | None) -> str:
-    """Return what a thread of this process does: `waits` for other processes, or `is at FILE:LINE`."""
+def where_is(thread: int | None) -> str | None:
+    """Return `FILE:LINE` of a thread of this process; None if it waits for other processes."""
     frame: FrameType | None = sys._current_frames().get(thread or 0)
     frames = [(f.filename, f.lineno or 0) for f in traceback.extract_stack(frame)]
     # Gradients are reduced, and waited for, in autograd's engine.
     waits = any(f"torch{os.sep}{part}{os.sep}" in frames[-1][0] for part in ("distributed", "autograd"))
     waits = waits or any(f"torch{os.sep}distributed{os.sep}" in name for name, _ in frames[-4:])
-    return "waits" if waits else f"is at {failure.place_in(frames)}"
-
-
-def where_others_are(folder: Path, own_rank: int) -> list[str]:
-    """Ask all other processes; return what each does that is not itself waiting for others."""
-    with contextlib.suppress(OSError):
-        (folder / "asked").touch()
-    others = {int(path.stem) for path in folder.glob("*.pid")} - {own_rank}
-    until = time.monotonic() + 2 + 4 * POLL_SECONDS
-    answers: dict[int, str] = {}
-    while len(answers) < len(others) and time.monotonic() < until:
-        time.sleep(POLL_SECONDS / 5)
-        for rank in others - answers.keys():
-            with contextlib.suppress(OSError):
-                answers[rank] = (folder / f"{rank}.where").read_text()
-    places = {rank: answers.get(rank, "does not answer") for rank in sorted(others)}
-    return [f"rank {rank} {words}" for rank, words in places.items() if words != "waits"]
+    return None if waits else failure.place_in(frames)
 
 
 # ---- this process's part in the supervision of its launch
@@ -438,5 +392,4 @@ def _take_part(
 ) -> Ranks:
     global _here
     _here = Ranks(rank, folder, parent, parent_reports, expected, _end, _redact)
-    sweep()
     return _here

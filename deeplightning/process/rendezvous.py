@@ -16,24 +16,22 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from deeplightning.faults import SetupError
 from deeplightning.private.messages import Sentence, says
 from deeplightning.process import ranks
-from deeplightning.process.identity import identity
 from deeplightning.words import first_line
 
 if TYPE_CHECKING:
     from lightning_fabric.plugins.environments import ClusterEnvironment
-    from torch.distributed import Store
 
 WAIT_VARIABLE = "DEEPLIGHTNING_MEET_SECONDS"
 """The environment variable that sets how long a process waits for the others."""
 WAIT_SECONDS = 60.0  # without that variable
-STORE_SECONDS = 10.0  # in which a torch store answers
+STORE_SECONDS = 5.0  # in which a torch store answers
+FAULT_SECONDS = 1.0  # in which the others read why rank 0 ends
 KEY = "deeplightning"
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 POLL_SECONDS = 0.05
@@ -50,22 +48,6 @@ def wait_seconds() -> float:
         if 0 < (seconds := float(text)) < 1e6:
             return seconds
     raise SetupError(f"{WAIT_VARIABLE}={text!r} is no time in seconds")
-
-
-@dataclass(frozen=True)
-class Member:
-    """A participant of the rendezvous: a process, or a machine if machines are started by hand.
-
-    Attributes:
-        number: among the members, from 0 to `of` - 1.
-        word: what its number is called: node or rank.
-        variable: the environment variable that sets it.
-    """
-
-    number: int
-    of: int
-    word: str
-    variable: str
 
 
 def join(
@@ -97,16 +79,18 @@ def join(
     if elastic and os.environ.get(_RESTARTS, "0") != "0" and ranks.AGENT not in os.environ:
         return _anew(address, _port(environment, False), rank, processes * nodes)
     node, store = environment.node_rank(), None
-    member = Member(node, nodes, "node", "NODE_RANK") if launches else Member(rank, processes * nodes, "rank", "RANK")
     if rank == 0 and not elastic:
-        store = _listen(address, port, processes * nodes, None if alone or not launches else member)
+        store = _listen(address, port, processes * nodes)
         os.environ["MASTER_PORT"] = str(store.port)
     if not (elastic or alone or is_child):
-        if store is None:
-            _reach(address, port)
-            store = _join(address, port, processes * nodes)
-        sizes = {"engine.num_nodes": str(nodes), "engine.processes": str(processes)}
-        _gather(_of_rendezvous(store, next(_numbers)), member, sizes | dict(alike), node, address)
+        from torch.distributed import PrefixStore
+
+        store = store or _join(address, port, processes * nodes)
+        numbered: Any = PrefixStore(str(next(_numbers)), store)  # the same processes may meet for a second training
+        values = {"engine.num_nodes": str(nodes), "engine.processes": str(processes), **alike}
+        card = {"host": socket.gethostname(), "pid": os.getpid(), "node": node, "alike": values}
+        member = ("node", node, nodes) if launches else ("rank", rank, processes * nodes)
+        _follow_route(_gather(numbered, card, address, *member), node, address)
     elif nodes > 1 and not is_child:
         _go_by(interface(address), loopback=node != 0)
     if launches:
@@ -130,14 +114,7 @@ def _port(environment: ClusterEnvironment, any_port: bool) -> int:
 _numbers = itertools.count()
 
 
-def _of_rendezvous(store: Store, number: int) -> Any:
-    """Return a store for one rendezvous: the same processes may need another for a second training."""
-    from torch.distributed import PrefixStore
-
-    return PrefixStore(str(number), store)
-
-
-def _listen(address: str, port: int, world: int, member: Member | None) -> Any:
+def _listen(address: str, port: int, world: int) -> Any:
     """Create the store of rank 0."""
     from torch.distributed import DistError, TCPStore
 
@@ -145,20 +122,15 @@ def _listen(address: str, port: int, world: int, member: Member | None) -> Any:
         socket.getaddrinfo(address, None)
     except OSError as error:
         raise SetupError(f"MASTER_ADDR={address}: this address is not known: {error.strerror or error}") from error
-    limit = wait_seconds()
-    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
+    limit = timedelta(seconds=wait_seconds())
     try:
-        return TCPStore(address, port, world, timeout=timedelta(seconds=limit), **options)
+        return TCPStore(address, port, world, timeout=limit, is_master=True, wait_for_workers=False, multi_tenant=True)
     except DistError as error:
         if not says(error, Sentence.ADDRESS_IN_USE):
             reason = first_line(error)
             raise SetupError(f"MASTER_ADDR={address}: rank 0 cannot listen at port {port} there: {reason}") from error
-        if member is not None and (twice := _is_taken_by_ours(address, port, world, member)):
-            raise SetupError(twice) from error
-        hint = "set MASTER_PORT to one that is free"
-        if "MASTER_PORT" in os.environ and (identity() is None or member is None):
-            hint += ", or leave it away and a free one is taken"
-        raise SetupError(f"MASTER_PORT: port {port} is in use by another program; {hint}") from error
+        whose = "another program, or by another process with this rank"
+        raise SetupError(f"MASTER_PORT: port {port} is in use by {whose}; set it to one that is free") from error
 
 
 def _anew(address: str, port: int, rank: int, world: int) -> object:
@@ -178,7 +150,7 @@ def _anew(address: str, port: int, rank: int, world: int) -> object:
 
 
 def _join(address: str, port: int, world: int) -> Any:
-    """Connect to the store of rank 0.
+    """Connect to the store of rank 0, which may start later.
 
     torch 2.15 waits forever for a program that accepts connections and does not answer; the connecting thread is then
     abandoned.
@@ -186,148 +158,74 @@ def _join(address: str, port: int, world: int) -> Any:
     from torch.distributed import TCPStore
 
     found: list[Any] = []
+    limit = wait_seconds()
 
     def connect() -> None:
         try:
-            limit = timedelta(seconds=min(STORE_SECONDS, wait_seconds()))
-            found.append(TCPStore(address, port, world, timeout=limit, is_master=False, wait_for_workers=False))
+            options: dict[str, Any] = {"is_master": False, "wait_for_workers": False}
+            found.append(TCPStore(address, port, world, timeout=timedelta(seconds=limit), **options))
         except RuntimeError as error:
             found.append(error)
 
     thread = threading.Thread(target=connect, name="rendezvous", daemon=True)
     thread.start()
-    thread.join(2 * min(STORE_SECONDS, wait_seconds()))
+    thread.join(limit + STORE_SECONDS)
     if not found or isinstance(found[0], Exception):
-        what = "what listens there is no torch store, or does not answer"
-        raise SetupError(f"MASTER_ADDR={address}, MASTER_PORT={port}: {what}; set both to where rank 0 is started")
-    found[0].set_timeout(timedelta(seconds=wait_seconds()))
+        reason = f": {first_line(found[0])}" if found else "; what listens there is no torch store"
+        where = f"MASTER_ADDR={address}, MASTER_PORT={port}"
+        raise SetupError(
+            f"{where}: rank 0 does not answer there after {limit:g} s{reason}; set both to where it starts"
+        )
     return found[0]
 
 
-def _is_taken_by_ours(address: str, port: int, world: int, member: Member) -> str | None:
-    """Return the error if another process with the same rank listens at the port; that one is notified if it waits."""
-    with contextlib.suppress(SetupError, RuntimeError):
-        store = _of_rendezvous(_join(address, port, world), 0)
-        if store.check([f"{KEY}/come/{member.number}"]):
-            return _twice(store, member)
-    return None
+def _gather(store: Any, card: dict[str, Any], address: str, word: str, number: int, of: int) -> list[dict[str, Any]]:
+    """Wait for all members, which are machines or processes, and check that their values agree; return their cards.
 
+    Args:
+        store: of this rendezvous.
+        card: what this member says about itself.
+        address: of rank 0.
+        word: what a member's number is called: node or rank.
+        number: of this member.
+        of: the number of members.
+    """
 
-def _reach(address: str, port: int) -> None:
-    """Wait until an address accepts connections."""
-    limit = wait_seconds()
-    until, wait = time.monotonic() + limit, POLL_SECONDS
-    while True:
-        try:
-            socket.create_connection((address, port), timeout=limit / 4).close()
-            return
-        except OSError as error:
-            if time.monotonic() > until:
-                waited = f"waiting for node 0: rank 0 does not answer there after {limit:g} s"
-                what = f"MASTER_ADDR={address}, MASTER_PORT={port}: {waited}"
-                raise SetupError(f"{what}: {error.strerror or error}") from error
-        time.sleep(wait)
-        wait = min(1.0, 2 * wait)
+    def fail(message: str) -> NoReturn:
+        store.set(f"{KEY}/fault", message)
+        if number == 0:
+            time.sleep(FAULT_SECONDS)  # the store ends with this process
+        raise SetupError(message)
 
-
-# ---- messages
-
-
-def _gather(store: Store, member: Member, ours: Mapping[str, str], node: int, address: str) -> None:
-    """Wait for all members and check that their values agree."""
-    own = interface(address)
-    card = {"host": socket.gethostname(), "pid": os.getpid(), "node": node, "alike": ours, "address": own and own[1]}
+    own, limit = interface(address), wait_seconds()
+    until = time.monotonic() + limit
     try:
-        if store.add(f"{KEY}/come/{member.number}", 1) > 1:
-            raise SetupError(_twice(store, member))
-        store.set(f"{KEY}/is/{member.number}", json.dumps(card))
-        cards = _all(store, member) if member.number == 0 else _wait_for_start(store, member)
+        if store.add(f"{KEY}/came/{number}", 1) > 1:
+            here = f"{card['host']} (process {card['pid']})"
+            message = f"{word} {number} is there twice, also on {here}: each needs its own number, from 0 to {of - 1}"
+            fail(f"{message}; another run needs another MASTER_PORT")
+        store.set(f"{KEY}/is/{number}", json.dumps({**card, "address": own and own[1]}))
+        store.add(f"{KEY}/count", 1)
+        while store.add(f"{KEY}/count", 0) < of:
+            if store.check([f"{KEY}/fault"]):
+                fail(store.get(f"{KEY}/fault").decode())
+            if time.monotonic() > until:
+                missing = [str(n) for n in range(of) if not store.check([f"{KEY}/is/{n}"])]
+                named = ", ".join(missing[:20]) + (" …" if len(missing) > 20 else "")
+                message = f"waiting for {word} {named}: {len(missing)} of {of} did not come in {limit:g} s"
+                fail(f"{message}; start with the same MASTER_ADDR and MASTER_PORT, or set {WAIT_VARIABLE}")
+            time.sleep(POLL_SECONDS)
+        cards = [json.loads(each) for each in store.multi_get([f"{KEY}/is/{n}" for n in range(of)])]
+        for other, first, theirs in ((n, cards[0]["alike"], each["alike"]) for n, each in enumerate(cards)):
+            if differ := [key for key in {**first, **theirs} if first.get(key) != theirs.get(key)]:
+                values = "; ".join(
+                    f"{key} is {_short(first.get(key))} on {word} 0, {_short(theirs.get(key))} on {word} {other}"
+                    for key in differ[:3]
+                )
+                fail(f"the configs differ: {values}. Give all of them the same config")
     except RuntimeError as error:  # torch's error for a closed connection
         raise SetupError("rank 0 has ended while this process was waiting for the others; it says why") from error
-    if len({each["node"] for each in cards}) > 1:
-        others = [each["address"] for each in cards if each["node"] != node and each["address"]]
-        if own is not None and _is_loopback(own[1]) and not all(map(_is_loopback, others)):
-            own = interface(next(other for other in others if not _is_loopback(other)))
-        _go_by(own, loopback=True)
-
-
-def _all(store: Store, member: Member) -> list[dict[str, Any]]:
-    """Wait for all members, as member 0; return their cards, after telling them to start or why not."""
-    limit = wait_seconds()
-    until = time.monotonic() + limit
-    while missing := [n for n in range(member.of) if not store.check([f"{KEY}/is/{n}"])]:
-        _heed(store, member)
-        if time.monotonic() > until:
-            named = ", ".join(map(str, missing[:20])) + (" …" if len(missing) > 20 else "")
-            of = "machines" if member.word == "node" else "processes"
-            message = (
-                f"waiting for {member.word} {named}: of {member.of} {of} {len(missing)} did not come in {limit:g} s"
-            )
-            _end(store, member, f"{message}; start with the same MASTER_ADDR and MASTER_PORT, or set {WAIT_VARIABLE}")
-        time.sleep(POLL_SECONDS)
-    cards = [json.loads(store.get(f"{KEY}/is/{n}")) for n in range(member.of)]
-    first = cards[0]["alike"]
-    for number, card in enumerate(cards):
-        other = card["alike"]
-        differ = [key for key in {**first, **other} if first.get(key) != other.get(key)]
-        differences = [
-            f"{key} is {_short(first.get(key))} on {member.word} 0, {_short(other.get(key))} on {member.word} {number}"
-            for key in differ[:3]
-        ]
-        if differ:
-            more = f", and {len(differ) - 3} more keys differ" if len(differ) > 3 else ""
-            _end(store, member, f"the configs differ: {'; '.join(differences)}{more}. Give all of them the same config")
-    _heed(store, member)
-    store.set(f"{KEY}/go", "go")
     return cards
-
-
-def _wait_for_start(store: Store, member: Member) -> list[dict[str, Any]]:
-    """Wait until rank 0 starts the run; return the cards of rank 0 and of this member."""
-    until = time.monotonic() + wait_seconds() + STORE_SECONDS  # rank 0 reports who is missing
-    while not store.check([f"{KEY}/go"]):
-        _heed(store, member)
-        if time.monotonic() > until:
-            raise SetupError(f"waiting for {member.word} 0: there is a store at its address, and it says nothing")
-        time.sleep(POLL_SECONDS)
-    return [json.loads(store.get(f"{KEY}/is/{n}")) for n in (0, member.number)]
-
-
-def _heed(store: Store, member: Member) -> None:
-    """Raise the error that a member has reported, if there is one."""
-    if store.check([f"{KEY}/fault"]):
-        fault = store.get(f"{KEY}/fault").decode()
-        if member.number == 0:
-            _end(store, member, fault)
-        store.add(f"{KEY}/heard", 1)
-        raise SetupError(fault)
-
-
-def _end(store: Store, member: Member, fault: str) -> None:
-    """Report an error to all waiting members and raise it; rank 0 keeps its store until they have read it."""
-    store.set(f"{KEY}/fault", fault)
-    until = time.monotonic() + ranks.EXIT_SECONDS
-    waiting = sum(store.check([f"{KEY}/is/{number}"]) for number in range(1, member.of))
-    while store.add(f"{KEY}/heard", 0) < waiting and time.monotonic() < until:
-        time.sleep(POLL_SECONDS)
-    raise SetupError(fault)
-
-
-def _twice(store: Store, member: Member) -> str:
-    """Return the error for two members with one number; notify members that still wait, not a running run."""
-    here = f"{socket.gethostname()} (process {os.getpid()})"
-    there = "another"
-    if store.check([f"{KEY}/is/{member.number}"]):
-        card = json.loads(store.get(f"{KEY}/is/{member.number}"))
-        there = f"{card['host']} (process {card['pid']})"
-    what = "machine" if member.word == "node" else "process"
-    fault = (
-        f"{member.variable}={member.number} is set twice, on {there} and on {here}: each {what} needs its own, from 0 "
-        f"to {member.of - 1}; another run needs another MASTER_PORT"
-    )
-    if not store.check([f"{KEY}/go"]):
-        store.set(f"{KEY}/fault", fault)
-    return fault
 
 
 def _short(text: str | None) -> str:
@@ -356,6 +254,17 @@ def interface(address: str) -> tuple[str, str] | None:
 
 def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
+
+
+def _follow_route(cards: list[dict[str, Any]], node: int, address: str) -> None:
+    """Make gloo use the interface that leads to the other machines, if there are any."""
+    if len({card["node"] for card in cards}) > 1:
+        own = interface(address)
+        others = [card["address"] for card in cards if card["node"] != node and card["address"]]
+        far = [other for other in others if not _is_loopback(other)]
+        if own is not None and _is_loopback(own[1]) and far:
+            own = interface(far[0])
+        _go_by(own, loopback=True)
 
 
 def _go_by(own: tuple[str, str] | None, loopback: bool) -> None:

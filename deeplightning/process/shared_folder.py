@@ -4,16 +4,13 @@ removes it."""
 import contextlib
 import hashlib
 import os
-import shutil
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from deeplightning.process.identity import ATTEMPT, LAUNCH, identity
 
 PREFIX = "deeplightning-ranks-"
-STALE_SECONDS = 600.0  # after which a folder without a living process is removed
 
 
 def is_there(folder: Path, rank: int) -> bool:
@@ -83,15 +80,6 @@ def members(folder: Path) -> list[int]:
         with contextlib.suppress(OSError, ValueError):
             found.append(int(path.read_text()))
     return [pid for pid in found if is_alive(pid)]
-
-
-def sweep() -> None:
-    """Remove the folders of launches whose processes were all killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):
-            old = time.time() - folder.stat().st_mtime > STALE_SECONDS
-            if old and folder.stat().st_uid == os.getuid() and not members(folder):
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_alive(pid: int) -> bool:

@@ -3,7 +3,6 @@
 Importing this module changes nothing; the command calls `prepare`. It imports little, because every verb pays for it.
 """
 
-import contextlib
 import errno
 import io
 import os
@@ -23,10 +22,7 @@ heard: int | None = None
 _deferrals = 0
 _MOST_DEFERRALS = 100
 _DROPS_ERRORS = "_get_module_lock.<locals>.cb"
-_process = 0  # the command's; a forked process does not report a lost stream
 _outlives = False
-_lost: str | None = None  # the message about a lost stream
-_can_say = _said = False
 
 
 class Interrupted(BaseException):
@@ -50,8 +46,6 @@ class Terminated(KeyboardInterrupt):
 
 def prepare() -> None:
     """Open closed standard streams as /dev/null, guard stdout and stderr, and handle SIGTERM. Idempotent."""
-    global _process
-    _process = os.getpid()
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -69,17 +63,6 @@ def outlive_reader() -> None:
     """Let the command continue when stdout cannot be written, because its result is elsewhere."""
     global _outlives
     _outlives = True
-
-
-def say_losses() -> None:
-    """Log that stdout or stderr was lost, now or as soon as it happens. Call it once the run's log is open."""
-    global _can_say, _said
-    _can_say = True
-    if _lost is not None and not _said and os.getpid() == _process:
-        _said = True
-        import logging
-
-        logging.getLogger("deeplightning").warning("%s", _lost)
 
 
 def release() -> None:
@@ -162,20 +145,12 @@ def _guard(name: str, descriptor: int) -> None:
 
 
 def _lose(descriptor: int, error: OSError) -> None:
-    global _lost
     if descriptor == 1 and not _outlives:
         if error.errno != errno.EPIPE:
             raise error
         _to_null(1)
         raise SystemExit(PIPE_CODE)  # not an OSError, which the writing code might handle
     _to_null(descriptor)
-    if _lost is None:
-        name = "stdout" if descriptor == 1 else "stderr"
-        _lost = f"{name} can no longer be written ({error.strerror}): the run continues without it"
-        if _can_say:
-            with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
-                # The thread that writes holds locks that a log may need.
-                threading.Thread(target=say_losses, name="deeplightning-lost").start()
 
 
 def _to_null(descriptor: int) -> None:

@@ -17,9 +17,8 @@ from torch._prims_common import suggest_memory_format
 
 from deeplightning.callbacks.console import to_terminal
 from deeplightning.checks.examine import load_config
-from deeplightning.config.schema import Engine
 from deeplightning.engine import process_group
-from deeplightning.engine.compute import keep_memory, lay_channels_last, matmul_hint
+from deeplightning.engine.compute import keep_memory, lay_channels_last
 from deeplightning.engine.plan import trainer_arguments
 
 
@@ -85,26 +84,6 @@ def test_ddp_wraps_the_network_on_the_stream_that_computes(tiny, place, monkeypa
     network = torch.nn.Linear(1, 1)
     strategy._setup_model(network)
     assert made == {"module": network, "device_ids": [0], "bucket_cap_mb": 5}
-
-
-@pytest.mark.parametrize(
-    ("settings", "capability", "is_told"),
-    [
-        ({}, (8, 0), True),
-        ({"precision": "32-true"}, (9, 0), True),
-        ({}, (7, 5), False),
-        ({"precision": "bf16"}, (9, 0), False),
-        ({"matmul_precision": "highest"}, (9, 0), False),
-    ],
-)
-def test_tf32_is_proposed_by_its_key(settings, capability, is_told, monkeypatch):
-    """On a GPU that has it, for a run in 32 bits that does not decide it; never on a CPU."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.version, "hip", None)
-    hint = matmul_hint(Engine(**settings), torch.device("cuda", 0))
-    assert (hint is not None) == is_told
-    assert hint is None or "engine.matmul_precision=high" in hint
-    assert matmul_hint(Engine(**settings), torch.device("cpu")) is None
 
 
 def test_lightnings_advice_on_gpus_is_not_shown(tiny, place, monkeypatch, caplog):

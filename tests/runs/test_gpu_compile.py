@@ -1,4 +1,4 @@
-"""On a GPU: CUDA graphs learn what eager mode learns and are recorded once; a checkpoint is copied beside training.
+"""On a GPU: CUDA graphs learn what eager mode learns and are recorded once.
 
 Skipped where there is no GPU. Each run is a fresh process: CUDA does not survive a fork.
 """
@@ -9,10 +9,6 @@ import pytest
 import torch
 from commands import real
 from conftest import weights
-
-from deeplightning.engine import background
-from deeplightning.engine.background import Snapshot
-from deeplightning.engine.checkpoint_io import SafeCheckpointIO, read_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
@@ -192,29 +188,3 @@ def test_a_resumed_run_with_cuda_graphs_ends_like_one_that_was_not_stopped(learn
     resumed, _ = learned(*settings, f"train.resume_ckpt={first.folder}")
     for name, values in weights(resumed.folder / "last.ckpt").items():
         assert torch.equal(values, whole[name]), name
-
-
-def test_a_copy_has_the_values_of_its_moment():
-    """Later computations of the GPU do not change it."""
-    tensors = {name: torch.full((2**22,), float(name), device="cuda") for name in range(8)}
-    copied = Snapshot({"state_dict": tensors})
-    for tensor in tensors.values():
-        tensor.fill_(-1.0)
-    found = copied.finished()["state_dict"]
-    for name, values in found.items():
-        assert values.device.type == "cpu"
-        assert torch.equal(values, torch.full((2**22,), float(name)))
-
-
-def test_a_checkpoint_of_a_gpu_is_written_in_the_background(tmp_path, monkeypatch):
-    """It reads like one that was written at once."""
-    monkeypatch.setattr(background, "MIN_BYTES", 0)
-    files, weight = SafeCheckpointIO(), torch.randn(1000, 100, device="cuda")
-    expected = weight.cpu()
-    with files.in_background():
-        files.save_checkpoint({"state_dict": {"weight": weight, "again": weight.t()}}, tmp_path / "last.ckpt")
-    weight.zero_()
-    files.teardown()
-    found = read_checkpoint(tmp_path / "last.ckpt")["state_dict"]
-    assert torch.equal(found["weight"], expected)
-    assert torch.equal(found["again"], expected.t())

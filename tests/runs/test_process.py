@@ -14,7 +14,6 @@ import pytest
 from commands import environment, real
 from tiny import OWN
 
-LOST = "stdout can no longer be written"
 TERMINATED = "error: interrupted by SIGTERM"
 
 
@@ -24,25 +23,17 @@ def run_in(store: Path) -> Path:
     return folder
 
 
-def said(folder: Path, rank: int = 0) -> int:
-    """How often the log of a rank says that stdout was lost."""
-    return (folder / "logs" / f"rank_{rank}.log").read_text().count(LOST)
-
-
 # ---- a stdout that nobody reads
 
 
-@pytest.mark.parametrize(("how", "times"), [("stdout", 1), ("both", 1), ("full", 1), ("closed", 0)])
-def test_a_run_outlives_the_reader_of_its_stdout(how, times, command, tiny, place, tmp_path):
-    """It ends with the training's exit code, and its log says once what happened; a closed stdout is /dev/null."""
+@pytest.mark.parametrize("how", ["stdout", "both", "full", "closed"])
+def test_a_run_outlives_the_reader_of_its_stdout(how, command, tiny, place, tmp_path):
+    """It ends with the training's exit code; a closed stdout is /dev/null."""
     outcome = command(
         "train", tiny, f"logger.params.tracking_uri='{tmp_path}'", "logger.progress=bar", cwd=place, main=f"lost:{how}"
     )
     assert outcome.code == 0, outcome
-    assert outcome.err.count(LOST) == (times if how != "both" else 0)
-    folder = run_in(tmp_path)
-    assert said(folder) == times
-    assert (folder / "last.ckpt").is_file()
+    assert (run_in(tmp_path) / "last.ckpt").is_file()
 
 
 def test_a_run_that_fails_keeps_its_exit_code_without_a_reader(command, tiny, place, tmp_path):
@@ -54,12 +45,11 @@ def test_a_run_that_fails_keeps_its_exit_code_without_a_reader(command, tiny, pl
 
 
 def test_each_rank_outlives_the_reader_of_its_stdout(command, tiny, place, tmp_path):
-    """Two ranks, both without a reader, train to the end; the log of rank 0, which speaks, says so once."""
+    """Two ranks, both without a reader, train to the end."""
     uri = f"logger.params.tracking_uri='{tmp_path}'"
     words = ("train", tiny, uri, "engine.processes=2", "engine.backend=ddp", "logger.ranks=[0, 1]")
     outcome = command(*words, cwd=place, ranks=2, main="lost:stdout")
     assert {rank.code for rank in outcome.ranks} == {0}, outcome
-    assert (said(run_in(tmp_path), 0), said(run_in(tmp_path), 1)) == (1, 1)
 
 
 @pytest.mark.parametrize("words", ["explain CONFIG", "check CONFIG --format json", "check CONFIG", "schema", "--help"])
@@ -87,7 +77,6 @@ def test_in_a_shell_too(tiny, place, tmp_path):
     assert lines[1] == "0", done
     assert lines[2] in ("0", "141"), done
     assert lines[3:] == ["0"], done
-    assert said(run_in(tmp_path / "runs")) == 1
 
 
 # ---- SIGTERM before a run hears it

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from deeplightning.checks.strategy import STYLES
-from deeplightning.engine.tensor_parallel import Layout, Replicated, blocks_of, plan_of, style
+from deeplightning.engine.tensor_parallel import Layout, blocks_of, plan_of, style
 from deeplightning.faults import ConfigError
 from deeplightning.model.transformer import TextTransformer
 from deeplightning.model.vit import ViT
@@ -30,16 +30,13 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_parts_make_the_whole(layout):
-    """What the processes hold makes the parameter again; a part that is a slice of it begins where `start` says."""
+    """What the processes hold makes the parameter again."""
     whole = torch.arange(float(torch.Size(layout.shape).numel())).view(layout.shape)
     places = [[(replica, part) for part in range(layout.parts)] for replica in range(layout.replicas)]
     held = [[layout.part(whole, *place) for place in row] for row in places]
     assert layout.whole(held).equal(whole)
     for place, values in zip(itertools.chain(*places), itertools.chain(*held), strict=True):
         assert values.numel() == layout.numel(*place)
-        start = layout.start(*place)
-        if start is not None:
-            assert whole.reshape(-1)[start : start + values.numel()].equal(values)
 
 
 def test_a_packed_layer_is_split_block_by_block():
@@ -47,15 +44,6 @@ def test_a_packed_layer_is_split_block_by_block():
     whole = torch.arange(12.0)
     layout = Layout((12,), 0, 3, 1, 2)
     assert layout.part(whole, 0, 1).tolist() == [2, 3, 6, 7, 10, 11]
-    assert layout.start(0, 1) is None
-
-
-def test_processes_that_hold_the_same_write_it_once():
-    """Each writes its share, and the shares follow one another."""
-    values = torch.arange(5.0)
-    first, second = (Replicated((20,), 10, values, rank, 2).piece(values) for rank in (0, 1))
-    assert (first.start, first.values.tolist()) == (10, [0, 1, 2])
-    assert (second.start, second.values.tolist()) == (13, [3, 4])
 
 
 class Task(nn.Module):
@@ -87,7 +75,7 @@ def test_the_networks_that_are_shipped_bring_a_plan():
         (ViT(10, width=24, heads=2, mlp_width=7), None, "cannot share its mlp_width of 7 evenly"),
         (TextTransformer(2, 9, width=6, num_heads=1), None, "cannot share its num_heads of 1 evenly"),
         (TextTransformer(2, 9, width=6, num_heads=2, hidden=3), None, "cannot share its hidden of 3 evenly"),
-        (nn.Sequential(nn.Linear(4, 4)), {"1": "colwise"}, "no module fits '1'. There are network, network.0"),
+        (nn.Sequential(nn.Linear(4, 4)), {"1": "colwise"}, "no module fits '1'; there are network, network.0"),
         (
             nn.Sequential(nn.Linear(4, 5)),
             {"0": "colwise"},

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from deeplightning import own_code
 from deeplightning.config.schema import Config
-from deeplightning.engine.plan import occupied, settle
+from deeplightning.engine.plan import settle
 from deeplightning.faults import SetupError, error_of
 from deeplightning.own_code import add_import_roots
 from deeplightning.private.lazy_imports import import_lazily
@@ -62,7 +62,7 @@ def receive() -> Config:
     import_lazily()
     cfg = job.cfg
     notices, faults = settle(cfg)
-    if faults := faults or occupied(cfg.engine):
+    if faults:
         raise error_of(faults)
     cfg.notices = [*(cfg.notices or []), *notices]
     return cfg

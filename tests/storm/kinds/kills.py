@@ -45,14 +45,13 @@ def case(draw: random.Random, place: Place) -> str:
     whole = place.once(f"whole-{variant}", lambda folder: _whole(place, folder, variant))
     known = json.loads((whole / "end.json").read_text())
     events = [(whole / f"events.{rank}").read_text().splitlines() for rank in range(processes)]
-    background = {"BACKGROUND": "1"} if draw.random() < 0.3 else {}
     config = _prepare(place, place.folder)
     told = []
     for _ in range(draw.randint(1, 5)):
         how = draw.choice(["event", "event", "writing", "time", "signal"])
         if how == "time":
             delay = draw.random() * known["seconds"]
-            running = _start(place, config, variant, **background)
+            running = _start(place, config, variant)
             time.sleep(delay)
             for rank in range(processes):
                 with contextlib.suppress(ProcessLookupError):  # it was faster
@@ -64,15 +63,15 @@ def case(draw: random.Random, place: Place) -> str:
         own = events[int(victims[0])]
         number = draw.randint(1, len(own))
         if how == "signal":
-            told.append(_signalled(draw, place, config, variant, own, **background))
+            told.append(_signalled(draw, place, config, variant, own))
             continue
         if how == "writing" and (places := [n for n, event in enumerate(own, 1) if event in WRITING]):
             number = draw.choice(places)
-        ended = _start(place, config, variant, KILL=f"{victims}:{number}", **background).end()
+        ended = _start(place, config, variant, KILL=f"{victims}:{number}").end()
         # What resumes late has fewer events than the number, and ends.
         told.append(own[number - 1] if ended.code else "not: it had ended")
-    done = _start(place, config, variant, **background).end()
-    what = f"{variant}{', in the background' * bool(background)}: {', '.join(told)}"
+    done = _start(place, config, variant).end()
+    what = f"{variant}: {', '.join(told)}"
     expect(all(each.code == 0 for each in done.ranks or [done]), "the run that resumes does not end with 0", what, done)
     end = end_of(place.folder / "mlruns", EXPERIMENT)
     expected = End(**known["end"])

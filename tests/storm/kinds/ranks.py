@@ -82,8 +82,6 @@ def case(draw: random.Random, place: Place) -> str:
         expect(seconds < TIMEOUT + 60, f"{told}: the last process ends after {seconds:.0f} s", done)
         causes = sum(line.startswith("error") for each in ended for line in each.err.splitlines())
         expect(causes == (what != "slow"), f"{told}: {causes} causes are told", done)
-        named = f"rank {rank} does not answer" in done.err
-        expect(what != "stop" or named, f"{told}: the process that was stopped is not named", done)
         if what != "slow":
             # Where rank 0 was lost nobody could write the status; the next process on the store does.
             place.run("runs", "--tracking-uri", place.folder / "mlruns")
