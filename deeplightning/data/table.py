@@ -23,15 +23,7 @@ from deeplightning.data.datasets import InMemory, OnDemand
 from deeplightning.data.loading import SET_NAMES, SPLITS, ColumnData, Moments, by_set
 from deeplightning.data.splits import deal
 from deeplightning.data.table_files import TableFile
-from deeplightning.data.table_rows import (
-    CHUNK,
-    Rows,
-    Table,
-    TableStore,
-    encoded,
-    numbers_of,
-    stored,
-)
+from deeplightning.data.table_rows import CHUNK, Rows, Table, encoded, in_memory, numbers_of, on_disk
 from deeplightning.table_spec import DELIMITERS, MISSING, Column, TableError, TableFormat, TableSpec, Words
 from deeplightning.words import did_you_mean, free_memory
 
@@ -114,8 +106,6 @@ class TableData(ColumnData):
             self.format = TableFormat(delimiter, decimal, encoding, missing_words)  # type: ignore[arg-type]
         except ValueError as error:
             raise DataConfigError(f"data.module.params.{error}.") from None
-        if in_memory not in (True, False, "auto"):
-            raise DataConfigError(f"data.module.params.in_memory must be auto, true or false, not {in_memory!r}.")
         self.tables_in_memory = in_memory
         self.table_spec: TableSpec | None = None
         self.name_files(train=train, val=validation, test=test)
@@ -150,12 +140,12 @@ class TableData(ColumnData):
     def read(self) -> dict[str, Any]:
         """Read the tables; raise DataError if one cannot be read, lacks a column, or has a value of another kind."""
         types = self._types(TableFile(self.files["train"], self.format))
-        found = self._stored(types) or {
-            name: self._rows(path, Table(TableFile(path, self.format).read(types))) for name, path in self.files.items()
-        }
+        files = {name: TableFile(path, self.format) for name, path in self.files.items()}
+        found = self._on_disk(files, types) or {name: in_memory(file, types) for name, file in files.items()}
+        rows = {name: self._rows(self.files[name], table) for name, table in found.items()}
         if self.way == "split":
-            return self._by_column(found["train"])
-        return found if len(found) > 1 else {"all": found["train"]}
+            return self._by_column(rows["train"])
+        return rows if len(rows) > 1 else {"all": rows["train"]}
 
     def _types(self, file: TableFile) -> dict[str, str]:
         """Return what each column of the training table is taken for: number, category, or word (what divides the
@@ -217,7 +207,7 @@ class TableData(ColumnData):
         """Return whether `columns` makes it an input."""
         return self.kinds.get(column, "ignore") != "ignore"
 
-    def _rows(self, path: Path, table: Table | TableStore) -> Rows:
+    def _rows(self, path: Path, table: Table) -> Rows:
         """Return the rows that have all targets."""
         kind = np.int32 if len(table) < 2**31 else np.int64
         every = np.arange(len(table), dtype=kind)
@@ -225,9 +215,9 @@ class TableData(ColumnData):
         rows = Rows(table, every, labels.astype(kind))
         return rows if has_target is None else rows.take(has_target)
 
-    def _stored(self, types: Mapping[str, str]) -> dict[str, Rows] | None:
-        """Return the rows of each file, where these are kept on the disk; None: they go into memory."""
-        needed, free = sum(TableFile(file, self.format).memory(types) for file in self.files.values()), free_memory()
+    def _on_disk(self, files: Mapping[str, TableFile], types: Mapping[str, str]) -> dict[str, Table] | None:
+        """Return the tables, where they are kept on the disk; None: they go into memory."""
+        needed, free = sum(file.memory(types) for file in files.values()), free_memory()
         if self.trainer is not None:
             needed *= max(1, self.trainer.world_size // max(1, self.trainer.num_nodes))
         too_large = free is not None and needed > free
@@ -236,22 +226,15 @@ class TableData(ColumnData):
         named = {*self.kinds, *self.targets}
         bounded = [name for name, kind in types.items() if kind == "category" and name not in named]
         try:
-            return {
-                name: self._rows(path, stored(TableFile(path, self.format), types, bounded))
-                for name, path in self.files.items()
-            }
+            return {name: on_disk(file, types, bounded) for name, file in files.items()}
         except OSError as error:
-            reason = error.strerror or error
+            words = f"{self._describe()} cannot be kept on the disk: {error.strerror or error}"
             if self.tables_in_memory is False:
                 raise DataError(
-                    f"{self._describe()} cannot be kept on the disk: {reason}. DEEPLIGHTNING_CACHE names another "
-                    "folder, and data.module.params.in_memory=true holds the table in memory."
+                    f"{words}. DEEPLIGHTNING_CACHE names another folder, and data.module.params.in_memory=true holds "
+                    "the table in memory."
                 ) from error
-            log.warning(
-                "%s is read into memory, of which it may need %.3g GiB, and %.3g are free. It cannot be kept on the "
-                "disk: %s.",
-                *(self._describe(), needed / 2**30, (free or 0) / 2**30, reason),
-            )
+            log.warning("%s. In memory it may need %.3g GiB.", words, needed / 2**30)
         return None
 
     def _labels(self, path: Path, targets: Mapping[str, "np.ndarray | Words"]) -> tuple[np.ndarray, np.ndarray | None]:
@@ -358,7 +341,7 @@ class TableData(ColumnData):
         assert spec is not None, "`setup` has read the rows"
         target = samples.column(self.targets[0])
         small = {"label": self._classes(target)} if isinstance(target, Words) else {}
-        inputs, is_in_memory = list[np.ndarray](), isinstance(samples.table, Table)
+        inputs, is_in_memory = list[np.ndarray](), samples.table.path is None
         try:
             for number, part in enumerate(samples.parts()):
                 made = spec.encode(part, number * CHUNK)

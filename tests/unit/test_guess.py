@@ -215,7 +215,7 @@ MANY = "x,y\n" + "1,2\n" * 20
         ("regression", "", "d cannot be read as a table: Empty CSV file"),
         ("regression", "1,2\n" * 20, "the first line, 1, 2, names no columns"),
         ("regression", MANY.replace("x", "y"), "The columns 1 and 2 have the same name, 'y'; rename one"),
-        ("regression", MANY + "1,2,3\n", "Row #22: Expected 2 columns, got 3: 1,2,3. A value that has ',' in it needs"),
+        ("regression", MANY + "1,2,3\n", "Expected 2 columns, got 3: 1,2,3. A value that has ',' in it needs quotes"),
         (
             "regression",
             "x,y\n" + "a,b\n" * 20,
