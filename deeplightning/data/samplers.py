@@ -6,10 +6,9 @@ process, R processes.
 """
 
 import hashlib
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence, Sized
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,11 +20,6 @@ from deeplightning.config.target import build
 from deeplightning.data.data_errors import DataConfigError
 from deeplightning.data.splits import stream
 from deeplightning.words import is_whole
-
-if TYPE_CHECKING:
-    import pytorch_lightning as pl
-
-log = logging.getLogger("deeplightning.data")
 
 NOTABLE = 0.05
 """Where more of the samples than this are left out, or come twice, in each epoch, it is said."""
@@ -293,21 +287,12 @@ class BucketedDistributedSampler(DistributedSampler):
             warning = f"a bucket has {samples} samples, fewer than min_samples_per_bucket={least}"
         if warning and on_small_bucket == "error":
             raise ValueError(f"{warning}; use fewer buckets, or set on_small_bucket: warn")
+        if not warning and seen > size * (1 + NOTABLE):
+            warning = f"buckets are filled up with {seen - size} of {size} samples, which come twice in each epoch"
+        if not warning and seen < size * (1 - NOTABLE):
+            warning = f"drop_last leaves out {size - seen} of {size} samples in each epoch"
         if warning:
-            warnings.warn(f"{warning}: batches of one bucket are much alike", stacklevel=4)
-        if seen > size * (1 + NOTABLE):
-            warnings.warn(
-                f"buckets are filled up with {seen - size} samples that come twice: an epoch is {seen / size:.2f} "
-                "times as long; fewer buckets, a smaller batch_size or drop_last change that",
-                stacklevel=4,
-            )
-        if seen < size * (1 - NOTABLE):
-            longest = "" if self.shuffle else ", always those at the end of each bucket, its longest"
-            warnings.warn(
-                f"drop_last leaves out {size - seen} of {size} samples in each epoch{longest}; fewer buckets or "
-                "allow_bucket_overlap change that",
-                stacklevel=4,
-            )
+            warnings.warn(f"{warning}; use fewer buckets or a smaller batch_size", stacklevel=4)
 
     def __len__(self) -> int:
         """Count the samples per process and epoch, repeated ones too."""
@@ -338,23 +323,6 @@ class BucketedDistributedSampler(DistributedSampler):
         if self.shuffle:
             steps = stream(self.seed, self.epoch, purpose=1).permutation(steps)
         return steps
-
-    def padding(self, sizes: np.ndarray) -> tuple[float, float]:
-        """Return how much of its batches is padding, where each is padded to its largest sample: of this epoch, and of
-        one of the same samples without buckets.
-
-        Args:
-            sizes: of each sample, numbers of at least 0, (N,).
-
-        Returns:
-            Two shares, in [0, 1].
-        """
-        rows = self.slices().reshape(-1, self.batch_size, self.num_replicas)  # (steps, B, R)
-        loose = BatchIndices(range(len(sizes)), self.slice_size, shuffle=True, seed=self.seed)
-        parts = [b[r :: self.num_replicas] for b in loose.arrays() for r in range(min(self.num_replicas, len(b)))]
-        filled, whole = sizes.sum(), sum(len(part) * sizes[part].max() for part in parts)
-        of_buckets = sizes[rows].max(1).sum() * self.batch_size
-        return 1 - float(sizes[rows].sum() / max(of_buckets, 1e-9)), 1 - float(filled / max(whole, 1e-9))
 
     def _compare(self) -> None:
         """Check once that all processes have the same order; else some samples would come twice and others never."""
@@ -429,7 +397,7 @@ def train_sampler(cfg: PartConfig, dataset: Any, trainer: object = None, *, drop
     resumed run continues.
 
     `data.sampler` is called with the set, and by name with batch_size, num_replicas, rank and seed of the run; it gives
-    a torch sampler. What a `sort_key` among its params means is found out on rank 0, and sent to the others.
+    a torch sampler.
 
     Args:
         cfg: the whole config; `seed`, `data.batch_size` and `data.sampler` are read.
@@ -452,11 +420,9 @@ def train_sampler(cfg: PartConfig, dataset: Any, trainer: object = None, *, drop
     if asked is None:
         sampler = BatchIndices(dataset, cfg.data.batch_size, shuffle=True, drop_last=drop_last, **spread)
     elif asked == "balanced":
-        sampler = BalancedBatches(_labels(dataset, trainer), cfg.data.batch_size, drop_last=drop_last, **spread)
-        if rank == 0 and getattr(trainer, "is_global_zero", True):
-            _say_shares(sampler)
+        sampler = BalancedBatches(_labels(dataset), cfg.data.batch_size, drop_last=drop_last, **spread)
     else:
-        made = _build_sampler(asked, dataset, trainer, {"batch_size": cfg.data.batch_size, **spread})
+        made = _build_sampler(asked, dataset, {"batch_size": cfg.data.batch_size, **spread})
         sampler = SampledBatches(made, cfg.data.batch_size, drop_last=drop_last, **spread)
     sampler.made_for = world, rank
     if trainer:
@@ -490,79 +456,42 @@ def go_on(sampler: BatchIndices, trainer: Any) -> None:
     sampler.start = done if done < length else 0
 
 
-def _labels(dataset: Any, trainer: Any) -> np.ndarray:
+def _labels(dataset: Any) -> np.ndarray:
     """Return the class of each sample, int64 (N,): the set's attribute `labels`, or the entry `label` of its samples.
 
     Raises:
         DataConfigError: the samples have no classes.
     """
-    hint = "leave data.sampler out, or name a sampler of your own"
+    refusal = f"data.sampler=balanced: the training set ({type(dataset).__name__}) has no class for each sample"
     column: Any = getattr(dataset, "labels", None)
     if not hasattr(column, "__len__") or len(column) != len(dataset):
-        refusal = f"data.sampler=balanced: the training set ({type(dataset).__name__}) has no class for each sample"
-        column = _of_rank_0(lambda: sort_values(dataset, "label", batched=True), trainer, f"{refusal}; {hint}: ")
+        try:
+            column = sort_values(dataset, "label", batched=True)
+        except ValueError as error:
+            raise DataConfigError(f"{refusal}: {error}") from None
     found = np.asarray(column)
     if found.ndim != 1 or found.dtype.kind not in "iub" or not len(found):
-        words = f"{found.dtype} {found.shape}"
-        raise DataConfigError(f"data.sampler=balanced needs one class for each sample, not labels {words}; {hint}.")
+        raise DataConfigError(f"{refusal}, but labels {found.dtype} {found.shape}.")
     return found.astype(np.int64)
 
 
-def _say_shares(sampler: BalancedBatches) -> None:
-    sizes = [len(members) for members in sampler.by_class]
-    each = len(sampler.dataset) / len(sizes)  # type: ignore[arg-type]
-    log.info(
-        "%-10s balanced: %.0f samples of each of %d classes an epoch; the smallest class has %d, the largest %d",
-        *("sampler", each, len(sizes), min(sizes), max(sizes)),
-    )
-
-
-def _build_sampler(target: Target, dataset: object, trainer: Any, spread: dict[str, Any]) -> object:
+def _build_sampler(target: Target, dataset: object, run: dict[str, Any]) -> object:
     for name, instead in (("batch_size", "data.batch_size"), ("num_replicas", "engine"), ("rank", "engine")):
         if name in target.params:
             raise DataConfigError(f"data.sampler.params.{name} cannot be given: it comes from {instead}.")
-    given = dict(spread)
-    if "seed" in target.params:
-        given["seed"] = target.params["seed"]
-    values = None
+    given = run | ({"seed": target.params["seed"]} if "seed" in target.params else {})
     if target.params.get("sort_key") is not None:
         # Built alone: a reference becomes its function.
         key = build({"type": "builtins.dict", "params": {"key": target.params["sort_key"]}})["key"]
-        values = _of_rank_0(lambda: sort_values(dataset, key, batched=True), trainer)
+        try:
+            values = sort_values(dataset, key, batched=True)
+        except ValueError as error:
+            raise DataConfigError(f"data.sampler.params.{error}") from None
         given |= {"sort_key": None, "sorted_idx": np.argsort(values, kind="stable")}
     made = build(target, dataset, **given)
     if not hasattr(made, "__iter__") or not hasattr(made, "__len__"):
         raise DataConfigError(f"data.sampler: {target.type} gives a {type(made).__name__}, not a sampler of torch's.")
-    if isinstance(made, BucketedDistributedSampler) and values is not None and spread["rank"] == 0:
-        _say_padding(made, values)
     return made
-
-
-def _of_rank_0(
-    find: Callable[[], np.ndarray], trainer: "pl.Trainer", before: str = "data.sampler.params."
-) -> np.ndarray:
-    """Return on all processes what one finds; raise what it fails with."""
-    found: Any = None
-    if trainer is None or trainer.is_global_zero:
-        try:
-            found = find()
-        except ValueError as error:
-            found = f"{before}{error}"
-    if trainer is not None and trainer.world_size > 1:
-        found = trainer.strategy.broadcast(found, 0)
-    if isinstance(found, str):
-        raise DataConfigError(found)
-    return found
-
-
-def _say_padding(sampler: BucketedDistributedSampler, sizes: np.ndarray) -> None:
-    if len(sizes) == 0 or sizes.min() < 0 or sizes.max() <= 0:
-        return  # no sizes: there is nothing to pad
-    with_, without = sampler.padding(sizes)
-    log.info(
-        "%-10s %d, of %d or %d samples; padding %.1f %% with buckets, %.1f %% without",
-        *("buckets", sampler.buckets, *(len(sampler._buckets[at]) for at in (-1, 0)), 100 * with_, 100 * without),
-    )
 
 
 def _permutation(order: object, size: int) -> np.ndarray:
