@@ -3,7 +3,6 @@
 A data module of your own subclasses `ImageData` and says in `read` which samples there are; the rest is done here.
 """
 
-import contextlib
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Generator, Tensor, nn, uint8
 from deeplightning.config.part_config import PartConfig
 from deeplightning.data.cache import ImageCache
 from deeplightning.data.cache_files import cache_folder
-from deeplightning.data.data_errors import DataConfigError, DataError
+from deeplightning.data.data_errors import DataConfigError, DataError, require_whole
 from deeplightning.data.datasets import Batch, InMemory, OnDemand, Pictures, Prepare, Samples, prepare_all
 from deeplightning.data.loading import DataOfSets
 from deeplightning.data.remote_files import folder_of
@@ -27,9 +26,6 @@ IN_MEMORY_LIMIT = 2**30
 """Bytes of prepared images, all splits together, up to which they are held in memory: per process, 1 GiB."""
 
 _STATISTICS = {"RGB": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), "L": ((0.449,), (0.226,))}
-
-SIZED = 64
-"""Training pictures that are looked at for their usual size."""
 
 
 class ImageData(DataOfSets):
@@ -83,10 +79,7 @@ class ImageData(DataOfSets):
         self.class_names: list[str] = []
         self.max_pixels = max_pixels
         self.cache = cache
-        if not isinstance(cache, bool | str) or cache == "":
-            raise DataConfigError(f"data.module.params.cache must be a folder, true or false, not {cache!r}.")
-        if not is_whole(max_pixels, 1):
-            raise DataConfigError(f"data.module.params.max_pixels must be a number of at least 1, not {max_pixels!r}.")
+        require_whole("max_pixels", max_pixels)
         for position, module in enumerate(augment):
             if not isinstance(module, nn.Module):
                 raise DataConfigError(f"data.module.params.augment[{position}] must be an nn.Module, not {module!r}.")
@@ -108,17 +101,6 @@ class ImageData(DataOfSets):
         pixels = torch.randint(256, shape, dtype=uint8, generator=Generator().manual_seed(0))
         labels = torch.linspace(0, last, size).round().long()
         return {"image": pixels, "label": labels, "index": torch.arange(size)}
-
-    def picture_size(self) -> tuple[int, int] | None:
-        """Return median width and height of some training pictures as they come; None where none can be read."""
-        samples, found = self._samples["train"], []
-        for position in np.unique(np.linspace(0, len(samples) - 1, SIZED).astype(int)):
-            with contextlib.suppress(OSError, DataError, ValueError):
-                found.append(samples.size_of(position))
-        if not found:
-            return None
-        width, height = np.median(found, axis=0).astype(int).tolist()
-        return width, height
 
     def _prepare(self, samples: Samples) -> InMemory | OnDemand:
         small = {"label": torch.from_numpy(samples.labels)} if self.has_labels else {}

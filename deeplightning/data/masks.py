@@ -17,7 +17,7 @@ from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, Samples
 from deeplightning.data.images import ImageFiles, endings
 from deeplightning.data.loading import checked_names
-from deeplightning.data.masked import NO_CLASS, MaskedSamples, Masks, code_of, value_of
+from deeplightning.data.masked import NO_CLASS, MaskedSamples, Masks, code_of
 from deeplightning.image_spec import EXTENSIONS, files_below
 
 log = logging.getLogger(__name__)
@@ -122,9 +122,8 @@ class MaskFolder(ImageFiles):
             raise DataError(f"{type(self).__name__}: {top / 'images'} holds no picture ({', '.join(self.extensions)}).")
         without = [path for name, path in pictures.items() if name not in masks]
         if without:
-            more = f" So have {len(without) - 1} more pictures." if len(without) > 1 else ""
             wanted = (top / "masks" / without[0].relative_to(top / "images")).with_suffix(".png")
-            raise DataError(f"{without[0]}: this picture has no mask; it would be {wanted}.{more}")
+            raise DataError(f"{without[0]}: this picture has no mask; it would be {wanted}.")
         if unused := [path for name, path in masks.items() if name not in pictures]:
             log.warning("Ignored in %s: %d masks without a picture, such as %s", top, len(unused), unused[0])
         return MaskedSamples(
@@ -135,23 +134,16 @@ class MaskFolder(ImageFiles):
 
     def _ready(self, stage: str | None) -> None:
         super()._ready(stage)
-        if stage in ("fit", None):
-            self._need_two_classes()
-
-    def _need_two_classes(self) -> None:
-        """Raise DataError if the masks of the training set hold fewer than two classes."""
+        if stage not in ("fit", None):
+            return
         dataset, seen = self.dataset("train"), set[int]()
         for position in range(len(dataset)):  # most masks hold two classes: the first one ends this loop
             seen |= {*dataset[[position]]["mask"].unique().tolist()} - {NO_CLASS}
             if len(seen) > 1:
                 return
-        only = f"the class {self.class_names[seen.pop()]} only" if seen else "no class"
-        ignored = "" if self.masks.ignore is None else (
-            f" The value {value_of(self.masks.ignore, self.masks.by_colour)} does not count "
-            "(data.module.params.ignore). If it is a class, add it to class_names and values, and set ignore to null."
-        )  # fmt: skip
         raise DataError(
-            f"{self._describe()}: the {len(dataset)} training masks hold {only}; a training needs two or more.{ignored}"
+            f"{self._describe()}: the {len(dataset)} training masks hold fewer than two classes. Check "
+            "data.module.params: values lists the value of each class, and ignore names the value that does not count."
         )
 
     def on_after_batch_transfer(self, batch: Mapping[str, Tensor], dataloader_idx: int) -> object:
@@ -161,15 +153,10 @@ class MaskFolder(ImageFiles):
         # Classes count from 1 here and 0 is none, so that what a shift brings in, black, is none.
         classes = (batch["mask"] + 1).unsqueeze(1)  # 255 + 1 is 0 in 8 bits; (B, 1, H, W)
         moved = self._augment(torch.cat([batch["image"], classes], dim=1))
-        if (
-            not isinstance(moved, torch.Tensor)
-            or moved.dtype != uint8
-            or moved.shape[1] != self.image_spec.channels + 1
-        ):
-            found = f"{moved.dtype} {tuple(moved.shape)}" if isinstance(moved, torch.Tensor) else type(moved).__name__
+        if not isinstance(moved, torch.Tensor) or moved.dtype != uint8 or moved.shape[1] != batch["image"].shape[1] + 1:
             raise DataConfigError(
                 "data.module.params.augment is given pictures with their masks as a last channel, and must give uint8 "
-                f"of as many channels again, not {found}."
+                "of as many channels again."
             )
         return {**batch, "image": moved[:, :-1], "mask": moved[:, -1] - 1}
 

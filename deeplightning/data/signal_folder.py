@@ -15,8 +15,7 @@ from deeplightning.array_spec import read_signal as read_file
 from deeplightning.config.part_config import PartConfig
 from deeplightning.data.arrays import ArrayData
 from deeplightning.data.class_folders import ClassFolders
-from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.words import is_whole
+from deeplightning.data.data_errors import DataError, require_whole
 
 
 class SignalFolder(ArrayData):
@@ -40,8 +39,8 @@ class SignalFolder(ArrayData):
 
     def __init__(self, cfg: PartConfig, length: int | None = None, *, normalise: bool = True, limit: int | None = None):
         super().__init__(cfg, normalise=normalise, limit=limit)
-        if length is not None and not is_whole(length, 1):
-            raise DataConfigError(f"data.module.params.length must be null or a number of at least 1, not {length!r}.")
+        if length is not None:
+            require_whole("length", length)
         self.root, self.length = self.root_folder("the signals"), length
         self.folders = ClassFolders(self.root, "signal", EXTENSIONS)
 
