@@ -147,19 +147,13 @@ class Column:
             raise ValueError(f"the name of a column must be a text that is not empty, not {self.name!r}")
         if self.kind not in KINDS:
             raise ValueError(f"the kind of column {self.name} must be one of {', '.join(KINDS)}, not {self.kind!r}")
-        for name in ("mean", "std"):
-            value = getattr(self, name)
-            if not are_numbers([value]):
-                raise ValueError(f"{name} of column {self.name} must be a finite number, not {value!r}")
-        if self.std <= 0:
-            raise ValueError(f"std of column {self.name} must be positive, not {self.std!r}")
+        if not are_numbers([self.mean, self.std]) or self.std <= 0:
+            raise ValueError(f"mean and std of column {self.name} must be finite numbers, and std positive")
         words = self.categories
         if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
             raise ValueError(f"categories of column {self.name} must be a list of texts, not {words!r}")
-        if len(set(words)) != len(words):
-            raise ValueError(f"categories of column {self.name} must be different texts")
-        if (self.kind == "category") != bool(words):
-            raise ValueError(f"column {self.name} must have categories if it is a category, and only then")
+        if len(set(words)) != len(words) or (self.kind == "category") != bool(words):
+            raise ValueError(f"column {self.name} must have different categories if it is a category, and only then")
         object.__setattr__(self, "categories", tuple(words))
 
     @cached_property

@@ -118,22 +118,22 @@ class TableData(ColumnData):
                 raise DataConfigError(
                     f"data.module.params.columns.{name} must be {', '.join(KINDS[:-1])} or {KINDS[-1]}, not {kind!r}."
                 )
-        ways = {"split": split, "group": group, "time": time}
-        given = [name for name, column in ways.items() if column is not None]
-        if len(given) > 1:
-            raise DataConfigError(f"data.module.params.{given[0]} cannot be beside {given[1]}: one divides the rows.")
-        self.way = given[0] if given else None
-        self.divider = ways[self.way] if self.way else None
-        if self.way == "split" and (validation or test or cfg.data.num_splits is not None):
-            other = "validation" if validation else "test" if test else "data.num_splits"
-            raise DataConfigError(f"data.module.params.split cannot be beside {other}: its column names the sets.")
-        if self.way == "time" and cfg.data.num_splits is not None:
+        ways = [
+            (way, column) for way, column in (("split", split), ("group", group), ("time", time)) if column is not None
+        ]
+        self.way, self.divider = ways[0] if ways else (None, None)
+        has_folds = cfg.data.num_splits is not None
+        if (
+            len(ways) > 1
+            or (self.way == "split" and (validation or test or has_folds))
+            or (self.way == "time" and has_folds)
+        ):
             raise DataConfigError(
-                "data.module.params.time cannot be beside data.num_splits: the latest rows validate, and no other fold."
+                f"data.module.params.{self.way} cannot be beside what else divides the rows: split, group, time; split "
+                "beside validation, test and data.num_splits; time beside data.num_splits."
             )
         self.only = None if only is None else list(only)
         self.missing, self.unknown = missing, unknown
-        self._order: np.ndarray | None = None
 
     # ---- reading
 
@@ -173,34 +173,27 @@ class TableData(ColumnData):
                     )
         types = {}
         for field in schema:
-            wanted = self.only is None or field.name in self.only
-            kind = self.kinds.get(field.name, "ignore" if not wanted else None)
-            if field.name in self.targets:
-                kind = self.kinds.get(field.name) or _kind_of(field.type)
-                if kind in (None, "ignore"):
-                    raise DataConfigError(
-                        f"data.module.params.target: column {field.name} is of type {field.type}, which is neither a "
-                        "number nor a category; data.module.params.columns can make it a category."
-                    )
-            elif field.name == self.divider and not self._is_named(field.name):
+            name, own = field.name, _kind_of(field.type)
+            kind = self.kinds.get(name)
+            if name == self.divider and not self._is_named(name) and name not in self.targets:
                 is_moment = pa.types.is_date(field.type) or pa.types.is_timestamp(field.type)
-                is_number = _kind_of(field.type) == "number" or is_moment  # of a moment the days since 1970
+                is_number = own == "number" or is_moment  # of a moment the days since 1970
                 kind = "number" if self.way == "time" and is_number else "word"
             elif kind is None:
-                kind = _kind_of(field.type)
-                if kind is None:
-                    raise DataError(
-                        f"{path}, column {field.name}: values of type {field.type} are neither numbers nor categories. "
-                        f"Set data.module.params.columns.{field.name} to ignore, category or number (days of dates)."
-                    )
+                is_unused = self.only is not None and name not in {*self.only, *self.targets}
+                kind = "ignore" if is_unused else own
+            if kind is None or (kind == "ignore" and name in self.targets):
+                raise DataConfigError(
+                    f"data.module.params.columns.{name}: the values in {path} are of type {field.type}. Set it to "
+                    "category, number (days of dates) or, unless it is the target, ignore."
+                )
             if kind != "ignore":
-                types[field.name] = kind
-        if len(self.targets) > 1:
-            for name in self.targets:
-                if types[name] != "number":
-                    raise DataConfigError(
-                        f"data.module.params.target: of several columns each must be of numbers; {name} is a category."
-                    )
+                types[name] = kind
+        for name in self.targets if len(self.targets) > 1 else ():
+            if types[name] != "number":
+                raise DataConfigError(
+                    f"data.module.params.target: of several columns each must be of numbers; {name} is a category."
+                )
         return types
 
     def _is_named(self, column: str) -> bool:

