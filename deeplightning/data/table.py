@@ -201,12 +201,24 @@ class TableData(ColumnData):
         return self.kinds.get(column, "ignore") != "ignore"
 
     def _rows(self, path: Path, table: Table) -> Rows:
-        """Return the rows that have all targets."""
+        """Return the rows that have all targets; raise DataError if there are none."""
         kind = np.int32 if len(table) < 2**31 else np.int64
         every = np.arange(len(table), dtype=kind)
-        labels, has_target = self._labels(path, {name: table.column(name, every) for name in self.targets})
+        targets = [table.column(name, every) for name in self.targets]
+        gaps = [values.indices < 0 if isinstance(values, Words) else ~np.isfinite(values) for values in targets]
+        absent = np.logical_or.reduce(gaps)
+        labels = targets[0].indices if isinstance(targets[0], Words) else np.zeros(len(table))
         rows = Rows(table, every, labels.astype(kind))
-        return rows if has_target is None else rows.take(has_target)
+        if not len(table):
+            raise DataError(f"{path} has a header and no rows.")
+        if not absent.any():
+            return rows
+        words = f"{path}, column {', '.join(self.targets)}: the target is missing or not finite in "
+        words += f"{int(absent.sum()):,} of {len(absent):,} rows, first in row {int(absent.argmax()) + 1}"
+        if absent.all():
+            raise DataError(f"{words}. No row is left to learn from; name another column in data.module.params.target.")
+        log.warning("%s. These rows are left out.", words)
+        return rows.take(np.flatnonzero(~absent))
 
     def _on_disk(self, files: Mapping[str, TableFile], types: Mapping[str, str]) -> dict[str, Table] | None:
         """Return the tables, where they are kept on the disk; None: they go into memory."""
@@ -229,32 +241,6 @@ class TableData(ColumnData):
                 ) from error
             log.warning("%s. In memory it may need %.3g GiB.", words, needed / 2**30)
         return None
-
-    def _labels(self, path: Path, targets: Mapping[str, "np.ndarray | Words"]) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the class of each row by the position of its word, int64 (N,), 0 where the targets are numbers; and
-        the positions of the rows that have all targets, None if all do.
-
-        Raises:
-            DataError: no row has a target.
-        """
-        target = targets[self.targets[0]]
-        if not len(target):
-            raise DataError(f"{path} has a header and no rows.")
-        gaps = {
-            name: values.indices < 0 if isinstance(values, Words) else ~np.isfinite(values)
-            for name, values in targets.items()
-        }
-        labels = target.indices if isinstance(target, Words) else np.zeros(len(target), np.int64)
-        absent = np.logical_or.reduce([*gaps.values()])
-        if not absent.any():
-            return labels, None
-        names = [name for name, mask in gaps.items() if mask.any()]
-        said = f"{path}, column {', '.join(names)}: the target is missing or not finite in {int(absent.sum()):,} of "
-        said += f"{len(absent):,} rows, first in row {int(absent.argmax()) + 1}"
-        if absent.all():
-            raise DataError(f"{said}. No row is left to learn from; name another column in data.module.params.target.")
-        log.warning("%s. These rows are left out.", said)
-        return labels, np.flatnonzero(~absent)
 
     # ---- dividing
 
