@@ -354,42 +354,31 @@ def sort_values(dataset: Any, sort_key: str | Callable[[object], object], batche
     """
 
     def sample(position: int) -> Any:
-        if not batched:
-            return dataset[position]
-        return {name: values[0] for name, values in dataset[[position]].items()}
+        return {name: rows[0] for name, rows in dataset[[position]].items()} if batched else dataset[position]
 
-    size = len(dataset)
+    def number(value: Any) -> float:
+        if isinstance(value, int | float):
+            return value
+        return value.item() if getattr(value, "ndim", 1) == 0 else len(value)
+
+    column, every = None if callable(sort_key) else getattr(dataset, sort_key, None), range(len(dataset))
     if callable(sort_key):
-        found: Any = [sort_key(sample(position)) for position in range(size)]
-    else:
-        found = getattr(dataset, sort_key, None)
-        if not hasattr(found, "__len__") or len(found) != size:
-            first = sample(0) if size else {}
-            if not isinstance(first, dict) or sort_key not in first:
-                there = ", ".join(map(str, first)) if isinstance(first, dict) else "none"
-                raise ValueError(
-                    f"sort_key {sort_key!r}: the training set ({type(dataset).__name__}) has no such column, and its "
-                    f"samples have no such key; there are: {there}. A function is named by {{ref: MODULE.FUNCTION}}"
-                )
-            found = [sample(position)[sort_key] for position in range(size)]
-    if isinstance(found, torch.Tensor):
-        found = found.cpu().numpy()
-    if not (isinstance(found, np.ndarray) and found.ndim == 1 and found.dtype.kind in "iufb"):
-        found = [_size(value, sort_key) for value in found]
-    values = np.asarray(found)
-    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        column = [sort_key(sample(position)) for position in every]
+    elif not hasattr(column, "__len__") or len(column) != len(dataset):
+        try:
+            column = [sample(position)[sort_key] for position in every]
+        except (LookupError, TypeError):
+            raise ValueError(
+                f"sort_key {sort_key!r}: the training set ({type(dataset).__name__}) has no such column, and its "
+                "samples have no such key. A function is named by {ref: MODULE.FUNCTION}"
+            ) from None
+    try:
+        values = np.array([number(value) for value in column])
+    except TypeError:
+        raise ValueError(f"sort_key {sort_key!r} gives a value that is no number and has no length") from None
+    if not np.isfinite(values).all():
         raise ValueError(f"sort_key {sort_key!r} gives {values[~np.isfinite(values)][0]}, which is no finite number")
     return values
-
-
-def _size(value: Any, sort_key: object) -> float:
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return value.item() if value.ndim == 0 else len(value)
-    if isinstance(value, int | float | np.number):
-        return float(value)
-    if hasattr(value, "__len__"):
-        return len(value)
-    raise ValueError(f"sort_key {sort_key!r} gives {value!r:.60}, which is no number and has no length")
 
 
 def train_sampler(cfg: PartConfig, dataset: Any, trainer: object = None, *, drop_last: bool = False) -> BatchIndices:

@@ -360,7 +360,7 @@ def test_samples_are_sorted_by_a_column_a_key_or_a_function():
     assert sort_values(sentences, "tokens").tolist() == expected
     assert sort_values(sentences, "text").tolist() == [5 * count for count in expected]
     assert sort_values(sentences, lambda sample: len(sample["text"].split())).tolist() == expected
-    with pytest.raises(ValueError, match=r"'length'.* has no such column.* there are: text, tokens"):
+    with pytest.raises(ValueError, match=r"'length'.* has no such column"):
         sort_values(sentences, "length")
     with pytest.raises(ValueError, match="no number and has no length"):
         sort_values(sentences, lambda sample: None)
