@@ -187,13 +187,11 @@ class BucketedDistributedSampler(DistributedSampler):
     The samples in order of size are cut into contiguous buckets, the first ones one longer where uneven. A slice is
     B * R elements of one bucket, of which rank r takes the elements r, r + R, r + 2 R … Shuffling permutes the elements
     inside each bucket, and then the slices; both follow from (seed, epoch). A bucket that is no whole number of slices
-    is filled up with elements from its own start, each at most once: they are real samples, which train twice in that
-    epoch, and count twice in its means. With `drop_last` its rest is left out instead, another one in each epoch; with
-    `allow_bucket_overlap` the rests of all buckets, in their order, form further, mixed slices.
+    is filled up with elements from its own start, each at most once: they train twice in that epoch, and count twice.
+    With `drop_last` its rest is left out instead, another one in each epoch.
 
-    In a config: `data.sampler: {type: deeplightning.data.samplers.BucketedDistributedSampler, params: {buckets: 8,
-    sort_key: lengths}}`; dataset, batch_size, num_replicas, rank and seed come from the run then. In Python it goes
-    into `DataLoader(dataset, batch_size=B, sampler=...)`, and Lightning leaves it as it is.
+    `data.sampler` names it with buckets and sort_key; the run gives the rest. In Python it goes into
+    `DataLoader(dataset, batch_size=B, sampler=...)`, and Lightning leaves it as it is.
 
     Args:
         dataset: anything with a length N.
@@ -201,19 +199,17 @@ class BucketedDistributedSampler(DistributedSampler):
         batch_size: B, per process.
         sorted_idx: the positions of all samples in order of size, a permutation of 0 … N - 1, the same on each process.
         sort_key: instead of sorted_idx, by what to sort, see `sort_values`.
-        num_replicas: R; None: the processes of torch's group, 1 where there is none.
-        rank: of this process; None: that in torch's group, 0 where there is none.
+        num_replicas, rank: R and that of this process; None: those of torch's group, 1 and 0 where there is none.
         shuffle: new permutations in each epoch; else buckets and slices follow each other in order of size.
         seed: of the permutations, a whole number of at least 0.
         drop_last: leave out what does not fill a slice, instead of repeating elements.
-        allow_bucket_overlap: with `drop_last`: make slices of what is left of all buckets, too.
+        allow_bucket_overlap: with `drop_last`: the rests of all buckets, in their order, form further, mixed slices.
         min_samples_per_bucket: fewer samples in a bucket are refused: much would be repeated or left out.
         on_small_bucket: `warn`: take buckets of fewer than two slices or `min_samples_per_bucket` samples, with a
             warning; `error`: refuse them. Fewer samples than one slice are always refused.
 
     Attributes:
-        start: batches to leave out in this epoch, to go on in the middle of it; another epoch begins at 0. `len()` does
-            not count it.
+        start: batches to leave out in this epoch, see `BatchIndices`.
 
     Raises:
         ValueError: if an argument is impossible, or a bucket too small. In the first iteration: if the processes of
@@ -254,10 +250,7 @@ class BucketedDistributedSampler(DistributedSampler):
         if on_small_bucket not in ("error", "warn"):
             raise ValueError(f"on_small_bucket must be error or warn, not {on_small_bucket!r}")
         if allow_bucket_overlap and not drop_last:
-            raise ValueError(
-                "allow_bucket_overlap mixes what drop_last leaves over; without drop_last nothing is left: set "
-                "drop_last too, or leave allow_bucket_overlap out"
-            )
+            raise ValueError("allow_bucket_overlap: without drop_last nothing is left: set drop_last too")
         assert batch_size is not None
         self.buckets, self.batch_size, self.start = buckets, batch_size, 0
         self.slice_size = batch_size * num_replicas
