@@ -80,8 +80,6 @@ class ArrayData(ColumnData):
         array_spec: how an array is prepared; there after `setup`.
     """
 
-    samples = "samples"
-
     def __init__(
         self,
         cfg: PartConfig,

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -11,7 +10,7 @@ from deeplightning.config.part_config import PartConfig
 from deeplightning.data.class_folders import ClassFolders
 from deeplightning.data.data_errors import DataError
 from deeplightning.data.datasets import Batch, Samples, in_threads
-from deeplightning.data.images import ImageFiles, endings
+from deeplightning.data.images import ImageFiles
 from deeplightning.image_spec import EXTENSIONS, ImageError
 
 _NAMED = 20  # files that a warning names, of those that it counts
@@ -32,7 +31,6 @@ class ImageFolder(ImageFiles):
     Args:
         cfg: the whole config.
         args, options: see `deeplightning.data.images.ImageFiles`, such as image_size.
-        extensions: endings of image files, with their dot.
         on_bad_image: what becomes of a file that cannot be decoded. "error": the run ends and names it. "skip": it is
             left out, of every set and on every process, and one warning names such files; to find them, the first
             process decodes all images at each start.
@@ -42,13 +40,12 @@ class ImageFolder(ImageFiles):
         self,
         cfg: PartConfig,
         *args: Any,
-        extensions: Sequence[str] = EXTENSIONS,
         on_bad_image: Literal["error", "skip"] = "error",
         **options: Any,
     ):
         super().__init__(cfg, *args, **options)
         self.root = self.root_folder("the images")
-        self.folders = ClassFolders(self.root, "image", endings(extensions))
+        self.folders = ClassFolders(self.root, "image", EXTENSIONS)
         self.on_bad_image = on_bad_image
 
     def check(self) -> None:

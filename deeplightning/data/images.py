@@ -243,10 +243,3 @@ def height_width(image_size: int | Sequence[int]) -> tuple[int, int]:
             f"not {image_size!r}."
         )
     return sides[0], sides[1]
-
-
-def endings(extensions: Sequence[str]) -> tuple[str, ...]:
-    """Return the endings of files, such as .jpg, in lower case; raise DataConfigError if they are no such list."""
-    if isinstance(extensions, str) or not all(isinstance(end, str) and end.startswith(".") for end in extensions):
-        raise DataConfigError(f'data.module.params.extensions must be a list like [".jpg"], not {extensions!r}.')
-    return tuple(end.lower() for end in extensions)

@@ -53,9 +53,6 @@ class DataOfSets(pl.LightningDataModule):
         DataConfigError: a value of the config is impossible. It is a ValueError.
     """
 
-    samples = "images"
-    """A word for them, in messages."""
-
     remedy = "name another file under data.module.params"
     """What else to do where a file is missing, in messages."""
 
@@ -213,7 +210,7 @@ class DataOfSets(pl.LightningDataModule):
             whole = found["all"]
             if len(whole) < 10:
                 raise DataError(
-                    f"{self._describe()}: {len(whole)} {self.samples} are too few to divide 80/10/10: at least 10."
+                    f"{self._describe()}: {len(whole)} samples are too few to divide 80/10/10: at least 10."
                 )
             tenths = self._folds(whole, 10, _SPLIT_TEST)
             splits["test"] = whole.take(np.flatnonzero(tenths == 0))
@@ -227,7 +224,7 @@ class DataOfSets(pl.LightningDataModule):
             train, folds = splits["train"], num_splits or default_folds
             if len(train) < folds:
                 raise DataError(
-                    f"{self._describe()}: {len(train)} training {self.samples} are too few to hold out one in {folds}; "
+                    f"{self._describe()}: {len(train)} training samples are too few to hold out one in {folds}; "
                     "data.num_splits changes that."
                 )
             of_fold = self._folds(train, folds, _SPLIT_VAL) == fold
@@ -356,8 +353,6 @@ class ColumnData(DataOfSets):
         target_mean, target_std: of each, over the training samples.
     """
 
-    samples = "rows"
-
     def __init__(self, cfg: PartConfig, limit: int | None = None):
         super().__init__(cfg, "auto", limit)
         self.class_names: list[str] = []
@@ -431,8 +426,6 @@ def checked_names(names: Sequence[object] | None, most: int | None = None) -> li
 
 
 def start_method() -> str:
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return "spawn"
     # The server imports torch once, and each worker is a fork of it: 0.1 s instead of 3.
     multiprocessing.set_forkserver_preload(["deeplightning.data.datasets"])
     return "forkserver"

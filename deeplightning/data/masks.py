@@ -15,7 +15,7 @@ from torch import Generator, Tensor, uint8
 from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, Samples
-from deeplightning.data.images import ImageFiles, endings
+from deeplightning.data.images import ImageFiles
 from deeplightning.data.loading import checked_names
 from deeplightning.data.masked import NO_CLASS, MaskedSamples, Masks, code_of
 from deeplightning.image_spec import EXTENSIONS, files_below
@@ -49,7 +49,6 @@ class MaskFolder(ImageFiles):
             "auto": like None, and on the GPU if there is room, see `deeplightning.data.images.ImageData`.
         values: what the pixels of class 0, 1 … hold in the files: a number from 0 to 65535 (of a palette the index), or
             a colour [red, green, blue]. With colours, a pixel of a palette is its colour. None: 0, 1, 2 …
-        extensions: endings of the pictures' files, with their dot.
         options: see `deeplightning.data.images.ImageFiles`, such as image_size and limit.
     """
 
@@ -61,7 +60,6 @@ class MaskFolder(ImageFiles):
         class_names: Sequence[str],
         ignore: int | Sequence[int] | None = NO_CLASS,
         values: Sequence[int | Sequence[int]] | None = None,
-        extensions: Sequence[str] = EXTENSIONS,
         **options: Any,
     ):
         super().__init__(cfg, **options, cache=False)
@@ -78,22 +76,17 @@ class MaskFolder(ImageFiles):
                 f"data.module.params.ignore must be null or a value that is no class, not {ignore!r}, the value of "
                 f"{names[codes.index(ignored)]}."
             )
-        self.root, self.extensions = self.root_folder("images and masks"), endings(extensions)
+        self.root = self.root_folder("images and masks")
         by_colour = any(not isinstance(value, int) for value in (*(values or ()), ignore) if value is not None)
         self._preparing = self.masks = Masks(self.image_spec, self.max_pixels, codes, ignored, by_colour)
 
     def check(self) -> None:
-        if not self.root.is_dir():
-            raise DataError(
-                f"{type(self).__name__}: {self.root} is not a folder. Set data.root to the one that holds images and "
-                "masks."
-            )
         top = self.root / "train" if self._is_divided() else self.root
         for name in ("images", "masks"):
             if not (top / name).is_dir():
                 raise DataError(
-                    f"{type(self).__name__}: {top} holds no folder `{name}`. Put the pictures into `images`, and the "
-                    "masks, of the same names, into `masks`."
+                    f"{type(self).__name__}: {top} holds no folder `{name}`. Set data.root to the folder that holds "
+                    "the pictures in `images`, and the masks, of the same names, in `masks`."
                 )
 
     def example_batch(self, size: int) -> Batch:
@@ -116,10 +109,10 @@ class MaskFolder(ImageFiles):
 
     def _read(self, top: Path) -> Samples:
         """Find the pictures of one folder with their masks, sorted by name."""
-        pictures = _named(top / "images", self.extensions)
+        pictures = _named(top / "images", EXTENSIONS)
         masks = _named(top / "masks", (".png",)) if (top / "masks").is_dir() else {}
         if not pictures:
-            raise DataError(f"{type(self).__name__}: {top / 'images'} holds no picture ({', '.join(self.extensions)}).")
+            raise DataError(f"{type(self).__name__}: {top / 'images'} holds no picture ({', '.join(EXTENSIONS)}).")
         without = [path for name, path in pictures.items() if name not in masks]
         if without:
             wanted = (top / "masks" / without[0].relative_to(top / "images")).with_suffix(".png")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from deeplightning.array_spec import SIGNALS as EXTENSIONS
-from deeplightning.array_spec import ArrayError
+from deeplightning.array_spec import ArrayError, shown
 from deeplightning.array_spec import read_signal as read_file
 from deeplightning.config.part_config import PartConfig
 from deeplightning.data.arrays import ArrayData
@@ -34,8 +34,6 @@ class SignalFolder(ArrayData):
             must have the same.
         normalise, limit: see `deeplightning.data.arrays.ArrayData`.
     """
-
-    samples = "signals"
 
     def __init__(self, cfg: PartConfig, length: int | None = None, *, normalise: bool = True, limit: int | None = None):
         super().__init__(cfg, normalise=normalise, limit=limit)
@@ -65,10 +63,9 @@ class SignalFolder(ArrayData):
             signal = signal[:, : self.length]
             signal = np.pad(signal, ((0, 0), (0, self.length - signal.shape[1])))
         if others and signal.shape != others[0].shape:
-            shapes = " and not ".join(f"{shape[0]} x {shape[1]}" for shape in (signal.shape, others[0].shape))
             raise DataError(
-                f"{path}: the signal has channels x steps of {shapes}, as those before it; data.module.params.length "
-                "cuts or fills up the steps."
+                f"{path}: the signal is {shown(signal.shape)} (channels x steps), and not {shown(others[0].shape)}, as "
+                "those before it; data.module.params.length cuts or fills up the steps."
             )
         return signal
 

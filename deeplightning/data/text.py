@@ -150,7 +150,6 @@ class TextData(DataOfSets):
         class_names: the name of each label, in order; there after `setup`, or from the start where they are given.
     """
 
-    samples = "texts"
     holds_out = False
 
     def __init__(

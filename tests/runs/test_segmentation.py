@@ -239,7 +239,6 @@ def test_files_that_do_not_fit(break_it, place, words, in_memory, config, tmp_pa
         ("values=[0,1,[1,1,1]]", "values must be 3 different values"),
         ("values=[0,1,[1,1,256]]", r"params.values: a value is a number from 0 to 65535, or a colour"),
         ("image_size=0", "image_size must be a whole number"),
-        ("extensions=.png", "extensions must be a list"),
     ],
 )
 def test_impossible_params(params, words, config):

@@ -313,7 +313,7 @@ def test_deleted_while_in_use(place, cache, counted):
         path.rmdir() if path.is_dir() else path.unlink()
     assert as_bytes(batches(found)) == as_bytes(batches(wanted))
     ready(place, False)
-    assert counted == ["orders.csv"] * 2
+    assert counted == ["orders.csv"] * 3  # once into memory
 
 
 @pytest.mark.parametrize("lost", ["rows", "index"])
