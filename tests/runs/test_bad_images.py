@@ -101,16 +101,6 @@ def test_the_others_are_divided_as_ever(config, root, caplog):
     assert caplog.text == ""
 
 
-def test_many_are_counted_and_the_first_named(config, root, caplog):
-    """A warning stays readable: twenty names, and how many there are more."""
-    for number in range(12):
-        for name in ("cat", "dog"):
-            (root / name / f"{number:02}.png").write_bytes(b"")
-    module(config, SKIP)
-    assert "Skipped 24 of 40 images" in caplog.text
-    assert "and 4 more" in caplog.text
-
-
 def test_a_class_without_a_whole_picture_is_named(config, root):
     """Where nothing is left of a class, or its folder was empty, the class is named, exit 3."""
     for path in (root / "dog").iterdir():
