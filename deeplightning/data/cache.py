@@ -113,12 +113,8 @@ class ImageCache:
         return None
 
     def _load(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the records of the folder, and its pixels, uint8 (R, bytes of a row), mapped.
-
-        Raises:
-            FileNotFoundError: the folder is not complete.
-            Damaged: there are fewer rows than it says.
-        """
+        """Return the records of the folder, and its pixels, uint8 (R, bytes of a row), mapped; raise FileNotFoundError
+        if it is not complete, and Damaged if there are fewer rows than it says."""
         with cache_files.in_use(self.folder / "pixels") as file:
             records = np.frombuffer(cache_files.read_index(self.folder), RECORD)
             size = len(records) * self._row
@@ -128,11 +124,8 @@ class ImageCache:
         return records, np.frombuffer(mapped, np.uint8).reshape(-1, self._row)
 
     def _check(self, pixels: np.ndarray, records: np.ndarray, rows: np.ndarray) -> None:
-        """Compare the check sums of all these rows, or of `CHECKED` bytes of them, the first and last included.
-
-        Raises:
-            Damaged: a row is not what was written.
-        """
+        """Raise Damaged if one of these rows, or of `CHECKED` bytes of them, the first and last included, is not what
+        was written."""
         number = min(len(rows), max(2, CHECKED // self._row))
         for row in np.sort(rows)[np.linspace(0, len(rows) - 1, number).astype(int)]:
             if zlib.crc32(pixels[row]) != records["sum"][row]:

@@ -87,10 +87,8 @@ def test_training_rows_that_cannot_be_used_are_named(columns, words):
 
 
 def test_a_spec_travels_as_plain_types():
-    """And what is no spec is refused with what is wrong. The default format is left out, so that older programs read
-    the spec."""
+    """And what is no spec is refused with what is wrong."""
     assert TableSpec.from_dict(SPEC.to_dict()) == SPEC
-    assert "format" not in SPEC.to_dict()
     german = TableSpec(SPEC.columns, format=TableFormat(";", ",", "latin-1", ("?",)))
     assert TableSpec.from_dict(json.loads(json.dumps(german.to_dict()))) == german
     assert german.prepare({"age": "1.050,5", "city": "Bern"}).tolist() == [101.05000305175781, 1.0]
