@@ -527,7 +527,7 @@ def test_a_set_that_is_too_large(root, cache, monkeypatch, caplog):
     module = ready(root, in_memory=False)
     assert isinstance(module.dataset("train"), OnDemand)
     assert len(caplog.messages) == 1
-    assert "36 images take 7.98e-06 GiB, more than DEEPLIGHTNING_CACHE_LIMIT (1e-06 GiB)" in caplog.text
+    assert "36 images take 8.05e-06 GiB, more than DEEPLIGHTNING_CACHE_LIMIT (1e-06 GiB)" in caplog.text
     assert pictures(module) == right(root)
     assert folders(cache) == set()
     for value in ("much", "-1", "nan"):
