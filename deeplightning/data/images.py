@@ -31,16 +31,13 @@ _STATISTICS = {"RGB": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), "L": ((0.4
 class ImageData(DataOfSets):
     """Base of the image data modules.
 
-    Validation is one fold of the training set: fold `data.fold` of `data.num_splits`, or where that is null a tenth of
-    all the training samples. It is never the test set. The splits depend on `seed` alone. Random numbers of torch are
-    not used up by loading, so results do not depend on `data.num_workers`.
+    Random numbers of torch are not used up by loading, so results do not depend on `data.num_workers`.
 
     Image files are decoded once, by all cores, into a cache that this and later runs, and all processes of each, map
     into their memory (`deeplightning.data.cache` says when it is right, how large it gets and how to be rid of it).
     Sets held there or in memory are loaded without workers: a batch is one indexing operation, cheaper than handing it
-    over. Workers start by a fork server, where there is one, since a fork of a process with threads may hang; like
-    every way but fork it needs `if __name__ == "__main__":` in a script. `data.loader.multiprocessing_context` changes
-    it.
+    over. Workers start by a fork server, since a fork of a process with threads may hang; it needs
+    `if __name__ == "__main__":` in a script. `data.loader.multiprocessing_context` changes it.
 
     Args:
         cfg: the whole config; `seed` and `data` are read.

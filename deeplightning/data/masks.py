@@ -44,9 +44,6 @@ class MaskFolder(ImageFiles):
         augment: modules that move pixels, applied in turn to training batches on their device: those of
             `deeplightning.data.augment`. Each is given pictures with their masks as a last channel, uint8
             (B, C + 1, H, W), so that both are moved alike. One that changes colours would change classes.
-        in_memory: true: each process holds the prepared files in its memory; "device": on its GPU as well; false: they
-            are prepared for each batch. None: true if they take at most `deeplightning.data.images.IN_MEMORY_LIMIT`.
-            "auto": like None, and on the GPU if there is room, see `deeplightning.data.images.ImageData`.
         values: what the pixels of class 0, 1 … hold in the files: a number from 0 to 65535 (of a palette the index), or
             a colour [red, green, blue]. With colours, a pixel of a palette is its colour. None: 0, 1, 2 …
         options: see `deeplightning.data.images.ImageFiles`, such as image_size and limit.
