@@ -247,15 +247,6 @@ def test_impossible_params(params, words, config):
         init_module(load_config(config, [f"data.module.params.{params}"]), "data")
 
 
-def test_masks_without_a_picture_are_counted(config, tmp_path, caplog):
-    """They are ignored, and the log says how many and names one."""
-    fill(tmp_path, 10)
-    for name in ("a", "b"):
-        Image.new("L", (16, 16)).save(tmp_path / "masks" / f"{name}.png")
-    module(config, f"data.root='{tmp_path}'")
-    assert "2 masks without a picture, such as" in caplog.text
-
-
 @pytest.mark.parametrize("in_memory", ["true", "false"])
 def test_masks_of_one_class_are_a_fault(config, tmp_path, in_memory):
     """There is nothing to learn: exit code 3. A mask without a class is none."""

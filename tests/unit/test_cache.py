@@ -183,19 +183,6 @@ def test_another_content_is_decoded(root, decoded, change):
     assert after == right(root)
 
 
-def test_one_more_file(root, decoded):
-    """Of a set to which one was added, one is decoded; damaged, it is named, and the others stay."""
-    ready(root)
-    decoded.clear()
-    (root / "a" / "more.bmp").write_bytes(b"no image")
-    with pytest.raises(DataError, match=r"a/more\.bmp: cannot be used as an image\. This is not an image"):
-        ready(root)
-    draw(root / "a" / "more.bmp", 500)
-    module = ready(root)
-    assert len(decoded) == 2
-    assert pictures(module) == right(root)
-
-
 def test_a_damaged_file_is_the_first_that_is_named(root):
     """As without a cache, with its path, and with exit code 3; what is missing as well."""
     (root / "a" / "009.bmp").write_bytes(b"no image")
@@ -570,16 +557,6 @@ def test_what_else_is_in_the_folder_is_left_alone(root, cache, monkeypatch):
 
 
 # As a data set
-
-
-def test_batches_are_copies(root):
-    """A batch may be changed in place, which does not show in a later one."""
-    loader = ready(root).val_dataloader()
-    before = next(iter(loader))["image"].clone()
-    batch = next(iter(loader))
-    for values in batch.values():
-        values.zero_()
-    assert torch.equal(next(iter(loader))["image"], before)
 
 
 class Own(ImageData):
