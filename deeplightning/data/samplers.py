@@ -360,11 +360,11 @@ def sort_values(dataset: Any, sort_key: str | Callable[[object], object], batche
     elif not hasattr(column, "__len__") or len(column) != len(dataset):
         try:
             column = [sample(position)[sort_key] for position in every]
-        except (LookupError, TypeError):
+        except (LookupError, TypeError) as error:
             raise ValueError(
                 f"sort_key {sort_key!r}: the training set ({type(dataset).__name__}) has no such column, and its "
                 "samples have no such key. A function is named by {ref: MODULE.FUNCTION}"
-            ) from None
+            ) from error
     try:
         values = np.array([number(value) for value in column])
     except TypeError:
