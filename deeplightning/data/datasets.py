@@ -5,9 +5,9 @@ N samples, B batch, H height, W width, C channels of the prepared image.
 """
 
 import logging
+import multiprocessing
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -248,7 +248,7 @@ class EndsWithItsRun:
     """
 
     def __init__(self, then: Callable[[int], None] | None = None):
-        self.reader, self.then = os.getpid(), then
+        self.then = then
 
     def __call__(self, number: int) -> None:
         threading.Thread(target=self._watch, daemon=True).start()
@@ -256,11 +256,8 @@ class EndsWithItsRun:
             self.then(number)
 
     def _watch(self) -> None:
-        try:
-            while True:
-                os.kill(self.reader, 0)  # no signal: asks whether it is there
-                time.sleep(1)
-        except ProcessLookupError:
+        if (reader := multiprocessing.parent_process()) is not None:
+            reader.join()
             os._exit(1)
 
 
