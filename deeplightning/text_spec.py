@@ -12,7 +12,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -162,10 +162,6 @@ class TextSpec:
             if getattr(spec, name) != values[name]:
                 raise ValueError(f"{name} is {getattr(spec, name)!r}, not {values[name]!r}")
         return spec
-
-    def limited(self, limit: int | None) -> "TextSpec":
-        """Return the same spec for a network that accepts at most `limit` tokens."""
-        return replace(self, limit=limit)
 
 
 class _Words:
