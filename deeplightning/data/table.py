@@ -121,7 +121,8 @@ class TableData(ColumnData):
         ways = [
             (way, column) for way, column in (("split", split), ("group", group), ("time", time)) if column is not None
         ]
-        self.way, self.divider = ways[0] if ways else (None, None)
+        self.way: str | None = ways[0][0] if ways else None
+        self.divider: str | None = ways[0][1] if ways else None
         has_folds = cfg.data.num_splits is not None
         if (
             len(ways) > 1

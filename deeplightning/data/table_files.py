@@ -287,7 +287,7 @@ def first_rows(path: Path, form: TableFormat, most: int) -> FirstRows:
             break
     nothing = pa.schema([(name, pa.string()) for name in file.names])
     found = pa.Table.from_batches(batches, None if batches else nothing)
-    table, counts = found.slice(0, most), {}
+    table, counts = found.slice(0, most), dict[str, dict[str, int]]()
     types = {field.name: str(field.type) for field in found.schema if pa.types.is_nested(field.type)}
     for name in file.names:
         texts = table.column(name)
