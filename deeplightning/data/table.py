@@ -130,8 +130,8 @@ class TableData(ColumnData):
             or (self.way == "time" and has_folds)
         ):
             raise DataConfigError(
-                f"data.module.params.{self.way} cannot be beside what else divides the rows: split, group, time; split "
-                "beside validation, test and data.num_splits; time beside data.num_splits."
+                f"data.module.params.{self.way}: the rows are divided by one of split, group and time; split allows "
+                "neither validation, test nor data.num_splits beside it, and time not data.num_splits."
             )
         self.only = None if only is None else list(only)
         self.missing, self.unknown = missing, unknown
