@@ -54,7 +54,7 @@ def config(root=None, seed=42, **data) -> SimpleNamespace:
 
 def ready(module: ImageData, rank: int = 0, world: int = 1) -> ImageData:
     """The module after `setup`, as it is on one of several ranks."""
-    epoch, batch = SimpleNamespace(processed=0), SimpleNamespace(ready=0)
+    epoch, batch = SimpleNamespace(processed=0, ready=0), SimpleNamespace(ready=0)
     progress = SimpleNamespace(batch_progress=SimpleNamespace(current=batch))
     loop = SimpleNamespace(epoch_progress=SimpleNamespace(current=epoch), epoch_loop=progress)
     module.trainer = SimpleNamespace(
