@@ -354,7 +354,8 @@ def sort_values(dataset: Any, sort_key: str | Callable[[object], object], batche
             return value
         return value.item() if getattr(value, "ndim", 1) == 0 else len(value)
 
-    column, every = None if callable(sort_key) else getattr(dataset, sort_key, None), range(len(dataset))
+    column: Any = None if callable(sort_key) else getattr(dataset, sort_key, None)
+    every = range(len(dataset))
     if callable(sort_key):
         column = [sort_key(sample(position)) for position in every]
     elif not hasattr(column, "__len__") or len(column) != len(dataset):
