@@ -147,19 +147,13 @@ class Column:
             raise ValueError(f"the name of a column must be a text that is not empty, not {self.name!r}")
         if self.kind not in KINDS:
             raise ValueError(f"the kind of column {self.name} must be one of {', '.join(KINDS)}, not {self.kind!r}")
-        for name in ("mean", "std"):
-            value = getattr(self, name)
-            if not are_numbers([value]):
-                raise ValueError(f"{name} of column {self.name} must be a finite number, not {value!r}")
-        if self.std <= 0:
-            raise ValueError(f"std of column {self.name} must be positive, not {self.std!r}")
+        if not are_numbers([self.mean, self.std]) or self.std <= 0:
+            raise ValueError(f"mean and std of column {self.name} must be finite numbers, and std positive")
         words = self.categories
         if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
             raise ValueError(f"categories of column {self.name} must be a list of texts, not {words!r}")
-        if len(set(words)) != len(words):
-            raise ValueError(f"categories of column {self.name} must be different texts")
-        if (self.kind == "category") != bool(words):
-            raise ValueError(f"column {self.name} must have categories if it is a category, and only then")
+        if len(set(words)) != len(words) or (self.kind == "category") != bool(words):
+            raise ValueError(f"column {self.name} must have different categories if it is a category, and only then")
         object.__setattr__(self, "categories", tuple(words))
 
     @cached_property
@@ -346,11 +340,10 @@ class TableSpec:
     # ---- travelling
 
     def to_dict(self) -> dict[str, object]:
-        """Return plain JSON types, for a checkpoint and a bundle; without the format where it is the default."""
+        """Return plain JSON types, for a checkpoint and a bundle."""
         columns = [asdict(column) | {"categories": list(column.categories)} for column in self.columns]
         form = asdict(self.format) | {"missing_words": list(self.format.missing_words)}
-        others = {} if self.format == TableFormat() else {"format": form}
-        return {"columns": columns, "unknown": self.unknown, "missing": self.missing, **others}
+        return {"columns": columns, "unknown": self.unknown, "missing": self.missing, "format": form}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "TableSpec":
@@ -359,18 +352,15 @@ class TableSpec:
         Raises:
             ValueError: a key is missing or unknown, or a value is impossible.
         """
-        has_format = isinstance(values, Mapping) and "format" in values
-        keys = ("columns", "unknown", "missing", *(["format"] if has_format else []))
-        require_keys("a table spec", values, keys)
+        require_keys("a table spec", values, ("columns", "unknown", "missing", "format"))
         if not isinstance(values["columns"], list | tuple):
             raise ValueError("the columns of a table spec must be a list")
         columns = []
         for column in values["columns"]:
             require_keys("a column", column, ("name", "kind", "mean", "std", "categories"))
             columns.append(Column(**column))
-        form = values.get("format", asdict(TableFormat()))
-        require_keys("the format of a table", form, [*asdict(TableFormat())])
-        return cls(tuple(columns), values["unknown"], values["missing"], TableFormat(**form))
+        require_keys("the format of a table", values["format"], [*asdict(TableFormat())])
+        return cls(tuple(columns), values["unknown"], values["missing"], TableFormat(**values["format"]))
 
 
 def _refused(column: Column, row: int, words: str) -> TableError:

@@ -12,7 +12,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +24,9 @@ PADDING, UNKNOWN, END = "<padding>", "<unknown>", "<end>"
 SPECIAL = (PADDING, UNKNOWN, END)
 """First tokens of each vocabulary of words, with the numbers 0, 1 and 2. No text contains them: `<` is a token by
 itself."""
+
+PADDINGS = ("[PAD]", "<pad>", "<|padding|>", "<|endoftext|>")
+"""Names of the padding token in files of Hugging Face that do not name one."""
 
 FILES = {"words": "vocabulary.txt", "hugging_face": "tokenizer.json"}
 """Kinds of tokenizers, with the name of the file in which a bundle keeps the vocabulary or the tokenizer."""
@@ -97,12 +100,7 @@ class TextSpec:
     def _encoder(self) -> Any:
         if self.tokenizer == "words":
             return _Words(self.content, self.lower)
-        from deeplightning.tokenizer_file import Tokenizer  # needs an optional package
-
-        try:
-            return Tokenizer(self.content)
-        except ValueError as error:
-            raise VocabularyError(str(error)) from error
+        return _HuggingFace(self.content)
 
     def encode(self, texts: Sequence[str], max_length: int | None = None) -> list[list[int]]:
         """Return the tokens of each text, at least one.
@@ -165,10 +163,6 @@ class TextSpec:
                 raise ValueError(f"{name} is {getattr(spec, name)!r}, not {values[name]!r}")
         return spec
 
-    def limited(self, limit: int | None) -> "TextSpec":
-        """Return the same spec for a network that accepts at most `limit` tokens."""
-        return replace(self, limit=limit)
-
 
 class _Words:
     """Tokenizer "words"; see the head of this module."""
@@ -188,6 +182,35 @@ class _Words:
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         find, unknown, end = self._numbers.get, 1, 2
         return [[*(find(word, unknown) for word in words_of(text, self._lower)), end] for text in texts]
+
+
+class _HuggingFace:
+    """Split texts by the rules of a `tokenizer.json` of Hugging Face, with the special tokens that it adds.
+
+    Raises:
+        VocabularyError: it is no such file, or has no padding token.
+        ImportError: the package `tokenizers`, which the extra `text` installs, is not there.
+    """
+
+    def __init__(self, content: str):
+        from tokenizers import Tokenizer
+
+        try:
+            self._theirs = Tokenizer.from_str(content)
+        except Exception as error:  # the library raises Exception itself
+            raise VocabularyError(f"this is no tokenizer.json of Hugging Face ({str(error)[:200]})") from error
+        known = self._theirs.get_vocab(with_added_tokens=True)
+        named = (self._theirs.padding or {}).get("pad_token")
+        found = next((name for name in (named, *PADDINGS) if name in known), None)
+        if found is None:
+            raise VocabularyError(f"it has no token to fill up with, none of {', '.join(PADDINGS)}")
+        self.padding, self.size = known[found], max(known.values()) + 1
+        self._theirs.no_padding()  # TextSpec pads and cuts
+        self._theirs.no_truncation()
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each text; a text without any gets one padding token."""
+        return [encoding.ids or [self.padding] for encoding in self._theirs.encode_batch(list(texts))]
 
 
 def words_of(text: str, lower: bool = True) -> list[str]:

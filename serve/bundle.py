@@ -165,7 +165,7 @@ _NOT_SERVED = {_NAMES.bundle_torchscript.name, _NAMES.bundle_pt2.name}  # for ot
 _DTYPES: dict[str, type] = {"image": np.uint8, "text": np.int64, "table": np.float32, "array": np.float32}
 _TEXT_FILES = ("vocabulary.txt", "tokenizer.json")
 _KEYS = {"format", "task", "input", "labels", "files", "run", "golden", "digest"}
-_RUN_KEYS = {"id", "name", "folder_name", "checkpoint", "weights", "picture_size", "created", "versions"}
+_RUN_KEYS = {"id", "name", "folder_name", "checkpoint", "weights", "created", "versions"}
 _FILE = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
 _RETRY = "write it again with `deeplightning export RUN`"
 

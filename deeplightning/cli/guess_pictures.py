@@ -59,9 +59,9 @@ def _labelled(data: Path, name: str) -> Guess:
     Raises:
         SetupError: the file is not as it should be, or names a picture that is not there.
     """
-    read: Any = find("deeplightning.data.labelled_images.LabelFile")
+    read: Any = find("deeplightning.data.labelled_images.label_lines")
     with errors_of_data():
-        lines = list(read(data / name).lines())
+        lines = list(read(data / name))
     counts = Counter(label for line in lines for label in line.labels)
     if not counts:
         raise SetupError(f"{data / name} gives no picture a label; as in `1.jpg,cat|dog`")

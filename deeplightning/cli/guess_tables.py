@@ -139,21 +139,22 @@ def table(path: Path, missing_words: Sequence[str] = _GAPS) -> Table:
     Raises:
         SetupError: it cannot be read, or is something else.
     """
-    if path.is_dir() and path.suffix.lower() != ".parquet":
+    if path.is_dir():
         files = sorted(each.name for each in path.iterdir() if each.suffix.lower() in (".csv", ".tsv"))
         hint = f", such as {path / files[0]}" if files else ""
         raise SetupError(f"{path} is a folder; name a CSV file with a header{hint}")
     with errors_of_data():
         form = replace(find("deeplightning.data.table_files.guess_format")(path), missing_words=tuple(missing_words))
-        rows: Any = find("deeplightning.data.table_files.FirstRows")(path, form, MAX_ROWS)
-    if rows.rows < 10:
+        found: Any = find("deeplightning.data.table_files.first_rows")(path, form, MAX_ROWS)
+    if found.size < 10:
         raise SetupError(
-            f"{path} has {count(rows.rows, 'row')} below its header; at least 10 are needed to divide them "
+            f"{path} has {count(found.size, 'row')} below its header; at least 10 are needed to divide them "
             "into sets; for sets of your own: deeplightning init PROJECT --kind table, and name the files in "
             "data.module.params.train, validation and test"
         )
-    columns = {name: Column.of(rows.counts(name), form, rows.types.get(name, "")) for name in rows.file.names}
-    return Table(path, form, columns, rows.rows, rows.is_whole, rows.first(), rows.file)
+    columns = {name: Column.of(counts, form, found.types.get(name, "")) for name, counts in found.counts.items()}
+    first = {name: next(iter(counts)) for name, counts in found.counts.items()}
+    return Table(path, form, columns, found.size, found.is_whole, first, found.file)
 
 
 def text(data: Path, wanted: Columns) -> Guess:

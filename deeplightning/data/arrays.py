@@ -80,8 +80,6 @@ class ArrayData(ColumnData):
         array_spec: how an array is prepared; there after `setup`.
     """
 
-    samples = "samples"
-
     def __init__(
         self,
         cfg: PartConfig,
@@ -124,20 +122,16 @@ class ArrayData(ColumnData):
             raise DataError(f"{source}: the inputs are {inputs.dtype} {inputs.shape}, and not numbers (N, C, …).")
         if len(inputs) != len(targets) or not len(inputs):
             raise DataError(f"{source}: {len(inputs)} inputs and {len(targets)} targets; there must be one for each.")
-        kind = targets.dtype.kind
+        kind, rows = targets.dtype.kind, np.arange(len(inputs))
         if targets.ndim == 1 and kind in "biuUS":
             labels = self._labels(targets, source)
-            return Arrays(inputs, np.arange(len(inputs)), labels, labels)
-        if kind != "f" and not (kind in "iu" and targets.ndim == 2):
+            return Arrays(inputs, rows, labels, labels)
+        if kind not in "fiu" or targets.ndim not in (1, 2) or not np.isfinite(targets).all():
             raise DataError(
-                f"{source}: targets of type {targets.dtype} {targets.shape} are neither classes nor numbers."
+                f"{source}: targets of type {targets.dtype} {targets.shape} are neither classes (N,) nor finite "
+                "numbers (N,) or (N, T)."
             )
-        if not np.isfinite(targets).all():
-            raise DataError(f"{source}: target {int(np.argwhere(~np.isfinite(targets))[0][0])} is not finite.")
-        if targets.ndim not in (1, 2):
-            raise DataError(f"{source}: targets are (N,) or (N, T), not {targets.shape}.")
-        values = targets.astype(np.float64).reshape(len(targets), -1)
-        return Arrays(inputs, np.arange(len(inputs)), values, np.zeros(len(targets), np.int64))
+        return Arrays(inputs, rows, targets.astype(np.float64).reshape(len(targets), -1), np.zeros(len(targets), int))
 
     def _labels(self, targets: np.ndarray, source: str) -> np.ndarray:
         """Return the class of each sample, int64 (N,). Names that are not given are found in the first targets."""

@@ -4,7 +4,7 @@
 follows from its state, never from its name:
 
 - The state is device, inode, size, time of change and time of status change. A file in another state is decoded again,
-  into another row; so is, at the next start, one that changed less than `SETTLED` before it was read.
+  into another row.
 - The name of the folder depends on all that determines the pixels: the `ImageSpec`, `deeplightning/image_spec.py`, the
   versions of Pillow and of its decoders, `max_pixels`. If one changes, all is decoded again, into another folder.
 
@@ -24,11 +24,11 @@ import math
 import mmap
 import os
 import sys
-import time
 import zlib
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import PIL
@@ -41,13 +41,13 @@ from deeplightning.data.data_errors import DataError
 from deeplightning.data.datasets import in_threads
 from deeplightning.image_spec import ImageError, ImageSpec
 
-RECORD = np.dtype([("stat", "<u8", 5), ("row", "<i8"), ("sum", "<u8")])
-"""Of a file: its state (all 0: not settled), its row, the check sum of this row."""
+RECORD = np.dtype([("stat", "<u8", 5), ("sum", "<u8")])
+"""Of a row: the state of its file, and its check sum."""
 
 CHECKED = 2**30
 """Bytes of which check sums are compared when a set is opened: all of a smaller set, rows spread over a larger one."""
 
-_LAYOUT = 4  # of the files
+_LAYOUT = 5  # of the files
 _CHUNK = 4 * 2**20  # bytes that one thread prepares at a time
 _COMMIT = 2**28  # bytes of new rows after which the index is written
 
@@ -107,100 +107,81 @@ class ImageCache:
         """Return the pixels and rows of files in these states; None: some are missing."""
         with contextlib.suppress(FileNotFoundError, Damaged):
             records, pixels = self._load()
-            if ((known := find_rows(records["stat"], stats)) >= 0).all():
-                self._check(pixels, records[known])
-                with contextlib.suppress(OSError):  # a folder that may only be read
-                    os.utime(self.folder / "pixels")  # it was used
-                return pixels.reshape(-1, *self._shape), records["row"][known]
+            if ((rows := find_rows(records["stat"], stats)) >= 0).all():
+                self._check(pixels, records, rows)
+                return pixels.reshape(-1, *self._shape), rows
         return None
 
     def _load(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the records of the folder, and its pixels, uint8 (R, bytes of a row), mapped.
-
-        Raises:
-            FileNotFoundError: the folder is not complete.
-            Damaged: there are fewer rows than it says.
-        """
+        """Return the records of the folder, and its pixels, uint8 (R, bytes of a row), mapped; raise FileNotFoundError
+        if it is not complete, and Damaged if there are fewer rows than it says."""
         with cache_files.in_use(self.folder / "pixels") as file:
             records = np.frombuffer(cache_files.read_index(self.folder), RECORD)
-            size = (int(records["row"].max(initial=0)) + 1) * self._row
-            if os.fstat(file).st_size < size:
+            size = len(records) * self._row
+            if os.fstat(file.fileno()).st_size < size:
                 raise Damaged
-            mapped = mmap.mmap(file, size, access=mmap.ACCESS_READ)
+            mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
         return records, np.frombuffer(mapped, np.uint8).reshape(-1, self._row)
 
-    def _check(self, pixels: np.ndarray, records: np.ndarray) -> None:
-        """Compare the check sums of all these rows, or of `CHECKED` bytes of them, the first and last included.
-
-        Raises:
-            Damaged: a row is not what was written.
-        """
-        chosen = np.unique(
-            np.linspace(0, len(records) - 1, min(len(records), max(2, CHECKED // self._row))).astype(int)
-        )
-        for record in np.sort(records, order="row")[chosen]:
-            if zlib.crc32(pixels[record["row"]]) != record["sum"]:
+    def _check(self, pixels: np.ndarray, records: np.ndarray, rows: np.ndarray) -> None:
+        """Raise Damaged if one of these rows, or of `CHECKED` bytes of them, the first and last included, is not what
+        was written."""
+        number = min(len(rows), max(2, CHECKED // self._row))
+        for row in np.sort(rows)[np.linspace(0, len(rows) - 1, number).astype(int)]:
+            if zlib.crc32(pixels[row]) != records["sum"][row]:
                 raise Damaged
 
     def _add(self, paths: Sequence[str], stats: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Decode what is missing, with the lock held."""
         try:
             records, pixels = self._load()
-            self._check(pixels, records)
+            self._check(pixels, records, np.arange(len(records)))
         except (FileNotFoundError, Damaged) as error:
             if isinstance(error, Damaged):
                 log.warning("The decoded images in %s are damaged: they are decoded again.", self.folder)
             cache_files.remove(self.folder)
             records = np.empty(0, RECORD)
-        known = find_rows(records["stat"], stats)
-        missing = np.flatnonzero(known < 0)
-        new = np.zeros(len(missing), RECORD)
-        new["row"] = np.arange(len(missing)) + records["row"].max(initial=-1) + 1
+        rows = find_rows(records["stat"], stats)
+        missing = np.flatnonzero(rows < 0)
+        rows[missing] = np.arange(len(missing)) + len(records)
         row = self._row + RECORD.itemsize
-        whole, size = self._size * row, (int(new["row"][-1]) + 1) * row
+        whole, size = self._size * row, (len(records) + len(missing)) * row
         if size > cache_files.limit_in_bytes() >= whole:  # most rows are of files that are gone
             cache_files.remove(self.folder)
             return self._add(paths, stats)
         words = f"{self._size:,} images take {whole / 2**30:.3g} GiB"
         cache_files.make_room(self.folder / "pixels", max(whole, size), len(missing) * row, words)
         log.info("Decoding %s images into %s", f"{len(missing):,}", self.folder)
-        cache_files.make_folder(self.folder)
+        self.folder.mkdir(mode=0o700, exist_ok=True)
         try:
-            with cache_files.in_use(self.folder / "pixels", os.O_RDWR | os.O_CREAT) as file:
-                self._decode(file, [paths[n] for n in missing.tolist()], records, new)
+            with cache_files.in_use(self.folder / "pixels", "ab") as file:
+                self._decode(file, [paths[n] for n in missing.tolist()], records)
         except OSError:  # the disk may be full
             cache_files.remove(self.folder)
             raise
-        rows = records["row"][known] if len(records) else np.empty(len(paths), np.int64)
-        rows[missing] = new["row"]
         return self._load()[1].reshape(-1, *self._shape), rows
 
-    def _decode(self, file: int, paths: Sequence[str], records: np.ndarray, new: np.ndarray) -> None:
-        """Write the pixels of files to the rows of `new`, and complete these records beside those that are there."""
-        begun, done, committed, step = time.time(), 0, 0, max(1, min(64, _CHUNK // self._row))
+    def _decode(self, file: IO[bytes], paths: Sequence[str], records: np.ndarray) -> None:
+        """Write the pixels of files behind the rows of these records, and the index every `_COMMIT` bytes."""
+        made, committed, step = list[tuple[tuple[int, ...], int]](), 0, max(1, min(64, _CHUNK // self._row))
+        file.truncate(len(records) * self._row)  # a process that was killed may have begun another row
 
         def commit() -> None:
-            if done:
-                os.fsync(file)
-                made = new[:done]
-                outdated = find_rows(made["stat"][:, :2], records["stat"][:, :2]) >= 0
-                index = np.concatenate([records[~outdated], made]).tobytes()
-                cache_files.write_index(self.folder / "pixels", file, index)
+            index = np.concatenate([records, np.array(made, RECORD)]).tobytes()
+            cache_files.write_index(self.folder / "pixels", file, index)
 
         chunks = (paths[start : start + step] for start in range(0, len(paths), step))
         try:
             for _, read in in_threads(lambda some: [self._read(path) for path in some], chunks):
                 for stat, pixels in read:
-                    cache_files.write(file, pixels, int(new["row"][done]) * self._row)
-                    # One that changed just before it was read is decoded again.
-                    new["stat"][done] = stat if stat[4] < (begun - cache_files.SETTLED) * 1e9 else 0
-                    new["sum"][done] = zlib.crc32(pixels)
-                    done += 1
-                if (done - committed) * self._row >= _COMMIT:
+                    file.write(pixels)
+                    made.append((stat, zlib.crc32(pixels)))
+                if (len(made) - committed) * self._row >= _COMMIT:
                     commit()
-                    committed = done
-        finally:  # what is done stays done
-            commit()
+                    committed = len(made)
+        finally:
+            if made:  # what is done stays done
+                commit()
 
     def _read(self, path: str) -> tuple[tuple[int, ...], np.ndarray]:
         """Return state and pixels of a file, uint8 (bytes of a row,)."""

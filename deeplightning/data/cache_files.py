@@ -8,6 +8,7 @@ Deleting a folder by hand is safe at any time: what is mapped stays readable.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import logging
 import os
@@ -17,27 +18,17 @@ import stat
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-
-import numpy as np
+from typing import IO, TYPE_CHECKING
 
 from deeplightning.data.data_errors import DataConfigError
 
-try:
-    import fcntl
-except ImportError:  # Windows, which cannot remove a mapped file either
-    fcntl = None  # type: ignore[assignment]
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
 
 LIMIT = 20.0
 """GiB of the whole cache; `DEEPLIGHTNING_CACHE_LIMIT` overrides it. Half of the disk's free space stays free, too."""
 
-SETTLED = 2.0
-"""Seconds. The clock of a file system ticks every few milliseconds, on some every other second: a file that was read
-within the tick of its last change may change again without a trace."""
-
 _OURS = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")  # nothing else in the user's folder is ever touched
-_TAG = """Signature: 8a477f597d28d172789f06886806bc55
-# A cache of Deep Lightning. It may be deleted at any time, also while runs use it.
-"""
 
 log = logging.getLogger("deeplightning.data")
 
@@ -87,49 +78,30 @@ def stat_of(status: os.stat_result) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def in_use(data: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+def in_use(data: Path, mode: str = "rb") -> Iterator[IO[bytes]]:
     """Open a data file with a shared lock, which a map of the file keeps.
 
     Raises:
         FileNotFoundError: there is none, or it is being removed.
-        Unusable: another user could have written it, or the system cannot lock files.
+        Unusable: another user could have written it.
     """
-    if fcntl is None:
-        raise Unusable("this system has no flock")
     refuse_foreign(data.parent)
-    file = os.open(data, flags, 0o600)
-    try:
+    with data.open(mode) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             raise FileNotFoundError(data) from None
+        with contextlib.suppress(OSError):  # a folder that may only be read
+            os.utime(data)  # it was used
         yield file
-    finally:
-        os.close(file)
 
 
-@contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Wait to be the one process that adds to a folder; call it after `in_use`, which knows if files can be locked."""
-    from filelock import FileLock, Timeout
+def alone(folder: Path) -> "BaseFileLock":
+    """Return the lock of the one process that adds to a folder."""
+    from filelock import FileLock
 
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = FileLock(folder.with_suffix(".lock"), mode=0o600)
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        log.info("Waiting for another process that writes into %s", folder)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def make_folder(folder: Path) -> None:
-    """Make a folder that only this user may write, unless it is there."""
-    folder.mkdir(mode=0o700, exist_ok=True)
-    (folder / "CACHEDIR.TAG").write_text(_TAG)  # backups leave it out
+    return FileLock(folder.with_suffix(".lock"), mode=0o600)
 
 
 def remove(folder: Path) -> None:
@@ -138,19 +110,13 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def write(file: int, array: np.ndarray, place: int) -> None:
-    """Write an array at a place of a file, in bytes."""
-    left = memoryview(array.tobytes())
-    while left:
-        written = os.pwrite(file, left, place)
-        left, place = left[written:], place + written
-
-
-def write_index(data: Path, file: int, content: bytes) -> None:
-    """Write the index of a data file on the disk; raise FileNotFoundError if somebody has deleted the file."""
+def write_index(data: Path, file: IO[bytes], content: bytes) -> None:
+    """Write a data file and its index on the disk; raise FileNotFoundError if somebody has deleted the file."""
+    file.flush()
+    os.fsync(file.fileno())
     made = data.with_name("index.new")
     made.write_bytes(zlib.crc32(content).to_bytes(4) + content)
-    if not os.path.samestat(data.stat(), os.fstat(file)):
+    if not os.path.samestat(data.stat(), os.fstat(file.fileno())):
         raise FileNotFoundError(data)
     made.replace(data.with_name("index"))
 
@@ -190,7 +156,7 @@ def make_room(data: Path, size: int, new: int, words: str, written: int = 0) -> 
         written: bytes of `new` that are on the disk already.
 
     Raises:
-        Unusable: it does not fit.
+        Unusable: it does not fit beside what is in use.
     """
     from filelock import FileLock
 
@@ -203,16 +169,16 @@ def make_room(data: Path, size: int, new: int, words: str, written: int = 0) -> 
     others.sort()
     taken = sum(gone for _, gone, _ in others)
 
-    def disk_has(besides: int = 0) -> bool:
-        return new <= (shutil.disk_usage(folder.parent).free + written + besides) / 2
+    def fits(taken: int, removed: int = 0) -> bool:
+        free = shutil.disk_usage(folder.parent).free + written + removed
+        return taken + size <= limit and new <= free / 2
 
-    if size > limit:
-        raise Unusable(f"{words}, more than the {limit / 2**30:.3g} GiB that DEEPLIGHTNING_CACHE_LIMIT allows")
-    if not disk_has(besides=taken):
-        raise Unusable(f"{words}, and half of the disk's free space stays free")
-    while taken + size > limit or not disk_has():
-        if not others:
-            raise Unusable(f"{words}, and the rest of the cache is in use")
+    while not fits(taken):
+        if not others or not fits(0, removed=taken):
+            raise Unusable(
+                f"{words}, more than DEEPLIGHTNING_CACHE_LIMIT ({limit / 2**30:.3g} GiB) and half of the free disk "
+                "allow beside what is in use"
+            )
         _, gone, path = others.pop(0)
         with (
             contextlib.suppress(OSError),

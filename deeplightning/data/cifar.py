@@ -44,18 +44,15 @@ class CIFAR10(DownloadedImages):
 
     def read(self) -> dict[str, Samples]:
         from torchvision.datasets import CIFAR10 as Source
-        from torchvision.datasets.utils import check_integrity
 
-        # torchvision itself says only that some file is missing or corrupt.
-        for name, digest in [*Source.train_list, *Source.test_list, (Source.meta["filename"], Source.meta["md5"])]:
-            path = self.root / _FOLDER / name
-            if not check_integrity(str(path), digest):
-                raise DataError(
-                    f"{path} is damaged or cut off: its MD5 sum is not {digest}; delete it and fetch it again, for "
-                    "instance with data.module.params.download=true."
-                )
         sets = {}
         for split in ("train", "test"):
-            source = Source(str(self.root), train=split == "train")
+            try:
+                source = Source(str(self.root), train=split == "train")
+            except RuntimeError as error:  # another MD5 sum
+                raise DataError(
+                    f"{self.root / _FOLDER} is damaged: {error}. Delete it and fetch it again, for instance with "
+                    "data.module.params.download=true."
+                ) from error
             sets[split] = Samples(source.data, np.array(source.targets, dtype=np.int64))  # (N, 32, 32, 3)
         return sets

@@ -67,25 +67,21 @@ class ClassFolders:
 
     def _files(self, folder: Path, classes: list[str], is_complete: bool) -> tuple[list[str], np.ndarray]:
         """Return the files of one set; `is_complete`: each class must have one."""
-        differences = {"missing": {*classes} - {*_folders(folder)}, "unknown": {*_folders(folder)} - {*classes}}
-        if faults := [f"{what}: {', '.join(sorted(names))}" for what, names in differences.items() if names]:
-            raise DataError(f"{folder} must have the same classes as {self.root / 'train'} ({'; '.join(faults)}).")
-        paths, labels, ignored = list[str](), list[int](), 0
+        if (there := _folders(folder)) != classes:
+            differing = ", ".join(sorted({*there} ^ {*classes}))
+            raise DataError(
+                f"{folder} must have the same classes as {self.root / 'train'}; they differ in {differing}."
+            )
+        paths, labels = list[str](), list[int]()
         for label, name in enumerate(classes):
-            files = [*files_below(folder / name)]
-            counted = sorted(str(path) for path in files if self._counts(path))
+            counted = sorted(str(path) for path in files_below(folder / name) if self._counts(path))
             if is_complete and not counted:
                 hint = "Put some there, or remove the folder."
                 raise DataError(f"{folder / name} holds no {self.word} ({', '.join(self.endings)}). {hint}")
             paths += counted
             labels += [label] * len(counted)
-            ignored += len(files) - len(counted)
         if not paths:
             raise DataError(f"{folder} holds no {self.word} ({', '.join(self.endings)}).")
-        if ignored:
-            article = "an" if self.word[0] in "aeiou" else "a"
-            words = "Ignored in %s: %d files that do not have the ending of %s %s"
-            log.info(words, folder, ignored, article, self.word)
         return paths, np.array(labels, dtype=np.int64)
 
 

@@ -5,9 +5,9 @@ N samples, B batch, H height, W width, C channels of the prepared image.
 """
 
 import logging
+import multiprocessing
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
-from PIL import Image
 from torch.utils.data import Dataset
 
 from deeplightning.data.data_errors import DataError
@@ -69,14 +68,6 @@ class Samples(Divisible):
 
     def __len__(self) -> int:
         return len(self.labels)
-
-    def size_of(self, position: int) -> tuple[int, int]:
-        """Return width and height of one picture as it comes; raise OSError if it cannot be read."""
-        item = self.items[position]
-        if isinstance(item, np.ndarray):
-            return item.shape[1], item.shape[0]
-        with Image.open(item) as image:
-            return image.size
 
     def prepare(self, position: int, spec: ImageSpec, max_pixels: int) -> np.ndarray:
         """Return one picture, uint8 (C, H, W); raise DataError if it cannot be read as an image."""
@@ -192,60 +183,25 @@ def _gathered(values: torch.Tensor, rows: torch.Tensor, device: torch.device) ->
     return torch.index_select(values, 0, rows, out=picked).to(device, non_blocking=True)
 
 
-class Room:
-    """Settle once, by the memory that the first step leaves, whether pictures go to the GPU (`in_memory: auto`)."""
-
-    def __init__(self) -> None:
-        self._first: int | None = None  # the step before which the first batch comes
-
-    def settle(self, step: int, sets: Sequence[InMemory], device: torch.device) -> bool:
-        """Copy sets to a GPU that has room for them, all or the first; to be called before each batch.
-
-        Args:
-            step: the optimizer steps that are done. The first one of this process shows what a step takes.
-            sets: the training set, then the validation set.
-            device: the GPU.
-
-        Returns:
-            Whether it is settled.
-        """
-        if self._first is None:
-            self._first = step
-        if step == self._first:
-            return False
-        free = left(device)
-        for chosen in (sets, sets[:1]):
-            size = sum(one.size for one in chosen)
-            if chosen and size <= free * SHARE_OF_GPU and _moved(chosen, device):
-                words = "%-10s on %s: %s of pictures, of %s that a step leaves"
-                log.info(words, "data", device, size_of(size), size_of(free))
-                return True
-        if sets:
-            words = "%-10s in the memory of the CPU, batches pinned: %s of pictures, and a step leaves %s on %s"
-            log.info(words, "data", size_of(sum(one.size for one in sets)), size_of(free), device)
-        return True
+def move_where_there_is_room(sets: Sequence[InMemory], device: torch.device) -> None:
+    """Copy sets to a GPU, where they take at most `SHARE_OF_GPU` of the memory that a step has left."""
+    size, free = sum(one.size for one in sets), left(device)
+    words = "in the memory of the CPU, batches pinned"
+    if size <= free * SHARE_OF_GPU:
+        try:
+            for one in sets:
+                one.move(device)
+            words = f"on {device}"
+        except torch.OutOfMemoryError:  # in the meantime another process has taken it
+            for one in sets:
+                one.on_device = {}
+    log.info("%-10s %s: %.3g GiB, and a step leaves %.3g on the GPU", "data", words, size / 2**30, free / 2**30)
 
 
 def left(device: torch.device) -> int:
     """Return the bytes of a GPU that neither this process at its peak nor another one has taken."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-
-
-def _moved(sets: Sequence[InMemory], device: torch.device) -> bool:
-    try:
-        for one in sets:
-            one.move(device)
-    except torch.OutOfMemoryError:  # in the meantime another process has taken it
-        for one in sets:
-            one.on_device = {}
-        return False
-    return True
-
-
-def size_of(size: int) -> str:
-    """Format bytes for people."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 // 10 else f"{size / 2**20:.2f} MiB"
 
 
 class OnDemand(Dataset):
@@ -260,6 +216,8 @@ class OnDemand(Dataset):
     Attributes:
         samples: as given.
     """
+
+    needs_workers = True
 
     def __init__(self, samples: Any, prepare: "Prepare", small: Batch):
         self.samples, self._prepare, self._small = samples, prepare, small
@@ -290,7 +248,7 @@ class EndsWithItsRun:
     """
 
     def __init__(self, then: Callable[[int], None] | None = None):
-        self.reader, self.then = os.getpid(), then
+        self.then = then
 
     def __call__(self, number: int) -> None:
         threading.Thread(target=self._watch, daemon=True).start()
@@ -298,11 +256,8 @@ class EndsWithItsRun:
             self.then(number)
 
     def _watch(self) -> None:
-        try:
-            while True:
-                os.kill(self.reader, 0)  # no signal: asks whether it is there
-                time.sleep(1)
-        except ProcessLookupError:
+        if (reader := multiprocessing.parent_process()) is not None:
+            reader.join()
             os._exit(1)
 
 

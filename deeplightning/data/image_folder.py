@@ -2,16 +2,15 @@
 
 import contextlib
 import logging
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from deeplightning.config.part_config import PartConfig
 from deeplightning.data.class_folders import ClassFolders
-from deeplightning.data.data_errors import DataConfigError, DataError
+from deeplightning.data.data_errors import DataError
 from deeplightning.data.datasets import Batch, Samples, in_threads
-from deeplightning.data.images import ImageFiles, endings
+from deeplightning.data.images import ImageFiles
 from deeplightning.image_spec import EXTENSIONS, ImageError
 
 _NAMED = 20  # files that a warning names, of those that it counts
@@ -32,7 +31,6 @@ class ImageFolder(ImageFiles):
     Args:
         cfg: the whole config.
         args, options: see `deeplightning.data.images.ImageFiles`, such as image_size.
-        extensions: endings of image files, with their dot.
         on_bad_image: what becomes of a file that cannot be decoded. "error": the run ends and names it. "skip": it is
             left out, of every set and on every process, and one warning names such files; to find them, the first
             process decodes all images at each start.
@@ -42,15 +40,12 @@ class ImageFolder(ImageFiles):
         self,
         cfg: PartConfig,
         *args: Any,
-        extensions: Sequence[str] = EXTENSIONS,
         on_bad_image: Literal["error", "skip"] = "error",
         **options: Any,
     ):
         super().__init__(cfg, *args, **options)
-        if on_bad_image not in ("error", "skip"):
-            raise DataConfigError(f"data.module.params.on_bad_image must be error or skip, not {on_bad_image!r}.")
         self.root = self.root_folder("the images")
-        self.folders = ClassFolders(self.root, "image", endings(extensions))
+        self.folders = ClassFolders(self.root, "image", EXTENSIONS)
         self.on_bad_image = on_bad_image
 
     def check(self) -> None:
@@ -84,12 +79,10 @@ class ImageFolder(ImageFiles):
         kept = {}
         for name, samples in found.items():
             kept[name] = samples.take(np.flatnonzero([path not in bad for path in samples.items]))
-            left = set(kept[name].labels.tolist())
-            gone = [label for label in range(len(self.class_names)) if label not in left]
-            if gone and (name in ("all", "train") or not left):
+            gone = {*samples.labels.tolist()} - {*kept[name].labels.tolist()}
+            if gone and (name in ("all", "train") or not len(kept[name])):
                 raise DataError(
-                    f"ImageFolder: no image of the class {self.class_names[gone[0]]} in {self.root} can be decoded. "
-                    "Put some into its folder, or remove that."
+                    f"ImageFolder: no image of the class {self.class_names[min(gone)]} in {self.root} can be decoded."
                 )
         return kept
 

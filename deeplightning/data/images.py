@@ -3,7 +3,6 @@
 A data module of your own subclasses `ImageData` and says in `read` which samples there are; the rest is done here.
 """
 
-import contextlib
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Generator, Tensor, nn, uint8
 from deeplightning.config.part_config import PartConfig
 from deeplightning.data.cache import ImageCache
 from deeplightning.data.cache_files import cache_folder
-from deeplightning.data.data_errors import DataConfigError, DataError
+from deeplightning.data.data_errors import DataConfigError, DataError, require_whole
 from deeplightning.data.datasets import Batch, InMemory, OnDemand, Pictures, Prepare, Samples, prepare_all
 from deeplightning.data.loading import DataOfSets
 from deeplightning.data.remote_files import folder_of
@@ -28,23 +27,17 @@ IN_MEMORY_LIMIT = 2**30
 
 _STATISTICS = {"RGB": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), "L": ((0.449,), (0.226,))}
 
-SIZED = 64
-"""Training pictures that are looked at for their usual size."""
-
 
 class ImageData(DataOfSets):
     """Base of the image data modules.
 
-    Validation is one fold of the training set: fold `data.fold` of `data.num_splits`, or where that is null a tenth of
-    all the training samples. It is never the test set. The splits depend on `seed` alone. Random numbers of torch are
-    not used up by loading, so results do not depend on `data.num_workers`.
+    Random numbers of torch are not used up by loading, so results do not depend on `data.num_workers`.
 
     Image files are decoded once, by all cores, into a cache that this and later runs, and all processes of each, map
     into their memory (`deeplightning.data.cache` says when it is right, how large it gets and how to be rid of it).
     Sets held there or in memory are loaded without workers: a batch is one indexing operation, cheaper than handing it
-    over. Workers start by a fork server, where there is one, since a fork of a process with threads may hang; like
-    every way but fork it needs `if __name__ == "__main__":` in a script. `data.loader.multiprocessing_context` changes
-    it.
+    over. Workers start by a fork server, since a fork of a process with threads may hang; it needs
+    `if __name__ == "__main__":` in a script. `data.loader.multiprocessing_context` changes it.
 
     Args:
         cfg: the whole config; `seed` and `data` are read.
@@ -83,10 +76,7 @@ class ImageData(DataOfSets):
         self.class_names: list[str] = []
         self.max_pixels = max_pixels
         self.cache = cache
-        if not isinstance(cache, bool | str) or cache == "":
-            raise DataConfigError(f"data.module.params.cache must be a folder, true or false, not {cache!r}.")
-        if not is_whole(max_pixels, 1):
-            raise DataConfigError(f"data.module.params.max_pixels must be a number of at least 1, not {max_pixels!r}.")
+        require_whole("max_pixels", max_pixels)
         for position, module in enumerate(augment):
             if not isinstance(module, nn.Module):
                 raise DataConfigError(f"data.module.params.augment[{position}] must be an nn.Module, not {module!r}.")
@@ -108,17 +98,6 @@ class ImageData(DataOfSets):
         pixels = torch.randint(256, shape, dtype=uint8, generator=Generator().manual_seed(0))
         labels = torch.linspace(0, last, size).round().long()
         return {"image": pixels, "label": labels, "index": torch.arange(size)}
-
-    def picture_size(self) -> tuple[int, int] | None:
-        """Return median width and height of some training pictures as they come; None where none can be read."""
-        samples, found = self._samples["train"], []
-        for position in np.unique(np.linspace(0, len(samples) - 1, SIZED).astype(int)):
-            with contextlib.suppress(OSError, DataError, ValueError):
-                found.append(samples.size_of(position))
-        if not found:
-            return None
-        width, height = np.median(found, axis=0).astype(int).tolist()
-        return width, height
 
     def _prepare(self, samples: Samples) -> InMemory | OnDemand:
         small = {"label": torch.from_numpy(samples.labels)} if self.has_labels else {}
@@ -261,10 +240,3 @@ def height_width(image_size: int | Sequence[int]) -> tuple[int, int]:
             f"not {image_size!r}."
         )
     return sides[0], sides[1]
-
-
-def endings(extensions: Sequence[str]) -> tuple[str, ...]:
-    """Return the endings of files, such as .jpg, in lower case; raise DataConfigError if they are no such list."""
-    if isinstance(extensions, str) or not all(isinstance(end, str) and end.startswith(".") for end in extensions):
-        raise DataConfigError(f'data.module.params.extensions must be a list like [".jpg"], not {extensions!r}.')
-    return tuple(end.lower() for end in extensions)

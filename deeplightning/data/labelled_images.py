@@ -5,9 +5,7 @@ B batch, N pictures, K labels.
 
 import csv
 import json
-import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +21,6 @@ from deeplightning.data.loading import SET_NAMES, SPLITS, by_set, checked_names
 from deeplightning.data.splits import deal
 from deeplightning.words import did_you_mean
 
-log = logging.getLogger(__name__)
-
 
 class Line(NamedTuple):
     """What a file of labels says of a picture: where, which, what it has, and the set that it is of (None: no word of
@@ -36,82 +32,60 @@ class Line(NamedTuple):
     split: str | None
 
 
-@dataclass(frozen=True)
-class LabelFile:
-    """A file of labels: CSV with a header, or JSON lines (.jsonl).
+def label_lines(
+    path: Path, separator: str = "|", file_column: str = "file", labels_column: str = "labels"
+) -> Iterator[Line]:
+    """Yield what a file of labels, CSV with a header or JSON lines (.jsonl), says of each picture.
 
-    Attributes:
-        path: of the file.
+    Args:
         separator, file_column, labels_column: as of `LabelledImages`.
+
+    Raises:
+        DataError: a line is not as it should be.
     """
-
-    path: Path
-    separator: str = "|"
-    file_column: str = "file"
-    labels_column: str = "labels"
-
-    def lines(self) -> Iterator[Line]:
-        """Yield one for each picture; raise DataError if a line is not as it should be."""
-        are_divided: bool | None = None
-        for number, row in self._rows():
-            name, labels, given = row[self.file_column], row[self.labels_column], row.get("split")
-            if not isinstance(name, str) or not name:
-                raise self._fault(number, f"{self.file_column} must name a picture, not {name!r}.")
-            if isinstance(labels, str):
-                labels = [label.strip() for label in labels.split(self.separator) if label.strip()]
-            if not isinstance(labels, list) or not all(isinstance(label, str) and label for label in labels):
-                raise self._fault(number, f"{self.labels_column} must be a list of names, not {labels!r:.100}.")
-            split = SET_NAMES.get(str(given).strip().lower())
-            if (split is None) != (given is None) or are_divided not in (None, split is not None):
-                words = "the split must be train, val or test in each line, or in none"
-                raise self._fault(number, f"{words}, not {given!r:.100}.")
-            are_divided = split is not None
-            yield Line(number, name, labels, split)
-
-    def _rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield the number of each line, and what is in it."""
-        with self.path.open(encoding="utf-8-sig", newline="") as stream:
-            try:
-                if self.path.suffix.lower() == ".jsonl":
-                    for number, text in enumerate(stream, 1):
-                        if text.strip():
-                            yield number, self._object(number, text)
-                    return
-                reader = csv.DictReader(stream, strict=True)
-                self._require(reader.fieldnames or [], "header: there is no column")
-                for row in reader:
-                    if None in row or None in row.values():
-                        raise self._fault(
-                            reader.line_num,
-                            "this line has another number of columns than the header. Labels are divided by "
-                            f"{self.separator!r}, or a comma in them is in quotes.",
-                        )
-                    yield reader.line_num, row
-            except UnicodeDecodeError as error:
-                raise DataError(f"{self.path} is not in UTF-8 ({error}); save it as UTF-8.") from error
-            except csv.Error as error:
-                raise self._fault(reader.line_num, f"cannot be read as CSV: {error}.") from error
-
-    def _object(self, number: int, text: str) -> dict[str, Any]:
-        try:
-            row = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise self._fault(number, f"this is not JSON: {error}.") from error
-        if not isinstance(row, dict):
-            raise self._fault(number, "this is no JSON object, as {...}.")
-        self._require(list(row), f"line {number}: there is no key")
-        return row
-
-    def _require(self, names: Sequence[str], words: str) -> None:
-        for key, name in (("file_column", self.file_column), ("labels_column", self.labels_column)):
-            if name not in names:
+    are_divided: bool | None = None
+    for number, row in _rows(path):
+        where = f"{path}, line {number}"
+        if not isinstance(row, dict) or None in row or None in row.values():
+            hint = f"a JSON object, or as many values as the header. A comma needs quotes; {separator!r} divides labels"
+            raise DataError(f"{where}: a line must have {hint}.")
+        for key, column in (("file_column", file_column), ("labels_column", labels_column)):
+            if column not in row:
                 raise DataError(
-                    f"{self.path}, {words} {name!r}.{did_you_mean(name, names)} There are: "
-                    f"{', '.join(map(str, names)) or 'none'}. data.module.params.{key} names another."
+                    f"{where}: there is no {column!r}.{did_you_mean(column, row)} There are: {', '.join(row)}. "
+                    f"data.module.params.{key} names another."
                 )
+        name, labels, given = row[file_column], row[labels_column], row.get("split")
+        if not isinstance(name, str) or not name:
+            raise DataError(f"{where}: {file_column} must name a picture, not {name!r}.")
+        if isinstance(labels, str):
+            labels = [label.strip() for label in labels.split(separator) if label.strip()]
+        if not isinstance(labels, list) or not all(isinstance(label, str) and label for label in labels):
+            raise DataError(f"{where}: {labels_column} must be a list of names, not {labels!r:.100}.")
+        split = SET_NAMES.get(str(given).strip().lower())
+        if (split is None) != (given is None) or are_divided not in (None, split is not None):
+            words = "the split must be train, val or test in each line, or in none"
+            raise DataError(f"{where}: {words}, not {given!r:.100}.")
+        are_divided = split is not None
+        yield Line(number, name, labels, split)
 
-    def _fault(self, line: int, words: str) -> DataError:
-        return DataError(f"{self.path}, line {line}: {words}")
+
+def _rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the number of each line, and what is in it."""
+    number = 0
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as stream:
+            if path.suffix.lower() == ".jsonl":
+                for number, text in enumerate(stream, 1):
+                    if text.strip():
+                        yield number, json.loads(text)
+                return
+            reader = csv.DictReader(stream, strict=True)
+            for row in reader:
+                number = reader.line_num
+                yield number, row
+    except (ValueError, RecursionError, csv.Error) as error:
+        raise DataError(f"{path}, at line {number} or the next, cannot be read: {error}.") from error
 
 
 class LabelledImages(ImageFiles):
@@ -155,7 +129,7 @@ class LabelledImages(ImageFiles):
         self.file = self.root / labels
         self.folder = self.root / images
         self._named = {"labels": self.file, "images": self.folder}
-        self.label_file = LabelFile(self.file, separator, file_column, labels_column)
+        self.columns = separator, file_column, labels_column
         self.named = self.class_names = checked_names(class_names)
 
     def example_batch(self, size: int) -> Batch:
@@ -167,13 +141,13 @@ class LabelledImages(ImageFiles):
         """
         if not self.class_names:
             self.check()
-            self._name_classes(list(self.label_file.lines()))
+            self._name_classes(list(label_lines(self.file, *self.columns)))
         labels = torch.randint(2, (size, len(self.class_names)), generator=Generator().manual_seed(1)).float()
         labels[0] = 1
         return {**super().example_batch(size), "label": labels}
 
     def read(self) -> dict[str, Samples]:
-        lines = list(self.label_file.lines())
+        lines = list(label_lines(self.file, *self.columns))
         if not lines:
             raise DataError(f"{self.file} names no picture.")
         self._name_classes(lines)
@@ -191,16 +165,11 @@ class LabelledImages(ImageFiles):
                         f"{did_you_mean(label, numbers)} There are: {', '.join(numbers):.300}."
                     )
                 labels[row, numbers[label]] = 1
-        missing = [path for path in paths if not Path(path).is_file()]
-        if missing:
-            more = f" So are {len(missing) - 1} more." if len(missing) > 1 else ""
+        if missing := next((path for path in paths if not Path(path).is_file()), None):
             raise DataError(
-                f"{self.file}, line {paths[missing[0]]}: the picture {missing[0]} is missing.{more} "
-                "data.module.params.images names the folder that the names begin in."
+                f"{self.file}, line {paths[missing]}: the picture {missing} is missing. data.module.params.images "
+                "names the folder that the names begin in."
             )
-        without = [name for name, count in zip(self.class_names, labels.sum(0), strict=True) if not count]
-        if without:
-            log.warning("No picture in %s has the label %s", self.file, ", ".join(without[:20]))
         whole = Samples([*paths], labels)
         if all(line.split is None for line in lines):
             return {"all": whole}
@@ -209,7 +178,7 @@ class LabelledImages(ImageFiles):
     def _name_classes(self, lines: list[Line]) -> None:
         self.class_names = self.named or sorted({label for line in lines for label in line.labels})
         if not self.class_names:
-            raise DataError(f"{self.file} names no label at all in its {self.label_file.labels_column}.")
+            raise DataError(f"{self.file} names no label at all.")
 
     def _folds(self, samples: Any, number: int, purpose: int) -> np.ndarray:
         """Divide evenly by the rarest label of each picture, so that each set gets its part of it."""

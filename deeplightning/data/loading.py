@@ -14,12 +14,11 @@ from torch.utils.data import DataLoader
 
 from deeplightning.config.part_config import PartConfig
 from deeplightning.config.target import build
-from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.data.datasets import Batch, EndsWithItsRun, InMemory, OnDemand, Room
+from deeplightning.data.data_errors import DataConfigError, DataError, require_whole
+from deeplightning.data.datasets import Batch, EndsWithItsRun, InMemory, OnDemand, move_where_there_is_room
 from deeplightning.data.remote_files import folder_of
 from deeplightning.data.samplers import BatchIndices, go_on, replicas, train_sampler
 from deeplightning.data.splits import deal, keep_classes, shuffled
-from deeplightning.words import is_whole
 
 SPLITS: dict[str | None, tuple[str, ...]] = {
     "fit": ("train", "val"),
@@ -33,15 +32,7 @@ SPLITS: dict[str | None, tuple[str, ...]] = {
 SET_NAMES = {"train": "train", "val": "val", "validation": "val", "valid": "val", "test": "test"}
 """The words of a column that names the set of each sample."""
 
-_OWN_KEYS = {
-    "dataset": "it comes from data.module",
-    "batch_size": "set data.batch_size",
-    "num_workers": "set data.num_workers",
-    "shuffle": "the training set is shuffled, the others are not",
-    "sampler": "set data.sampler",
-    "batch_sampler": "batches come from deeplightning.data.samplers.BatchIndices",
-    "generator": "the order comes from seed",
-}
+_OWN_KEYS = ("dataset", "batch_size", "num_workers", "shuffle", "sampler", "batch_sampler", "generator")
 _WORKER_KEYS = ("multiprocessing_context", "persistent_workers", "prefetch_factor", "timeout", "worker_init_fn")
 _SPLIT_TEST, _LIMIT, _SPLIT_VAL = range(3)  # purposes of the seed
 
@@ -62,9 +53,6 @@ class DataOfSets(pl.LightningDataModule):
         DataConfigError: a value of the config is impossible. It is a ValueError.
     """
 
-    samples = "images"
-    """A word for them, in messages."""
-
     remedy = "name another file under data.module.params"
     """What else to do where a file is missing, in messages."""
 
@@ -79,19 +67,18 @@ class DataOfSets(pl.LightningDataModule):
     ):
         super().__init__()
         self.cfg = cfg
-        if in_memory not in (None, True, False, "auto", "device"):
-            raise DataConfigError(
-                f"data.module.params.in_memory must be auto, null, true, false or device, not {in_memory!r}."
-            )
-        if limit is not None and not is_whole(limit, 1):
-            raise DataConfigError(f"data.module.params.limit must be null or a number of at least 1, not {limit!r}.")
+        if limit is not None:
+            require_whole("limit", limit)
         self.in_memory = None if in_memory == "auto" else in_memory
         self.limit = limit
-        self._room = Room() if in_memory == "auto" else None
+        self._moves = in_memory == "auto"  # after the first step of this process, which shows what a step takes
+        self._first_step: int | None = None
         self._loader_options = build({"type": "builtins.dict", "params": cfg.data.loader})  # refs are functions
         self._drop_last = self._loader_options.pop("drop_last", False)
-        for name in _OWN_KEYS.keys() & self._loader_options:
-            raise DataConfigError(f"data.loader.{name} cannot be given: {_OWN_KEYS[name]}.")
+        for name in {*_OWN_KEYS} & {*self._loader_options}:
+            raise DataConfigError(
+                f"data.loader.{name} cannot be given: data.batch_size, num_workers, sampler and seed decide it."
+            )
         try:
             DataLoader([], batch_size=None, num_workers=cfg.data.num_workers, **self._loader_options)  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
@@ -99,7 +86,6 @@ class DataOfSets(pl.LightningDataModule):
         self._named: dict[str, Path] = {}  # what must be there, such as the files that the config names
         self._samples: dict[str, Any] = {}  # of each split, anything with a length; there after `setup`
         self._datasets: dict[str, Any] = {}
-        self._has_own_order = getattr(cfg.data, "sampler", None) is not None
         self._sampler: BatchIndices | None = None
 
     def read(self) -> dict[str, Any]:
@@ -188,16 +174,12 @@ class DataOfSets(pl.LightningDataModule):
         for split in SPLITS[stage]:
             if split in self._samples:
                 self.dataset(split)
-        if self._drop_last:
-            samples, batch_size = len(self._samples["train"]), self.cfg.data.batch_size
-            world = replicas(self.trainer)[0]
-            if samples < batch_size * world:
-                raise DataConfigError(
-                    f"data.loader.drop_last leaves no training batch: {samples} samples are fewer than "
-                    f"{batch_size} (data.batch_size) x {world} process(es)."
-                )
-        if self._has_own_order and stage in ("fit", None):
-            self._train_sampler()
+        if stage in ("fit", None) and not len(self._train_sampler()):
+            raise DataConfigError(
+                f"{self._describe()} gives no training batch: there are {len(self._samples['train'])} samples, and "
+                f"{self.cfg.data.batch_size} (data.batch_size) x {replicas(self.trainer)[0]} process(es) take part in "
+                f"one; data.loader.drop_last is {str(self._drop_last).lower()}."
+            )
 
     def check_stages(self, stages: Sequence[str]) -> None:
         """Raise DataError, after `setup` and before a training, if a later stage needs a test set and there is none."""
@@ -228,7 +210,7 @@ class DataOfSets(pl.LightningDataModule):
             whole = found["all"]
             if len(whole) < 10:
                 raise DataError(
-                    f"{self._describe()}: {len(whole)} {self.samples} are too few to divide 80/10/10: at least 10."
+                    f"{self._describe()}: {len(whole)} samples are too few to divide 80/10/10: at least 10."
                 )
             tenths = self._folds(whole, 10, _SPLIT_TEST)
             splits["test"] = whole.take(np.flatnonzero(tenths == 0))
@@ -242,7 +224,7 @@ class DataOfSets(pl.LightningDataModule):
             train, folds = splits["train"], num_splits or default_folds
             if len(train) < folds:
                 raise DataError(
-                    f"{self._describe()}: {len(train)} training {self.samples} are too few to hold out one in {folds}; "
+                    f"{self._describe()}: {len(train)} training samples are too few to hold out one in {folds}; "
                     "data.num_splits changes that."
                 )
             of_fold = self._folds(train, folds, _SPLIT_VAL) == fold
@@ -272,10 +254,14 @@ class DataOfSets(pl.LightningDataModule):
         """Leave alone what is there already: Lightning would look through each batch for what to move."""
         if device.type == "cpu":
             return batch
-        if self._room is not None and self._gpu() == device and self.trainer is not None and self.trainer.training:
-            sets = [self._datasets[name] for name in SPLITS["fit"] if name in self._datasets]
-            if self._room.settle(self.trainer.global_step, [s for s in sets if isinstance(s, InMemory)], device):
-                self._room = None
+        if self._moves and self._gpu() == device and self.trainer is not None and self.trainer.training:
+            if self._first_step is None:
+                self._first_step = self.trainer.global_step
+            if self.trainer.global_step > self._first_step:
+                self._moves = False
+                found = [self._datasets.get(name) for name in SPLITS["fit"]]
+                if sets := [one for one in found if isinstance(one, InMemory)]:
+                    move_where_there_is_room(sets, device)
         if isinstance(batch, dict) and all(isinstance(v, torch.Tensor) and v.device == device for v in batch.values()):
             return batch
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
@@ -300,7 +286,7 @@ class DataOfSets(pl.LightningDataModule):
             options.setdefault("persistent_workers", True)
             options.setdefault("multiprocessing_context", start_method())
             options["worker_init_fn"] = EndsWithItsRun(options.get("worker_init_fn"))
-        if workers == 0 and not isinstance(dataset, OnDemand):
+        if workers == 0 and not (isinstance(dataset, OnDemand) and dataset.needs_workers):
             # Lightning's advice to add workers is wrong here.
             warnings.filterwarnings("ignore", message=".*does not have many workers")
         # Its own generator: else each epoch would draw a number from torch's global one.
@@ -314,7 +300,7 @@ class DataOfSets(pl.LightningDataModule):
         return loader
 
     def _train_sampler(self) -> BatchIndices:
-        if self._sampler is None or not self._has_own_order or self._sampler.made_for != replicas(self.trainer):
+        if self._sampler is None or self._sampler.made_for != replicas(self.trainer):
             self._sampler = train_sampler(self.cfg, self.dataset("train"), self.trainer, drop_last=self._drop_last)
         elif self.trainer:
             go_on(self._sampler, self.trainer)
@@ -366,8 +352,6 @@ class ColumnData(DataOfSets):
         target_names: the name of each number that is to be predicted; empty where there are classes.
         target_mean, target_std: of each, over the training samples.
     """
-
-    samples = "rows"
 
     def __init__(self, cfg: PartConfig, limit: int | None = None):
         super().__init__(cfg, "auto", limit)
@@ -442,8 +426,6 @@ def checked_names(names: Sequence[object] | None, most: int | None = None) -> li
 
 
 def start_method() -> str:
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return "spawn"
     # The server imports torch once, and each worker is a fork of it: 0.1 s instead of 3.
     multiprocessing.set_forkserver_preload(["deeplightning.data.datasets"])
     return "forkserver"

@@ -138,18 +138,10 @@ class Masks:
         wrong = known[places] != found
         if wrong.any():
             row, column = np.argwhere(wrong)[0]
-            value, *values = (value_of(code, self.by_colour) for code in (found[row, column].item(), *self.codes))
-            is_default = values == [*range(len(values))]
-            named = f"0 to {len(values) - 1}, data.module.params.class_names" if is_default else (
-                f"{', '.join(map(str, values))}; data.module.params.values"
-            )  # fmt: skip
-            ignored = "" if self.ignore is None else (
-                f", and {value_of(self.ignore, self.by_colour)} for pixels that do not count "
-                "(data.module.params.ignore)"
-            )  # fmt: skip
+            value, *values = (value_of(code, self.by_colour) for code in (found[row, column].item(), *known.tolist()))
             raise DataError(
-                f"{path}: value {value} (row {row}, column {column}) is no class. There are {len(values)} "
-                f"({named}){ignored}. data.module.params.values lists the value or [red, green, blue] of each class."
+                f"{path}: value {value} (row {row}, column {column}) is no class. Known are {values}, by "
+                "data.module.params.values (of class_names) and ignore."
             )
         return numbers[places]
 

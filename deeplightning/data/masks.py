@@ -15,9 +15,9 @@ from torch import Generator, Tensor, uint8
 from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.datasets import Batch, Samples
-from deeplightning.data.images import ImageFiles, endings
+from deeplightning.data.images import ImageFiles
 from deeplightning.data.loading import checked_names
-from deeplightning.data.masked import NO_CLASS, MaskedSamples, Masks, code_of, value_of
+from deeplightning.data.masked import NO_CLASS, MaskedSamples, Masks, code_of
 from deeplightning.image_spec import EXTENSIONS, files_below
 
 log = logging.getLogger(__name__)
@@ -44,12 +44,8 @@ class MaskFolder(ImageFiles):
         augment: modules that move pixels, applied in turn to training batches on their device: those of
             `deeplightning.data.augment`. Each is given pictures with their masks as a last channel, uint8
             (B, C + 1, H, W), so that both are moved alike. One that changes colours would change classes.
-        in_memory: true: each process holds the prepared files in its memory; "device": on its GPU as well; false: they
-            are prepared for each batch. None: true if they take at most `deeplightning.data.images.IN_MEMORY_LIMIT`.
-            "auto": like None, and on the GPU if there is room, see `deeplightning.data.images.ImageData`.
         values: what the pixels of class 0, 1 … hold in the files: a number from 0 to 65535 (of a palette the index), or
             a colour [red, green, blue]. With colours, a pixel of a palette is its colour. None: 0, 1, 2 …
-        extensions: endings of the pictures' files, with their dot.
         options: see `deeplightning.data.images.ImageFiles`, such as image_size and limit.
     """
 
@@ -61,7 +57,6 @@ class MaskFolder(ImageFiles):
         class_names: Sequence[str],
         ignore: int | Sequence[int] | None = NO_CLASS,
         values: Sequence[int | Sequence[int]] | None = None,
-        extensions: Sequence[str] = EXTENSIONS,
         **options: Any,
     ):
         super().__init__(cfg, **options, cache=False)
@@ -78,22 +73,17 @@ class MaskFolder(ImageFiles):
                 f"data.module.params.ignore must be null or a value that is no class, not {ignore!r}, the value of "
                 f"{names[codes.index(ignored)]}."
             )
-        self.root, self.extensions = self.root_folder("images and masks"), endings(extensions)
+        self.root = self.root_folder("images and masks")
         by_colour = any(not isinstance(value, int) for value in (*(values or ()), ignore) if value is not None)
         self._preparing = self.masks = Masks(self.image_spec, self.max_pixels, codes, ignored, by_colour)
 
     def check(self) -> None:
-        if not self.root.is_dir():
-            raise DataError(
-                f"{type(self).__name__}: {self.root} is not a folder. Set data.root to the one that holds images and "
-                "masks."
-            )
         top = self.root / "train" if self._is_divided() else self.root
         for name in ("images", "masks"):
             if not (top / name).is_dir():
                 raise DataError(
-                    f"{type(self).__name__}: {top} holds no folder `{name}`. Put the pictures into `images`, and the "
-                    "masks, of the same names, into `masks`."
+                    f"{type(self).__name__}: {top} holds no folder `{name}`. Set data.root to the folder that holds "
+                    "the pictures in `images`, and the masks, of the same names, in `masks`."
                 )
 
     def example_batch(self, size: int) -> Batch:
@@ -116,15 +106,14 @@ class MaskFolder(ImageFiles):
 
     def _read(self, top: Path) -> Samples:
         """Find the pictures of one folder with their masks, sorted by name."""
-        pictures = _named(top / "images", self.extensions)
+        pictures = _named(top / "images", EXTENSIONS)
         masks = _named(top / "masks", (".png",)) if (top / "masks").is_dir() else {}
         if not pictures:
-            raise DataError(f"{type(self).__name__}: {top / 'images'} holds no picture ({', '.join(self.extensions)}).")
+            raise DataError(f"{type(self).__name__}: {top / 'images'} holds no picture ({', '.join(EXTENSIONS)}).")
         without = [path for name, path in pictures.items() if name not in masks]
         if without:
-            more = f" So have {len(without) - 1} more pictures." if len(without) > 1 else ""
             wanted = (top / "masks" / without[0].relative_to(top / "images")).with_suffix(".png")
-            raise DataError(f"{without[0]}: this picture has no mask; it would be {wanted}.{more}")
+            raise DataError(f"{without[0]}: this picture has no mask; it would be {wanted}.")
         if unused := [path for name, path in masks.items() if name not in pictures]:
             log.warning("Ignored in %s: %d masks without a picture, such as %s", top, len(unused), unused[0])
         return MaskedSamples(
@@ -135,23 +124,16 @@ class MaskFolder(ImageFiles):
 
     def _ready(self, stage: str | None) -> None:
         super()._ready(stage)
-        if stage in ("fit", None):
-            self._need_two_classes()
-
-    def _need_two_classes(self) -> None:
-        """Raise DataError if the masks of the training set hold fewer than two classes."""
+        if stage not in ("fit", None):
+            return
         dataset, seen = self.dataset("train"), set[int]()
         for position in range(len(dataset)):  # most masks hold two classes: the first one ends this loop
             seen |= {*dataset[[position]]["mask"].unique().tolist()} - {NO_CLASS}
             if len(seen) > 1:
                 return
-        only = f"the class {self.class_names[seen.pop()]} only" if seen else "no class"
-        ignored = "" if self.masks.ignore is None else (
-            f" The value {value_of(self.masks.ignore, self.masks.by_colour)} does not count "
-            "(data.module.params.ignore). If it is a class, add it to class_names and values, and set ignore to null."
-        )  # fmt: skip
         raise DataError(
-            f"{self._describe()}: the {len(dataset)} training masks hold {only}; a training needs two or more.{ignored}"
+            f"{self._describe()}: the {len(dataset)} training masks hold fewer than two classes. Check "
+            "data.module.params: values lists the value of each class, and ignore names the value that does not count."
         )
 
     def on_after_batch_transfer(self, batch: Mapping[str, Tensor], dataloader_idx: int) -> object:
@@ -161,15 +143,10 @@ class MaskFolder(ImageFiles):
         # Classes count from 1 here and 0 is none, so that what a shift brings in, black, is none.
         classes = (batch["mask"] + 1).unsqueeze(1)  # 255 + 1 is 0 in 8 bits; (B, 1, H, W)
         moved = self._augment(torch.cat([batch["image"], classes], dim=1))
-        if (
-            not isinstance(moved, torch.Tensor)
-            or moved.dtype != uint8
-            or moved.shape[1] != self.image_spec.channels + 1
-        ):
-            found = f"{moved.dtype} {tuple(moved.shape)}" if isinstance(moved, torch.Tensor) else type(moved).__name__
+        if not isinstance(moved, torch.Tensor) or moved.dtype != uint8 or moved.shape[1] != batch["image"].shape[1] + 1:
             raise DataConfigError(
                 "data.module.params.augment is given pictures with their masks as a last channel, and must give uint8 "
-                f"of as many channels again, not {found}."
+                "of as many channels again."
             )
         return {**batch, "image": moved[:, :-1], "mask": moved[:, -1] - 1}
 

@@ -69,18 +69,11 @@ def _read_idx(path: Path, dimensions: int) -> np.ndarray:
     with path.open("rb") as file:
         header = file.read(4 + 4 * dimensions)
     size = path.stat().st_size
-    if header[:4] != bytes([0, 0, 8, dimensions]) or len(header) < 4 + 4 * dimensions:
-        raise DataError(f"{path} is not an IDX file of bytes in {dimensions} dimension(s), it may be damaged; {_AGAIN}")
-    shape = struct.unpack(f">{dimensions}I", header[4:])
-    expected = len(header) + int(np.prod(shape, dtype=np.uint64))
-    if size != expected:
+    is_idx = header[:4] == bytes([0, 0, 8, dimensions]) and len(header) == 4 + 4 * dimensions
+    shape = struct.unpack(f">{dimensions}I", header[4:]) if is_idx else ()
+    if not is_idx or 0 in shape or size != len(header) + int(np.prod(shape, dtype=np.uint64)):
         raise DataError(
-            f"{path} is damaged or cut off: it has {size:,} bytes, {expected:,} expected for the shape {shape} that it "
-            f"names; {_AGAIN}"
+            f"{path} is empty, damaged or no IDX file of bytes in {dimensions} dimension(s); delete it and fetch it "
+            "again, for instance with data.module.params.download=true."
         )
-    if 0 in shape:
-        raise DataError(f"{path} is empty: the shape that it names is {shape}.")
     return np.fromfile(path, dtype=np.uint8, offset=len(header)).reshape(shape)
-
-
-_AGAIN = "delete it and fetch it again, for instance with data.module.params.download=true."

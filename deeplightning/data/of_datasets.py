@@ -17,7 +17,6 @@ from deeplightning.batches import by_name
 from deeplightning.config.part_config import PartConfig
 from deeplightning.data.data_errors import DataConfigError
 from deeplightning.data.loading import DataOfSets
-from deeplightning.data.samplers import BatchIndices
 from deeplightning.data.splits import deal
 
 
@@ -74,7 +73,7 @@ class OfDatasets(DataOfSets):
 
     def setup(self, stage: str | None = None) -> None:
         if stage == "fit":
-            self._train_sampler()  # what it refuses is told before a run begins
+            self._ready(stage)  # what the sampler refuses is told before a run begins
 
     def example_batch(self, size: int) -> Any:
         """Return a batch of so many samples, some more than once where there are fewer, to try whether parts fit."""
@@ -94,14 +93,6 @@ class OfDatasets(DataOfSets):
 
     def _describe(self) -> str:
         return self.cfg.data.module.type
-
-    def _train_sampler(self) -> BatchIndices:
-        sampler = super()._train_sampler()
-        if len(sampler) == 0:
-            is_empty = len(self._samples["train"]) == 0
-            why = "the training set is empty" if is_empty else "data.sampler gives none"
-            raise DataConfigError(f"{self._describe()} gives no training batch: {why}.")
-        return sampler
 
 
 class _Batches(Dataset):

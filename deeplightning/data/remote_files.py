@@ -96,10 +96,7 @@ def files_at(root: str, files: tuple[str, ...]) -> tuple[object, dict[str, tuple
             objects = {path: info for path, info in listing.items() if not path.endswith("/")}
             infos = {posixpath.relpath(path, top or "."): info for path, info in objects.items()}
     except FileNotFoundError as error:
-        # A store's error has a path, the system's a path as well, and that of S3 a sentence on the bucket.
-        said = str(error.filename or (error.args[-1] if error.args else "such file"))
-        missing = f"there is no {said}" if error.filename or "/" in said or not error.args else said
-        raise DataError(f"{shown(root)}: {missing}") from None
+        raise DataError(f"{shown(root)}: there is no such file: {error}") from None
     except ImportError as error:
         package = re.match(r"Install (\S+)", str(error))  # as fsspec words it
         remedy = f"pip install {package[1]}" if package else str(error)
@@ -115,10 +112,6 @@ def files_at(root: str, files: tuple[str, ...]) -> tuple[object, dict[str, tuple
     for name, info in infos.items():
         version = {key: str(value) for key, value in sorted(info.items()) if key.lower() in VERSIONS}
         found[name] = (info["name"], int(info.get("size") or 0), json.dumps(version))
-    if all(version == "{}" for _, _, version in found.values()):
-        log.warning(
-            "data       %s gives neither dates nor checksums: a change of the same size is not noticed", shown(root)
-        )
     return system, found
 
 
@@ -126,10 +119,6 @@ def _copy(system: "AbstractFileSystem", root: str, found: Mapping[str, tuple[str
     for former in folder.parent.glob(f"{_PARTIAL}*"):  # of a process that was killed
         shutil.rmtree(former, ignore_errors=True)
     total = sum(size for _, size, _ in found.values())
-    free = shutil.disk_usage(folder.parent).free
-    if total > free:
-        needed = f"{total / 2**30:.3g} GiB, and {folder.parent} has {free / 2**30:.3g}"
-        raise DataError(f"{shown(root)} has {needed} free; XDG_CACHE_HOME names another folder")
     log.info("data       copying %.3g MiB, files: %d, from %s", total / 2**20, len(found), shown(root))
     partial = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=folder.parent))
     try:

@@ -6,10 +6,9 @@ process, R processes.
 """
 
 import hashlib
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence, Sized
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,11 +20,6 @@ from deeplightning.config.target import build
 from deeplightning.data.data_errors import DataConfigError
 from deeplightning.data.splits import stream
 from deeplightning.words import is_whole
-
-if TYPE_CHECKING:
-    import pytorch_lightning as pl
-
-log = logging.getLogger("deeplightning.data")
 
 NOTABLE = 0.05
 """Where more of the samples than this are left out, or come twice, in each epoch, it is said."""
@@ -193,13 +187,11 @@ class BucketedDistributedSampler(DistributedSampler):
     The samples in order of size are cut into contiguous buckets, the first ones one longer where uneven. A slice is
     B * R elements of one bucket, of which rank r takes the elements r, r + R, r + 2 R … Shuffling permutes the elements
     inside each bucket, and then the slices; both follow from (seed, epoch). A bucket that is no whole number of slices
-    is filled up with elements from its own start, each at most once: they are real samples, which train twice in that
-    epoch, and count twice in its means. With `drop_last` its rest is left out instead, another one in each epoch; with
-    `allow_bucket_overlap` the rests of all buckets, in their order, form further, mixed slices.
+    is filled up with elements from its own start, each at most once: they train twice in that epoch, and count twice.
+    With `drop_last` its rest is left out instead, another one in each epoch.
 
-    In a config: `data.sampler: {type: deeplightning.data.samplers.BucketedDistributedSampler, params: {buckets: 8,
-    sort_key: lengths}}`; dataset, batch_size, num_replicas, rank and seed come from the run then. In Python it goes
-    into `DataLoader(dataset, batch_size=B, sampler=...)`, and Lightning leaves it as it is.
+    `data.sampler` names it with buckets and sort_key; the run gives the rest. In Python it goes into
+    `DataLoader(dataset, batch_size=B, sampler=...)`, and Lightning leaves it as it is.
 
     Args:
         dataset: anything with a length N.
@@ -207,19 +199,17 @@ class BucketedDistributedSampler(DistributedSampler):
         batch_size: B, per process.
         sorted_idx: the positions of all samples in order of size, a permutation of 0 … N - 1, the same on each process.
         sort_key: instead of sorted_idx, by what to sort, see `sort_values`.
-        num_replicas: R; None: the processes of torch's group, 1 where there is none.
-        rank: of this process; None: that in torch's group, 0 where there is none.
+        num_replicas, rank: R and that of this process; None: those of torch's group, 1 and 0 where there is none.
         shuffle: new permutations in each epoch; else buckets and slices follow each other in order of size.
         seed: of the permutations, a whole number of at least 0.
         drop_last: leave out what does not fill a slice, instead of repeating elements.
-        allow_bucket_overlap: with `drop_last`: make slices of what is left of all buckets, too.
+        allow_bucket_overlap: with `drop_last`: the rests of all buckets, in their order, form further, mixed slices.
         min_samples_per_bucket: fewer samples in a bucket are refused: much would be repeated or left out.
         on_small_bucket: `warn`: take buckets of fewer than two slices or `min_samples_per_bucket` samples, with a
             warning; `error`: refuse them. Fewer samples than one slice are always refused.
 
     Attributes:
-        start: batches to leave out in this epoch, to go on in the middle of it; another epoch begins at 0. `len()` does
-            not count it.
+        start: batches to leave out in this epoch, see `BatchIndices`.
 
     Raises:
         ValueError: if an argument is impossible, or a bucket too small. In the first iteration: if the processes of
@@ -260,10 +250,7 @@ class BucketedDistributedSampler(DistributedSampler):
         if on_small_bucket not in ("error", "warn"):
             raise ValueError(f"on_small_bucket must be error or warn, not {on_small_bucket!r}")
         if allow_bucket_overlap and not drop_last:
-            raise ValueError(
-                "allow_bucket_overlap mixes what drop_last leaves over; without drop_last nothing is left: set "
-                "drop_last too, or leave allow_bucket_overlap out"
-            )
+            raise ValueError("allow_bucket_overlap: without drop_last nothing is left: set drop_last too")
         assert batch_size is not None
         self.buckets, self.batch_size, self.start = buckets, batch_size, 0
         self.slice_size = batch_size * num_replicas
@@ -293,21 +280,12 @@ class BucketedDistributedSampler(DistributedSampler):
             warning = f"a bucket has {samples} samples, fewer than min_samples_per_bucket={least}"
         if warning and on_small_bucket == "error":
             raise ValueError(f"{warning}; use fewer buckets, or set on_small_bucket: warn")
+        if not warning and seen > size * (1 + NOTABLE):
+            warning = f"buckets are filled up with {seen - size} of {size} samples, which come twice in each epoch"
+        if not warning and seen < size * (1 - NOTABLE):
+            warning = f"drop_last leaves out {size - seen} of {size} samples in each epoch"
         if warning:
-            warnings.warn(f"{warning}: batches of one bucket are much alike", stacklevel=4)
-        if seen > size * (1 + NOTABLE):
-            warnings.warn(
-                f"buckets are filled up with {seen - size} samples that come twice: an epoch is {seen / size:.2f} "
-                "times as long; fewer buckets, a smaller batch_size or drop_last change that",
-                stacklevel=4,
-            )
-        if seen < size * (1 - NOTABLE):
-            longest = "" if self.shuffle else ", always those at the end of each bucket, its longest"
-            warnings.warn(
-                f"drop_last leaves out {size - seen} of {size} samples in each epoch{longest}; fewer buckets or "
-                "allow_bucket_overlap change that",
-                stacklevel=4,
-            )
+            warnings.warn(f"{warning}; use fewer buckets or a smaller batch_size", stacklevel=4)
 
     def __len__(self) -> int:
         """Count the samples per process and epoch, repeated ones too."""
@@ -339,23 +317,6 @@ class BucketedDistributedSampler(DistributedSampler):
             steps = stream(self.seed, self.epoch, purpose=1).permutation(steps)
         return steps
 
-    def padding(self, sizes: np.ndarray) -> tuple[float, float]:
-        """Return how much of its batches is padding, where each is padded to its largest sample: of this epoch, and of
-        one of the same samples without buckets.
-
-        Args:
-            sizes: of each sample, numbers of at least 0, (N,).
-
-        Returns:
-            Two shares, in [0, 1].
-        """
-        rows = self.slices().reshape(-1, self.batch_size, self.num_replicas)  # (steps, B, R)
-        loose = BatchIndices(range(len(sizes)), self.slice_size, shuffle=True, seed=self.seed)
-        parts = [b[r :: self.num_replicas] for b in loose.arrays() for r in range(min(self.num_replicas, len(b)))]
-        filled, whole = sizes.sum(), sum(len(part) * sizes[part].max() for part in parts)
-        of_buckets = sizes[rows].max(1).sum() * self.batch_size
-        return 1 - float(sizes[rows].sum() / max(of_buckets, 1e-9)), 1 - float(filled / max(whole, 1e-9))
-
     def _compare(self) -> None:
         """Check once that all processes have the same order; else some samples would come twice and others never."""
         if self._is_compared:
@@ -386,42 +347,32 @@ def sort_values(dataset: Any, sort_key: str | Callable[[object], object], batche
     """
 
     def sample(position: int) -> Any:
-        if not batched:
-            return dataset[position]
-        return {name: values[0] for name, values in dataset[[position]].items()}
+        return {name: rows[0] for name, rows in dataset[[position]].items()} if batched else dataset[position]
 
-    size = len(dataset)
+    def number(value: Any) -> float:
+        if isinstance(value, int | float):
+            return value
+        return value.item() if getattr(value, "ndim", 1) == 0 else len(value)
+
+    column: Any = None if callable(sort_key) else getattr(dataset, sort_key, None)
+    every = range(len(dataset))
     if callable(sort_key):
-        found: Any = [sort_key(sample(position)) for position in range(size)]
-    else:
-        found = getattr(dataset, sort_key, None)
-        if not hasattr(found, "__len__") or len(found) != size:
-            first = sample(0) if size else {}
-            if not isinstance(first, dict) or sort_key not in first:
-                there = ", ".join(map(str, first)) if isinstance(first, dict) else "none"
-                raise ValueError(
-                    f"sort_key {sort_key!r}: the training set ({type(dataset).__name__}) has no such column, and its "
-                    f"samples have no such key; there are: {there}. A function is named by {{ref: MODULE.FUNCTION}}"
-                )
-            found = [sample(position)[sort_key] for position in range(size)]
-    if isinstance(found, torch.Tensor):
-        found = found.cpu().numpy()
-    if not (isinstance(found, np.ndarray) and found.ndim == 1 and found.dtype.kind in "iufb"):
-        found = [_size(value, sort_key) for value in found]
-    values = np.asarray(found)
-    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        column = [sort_key(sample(position)) for position in every]
+    elif not hasattr(column, "__len__") or len(column) != len(dataset):
+        try:
+            column = [sample(position)[sort_key] for position in every]
+        except (LookupError, TypeError) as error:
+            raise ValueError(
+                f"sort_key {sort_key!r}: the training set ({type(dataset).__name__}) has no such column, and its "
+                "samples have no such key. A function is named by {ref: MODULE.FUNCTION}"
+            ) from error
+    try:
+        values = np.array([number(value) for value in column])
+    except TypeError:
+        raise ValueError(f"sort_key {sort_key!r} gives a value that is no number and has no length") from None
+    if not np.isfinite(values).all():
         raise ValueError(f"sort_key {sort_key!r} gives {values[~np.isfinite(values)][0]}, which is no finite number")
     return values
-
-
-def _size(value: Any, sort_key: object) -> float:
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return value.item() if value.ndim == 0 else len(value)
-    if isinstance(value, int | float | np.number):
-        return float(value)
-    if hasattr(value, "__len__"):
-        return len(value)
-    raise ValueError(f"sort_key {sort_key!r} gives {value!r:.60}, which is no number and has no length")
 
 
 def train_sampler(cfg: PartConfig, dataset: Any, trainer: object = None, *, drop_last: bool = False) -> BatchIndices:
@@ -429,7 +380,7 @@ def train_sampler(cfg: PartConfig, dataset: Any, trainer: object = None, *, drop
     resumed run continues.
 
     `data.sampler` is called with the set, and by name with batch_size, num_replicas, rank and seed of the run; it gives
-    a torch sampler. What a `sort_key` among its params means is found out on rank 0, and sent to the others.
+    a torch sampler.
 
     Args:
         cfg: the whole config; `seed`, `data.batch_size` and `data.sampler` are read.
@@ -452,11 +403,9 @@ def train_sampler(cfg: PartConfig, dataset: Any, trainer: object = None, *, drop
     if asked is None:
         sampler = BatchIndices(dataset, cfg.data.batch_size, shuffle=True, drop_last=drop_last, **spread)
     elif asked == "balanced":
-        sampler = BalancedBatches(_labels(dataset, trainer), cfg.data.batch_size, drop_last=drop_last, **spread)
-        if rank == 0 and getattr(trainer, "is_global_zero", True):
-            _say_shares(sampler)
+        sampler = BalancedBatches(_labels(dataset), cfg.data.batch_size, drop_last=drop_last, **spread)
     else:
-        made = _build_sampler(asked, dataset, trainer, {"batch_size": cfg.data.batch_size, **spread})
+        made = _build_sampler(asked, dataset, {"batch_size": cfg.data.batch_size, **spread})
         sampler = SampledBatches(made, cfg.data.batch_size, drop_last=drop_last, **spread)
     sampler.made_for = world, rank
     if trainer:
@@ -490,79 +439,42 @@ def go_on(sampler: BatchIndices, trainer: Any) -> None:
     sampler.start = done if done < length else 0
 
 
-def _labels(dataset: Any, trainer: Any) -> np.ndarray:
+def _labels(dataset: Any) -> np.ndarray:
     """Return the class of each sample, int64 (N,): the set's attribute `labels`, or the entry `label` of its samples.
 
     Raises:
         DataConfigError: the samples have no classes.
     """
-    hint = "leave data.sampler out, or name a sampler of your own"
+    refusal = f"data.sampler=balanced: the training set ({type(dataset).__name__}) has no class for each sample"
     column: Any = getattr(dataset, "labels", None)
     if not hasattr(column, "__len__") or len(column) != len(dataset):
-        refusal = f"data.sampler=balanced: the training set ({type(dataset).__name__}) has no class for each sample"
-        column = _of_rank_0(lambda: sort_values(dataset, "label", batched=True), trainer, f"{refusal}; {hint}: ")
+        try:
+            column = sort_values(dataset, "label", batched=True)
+        except ValueError as error:
+            raise DataConfigError(f"{refusal}: {error}") from None
     found = np.asarray(column)
     if found.ndim != 1 or found.dtype.kind not in "iub" or not len(found):
-        words = f"{found.dtype} {found.shape}"
-        raise DataConfigError(f"data.sampler=balanced needs one class for each sample, not labels {words}; {hint}.")
+        raise DataConfigError(f"{refusal}, but labels {found.dtype} {found.shape}.")
     return found.astype(np.int64)
 
 
-def _say_shares(sampler: BalancedBatches) -> None:
-    sizes = [len(members) for members in sampler.by_class]
-    each = len(sampler.dataset) / len(sizes)  # type: ignore[arg-type]
-    log.info(
-        "%-10s balanced: %.0f samples of each of %d classes an epoch; the smallest class has %d, the largest %d",
-        *("sampler", each, len(sizes), min(sizes), max(sizes)),
-    )
-
-
-def _build_sampler(target: Target, dataset: object, trainer: Any, spread: dict[str, Any]) -> object:
+def _build_sampler(target: Target, dataset: object, run: dict[str, Any]) -> object:
     for name, instead in (("batch_size", "data.batch_size"), ("num_replicas", "engine"), ("rank", "engine")):
         if name in target.params:
             raise DataConfigError(f"data.sampler.params.{name} cannot be given: it comes from {instead}.")
-    given = dict(spread)
-    if "seed" in target.params:
-        given["seed"] = target.params["seed"]
-    values = None
+    given = run | ({"seed": target.params["seed"]} if "seed" in target.params else {})
     if target.params.get("sort_key") is not None:
         # Built alone: a reference becomes its function.
         key = build({"type": "builtins.dict", "params": {"key": target.params["sort_key"]}})["key"]
-        values = _of_rank_0(lambda: sort_values(dataset, key, batched=True), trainer)
+        try:
+            values = sort_values(dataset, key, batched=True)
+        except ValueError as error:
+            raise DataConfigError(f"data.sampler.params.{error}") from None
         given |= {"sort_key": None, "sorted_idx": np.argsort(values, kind="stable")}
     made = build(target, dataset, **given)
     if not hasattr(made, "__iter__") or not hasattr(made, "__len__"):
         raise DataConfigError(f"data.sampler: {target.type} gives a {type(made).__name__}, not a sampler of torch's.")
-    if isinstance(made, BucketedDistributedSampler) and values is not None and spread["rank"] == 0:
-        _say_padding(made, values)
     return made
-
-
-def _of_rank_0(
-    find: Callable[[], np.ndarray], trainer: "pl.Trainer", before: str = "data.sampler.params."
-) -> np.ndarray:
-    """Return on all processes what one finds; raise what it fails with."""
-    found: Any = None
-    if trainer is None or trainer.is_global_zero:
-        try:
-            found = find()
-        except ValueError as error:
-            found = f"{before}{error}"
-    if trainer is not None and trainer.world_size > 1:
-        found = trainer.strategy.broadcast(found, 0)
-    if isinstance(found, str):
-        raise DataConfigError(found)
-    return found
-
-
-def _say_padding(sampler: BucketedDistributedSampler, sizes: np.ndarray) -> None:
-    if len(sizes) == 0 or sizes.min() < 0 or sizes.max() <= 0:
-        return  # no sizes: there is nothing to pad
-    with_, without = sampler.padding(sizes)
-    log.info(
-        "%-10s %d, of %d or %d samples; padding %.1f %% with buckets, %.1f %% without",
-        *("buckets", sampler.buckets, *(len(sampler._buckets[at]) for at in (-1, 0)), 100 * with_, 100 * without),
-    )
 
 
 def _permutation(order: object, size: int) -> np.ndarray:

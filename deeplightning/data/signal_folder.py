@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 
 from deeplightning.array_spec import SIGNALS as EXTENSIONS
-from deeplightning.array_spec import ArrayError
+from deeplightning.array_spec import ArrayError, shown
 from deeplightning.array_spec import read_signal as read_file
 from deeplightning.config.part_config import PartConfig
 from deeplightning.data.arrays import ArrayData
 from deeplightning.data.class_folders import ClassFolders
-from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.words import is_whole
+from deeplightning.data.data_errors import DataError, require_whole
 
 
 class SignalFolder(ArrayData):
@@ -36,12 +35,10 @@ class SignalFolder(ArrayData):
         normalise, limit: see `deeplightning.data.arrays.ArrayData`.
     """
 
-    samples = "signals"
-
     def __init__(self, cfg: PartConfig, length: int | None = None, *, normalise: bool = True, limit: int | None = None):
         super().__init__(cfg, normalise=normalise, limit=limit)
-        if length is not None and not is_whole(length, 1):
-            raise DataConfigError(f"data.module.params.length must be null or a number of at least 1, not {length!r}.")
+        if length is not None:
+            require_whole("length", length)
         self.root, self.length = self.root_folder("the signals"), length
         self.folders = ClassFolders(self.root, "signal", EXTENSIONS)
 
@@ -66,10 +63,9 @@ class SignalFolder(ArrayData):
             signal = signal[:, : self.length]
             signal = np.pad(signal, ((0, 0), (0, self.length - signal.shape[1])))
         if others and signal.shape != others[0].shape:
-            shapes = " and not ".join(f"{shape[0]} x {shape[1]}" for shape in (signal.shape, others[0].shape))
             raise DataError(
-                f"{path}: the signal has channels x steps of {shapes}, as those before it; data.module.params.length "
-                "cuts or fills up the steps."
+                f"{path}: the signal is {shown(signal.shape)} (channels x steps), and not {shown(others[0].shape)}, as "
+                "those before it; data.module.params.length cuts or fills up the steps."
             )
         return signal
 

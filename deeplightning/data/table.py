@@ -23,15 +23,7 @@ from deeplightning.data.datasets import InMemory, OnDemand
 from deeplightning.data.loading import SET_NAMES, SPLITS, ColumnData, Moments, by_set
 from deeplightning.data.splits import deal
 from deeplightning.data.table_files import TableFile
-from deeplightning.data.table_rows import (
-    CHUNK,
-    Rows,
-    Table,
-    TableStore,
-    encoded,
-    numbers_of,
-    stored,
-)
+from deeplightning.data.table_rows import CHUNK, Rows, Table, encoded, in_memory, numbers_of, on_disk
 from deeplightning.table_spec import DELIMITERS, MISSING, Column, TableError, TableFormat, TableSpec, Words
 from deeplightning.words import did_you_mean, free_memory
 
@@ -114,8 +106,6 @@ class TableData(ColumnData):
             self.format = TableFormat(delimiter, decimal, encoding, missing_words)  # type: ignore[arg-type]
         except ValueError as error:
             raise DataConfigError(f"data.module.params.{error}.") from None
-        if in_memory not in (True, False, "auto"):
-            raise DataConfigError(f"data.module.params.in_memory must be auto, true or false, not {in_memory!r}.")
         self.tables_in_memory = in_memory
         self.table_spec: TableSpec | None = None
         self.name_files(train=train, val=validation, test=test)
@@ -128,34 +118,35 @@ class TableData(ColumnData):
                 raise DataConfigError(
                     f"data.module.params.columns.{name} must be {', '.join(KINDS[:-1])} or {KINDS[-1]}, not {kind!r}."
                 )
-        ways = {"split": split, "group": group, "time": time}
-        given = [name for name, column in ways.items() if column is not None]
-        if len(given) > 1:
-            raise DataConfigError(f"data.module.params.{given[0]} cannot be beside {given[1]}: one divides the rows.")
-        self.way = given[0] if given else None
-        self.divider = ways[self.way] if self.way else None
-        if self.way == "split" and (validation or test or cfg.data.num_splits is not None):
-            other = "validation" if validation else "test" if test else "data.num_splits"
-            raise DataConfigError(f"data.module.params.split cannot be beside {other}: its column names the sets.")
-        if self.way == "time" and cfg.data.num_splits is not None:
+        ways = [
+            (way, column) for way, column in (("split", split), ("group", group), ("time", time)) if column is not None
+        ]
+        self.way: str | None = ways[0][0] if ways else None
+        self.divider: str | None = ways[0][1] if ways else None
+        has_folds = cfg.data.num_splits is not None
+        if (
+            len(ways) > 1
+            or (self.way == "split" and (validation or test or has_folds))
+            or (self.way == "time" and has_folds)
+        ):
             raise DataConfigError(
-                "data.module.params.time cannot be beside data.num_splits: the latest rows validate, and no other fold."
+                f"data.module.params.{self.way}: the rows are divided by one of split, group and time; split allows "
+                "neither validation, test nor data.num_splits beside it, and time not data.num_splits."
             )
         self.only = None if only is None else list(only)
         self.missing, self.unknown = missing, unknown
-        self._order: np.ndarray | None = None
 
     # ---- reading
 
     def read(self) -> dict[str, Any]:
         """Read the tables; raise DataError if one cannot be read, lacks a column, or has a value of another kind."""
         types = self._types(TableFile(self.files["train"], self.format))
-        found = self._stored(types) or {
-            name: self._rows(path, Table(TableFile(path, self.format).read(types))) for name, path in self.files.items()
-        }
+        files = {name: TableFile(path, self.format) for name, path in self.files.items()}
+        found = self._on_disk(files, types) or {name: in_memory(file, types) for name, file in files.items()}
+        rows = {name: self._rows(self.files[name], table) for name, table in found.items()}
         if self.way == "split":
-            return self._by_column(found["train"])
-        return found if len(found) > 1 else {"all": found["train"]}
+            return self._by_column(rows["train"])
+        return rows if len(rows) > 1 else {"all": rows["train"]}
 
     def _types(self, file: TableFile) -> dict[str, str]:
         """Return what each column of the training table is taken for: number, category, or word (what divides the
@@ -183,51 +174,56 @@ class TableData(ColumnData):
                     )
         types = {}
         for field in schema:
-            wanted = self.only is None or field.name in self.only
-            kind = self.kinds.get(field.name, "ignore" if not wanted else None)
-            if field.name in self.targets:
-                kind = self.kinds.get(field.name) or _kind_of(field.type)
-                if kind in (None, "ignore"):
-                    raise DataConfigError(
-                        f"data.module.params.target: column {field.name} is of type {field.type}, which is neither a "
-                        "number nor a category; data.module.params.columns can make it a category."
-                    )
-            elif field.name == self.divider and not self._is_named(field.name):
+            name, own = field.name, _kind_of(field.type)
+            kind = self.kinds.get(name)
+            if name == self.divider and not self._is_named(name) and name not in self.targets:
                 is_moment = pa.types.is_date(field.type) or pa.types.is_timestamp(field.type)
-                is_number = _kind_of(field.type) == "number" or is_moment  # of a moment the days since 1970
+                is_number = own == "number" or is_moment  # of a moment the days since 1970
                 kind = "number" if self.way == "time" and is_number else "word"
             elif kind is None:
-                kind = _kind_of(field.type)
-                if kind is None:
-                    raise DataError(
-                        f"{path}, column {field.name}: values of type {field.type} are neither numbers nor categories. "
-                        f"Set data.module.params.columns.{field.name} to ignore, category or number (days of dates)."
-                    )
+                is_unused = self.only is not None and name not in {*self.only, *self.targets}
+                kind = "ignore" if is_unused else own
+            if kind is None or (kind == "ignore" and name in self.targets):
+                raise DataConfigError(
+                    f"data.module.params.columns.{name}: the values in {path} are of type {field.type}. Set it to "
+                    "category, number (days of dates) or, unless it is the target, ignore."
+                )
             if kind != "ignore":
-                types[field.name] = kind
-        if len(self.targets) > 1:
-            for name in self.targets:
-                if types[name] != "number":
-                    raise DataConfigError(
-                        f"data.module.params.target: of several columns each must be of numbers; {name} is a category."
-                    )
+                types[name] = kind
+        for name in self.targets if len(self.targets) > 1 else ():
+            if types[name] != "number":
+                raise DataConfigError(
+                    f"data.module.params.target: of several columns each must be of numbers; {name} is a category."
+                )
         return types
 
     def _is_named(self, column: str) -> bool:
         """Return whether `columns` makes it an input."""
         return self.kinds.get(column, "ignore") != "ignore"
 
-    def _rows(self, path: Path, table: Table | TableStore) -> Rows:
-        """Return the rows that have all targets."""
+    def _rows(self, path: Path, table: Table) -> Rows:
+        """Return the rows that have all targets; raise DataError if there are none."""
         kind = np.int32 if len(table) < 2**31 else np.int64
         every = np.arange(len(table), dtype=kind)
-        labels, has_target = self._labels(path, {name: table.column(name, every) for name in self.targets})
+        targets = [table.column(name, every) for name in self.targets]
+        gaps = [values.indices < 0 if isinstance(values, Words) else ~np.isfinite(values) for values in targets]
+        absent = np.logical_or.reduce(gaps)
+        labels = targets[0].indices if isinstance(targets[0], Words) else np.zeros(len(table))
         rows = Rows(table, every, labels.astype(kind))
-        return rows if has_target is None else rows.take(has_target)
+        if not len(table):
+            raise DataError(f"{path} has a header and no rows.")
+        if not absent.any():
+            return rows
+        words = f"{path}, column {', '.join(self.targets)}: the target is missing or not finite in "
+        words += f"{int(absent.sum()):,} of {len(absent):,} rows, first in row {int(absent.argmax()) + 1}"
+        if absent.all():
+            raise DataError(f"{words}. No row is left to learn from; name another column in data.module.params.target.")
+        log.warning("%s. These rows are left out.", words)
+        return rows.take(np.flatnonzero(~absent))
 
-    def _stored(self, types: Mapping[str, str]) -> dict[str, Rows] | None:
-        """Return the rows of each file, where these are kept on the disk; None: they go into memory."""
-        needed, free = sum(TableFile(file, self.format).memory(types) for file in self.files.values()), free_memory()
+    def _on_disk(self, files: Mapping[str, TableFile], types: Mapping[str, str]) -> dict[str, Table] | None:
+        """Return the tables, where they are kept on the disk; None: they go into memory."""
+        needed, free = sum(file.memory(types) for file in files.values()), free_memory()
         if self.trainer is not None:
             needed *= max(1, self.trainer.world_size // max(1, self.trainer.num_nodes))
         too_large = free is not None and needed > free
@@ -236,49 +232,16 @@ class TableData(ColumnData):
         named = {*self.kinds, *self.targets}
         bounded = [name for name, kind in types.items() if kind == "category" and name not in named]
         try:
-            return {
-                name: self._rows(path, stored(TableFile(path, self.format), types, bounded))
-                for name, path in self.files.items()
-            }
+            return {name: on_disk(file, types, bounded) for name, file in files.items()}
         except OSError as error:
-            reason = error.strerror or error
+            words = f"{self._describe()} cannot be kept on the disk: {error.strerror or error}"
             if self.tables_in_memory is False:
                 raise DataError(
-                    f"{self._describe()} cannot be kept on the disk: {reason}. DEEPLIGHTNING_CACHE names another "
-                    "folder, and data.module.params.in_memory=true holds the table in memory."
+                    f"{words}. DEEPLIGHTNING_CACHE names another folder, and data.module.params.in_memory=true holds "
+                    "the table in memory."
                 ) from error
-            log.warning(
-                "%s is read into memory, of which it may need %.3g GiB, and %.3g are free. It cannot be kept on the "
-                "disk: %s.",
-                *(self._describe(), needed / 2**30, (free or 0) / 2**30, reason),
-            )
+            log.warning("%s. In memory it may need %.3g GiB.", words, needed / 2**30)
         return None
-
-    def _labels(self, path: Path, targets: Mapping[str, "np.ndarray | Words"]) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the class of each row by the position of its word, int64 (N,), 0 where the targets are numbers; and
-        the positions of the rows that have all targets, None if all do.
-
-        Raises:
-            DataError: no row has a target.
-        """
-        target = targets[self.targets[0]]
-        if not len(target):
-            raise DataError(f"{path} has a header and no rows.")
-        gaps = {
-            name: values.indices < 0 if isinstance(values, Words) else ~np.isfinite(values)
-            for name, values in targets.items()
-        }
-        labels = target.indices if isinstance(target, Words) else np.zeros(len(target), np.int64)
-        absent = np.logical_or.reduce([*gaps.values()])
-        if not absent.any():
-            return labels, None
-        names = [name for name, mask in gaps.items() if mask.any()]
-        said = f"{path}, column {', '.join(names)}: the target is missing or not finite in {int(absent.sum()):,} of "
-        said += f"{len(absent):,} rows, first in row {int(absent.argmax()) + 1}"
-        if absent.all():
-            raise DataError(f"{said}. No row is left to learn from; name another column in data.module.params.target.")
-        log.warning("%s. These rows are left out.", said)
-        return labels, np.flatnonzero(~absent)
 
     # ---- dividing
 
@@ -358,7 +321,7 @@ class TableData(ColumnData):
         assert spec is not None, "`setup` has read the rows"
         target = samples.column(self.targets[0])
         small = {"label": self._classes(target)} if isinstance(target, Words) else {}
-        inputs, is_in_memory = list[np.ndarray](), isinstance(samples.table, Table)
+        inputs, is_in_memory = list[np.ndarray](), samples.table.path is None
         try:
             for number, part in enumerate(samples.parts()):
                 made = spec.encode(part, number * CHUNK)

@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,18 +25,12 @@ HEAD = 2**20
 MEMORY = 4
 """How many times its size, in a file of CSV, a table takes in memory while it is read: 3 to 5 times, by its numbers."""
 
-_EXCEL = "python -c \"import pandas; pandas.read_excel('{0}').to_csv('{1}.csv', index=False)\""
 _CONVERTED = {
-    ".xlsx": f"pip install openpyxl && {_EXCEL}",
-    ".xlsm": f"pip install openpyxl && {_EXCEL}",
-    ".xls": f"pip install xlrd && {_EXCEL}",
-    ".ods": f"pip install odfpy && {_EXCEL}",
-    ".zip": "unzip {0}",
-    ".xz": "unxz {0}",
-    ".dta": "python -c \"import pandas; pandas.read_stata('{0}').to_csv('{1}.csv', index=False)\"",
-    ".json": "python -c \"import pandas; pandas.read_json('{0}').to_json('{1}.jsonl', orient='records', lines=True)\"",
+    **dict.fromkeys((".xlsx", ".xlsm", ".xls", ".ods"), "pandas.read_excel('{0}').to_csv('{1}.csv', index=False)"),
+    ".dta": "pandas.read_stata('{0}').to_csv('{1}.csv', index=False)",
+    ".json": "pandas.read_json('{0}').to_json('{1}.jsonl', orient='records', lines=True)",
 }
-"""The command that makes a table which can be read of a file that cannot, by the end of its name."""
+"""What makes a table that can be read of a file that cannot, by the end of its name."""
 
 Types = Mapping[str, str]
 """By the name of a column: number, or category or word, which both give words."""
@@ -79,11 +74,10 @@ class TableFile:
 
     # ---- CSV
 
-    def _open(self, types: Types | None, threads: bool = True) -> csv.CSVStreamingReader:
+    def _open(self, types: Types | None) -> csv.CSVStreamingReader:
         """Open a CSV file for some columns, all as text; None: for all, as what its first block looks like."""
         words = {form for word in self.form.missing_words for form in (word, word.upper(), word.capitalize())}
         read = csv.ReadOptions(
-            use_threads=threads,
             skip_rows=self.above,
             column_names=self.names,
             skip_rows_after_names=1,
@@ -122,7 +116,7 @@ class TableFile:
                 block = reader.read_next_batch()
         for place, field in enumerate(schema):
             texts = block.column(place)
-            if pa.types.is_integer(field.type) and has_leading_zeros(texts):
+            if pa.types.is_integer(field.type) and pc.any(pc.match_substring_regex(texts, r"^\s*0\d+\s*$")).as_py():
                 schema = schema.set(place, field.with_type(pa.string()))
             elif pa.types.is_string(field.type) and texts.null_count < len(texts):
                 with contextlib.suppress(ValueError):
@@ -143,7 +137,7 @@ class TableFile:
         """
         if absent := [name for name in types if name not in self.names]:
             raise DataError(f"{self.path} lacks columns of the training table: {', '.join(absent)}.")
-        with contextlib.ExitStack() as opened, self._as_data_errors(types):
+        with contextlib.ExitStack() as opened, self._as_data_errors():
             if self.kind == "parquet":
                 file = opened.enter_context(parquet.ParquetFile(self.path))
                 yield from file.iter_batches(batch_size=rows, columns=list(types))
@@ -160,29 +154,17 @@ class TableFile:
         """
         before = 0
         for batch in self.batches(types, rows):
-            yield self._columns(pa.Table.from_batches([batch]), types, before)
+            yield {name: self._values(name, batch.column(name), kind, before) for name, kind in types.items()}
             before += len(batch)
 
-    def read(self, types: Types) -> dict[str, "np.ndarray | Words"]:
-        """Return all rows, by column; raise DataError as `parts` does."""
-        if self.kind == "parquet" and self.path.is_dir():
-            with self._as_data_errors():
-                return self._columns(parquet.read_table(self.path, columns=list(types)), types)
-        return self._columns(pa.Table.from_batches([*self.batches(types, 2**20)]), types)
-
     def memory(self, types: Types) -> int:
-        """Return about how many bytes of memory reading takes; 0 of a folder of Parquet, which has no parts."""
-        if self.path.is_dir():
-            return 0
+        """Return about how many bytes of memory reading takes."""
         if self.kind == "parquet":
             with self._as_data_errors():
                 return parquet.read_metadata(self.path).num_rows * len(types) * 8 * MEMORY
         return self.path.stat().st_size * MEMORY
 
-    def _columns(self, table: pa.Table, types: Types, before: int = 0) -> dict[str, "np.ndarray | Words"]:
-        return {name: self._values(name, table.column(name), kind, before) for name, kind in types.items()}
-
-    def _values(self, name: str, column: pa.ChunkedArray, kind: str, before: int) -> "np.ndarray | Words":
+    def _values(self, name: str, column: pa.Array, kind: str, before: int) -> "np.ndarray | Words":
         """Return a column as float64 (N,), NaN where it is missing, or as words; `before`: rows of former parts."""
         if pa.types.is_dictionary(column.type):
             column = pc.cast(column, column.type.value_type)
@@ -194,75 +176,36 @@ class TableFile:
                 return _words(pc.cast(column, pa.string()), self.form)
             if not is_text:
                 return pc.cast(column, pa.float64()).to_numpy(zero_copy_only=False).astype(np.float64)
+            return _numbers(column, self.form)
         except pa.ArrowException as error:
             what = "numbers" if kind == "number" else "words"
             raise DataError(
                 f"{self.path}, column {name}: values of type {column.type} are not {what}: {_first(error)}."
             ) from error
-        found = []
-        for chunk in column.chunks:
-            try:
-                found.append(_numbers(chunk, self.form))
-            except ValueError as error:
-                row, word = error.args
-                raise DataError(
-                    f"{self.path}, column {name}, row {before + row + 1}: {word!r} is not a number. If it stands for a "
-                    "missing value, list it in data.module.params.missing_words; otherwise set "
-                    f"data.module.params.columns.{name} to category or ignore."
-                ) from None
-            before += len(chunk)
-        return np.concatenate(found) if found else np.empty(0)
+        except ValueError as error:
+            row, word = error.args
+            raise DataError(
+                f"{self.path}, column {name}, row {before + row + 1}: {word!r} is not a number. If it stands for a "
+                "missing value, list it in data.module.params.missing_words; otherwise set "
+                f"data.module.params.columns.{name} to category or ignore."
+            ) from None
 
     @contextlib.contextmanager
-    def _as_data_errors(self, types: Types | None = None) -> Iterator[None]:
+    def _as_data_errors(self) -> Iterator[None]:
         """Raise what is wrong with a table as one note for people."""
         try:
             yield
         except (pa.ArrowException, OSError, UnicodeError) as error:
-            found = self._with_row(types, error)
-            raise DataError(f"{self.path} cannot be read as a table: {_first(found)}.{self._hint(found)}") from error
+            hint = ""
+            if isinstance(error, UnicodeError) or "UTF8" in str(error):
+                hint = (
+                    f" It is not in {self.form.encoding}; set data.module.params.encoding, such as latin-1 or utf-16."
+                )
+            elif "columns, got" in str(error):
+                hint = f" A value that has {self.form.delimiter!r} in it needs quotes; lines that are no rows must go."
+            raise DataError(f"{self.path} cannot be read as a table: {_first(error)}.{hint}") from error
         except TableError as error:
             raise DataError(f"{self.path}: {error}") from error
-
-    def _hint(self, error: Exception) -> str:
-        if isinstance(error, UnicodeError) or "UTF8" in str(error):
-            return f" It is not in {self.form.encoding}; set data.module.params.encoding, such as latin-1 or utf-16."
-        return self._rows_hint() if re.search(r"Row #\d+: Expected \d+ columns, got", str(error)) else ""
-
-    def _rows_hint(self) -> str:
-        """Return the command that leaves the lines of the table, where others are above, between or below them."""
-        rows, name = list[tuple[int, int, list[str]]](), self.path.name  # first and last line, values
-        with contextlib.suppress(TableError):
-            for line, values in records(text_of(data := head(self.path), self.form.encoding), self.form.delimiter):
-                rows.append((line - sum(value.count("\n") for value in values), line, values))
-        rows = rows[: len(rows) - (len(data) == HEAD)]  # where the first bytes end, a line is cut off
-        parts = itertools.groupby(rows, lambda row: len(row[2]) == len(self.names))
-        others = [[*part] for is_row, part in parts if not is_row]
-        if 2 * sum(map(len, others)) < len(rows):
-            cut = ";".join(f"{part[0][0]},{part[-1][1]}d" for part in others)
-            hint = f" A value that has {self.form.delimiter!r} in it needs quotes."
-            return hint + f" To leave other lines out: sed '{cut}' {name} >table.csv" * (len(others) <= 10)
-        runs = [[*run] for width, run in itertools.groupby(rows, lambda row: len(row[2])) if width > 1]
-        if not runs:
-            return ""
-        run = max(runs, key=len)
-        first, (_, last, _) = rows.index(run[0]), run[-1]
-        above = rows[first - 1][2] if first else []
-        first -= len(above) > 1 and len(named_columns(above, run[0][2])) == len(run[0][2])  # the header
-        start = rows[first][0]
-        command = f"tail -n +{start}" if last == rows[-1][1] else f"sed -n '{start},{last}p'"
-        return f" If line {start} is the header: {command} {name} >table.csv"
-
-    def _with_row(self, types: Types | None, error: Exception) -> Exception:
-        """Return the same error with the number of the row, which pyarrow knows of CSV where it reads in one thread."""
-        if types and self.kind == "csv" and isinstance(error, pa.ArrowInvalid) and "Row #" not in str(error):
-            try:
-                with self._open(types, threads=False) as reader:
-                    for _ in reader:
-                        pass
-            except pa.ArrowInvalid as again:
-                return again
-        return error
 
 
 def guess_format(path: Path) -> TableFormat:
@@ -297,11 +240,7 @@ def guess_format(path: Path) -> TableFormat:
             best, delimiter, rows = (same, rank), sign, found
     header = (rows or [values for _, values in itertools.islice(records(text), 1)] or [[]])[0]
     if header != [str(n) for n in range(len(header))] and all(_is_number(name, TableFormat()) for name in header):
-        names = f"$(seq -f column_%g -s '{delimiter}' {len(header)})"
-        raise DataError(
-            f"{path}: the first line, {', '.join(header[:8])}, names no columns; put a header above it: "
-            f'sed -i "1i {names}" {path.name}'
-        )
+        raise DataError(f"{path}: the first line, {', '.join(header[:8])}, names no columns; put a header above it.")
     cells = [cell.strip() for values in rows[1:] for cell in values if "." in cell or "," in cell]
     points, commas = ({cell for cell in cells if _is_number(cell, TableFormat(decimal=sign))} for sign in ".,")
     only_commas, only_points = len(commas - points), len(points - commas)
@@ -319,46 +258,45 @@ def _is_number(text: str, form: TableFormat) -> bool:
     return True
 
 
+@dataclass(frozen=True)
 class FirstRows:
-    """The first rows of a table, as texts.
+    """The first rows of a table.
 
     Attributes:
         file: the table.
-        rows: how many were read.
+        size: how many were read.
         is_whole: whether there are no others.
-        types: the type of each column that is neither number nor text, by name.
-
-    Raises:
-        DataError: the table cannot be read.
+        counts: by column how often each text is in it, in the order in which they come, without blanks around them; ""
+            is what is missing.
+        types: by column the name of a type that is neither number nor text.
     """
 
-    def __init__(self, path: Path, form: TableFormat, most: int):
-        self.file = TableFile(path, form)
-        batches = list[pa.RecordBatch]()
-        for batch in self.file.batches(dict.fromkeys(self.file.names, "word"), 2**16):
-            batches.append(batch)
-            if sum(map(len, batches)) > most:
-                break
-        nothing = pa.schema([(name, pa.string()) for name in self.file.names])
-        found = pa.Table.from_batches(batches) if batches else nothing.empty_table()
-        self._table, self.is_whole = found.slice(0, most), len(found) <= most
-        self.rows = len(self._table)
-        self.types = {field.name: str(field.type) for field in self._table.schema if pa.types.is_nested(field.type)}
+    file: TableFile
+    size: int
+    is_whole: bool
+    counts: dict[str, dict[str, int]]
+    types: dict[str, str]
 
-    def first(self) -> dict[str, str]:
-        """Return the values of the first row."""
-        return {name: self._texts(name).slice(0, 1).to_pylist()[0] or "" for name in self.file.names}
 
-    def counts(self, name: str) -> dict[str, int]:
-        """Return how often each text is in a column, without blanks around it; "" for what is missing."""
-        found = pc.value_counts(pc.fill_null(self._texts(name), ""))
-        return dict(zip(found.field("values").to_pylist(), found.field("counts").to_pylist(), strict=True))
-
-    def _texts(self, name: str) -> pa.ChunkedArray:
-        column = self._table.column(name)
-        if name in self.types:
-            return pa.chunked_array([pa.array([""] * len(column))])
-        return pc.utf8_trim_whitespace(pc.cast(column, pa.string()))
+def first_rows(path: Path, form: TableFormat, most: int) -> FirstRows:
+    """Read the first rows of a table; raise DataError if it cannot be read."""
+    file, batches = TableFile(path, form), list[pa.RecordBatch]()
+    for batch in file.batches(dict.fromkeys(file.names, "word"), 2**16):
+        batches.append(batch)
+        if sum(map(len, batches)) > most:
+            break
+    nothing = pa.schema([(name, pa.string()) for name in file.names])
+    found = pa.Table.from_batches(batches, None if batches else nothing)
+    table, counts = found.slice(0, most), dict[str, dict[str, int]]()
+    types = {field.name: str(field.type) for field in found.schema if pa.types.is_nested(field.type)}
+    for name in file.names:
+        texts = table.column(name)
+        if name in types:
+            counts[name] = {"": len(table)}
+            continue
+        each = pc.value_counts(pc.fill_null(pc.utf8_trim_whitespace(pc.cast(texts, pa.string())), ""))
+        counts[name] = dict(zip(each.field("values").to_pylist(), each.field("counts").to_pylist(), strict=True))
+    return FirstRows(file, len(table), len(found) <= most, counts, types)
 
 
 def kind_of_file(path: Path) -> str:
@@ -372,7 +310,7 @@ def kind_of_file(path: Path) -> str:
         name = name.removesuffix(end)
     end = Path(name).suffix
     if end in _CONVERTED:
-        command = _CONVERTED[end].format(path.name, path.stem)
+        command = f'python -c "import pandas; {_CONVERTED[end]}"'.format(path.name, path.stem)
         raise DataError(f"{path}: a file {end} is not read as a table. In its folder, this converts it: {command}")
     return "parquet" if end in (".parquet", ".pq") else "json" if end in (".jsonl", ".ndjson") else "csv"
 
@@ -390,11 +328,6 @@ def text_of(data: bytes, encoding: str) -> str:
     """Return the text of the first bytes of a file; the last character may be cut off."""
     text = codecs.getincrementaldecoder(encoding)().decode(data, final=len(data) < HEAD)
     return text.removeprefix("\ufeff")
-
-
-def has_leading_zeros(texts: "pa.Array | pa.ChunkedArray") -> bool:
-    """Return whether some are codes such as 00501, whose zeros a number would lose."""
-    return bool(pc.any(pc.match_substring_regex(texts, r"^\s*0\d+\s*$")).as_py())
 
 
 def _numbers(texts: pa.Array, form: TableFormat) -> np.ndarray:
@@ -422,18 +355,13 @@ def _numbers(texts: pa.Array, form: TableFormat) -> np.ndarray:
     return numbers[found.indices]
 
 
-def _words(texts: "pa.Array | pa.ChunkedArray", form: TableFormat) -> Words:
+def _words(texts: pa.Array, form: TableFormat) -> Words:
     """Return texts as words without blanks around them."""
     encoded = pc.dictionary_encode(pc.utf8_trim_whitespace(texts))
-    if isinstance(encoded, pa.ChunkedArray):
-        encoded = encoded.combine_chunks()
-    if isinstance(encoded, pa.ChunkedArray):
-        encoded = encoded.unify_dictionaries().combine_chunks()
     words = encoded.dictionary.to_pylist()
-    gone = {number for number, word in enumerate(words) if form.is_missing(word)}
+    gone = [number for number, word in enumerate(words) if form.is_missing(word)]
     indices = pc.fill_null(encoded.indices, -1).to_numpy(zero_copy_only=False).astype(np.int64)
-    if gone:
-        indices = np.where(np.isin(indices, list(gone)), -1, indices)
+    indices = np.where(np.isin(indices, gone), -1, indices)
     return Words(["" if word is None else word for word in words], indices)
 
 

@@ -1,14 +1,13 @@
-"""Rows of a table before they are prepared: in memory, or, of a table larger than memory, in a copy on the disk, which
-all processes of this run and of later ones map. Both give the same numbers.
+"""Rows of a table before they are prepared: an array in memory, or, of a table larger than memory, a file of the cache,
+which all processes of this run and of later ones map. Both give the same numbers.
 
-The copy keeps the values of the table, not the inputs of one network, so that other seeds, folds and sets of the same
-columns read the same copy. The name of its folder (`deeplightning.data.cache_files`) is a digest of the kinds of the
-columns, of the file's state, and of the code that reads it; when one of them changes, the table is read again into
+The file keeps the values of the table, not the inputs of one network, so that other seeds, folds and sets of the same
+columns read the same file. The name of its folder (`deeplightning.data.cache_files`) is a digest of the kinds of the
+columns, of the table's state, and of the code that reads it; when one of them changes, the table is read again into
 another folder. It has these files:
 
-    rows    row after row, the columns of numbers, float64 (n,), NaN: missing; and the columns of words, int32 (c,): the
-            position of the row's word, -1: missing
-    index   JSON: N, the columns, and the words of each
+    rows    row after row, see `_record`
+    index   JSON: the columns, and the words of each
 
 N rows, B batch, F columns that the network takes, n columns of numbers, c of words.
 """
@@ -19,8 +18,7 @@ import logging
 import mmap
 import os
 import sys
-import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,8 +41,6 @@ CHUNK = 2**16
 MOST_WORDS = 1_000_000
 """The most different words that are held in memory of a column that nobody has called a category."""
 
-_STEP = 2**12  # rows that are read at a time
-_KEPT = 2**15  # rows after which what was mapped for them is released: 2 GiB at most, where each maps 64 KiB
 _SIGN = 2**28  # bytes after which it is looked whether there is room for more
 
 log = logging.getLogger("deeplightning.data")
@@ -57,87 +53,41 @@ Part = Mapping[str, Any]
 
 
 class Table:
-    """A table in memory, with the same methods as a `TableStore`.
+    """The values of a table.
 
     Args:
-        columns: by name.
+        rows: see `_record`, (N,).
+        columns: the words of each column, in the order of the table; None: it has numbers.
+        path: the folder of the cache that `rows` are mapped from; None: they are in memory.
     """
 
-    def __init__(self, columns: Part):
-        self._columns = columns
+    def __init__(self, rows: np.ndarray, columns: Mapping[str, Sequence[str] | None], path: Path | None = None):
+        self.rows, self.columns, self.path = rows, columns, path
+        numbers = [name for name, words in columns.items() if words is None]
+        others = [name for name, words in columns.items() if words is not None]
+        self._places = {name: place for names in (numbers, others) for place, name in enumerate(names)}
+
+    def __reduce__(self) -> Any:  # a loader worker maps the file again
+        return (Table, (self.rows, self.columns)) if self.path is None else (_mapped, (self.path,))
 
     def __len__(self) -> int:
-        return len(next(iter(self._columns.values())))
+        return len(self.rows)
 
     def read(self, positions: np.ndarray) -> Part:
         """Return some rows, int (n,), by column."""
-        return {name: self.column(name, positions) for name in self._columns}
+        rows = self.rows[positions]
+        return {name: self._column(name, rows, slice(None)) for name in self.columns}
 
     def column(self, name: str, positions: np.ndarray) -> Column:
         """Return one column of some rows, int (n,)."""
-        values = self._columns[name]
-        return Words(values.words, values.indices[positions]) if isinstance(values, Words) else values[positions]
+        return self._column(name, self.rows, positions)
 
-
-class TableStore:
-    """The numbers of one table, mapped; a copy in a loader worker maps them again.
-
-    Args:
-        path: of the folder.
-
-    Raises:
-        FileNotFoundError: the folder is not complete, or it is being removed.
-        Damaged: it is not what was written.
-        Unusable: another user could have written it.
-    """
-
-    def __init__(self, path: Path):
-        self.path = path
-        with cache_files.in_use(path / "rows") as file:
-            found = json.loads(cache_files.read_index(path))
-            self._columns: list[str] = found["columns"]
-            self._words: dict[str, list[str]] = found["words"]
-            self._numbers: list[str] = found["numbers"]
-            self._read = 0  # rows since the last release
-            kind = _record(self._numbers, self._words)
-            if os.fstat(file).st_size != found["rows"] * kind.itemsize:
-                raise Damaged
-            self._map: Any = mmap.mmap(file, 0, access=mmap.ACCESS_READ) if found["rows"] else b""
-            self._rows = np.frombuffer(self._map, kind)
-        with contextlib.suppress(OSError):  # a folder that may only be read
-            os.utime(path / "rows")  # it was used
-
-    def __reduce__(self) -> Any:
-        return TableStore, (self.path,)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def read(self, positions: np.ndarray) -> Part:
-        """Return some rows, int (n,), by column: copies, in memory."""
-        rows = self._gathered(self._rows, positions)
-        values, codes = rows["numbers"], rows["codes"].astype(np.int64)
-        found: dict[str, Any] = {name: values[:, place] for place, name in enumerate(self._numbers)}
-        found |= {name: Words(words, codes[:, place]) for place, (name, words) in enumerate(self._words.items())}
-        return {name: found[name] for name in self._columns}
-
-    def column(self, name: str, positions: np.ndarray) -> Column:
-        """Return one column of some rows, int (n,)."""
-        if name in self._words:
-            codes = self._rows["codes"][:, list(self._words).index(name)]
-            return Words(self._words[name], self._gathered(codes, positions).astype(np.int64))
-        return self._gathered(self._rows["numbers"][:, self._numbers.index(name)], positions)
-
-    def _gathered(self, source: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        found = np.empty(len(positions), source.dtype)
-        for start in range(0, len(positions), _STEP):
-            some = positions[start : start + _STEP]
-            found[start : start + _STEP] = source[some]
-            self._read += len(some)
-            if self._read >= _KEPT and hasattr(mmap, "MADV_DONTNEED"):
-                self._read = 0  # the system keeps it while it likes, and not as memory of this process
-                self._map.madvise(mmap.MADV_DONTNEED)
-        return found
+    def _column(self, name: str, rows: np.ndarray, positions: np.ndarray | slice) -> Column:
+        words, place = self.columns[name], self._places[name]
+        if words is None:
+            numbers: np.ndarray = rows["numbers"][:, place][positions]
+            return numbers
+        return Words(words, rows["codes"][:, place][positions].astype(np.int64))
 
 
 @dataclass(frozen=True)
@@ -152,7 +102,7 @@ class Rows(Divisible):
 
     shared = ("table",)
 
-    table: Table | TableStore
+    table: Table
     positions: np.ndarray
     labels: np.ndarray
 
@@ -186,11 +136,18 @@ def numbers_of(targets: Sequence[str], rows: Part) -> Batch:
     return {"target": torch.from_numpy(values[:, 0].copy() if values.shape[1] == 1 else values)}
 
 
-# ---- the copy
+# ---- reading a file
 
 
-def stored(file: "TableFile", types: Mapping[str, str], bounded: list[str]) -> TableStore:
-    """Return the numbers of a table; what has not been read before is read.
+def in_memory(file: "TableFile", types: Mapping[str, str]) -> Table:
+    """Return a table in memory; raise DataError if it is not as it should be."""
+    known = _no_words(types)
+    rows = np.concatenate([np.empty(0, _record(known)), *_parts(file, types, known)])
+    return Table(rows, _columns(known))
+
+
+def on_disk(file: "TableFile", types: Mapping[str, str], bounded: Sequence[str]) -> Table:
+    """Return a table that is mapped from the cache; one that has not been read before is read.
 
     Args:
         bounded: columns of which more than `MOST_WORDS` different words are refused.
@@ -203,65 +160,95 @@ def stored(file: "TableFile", types: Mapping[str, str], bounded: list[str]) -> T
     if top is None:
         raise Unusable("DEEPLIGHTNING_CACHE is off")
     programs = [Path(__file__).with_name(name).read_bytes() for name in ("table_rows.py", "table_files.py")]
-    path, before = file.path, file.path.stat()
-    if (young := before.st_ctime + cache_files.SETTLED - time.time()) > 0:  # it may change again without a trace
-        time.sleep(min(young, cache_files.SETTLED))
-        before = path.stat()
-    rule = (sys.byteorder, programs, *types.items(), file.form, bounded)
-    folder = top / cache_files.folder_name(rule, stat_of(before))
+    before = stat_of(file.path.stat())
+    folder = top / cache_files.folder_name((sys.byteorder, programs, *types.items(), file.form, bounded), before)
     with contextlib.suppress(FileNotFoundError, Damaged):
-        return TableStore(folder)
+        return _mapped(folder)
     with cache_files.alone(folder):
         with contextlib.suppress(FileNotFoundError, Damaged):  # of a process that this one has waited for
-            return TableStore(folder)
+            return _mapped(folder)
         cache_files.remove(folder)
         try:
-            _make(folder, file, types, bounded)
-            if stat_of(path.stat()) != stat_of(before):
-                raise DataError(f"{path} was changed while it was read. Run again when it is whole.")
+            _write(folder, file, types, bounded)
+            if stat_of(file.path.stat()) != before:
+                raise DataError(f"{file.path} was changed while it was read. Run again when it is whole.")
         except BaseException:
             cache_files.remove(folder)
             raise
-        return TableStore(folder)
+        return _mapped(folder)
 
 
-def _record(numbers: Collection[str], words: Collection[str]) -> np.dtype:
-    return np.dtype([("numbers", "<f8", (len(numbers),)), ("codes", "<i4", (len(words),))])
+_Known = dict[str, dict[str, int] | None]
+"""The place of each word by column, None: it has numbers."""
 
 
-def _make(folder: Path, table: "TableFile", types: Mapping[str, str], bounded: Sequence[str]) -> None:
-    path, data = table.path, folder / "rows"
+def _no_words(types: Mapping[str, str]) -> _Known:
+    return {name: None if kind == "number" else {} for name, kind in types.items()}
+
+
+def _columns(known: _Known) -> dict[str, list[str] | None]:
+    return {name: None if words is None else list(words) for name, words in known.items()}
+
+
+def _record(columns: Mapping[str, object]) -> np.dtype:
+    """Return what a row has: the numbers, NaN: missing; and the places of the words, -1: missing."""
+    numbers = sum(words is None for words in columns.values())
+    return np.dtype([("numbers", "<f8", (numbers,)), ("codes", "<i4", (len(columns) - numbers,))])
+
+
+def _parts(
+    file: "TableFile", types: Mapping[str, str], known: _Known, bounded: Sequence[str] = ()
+) -> Iterator[np.ndarray]:
+    """Yield all rows of a file in parts, and add their words to `known`."""
+    for part in file.parts(types, CHUNK):
+        made = np.empty(len(next(iter(part.values()))), _record(known))
+        numbers, codes = iter(made["numbers"].T), iter(made["codes"].T)
+        for name, places in known.items():
+            found: Any = part[name]
+            if places is None:
+                next(numbers)[:] = found
+                continue
+            numbered = [places.setdefault(word, len(places)) for word in found.words]
+            next(codes)[:] = np.array([*numbered, -1])[found.indices]
+            if name in bounded and len(places) > MOST_WORDS:
+                raise DataError(
+                    f"{file.path}, column {name}: more than {MOST_WORDS:,} different texts. Set "
+                    f"data.module.params.columns.{name} to ignore, or to category if you mean that many."
+                )
+        yield made
+
+
+def _write(folder: Path, table: "TableFile", types: Mapping[str, str], bounded: Sequence[str]) -> None:
+    path, data, known, size, looked = table.path, folder / "rows", _no_words(types), 0, 0
     log.info("Reading %s, which is large, into %s", path, folder)
-    numbers = [name for name, kind in types.items() if kind == "number"]
-    known: dict[str, dict[str, int]] = {name: {} for name in types if name not in numbers}  # the position of each word
-    rows = size = looked = 0
 
     def make_room() -> None:
         cache_files.make_room(data, size, size, f"{path} takes {size / 2**30:.3g} GiB", size)
 
-    cache_files.make_folder(folder)
-    with cache_files.in_use(data, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
-        for part in table.parts(types, CHUNK):
-            made = np.empty(len(next(iter(part.values()))), _record(numbers, known))
-            for place, name in enumerate(numbers):
-                made["numbers"][:, place] = part[name]
-            for place, (name, positions) in enumerate(known.items()):
-                found = part[name]
-                assert isinstance(found, Words), "the columns of each part are of the same kinds"
-                numbered = [positions.setdefault(word, len(positions)) for word in found.words]
-                made["codes"][:, place] = np.array([*numbered, -1])[found.indices]
-                if name in bounded and len(positions) > MOST_WORDS:
-                    raise DataError(
-                        f"{path}, column {name}: more than {MOST_WORDS:,} different texts. Set "
-                        f"data.module.params.columns.{name} to ignore, or to category if you mean that many."
-                    )
-            cache_files.write(file, made, size)
-            rows, size = rows + len(made), size + made.nbytes
+    folder.mkdir(mode=0o700)
+    with cache_files.in_use(data, "xb") as file:
+        for part in _parts(table, types, known, bounded):
+            file.write(part.tobytes())
+            size += part.nbytes
             if size - looked >= _SIGN:
                 make_room()
                 looked = size
         make_room()
-        os.fsync(file)
-        words = {name: list(positions) for name, positions in known.items()}
-        index = {"rows": rows, "columns": [*types], "numbers": numbers, "words": words}
+        index = {"size": size, "columns": _columns(known)}
         cache_files.write_index(data, file, json.dumps(index).encode())
+
+
+def _mapped(folder: Path) -> Table:
+    """Return the table of a folder of the cache.
+
+    Raises:
+        FileNotFoundError: the folder is not complete, or it is being removed.
+        Damaged: it is not what was written.
+        Unusable: another user could have written it.
+    """
+    with cache_files.in_use(folder / "rows") as file:
+        index = json.loads(cache_files.read_index(folder))
+        if os.fstat(file.fileno()).st_size != index["size"]:
+            raise Damaged
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if index["size"] else b""
+    return Table(np.frombuffer(content, _record(index["columns"])), index["columns"], folder)

@@ -17,14 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from deeplightning.config.part_config import PartConfig
-from deeplightning.data.data_errors import DataConfigError, DataError
-from deeplightning.data.datasets import Batch, Divisible
+from deeplightning.data.data_errors import DataConfigError, DataError, require_whole
+from deeplightning.data.datasets import Batch, Divisible, OnDemand
 from deeplightning.data.loading import DataOfSets, checked_names
 from deeplightning.text_spec import TextSpec, VocabularyError, from_lines, vocabulary
-from deeplightning.words import is_whole
 
 _COLUMNS = ("sentence", "label", "index")
 
@@ -60,14 +59,7 @@ def read_tsv(path: Path, labelled: bool = False) -> Texts:
     Raises:
         DataError: the file is missing, empty or no UTF-8, or a line is not as it should be; it is named.
     """
-    try:
-        data = path.read_bytes()
-        lines = data.decode("utf-8-sig").split("\n")
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        number = data.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path}, line {number}: not UTF-8 ({error.reason}); save the file as UTF-8.") from error
+    lines = _text_of(path).split("\n")
     while lines and not lines[-1].strip():  # a file ends with a line's end, or with several
         lines.pop()
     head = tuple(name.strip().lower() for name in lines[0].split("\t")) if lines else ()
@@ -80,10 +72,7 @@ def read_tsv(path: Path, labelled: bool = False) -> Texts:
     for number, line in enumerate(lines[named:], 1 + named):
         cells = line.split("\t")
         if len(cells) != len(columns):
-            raise DataError(
-                f"{path}, line {number}: {len(cells)} column{'s' if len(cells) > 1 else ''} between tabs, and there "
-                f"must be {len(columns)}: {', '.join(columns)}."
-            )
+            raise DataError(f"{path}, line {number}: {len(cells)} columns, and there must be {', '.join(columns)}.")
         text = cells[at].strip()
         if not text:
             raise DataError(f"{path}, line {number}: there is no text in the column sentence.")
@@ -91,50 +80,40 @@ def read_tsv(path: Path, labelled: bool = False) -> Texts:
         if label_at is not None:
             label = cells[label_at].strip()
             if not re.fullmatch("[0-9]{1,9}", label, re.ASCII):
-                hint = "" if named else "; a first line such as index<TAB>sentence would name other columns"
-                raise DataError(f"{path}, line {number}: the label {label[:40]!r} is no number from 0 on{hint}.")
+                raise DataError(f"{path}, line {number}: the label {label[:40]!r} is no number from 0 on.")
             labels.append(int(label))
     found = None if label_at is None else np.array(labels, np.int64)
     return Texts(texts, found, np.arange(len(texts)) + 1 + named, path)
 
 
-class TokenSet(Dataset):
-    """The tokens of all texts side by side in one array: a batch is one indexing operation, and has `tokens` int64
-    (B, L), `label` int64 (B,) where there are labels, and `index` int64 (B,): position in the set, -1: row does not
-    count.
+class TokenSet(OnDemand):
+    """The tokens of all texts side by side in one array. A batch has `tokens` int64 (B, L), `label` int64 (B,) where
+    there are labels, and `index`.
 
     Args:
-        rows: the tokens of each text.
-        labels: int64 (N,), or None.
+        texts: N of them.
+        rows: the tokens of each.
         padding: the token that fills up shorter texts.
 
     Attributes:
         lengths: of each text, in tokens, int64 (N,).
-        labels: as given, as a tensor.
     """
 
     needs_workers = False
 
-    def __init__(self, rows: Sequence[Sequence[int]], labels: np.ndarray | None, padding: int):
+    def __init__(self, texts: Texts, rows: Sequence[Sequence[int]], padding: int):
+        labels = {} if texts.labels is None else {"label": torch.from_numpy(texts.labels)}
+        super().__init__(texts, self._padded, labels)
         self.lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-        self.labels = None if labels is None else torch.from_numpy(labels)
         self._starts = self.lengths.cumsum(0) - self.lengths
         self._tokens = torch.from_numpy(np.fromiter((token for row in rows for token in row), np.int32))
         self._padding = padding
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, positions: Sequence[int] | np.ndarray) -> Batch:
-        index = torch.as_tensor(positions)  # (B,)
-        # The padding entry -1 stands for any sample, the last; its row is marked by its index.
-        taken = index if positions[0] >= 0 else index + len(self)
-        lengths = self.lengths[taken]
+    def _padded(self, _: Texts, positions: np.ndarray) -> Batch:
+        lengths = self.lengths[positions]
         columns = torch.arange(int(lengths.max()))  # (L,)
-        places = (self._starts[taken, None] + columns).clamp_(max=len(self._tokens) - 1)  # (B, L)
-        tokens = self._tokens[places].long().masked_fill_(columns >= lengths[:, None], self._padding)
-        labels = {} if self.labels is None else {"label": self.labels[taken]}
-        return {"tokens": tokens, **labels, "index": index}
+        places = (self._starts[positions, None] + columns).clamp_(max=len(self._tokens) - 1)  # (B, L)
+        return {"tokens": self._tokens[places].long().masked_fill_(columns >= lengths[:, None], self._padding)}
 
 
 class TextData(DataOfSets):
@@ -171,7 +150,6 @@ class TextData(DataOfSets):
         class_names: the name of each label, in order; there after `setup`, or from the start where they are given.
     """
 
-    samples = "texts"
     holds_out = False
 
     def __init__(
@@ -196,15 +174,10 @@ class TextData(DataOfSets):
             raise DataConfigError("data.module.params.train must name the training file; it is null.")
         self.name_files(train=train, val=validation, test=test, vocabulary=vocabulary, tokenizer=tokenizer)
         self.vocabulary, self.tokenizer = self._named.get("vocabulary"), self._named.get("tokenizer")
-        for name, value, least in (
-            ("min_count", min_count, 1),
-            ("max_size", max_size, 4),
-            ("max_length", max_length, 1),
-        ):
-            if not (is_whole(value, least) or (value is None and name == "max_length")):
-                raise DataConfigError(
-                    f"data.module.params.{name} must be a whole number of at least {least}, not {value!r}."
-                )
+        require_whole("min_count", min_count)
+        require_whole("max_size", max_size, 4)
+        if max_length is not None:
+            require_whole("max_length", max_length)
         if vocabulary is not None and tokenizer is not None:
             raise DataConfigError("data.module.params.vocabulary cannot be beside tokenizer, which has its own.")
         if cut_always and max_length is None:
@@ -267,7 +240,7 @@ class TextData(DataOfSets):
     def _prepare(self, samples: Texts) -> TokenSet:
         assert self.text_spec is not None, "`setup` has read the texts"
         rows = self.text_spec.encode(samples.texts, self.max_length if samples is self._samples["train"] else None)
-        return TokenSet(rows, samples.labels, self.text_spec.padding)
+        return TokenSet(samples, rows, self.text_spec.padding)
 
     def sample(self, split: str, position: int) -> dict[str, str]:
         """Return the text, and the file and line that it comes from."""
@@ -309,7 +282,8 @@ class TextData(DataOfSets):
 
     def test_dataloader(self) -> DataLoader:
         """Return the loader of the tests; raise DataError if there is no test set, or it has no labels."""
-        if self.dataset("test").labels is None:
+        self._expect("test")
+        if self._samples["test"].labels is None:
             raise DataError(
                 f"{self._samples['test'].path} has no labels to test with; stages=[predict] answers each of its texts."
             )
@@ -318,6 +292,6 @@ class TextData(DataOfSets):
 
 def _text_of(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}.") from error

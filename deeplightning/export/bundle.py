@@ -109,8 +109,7 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
         samples: real images as the data module prepares them, uint8 (N, C, H, W); texts, an array of str (N,); rows of
             a table, each a JSON object, an array of str (N,); or arrays before they are prepared, (N, …). N ≥ 1. All
             are compared, the first 16 kept.
-        run: origin of the model, of JSON types: `id`, `name`, `folder_name`, `picture_size` (the usual width x height
-            of training pictures before they were prepared), `created`, `versions`.
+        run: origin of the model, of JSON types: `id`, `name`, `folder_name`, `created`, `versions`.
 
     Returns:
         the bundle's folder.

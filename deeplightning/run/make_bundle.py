@@ -72,8 +72,7 @@ def keep_samples(task: Any, data: Any, folder: RunFolder) -> None:
             inputs = (by_name(batch, task.batch_names) or {})[INPUT_OF[kind.takes]][:SAMPLES].cpu()
             if kind.takes == "image" and inputs.is_floating_point():
                 inputs = pixels(inputs, task.image_spec)
-            size = getattr(data, "picture_size", lambda: None)()
-            kept = {kind.nouns: inputs.numpy(), **({} if size is None else {"picture_size": size})}
+            kept = {kind.nouns: inputs.numpy()}
     with permissions_of(folder.path), whole(folder.samples) as file:
         np.savez_compressed(file, **kept)
 
@@ -151,8 +150,7 @@ def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export
     task = servable(task, folder)
     with np.load(folder.samples, allow_pickle=False) as file:
         samples = file[KINDS[task.kind].nouns] if task.kind in KINDS else np.empty(0)
-        size = file["picture_size"].tolist() if "picture_size" in file else None
-    origin = origin_of(folder, path) | ({"picture_size": f"{size[0]} x {size[1]}"} if size else {})
+    origin = origin_of(folder, path)
     bundle = export(task, folder, samples, origin)
     log.info("bundle     %s", bundle, extra={"terminal": [f"bundle     {seen_from_here(bundle)}"]})
     if cfg.logger.log_model:

@@ -3,6 +3,7 @@
 Shapes: B batch, L tokens of the longest text, K classes.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -97,5 +98,5 @@ class TextClassification(Classification):
         """Build the network as every task; `text_spec` says from then on how many tokens it takes."""
         if self.network is None or self.text_spec is None:
             raise MisfitError("the data module gave no `text_spec`: there is nothing to prepare texts by")
-        self.text_spec = self.text_spec.limited(getattr(self.network, "max_length", None))
+        self.text_spec = replace(self.text_spec, limit=getattr(self.network, "max_length", None))
         return model.cpu().float().eval()

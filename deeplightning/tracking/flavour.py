@@ -30,7 +30,7 @@ SOURCES = (
     *(
         f"deeplightning/{name}.py"
         for name in (
-            *("array_spec", "image_spec", "kinds", "runfolder", "table_spec", "text_spec", "tokenizer_file"),
+            *("array_spec", "image_spec", "kinds", "runfolder", "table_spec", "text_spec"),
             *("version", "words"),
         )
     ),

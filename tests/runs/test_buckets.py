@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import pytorch_lightning as pl
 import torch
 from conftest import digest
 from torch import distributed
@@ -19,7 +18,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRando
 from deeplightning.config.schema import Target
 from deeplightning.data.data_errors import DataConfigError
 from deeplightning.data.samplers import (
-    BatchIndices,
     BucketedDistributedSampler,
     SampledBatches,
     sort_values,
@@ -90,9 +88,8 @@ def test_lengths_losses_and_repeats(shape, options, length, lost, repeated, of_s
 @pytest.mark.parametrize(
     ("shape", "options", "words"),
     [
-        ((1001, 4, 8, 4), {"drop_last": True}, r"leaves out 105 of 1001 samples in each epoch; fewer"),
-        ((1001, 4, 8, 4), {"drop_last": True, "shuffle": False}, "always those at the end of each bucket, its longest"),
-        ((410, 4, 51, 2), {}, r"406 samples that come twice: an epoch is 1.99 times as long"),
+        ((1001, 4, 8, 4), {"drop_last": True}, r"leaves out 105 of 1001 samples in each epoch; use fewer"),
+        ((410, 4, 51, 2), {}, r"406 of 410 samples, which come twice"),
     ],
 )
 def test_what_is_lost_or_doubled_is_said(shape, options, words):
@@ -226,7 +223,7 @@ class Saw(pl.Callback):
 
 @pytest.fixture(scope="module")
 def bucketed(command, tiny, tmp_path_factory):
-    """Two processes that train two epochs by the sampler of buckets; how they ended, and what each of them saw."""
+    """Two processes that train two epochs by the sampler of buckets: what each of them saw."""
     folder = tmp_path_factory.mktemp("bucketed")
     (folder / "saw.py").write_text(SAW)
     params = "{buckets: 2, sort_key: labels, min_samples_per_bucket: 60}"
@@ -234,13 +231,13 @@ def bucketed(command, tiny, tmp_path_factory):
     overrides = [f"data.sampler={{type: {SAMPLER}, params: {params}}}", saw, "data.batch_size=8"]
     outcome = command("train", tiny, "engine.processes=2", *overrides, cwd=folder, ranks=2)
     assert {rank.code for rank in outcome.ranks} == {0}, outcome
-    return outcome, [json.loads((folder / f"saw_{rank}.json").read_text()) for rank in range(2)]
+    return [json.loads((folder / f"saw_{rank}.json").read_text()) for rank in range(2)]
 
 
 def test_lightning_and_our_loaders_take_it_as_it_is(bucketed):
     """4. Under ddp each process sees its own share, shared out once: the union is every sample, those that fill the
     buckets up twice, and each step draws from one bucket."""
-    saw = bucketed[1]
+    saw = bucketed
     for epoch in range(2):  # 134 samples, 67 a bucket: 5 slices of 16, so 26 fill up
         steps = list(zip(*(of_rank[epoch] for of_rank in saw), strict=True))
         assert len(steps) == 10
@@ -249,16 +246,6 @@ def test_lightning_and_our_loaders_take_it_as_it_is(bucketed):
         assert sorted(seen) == list(range(134))
         assert Counter(seen.values()) == {1: 108, 2: 26}
     assert saw[0][0] != saw[0][1]
-
-
-def test_how_much_is_padding_is_said_at_the_start(bucketed):
-    """One line, once: the share of padding with buckets and without."""
-    first, second = bucketed[0].ranks
-    said = [line for line in first.out.splitlines() if line.startswith("buckets ")]
-    assert len(said) == 1
-    assert "2, of 67 or 67 samples; padding " in said[0]
-    assert "% with buckets, " in said[0]
-    assert "buckets " not in second.out
 
 
 def test_positions_are_plain_numbers():
@@ -339,7 +326,7 @@ def test_limits_can_be_warnings():
     """10. Fewer than two slices, or than min_samples_per_bucket samples: a warning where it is asked for."""
     for shape, options, words in (
         ((202, 2, 100), {"drop_last": True}, "fewer than two steps take"),
-        ((198, 2, 10), {}, "fewer than min_samples_per_bucket=100: batches of one bucket are much alike"),
+        ((198, 2, 10), {}, "fewer than min_samples_per_bucket=100; use fewer buckets"),
     ):
         options["on_small_bucket"] = "warn"
         with pytest.warns(UserWarning, match=words):
@@ -373,22 +360,16 @@ def test_samples_are_sorted_by_a_column_a_key_or_a_function():
     assert sort_values(sentences, "tokens").tolist() == expected
     assert sort_values(sentences, "text").tolist() == [5 * count for count in expected]
     assert sort_values(sentences, lambda sample: len(sample["text"].split())).tolist() == expected
-    with pytest.raises(ValueError, match=r"'length'.* has no such column.* there are: text, tokens"):
+    with pytest.raises(ValueError, match=r"'length'.* has no such column"):
         sort_values(sentences, "length")
     with pytest.raises(ValueError, match="no number and has no length"):
         sort_values(sentences, lambda sample: None)
 
 
 def test_batches_of_a_bucket_hold_little_padding():
-    """Sentences of one to nine words in nine buckets: no padding; without buckets as much as counted by hand."""
+    """Sentences of one to nine words in nine buckets: no padding."""
     sentences = Sentences()
     sampler = BucketedDistributedSampler(sentences, 9, 10, sort_key="words")
-    with_, without = sampler.padding(sentences.words.numpy())
-    assert with_ == 0
-    counts = sentences.words.numpy()
-    batches = [counts[batch] for batch in BatchIndices(sentences, 10, shuffle=True)]
-    padded = sum(batch.max() - count for batch in batches for count in batch)
-    assert without == pytest.approx(padded / sum(10 * batch.max() for batch in batches))
     loader = DataLoader(sentences, batch_size=10, sampler=sampler, collate_fn=lambda rows: rows)
     assert {len({len(row["tokens"]) for row in batch}) for batch in loader} == {1}
 
@@ -459,31 +440,3 @@ def test_any_sampler_of_torchs_may_order_the_training(fit):
     steps = [[row for pair in zip(*both, strict=False) for row in pair] for both in zip(*parts, strict=True)]
     assert steps[0] == first[0]
     assert fitted.trainer.global_step == 9
-
-
-class Seen(pl.LightningModule):
-    """Learns nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.seen = torch.nn.Parameter(torch.zeros(())), []
-
-    def training_step(self, batch, batch_idx):
-        self.seen += batch.tolist()
-        return self.weight * 1.0
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
-@pytest.mark.filterwarnings("ignore:.*does not have many workers")
-def test_lightning_alone_takes_it_too():
-    """From Python, in torch's own loader: each sample once an epoch, in another order in the second."""
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
-    trainer = pl.Trainer(max_epochs=2, enable_model_summary=False, **quiet)
-    sampler = BucketedDistributedSampler(range(400), 2, 20, range(400))
-    module = Seen()
-    trainer.fit(module, DataLoader(torch.arange(400), batch_size=20, sampler=sampler))
-    assert sorted(module.seen[:400]) == sorted(module.seen[400:]) == list(range(400))
-    assert module.seen[:400] != module.seen[400:]

@@ -112,10 +112,9 @@ def test_a_run_deploys_in_any_spelling(run, store, tracked, tmp_path, monkeypatc
 
 
 def test_a_bundle_has_the_name_of_its_run(run, tracked):
-    """That of the tracker, with its id, and the size that the pictures had before they were prepared."""
+    """That of the tracker, with its id."""
     tracker, origin = tracked(run.path), json.loads(run.bundle_card.read_text())["run"]
     assert (origin["id"], origin["name"]) == (tracker.id, tracker.client.get_run(tracker.id).info.run_name)
-    assert origin["picture_size"] == "8 x 8"
 
 
 def test_a_run_without_a_bundle_is_exported_first(run, tmp_path):

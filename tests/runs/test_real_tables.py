@@ -15,9 +15,9 @@ import yaml
 
 REFUSED = {
     "china_smoking.csv": "has 8 rows below its header; at least 10 are needed",
-    "E6_jmulti.csv": "put a header above it: sed -i \"1i $(seq -f column_%g -s ' ' 2)\" E6_jmulti.csv",
-    "unemp.csv": "If line 10 is the header: tail -n +10 unemp.csv >table.csv",
-    "scotland_population.csv": "If line 18 is the header: sed -n '18,53p' scotland_population.csv >table.csv",
+    "E6_jmulti.csv": "names no columns; put a header above it",
+    "unemp.csv": "lines that are no rows must go",
+    "scotland_population.csv": "lines that are no rows must go",
 }
 """Tables of statsmodels that are none as they are, with the next step."""
 

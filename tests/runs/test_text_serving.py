@@ -182,7 +182,6 @@ def test_a_package_that_a_tokenizer_needs_is_named(run, tmp_path, monkeypatch):
     files = card["files"] | {"tokenizer.json": digest_of(folder / "tokenizer.json")}
     (folder / "bundle.json").write_text(changed(card, input=card["input"] | values, files=files))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    monkeypatch.delitem(sys.modules, "deeplightning.tokenizer_file", raising=False)
     with pytest.raises(BundleError, match=r"not installed here .*: pip install tokenizers"):
         Bundle.open(folder)
 

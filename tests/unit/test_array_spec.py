@@ -43,8 +43,9 @@ def test_each_channel_is_brought_to_numbers_around_zero():
         (b"\x89PNG", "not an array in numpy's format", 415),
         (npy(np.zeros((2, 3), np.complex64)), "complex64, and not numbers", 400),
         (npy(np.array([[object()]], object)), "object, and not numbers", 400),
-        (npy(np.zeros((2, 3)))[:-1], "is cut off: 48 bytes are announced, and 47 follow", 400),
-        (npy(np.zeros((2, 3)))[:40], "cut off or too long", 400),
+        (npy(np.zeros((2, 3)))[:-1], "is cut off, or its header cannot be read", 400),
+        (npy(np.zeros((2, 3)))[:40], "is cut off, or its header cannot be read", 400),
+        (npy(np.zeros((2, 3))) + b"\0", "fewer or more numbers than its header says", 400),
     ],
 )
 def test_what_is_no_such_array_is_refused(given, words, status):

@@ -52,14 +52,14 @@ def test_a_bundle_answers(run_folder):
 
 
 def test_a_bundle_says_which_run_it_comes_from(run_folder, tmp_path):
-    """A bundle has everything that an export writes about the run, also its name, the kind of averaged weights and the
-    usual size of training pictures. Some golden samples are available as clients send them."""
+    """A bundle has everything that an export writes about the run, also its name and the kind of averaged weights. Some
+    golden samples are available as clients send them."""
     from deeplightning.export.bundle import card_text  # here, since it imports torch
 
     copy = RunFolder(tmp_path)
     shutil.copytree(run_folder.bundle, copy.bundle)
     card = json.loads(copy.bundle_card.read_text())
-    more = {"name": "quiet-harbour-417", "weights": "averaged by EMA (decay=0.9)", "picture_size": "640 x 480"}
+    more = {"name": "quiet-harbour-417", "weights": "averaged by EMA (decay=0.9)"}
     copy.bundle_card.write_text(card_text({**card, "run": card["run"] | more}))
     bundle = Bundle.open(tmp_path)
     assert bundle.run == RUN | more

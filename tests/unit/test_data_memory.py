@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deeplightning.data import datasets
-from deeplightning.data.datasets import InMemory, Room
+from deeplightning.data.datasets import InMemory, move_where_there_is_room
 from deeplightning.data.digits import Digits
 from deeplightning.data.images import ImageData
 
@@ -22,36 +22,16 @@ def made(size: int) -> InMemory:
 
 
 @pytest.mark.parametrize(
-    ("left", "moved", "words"),
-    [
-        (80, [True, True], "on cpu"),  # 30 + 10 are half of it
-        (79, [True, False], "on cpu"),
-        (60, [True, False], "on cpu"),
-        (59, [False, False], "in the memory of the CPU, batches pinned"),
-    ],
+    ("left", "moved", "words"), [(80, True, "on cpu"), (79, False, "in the memory of the CPU, batches pinned")]
 )
 def test_what_fits_beside_a_step_is_moved(left, moved, words, monkeypatch, caplog):
-    """Training and validation pictures, or the training's alone, if they take at most half of what is left; the log
-    says which."""
+    """Pictures that take at most half of what is left; the log says so."""
     monkeypatch.setattr(datasets, "left", lambda device: left)
     sets = [made(30), made(10)]
     with caplog.at_level(logging.INFO):
-        assert Room().settle(1, sets, CPU) is False
-        assert Room.settle(settled := Room(), 5, sets, CPU) is False
-        assert settled.settle(6, sets, CPU) is True
-    assert [bool(one.on_device) for one in sets] == moved
+        move_where_there_is_room(sets, CPU)
+    assert [bool(one.on_device) for one in sets] == [moved] * 2
     assert words in caplog.text
-
-
-def test_the_first_step_of_the_process_is_what_is_measured(monkeypatch):
-    """Batches that are accumulated, before it, settle nothing; in a resumed run other steps came before."""
-    asked = []
-    monkeypatch.setattr(datasets, "left", lambda device: asked.append(device) or 1000)
-    place, sets = Room(), [made(30)]
-    assert [place.settle(step, sets, CPU) for step in (40, 40, 40)] == [False] * 3
-    assert asked == []
-    assert place.settle(41, sets, CPU) is True
-    assert asked == [CPU]
 
 
 def test_a_gpu_that_another_process_has_filled_meanwhile_gets_nothing(monkeypatch):
@@ -62,21 +42,9 @@ def test_a_gpu_that_another_process_has_filled_meanwhile_gets_nothing(monkeypatc
     def move(device):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    sets[0].move, sets[1].move = move, move
-    place = Room()
-    place.settle(0, sets, CPU)
-    assert place.settle(1, sets, CPU) is True
+    sets[1].move = move
+    move_where_there_is_room(sets, CPU)
     assert [one.on_device for one in sets] == [{}, {}]
-
-
-def test_sets_that_are_not_in_memory_are_left_alone(monkeypatch, caplog):
-    """There is nothing to move, and nothing to say."""
-    monkeypatch.setattr(datasets, "left", lambda device: 1000)
-    place = Room()
-    place.settle(0, [], CPU)
-    with caplog.at_level(logging.INFO):
-        assert place.settle(1, [], CPU) is True
-    assert caplog.text == ""
 
 
 @pytest.mark.parametrize(("in_memory", "moves"), [("auto", True), (None, False), (True, False)])
@@ -95,10 +63,10 @@ def test_a_data_module_moves_after_the_first_step(in_memory, moves, monkeypatch)
     module.trainer = None
     loader = module.train_dataloader()
     assert loader.device == meta
-    module.trainer = SimpleNamespace(training=True, global_step=0)
-    for step, batch in zip(range(3), loader, strict=False):
+    module.trainer = SimpleNamespace(training=True)
+    for step, batch in zip((40, 40, 41), loader, strict=False):  # of a resumed run that accumulates two batches
         assert {values.device for values in batch.values()} == {meta}
         module.trainer.global_step = step
         assert module.transfer_batch_to_device(batch, meta, 0) is batch
-        assert bool(module.dataset("train").on_device) is (moves and step > 0)
+        assert bool(module.dataset("train").on_device) is (moves and step > 40)
     assert bool(module.dataset("val").on_device) is moves

@@ -215,7 +215,7 @@ MANY = "x,y\n" + "1,2\n" * 20
         ("regression", "", "d cannot be read as a table: Empty CSV file"),
         ("regression", "1,2\n" * 20, "the first line, 1, 2, names no columns"),
         ("regression", MANY.replace("x", "y"), "The columns 1 and 2 have the same name, 'y'; rename one"),
-        ("regression", MANY + "1,2,3\n", "Row #22: Expected 2 columns, got 3: 1,2,3. A value that has ',' in it needs"),
+        ("regression", MANY + "1,2,3\n", "Expected 2 columns, got 3: 1,2,3. A value that has ',' in it needs quotes"),
         (
             "regression",
             "x,y\n" + "a,b\n" * 20,
@@ -231,7 +231,7 @@ MANY = "x,y\n" + "1,2\n" * 20
         ("images", {"cat/a.png": "", "dog/a.txt": ""}, "d/dog holds no picture"),
         ("images", {"cat/a.png": "", "dog/a.png": ""}, "none of the pictures can be decoded: d/cat/a.png"),
         ("images", {"labels.csv": "file,labels\na.png,x\n"}, "d/labels.csv, line 2: the picture d/a.png is missing"),
-        ("images", {"labels.csv": "file,tags\n"}, "d/labels.csv, header: there is no column 'labels'"),
+        ("images", {"labels.csv": "file,tags\na.png,x\n"}, "d/labels.csv, line 2: there is no 'labels'"),
         ("images", {"labels.jsonl": '{"file": "a.png", "labels": []}'}, "gives no picture a label"),
         (
             "images",

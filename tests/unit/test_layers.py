@@ -50,7 +50,6 @@ BASE = {
         "array_spec",
         "batches",
         "faults",
-        "tokenizer_file",
         "image_spec",
         "kinds",
         "own_code",

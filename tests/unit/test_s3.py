@@ -108,9 +108,9 @@ def test_objects_that_are_not_there(bucket):
             configs.fetch(address)
         assert address in str(caught.value)
     for root, files, words in (
-        ("s3://nobody/data", [], "s3://nobody/data: The specified bucket does not exist"),
+        ("s3://nobody/data", [], "s3://nobody/data: there is no such file: The specified bucket does not exist"),
         ("s3://store/none", [], "there are no files below s3://store/none"),
-        ("s3://store/data", ["none.csv"], "s3://store/data: there is no store/data/none.csv"),
+        ("s3://store/data", ["none.csv"], "s3://store/data: there is no such file: store/data/none.csv"),
     ):
         with pytest.raises(DataError, match=words):
             folder_of(root, files)

@@ -378,30 +378,17 @@ def test_each_class_is_in_the_training_set(counts, seed):
 
 
 REFUSED = [
-    ("t.xlsx", b"PK", "pip install openpyxl && python -c \"import pandas; pandas.read_excel('t.xlsx').to_csv('t.csv'"),
+    ("t.xlsx", b"PK", "python -c \"import pandas; pandas.read_excel('t.xlsx').to_csv('t.csv', index=False)\""),
     ("t.json", b"[]", "pandas.read_json('t.json').to_json('t.jsonl', orient='records', lines=True)"),
-    ("t.zip", b"PK", "unzip t.zip"),
     ("t.csv", b"a,b\n" + bytes(100), "t.csv is not a text file"),
-    (
-        "t.csv",
-        b"1;2\n3;4\n" * 20,
-        "names no columns; put a header above it: sed -i \"1i $(seq -f column_%g -s ';' 2)\"",
-    ),
+    ("t.csv", b"1;2\n3;4\n" * 20, "names no columns; put a header above it"),
     ("t.csv", b"a,b\n" + b"1,2\n" * 9, "t.csv has 9 rows below its header"),
     ("t.csv", b"a,b,a, a\n" + b"1,2,3,4\n" * 20, "The columns 1, 3 and 4 have the same name, 'a'; rename all but one"),
-    ("t.csv", b"Rents\nby hand\na,b\n" + b"1,2\n" * 20, "If line 3 is the header: tail -n +3 t.csv >table.csv"),
     (
         "t.csv",
-        b"Rents\n\n" + b"a,b,\n" + b"1,2\n" * 20 + b"\nthe end\n",
-        "If line 3 is the header: sed -n '3,23p' t.csv >table.csv",
+        b"Rents\nby hand\na,b\n" + b"1,2\n" * 20,
+        "A value that has ',' in it needs quotes; lines that are no rows must go",
     ),
-    (
-        "t.csv",
-        b"a,b\n" + b"1,2\n" * 9 + b"1,2,3\n" + b"1,2\n" * 9 + b'"1\n",2,3\n' + b"1,2\n",
-        "A value that has ',' in it needs quotes. To leave other lines out: sed '11,11d;21,22d' t.csv >table.csv",
-    ),
-    ("t.csv", b"a,b\n" + b"1,2\n" * 20 + b"end\n", "To leave other lines out: sed '22,22d' t.csv >table.csv"),
-    ("t.csv", b"a,b\n1,2\n1,2,3\n" + b"100,200\n" * 140_000, "To leave other lines out: sed '3,3d' t.csv >table.csv"),
     ("t.csv", b"a,kind\n" + b"1.1.2024,x\n2.1.2024,y\n" * 9, "t['a'] = pandas.to_datetime(t['a']).dt.date"),
 ]
 

@@ -145,13 +145,12 @@ def test_columns_are_named_by_the_first_line_or_the_usual_ones(tmp_path, content
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"sentence\tlabel\na\t1\nb\tc\t0\n", "line 3: 3 columns between tabs, and there must be 2: sentence, label"),
-        (b"a\t1\nb\n", "line 2: 1 column between tabs"),
-        (b"a\t1\n\nb\t1\n", "line 2: 1 column between tabs"),
-        (b"a\t1\nb\tgood\n", "line 2: the label 'good' is no number from 0 on; a first line such as"),
+        (b"sentence\tlabel\na\t1\nb\tc\t0\n", "line 3: 3 columns, and there must be sentence, label"),
+        (b"a\t1\n\nb\t1\n", "line 2: 1 columns, and there must be"),
+        (b"a\t1\nb\tgood\n", "line 2: the label 'good' is no number from 0 on"),
         (b"sentence\tlabel\na\t-1\n", "line 2: the label '-1' is no number from 0 on"),
         (b"sentence\tlabel\na\t1\n \t0\n", "line 3: there is no text in the column sentence"),
-        (b"sentence\tlabel\na\t1\nb\xff\t0\n", "line 3: not UTF-8"),
+        (b"sentence\tlabel\na\t1\nb\xff\t0\n", "cannot be read: 'utf-8' codec can't decode"),
         (b"sentence\tlabel\n", "has no texts in it"),
         (b"", "has no texts in it"),
     ],

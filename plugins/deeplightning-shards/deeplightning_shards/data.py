@@ -20,9 +20,9 @@ from PIL import Image
 from deeplightning.address import is_address, shown
 from deeplightning.data.data_errors import DataConfigError, DataError
 from deeplightning.data.images import ImageFiles
-from deeplightning.data.loading import is_whole
 from deeplightning.data.samplers import BatchIndices, go_on, replicas
 from deeplightning.image_spec import ImageError, ImageSpec
+from deeplightning.words import is_whole
 from deeplightning_shards.tar_files import Index, Shard, Source, at_address, expand, in_folder, indices_of
 
 if TYPE_CHECKING:
@@ -290,7 +290,7 @@ class Shards(ImageFiles):
     # ---- batches
 
     def _train_sampler(self) -> BatchIndices:
-        if self._has_own_order:
+        if getattr(self.cfg.data, "sampler", None) is not None:
             return super()._train_sampler()
         if self._sampler is None or self._sampler.made_for != replicas(self.trainer):
             world, rank = replicas(self.trainer)
