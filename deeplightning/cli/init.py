@@ -105,7 +105,7 @@ KINDS = {
         guess_tables.regression,
         sample=("diabetes.csv", _diabetes),
         template="table",
-        options=_OF_ROWS,
+        options=("target", "ignore"),
     ),
     "signal": Kind("Tells classes of signals apart.", signals, ask="signal.json"),
     "own": Kind(
