@@ -112,7 +112,6 @@ class Source:
         """
         found = resolve(self.root, self.faults, dict.fromkeys(self.resolvers()) | dict(functions or {}))
         self.secrets, self.unchecked = found.secrets, found.unchecked
-        self.notices = [*self.notices, *found.notices]
         for path, entry in nodes(self.root):
             if path[-1:] == ("type",) and isinstance(entry.value, str) and entry.value.isidentifier():
                 self._in_full(path, entry)
