@@ -216,12 +216,6 @@ def _whole(node: Node | None, text: str, name: str) -> Node | None:
     is_word = node is None or (isinstance(node, ScalarNode) and (not node.style or node.style in "|>"))
     if is_word and not words.startswith("!") and ("\n" not in words or words[0] not in "|>"):
         return ScalarNode("", words, yaml.Mark(name, 0, 0, 0, None, 0))
-    end = 0
-    for token in yaml.scan(text, Loader=_Loader):
-        if "#" in text[end : token.start_mark.index]:
-            message = "`#` would begin a comment here, and an override has none; put a text with `#` in quotes"
-            raise ConfigError(Fault(message, place=name))
-        end = token.end_mark.index
     return node
 
 

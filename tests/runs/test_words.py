@@ -154,8 +154,8 @@ def test_a_misspelt_verb_gets_the_nearest_one(monkeypatch, capsys, typed, meant)
     [
         (["_base_=x"], "override _base_=x: _base_: a file names its `_base_`"),
         (["engine.gpus='0,1'"], "not the text '0,1'. Did you mean [0, 1]?"),
-        (["--trainer.max_epochs=3"], "an override has no dashes. Did you mean train.num_epochs=3?"),
-        (["++train.max_epochs=3"], "a key is added without `++`. Did you mean train.num_epochs=3?"),
+        (["--trainer.max_epochs=3"], "an override is key=value, ~key (remove)"),
+        (["++train.max_epochs=3"], "an override is key=value, ~key (remove)"),
     ],
 )
 def test_an_override_that_cannot_be_is_one_note(tmp_path, monkeypatch, overrides, words):
