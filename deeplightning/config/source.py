@@ -527,7 +527,7 @@ def _override(root: Entry, text: str) -> None:
         message = "a file names its `_base_`; from the command line, write a file that has both, or name another config"
         raise ConfigError(Fault(message, name, place))
     if not all(parts) or (equals == "") != (sign == "~") or name.startswith(("-", "+")):
-        message = "an override is key=value, ~key (remove), or +list=[x] (append); for options see --help"
+        message = "an override is key=value, ~key (remove), or +list=[x] (append)"
         raise ConfigError(Fault(message, place=place))
     new = None if sign == "~" else _override_value(value, name, place)
     if name == "logger.type" and new is not None:

@@ -67,7 +67,7 @@ def test_every_verb_takes_several_files(answer):
         (["check", "a.yaml", "d.yaml"], "d.yaml: there is no such config file"),
         (["check", "a.yaml", "lr=0.1"], "override lr=0.1: lr: unknown key"),
         (["check", "a.yaml", "seed"], "override seed: an override is key=value, ~key (remove), or +list=[x] (append)"),
-        (["check", "a.yaml", "plain"], "override plain: the name of a further config file ends in .yaml or .yml"),
+        (["check", "a.yaml", "plain"], "override plain: an override is key=value, ~key"),
         (["check", "--config", "a.yaml", "--config", "plain"], "a further config file ends in .yaml or .yml"),
         (["serve", ".", "b.yaml"], "b.yaml: a config file cannot be laid over that of a run"),
         (

@@ -301,15 +301,15 @@ def test_overrides_are_applied_in_their_order():
 @pytest.mark.parametrize(
     ("override", "note"),
     [
-        ("a", "override a: an override is key=value, ~key (remove), or +list=[x] (append); for options see --help"),
-        ("=5", "override =5: an override is key=value, ~key (remove), or +list=[x] (append); for options see --help"),
+        ("a", "override a: an override is key=value, ~key (remove), or +list=[x] (append)"),
+        ("=5", "override =5: an override is key=value, ~key (remove), or +list=[x] (append)"),
         (
             "a..x=1",
-            "override a..x=1: an override is key=value, ~key (remove), or +list=[x] (append); for options see --help",
+            "override a..x=1: an override is key=value, ~key (remove), or +list=[x] (append)",
         ),
         (
             "~a=1",
-            "override ~a=1: an override is key=value, ~key (remove), or +list=[x] (append); for options see --help",
+            "override ~a=1: an override is key=value, ~key (remove), or +list=[x] (append)",
         ),
         ("~no", "override ~no: no: there is no such key to remove"),
         ("~a.no.x", "override ~a.no.x: a.no.x: there is no such key to remove"),
