@@ -170,11 +170,6 @@ def remove(
     return gone
 
 
-def settled(tracking_uri: str | None) -> Iterator[str]:
-    """Send what killed processes of this machine have left; yield a line for each run that is FAILED from now on."""
-    return settle_quietly(locate(tracking_uri))
-
-
 def sync(tracking_uri: str | None) -> Iterator[str]:
     """Send what ended processes have left for a store; yield a line for each run, as it is sent.
 

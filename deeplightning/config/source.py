@@ -527,8 +527,8 @@ def _override(root: Entry, text: str) -> None:
         message = "a file names its `_base_`; from the command line, write a file that has both, or name another config"
         raise ConfigError(Fault(message, name, place))
     if not all(parts) or (equals == "") != (sign == "~") or name.startswith(("-", "+")):
-        message = "an override is key=value, ~key (remove), or +list=[x] (append)"
-        raise ConfigError(Fault(message, place=place))
+        what = "there is no such option, see --help; " if text.startswith("-") else ""
+        raise ConfigError(Fault(f"{what}an override is key=value, ~key (remove), or +list=[x] (append)", place=place))
     new = None if sign == "~" else _override_value(value, name, place)
     if name == "logger.type" and new is not None:
         root.value = _for_logger(root, Entry({"logger": Entry({"type": new}, place)}, place)).value
