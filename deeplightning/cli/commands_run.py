@@ -242,6 +242,8 @@ def runs(
     unsent, of other machines too after a silent day. --last prints the newest run's folder, or ends with 4.
     """
     from deeplightning.cli import listing as of
+    from deeplightning.tracking.store import locate
+    from deeplightning.tracking.unsent import settle_quietly
 
     statuses = [word.upper() for word in status] + [*of.UNFINISHED] * (clean and not status)
     if delete and not clean:
@@ -258,7 +260,7 @@ def runs(
         if not line:
             say("nothing was left unsent")
         return
-    for line in of.settled(tracking_uri):
+    for line in settle_quietly(locate(tracking_uri)):
         say(line, err=True)
     try:
         if last:

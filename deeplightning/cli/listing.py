@@ -16,7 +16,7 @@ from deeplightning.tracking.entities import Listed
 from deeplightning.tracking.process_id import AGE
 from deeplightning.tracking.reader import open_reader
 from deeplightning.tracking.store import Store, explain, local_path, locate, remove_files
-from deeplightning.tracking.unsent import dead, settle, settle_quietly, unsent_runs
+from deeplightning.tracking.unsent import dead, settle, unsent_runs
 from deeplightning.words import printable
 
 UNFINISHED = ("FAILED", "KILLED")

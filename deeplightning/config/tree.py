@@ -35,10 +35,6 @@ _WORDS: dict[str, object] = {
 }
 
 
-_YAML = "tag:yaml.org,2002:"
-_TAGS: dict[str, type] = {"str": str, "null": type(None), "bool": bool, "int": int, "float": float}
-
-
 @dataclass
 class Entry:
     """One value of a config and the place that set it.
@@ -277,15 +273,16 @@ class _Builder:
             self.open.discard(id(node))
 
     def value(self, node: Node) -> Any:
-        if isinstance(node, SequenceNode) and node.tag in ("", f"{_YAML}seq"):
-            return [self.build(item) for item in node.value]
-        if isinstance(node, MappingNode) and node.tag in ("", f"{_YAML}map"):
-            return self.mapping(node)
-        try:
-            return _tagged(node)
-        except ValueError as error:
-            self.faults.append(Fault(str(error), ".".join(self.above) or None, _place(self.name, node.start_mark)))
+        if node.tag:
+            tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+            message = f"{TAG} {tag} is not allowed: a config holds plain values"
+            self.faults.append(Fault(message, ".".join(self.above) or None, _place(self.name, node.start_mark)))
             return None
+        if isinstance(node, SequenceNode):
+            return [self.build(item) for item in node.value]
+        if isinstance(node, MappingNode):
+            return self.mapping(node)
+        return node.value if node.style else scalar(node.value)
 
     def mapping(self, node: MappingNode) -> dict[Any, Entry]:
         items: dict[Any, Entry] = {}
@@ -304,7 +301,7 @@ class _Builder:
                     else:
                         self.faults.append(Fault(f"`<<` merges mappings, not {kind(entry)}", place=place))
                 continue
-            name = self.value(name_node) if is_typed or name_node.tag else name_node.value
+            name = self.value(name_node)
             if not is_typed and not isinstance(name, str):
                 name = name_node.value
             self.above.append(name_node.value)
@@ -317,27 +314,3 @@ class _Builder:
                 items[name] = value
             self.above.pop()
         return {**merged, **items}
-
-
-def _tagged(node: Node) -> Any:
-    """Return the value of a scalar; without a tag, quotes make it text.
-
-    Raises:
-        ValueError: its tag is not supported, or does not fit.
-    """
-    tag = node.tag.removeprefix(_YAML)
-    if isinstance(node, ScalarNode) and (not tag or tag in _TAGS):
-        text = node.value
-        value = scalar(text)
-        if tag == "str" or (not tag and node.style):
-            return text
-        if tag == "bool":
-            value = yaml.SafeLoader.bool_values.get(text.lower())
-        elif tag == "float" and type(value) is int:
-            value = float(text.replace("_", ""))
-        if not tag or type(value) is _TAGS[tag]:
-            return value
-        raise ValueError(f"{TAG} !!{tag} does not fit the text {text[:60]!r}")
-    shown = node.tag.replace(_YAML, "!!")
-    message = f"{TAG} {shown} is not allowed: a config holds plain values only"
-    raise ValueError(f"{message} (!!str, !!int, !!float, !!bool, !!null, !!seq, !!map)")
