@@ -159,15 +159,6 @@ def text(data: Path, wanted: Columns) -> Guess:
     return Guess(values, notes, '--text "a text of yours"')
 
 
-def regression(data: Path, wanted: Columns) -> Guess:
-    """Look at a table with numbers to be predicted.
-
-    Raises:
-        SetupError: it is something else.
-    """
-    return rows(data, replace(wanted, task="regression"))
-
-
 def rows(data: Path, wanted: Columns) -> Guess:
     """Look at a table with a column to be predicted: classes, or numbers.
 

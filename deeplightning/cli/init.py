@@ -102,7 +102,7 @@ KINDS = {
     ),
     "regression": Kind(
         "Predicts a number from the columns of a table.",
-        guess_tables.regression,
+        lambda data, columns: guess_tables.rows(data, replace(columns, task="regression")),
         sample=("diabetes.csv", _diabetes),
         template="table",
         options=("target", "ignore"),

@@ -93,11 +93,7 @@ class _TooMuch(Exception):
 
 
 class _Unresolved(Exception):
-    """A text with references has no value; the words continue the text."""
-
-    def about(self, text: str) -> str:
-        """Return the message about a text that has no value, by itself or because of what it leads to."""
-        return f"{_quoted(text)}{self}"
+    """A text with references has no value, by itself or because of what it leads to; the words continue the text."""
 
 
 class _Unchecked(_Unresolved):
@@ -148,7 +144,7 @@ class Resolver:
                 except _Unresolved as error:
                     is_unchecked = isinstance(error, _Unchecked)
                     found = self.unchecked if is_unchecked else broken
-                    found.append(Fault(error.about(self.texts[path]), dotted(path), entry.place))
+                    found.append(Fault(f"{_quoted(self.texts[path])}{error}", dotted(path), entry.place))
                     if is_unchecked:
                         self.secrets.texts[path] = self.texts[path]
                 if len(broken) > MAX_FAULTS:
@@ -275,8 +271,8 @@ class Resolver:
             "oc.decode": (self.decode, 1),
             "oc.select": (self.select, 2),
             "oc.create": (lambda _, value: value, 1),
-            "oc.dict.keys": (self.names, 1),
-            "oc.dict.values": (self.items, 1),
+            "oc.dict.keys": (lambda path, key: [*self.mapping(path, key)], 1),
+            "oc.dict.values": (lambda path, key: [*self.mapping(path, key).values()], 1),
         }
         if name not in known:
             near = "" if self.seen else nearest(name, [*known, *self.resolvers])
@@ -284,8 +280,7 @@ class Resolver:
             raise _Unresolved(f"{what}; ${{a.b}} refers to a key, ${{oc.env:NAME}} to a variable{near and f'.{near}'}")
         function, most = known[name]
         if not 1 <= len(values) <= most:
-            takes = "one argument" if most == 1 else "one argument and perhaps a default"
-            raise _Unresolved(f": {name} takes {takes}, not {len(values)}")
+            raise _Unresolved(f": {name} takes {most} argument{'s, or one' * (most > 1)}, not {len(values)}")
         if name == "oc.env" and isinstance(values[-1], bool | int | float) and "${" not in (text := texts[-1]()):
             values = (*values[:-1], text.strip())  # a variable is text, and so is its default: `1.10` as written
         return function(path, *values)
@@ -357,15 +352,7 @@ class Resolver:
             return default
         return self.whole(*found)
 
-    def names(self, path: KeyPath, key: object) -> Any:
-        """Return the keys of a mapping."""
-        return [*self.mapping(key, path)]
-
-    def items(self, path: KeyPath, key: object) -> Any:
-        """Return the values of a mapping."""
-        return [*self.mapping(key, path).values()]
-
-    def mapping(self, key: object, path: KeyPath) -> dict[Any, Any]:
+    def mapping(self, path: KeyPath, key: object) -> dict[Any, Any]:
         """Return a mapping, or the one at a key."""
         found = key if isinstance(key, dict) else self.whole(*self.named(key, path))
         if not isinstance(found, dict):
