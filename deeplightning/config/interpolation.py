@@ -26,10 +26,12 @@ from deeplightning.config.tree import (
 from deeplightning.faults import ConfigError, Fault, nearest
 
 MAX_CHARACTERS = 1_000_000  # of the texts that references make
+MAX_STEPS = 40  # of references and sections that lead to each other; Python bears a thousand calls
 MAX_PARTS = 20_000  # words and signs of the texts that hold references: OmegaConf reads 30,000 a second
 _PART = re.compile(r"[\w/-]+|\s+|.", re.DOTALL)
 _MANDATORY = re.compile(r"\\*\?\?\?")
 _TOO_DEEP = f" expands to values that are nested more than {MAX_DEPTH} deep"
+_TOO_LONG = " leads on over too many references, one after the other; refer to the value itself"
 _MISSING: object = object()
 
 Resolvers = Mapping[str, Callable[..., object] | None]
@@ -202,6 +204,8 @@ class Resolver:
         """Return what a tree means in the value at a path."""
         if tree is None:
             raise _Unresolved(": the braces hold no reference such as ${a.b}; for a plain `${` write `\\${`")
+        if len(self.open) > MAX_STEPS:
+            raise _Unresolved(_TOO_LONG)
         evaluation = self.omega.Evaluation(
             lambda dots, parts: self.whole(*self.find(dots, parts, path)),
             lambda name, values, texts: self.call(name, values, texts, path),
@@ -212,7 +216,7 @@ class Resolver:
             what = "neither a word nor a whole number"
             raise _Unresolved(f" has a reference inside a key or a name that gives {what}") from None
         except RecursionError:
-            raise _Unresolved(" leads on over too many references, one after the other") from None
+            raise _Unresolved(_TOO_LONG) from None
         return self.spend(str(value)) if isinstance(value, str) else value
 
     # ---- keys

@@ -275,7 +275,7 @@ class _Builder:
     def value(self, node: Node) -> Any:
         if node.tag:
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
-            message = f"{TAG} {tag} is not allowed: a config holds plain values"
+            message = f"{TAG} {tag} is not allowed: a config holds plain values only"
             self.faults.append(Fault(message, ".".join(self.above) or None, _place(self.name, node.start_mark)))
             return None
         if isinstance(node, SequenceNode):

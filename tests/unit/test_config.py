@@ -343,7 +343,7 @@ def test_an_override_may_hold_no_object():
 @pytest.mark.parametrize(
     ("value", "place", "words"),
     [
-        ("!!binary aGVsbG8=", "c.yaml:2:4", "the tag !!binary is not allowed: a config holds plain values"),
+        ("!!binary aGVsbG8=", "c.yaml:2:4", "the tag !!binary is not allowed: a config holds plain values only"),
         ("[1, !!omap [x: 1]]", "c.yaml:2:8", "the tag !!omap is not allowed"),
         ("!own 1", "c.yaml:2:4", "the tag !own is not allowed"),
         ("!!str [1]", "c.yaml:2:4", "the tag !!str is not allowed"),
