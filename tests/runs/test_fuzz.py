@@ -95,23 +95,6 @@ def test_bytes(check, data):
     assert_answered(check, data)
 
 
-@pytest.mark.slow
-@times(600)
-@given(text=st.text("ab0.:-,?#&*!|>'\"%@`~${}[]<=_\\/ \n\n\t\r\0\ufeff\x1b\x85é", max_size=60))
-def test_characters(check, text):
-    """Texts of the characters that YAML gives a meaning."""
-    assert_answered(check, text)
-
-
-@times(300)
-@given(
-    words=st.lists(WORDS | st.sampled_from(["\n", ": ", "- ", " ", "\n  ", "${", "}", "&x ", "*x", ", "]), max_size=30)
-)
-def test_words(check, words):
-    """Texts of words that mean something, in no order."""
-    assert_answered(check, "".join(words))
-
-
 @st.composite
 def changed(draw) -> str:
     """The base config, with lines and words of it changed."""

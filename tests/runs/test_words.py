@@ -149,30 +149,6 @@ def test_a_misspelt_verb_gets_the_nearest_one(monkeypatch, capsys, typed, meant)
     assert f"No such command '{typed}'. Did you mean {meant}?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["_base_=x"], "override _base_=x: _base_: a file names its `_base_`"),
-        (["engine.gpus='0,1'"], "not the text '0,1'. Did you mean [0, 1]?"),
-        (["--trainer.max_epochs=3"], "an override is key=value, ~key (remove)"),
-        (["++train.max_epochs=3"], "an override is key=value, ~key (remove)"),
-    ],
-)
-def test_an_override_that_cannot_be_is_one_note(tmp_path, monkeypatch, overrides, words):
-    """What the command line cannot say is answered with what can be said."""
-    monkeypatch.chdir(tmp_path)
-    (told,) = told_of(BASE, *overrides)
-    assert words in told
-
-
-def test_a_circle_of_bases_has_a_line(tmp_path, monkeypatch):
-    """The place is that of the `_base_` that closes the circle."""
-    monkeypatch.chdir(tmp_path)
-    Path("b.yaml").write_text("seed: 1\n_base_: c.yaml\n")
-    (told,) = told_of("_base_: b.yaml\n")
-    assert told.startswith("b.yaml:2:1: these files build on each other in a circle")
-
-
 def test_a_tag_is_one_fault(tmp_path, monkeypatch):
     """Of a value that could not be read it is not also said that it is missing."""
     monkeypatch.chdir(tmp_path)
