@@ -32,14 +32,10 @@ PLUGIN_VERBS = {
 
 class Verbs(click.Group):
     """Verbs in the order of a user's journey. Those that installed packages add are looked for where none of these is
-    meant, and when a shell completes: `--help` does not pay for it."""
+    meant: `--help` does not pay for it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        if not ctx.resilient_parsing:
-            return list(self.commands)
-        from deeplightning.config.plugins import VERBS, names
-
-        return [*self.commands, *(name for name in names(VERBS) if name not in self.commands)]
+        return list(self.commands)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in self.commands:  # an installed package replaces none of them

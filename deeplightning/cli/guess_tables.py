@@ -63,12 +63,11 @@ class Column:
         self.has_dates = bool(words) and all(map(_DATE.fullmatch, words))
         self.type = kind
 
-    def is_number(self, classes: frozenset[str] = frozenset()) -> bool:
-        """Return whether it holds numbers, and its other words stand for missing values; `classes` are no such."""
-        few = len(self.strays) <= MAX_STRAY and not classes & {word.lower() for word in self.strays}
+    def is_number(self) -> bool:
+        """Return whether it holds numbers, and its other words stand for missing values."""
         words = sum(n for word, n in self.strays.items() if re.search(r"\w", word))  # others are signs, as "?"
         enough = self.numbers >= max(NUMBERS * (self.numbers + words), self.filled / 2) > 0
-        return few and enough and not self.has_codes
+        return len(self.strays) <= MAX_STRAY and enough and not self.has_codes
 
     def classes(self) -> dict[str, int]:
         """Return the values that may be classes, in order, each with its number."""
@@ -171,8 +170,6 @@ def rows(data: Path, wanted: Columns) -> Guess:
     kinds, reasons = _kinds(found, wanted)
     target, reason = _target(found, kinds, wanted)
     classes = _classes(found, kinds, target, wanted.task)
-    if classes:
-        kinds, reasons = _kinds(found, wanted, frozenset(word.lower() for word in classes))
     kinds[target] = "category" if classes else "number"
     reasons.pop(target, None)
     inputs = [name for name, kind in kinds.items() if kind != "ignore" and name != target]
@@ -261,19 +258,13 @@ def _target(found: Table, kinds: dict[str, str], wanted: Columns) -> tuple[str, 
     return (named, "by its name") if named else (able[-1], "the last column that can be; --target names another")
 
 
-def _kinds(
-    found: Table, wanted: Columns, classes: frozenset[str] = frozenset()
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Return what each column is taken for, number, category or ignore, and the reasons of those that are ignored.
-
-    Args:
-        classes: words in small letters that do not stand for a missing value.
-    """
+def _kinds(found: Table, wanted: Columns) -> tuple[dict[str, str], dict[str, str]]:
+    """Return what each column is taken for, number, category or ignore, and the reasons of those that are ignored."""
     kinds, reasons = {}, {}
     for name, column in found.columns.items():
         parts = {part.lower() for part in re.split(r"[^A-Za-z]+|(?<=[a-z])(?=[A-Z])", name)}
         is_whole = column.is_whole and column.numbers == column.filled
-        is_number = column.is_number(classes) and not ("id" in parts and is_whole)
+        is_number = column.is_number() and not ("id" in parts and is_whole)
         many = column.different > min(MAX_CLASSES, max(MAX_FEW, found.read.rows // 2))
         undated = "dates that are not written as 2024-02-29 or Feb-29-2024"
         holds = {

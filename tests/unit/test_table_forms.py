@@ -192,11 +192,6 @@ FORMS = {
         PLAIN,
         params={"missing_words": ["na", "n/a", "nan", "null"], "missing": "refuse"},
     ),
-    "the marker of a number is a class": Form(
-        text(change=lambda number, row: ["?" if number == 3 else row[0], *row[1:3], "?" if row[3] == "a" else "b"]),
-        PLAIN | {"area": "ignore"},
-        params={"missing_words": ["na", "n/a", "nan", "null"]},
-    ),
     "gaps in the target": Form(
         text(change=put(3, lambda number, kind: "" if number % 10 == 0 else kind)),
         PLAIN,
