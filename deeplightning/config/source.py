@@ -500,9 +500,11 @@ def _refuse_other_form(root: Entry, files: list[str]) -> None:
     """
     items = {name: entry.value for name, entry in root.value.items()}
     words = {word for name in ("model", "data") if isinstance(items.get(name), dict) for word in items[name]}
+    listed: Any = items.get("defaults")
+    groups = [item.value for item in listed if isinstance(item.value, dict)] if isinstance(listed, list) else []
     if isinstance(items.get("fit"), dict):
         system, sign = "lightning-cli", "fit"
-    elif isinstance(items.get("defaults"), list):
+    elif any({"model", "data", "datamodule", "trainer"} & {str(name).lstrip("/") for name in each} for each in groups):
         system, sign = "hydra", "defaults"
     elif "trainer" in items and ("seed_everything" in items or words & {"class_path", "_target_"}):
         system, sign = "hydra" if "_target_" in words else "lightning-cli", "trainer"
