@@ -5,20 +5,14 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from deeplightning.own_code import top_level
 from deeplightning.signatures.signature import Factory
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What a target makes.
-
-    Attributes:
-        base: the class that it derives from, MODULE.CLASS.
-        words: the same for people.
-    """
+class Kind(NamedTuple):
+    """What a target makes: the class that it derives from, MODULE.CLASS, and the same in words."""
 
     base: str
     words: str
