@@ -87,7 +87,9 @@ def find(name: str) -> Any:
             found = getattr(found, part)
         except AttributeError:
             owner = ".".join(parts[:depth])
-            near = nearest(part, _public_names(found)).replace("mean ", f"mean {owner}.", 1)
+            public = _public_names(found)
+            things = [n for n in public if own_code.full_name(f"{owner}.{n}") not in sys.modules]
+            near = nearest(part, things if depth == len(parts) - 1 else public).replace("mean ", f"mean {owner}.", 1)
             raise ValueError(f"{owner} has no `{part}`.{near}{read}") from None
         depth += 1
     return found
