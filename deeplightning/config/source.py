@@ -312,10 +312,9 @@ class _Reading:
         names = base.value if isinstance(base.value, list) else [base]
         parts: dict[int, list[Entry]] = {}
         # Its own choices count before those of its files, those of a later file before those of an earlier one.
-        named: set[str] = set()
         for number, name in enumerate(names):
             if isinstance(name.value, dict):
-                parts[number] = self._options(name.value, named, this, number)
+                parts[number] = self._options(name.value, this, number)
         files = {}
         for number, name in enumerate(names):
             if isinstance(name.value, str):
@@ -328,20 +327,12 @@ class _Reading:
         laid = [part for number in sorted(parts) for part in parts[number]]
         return functools.reduce(_merge if inside else _lay, [*laid, tree])
 
-    def _options(self, items: dict[str, Entry], named: set[str], file: _File, at: int) -> list[Entry]:
-        """Return the trees of the options that `{group: option}` names, each below the group's key.
-
-        Args:
-            named: the groups that the same `_base_` has named.
-        """
+    def _options(self, items: dict[str, Entry], file: _File, at: int) -> list[Entry]:
+        """Return the trees of the options that `{group: option}` names, each below the group's key."""
         found = []
         for name, entry in items.items():
             check_name(name, entry.place)
             whole = f"{file.inside}/{name}" if file.inside else name
-            if whole in named:
-                message = f"the option group `{whole}` is named twice; remove one"
-                raise ConfigError(Fault(message, "_base_", entry.place))
-            named.add(whole)
             if whole in self.groups:  # somebody nearer to the user has chosen
                 continue
             choice = self.words.get(whole, entry)

@@ -156,7 +156,6 @@ def test_an_option_lies_under_the_key_of_its_group(words, expected):
         (["data=few"], "override data=few: data: no `_base_` of this config names an option group `data`."),
         (["model/optimiser=sgd"], "names an option group `model/optimiser`. Did you mean model/optimizer?"),
         (["bad.yaml"], "bad.yaml:1:10: _base_: `override model` is no option group"),
-        (["twins.yaml"], "twins.yaml:1:24: _base_: the option group `data` is named twice; remove one"),
         (["none.yaml"], "the group has no option `x`. There are: none"),
         (["kind.yaml"], "kind.yaml:1:10: _base_: a `_base_` is the path of a file, not a mapping; one"),
         (["hydra.yaml"], "data/hydra.yaml: `@package` is Hydra's and has no effect: this file is placed under `data`"),
@@ -166,7 +165,6 @@ def test_an_option_lies_under_the_key_of_its_group(words, expected):
 def test_an_option_that_is_not_there_is_named(answer, words, note):
     """Exit code 2, with the place that chose, the nearest and the list."""
     Path("bad.yaml").write_text("_base_: {override model: small}\n")
-    Path("twins.yaml").write_text("_base_: [{data: few}, {data: few}]\n")
     Path("none.yaml").write_text("_base_: {nothing: x}\n")
     Path("kind.yaml").write_text("_base_: {data: true}\n")
     Path("hydra.yaml").write_text("_base_: [base.yaml, {data: hydra}]\n")
