@@ -282,6 +282,7 @@ class _Builder:
             return [self.build(item) for item in node.value]
         if isinstance(node, MappingNode):
             return self.mapping(node)
+        assert isinstance(node, ScalarNode)
         return node.value if node.style else scalar(node.value)
 
     def mapping(self, node: MappingNode) -> dict[Any, Entry]:
