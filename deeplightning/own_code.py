@@ -1,8 +1,7 @@
 """Import the user's own modules: those in the working directory and beside the configs that the user names.
 
 These folders come first on `sys.path`, as the folder of a program does under `python program.py`, in every process that
-a run starts. A file there that hides an installed module is one warning with both paths. A folder without Python files
-is no package there: it may have the name of a library that an installed one tries to import.
+a run starts. A file there that hides an installed module is one warning with both paths.
 
 `lightning` in own code and configs means `pytorch_lightning`, whose classes Deep Lightning uses, whether the package
 `lightning` is installed or not. Installed modules that import it get the package itself.
@@ -14,14 +13,12 @@ processes the copy of each folder takes the place of the folder, here and in `sy
 import builtins
 import contextlib
 import importlib
-import itertools
 import json
 import os
 import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from importlib import machinery
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -57,9 +54,6 @@ INSTALLED = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "
 OURS = tuple(f"{Path(__file__).parents[1] / package}{os.sep}" for package in ("deeplightning", "serve", "plugins"))
 EXAMPLES = f"{Path(__file__).parent / 'examples'}{os.sep}"
 """Where an installed Deep Lightning has its examples, whose modules are a user's own as in a clone."""
-
-MAX_FOLDERS = 1000
-"""At most so many folders are searched for Python files."""
 
 _added: list[str] = json.loads(os.environ.get(ROOTS, "[]"))  # for every config of this process
 _roots: list[str] = [*_added]
@@ -129,15 +123,10 @@ def use_seal(folder: Path | None) -> None:
     Raises:
         SetupError: there is no seal in this folder.
     """
-    former, before = os.environ.pop(SEALED, None), {copy: root for root, copy in _seal[1].get("roots", {}).items()}
+    os.environ.pop(SEALED, None)
+    before = {copy: root for root, copy in _seal[1].get("roots", {}).items()}
     if folder is not None:
         os.environ[SEALED] = str(folder)
-        try:
-            seal()
-        except SetupError:
-            os.environ.pop(SEALED)
-            os.environ |= {SEALED: former} if former is not None else {}
-            raise
     use_import_roots(*(before.get(root, root) for root in roots()))
     sys.path[:] = dict.fromkeys(before.get(entry, entry) for entry in sys.path)
 
@@ -244,21 +233,13 @@ def _warn_if_hides(own: ModuleSpec) -> None:
 def read_from(name: str, file: object) -> str:
     """Return a sentence on the file that a name of a config was looked up in; "": there is no question."""
     top = name.partition(".")[0]
-    if top in LIBRARIES or not isinstance(file, str):
-        return ""
-    own = top_level(top)
-    is_loaded = own is not None and own.loader is not None and not is_own(file)
-    other = f", which was imported before {short(str(own.origin))}: rename yours" if own and is_loaded else ""
-    return f" `{top}` was read from {short(file)}{other}."
+    return f" `{top}` was read from {short(file)}." if top not in LIBRARIES and isinstance(file, str) else ""
 
 
 def short(file: str) -> str:
     """Return a file as the user would write it: relative where it lies below the working directory. Of sealed code it
-    is the original, unless that was edited since."""
-    if (origin := original(file)) != file:
-        with contextlib.suppress(OSError):
-            file = origin if Path(origin).read_bytes() == Path(file).read_bytes() else file
-    here = start_folder()
+    is the original."""
+    file, here = original(file), start_folder()
     return os.path.relpath(file, here) if Path(file).is_relative_to(here) else file
 
 
@@ -307,35 +288,6 @@ def _places(spec: ModuleSpec) -> set[str]:
     return {
         os.path.realpath(place) for place in ([spec.origin] if spec.origin else spec.submodule_search_locations or [])
     }
-
-
-class _Folder(machinery.FileFinder):
-    """Finds the modules in a folder of own code."""
-
-    def find_spec(self, fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
-        spec = super().find_spec(fullname, target)
-        if spec is None or spec.loader is not None or any(map(_has_code, spec.submodule_search_locations or ())):
-            return spec
-        return None
-
-
-def _has_code(folder: str) -> bool:
-    """Return whether there are Python files in a folder or below it."""
-    endings = (*machinery.SOURCE_SUFFIXES, *machinery.EXTENSION_SUFFIXES)
-    return any(
-        name.endswith(endings) for _, _, names in itertools.islice(os.walk(folder), MAX_FOLDERS) for name in names
-    )
-
-
-def _folder(path: str) -> Any:
-    """Return the finder of a folder of own code, as a hook of `sys.path_hooks`."""
-    if os.path.abspath(path) not in _roots:  # noqa: PTH100
-        raise ImportError
-    return _Folder.path_hook(
-        (machinery.ExtensionFileLoader, machinery.EXTENSION_SUFFIXES),
-        (machinery.SourceFileLoader, machinery.SOURCE_SUFFIXES),
-        (machinery.SourcelessFileLoader, machinery.BYTECODE_SUFFIXES),
-    )(path)
 
 
 class _Finder:  # importlib.abc would import a dozen modules
@@ -387,6 +339,5 @@ def _import(
 
 
 sys.meta_path.insert(0, _Finder())
-sys.path_hooks.insert(0, _folder)
 with contextlib.suppress(SetupError):  # raised again where a config is read
     use_import_roots(*_roots)

@@ -26,17 +26,9 @@ from deeplightning.process import streams
 from deeplightning.process.terminal import say
 
 
-def _complete_kind(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    from deeplightning.cli.init import KINDS
-
-    return [kind for kind in KINDS if kind.startswith(incomplete)]
-
-
 @cli.command()
 @click.argument("folder", metavar="[DIR]", default=".", type=click.Path(path_type=Path))
-@click.option(
-    "--kind", metavar="KIND", required=True, shell_complete=_complete_kind, help="What is learned; see above."
-)
+@click.option("--kind", metavar="KIND", required=True, help="What is learned; see above.")
 @click.option("--data", metavar="PATH", type=click.Path(path_type=Path), help="Your data, to be looked at.")
 @click.option("--target", metavar="COLUMN", help="The column of a table that is predicted.")
 @click.option("--ignore", metavar="COLUMN", multiple=True, help="A column of a table to leave out; repeatable.")
@@ -196,14 +188,8 @@ def schema() -> None:
     say(json.dumps(json_schema(), indent=2, ensure_ascii=False))
 
 
-def _complete_name(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    from deeplightning.cli.shipped import names
-
-    return [name for name in names() if name.startswith(incomplete)]
-
-
 @cli.command()
-@click.argument("name", required=False, shell_complete=_complete_name)
+@click.argument("name", required=False)
 @click.option("--to", metavar="PATH", type=click.Path(path_type=Path), help="Write it to a new file, or into a folder.")
 def configs(name: str | None, to: Path | None) -> None:
     """List the configs that ship with Deep Lightning; print or copy the one of NAME.

@@ -10,8 +10,8 @@ import click
 from deeplightning.cli.group import (
     LOOSE,
     OVERRIDES,
+    PATH,
     cli,
-    complete_run,
     folder_of,
     newest_run,
     no_files,
@@ -154,8 +154,8 @@ def reproduce(run: str, overrides: tuple[str, ...], any_data: bool, trust: bool)
 
 
 @cli.command()
-@click.argument("first", metavar="RUN", callback=newest_run, shell_complete=complete_run)
-@click.argument("second", metavar="RUN", callback=newest_run, shell_complete=complete_run)
+@click.argument("first", metavar="RUN", callback=newest_run, type=PATH)
+@click.argument("second", metavar="RUN", callback=newest_run, type=PATH)
 @click.option("--patch", is_flag=True, help="Show what differs in files of code line by line.")
 @click.option("--format", type=click.Choice(["text", "json"]), default="text", help="The format of the output.")
 @click.option("--exit-code", is_flag=True, help="End with 1 if there are differences; else that is no fault.")
@@ -242,6 +242,8 @@ def runs(
     day. --last prints the newest run's folder, or ends with 4.
     """
     from deeplightning.cli import listing as of
+    from deeplightning.tracking.store import locate
+    from deeplightning.tracking.unsent import settle_quietly
 
     statuses = [word.upper() for word in status] + [*of.UNFINISHED] * (clean and not status)
     if delete and not clean:
@@ -258,7 +260,7 @@ def runs(
         if not line:
             say("nothing was left unsent")
         return
-    for line in of.settled(tracking_uri):
+    for line in settle_quietly(locate(tracking_uri)):
         say(line, err=True)
     try:
         if last:

@@ -97,8 +97,8 @@ def _settings(config: RunConfig | None, overrides: Sequence[str]) -> Serve:
         if text.startswith("-"):
             raise ConfigError(Fault("there is no such option, see --help", place=place))
         if name.partition(".")[0] != "serve":
-            near = f" Did you mean serve.{name}?" if f"serve.{name}" in known else nearest(name, known)
-            raise ConfigError(Fault(f"only keys of `serve` can be set when a run is served.{near}", name, place))
+            message = f"only keys of `serve` can be set when a run is served.{nearest(f'serve.{name}', known)}"
+            raise ConfigError(Fault(message, name, place))
     theirs = list[str]()
     if config is not None:
         written = read(config)
@@ -118,11 +118,6 @@ def _settings(config: RunConfig | None, overrides: Sequence[str]) -> Serve:
                     exit_code=CheckpointError.exit_code,
                 )
             )
-        section_of_theirs = entry_at(written.root, ("serve",))
-        for name in section_of_theirs.value if section_of_theirs and isinstance(section_of_theirs.value, dict) else ():
-            if f"serve.{name}" not in known:
-                theirs.append(f"~serve.{name}")
-                say(f"warning: serve.{name} of {config.path}: unknown key; serve does without", err=True)
     source = read(config, [*theirs, *overrides])
     settings = section("serve", source)
     _check_key(settings, source)

@@ -3,16 +3,12 @@
 import contextlib
 import functools
 import os
-import re
-import sqlite3
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
-from click.shell_completion import CompletionItem
 
 from deeplightning.cli.exit_codes import Session
 from deeplightning.faults import PLUGINS, SetupError, nearest, not_installed
@@ -26,26 +22,7 @@ if TYPE_CHECKING:
 
 Verb = TypeVar("Verb", bound=Callable[..., object])
 
-MAX_OFFERED_RUNS = 200
-"""Number of runs, the newest ones, that a shell is offered."""
-
 OVERRIDES = "key=value sets, ~key removes, +list=[x] appends; for example model.optimizer.params.lr=0.1"
-
-
-_VALIDATE = "train CONFIG 'stages=[validate]' test.ckpt=RUN"
-OTHER_WORDS = {
-    "fit": ("train CONFIG",),
-    "validate": (_VALIDATE,),
-    **dict.fromkeys(("eval", "evaluate"), ("test RUN", _VALIDATE)),
-    "resume": ("train CONFIG train.resume_ckpt=auto",),
-    **dict.fromkeys(("list", "ls"), ("runs",)),
-    "sweep": ("train CONFIG KEY=A,B,C --multirun", "tune CONFIG"),
-    "launch": ("train CONFIG", "serve RUN"),
-    "ui": ("monitor",),
-    "deploy": ("serve RUN",),
-    **dict.fromkeys(("rm", "clean"), ("runs --clean",)),
-}
-"""The commands for the verbs that other tools have."""
 
 
 PLUGIN_VERBS = {
@@ -55,14 +32,10 @@ PLUGIN_VERBS = {
 
 class Verbs(click.Group):
     """Verbs in the order of a user's journey. Those that installed packages add are looked for where none of these is
-    meant, and when a shell completes: `--help` does not pay for it."""
+    meant: `--help` does not pay for it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        if not ctx.resilient_parsing:
-            return list(self.commands)
-        from deeplightning.config.plugins import VERBS, names
-
-        return [*self.commands, *(name for name in names(VERBS) if name not in self.commands)]
+        return list(self.commands)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in self.commands:  # an installed package replaces none of them
@@ -75,9 +48,7 @@ class Verbs(click.Group):
         if found is None and not ctx.resilient_parsing:
             if cmd_name in PLUGIN_VERBS:
                 raise SetupError(not_installed(PLUGIN_VERBS[cmd_name]))
-            meant = " or ".join(f"`deeplightning {words}`" for words in OTHER_WORDS.get(cmd_name, ()))
-            hint = f" Use {meant}" if meant else nearest(cmd_name, [*self.commands, *PLUGIN_VERBS])
-            ctx.fail(f"No such command '{cmd_name}'.{hint}")
+            ctx.fail(f"No such command '{cmd_name}'.{nearest(cmd_name, [*self.commands, *PLUGIN_VERBS])}")
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -112,40 +83,8 @@ def is_override(word: str) -> bool:
 
 
 LOOSE = {"ignore_unknown_options": True}
-
-
-def complete_file(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Let the shell complete files."""
-    return [CompletionItem(incomplete, type="file")]
-
-
-def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return `last`, the names of runs in the store that is in use here, of runs that share a name their ids, and
-    folders."""
-    last = CompletionItem("last", help="the newest run")
-    items = [item for item in (last, *_runs()) if str(item.value).startswith(incomplete)]
-    return [*items, CompletionItem(incomplete, type="dir")]
-
-
-def _runs() -> list[CompletionItem]:
-    from datetime import UTC, datetime
-
-    from deeplightning.faults import UserError
-    from deeplightning.tracking.reader import DatabaseReader
-    from deeplightning.tracking.store import locate
-
-    try:
-        store = locate(None)
-        found = DatabaseReader(store.database, 0.2).listing() if store.database is not None else []
-    except (UserError, OSError, sqlite3.Error):
-        return []
-    often = Counter(run.name for run in found)
-    items = []
-    for run in found[:MAX_OFFERED_RUNS]:
-        begun = datetime.fromtimestamp((run.started or 0) / 1000, UTC).strftime("%Y-%m-%d %H.%M")  # `:` ends zsh's word
-        shown = run.name if re.fullmatch(r"[A-Za-z0-9][\w-]*", run.name or "") and often[run.name] == 1 else run.id
-        items.append(CompletionItem(shown, help=f"{run.status.lower()}, {begun} UTC"))
-    return items
+PATH = click.Path(readable=False)
+"""The type of what may be a path: it is checked by nobody here, and a shell completes it."""
 
 
 def with_config(words: str = "[key=value …]") -> Callable[[Verb], Verb]:
@@ -179,16 +118,16 @@ def with_config(words: str = "[key=value …]") -> Callable[[Verb], Verb]:
             files, given = [*map(_fetched, files)], [*map(_fetched, given)]
             return verb(config=Path(files[0]), overrides=(*files[1:], *given), **options)
 
-        more = click.argument("overrides", nargs=-1, metavar=f"[CONFIG …] {words}", shell_complete=complete_file)
+        more = click.argument("overrides", nargs=-1, metavar=f"[CONFIG …] {words}", type=PATH)
         option = click.option(
             "--config",
             "configs",
             metavar="CONFIG",
             multiple=True,
-            shell_complete=complete_file,
+            type=PATH,
             help="The config, instead of the first word; repeatable. Each further CONFIG lies over those before it.",
         )
-        first = click.argument("config", metavar="CONFIG", required=False, shell_complete=complete_file)
+        first = click.argument("config", metavar="CONFIG", required=False, type=PATH)
         return cast(Verb, first(more(option(called))))
 
     return decorate
@@ -236,7 +175,7 @@ def newest_run(ctx: click.Context, param: click.Parameter, run: str) -> str:
     return newest(None)
 
 
-with_run = click.argument("run", callback=newest_run, shell_complete=complete_run)
+with_run = click.argument("run", callback=newest_run, type=PATH)
 with_code = click.option(
     "--code", type=click.Choice(["run"]), help="`run`: use the code that RUN has kept, where your own is gone."
 )

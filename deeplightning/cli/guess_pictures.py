@@ -3,10 +3,8 @@ config of a new project. numpy and Pillow are imported where pictures are looked
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,21 +34,13 @@ def images(data: Path) -> Guess:
 
     need_folder(data)
     for name in ("labels.csv", "labels.jsonl"):
-        if (data / name).is_file() and _names_labels(data / name):
+        if (data / name).is_file():
             return _labelled(data, name)
     files, found, notes = class_folders(data, "picture", EXTENSIONS)
-    look = _look_at(files)
-    network, params = _network_for(look, found["number"])
-    values = {"network": network, "params": params, "on_bad": "skip" if look.bad else "error", **look.values()}
-    notes += [*look.notes(), f"a network for them: {network.rpartition('.')[2]}"]
-    return Guess(found | values, notes, files[0])
-
-
-def _names_labels(path: Path) -> bool:
-    """Return whether a file has labels, and not just this name beside a folder per class."""
-    with path.open(encoding="utf-8-sig", errors="replace") as stream:
-        first = stream.readline(10_000)
-    return {"file", "labels"} <= set(re.findall(r"\w+", first)) or len(folders(path.parent)) < 2
+    values, seen, bad = _look_at(files)
+    network = _network_for(values, found["number"])
+    values |= {**network, "on_bad": "skip" if bad else "error"}
+    return Guess(found | values, [*notes, *seen, _about(network)], files[0])
 
 
 def _labelled(data: Path, name: str) -> Guess:
@@ -70,27 +60,33 @@ def _labelled(data: Path, name: str) -> Guess:
     for line, path in zip(lines, files, strict=True):
         if not path.is_file():
             raise SetupError(f"{data / name}, line {line.number}: the picture {path} is missing")
-    look = _look_at(files)
-    if look.bad:
-        raise SetupError(f"{data / name} names pictures that cannot be decoded: {some(look.bad)}; leave them out")
+    values, seen, bad = _look_at(files)
+    if bad:
+        raise SetupError(f"{data / name} names pictures that cannot be decoded: {some(bad)}; leave them out")
     classes = sorted(counts)
-    network, params = _network_for(look, len(classes))
-    values = {"count": len(files), "classes": some(classes), "labels": name, "images": below, **look.values()}
+    network = _network_for(values, len(classes))
+    values |= {"count": len(files), "classes": some(classes), "labels": name, "images": below, **network}
     notes = [
         f"{len(classes)} labels, by {data / name}: {some([f'{label} ({counts[label]})' for label in classes])}; "
         f"{sum(not line.labels for line in lines)} of the pictures have none",
-        *look.notes(),
-        f"a network for them: {network.rpartition('.')[2]}",
+        *seen,
+        _about(network),
     ]
-    return Guess({**values, "network": network, "params": params}, notes, files[0], template="labels")
+    return Guess(values, notes, files[0], template="labels")
 
 
-def _network_for(look: _Look, outputs: int) -> tuple[str, dict[str, object]]:
-    """Return the name of a network for pictures, and its params."""
-    small = max(look.sides) <= SMALL
-    params: dict[str, object] = {"num_classes": outputs, "num_channels": look.channels}
-    params |= {"image_size": look.size} if small else {"small_images": max(look.sides) <= 64}
-    return "deeplightning.model.cnn.SimpleCNN" if small else "deeplightning.model.resnet.ResNet18", params
+def _network_for(values: dict[str, Any], outputs: int) -> dict[str, Any]:
+    """Return the name of a network for pictures with these values, and its params."""
+    size = values["size"]
+    side = size if isinstance(size, int) else max(size)
+    params: dict[str, object] = {"num_classes": outputs, "num_channels": values["channels"]}
+    if side <= SMALL:
+        return {"network": "deeplightning.model.cnn.SimpleCNN", "params": params | {"image_size": size}}
+    return {"network": "deeplightning.model.resnet.ResNet18", "params": params | {"small_images": side <= 64}}
+
+
+def _about(network: dict[str, Any]) -> str:
+    return f"a network for them: {network['network'].rpartition('.')[2]}"
 
 
 def segmentation(data: Path) -> Guess:
@@ -114,20 +110,19 @@ def segmentation(data: Path) -> Guess:
     if not files:
         raise SetupError(f"{top / 'images'} holds no picture")
     values, ignore, notes = _values_of(files, top)
-    look = _look_at(files, multiple=8)
+    look, seen, _ = _look_at(files, multiple=8)
     names = [f"class_{number}" for number in range(len(values))]
     which, left_out = stages(data, top)
-    is_default = values == [*range(len(values))]
     found = {
         "stages": which,
         "count": len(files),
         "number": len(names),
         "names": names,
-        "values": None if is_default else values,
+        "values": None if values == [*range(len(values))] else values,
         "ignore": ignore,
-        **look.values(),
+        **look,
     }
-    notes += ["their names are for you to write: data.module.params.class_names", *look.notes(), *left_out]
+    notes += ["their names are for you to write: data.module.params.class_names", *seen, *left_out]
     return Guess(found, notes, files[0])
 
 
@@ -188,48 +183,15 @@ def _are_numbered(values: list[int]) -> bool:
     return len(values) > 1 and values[0] == 0 and values[-1] < 2 * len(values)
 
 
-@dataclass
-class _Look:
-    """What pictures are like: `sides` is [height, width] to which they are brought, mean and std are per channel on the
-    scale 0 to 1."""
+def _look_at(files: Sequence[Path], multiple: int = 1) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Decode some pictures.
 
-    files: int
-    looked: int
-    bad: list[str]
-    grey: bool
-    sides: tuple[int, int]
-    alike: bool
-    mean: list[float]
-    std: list[float]
+    Args:
+        multiple: the proposed height and width are multiples of so many pixels.
 
-    @property
-    def channels(self) -> int:
-        return 1 if self.grey else 3
-
-    @property
-    def size(self) -> int | list[int]:
-        return self.sides[0] if self.sides[0] == self.sides[1] else [*self.sides]
-
-    def values(self) -> dict[str, object]:
-        mode = "L" if self.grey else "RGB"
-        return {"size": self.size, "mode": mode, "channels": self.channels, "mean": self.mean, "std": self.std}
-
-    def notes(self) -> list[str]:
-        found = "all of this size" if self.alike else "of several sizes; brought to one"
-        lines = [
-            f"{count(self.files, 'picture')}, {'grey' if self.grey else 'RGB'}, {self.sides[0]} x {self.sides[1]} "
-            f"pixels ({found}), by {self.looked} of them",
-            f"mean {self.mean}, std {self.std}",
-        ]
-        if self.bad:
-            where = f" in a sample of {self.looked:,}; a training counts all" if self.looked < self.files else ""
-            bad = count(len(self.bad), "file")
-            lines.append(f"{bad} cannot be decoded and will be left out{where}: {some(self.bad)}")
-        return lines
-
-
-def _look_at(files: Sequence[Path], multiple: int = 1) -> _Look:
-    """Decode some pictures; the proposed sides are multiples of `multiple` pixels."""
+    Returns:
+        The size, mode and channels, and per channel mean and std on the scale 0 to 1; notes; what cannot be decoded.
+    """
     import numpy as np
     from PIL import Image
 
@@ -259,13 +221,29 @@ def _look_at(files: Sequence[Path], multiple: int = 1) -> _Look:
         middle = sorted(min(size) for size in sizes.elements())[sum(sizes.values()) // 2]
         sides = (max(side for side in SIDES if side <= max(middle, SIDES[0])),) * 2
     height, width = (max(multiple, side // multiple * multiple, 4) for side in sides)
-    alike = alike and (height, width) == sides
+    is_kept = alike and (height, width) == sides
     spec = ImageSpec(height, width, mode="L" if grey else "RGB", resize="crop")
     total, squares, pixels = np.zeros(spec.channels), np.zeros(spec.channels), 0
     for path in good:
-        values: np.ndarray = spec.decode(path).reshape(-1, spec.channels) / 255  # (H W, C)
-        total, squares, pixels = total + values.sum(0), squares + (values**2).sum(0), pixels + len(values)
+        shares: np.ndarray = spec.decode(path).reshape(-1, spec.channels) / 255  # (H W, C)
+        total, squares, pixels = total + shares.sum(0), squares + (shares**2).sum(0), pixels + len(shares)
     mean = total / pixels
     std = np.maximum(np.sqrt(np.maximum(squares / pixels - mean**2, 0)), 0.01)  # of one colour: nothing to divide by
-    rounded = [[round(float(value), 4) for value in found] for found in (mean, std)]
-    return _Look(len(files), len(good) + len(bad), bad, grey, (height, width), alike, *rounded)
+    values = {
+        "size": height if height == width else [height, width],
+        "mode": spec.mode,
+        "channels": spec.channels,
+        "mean": [round(float(value), 4) for value in mean],
+        "std": [round(float(value), 4) for value in std],
+    }
+    looked = len(good) + len(bad)
+    sizes_are = "all of this size" if is_kept else "of several sizes; brought to one"
+    notes = [
+        f"{count(len(files), 'picture')}, {'grey' if grey else 'RGB'}, {height} x {width} pixels ({sizes_are}), by "
+        f"{looked} of them",
+        f"mean {values['mean']}, std {values['std']}",
+    ]
+    if bad:
+        where = f" in a sample of {looked:,}; a training counts all" if looked < len(files) else ""
+        notes.append(f"{count(len(bad), 'file')} cannot be decoded and will be left out{where}: {some(bad)}")
+    return values, notes, bad

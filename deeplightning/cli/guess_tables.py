@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -37,69 +38,36 @@ _NUMBERED = {"id", "ids", "index", "idx", "no", "nr", "number", "num", "row", "r
 _DATE = re.compile(r"\d{4}([-/.])\d\d?\1\d\d?([T ].*)?|\d\d?([-/.])\d\d?\3(\d\d){1,2}([T ].*)?|" + NAMED_DAY.pattern)
 
 
-@dataclass(frozen=True)
 class Column:
-    """What the values of a column are.
+    """What the values of a column are, by how often each is in it.
 
-    Attributes:
-        filled, missing: how many values there are, and are not.
-        different: how many of them are different.
-        values: each with its number; of more than `MAX_CLASSES` some.
-        strays: words between numbers; of more than `MAX_STRAY` some.
-        numbers: how many of the values are numbers.
-        mean, std: of the numbers.
-        letters: of all values.
-        is_whole: all numbers are whole.
-        has_codes: some number begins with 0, as in 00501.
-        has_dates: all values are dates.
-        type: the name of a type that is neither number nor text, such as list.
+    Args:
+        counts: each text with its number.
+        form: how numbers and missing values are written.
+        kind: the name of a type that is neither number nor text, such as list.
     """
 
-    filled: int
-    missing: int
-    different: int
-    values: dict[str, int]
-    strays: dict[str, int]
-    numbers: int
-    mean: float
-    std: float
-    letters: int
-    is_whole: bool
-    has_codes: bool
-    has_dates: bool
-    type: str
-
-    @classmethod
-    def of(cls, counts: dict[str, int], form: TableFormat, kind: str) -> Column:
-        """Return what the values of a column are, by how often each is in it."""
+    def __init__(self, counts: dict[str, int], form: TableFormat, kind: str):
         words = {word: number for word, number in counts.items() if not form.is_missing(word)}
-        numbers = {word: number for word in words if (number := _number(word, form)) is not None}
-        values, weights = np.array([*numbers.values()]), np.array([words[word] for word in numbers])
-        mean = float(np.average(values, weights=weights)) if numbers else 0.0
-        std = float(np.average((values - mean) ** 2, weights=weights)) ** 0.5 if numbers else 0.0
-        strays = [word for word in words if word not in numbers]
-        return cls(
-            filled=sum(words.values()),
-            missing=sum(counts.values()) - sum(words.values()),
-            different=len(words),
-            values={word: words[word] for word in [*words][: MAX_CLASSES + 1]},
-            strays={word: words[word] for word in strays[: MAX_STRAY + 1]},
-            numbers=sum(weights.tolist()),
-            mean=float(f"{mean:.6g}"),
-            std=float(f"{std or 1.0:.6g}"),
-            letters=sum(len(word) * number for word, number in words.items()),
-            is_whole=bool(numbers) and all(float(number).is_integer() for number in numbers.values()),
-            has_codes=any(re.fullmatch(r"0\d+", word) for word in words),
-            has_dates=bool(words) and all(_DATE.fullmatch(word) for word in words),
-            type=kind,
-        )
+        numbers = {word: value for word in words if (value := _number(word, form)) is not None}
+        strays = {word: number for word, number in words.items() if word not in numbers}
+        self.filled = sum(words.values())
+        self.missing = sum(counts.values()) - self.filled
+        self.different = len(words)
+        self.values = dict(islice(words.items(), MAX_CLASSES + 1))
+        self.strays = dict(islice(strays.items(), MAX_STRAY + 1))  # words between numbers
+        self.numbers = self.filled - sum(strays.values())
+        self.letters = sum(len(word) * number for word, number in words.items())
+        self.is_whole = bool(numbers) and all(value.is_integer() for value in numbers.values())
+        self.has_codes = any(re.fullmatch(r"0\d+", word) for word in words)  # as 00501
+        self.has_dates = bool(words) and all(map(_DATE.fullmatch, words))
+        self.type = kind
 
-    def is_number(self, classes: frozenset[str] = frozenset()) -> bool:
-        """Return whether it holds numbers, and its other words stand for missing values; `classes` are no such."""
-        few = len(self.strays) <= MAX_STRAY and not classes & {word.lower() for word in self.strays}
+    def is_number(self) -> bool:
+        """Return whether it holds numbers, and its other words stand for missing values."""
         words = sum(n for word, n in self.strays.items() if re.search(r"\w", word))  # others are signs, as "?"
         enough = self.numbers >= max(NUMBERS * (self.numbers + words), self.filled / 2) > 0
-        return few and enough and not self.has_codes
+        return len(self.strays) <= MAX_STRAY and enough and not self.has_codes
 
     def classes(self) -> dict[str, int]:
         """Return the values that may be classes, in order, each with its number."""
@@ -110,27 +78,26 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table in a file: its columns by name, in their order, how many rows were read, and the values of the first."""
+    """The first rows of a table in a file, and its columns by name, in their order."""
 
     path: Path
     form: TableFormat
     columns: dict[str, Column]
-    rows: int
-    is_whole: bool
-    first: dict[str, str]
-    file: Any
+    read: Any  # `deeplightning.data.table_files.FirstRows`
 
     def of(self) -> str:
-        return f"{count(self.rows, 'row')}{'' if self.is_whole else ', the first ones,'} of {self.path}"
+        """Return `60 rows of t.csv`."""
+        first = "" if self.read.is_whole else ", the first ones,"
+        return f"{count(self.read.size, 'row')}{first} of {self.path}"
 
     def format_notes(self) -> list[str]:
         """Return how a file of CSV is written; other files say themselves how they are read."""
-        form = self.form
+        form, above = self.form, self.read.file.above
         note = f"delimiter {form.delimiter!r}, decimal {form.decimal!r}, encoding {form.encoding}"
         is_foreign = form.encoding in ("latin-1", "cp1252")
         note += " (the file is not UTF-8; look whether letters such as ü are right)" * is_foreign
-        note += f"; {count(self.file.above, 'line')} above the header skipped" if self.file.above else ""
-        return [note] if self.file.kind == "csv" else []
+        note += f"; {count(above, 'line')} above the header skipped" if above else ""
+        return [note] if self.read.file.kind == "csv" else []
 
 
 def table(path: Path, missing_words: Sequence[str] = _GAPS) -> Table:
@@ -147,14 +114,10 @@ def table(path: Path, missing_words: Sequence[str] = _GAPS) -> Table:
         form = replace(find("deeplightning.data.table_files.guess_format")(path), missing_words=tuple(missing_words))
         found: Any = find("deeplightning.data.table_files.first_rows")(path, form, MAX_ROWS)
     if found.size < 10:
-        raise SetupError(
-            f"{path} has {count(found.size, 'row')} below its header; at least 10 are needed to divide them "
-            "into sets; for sets of your own: deeplightning init PROJECT --kind table, and name the files in "
-            "data.module.params.train, validation and test"
-        )
-    columns = {name: Column.of(counts, form, found.types.get(name, "")) for name, counts in found.counts.items()}
-    first = {name: next(iter(counts)) for name, counts in found.counts.items()}
-    return Table(path, form, columns, found.size, found.is_whole, first, found.file)
+        rows = count(found.size, "row")
+        raise SetupError(f"{path} has {rows} below its header; at least 10 are needed to divide them into sets")
+    columns = {name: Column(counts, form, found.types.get(name, "")) for name, counts in found.counts.items()}
+    return Table(path, form, columns, found)
 
 
 def text(data: Path, wanted: Columns) -> Guess:
@@ -164,29 +127,20 @@ def text(data: Path, wanted: Columns) -> Guess:
         SetupError: it is something else.
     """
     found = table(data, ())
-    others = {".parquet": "parquet", ".pq": "parquet", ".jsonl": "json", ".ndjson": "json", ".gz": "csv", ".bz2": "csv"}
-    if reader := others.get(found.path.suffix.lower()):
-        what = f"'{found.path.name}'" + ", lines=True" * (reader == "json")
-        raise SetupError(
-            f"{found.path}: a project of texts reads plain CSV. In its folder, this converts the file: "
-            f"python -c \"import pandas; pandas.read_{reader}({what}).to_csv('texts.csv', index=False)\""
-        )
+    if found.read.file.kind != "csv" or found.path.suffix.lower() in (".gz", ".bz2", ".zst"):
+        raise SetupError(f"{found.path}: a project of texts reads plain CSV; convert the file, for example with pandas")
     _check_names(found, wanted)
     text = max((n for n in found.columns if n != wanted.target), key=lambda name: found.columns[name].letters)
-    most = min(MAX_CLASSES, found.rows // 2)
+    most = min(MAX_CLASSES, found.read.size // 2)
     classes = [name for name, each in found.columns.items() if name != text and 2 <= each.different <= most]
     label = wanted.target or _named(classes) or min(classes, key=lambda n: found.columns[n].different, default=None)
     if label not in classes:
-        raise SetupError(
-            f"{found.path}: beside the texts ({text}) no column has classes, 2 or more values that come again; its "
-            f"columns: {some(list(found.columns))}"
-            if label is None
-            else f"{found.path}: the column {label} has {found.columns[label].different} different values, no classes"
-        )
+        which = f"the column {label}" if label else f"none of its columns ({some(list(found.columns))})"
+        raise SetupError(f"{found.path}: {which} has classes, 2 or more values that come again")
     counts = found.columns[label].classes()
     names = [*counts]
     values = {
-        "count": found.rows,
+        "count": found.read.size,
         "number": len(names),
         "classes": some(names),
         "names": names,
@@ -204,19 +158,6 @@ def text(data: Path, wanted: Columns) -> Guess:
     return Guess(values, notes, '--text "a text of yours"')
 
 
-def regression(data: Path, wanted: Columns) -> Guess:
-    """Look at a table with numbers to be predicted.
-
-    Raises:
-        ConfigError: classes are wanted.
-        SetupError: it is something else.
-    """
-    if wanted.task == "classification":
-        message = "the kind regression predicts numbers; --kind table takes --classification"
-        raise ConfigError(Fault(message, "--classification"))
-    return rows(data, replace(wanted, task="regression"))
-
-
 def rows(data: Path, wanted: Columns) -> Guess:
     """Look at a table with a column to be predicted: classes, or numbers.
 
@@ -228,10 +169,7 @@ def rows(data: Path, wanted: Columns) -> Guess:
     _check_names(found, wanted)
     kinds, reasons = _kinds(found, wanted)
     target, reason = _target(found, kinds, wanted)
-    column = found.columns[target]
     classes = _classes(found, kinds, target, wanted.task)
-    if classes:
-        kinds, reasons = _kinds(found, wanted, frozenset(word.lower() for word in classes))
     kinds[target] = "category" if classes else "number"
     reasons.pop(target, None)
     inputs = [name for name, kind in kinds.items() if kind != "ignore" and name != target]
@@ -245,7 +183,7 @@ def rows(data: Path, wanted: Columns) -> Guess:
     categories = [found.columns[name].values for name in inputs if kinds[name] == "category"]
     words = [sum(not form.is_missing(word) for word in values) + 1 for values in categories]
     values = {
-        "count": found.rows,
+        "count": found.read.size,
         "number": len(inputs),
         "file": found.path.name,
         "target": target,
@@ -262,8 +200,7 @@ def rows(data: Path, wanted: Columns) -> Guess:
         "dropout": 0.4 if classes else 0.2,
         "loss": "torch.nn.CrossEntropyLoss" if classes else "torch.nn.MSELoss",
     }
-    predicted = f"{len(classes)} classes: {_counted(classes)}" if classes else f"mean {column.mean}, std {column.std}"
-    rare = [name for name, number in classes.items() if number == 1]
+    predicted = f"{len(classes)} classes: {_counted(classes)}" if classes else "numbers"
     groups = {kind: [name for name in inputs if kinds[name] == kind] for kind in ("number", "category")}
     for name, why in reasons.items():
         groups.setdefault(f"ignored, {why}", []).append(name)
@@ -277,10 +214,10 @@ def rows(data: Path, wanted: Columns) -> Guess:
             for name, words in strays.items()
         ),
         *_left_out(found, [target], form),
-        *([f"classes of one row, which is in the training set: {some(rare)}"] if rare else []),
         *([f"missing values, which are filled: {_counted(gaps)}"] if gaps else []),
     ]
-    row = {name: _cell(found.first[name], kinds[name], form) for name in inputs}
+    first = {name: next(iter(counts)) for name, counts in found.read.counts.items()}
+    row = {name: _cell(first[name], kinds[name], form) for name in inputs}
     return Guess(values, notes, "row.json", {"row.json": json.dumps({"rows": [row]}, ensure_ascii=False) + "\n"})
 
 
@@ -294,10 +231,10 @@ def _classes(found: Table, kinds: dict[str, str], target: str, task: str | None)
     classes, is_number = column.classes(), column.is_number()
     if task == "regression" and not is_number:
         raise SetupError(f"{found.path}: the column {target} holds no numbers to be predicted; {_columns(kinds)}")
-    is_few = column.is_whole and 2 <= len(classes) <= min(MAX_FEW, found.rows // 5)
+    is_few = column.is_whole and 2 <= len(classes) <= min(MAX_FEW, found.read.size // 5)
     if task == "regression" or (task is None and is_number and not is_few):
         return {}
-    if len(classes) > min(MAX_CLASSES, max(MAX_FEW, found.rows // 2)):
+    if len(classes) > min(MAX_CLASSES, max(MAX_FEW, found.read.size // 2)):
         raise SetupError(
             f"{found.path}: the column {target} has {column.different} different values, too many for classes; "
             "--regression predicts numbers, and --target NAME names another column"
@@ -321,20 +258,14 @@ def _target(found: Table, kinds: dict[str, str], wanted: Columns) -> tuple[str, 
     return (named, "by its name") if named else (able[-1], "the last column that can be; --target names another")
 
 
-def _kinds(
-    found: Table, wanted: Columns, classes: frozenset[str] = frozenset()
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Return what each column is taken for, number, category or ignore, and the reasons of those that are ignored.
-
-    Args:
-        classes: words in small letters that do not stand for a missing value.
-    """
+def _kinds(found: Table, wanted: Columns) -> tuple[dict[str, str], dict[str, str]]:
+    """Return what each column is taken for, number, category or ignore, and the reasons of those that are ignored."""
     kinds, reasons = {}, {}
     for name, column in found.columns.items():
         parts = {part.lower() for part in re.split(r"[^A-Za-z]+|(?<=[a-z])(?=[A-Z])", name)}
         is_whole = column.is_whole and column.numbers == column.filled
-        is_number = column.is_number(classes) and not ("id" in parts and is_whole)
-        many = column.different > min(MAX_CLASSES, max(MAX_FEW, found.rows // 2))
+        is_number = column.is_number() and not ("id" in parts and is_whole)
+        many = column.different > min(MAX_CLASSES, max(MAX_FEW, found.read.size // 2))
         undated = "dates that are not written as 2024-02-29 or Feb-29-2024"
         holds = {
             "by --ignore": name in wanted.ignore,
@@ -360,16 +291,8 @@ def _check_names(found: Table, wanted: Columns) -> None:
 
 
 def _too_few(found: Table, kinds: dict[str, str], needed: str = "") -> SetupError:
-    hint, name = "", found.path.name
-    for date in [date for date, column in found.columns.items() if kinds[date] == "ignore" and column.has_dates][:1]:
-        hint = (
-            f'. In its folder, this rewrites the dates so that they are numbers: python -c "import pandas; '
-            f"t = pandas.read_csv('{name}', sep={found.form.delimiter!r}); "
-            f"t['{date}'] = pandas.to_datetime(t['{date}']).dt.date; t.to_csv('table.csv', index=False)\""
-        )
-    return SetupError(
-        f"{found.path}: there must be two columns or more of numbers or categories{needed}; {_columns(kinds)}{hint}"
-    )
+    message = f"there must be two columns or more of numbers or categories{needed}; {_columns(kinds)}"
+    return SetupError(f"{found.path}: {message}")
 
 
 def _columns(kinds: dict[str, str]) -> str:
@@ -409,7 +332,7 @@ def _named(names: Sequence[str]) -> str | None:
 
 def _number(text: str, form: TableFormat) -> float | None:
     try:
-        number = form.number(text)
+        number = float(form.number(text))
     except ValueError:
         return None
     return number if np.isfinite(number) else None

@@ -6,8 +6,6 @@ they are, or where a sample is written for the project; of pictures with several
 file is replaced by a value.
 """
 
-import csv
-import io
 import os
 import re
 import shlex
@@ -56,24 +54,16 @@ def _wine() -> str:
     """Write 178 wines as CSV: 13 measurements, and one of three kinds in the column `kind`."""
     from sklearn.datasets import load_wine  # imported lazily: it takes a second
 
-    found: Any = load_wine()
-    return _csv(found, "kind", found.target_names[found.target])
+    found: Any = load_wine(as_frame=True)
+    return str(found.data.assign(kind=found.target_names[found.target]).to_csv(index=False))
 
 
 def _diabetes() -> str:
     """Write 442 patients as CSV: 10 measurements, and the progress of the disease after a year in `progression`."""
     from sklearn.datasets import load_diabetes
 
-    found: Any = load_diabetes(scaled=False)
-    return _csv(found, "progression", found.target)
-
-
-def _csv(found: Any, target: str, values: Any) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*found.feature_names, target])
-    writer.writerows([*row, value] for row, value in zip(found.data.tolist(), values.tolist(), strict=True))
-    return text.getvalue()
+    found: Any = load_diabetes(as_frame=True, scaled=False)
+    return str(found.data.assign(progression=found.target).to_csv(index=False))
 
 
 _OF_ROWS = ("target", "ignore", "task")
@@ -102,10 +92,10 @@ KINDS = {
     ),
     "regression": Kind(
         "Predicts a number from the columns of a table.",
-        guess_tables.regression,
+        lambda data, columns: guess_tables.rows(data, replace(columns, task="regression")),
         sample=("diabetes.csv", _diabetes),
         template="table",
-        options=_OF_ROWS,
+        options=("target", "ignore"),
     ),
     "signal": Kind("Tells classes of signals apart.", signals, ask="signal.json"),
     "own": Kind(

@@ -15,7 +15,7 @@ from deeplightning.process.terminal import styled
 from deeplightning.tracking.entities import Listed
 from deeplightning.tracking.reader import open_reader
 from deeplightning.tracking.store import Store, explain, local_path, locate, remove_files
-from deeplightning.tracking.unsent import SILENT_SECONDS, settle, settle_quietly, unsent_runs
+from deeplightning.tracking.unsent import SILENT_SECONDS, settle, unsent_runs
 from deeplightning.words import printable
 
 UNFINISHED = ("FAILED", "KILLED")
@@ -163,11 +163,6 @@ def remove(
             if folder.is_dir() and (why := remove_files(store, row["id"], folder)):
                 say(f"{folder.parent}: left as it is: {why}")
     return gone
-
-
-def settled(tracking_uri: str | None) -> Iterator[str]:
-    """Send what killed processes of this machine have left; yield a line for each run that is FAILED from now on."""
-    return settle_quietly(locate(tracking_uri))
 
 
 def sync(tracking_uri: str | None) -> Iterator[str]:

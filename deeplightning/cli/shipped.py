@@ -67,7 +67,7 @@ def copy(name: str, to: Path) -> list[Path]:
 
 
 def write_new(content: dict[Path, str]) -> None:
-    """Write files that are not there yet: all of them or, where one is there, none.
+    """Write files that are not there yet; where one is there, none.
 
     Raises:
         SetupError: one is there already, or cannot be written.
@@ -75,18 +75,11 @@ def write_new(content: dict[Path, str]) -> None:
     there = [str(path) for path in content if path.exists() or path.is_symlink()]
     if there:
         raise SetupError(f"{', '.join(there)}: already there and not overwritten; remove it, or name another place")
-    written: list[Path] = []
     try:
         for path, text in content.items():
-            with path.open("x", encoding="utf-8") as file:
-                written.append(path)
-                file.write(text)
-    except BaseException as error:
-        for path in written:
-            path.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise SetupError(f"{error.filename or path} cannot be written: {error.strerror}") from None
-        raise
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SetupError(f"{error.filename or path} cannot be written: {error.strerror}") from None
 
 
 def _file(name: str) -> Path:
@@ -94,8 +87,7 @@ def _file(name: str) -> Path:
     inner = PurePosixPath(name.removeprefix(PREFIX).removesuffix(".yaml").removeprefix("configs/"))
     known = names()
     if str(inner) not in known:
-        ours = ", ".join(each for each in known if "/" not in each)
-        hint = nearest(str(inner), known) or f" There are: {ours}; `deeplightning configs` lists all"
+        hint = f"{nearest(str(inner), known)} `deeplightning configs` lists all"
         raise ConfigError(Fault(f"no config of this name ships with Deep Lightning.{hint}", place=name))
     folder = HOME if inner.parts[0] == "examples" else HOME / "configs"
     return folder / f"{inner}.yaml"

@@ -5,7 +5,6 @@ content; so a command, its processes and its launcher read the same bytes. An ad
 silently the copy of another day.
 """
 
-import datetime
 import hashlib
 import os
 import posixpath
@@ -72,9 +71,6 @@ def fetch(address: str | os.PathLike[str], key: str | None = None, place: str | 
         content = read(complete)
         if len(content) > MAX_BYTES:
             raise _Refused(complete, f"a config has at most {MAX_BYTES // 1000} kB; is this the right file?")
-        if content.lstrip()[:15].lower().startswith((b"<!doctype html", b"<html")):
-            message = "this is a web page, not YAML; sites of repositories have an address of the raw file"
-            raise _Refused(complete, message)
     except _Refused as refused:
         of, why = refused.args
         message = f"{shown(of)}: {why}" if place or of != complete else why
@@ -152,12 +148,9 @@ def _from_web(address: str) -> bytes:
             return content
     except urllib.error.HTTPError as error:
         with error:
-            if error.code in (401, 403):
-                why = f"the server refuses access ({error.code}); download it, and name the file"
-                raise _Refused(address, why) from None
-            if error.code < 500:
-                raise _Refused(address, f"there is no such config ({error.code} {error.reason})") from None
-            raise _no_answer(address, f"{error.code} {error.reason}") from None
+            what = f"{error.code} {error.reason}"
+            refusal = _Refused(address, f"there is no such config here for you ({what})")
+            raise refusal if error.code < 500 else _no_answer(address, what) from None
     except (urllib.error.URLError, http.client.HTTPException, ValueError, OSError) as error:
         raise _no_answer(address, getattr(error, "reason", None) or error) from None
 
@@ -189,28 +182,19 @@ def _from_store(address: str) -> bytes:
     if isinstance(content, FileNotFoundError | IsADirectoryError):
         raise _Refused(address, "there is no such config")
     if isinstance(content, ImportError):
-        package = re.match(r"Install (\S+)", str(content))  # as fsspec words it
-        remedy = f"pip install {package[1]}" if package else str(content)
-        raise SetupError(f"{shown(address)}: a library for this address is missing: {remedy}")
+        raise SetupError(f"{shown(address)}: a library for this address is missing: {content}")
     if isinstance(content, ValueError):  # no such protocol
-        schemes = "https://, an address that fsspec knows, such as s3:// or gs://, runs:/ID and pkg://PACKAGE/PATH"
-        raise _Refused(address, f"{content}; a config is a file, or at {schemes}")
+        raise _Refused(address, str(content))
     raise _no_answer(address, content)  # each store has errors of its own
 
 
 def _no_answer(address: str, error: object) -> SetupError:
     words = " ".join(str(error).split())[:200] or type(error).__name__
-    kept = sorted(_folder(address).glob("*/*.y*ml"), key=lambda path: path.stat().st_mtime)
-    first = "set those of the store, such as ~/.aws" if "credentials" in words.lower() else "try again later"
-    remedy = f"{first}, or name a file of this machine"
-    if kept:
-        moment = datetime.datetime.fromtimestamp(kept[-1].stat().st_mtime).isoformat(" ", "minutes")
-        remedy = f"{first}, or name the copy of {moment}: {kept[-1]}"
-    return SetupError(f"{shown(address)}: the config cannot be fetched ({words}); {remedy}")
+    return SetupError(f"{shown(address)}: the config cannot be fetched ({words}); former copies are in {_cache()}")
 
 
-def _folder(address: str) -> Path:
-    return _cache() / hashlib.sha256(address.encode()).hexdigest()[:16]
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _kept(address: str, content: bytes) -> Path:
@@ -220,11 +204,10 @@ def _kept(address: str, content: bytes) -> Path:
         SetupError: it cannot be written.
     """
     stem = re.sub(r"[^\w.-]", "_", posixpath.basename(urlsplit(address).path).rpartition(".")[0])[:100] or "config"
-    folder = _folder(address) / hashlib.sha256(content).hexdigest()[:16]
+    folder = _cache() / _digest(address.encode()) / _digest(content)
     path = folder / f"{stem}.yaml"
     try:
         if path.is_file() and path.read_bytes() == content and (folder / _NOTE).is_file():
-            os.utime(path)  # when it was last fetched
             return path
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for target, data in ((folder / _NOTE, shown(address).encode()), (path, content)):

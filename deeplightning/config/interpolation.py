@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from string import Template
 from typing import Any
 
 from deeplightning.config.secrets import Secrets, note_literals, tells
@@ -24,16 +23,13 @@ from deeplightning.config.tree import (
     key_named,
     leaves,
 )
-from deeplightning.faults import ConfigError, Fault, Notice, nearest
+from deeplightning.faults import ConfigError, Fault, nearest
 
 MAX_CHARACTERS = 1_000_000  # of the texts that references make
-MAX_PARTS = 20_000  # words and signs of the texts that hold references: OmegaConf reads 30,000 a second
 MAX_STEPS = 40  # of references and sections that lead to each other; Python bears a thousand calls
+MAX_PARTS = 20_000  # words and signs of the texts that hold references: OmegaConf reads 30,000 a second
 _PART = re.compile(r"[\w/-]+|\s+|.", re.DOTALL)
 _MANDATORY = re.compile(r"\\*\?\?\?")
-_NESTED = re.compile(r"(\$\{)|\}")
-_WHOLE = re.compile(r"\$\{([\w.\[\]-]+)\}")
-DEPRECATED = "'$OLD_KEY' is deprecated. Change your code and config to use '$NEW_KEY'"  # as OmegaConf has it
 _TOO_DEEP = f" expands to values that are nested more than {MAX_DEPTH} deep"
 _TOO_LONG = " leads on over too many references, one after the other; refer to the value itself"
 _MISSING: object = object()
@@ -99,11 +95,7 @@ class _TooMuch(Exception):
 
 
 class _Unresolved(Exception):
-    """A text with references has no value; the words continue the text."""
-
-    def about(self, text: str) -> str:
-        """Return the message about a text that has no value, by itself or because of what it leads to."""
-        return f"{_quoted(text)}{self}"
+    """A text with references has no value, by itself or because of what it leads to; the words continue the text."""
 
 
 class _Unchecked(_Unresolved):
@@ -111,18 +103,7 @@ class _Unchecked(_Unresolved):
 
 
 class _Absent(_Unresolved):
-    """A key, or its value, is not there; the arguments are what is missing, the key and the nearest one."""
-
-    def about(self, text: str) -> str:
-        what, key, hint = self.args
-        which = f": {_quoted(key)}" if key and f"{{{key}}}" not in text else ""
-        return f"{_quoted(text)} refers to {what}{which}{hint and f'.{hint}'}"
-
-
-def _need(value: Any, kinds: type | tuple[type, ...], words: str) -> Any:
-    if not isinstance(value, kinds):
-        raise _Unresolved(f" cannot be resolved: {words}")
-    return value
+    """A key, or its value, is not there."""
 
 
 class Resolver:
@@ -130,12 +111,10 @@ class Resolver:
 
     Attributes:
         unchecked: the values that depend on a resolver of the user's that was not imported.
-        notices: what `oc.deprecated` says.
         texts: the texts with references by path.
         trees: the same as trees, None where the braces hold no reference.
         made: why a text has no value, if it has none, and the variables that it reads, by path.
         open: the paths of the texts whose values are being made.
-        followed: those of them whose references are being followed.
         seen: the environment variables asked for since it was last emptied, and their values.
     """
 
@@ -143,13 +122,11 @@ class Resolver:
         self.root, self.resolvers = root, resolvers
         self.secrets = Secrets()
         self.unchecked: list[Fault] = []
-        self.notices: list[Notice] = []
         self.texts: dict[KeyPath, str] = {}
         self.trees: dict[KeyPath, object] = {}
         self.seen: dict[str, str | None] = {}
         self.made: dict[KeyPath, tuple[_Unresolved | None, dict[str, str | None]]] = {}
         self.open: set[KeyPath] = set()
-        self.followed: set[KeyPath] = set()
         self.parts = self.values = self.characters = 0
 
     def run(self, waiting: list[tuple[KeyPath, Entry]], faults: list[Fault]) -> None:
@@ -169,7 +146,7 @@ class Resolver:
                 except _Unresolved as error:
                     is_unchecked = isinstance(error, _Unchecked)
                     found = self.unchecked if is_unchecked else broken
-                    found.append(Fault(error.about(self.texts[path]), dotted(path), entry.place))
+                    found.append(Fault(f"{_quoted(self.texts[path])}{error}", dotted(path), entry.place))
                     if is_unchecked:
                         self.secrets.texts[path] = self.texts[path]
                 if len(broken) > MAX_FAULTS:
@@ -184,11 +161,6 @@ class Resolver:
         self.parts += sum(1 for _ in islice(_PART.finditer(text), MAX_PARTS + 1))
         if self.parts > MAX_PARTS:
             raise _TooMuch(f"references of more than {MAX_PARTS} parts, up to here; write fewer")
-        depth = 0
-        for found in _NESTED.finditer(text):
-            depth = depth + 1 if found[1] else max(depth - 1, 0)
-            if depth > MAX_DEPTH:
-                return None
         try:
             return self.omega.parse(text, argument)
         except self.omega.Malformed:
@@ -251,13 +223,12 @@ class Resolver:
 
     def find(self, dots: int, parts: Sequence[str], path: KeyPath) -> tuple[Entry, KeyPath]:
         """Return the entry that a key in the value at a path names, and its path."""
-        wanted = "" if self.seen else "." * dots + ".".join(parts)  # which may hold a variable's value
         if dots > len(path) or not parts:
-            raise _Absent("a key that is not there", wanted, "")
+            raise _Absent(" refers to a key that is not there")
         found: Entry = self.root
         where: KeyPath = ()
         for part in (*path[: len(path) - dots if dots else 0], *parts):
-            found, where = self.behind(found, where)
+            self.settle(found, where)
             items, index = found.value, part
             if isinstance(items, list) and re.fullmatch("-?[0-9]{1,9}", str(part)):
                 index = int(part) + len(items) * (int(part) < 0)
@@ -266,26 +237,13 @@ class Resolver:
                 index = key_named(part, items) if isinstance(items, dict) else part
                 there = isinstance(items, dict) and index in items
             if not there:
-                hint = nearest(str(part), items) if not self.seen and isinstance(items, dict) else ""
-                hint = hint.replace("mean ", f"mean {dotted(where)}.", 1) if where else hint
-                raise _Absent("a key that is not there", wanted, hint)
+                is_shown = isinstance(items, dict) and not self.seen  # else a part may be a variable's value
+                hint = nearest(str(part), items) if is_shown else ""
+                raise _Absent(f" refers to a key that is not there{hint and f'.{hint}'}")
             found, where = items[index], (*where, index)
         if found.value == "???":
-            raise _Absent("a value that must be given, `???`", wanted, "")
+            raise _Absent(" refers to a value that must be given, `???`")
         return found, where
-
-    def behind(self, entry: Entry, where: KeyPath) -> tuple[Entry, KeyPath]:
-        """Settle an entry that a key leads through. One that is being settled leads on to what its reference names, so
-        that a section may refer to other parts of itself."""
-        reference = _WHOLE.fullmatch(self.texts.get(where, ""))
-        if reference is None or where not in self.open or where in self.followed:
-            self.settle(entry, where)
-            return entry, where
-        self.followed.add(where)
-        try:
-            return self.behind(*self.named(reference[1], where))
-        finally:
-            self.followed.discard(where)
 
     def named(self, key: object, path: KeyPath) -> tuple[Entry, KeyPath]:
         """Return the same for a key that is a text, `.a.b[0]`."""
@@ -316,10 +274,9 @@ class Resolver:
             "oc.env": (self.variable, 2),
             "oc.decode": (self.decode, 1),
             "oc.select": (self.select, 2),
-            "oc.create": (lambda _, value: _need(value, (dict, list), "oc.create takes a mapping or a list"), 1),
-            "oc.deprecated": (self.deprecated, 2),
-            "oc.dict.keys": (self.names, 1),
-            "oc.dict.values": (self.items, 1),
+            "oc.create": (lambda _, value: value, 1),
+            "oc.dict.keys": (lambda path, key: [*self.mapping(path, key)], 1),
+            "oc.dict.values": (lambda path, key: [*self.mapping(path, key).values()], 1),
         }
         if name not in known:
             near = "" if self.seen else nearest(name, [*known, *self.resolvers])
@@ -327,8 +284,7 @@ class Resolver:
             raise _Unresolved(f"{what}; ${{a.b}} refers to a key, ${{oc.env:NAME}} to a variable{near and f'.{near}'}")
         function, most = known[name]
         if not 1 <= len(values) <= most:
-            takes = "one argument" if most == 1 else "one argument and perhaps a default"
-            raise _Unresolved(f": {name} takes {takes}, not {len(values)}")
+            raise _Unresolved(f": {name} takes {most} argument{'s, or one' * (most > 1)}, not {len(values)}")
         if name == "oc.env" and isinstance(values[-1], bool | int | float) and "${" not in (text := texts[-1]()):
             values = (*values[:-1], text.strip())  # a variable is text, and so is its default: `1.10` as written
         return function(path, *values)
@@ -386,7 +342,7 @@ class Resolver:
     def decode(self, path: KeyPath, text: object) -> Any:
         if text is None:
             return None
-        tree = self.parse(_need(text, str, "oc.decode takes a text"), argument=True)
+        tree = self.parse(text, argument=True) if isinstance(text, str) else None
         if tree is None:
             words = " with the value that the environment gives" if self.seen else f": {_quoted(str(text))} is no value"
             raise _Unresolved(f" cannot be resolved{words}")
@@ -400,21 +356,9 @@ class Resolver:
             return default
         return self.whole(*found)
 
-    def deprecated(self, path: KeyPath, key: object, message: object = DEPRECATED) -> object:
-        """Return the value of the key that has replaced this one, with a notice."""
-        found = self.named(key, path)
-        new = "" if self.seen else str(key)
-        text = Template(str(message)).safe_substitute(OLD_KEY=dotted(path), NEW_KEY=new)
-        self.notices.append(Notice(f"{dotted(path)}: {text}", key=dotted(path)))
-        return self.whole(*found)
-
-    def names(self, path: KeyPath, key: Any) -> Any:
-        """Return the keys of a mapping; their values are not read."""
-        if not isinstance(key, dict):
-            key = self.behind(*self.named(key, path))[0].value
-        return [self.spend(name) for name in _need(key, dict, "oc.dict takes a mapping")]
-
-    def items(self, path: KeyPath, key: Any) -> Any:
-        """Return the values of a mapping."""
+    def mapping(self, path: KeyPath, key: object) -> dict[Any, Any]:
+        """Return a mapping, or the one at a key."""
         found = key if isinstance(key, dict) else self.whole(*self.named(key, path))
-        return [*_need(found, dict, "oc.dict takes a mapping").values()]
+        if not isinstance(found, dict):
+            raise _Unresolved(" cannot be resolved: oc.dict takes a mapping")
+        return found

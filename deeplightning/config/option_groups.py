@@ -57,13 +57,9 @@ class Group:
                 if os.path.isfile(file := root / self.name / f"{option}{SUFFIX}"):  # noqa: PTH113  (long names)
                     return root, file
         options = self.options()
-        there = ", ".join(options[:_MAX_NAMED]) + (" …" if len(options) > _MAX_NAMED else "")
-        if options:
-            message = f"the group has no option `{option:.60}`.{nearest(option, options)} There are: {there}"
-        else:
-            searched = ", ".join(str(root / self.name) for root in self.roots)
-            message = f"there is no folder of this group with {option:.60}{SUFFIX} in it; searched: {searched}"
-        raise ConfigError(Fault(message, self.name, self.place, found=option, allowed=there or None))
+        there = ", ".join(options[:_MAX_NAMED]) + (" …" if len(options) > _MAX_NAMED else "") or "none"
+        message = f"the group has no option `{option:.60}`.{nearest(option, options)} There are: {there}"
+        raise ConfigError(Fault(message, self.name, self.place, found=option, allowed=there))
 
 
 def _options(folder: Path) -> list[str]:
@@ -79,16 +75,11 @@ def check_name(name: str, place: str) -> None:
     """Refuse an invalid group name.
 
     Raises:
-        ConfigError: it has a sign of Hydra's, or of anything else.
+        ConfigError: it is one.
     """
-    if _NAME.fullmatch(name):
-        return
-    message = f"`{name:.60}` is no option group: that is the path of a folder, such as `model` or `model/optimizer`"
-    if name.startswith("override "):
-        message += "; without `override`: of several files that name a group, the outermost chooses"
-    elif "@" in name:
-        message += "; the content is placed under the key of the same path, and nowhere else"
-    raise ConfigError(Fault(message, "_base_", place))
+    if not _NAME.fullmatch(name):
+        message = f"`{name:.60}` is no option group: that is the path of a folder, such as `model` or `model/optimizer`"
+        raise ConfigError(Fault(message, "_base_", place))
 
 
 def chosen(entry: Entry) -> tuple[str, ...]:

@@ -24,7 +24,6 @@ TORCH_BUILD = f"`{_SETS_UP if (HOME / 'env.sh').is_file() else 'uv pip install -
 """The command that installs a build of torch that fits the machine."""
 
 _ADDRESS = re.compile(r"pkg:/+([^/]*)/*(.*)", re.DOTALL)  # a Path keeps one slash of two
-_MAX_NAMED = 8  # files that a note lists
 _LONGEST = 200  # characters of a shipped path
 
 
@@ -55,9 +54,7 @@ def locate(address: str | Path, beside: Path, key: str | None = None, place: str
         raise ConfigError(Fault(message, key, place))
     folders = [*_folders(package, beside, inner.parts[0])]
     if not folders:
-        hint = nearest(package, ["deeplightning"]) or f" If it is right, install it: pip install {package}"
-        message = f"{shown}: there is no package `{package}` here; a module that is one file has no files in it.{hint}"
-        raise ConfigError(Fault(message, key, place))
+        raise ConfigError(Fault(f"{shown}: there is no package `{package}` here. Install it", key, place))
     for folder in folders:
         if os.path.isfile(file := folder / inner):  # noqa: PTH113  (Path's fails for a name that is too long)
             return file
@@ -79,14 +76,10 @@ def _folders(package: str, beside: Path, first: str) -> Iterator[Path]:
 
 
 def _near(folders: list[Path], inner: PurePosixPath) -> str:
-    """Describe the content of the folder of a missing file."""
-    for folder in folders:
-        if (there := folder / inner.parent).is_dir():
-            names = sorted(path.name for path in there.glob("*.y*ml"))
-            hint = nearest(inner.name, names)
-            listed = f"; {there.name} holds {', '.join(names[:_MAX_NAMED])}" if names else ""
-            return f".{hint}" if hint else listed
-    return f"; it has no folder {inner.parent}"
+    """Return `. Did you mean …?` with a file beside a missing one."""
+    names = [path.name for folder in folders for path in (folder / inner.parent).glob("*.y*ml")]
+    hint = nearest(inner.name, names)
+    return hint and f".{hint}"
 
 
 def address_of(path: Path) -> str | None:

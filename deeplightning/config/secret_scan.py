@@ -20,7 +20,6 @@ BLOT = "***"
 
 _CODE = re.compile(r"(?i)\.(?:pyi?|pyx|[jt]sx?|c|cc|cpp|cuh?|h|hpp|java|go|rs|jl|rb|lua|r|ipynb|tf|sql)$|^$")
 _PROSE = re.compile(r"(?i)\.(?:md|rst|txt|tex|html?|csv)$")
-_COMMENT = re.compile(r"(?m)(?:^|[\s+-])(?:#|//|--)[^\n]*|(\"{3}|'{3})[\s\S]*?\1")
 _WORD = r"(?:[A-Z]?[a-z]{1,18}(?:[A-Z][a-z]{2,18})*|[A-Z]{1,18})?\d{0,4}"
 _WORDS = re.compile(rf"{_WORD}(?:[_./-]{_WORD})*+")  # `fw_layers_of_the_encoder`: no token, whatever its prefix
 
@@ -50,39 +49,23 @@ _ABOUT = re.compile(
 
 # ---- what is assigned to a name
 
-_STRING = (
-    r"[rbuRBU]{0,2}(?:(?P<long>\"{3}|'{3})\s*(?P<text>[^\s](?:(?!(?P=long))[\s\S]){0,4096}?)\s*(?P=long)"
-    r"|(?P<quote>\\?[\"'`])(?P<value>(?:(?!(?P=quote))(?:\\.|[^\n\\])){1,4096})(?P=quote))"
-)
 _TYPED = r"(?:\s*:\s*[\w.]+(?:\[[\w., |]{0,80}\])?(?:\s*\|\s*[\w.]+){0,4})?"
 _OPEN = r"(?:(?:[(\[]|\b(?:SecretStr|SecretBytes|Secret|Field|str|bytes)\((?:\s*default\s*=)?)\s*[-+ ]*)*"
-_QUOTED = re.compile(  # in every kind of file; setdefault("API_KEY", "…")
-    rf"(?:\\?[\"'`]?\]?(?:{_TYPED}\s*(?::=|=>|[=!]==?|=)|\s*:)\s*{_OPEN}"
-    rf"|\\?[\"'`]\s*,\s*(?:(?:default|value)\s*=\s*)?){_STRING}"
-)
-_NEXT = re.compile(rf"\s*,\s*{_STRING}")
-_BESIDE = [  # in every kind of file
+_ASSIGNED = [  # in every kind of file
+    re.compile(  # in quotes; setdefault("API_KEY", "…") too
+        rf"(?:\\?[\"'`]?\]?(?:{_TYPED}\s*(?::=|=>|[=!]==?|=)|\s*:)\s*{_OPEN}"
+        r"|\\?[\"'`]\s*,\s*(?:(?:default|value)\s*=\s*)?)[rbuRBU]{0,2}"
+        r"(?P<quote>\"{3}|'{3}|\\?[\"'`])(?P<value>(?:(?!(?P=quote))(?:\\.|[^\n\\])){1,4096})(?P=quote)"
+    ),
     re.compile(r"\\?[\"']?\s*[:=,]\s*\\?f?[\"']?(?:Bearer|Basic|Token|Bot)\s+(?P<value>[\w.~+/=-]{8,})"),
-    re.compile(r"[\"']\s*\{?[\s+]*(?:value|default)\s*=\s*[\"'](?P<value>[^\"'\n]+)[\"']"),  # of Terraform and XML
-    re.compile(r"\s+is:?\s+(?P<quote>[`\"'])(?P<value>\S+)(?P=quote)"),
-    re.compile(r">(?P<value>[^<>\n$]+)</"),
 ]
 _INNER = re.compile(r"=(?P<value>[^;&\"'\s{}$<>%(),\[\]]+)")  # Server=db;Pwd=…;Port=1 and ?page=1&token=…
 _OPTION = re.compile(r"(?:=|\s+)[\"']?(?P<value>[^\s\"'$-][^\s\"']*)")
-_ASSIGN = r"[\"']?[ \t]*[:=](?!=)[ \t]*"
-_LINE = re.compile(  # without quotes, where the name begins its line, in a file of settings
-    rf"{_ASSIGN}(?P<value>[^\s\"'{{}}\[\]|>,;#!&*(][^\n]{{0,300}}?)(?=[ \t]{{0,20}}(?:[ \t]#|$))", re.MULTILINE
+_SETTING = re.compile(  # without quotes, in a file of settings
+    r"[\"']?[ \t]*[:=](?!=)[ \t]*(?P<value>[^\s\"'{}\[\]|>,;#!&*(][^\n,}\];]{0,300}?)"
+    r"(?=[ \t]{0,20}(?:[,}\];]|[ \t]#|$))",
+    re.MULTILINE,
 )
-_SETTINGS = [  # without quotes: a part of a line; a word; a block of YAML; `name: DB_PASSWORD` before `value: …`
-    re.compile(
-        rf"{_ASSIGN}(?P<value>[^\s\"'{{}}\[\]|>,;#!&*(][^\n,}}\]#;]{{0,300}}?)(?=[ \t]{{0,20}}(?:[,}}\];]|[ \t]#|$))",
-        re.MULTILINE,
-    ),
-    re.compile(rf"{_ASSIGN}(?P<value>[^\s\"'{{}}\[\]|>#!&*(][^\s,}}\]\"']*)"),
-    re.compile(r":[ \t]*[|>][+-]?[ \t]*\n[+-]?[ \t]+(?P<value>\S[^\n]*)"),
-    re.compile(r"[\"']?[ \t]*\n[ +-]*value:[ \t]*[\"']?(?P<value>[^\s\"']+)"),
-]
-_SPACED = re.compile(r"[ \t]+(?P<value>[^\s=:]\S*)")  # ENV DB_PASSWORD …, and the lines of .netrc
 _NOTE = re.compile(r"[\"']?[ \t]*[:=](?!=)[ \t]*(?P<value>[^\s\"',;(){}\[\]]+)(?=[.,;)]?[ \t]*$)", re.MULTILINE)
 
 _HARMLESS = re.compile(
@@ -162,27 +145,15 @@ def _tokens(text: str) -> Iterator[tuple[int, int]]:
 
 def _assignments(text: str, name: str) -> Iterator[tuple[int, int]]:
     is_code, is_prose = bool(_CODE.search(name)), bool(_PROSE.search(name))
-    notes = [found.span() for found in _COMMENT.finditer(text)] if is_code else []
     for named in _NAME.finditer(text):
         start, end = named.span()
         if not (strength := _strength(named[0].lstrip("-"))):
             continue
-        note = bisect(notes, (start, len(text))) - 1
-        is_note = is_prose or (note >= 0 and notes[note][1] >= end)
-        found, is_list = _QUOTED.match(text, end), False
-        while found:
-            group = "text" if found["long"] else "value"
-            is_list = is_list or not {"[", "("}.isdisjoint(text[end : found.start(group)])
-            if _is_secret(found[group], strength, False):
-                yield found.span(group)
-            found = _NEXT.match(text, found.end()) if is_list else None
-        line = text[max(0, start - 200) : start].rpartition("\n")[2]
-        patterns = _BESIDE + [_INNER] * (is_note or text[start - 1 : start] in {*";\"'?&"})
+        patterns = _ASSIGNED + [_INNER] * (is_prose or text[start - 1 : start] in {*";\"'?&"})
         patterns += [_OPTION] * text.startswith("--", start)
-        patterns += [_SPACED] * bool(re.search(r"(?i)netrc|docker", name))
-        patterns += [_NOTE] if is_note else [] if is_code else _SETTINGS + [_LINE] * (not line.strip(" \t+-"))
+        patterns += [_NOTE] if is_prose else [_SETTING] if not is_code else []
         for pattern in patterns:
-            if (found := pattern.match(text, end)) and _is_secret(found["value"], strength, is_note):
+            if (found := pattern.match(text, end)) and _is_secret(found["value"], strength, is_prose):
                 yield found.span("value")
 
 

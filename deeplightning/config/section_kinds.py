@@ -5,20 +5,14 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from deeplightning.own_code import top_level
 from deeplightning.signatures.signature import Factory
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What a target makes.
-
-    Attributes:
-        base: the class that it derives from, MODULE.CLASS.
-        words: the same for people.
-    """
+class Kind(NamedTuple):
+    """What a target makes: the class that it derives from, MODULE.CLASS, and the same in words."""
 
     base: str
     words: str
@@ -45,18 +39,9 @@ HOOK = "engine.setup_hook"
 # Modules that are neither a network nor, but for the first, a loss.
 _OTHER_MODULES = {"_Loss": "a loss", "Metric": "a metric", "LightningModule": "a task"}
 
-# Callbacks of Lightning's that train with another value than the config's, which the run would not record.
-_SEARCHERS = {
-    "LearningRateFinder": (
-        "the learning rate",
-        "tune.space: {model.optimizer.params.lr: {log_uniform: [1e-4, 0.1]}}`, or find one first by `deeplightning lr "
-        "CONFIG",
-    ),
-    "BatchSizeFinder": (
-        "the batch size",
-        "tune.space: {data.batch_size: {choice: [64, 128, 256]}}`, or find one first by `deeplightning batch CONFIG",
-    ),
-}
+# Callbacks of Lightning's that train with another value than the config's, which the run would not record; and the verb
+# that finds the value first.
+_SEARCHERS = {"LearningRateFinder": "lr", "BatchSizeFinder": "batch"}
 
 # What of the standard library makes a plain value, which params may hold: `datetime.timedelta` for a callback.
 _PLAIN = {
@@ -92,9 +77,8 @@ def misfit(paths: Sequence[str], complete: bool, role: str) -> str | None:
     if base in names and "lightning" in roots and "pytorch_lightning" not in roots:
         return "derives from `lightning.pytorch`; derive it from the same class of `pytorch_lightning`"
     if role == "train.callbacks" and (searcher := next((name for name in _SEARCHERS if name in names), None)):
-        what, space = _SEARCHERS[searcher]
-        kept = "the run's cfg.yaml would keep another than it trained with"
-        return f"changes {what}, and {kept}; search with `{space}`"
+        kept = "and the run's cfg.yaml would keep another than it trained with"
+        return f"changes a value of the config, {kept}; find it first by `deeplightning {_SEARCHERS[searcher]} CONFIG`"
     if (top, base) in ancestors or (role == "model.scheduler" and "ReduceLROnPlateau" in names):
         other = next((words for name, words in _OTHER_MODULES.items() if name in names), None)
         if other and role in ("model.network", "model.loss") and (role, other) != ("model.loss", "a loss"):

@@ -18,10 +18,10 @@ from typing import Any
 import yaml
 
 from deeplightning.address import beside, is_address
-from deeplightning.config import addresses, other_tools, packages
+from deeplightning.config import addresses, packages
 from deeplightning.config.interpolation import resolve
 from deeplightning.config.option_groups import SHIPPED_GROUPS, Group, check_name, choices, chosen
-from deeplightning.config.schema import VERSION, Logger
+from deeplightning.config.schema import Logger
 from deeplightning.config.secrets import Secrets
 from deeplightning.config.section_kinds import role_of
 from deeplightning.config.short_names import LAUNCHER, full_name
@@ -112,7 +112,6 @@ class Source:
         """
         found = resolve(self.root, self.faults, dict.fromkeys(self.resolvers()) | dict(functions or {}))
         self.secrets, self.unchecked = found.secrets, found.unchecked
-        self.notices = [*self.notices, *found.notices]
         for path, entry in nodes(self.root):
             if path[-1:] == ("type",) and isinstance(entry.value, str) and entry.value.isidentifier():
                 self._in_full(path, entry)
@@ -305,7 +304,6 @@ class _Reading:
             what = "is empty" if tree.value is None else f"holds {kind(tree)}"
             message = f"this file {what}; a config is a mapping of keys such as `data:`"
             raise ConfigError(Fault(message, place=short(path)))
-        _check_version(tree.value.get("version"))
         if inside:
             tree.value.pop("version", None)
         base = tree.value.pop("_base_", None)
@@ -314,10 +312,9 @@ class _Reading:
         names = base.value if isinstance(base.value, list) else [base]
         parts: dict[int, list[Entry]] = {}
         # Its own choices count before those of its files, those of a later file before those of an earlier one.
-        named: set[str] = set()
         for number, name in enumerate(names):
             if isinstance(name.value, dict):
-                parts[number] = self._options(name.value, named, this, number)
+                parts[number] = self._options(name.value, this, number)
         files = {}
         for number, name in enumerate(names):
             if isinstance(name.value, str):
@@ -330,20 +327,12 @@ class _Reading:
         laid = [part for number in sorted(parts) for part in parts[number]]
         return functools.reduce(_merge if inside else _lay, [*laid, tree])
 
-    def _options(self, items: dict[str, Entry], named: set[str], file: _File, at: int) -> list[Entry]:
-        """Return the trees of the options that `{group: option}` names, each below the group's key.
-
-        Args:
-            named: the groups that the same `_base_` has named.
-        """
+    def _options(self, items: dict[str, Entry], file: _File, at: int) -> list[Entry]:
+        """Return the trees of the options that `{group: option}` names, each below the group's key."""
         found = []
         for name, entry in items.items():
             check_name(name, entry.place)
             whole = f"{file.inside}/{name}" if file.inside else name
-            if whole in named:
-                message = f"the option group `{whole}` is named twice; remove one"
-                raise ConfigError(Fault(message, "_base_", entry.place))
-            named.add(whole)
             if whole in self.groups:  # somebody nearer to the user has chosen
                 continue
             choice = self.words.get(whole, entry)
@@ -362,7 +351,7 @@ class _Reading:
         """Refuse an override that chooses an option of a group that no file names.
 
         Raises:
-            ConfigError: with what would name it.
+            ConfigError: it does.
         """
         entry = self.words.get(name)
         if entry is None or entry.value is None:
@@ -374,26 +363,8 @@ class _Reading:
         is_there = all(map(any, files))
         if "/" not in name and not is_there:
             return
-        known = f" Option groups here: {', '.join(self.groups)}." if self.groups else ""
-        message = f"no `_base_` of this config names an option group `{name}`.{nearest(name, self.groups)}{known}"
-        if is_there:
-            message += f" Add {{{name}: {options[0]}}} to its `_base_`"
+        message = f"no `_base_` of this config names an option group `{name}`.{nearest(name, self.groups)}"
         raise ConfigError(Fault(message, name, entry.place))
-
-
-def _check_version(entry: Entry | None) -> None:
-    """Refuse a value at a file's key `version` that is no version that this release reads.
-
-    Raises:
-        ConfigError: with what is allowed.
-    """
-    found = None if entry is None else entry.value
-    if entry is None or (found == VERSION and not isinstance(found, bool)):
-        return
-    message = f"must be {VERSION}, not {kind(entry)}; write `version: {VERSION}`, or leave it out"
-    if isinstance(found, int) and found > VERSION:
-        message = f"a later release of Deep Lightning has written this config of version {found}; install that release"
-    raise ConfigError(Fault(message, "version", entry.place, found=str(found), allowed=str(VERSION)))
 
 
 def _folder(path: Path) -> Path:
@@ -441,18 +412,13 @@ def text_of(path: Path) -> str:
         ConfigError: there is none that can be read.
     """
     place = short(path)
-    if os.path.isdir(path):  # noqa: PTH112  (Path's fails for a name that is too long)
-        raise ConfigError(Fault("this is a folder; name the YAML file in it", place=place))
-    if os.path.exists(path) and not os.path.isfile(path):  # noqa: PTH110, PTH113
-        raise ConfigError(Fault("this is a pipe or a device, not a YAML file", place=place))
+    if os.path.exists(path) and not os.path.isfile(path):  # noqa: PTH110, PTH113  (Path's fail for long names)
+        raise ConfigError(Fault("this is a folder, a pipe or a device; name a YAML file", place=place))
     try:
         with frozen(path).open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        near = sorted(p.name for p in path.parent.glob("*.y*ml"))[:8] if path.parent.is_dir() else []
-        hint = f"; {short(path.parent)} holds {', '.join(near)}" if near else ""
-        hint += packages.shipped_instead(path)
-        raise ConfigError(Fault(f"there is no such config file{hint}", place=place)) from None
+        raise ConfigError(Fault(f"there is no such config file{packages.shipped_instead(path)}", place=place)) from None
     except OSError as error:
         kind = SetupError if is_of_machine(error) else ConfigError
         raise kind(Fault(f"cannot be read: {error.strerror}", place=place)) from None
@@ -524,23 +490,19 @@ def _refuse_other_form(root: Entry, files: list[str]) -> None:
         ConfigError: with the command that converts it.
     """
     items = {name: entry.value for name, entry in root.value.items()}
-    words = {word for name in ("model", "data", "fit") if isinstance(items.get(name), dict) for word in items[name]}
+    words = {word for name in ("model", "data") if isinstance(items.get(name), dict) for word in items[name]}
     listed: Any = items.get("defaults")
-    listed = listed if isinstance(listed, list) else []
-    groups = {str(group).lstrip("/") for item in listed if isinstance(item.value, dict) for group in item.value}
-    if isinstance(items.get("fit"), dict) and words & {"trainer", "model", "data"}:
+    groups = [item.value for item in listed if isinstance(item.value, dict)] if isinstance(listed, list) else []
+    if isinstance(items.get("fit"), dict):
         system, sign = "lightning-cli", "fit"
-    elif "trainer" in items and ("class_path" in words or "seed_everything" in items):
-        system, sign = "lightning-cli", "trainer"
-    elif groups & {"model", "data", "datamodule", "trainer"}:
+    elif any({"model", "data", "datamodule", "trainer"} & {str(name).lstrip("/") for name in each} for each in groups):
         system, sign = "hydra", "defaults"
-    elif "trainer" in items and "_target_" in words:
-        system, sign = "hydra", "trainer"
+    elif "trainer" in items and ("seed_everything" in items or words & {"class_path", "_target_"}):
+        system, sign = "hydra" if "_target_" in words else "lightning-cli", "trainer"
     else:
         return
     command = f"deeplightning migrate --from {system} {' '.join(files)} --write"
-    name = {"lightning-cli": "LightningCLI", "hydra": "Hydra"}[system]
-    message = f"this is a config of {name}. `{command}` makes one that trains the same"
+    message = f"this is a config of another system. `{command}` makes one that trains the same"
     raise ConfigError(Fault(message, sign, root.value[sign].place))
 
 
@@ -557,18 +519,10 @@ def _override(root: Entry, text: str) -> None:
     if name == "_base_":
         message = "a file names its `_base_`; from the command line, write a file that has both, or name another config"
         raise ConfigError(Fault(message, name, place))
-    if text.startswith("--") and equals:  # as LightningCLI has it
-        raise ConfigError(Fault(f"an override has no dashes.{_meant(name.lstrip('-'), value)}", place=place))
-    if name.startswith("+"):  # as Hydra has it
-        raise ConfigError(Fault(f"a key is added without `++`.{_meant(name.lstrip('+'), value)}", place=place))
-    if not all(parts) or (equals == "") != (sign == "~"):
+    if not all(parts) or (equals == "") != (sign == "~") or name.startswith(("-", "+")):
         what = "there is no such option, see --help; " if text.startswith("-") else ""
-        if os.path.isfile(text):  # noqa: PTH113  (Path's fails for a name that is too long)
-            what = "the name of a further config file ends in .yaml or .yml; "
         raise ConfigError(Fault(f"{what}an override is key=value, ~key (remove), or +list=[x] (append)", place=place))
     new = None if sign == "~" else _override_value(value, name, place)
-    if sign == "+" and new is not None and not isinstance(new.value, list) and other_tools.ours(name):
-        raise ConfigError(Fault(f"a key is added without `+`.{_meant(name, value)}", place=place))
     if name == "logger.type" and new is not None:
         root.value = _for_logger(root, Entry({"logger": Entry({"type": new}, place)}, place)).value
     above, last = _reach(root, parts, place, make=sign != "~")
@@ -588,12 +542,6 @@ def _override(root: Entry, text: str) -> None:
         items[last] = Entry([*before, *new.value], place, over=old)
     else:
         items[last] = replace(new, over=old)
-
-
-def _meant(name: str, value: str) -> str:
-    """Return ` Did you mean …?` with an override in our spelling."""
-    found = other_tools.ours(name)
-    return f" Did you mean {(found and other_tools.key_of(found)) or name}={value:.80}?"
 
 
 def _override_value(text: str, name: str, place: str) -> Entry:

@@ -87,14 +87,9 @@ def find(name: str) -> Any:
             found = getattr(found, part)
         except AttributeError:
             owner = ".".join(parts[:depth])
-            prefix = f"{owner}."
             public = _public_names(found)
-            things = (
-                [n for n in public if own_code.full_name(f"{prefix}{n}") not in sys.modules]
-                if depth == len(parts) - 1
-                else []
-            )
-            near = (nearest(part, things) or nearest(part, public)).replace("mean ", f"mean {prefix}", 1)
+            things = [n for n in public if own_code.full_name(f"{owner}.{n}") not in sys.modules]
+            near = nearest(part, things if depth == len(parts) - 1 else public).replace("mean ", f"mean {owner}.", 1)
             raise ValueError(f"{owner} has no `{part}`.{near}{read}") from None
         depth += 1
     return found
@@ -268,9 +263,7 @@ def _unbuilt(error: Exception, target: Target) -> UserError:
         if error.errno is None and not (type(error) is OSError and own_code.is_theirs(own_code.raiser(error))):
             message = (
                 f"{target.type} downloads files when it is built, and that failed: {first_line(error)}. Connect the "
-                "machine; or copy the files from one that has them (torch keeps them in TORCH_HOME, ~/.cache/torch, "
-                "Hugging Face in HF_HOME, ~/.cache/huggingface); or leave out the param that asks for them, such as "
-                "`weights` (weights of a file: model.init_from)"
+                "machine, or copy them from one that has them (~/.cache/torch, ~/.cache/huggingface)"
             )
     elif isinstance(error, TypeError | ValueError):
         message = f"{target.type} refuses its arguments: {reason(error)}"

@@ -35,10 +35,6 @@ _WORDS: dict[str, object] = {
 }
 
 
-_YAML = "tag:yaml.org,2002:"
-_TAGS: dict[str, type] = {"str": str, "null": type(None), "bool": bool, "int": int, "float": float}
-
-
 @dataclass
 class Entry:
     """One value of a config and the place that set it.
@@ -216,12 +212,6 @@ def _whole(node: Node | None, text: str, name: str) -> Node | None:
     is_word = node is None or (isinstance(node, ScalarNode) and (not node.style or node.style in "|>"))
     if is_word and not words.startswith("!") and ("\n" not in words or words[0] not in "|>"):
         return ScalarNode("", words, yaml.Mark(name, 0, 0, 0, None, 0))
-    end = 0
-    for token in yaml.scan(text, Loader=_Loader):
-        if "#" in text[end : token.start_mark.index]:
-            message = "`#` would begin a comment here, and an override has none; put a text with `#` in quotes"
-            raise ConfigError(Fault(message, place=name))
-        end = token.end_mark.index
     return node
 
 
@@ -283,15 +273,17 @@ class _Builder:
             self.open.discard(id(node))
 
     def value(self, node: Node) -> Any:
-        if isinstance(node, SequenceNode) and node.tag in ("", f"{_YAML}seq"):
-            return [self.build(item) for item in node.value]
-        if isinstance(node, MappingNode) and node.tag in ("", f"{_YAML}map"):
-            return self.mapping(node)
-        try:
-            return _tagged(node)
-        except ValueError as error:
-            self.faults.append(Fault(str(error), ".".join(self.above) or None, _place(self.name, node.start_mark)))
+        if node.tag:
+            tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+            message = f"{TAG} {tag} is not allowed: a config holds plain values only"
+            self.faults.append(Fault(message, ".".join(self.above) or None, _place(self.name, node.start_mark)))
             return None
+        if isinstance(node, SequenceNode):
+            return [self.build(item) for item in node.value]
+        if isinstance(node, MappingNode):
+            return self.mapping(node)
+        assert isinstance(node, ScalarNode)
+        return node.value if node.style else scalar(node.value)
 
     def mapping(self, node: MappingNode) -> dict[Any, Entry]:
         items: dict[Any, Entry] = {}
@@ -310,7 +302,7 @@ class _Builder:
                     else:
                         self.faults.append(Fault(f"`<<` merges mappings, not {kind(entry)}", place=place))
                 continue
-            name = self.value(name_node) if is_typed or name_node.tag else name_node.value
+            name = self.value(name_node)
             if not is_typed and not isinstance(name, str):
                 name = name_node.value
             self.above.append(name_node.value)
@@ -323,27 +315,3 @@ class _Builder:
                 items[name] = value
             self.above.pop()
         return {**merged, **items}
-
-
-def _tagged(node: Node) -> Any:
-    """Return the value of a scalar; without a tag, quotes make it text.
-
-    Raises:
-        ValueError: its tag is not supported, or does not fit.
-    """
-    tag = node.tag.removeprefix(_YAML)
-    if isinstance(node, ScalarNode) and (not tag or tag in _TAGS):
-        text = node.value
-        value = scalar(text)
-        if tag == "str" or (not tag and node.style):
-            return text
-        if tag == "bool":
-            value = yaml.SafeLoader.bool_values.get(text.lower())
-        elif tag == "float" and type(value) is int:
-            value = float(text.replace("_", ""))
-        if not tag or type(value) is _TAGS[tag]:
-            return value
-        raise ValueError(f"{TAG} !!{tag} does not fit the text {text[:60]!r}")
-    shown = node.tag.replace(_YAML, "!!")
-    message = f"{TAG} {shown} is not allowed: a config holds plain values only"
-    raise ValueError(f"{message} (!!str, !!int, !!float, !!bool, !!null, !!seq, !!map)")

@@ -196,14 +196,6 @@ def test_a_run_in_a_program_shows_the_names_of_its_store_escaped(foreign, monkey
     assert is_clean(repr(run) + run._repr_html_())
 
 
-def test_a_shell_completes_without_such_names(command, foreign, tmp_path):
-    store = str(foreign.path.parents[2])
-    asked = {"_DEEPLIGHTNING_COMPLETE": "bash_complete", "COMP_WORDS": "deeplightning test ", "COMP_CWORD": "2"}
-    told = command(cwd=tmp_path, MLFLOW_TRACKING_URI=store, **asked)
-    assert foreign.path.parent.name in told.out
-    assert is_clean(told.out + told.err)
-
-
 @pytest.mark.parametrize(
     ("status", "answer"),
     [(200, {"label": FORGED}), (400, {"ERROR": FORGED}), (500, {FORGED: FORGED}), (200, [FORGED]), (200, None)],

@@ -95,23 +95,6 @@ def test_bytes(check, data):
     assert_answered(check, data)
 
 
-@pytest.mark.slow
-@times(600)
-@given(text=st.text("ab0.:-,?#&*!|>'\"%@`~${}[]<=_\\/ \n\n\t\r\0\ufeff\x1b\x85é", max_size=60))
-def test_characters(check, text):
-    """Texts of the characters that YAML gives a meaning."""
-    assert_answered(check, text)
-
-
-@times(300)
-@given(
-    words=st.lists(WORDS | st.sampled_from(["\n", ": ", "- ", " ", "\n  ", "${", "}", "&x ", "*x", ", "]), max_size=30)
-)
-def test_words(check, words):
-    """Texts of words that mean something, in no order."""
-    assert_answered(check, "".join(words))
-
-
 @st.composite
 def changed(draw) -> str:
     """The base config, with lines and words of it changed."""
@@ -212,23 +195,18 @@ def _lines(pattern: str, numbers: range) -> str:
 
 LARGE = {
     "one long word": "x" * 999_000,
-    "a long value": "seed: " + "x" * 900_000,
     "a long quoted value": 'data: {root: "' + "\\e" * 400_000 + '"}',
     "a long key": "x" * 900_000 + ": 1",
-    "a long known path": "data: {" + "x" * 900_000 + ": 1}",
     "a long type": "data: {module: {type: torch." + "x" * 900_000 + "}}",
     "a type of many parts": "data: {module: {type: a" + ".a" * 400_000 + "}}",
-    "many digits": "seed: " + "9" * 900_000,
     "as many as Python converts": BASE + "tune: {num_trials: " + "9" * 3999 + "}",
     "an epoch of many digits": BASE.replace("num_epochs: 2", "num_epochs: 2\n  val_every_n_epoch: " + "9" * 3999),
     "digits and a word": "seed: " + "9" * 900_000 + "x",
-    "digits by ones": "seed: " + "9_" * 450_000 + "x",
     "many keys": _lines("k{n}: 1\n", range(40_000)),
     "many like a known one": _lines("dat{n}: 1\n", range(49)) + "".join(f"{'data' * 9000}{n}: 1\n" for n in range(20)),
     "many params": BASE + "tune: {metric: x, space: {" + ", ".join(f"k{n}: 1" for n in range(40_000)) + "}}",
     "a key that stands often": "seed: 1\n" * 90_000,
     "many values": "seed: [" + "1," * 450_000 + "]",
-    "many empty ones": "stages: [" + ",".join(["''"] * 49_000) + "]",
     "many wrong words": "stages: [" + ",".join(["tran"] * 49_000) + "]",
     "many targets": "train: {callbacks: [" + ",".join(["{type: some_parts.anything}"] * 16_000) + "]}",
     "many unknown targets": "train: {callbacks: ["
@@ -236,22 +214,18 @@ LARGE = {
     + "]}",
     "many comments": "# x\n" * 240_000,
     "many lines": "\n" * 999_000,
-    "many documents": "---\n" * 240_000,
     "many tags": "seed: [" + "!own x," * 49_000 + "]",
-    "many long tags": "seed: [" + ("!" + "o" * 10_000 + " x,") * 99 + "]",
     "many anchors": "seed: [" + ",".join(f"&a{n} x" for n in range(49_000)) + "]",
     "many aliases": "seed: [&a x" + ",*a" * 240_000 + "]",
     "many complex keys": "? [a]\n: 1\n" * 90_000,
     "many merges": "a: &a {x: 1}\n" + "b: {" + "<<: *a, " * 40_000 + "}",
-    "a merge in itself": "a: &a {<<: *a}\n",
     "merges in a circle": "a: &a {<<: *b}\nb: &b {<<: *a}\n",
+    "a merge in itself": "a: &a {<<: *a}\n",
     "an anchor in itself": "a: &a [*a]\n",
     "a bomb": "a0: &a0 x\n" + _lines("a{n}: &a{n} [*a{m}, *a{m}]\n", range(1, 200)),
     "a bomb of keys": "a0: &a0 {x: 1}\n" + _lines("a{n}: &a{n} {{x: *a{m}, y: *a{m}}}\n", range(1, 200)),
     "deep lists": "seed: " + "[" * 400_000,
-    "deep mappings": "seed: " + "{a: " * 200_000,
     "deep blocks": "- " * 400_000,
-    "deep questions": "? " * 400_000,
     "as deep as may be": "data: {loader: " + "[" * 57 + "]" * 57 + "}",
     "targets in targets": "data: {module: " + "{type: some_parts.anything, params: {a: " * 28 + "1" + "}}" * 28 + "}",
     "doubled texts": "a0: xx\n" + _lines("a{n}: ${{a{m}}}${{a{m}}}\n", range(1, 60)),
@@ -269,33 +243,22 @@ LARGE = {
     "open braces": "seed: " + "${" * 400_000,
     "backslashes": "seed: " + "\\" * 900_000 + "${",
     "commas": "seed: ${oc.decode:" + "," * 900_000 + "}",
-    "fewer commas": "seed: ${oc.decode:" + "," * 19_000 + "}",
     "many arguments": "seed: '${oc.create:[" + "a," * 9_000 + "b]}'",
-    "many words": "seed: ${oc.decode:" + "a " * 9_000 + "}",
-    "many mappings": "seed: '${oc.create:[" + "{a: b}," * 2_500 + "c]}'",
     "lists in lists": "seed: '${oc.create:" + "[a, " * 50 + "[" + "b, " * 6_000 + "c]" + "]" * 50 + "}'",
     "many references in a text": "seed: " + "${no}" * 4_900,
-    "dots": "seed: ${" + "." * 900_000 + "}",
-    "long brackets": "seed: ${oc.decode:" + "[" * 900_000 + "}",
     "variables": _lines("a{n}: ${{oc.env:SOME_SECRET}}\n", range(30_000)),
     "odd escapes": BASE + 'x: "\\e[31m\\x07\\x9b\\u2028\\x85\\u202e"\n"\\e[2J": 1\n',
     "UTF-16": "seed: 1".encode("utf-16"),
     "a byte order mark": b"\xef\xbb\xbf" + BASE.encode(),
     "zero bytes": bytes(900_000),
     "many directives": "%YAML 1.2\n" * 50_000 + "---\nseed: 1\n",
-    "many tag directives": _lines("%TAG !a{n}! tag:x\n", range(20_000)) + "---\nseed: 1\n",
-    "tabs": "\t" * 900_000 + "a",
-    "spaces": " " * 900_000 + "a: 1",
-    "quotes": "seed: '" + "''" * 450_000 + "'",
     "a folded text": "seed: >\n" + " x\n" * 300_000,
     "bases": "_base_: [" + ",".join(["other.yaml"] * 100_000) + "]",
     "bases in a circle": "_base_: [other.yaml, c.yaml]",
     "odd bases": "_base_: [/dev/zero]",
     "a base that waits": "_base_: pipe",
-    "a folder as a base": "_base_: .",
     "a base with a long name": "_base_: " + "x/" * 400_000,
     "a base with a zero": '_base_: "a\\0b"',
-    "a base of nobody": "_base_: ~nobody/x",
     "a base that is a picture": "_base_: picture",
 }
 

@@ -157,8 +157,6 @@ def test_an_installed_package_adds_a_verb(command, called):
     assert command("greet", "Ada") == (0, "hello Ada\n", "")
     assert "Greet somebody." in called("greet", "--help")[1]
     assert "Run the stages of CONFIG" in called("train", "--help")[1]
-    code, out, _ = command(_DEEPLIGHTNING_COMPLETE="bash_complete", COMP_WORDS="deeplightning g", COMP_CWORD="1")
-    assert (code, "greet" in out) == (0, True)
 
 
 def test_a_verb_that_cannot_be_used_names_its_package(command, called):

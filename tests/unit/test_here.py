@@ -1,11 +1,19 @@
 """A verb without a CONFIG takes `config.yaml` of the working directory."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from click.testing import CliRunner
 
 from deeplightning.cli import cli
 
 CONFIG = "_base_: pkg://deeplightning/configs/base.yaml\nseed: 7\n"
+
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -47,3 +55,11 @@ def test_elsewhere_a_config_must_be_named():
     assert "Missing argument 'CONFIG'" in done.output
     assert "there is no such config file" in str(run("check", "data.batch_size=8").exception)
     assert "config.yaml of the" in run("train", "--help").output
+
+
+def test_the_working_directory_is_no_place_for_modules(here):
+    """`python -m deeplightning` imports nothing from it, as `deeplightning` does, until a config is read."""
+    program = "import sys, deeplightning.__main__; print(*sys.path, sep=chr(10))"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+    assert {"", str(here)}.isdisjoint(done.stdout.split("\n")[:-1])

@@ -39,7 +39,7 @@ REFERENCE = st.recursive(
         st.tuples(st.sampled_from(["a", "d.x", "no", "no.x"]), ARGUMENT).map("${{oc.select:{0[0]},{0[1]}}}".format),
         st.sampled_from(["1", "x y", "'1.10'", "null", "${e}"]).map("${{oc.env:IT_IS_NOT_SET,{}}}".format),
         ARGUMENT.map("${{oc.decode:'{{x: {}}}'}}".format),
-        st.sampled_from(["${oc.dict.keys:d}", "${d.${e}}", "${oc.deprecated:d.x}"]),
+        st.sampled_from(["${oc.dict.keys:d}", "${d.${e}}"]),
     ),
     max_leaves=4,
 )
@@ -49,7 +49,6 @@ REFERENCE = st.recursive(
 @pytest.mark.run
 @settings(max_examples=100, derandomize=True, database=None, deadline=None, suppress_health_check=[*HealthCheck])
 @given(texts=st.lists(REFERENCE, min_size=4, max_size=4))
-@pytest.mark.filterwarnings("ignore:'[abc]")  # of oc.deprecated
 def test_a_reference_means_what_it_means_in_omegaconf(texts, tmp_path):
     """What OmegaConf gives a value, we give too; what it gives none, has a note.
 
@@ -81,18 +80,6 @@ def test_a_reference_means_what_it_means_in_omegaconf(texts, tmp_path):
         assert found == expected, (config, key, source.faults)
 
 
-def test_a_deprecated_key_has_the_value_of_the_new_one_and_a_notice(tmp_path):
-    """`${oc.deprecated:NEW,MESSAGE}`, where OmegaConf warns."""
-    path = tmp_path / "c.yaml"
-    path.write_text("new: {a: 1}\nold: ${oc.deprecated:new.a}\nolder: ${oc.deprecated:new,take $NEW_KEY}\n")
-    source = read(path)
-    assert plain(source.root) == {"new": {"a": 1}, "old": 1, "older": {"a": 1}}
-    assert [(notice.key, notice.text) for notice in source.notices] == [
-        ("old", "old: 'old' is deprecated. Change your code and config to use 'new.a'"),
-        ("older", "older: take new"),
-    ]
-
-
 def test_the_values_of_a_mapping_are_resolved(tmp_path):
     """`oc.dict.values` of a mapping with references in it, and its keys."""
     path = tmp_path / "c.yaml"
@@ -102,14 +89,11 @@ def test_the_values_of_a_mapping_are_resolved(tmp_path):
 
 
 def test_a_section_behind_a_reference_is_resolved_whole(tmp_path):
-    """Keys lead through references to sections, also several, and back into the section that is being resolved; one
-    that would hold itself is reported."""
+    """Keys lead through references to sections, also several; one that would hold itself is reported."""
     path = tmp_path / "c.yaml"
     path.write_text("a: {x: 1, y: '${.x}'}\nb: ${a}\nc: ${b}\nd: ${c.y}\nk: ${oc.dict.keys:c}\n")
     found = plain(read(path).root)
     assert (found["c"], found["d"], found["k"]) == ({"x": 1, "y": 1}, 1, ["x", "y"])
-    path.write_text("a: ${b}\nb: {c: '${a.d}', d: 1}\n")
-    assert plain(read(path).root) == {"a": {"c": 1, "d": 1}, "b": {"c": 1, "d": 1}}
     path.write_text("a: ${b}\nb: {c: '${a}', d: 1}\n")
     assert [fault.message for fault in read(path).faults] == ["`${b}` refers to itself", "`${a}` refers to itself"]
 

@@ -84,7 +84,7 @@ def test_a_name_that_does_not_ship_is_a_note():
     with pytest.raises(ConfigError, match=r"mnits: no config of this name .* Did you mean mnist\?"):
         run("mnits")
     for name in ("no such thing at all", "../pyproject", "/etc/hostname"):
-        with pytest.raises(ConfigError, match=r"There are: base, .* `deeplightning configs` lists all"):
+        with pytest.raises(ConfigError, match=r"with Deep Lightning.*`deeplightning configs` lists all"):
             run(name)
     assert CliRunner().invoke(cli, ["configs", "--to", "x"]).exit_code == 2
 

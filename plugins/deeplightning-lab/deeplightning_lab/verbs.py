@@ -6,14 +6,14 @@ from typing import Any
 import click
 
 from deeplightning.cli.commands_run import note
-from deeplightning.cli.group import LOOSE, OVERRIDES, complete_run, newest_run, with_overrides
+from deeplightning.cli.group import LOOSE, OVERRIDES, PATH, newest_run, with_overrides
 from deeplightning.process import streams
 from deeplightning.process.terminal import say
 
 
 @click.command(context_settings=LOOSE, epilog=OVERRIDES)
-@click.argument("good", metavar="GOOD", callback=newest_run, shell_complete=complete_run)
-@click.argument("bad", metavar="BAD", callback=newest_run, shell_complete=complete_run)
+@click.argument("good", metavar="GOOD", callback=newest_run, type=PATH)
+@click.argument("bad", metavar="BAD", callback=newest_run, type=PATH)
 @with_overrides
 @click.option("--metric", metavar="NAME", help="What is compared; default: the best value of the monitored metric.")
 @click.option(
@@ -58,8 +58,8 @@ def bisect(good: str, bad: str, overrides: tuple[str, ...], **options: Any) -> N
 
 
 @click.command()
-@click.argument("first", metavar="A", shell_complete=complete_run)
-@click.argument("second", metavar="B", shell_complete=complete_run)
+@click.argument("first", metavar="A", type=PATH)
+@click.argument("second", metavar="B", type=PATH)
 @click.option("--metric", metavar="NAME", help="The metric to judge; default: the monitored one, of the test.")
 @click.option("--by", type=click.FloatRange(0, min_open=True), help="The least difference that matters, such as 0.01.")
 @click.option("--format", type=click.Choice(["text", "json"]), default="text", help="The format of the output.")
