@@ -20,7 +20,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.loggers import Logger
 
 from deeplightning.callbacks.describe import data_name, engine_in_words, network_name
-from deeplightning.callbacks.hyperparameters import log_plain_values, save_plain_values, say_left_out
+from deeplightning.callbacks.hyperparameters import log_plain_values, save_plain_values
 from deeplightning.callbacks.provenance import Origin, keep_out
 from deeplightning.callbacks.resumption import Resumption
 from deeplightning.checks.trust import note_own
@@ -110,8 +110,6 @@ class Record(Callback):
             _freeze_again(pl_module, self._frozen)
             self._frozen = None
         self.open(trainer)
-        if trainer.is_global_zero:
-            say_left_out(trainer)
         self.has_learned = True
         is_first = trainer.num_nodes > 1 and trainer.local_rank == 0  # of its machine
         if is_first and not self.folder.config.exists() and not hooks_here().copies_files:

@@ -38,11 +38,11 @@ def test_patches(params, shape, patches):
     [
         (
             {"image_size": 28, "patch_size": 5},
-            "patch_size 5 does not divide the picture's height of 28 pixels; 1, 2, 4, 7, 14 and 28 do",
+            "patch_size 5 does not divide the picture's height of 28 pixels",
         ),
         (
             {"image_size": [32, 30], "patch_size": 4},
-            "patch_size 4 does not divide the picture's width of 30 pixels; 1, 2, 3, 5, 6, 10, 15 and 30 do",
+            "patch_size 4 does not divide the picture's width of 30 pixels",
         ),
         (
             {"image_size": 28, "patch_size": 7, "num_patches": 49},
@@ -50,7 +50,7 @@ def test_patches(params, shape, patches):
         ),
         (
             {"width": 64, "heads": 3},
-            "width 64 cannot be shared by 3 heads: heads must divide it, as 1, 2, 4, 8, 16, 32",
+            "width 64 cannot be shared by 3 heads: heads must divide it",
         ),
         ({"width": 0}, "width must be a whole number of at least 1, not 0"),
         ({"width": "wide"}, "width must be a whole number"),
