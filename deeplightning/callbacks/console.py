@@ -338,20 +338,15 @@ def _share_done(trainer: Trainer, done: int) -> float | None:
 def _bar() -> Any:
     """Return rich's progress bar with one task, below what else is printed; nothing refreshes it by itself."""
     from rich.console import Console as Screen
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.table import Column
-    from rich.text import Text
 
-    class Numbers(ProgressColumn):
-        """The column that is cut where a terminal is narrow."""
-
-        def render(self, task: Task) -> Text:
-            return Text(task.fields["text"], no_wrap=True, overflow="ellipsis")
-
+    is_cut = Column(no_wrap=True, overflow="ellipsis")  # where a terminal is narrow
+    numbers = TextColumn("{task.fields[text]}", markup=False, table_column=is_cut)
     bar = BarColumn(20, table_column=Column(no_wrap=True))
     batches = MofNCompleteColumn(table_column=Column(no_wrap=True))
     progress = Progress(
-        *(TextColumn("{task.description}"), bar, batches, Numbers()),
+        *(TextColumn("{task.description}"), bar, batches, numbers),
         console=Screen(file=sys.stdout, highlight=False),
         auto_refresh=False,
         transient=True,

@@ -192,29 +192,21 @@ def _save_image(pixels: np.ndarray, file: IO[bytes], longest: int | None = None)
 
 
 class Describe(Callback):
-    """Keep the description of the run up to date, on rank 0: at its start and after each stage."""
+    """Give the run its description, on rank 0."""
 
     def __init__(self, cfg: Config, record: Record):
         self.cfg, self.record = cfg, record
-        self._learned = ""  # samples and parameters
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero:
-            total = sum(getattr(p, "ds_numel", p.numel()) for p in pl_module.parameters())
-            sizes = " and ".join(set_sizes(trainer))
-            self._learned = f"{count(total, 'parameter')}" + (f"; {sizes} samples" if sizes else "")
-            self._tell(trainer)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # The next call of Lightning ends the run in the tracker: later it would have to be opened again.
-        if trainer.is_global_zero and self.record.opened and stage in ("fit", "validate", "test"):
-            self._tell(trainer)
-
-    def _tell(self, trainer: Trainer) -> None:
+        if not trainer.is_global_zero:
+            return
+        total = sum(getattr(p, "ds_numel", p.numel()) for p in pl_module.parameters())
+        sizes = " and ".join(set_sizes(trainer))
+        learned = f"{count(total, 'parameter')}" + (f"; {sizes} samples" if sizes else "")
         loggers: list[Any] = trainer.loggers
         for logger in loggers:
             if hasattr(logger, "describe"):
-                logger.describe(note(self.cfg, self.record.folder, logger.run_id, self._learned))
+                logger.describe(note(self.cfg, self.record.folder, logger.run_id, learned))
 
 
 class Histograms(Callback):

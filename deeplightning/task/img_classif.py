@@ -12,8 +12,7 @@ from torch import Tensor
 from deeplightning import transfer
 from deeplightning.config.part_config import PartConfig
 from deeplightning.task.classes import Classification
-from deeplightning.task.pixel_input import ImageTask
-from deeplightning.task.sheets import keep_best
+from deeplightning.task.pixel_input import ImageTask, keep_best
 
 SHOWN = 16
 """Pictures on the sheet of a validation."""

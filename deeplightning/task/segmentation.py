@@ -11,8 +11,7 @@ from torchmetrics import Metric
 
 from deeplightning.config.part_config import PartConfig
 from deeplightning.task.networks import Probabilities, check_number, refusal
-from deeplightning.task.pixel_input import ImageTask
-from deeplightning.task.sheets import keep_best
+from deeplightning.task.pixel_input import ImageTask, keep_best
 from deeplightning.task.supervised import Batch
 from deeplightning.task.task_errors import LabelError, MisfitError
 
