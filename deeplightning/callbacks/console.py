@@ -113,7 +113,7 @@ class Console(Callback):
         self._started = self._drawn = self._spoken = self._epoch_started = 0.0
         self._told_first = False
         self._samples = self._batches = 0  # that this process has learned from in the epoch
-        self._began_at = 0.0  # the share of training that was done when this process began
+        self._steps: float = math.inf  # of the training; infinite: not known
         self._validates = False  # in this epoch
         self._learning = self._validating = self._validated_at = 0.0  # seconds of the epoch; when a validation began
         self._shown: Deferred | None = None
@@ -131,7 +131,7 @@ class Console(Callback):
                 _say("hint", hint)
             for notice in proposals(self.cfg, self.cfg.engine):
                 _say("hint", notice.text)
-        self._began_at = _share_done(trainer, 0) or 0.0
+        self._steps = trainer.estimated_stepping_batches
         if self.bar and trainer.is_global_zero:
             self._progress = _bar()
             self._progress.start()
@@ -193,30 +193,28 @@ class Console(Callback):
             log.info("first loss %.4f, %.1f s after the start", self._loss(trainer, outputs), now - self._started)
         if self._progress and now - self._drawn > DRAW_SECONDS:
             self._drawn = now
-            self._draw(trainer, batch_idx + 1, self._loss(trainer, outputs), now)
+            self._draw(trainer, self._loss(trainer, outputs))
         elif self.lines and now - self._spoken > LINE_SECONDS:
             self._spoken = now
             done = f"batch {batch_idx + 1} of {trainer.num_training_batches}"
             log.info("epoch %d, %s: train_loss %.4f", trainer.current_epoch + 1, done, self._loss(trainer, outputs))
 
-    def _draw(self, trainer: Trainer, done: int, loss: float, now: float) -> None:
-        share = _share_done(trainer, done)
+    def _draw(self, trainer: Trainer, loss: float) -> None:
         shown = [f"loss {loss:.4f}", *self._judged]
-        if share is not None and share > self._began_at:
-            left = (now - self._started) * (1 - share) / (share - self._began_at)
-            shown.insert(0, f"{_duration(left)} left")
         if (speed := self._speed(trainer)) > 0:
             shown.append(f"{_rate(speed)} samples/s")
         if self._learning > 0:
             shown.append(f"{_rate(self._batches / self._learning)} it/s")
-        self._show(trainer, done, "  ".join(shown))
+        self._show(trainer, "  ".join(shown))
 
-    def _show(self, trainer: Trainer, done: int, text: str) -> None:
+    def _show(self, trainer: Trainer, text: str) -> None:
+        """Show the steps of the training that are done, and a text."""
         of = f"/{self.cfg.train.num_epochs}" if self.cfg.train.num_epochs else ""
-        (task,), batches = self._progress.task_ids, trainer.num_training_batches
-        total = int(batches) if math.isfinite(batches) else None
-        epoch = f"epoch {trainer.current_epoch + 1}{of}"
-        self._progress.update(task, total=total, completed=done, description=epoch, text=text, refresh=True)
+        (task,), epoch = self._progress.task_ids, f"epoch {trainer.current_epoch + 1}{of}"
+        total = int(self._steps) if math.isfinite(self._steps) else None
+        self._progress.update(
+            task, total=total, completed=trainer.global_step, description=epoch, text=text, refresh=True
+        )
 
     def _speed(self, trainer: Trainer) -> float:
         """Return the samples a second in this epoch, of all processes; 0: not known."""
@@ -278,7 +276,7 @@ class Console(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validated_at = time.monotonic()
         if self._progress:
-            self._show(trainer, trainer.fit_loop.epoch_loop.batch_progress.current.ready, "validating")
+            self._show(trainer, "validating")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validating += time.monotonic() - self._validated_at
@@ -325,28 +323,32 @@ def _shorten(text: str) -> str:
     return text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 1]}…"
 
 
-def _share_done(trainer: Trainer, done: int) -> float | None:
-    """Return the share of training that is done, 0 to 1, after so many batches of the epoch; None: not known."""
-    shares = []
-    if trainer.max_epochs and trainer.max_epochs > 0:
-        shares.append((trainer.current_epoch + done / max(trainer.num_training_batches, 1)) / trainer.max_epochs)
-    if trainer.max_steps > 0:
-        shares.append(trainer.global_step / trainer.max_steps)
-    return max(shares, default=None)
-
-
 def _bar() -> Any:
     """Return rich's progress bar with one task, below what else is printed; nothing refreshes it by itself."""
     from rich.console import Console as Screen
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        Task,
+        TextColumn,
+        TimeRemainingColumn,
+    )
     from rich.table import Column
+    from rich.text import Text
 
-    is_cut = Column(no_wrap=True, overflow="ellipsis")  # where a terminal is narrow
-    numbers = TextColumn("{task.fields[text]}", markup=False, table_column=is_cut)
-    bar = BarColumn(20, table_column=Column(no_wrap=True))
-    batches = MofNCompleteColumn(table_column=Column(no_wrap=True))
+    class Numbers(ProgressColumn):
+        """The column that is cut where a terminal is narrow."""
+
+        def render(self, task: Task) -> Text:
+            return Text(task.fields["text"], no_wrap=True, overflow="ellipsis")
+
+    bar = BarColumn(10, table_column=Column(no_wrap=True))
+    steps = MofNCompleteColumn(table_column=Column(no_wrap=True))
+    left = TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True))
     progress = Progress(
-        *(TextColumn("{task.description}"), bar, batches, numbers),
+        *(TextColumn("{task.description}"), bar, steps, left, Numbers()),
         console=Screen(file=sys.stdout, highlight=False),
         auto_refresh=False,
         transient=True,

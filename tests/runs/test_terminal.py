@@ -55,7 +55,7 @@ def test_a_terminal_shows_ten_lines_a_bar_and_the_epochs(tmp_path):
         line = rf"epoch \d of 2(  {value}){{4}}  best  \(\d+\.\d s, [\d,]+ samples/s\)"
         assert re.fullmatch(line, lines[number]), plain
     assert "\x1b[" in text
-    assert re.search(r" s left  loss \d\.\d{4}  [\d,]+ samples/s", plain)  # the bar
+    assert re.search(r"loss \d\.\d{4}  [\d,]+ samples/s", plain)  # the bar
     run = Path(lines[-1].removeprefix("Artifact storage path: "))
     commands = lines[lines.index("next       commands to paste:") + 1 : -1]
     assert commands == [
