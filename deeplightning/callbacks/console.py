@@ -21,7 +21,6 @@ from deeplightning.callbacks.record import Record, Redacting, print_once, rank_s
 from deeplightning.callbacks.watch import batch_loss, has_loss, samples_in
 from deeplightning.checks.hints import proposals
 from deeplightning.config.schema import Config, Target
-from deeplightning.config.tree import line
 from deeplightning.engine.compute import matmul_hint
 from deeplightning.engine.plan import effective_batch
 from deeplightning.engine.process_group import replicas
@@ -38,8 +37,6 @@ log = logging.getLogger("deeplightning")
 LINE_SECONDS = 30  # between two lines inside one epoch
 DRAW_SECONDS = 0.25  # between two drawings of the bar
 LABEL = 11  # columns of the word that begins a line, and of the space behind it
-MOST_CHANGES = 6  # values that the line `config` lists
-MOST_CHARACTERS = 40  # of one of them
 
 
 class _Terminal(logging.Handler):
@@ -154,8 +151,9 @@ class Console(Callback):
         by_sampler = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
         own_size = getattr(loader, "batch_size", None) or by_sampler
         own_size = own_size if isinstance(own_size, int) else None
+        names, changed = cfg.written or ([], [])  # the config's file, and the keys that the run changes in its bases
         return {
-            **({"config": _origin(cfg)} if cfg.written else {}),
+            **({"config": f"{', '.join(names)}{' with ' if changed else ''}{', '.join(changed)}"} if names else {}),
             "versions": f"Deep Lightning {__version__}, torch {torch.__version__}, Lightning {pl.__version__}"
             f"{' (and as `lightning`)' if UNIFIED in sys.modules else ''}, Python {platform.python_version()}",
             "data": f"{cfg.data.module.type.rpartition('.')[2]}: {', '.join(describe.set_sizes(trainer))} samples",
@@ -303,24 +301,6 @@ class Console(Callback):
 def _say(label: str, text: str) -> None:
     """Log a text behind a label."""
     log.info("%s %s", label.ljust(LABEL - 1), text)
-
-
-def _origin(cfg: Config) -> str:
-    """Return the config's file, and what the run changes in what that builds on."""
-    names, changed = cfg.written
-    shown, settings = [], cfg.public()
-    for key in changed:
-        value: Any = settings
-        for part in key.split("."):
-            value = value.get(part, ...) if isinstance(value, dict) else ...
-        shown.append(key if value is ... else f"{key}={_shorten(line(value))}")
-    more = f" and {len(shown) - MOST_CHANGES} more" if len(shown) > MOST_CHANGES else ""
-    name = ", ".join(names)
-    return f"{name} with {', '.join(shown[:MOST_CHANGES])}{more}" if shown else name
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 1]}…"
 
 
 def _bar() -> Any:

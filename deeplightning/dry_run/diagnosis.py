@@ -60,10 +60,6 @@ class Attempt:
         """The key of a fault in the loss."""
         return "model.loss" if self.cfg.model.loss else "model.module"
 
-    def fault(self, message: str, key: str) -> None:
-        if key not in {fault.key for fault in self.faults if fault.key != "model.module"}:
-            self.faults.append(Fault(message, key))
-
 
 def faults_of(attempt: Attempt, error: BaseException, building: Target | None = None) -> list[Fault]:
     """Return the faults behind an exception; `building`: the target that was being built."""

@@ -3,7 +3,6 @@ gradients, weights, logged values."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,7 +32,6 @@ from deeplightning.engine.plan import clip_arguments, trainer_arguments
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.kinds import KINDS
 from deeplightning.run.assemble import init_module
-from deeplightning.words import stage_of
 
 SAMPLES = 5
 """Of the made-up batch: enough for batch norm, few enough for a large network; odd, so that shapes are rarely equal by
@@ -92,7 +90,6 @@ def take_steps(attempt: Attempt) -> None:
                 more["ckpt_path"] = saved
                 attempt.stage += " of the checkpoint"
             getattr(trainer, stage)(task, datamodule=attempt.data, **more)
-            check_numbers(attempt)
     if saved is not None and attempt.cfg.train.export and not attempt.faults:
         _export(attempt)
 
@@ -174,19 +171,18 @@ def make_trainer(attempt: Attempt, look: pl.Callback) -> pl.Trainer:
 
 
 def _judge(attempt: Attempt, look: Observer) -> None:
-    """Report what a complete training shows: values that are not numbers, no loss, parameters without gradients."""
-    check_numbers(attempt)
-    if attempt.batch is None or attempt.faults:
+    """Report what a complete training shows: no loss, parameters without gradients."""
+    if attempt.batch is None or not attempt.task.automatic_optimization:
         return
-    name, task = attempt.cfg.model.module.type, attempt.task
-    if not look.learned and task.automatic_optimization:
-        attempt.fault(f"{name}.training_step returned no loss, so there was no optimizer step", "model.module")
+    if not look.learned:
+        message = f"{attempt.cfg.model.module.type}.training_step returned no loss, so there was no optimizer step"
+        attempt.faults.append(Fault(message, "model.module"))
     engine = attempt.asked.engine
     waits = engine.backend == "ddp" and not any(map(engine.params.get, ("find_unused_parameters", "static_graph")))
-    if waits and look.unused and task.automatic_optimization:
+    if waits and look.unused:
         names = ", ".join(look.unused[:3]) + (f" and {len(look.unused) - 3} more" if len(look.unused) > 3 else "")
         message = f"{names} got no gradient, and ddp waits for one of each parameter; set this to true"
-        attempt.fault(message, "engine.params.find_unused_parameters")
+        attempt.faults.append(Fault(message, "engine.params.find_unused_parameters"))
 
 
 def _export(attempt: Attempt) -> None:
@@ -223,22 +219,6 @@ def _loader(batch: object) -> DataLoader:
     """Return a loader of one batch, or of none."""
     batches: Any = [] if batch is None else [batch]
     return DataLoader(batches, batch_size=None)
-
-
-# ---- checks of each step
-
-
-def check_numbers(attempt: Attempt) -> None:
-    """Report logged values that are not single numbers, and losses that are not finite."""
-    for name, value in attempt.trainer.callback_metrics.items():
-        stage, rest = stage_of(name)
-        metric = next((n for n in attempt.cfg.model.metrics or {} if rest in (n, f"{n}_epoch")), None)
-        key = f"model.metrics.{metric}" if metric else "model.module"
-        if value.numel() != 1:
-            hint = "; see its `average`" if metric else ""
-            attempt.fault(f"{name} is {tensor_in_words(value)}, not one number{hint}", key)
-        elif stage in ("val", "test") and rest == "loss" and not math.isfinite(value):
-            attempt.fault(f"{name} is {float(value)} on a batch of random values", "model.loss")
 
 
 class Observer(pl.Callback):
@@ -286,9 +266,6 @@ class Observer(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.attempt.stage = "at the end of the epoch"
-        check_numbers(self.attempt)  # before Lightning stumbles over what is not one number
-        if self.attempt.faults:
-            raise ConfigError(self.attempt.faults.pop())
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         attempt = self.attempt
