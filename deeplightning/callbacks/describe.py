@@ -18,16 +18,15 @@ from deeplightning.tracking.store import locate
 from deeplightning.words import printable
 
 
-def note(cfg: Config, folder: RunFolder, run_id: str | None, learned: str = "") -> str:
+def note(cfg: Config, folder: RunFolder, run_id: str | None) -> str:
     """Return the description of a run, in Markdown.
 
     Args:
         run_id: of the tracker; None: it has none.
-        learned: the size of network and data; "": not known here.
     """
     is_trained = "train" in cfg.stages
     length = [count(cfg.train.num_epochs, "epoch")] if cfg.train.num_epochs and is_trained else []
-    about = "; ".join([*length, _plain(engine_in_words(cfg)), *([learned] if learned else [])])
+    about = "; ".join([*length, _plain(engine_in_words(cfg))])
     here = start_folder()
     run = shlex.quote(run_id if run_id and folder.path.is_relative_to(here / "mlruns") else str(folder.path))
     commands = [f"deeplightning {verb} {run}" for verb in ("test", "reproduce", "serve")]

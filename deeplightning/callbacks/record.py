@@ -19,7 +19,7 @@ import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.loggers import Logger
 
-from deeplightning.callbacks.describe import data_name, engine_in_words, network_name
+from deeplightning.callbacks.describe import data_name, engine_in_words, network_name, note
 from deeplightning.callbacks.hyperparameters import log_plain_values, save_plain_values
 from deeplightning.callbacks.provenance import Origin, keep_out
 from deeplightning.callbacks.resumption import Resumption
@@ -268,11 +268,13 @@ class Record(Callback):
             write_whole(folder.places, self.cfg.redact_message(json.dumps(places, indent=1)))
 
     def _tell(self, logger: Any, settings: dict[str, object], environment: dict[str, object], is_new: bool) -> None:
-        """Log the settings to a tracker, and tags of the run. MLflow refuses other settings than the first."""
+        """Log settings, tags and a description to a tracker. MLflow refuses other settings than the first."""
         if is_new:
             logger.log_hyperparams(settings)
         if hasattr(logger, "log_tags"):
             logger.log_tags(self._tags(environment))
+        if hasattr(logger, "describe"):
+            logger.describe(note(self.cfg, self.folder, logger.run_id))
 
     def _tags(self, environment: Mapping[str, Any]) -> dict[str, str]:
         """Return what one wants to search runs by, of the config and the environment."""

@@ -98,8 +98,8 @@ def test_the_description_says_what_it_is_and_what_next(cfg, tmp_path):
     """In Markdown: commands that a shell takes; nothing of a config is markup."""
     folder = RunFolder(tmp_path / "a run")
     cfg.data.dataset = "a|<b>_c"
-    text = note(cfg, folder, "f" * 32, "14 parameters")
-    assert text.startswith("**SimpleCNN** on **a\\|\\<b\\>\\_c**: 15 epochs; CPU, fp32; 14 parameters.")
+    text = note(cfg, folder, "f" * 32)
+    assert text.startswith("**SimpleCNN** on **a\\|\\<b\\>\\_c**: 15 epochs; CPU, fp32.")
     assert f"serve '{folder.path}'" in text
 
 
