@@ -128,8 +128,8 @@ class Console(Callback):
                 _say("hint", hint)
             for notice in proposals(self.cfg, self.cfg.engine):
                 _say("hint", notice.text)
-        self._steps = trainer.estimated_stepping_batches
         if self.bar and trainer.is_global_zero:
+            self._steps = trainer.estimated_stepping_batches
             self._progress = _bar()
             self._progress.start()
         if 0 < trainer.fit_loop.epoch_loop.batch_progress.current.ready < trainer.num_training_batches:
