@@ -72,11 +72,8 @@ def take_steps(attempt: Attempt) -> None:
     look = Observer(attempt)
     stages, epochs = attempt.cfg.stages, attempt.cfg.train.num_epochs
     trainer = attempt.trainer = make_trainer(attempt, look)
-    source: dict[str, Any] = {"datamodule": attempt.data}
-    if attempt.data is None:
-        source = {"train_dataloaders": _loader(None)}
     if "train" in stages and epochs != 0:
-        trainer.fit(task, **source)
+        trainer.fit(task, datamodule=attempt.data)
         attempt.logged = set(trainer.callback_metrics)
         _judge(attempt, look)
     if attempt.batch is None:
@@ -107,7 +104,6 @@ def example(attempt: Attempt, longest: bool = False) -> object:
         data = init_module(attempt.cfg, "data", read=False)
     except Exception as error:
         attempt.faults += faults_of(attempt, error, target)
-        attempt.untried.append(Fault("without data no step was tried", "data.module"))
         return None
     try:
         name = "longest_batch" if longest and hasattr(data, "longest_batch") else "example_batch"
@@ -122,9 +118,7 @@ def example(attempt: Attempt, longest: bool = False) -> object:
         attempt.faults.append(Fault(reason, "data.module", exit_code=code))
         batch = None
     attempt.data = data
-    if attempt.faults:
-        attempt.untried.append(Fault("without an example no step was tried", "data.module"))
-    elif batch is None:
+    if batch is None and not attempt.faults:
         message = f"{target.type} offers no example_batch(size), so no step was tried; "
         message += "`deeplightning train … train.fast=true` runs one batch of its own loaders"
         attempt.untried.append(Fault(message, "data.module"))
