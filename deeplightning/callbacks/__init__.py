@@ -69,7 +69,6 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         steps.SameBuffers(),
         Console(cfg, record, checkpoints),
         results.Results(record),
-        results.Describe(cfg, record),
         gathered.Gathered(),
         gathered.PendingGradients(),
     ]

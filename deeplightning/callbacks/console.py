@@ -3,7 +3,6 @@
 import logging
 import math
 import platform
-import re
 import sys
 import time
 import warnings
@@ -21,13 +20,12 @@ from deeplightning.callbacks.describe import samples_behind
 from deeplightning.callbacks.record import Record, Redacting, print_once, rank_shown
 from deeplightning.callbacks.watch import batch_loss, has_loss, samples_in
 from deeplightning.config.schema import Config, Target
-from deeplightning.config.tree import line
 from deeplightning.engine.plan import effective_batch
 from deeplightning.engine.process_group import replicas
 from deeplightning.faults import count
 from deeplightning.own_code import UNIFIED
 from deeplightning.process.identity import own_rank
-from deeplightning.process.terminal import is_interactive, styled, wrapped
+from deeplightning.process.terminal import is_interactive, styled
 from deeplightning.transfer import Deferred
 from deeplightning.version import __version__
 from deeplightning.words import stage_of
@@ -37,13 +35,10 @@ log = logging.getLogger("deeplightning")
 LINE_SECONDS = 30  # between two lines inside one epoch
 DRAW_SECONDS = 0.25  # between two drawings of the bar
 LABEL = 11  # columns of the word that begins a line, and of the space behind it
-MOST_CHANGES = 6  # values that the line `config` lists
-MOST_CHARACTERS = 40  # of one of them
 
 
 class _Terminal(logging.Handler):
-    """News to stdout; warnings and errors to stderr, with the word. A terminal shows colour, breaks lines between
-    words, and has its own form of a line where the record has one (`extra={"terminal": [...]}`).
+    """News to stdout; warnings and errors to stderr, with the word, in colour where the stream shows it.
 
     Args:
         begin: what each line starts with.
@@ -60,12 +55,6 @@ class _Terminal(logging.Handler):
         if not is_news:
             word = record.levelname.lower()
             text = f"{styled(word, 31 if record.levelno > logging.WARNING else 33, stream)}: {text}"
-        elif is_interactive(stream):
-            rows = getattr(record, "terminal", None)
-            if epoch := text.startswith("epoch "):  # whose label grows with its number; a value stays beside its name
-                text = re.sub(r"(?<=\S) (?=\S)", "\xa0", text)
-            lines = (wrapped(t, LABEL * (epoch or t[LABEL - 1 : LABEL] == " ")) for t in text.split("\n"))
-            text = "\n".join(rows or lines).replace("\xa0", " ")
         stream.write(self.begin + text.replace("\n", f"\n{self.begin}") + "\n")  # at once: other ranks write too
         stream.flush()
 
@@ -119,7 +108,7 @@ class Console(Callback):
         self._started = self._drawn = self._spoken = self._epoch_started = 0.0
         self._told_first = False
         self._samples = self._batches = 0  # that this process has learned from in the epoch
-        self._began_at = 0.0  # the share of training that was done when this process began
+        self._steps: float = math.inf  # of the training; infinite: not known
         self._validates = False  # in this epoch
         self._learning = self._validating = self._validated_at = 0.0  # seconds of the epoch; when a validation began
         self._shown: Deferred | None = None
@@ -133,8 +122,8 @@ class Console(Callback):
             for name, text in self._summary(trainer, pl_module).items():
                 _say(name, text)
             self._say_where(trainer)
-        self._began_at = _share_done(trainer, 0) or 0.0
         if self.bar and trainer.is_global_zero:
+            self._steps = trainer.estimated_stepping_batches
             self._progress = _bar()
             self._progress.start()
         if 0 < trainer.fit_loop.epoch_loop.batch_progress.current.ready < trainer.num_training_batches:
@@ -156,8 +145,10 @@ class Console(Callback):
         by_sampler = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
         own_size = getattr(loader, "batch_size", None) or by_sampler
         own_size = own_size if isinstance(own_size, int) else None
+        names, changed = cfg.written or ([], [])  # the config's file, and the keys that the run changes in its bases
+        changes = f" with {', '.join(changed)}" if changed else ""
         return {
-            **({"config": _origin(cfg)} if cfg.written else {}),
+            **({"config": ", ".join(names) + changes} if names else {}),
             "versions": f"Deep Lightning {__version__}, torch {torch.__version__}, Lightning {pl.__version__}"
             f"{' (and as `lightning`)' if UNIFIED in sys.modules else ''}, Python {platform.python_version()}",
             "data": f"{cfg.data.module.type.rpartition('.')[2]}: {', '.join(describe.set_sizes(trainer))} samples",
@@ -171,11 +162,10 @@ class Console(Callback):
     def _say_where(self, trainer: Trainer) -> None:
         """Log where the run's files are, and the page that shows it."""
         folder, uri = self.record.folder.path, self.cfg.logger.params.get("tracking_uri")
-        _say("run folder", str(folder), [_labelled("run folder", describe.seen_from_here(folder))])
+        _say("run folder", str(folder))
         if (address := describe.page(trainer.loggers, uri)) is not None:
             start = describe.monitor(uri)
-            text = f"{start}, then {address}" if start else address
-            _say("watch", text, [_labelled("watch", f"{start}, then open"), f"  {address}"] if start else None)
+            _say("watch", f"{start}, then {address}" if start else address)
 
     # ---- progress
 
@@ -196,30 +186,28 @@ class Console(Callback):
             log.info("first loss %.4f, %.1f s after the start", self._loss(trainer, outputs), now - self._started)
         if self._progress and now - self._drawn > DRAW_SECONDS:
             self._drawn = now
-            self._draw(trainer, batch_idx + 1, self._loss(trainer, outputs), now)
+            self._draw(trainer, self._loss(trainer, outputs))
         elif self.lines and now - self._spoken > LINE_SECONDS:
             self._spoken = now
             done = f"batch {batch_idx + 1} of {trainer.num_training_batches}"
             log.info("epoch %d, %s: train_loss %.4f", trainer.current_epoch + 1, done, self._loss(trainer, outputs))
 
-    def _draw(self, trainer: Trainer, done: int, loss: float, now: float) -> None:
-        share = _share_done(trainer, done)
+    def _draw(self, trainer: Trainer, loss: float) -> None:
         shown = [f"loss {loss:.4f}", *self._judged]
-        if share is not None and share > self._began_at:
-            left = (now - self._started) * (1 - share) / (share - self._began_at)
-            shown.insert(0, f"{_duration(left)} left")
         if (speed := self._speed(trainer)) > 0:
             shown.append(f"{_rate(speed)} samples/s")
         if self._learning > 0:
             shown.append(f"{_rate(self._batches / self._learning)} it/s")
-        self._show(trainer, done, "  ".join(shown))
+        self._show(trainer, "  ".join(shown))
 
-    def _show(self, trainer: Trainer, done: int, text: str) -> None:
+    def _show(self, trainer: Trainer, text: str) -> None:
+        """Show the steps of the training that are done, and a text."""
         of = f"/{self.cfg.train.num_epochs}" if self.cfg.train.num_epochs else ""
-        (task,), batches = self._progress.task_ids, trainer.num_training_batches
-        total = int(batches) if math.isfinite(batches) else None
-        epoch = f"epoch {trainer.current_epoch + 1}{of}"
-        self._progress.update(task, total=total, completed=done, description=epoch, text=text, refresh=True)
+        (task,), epoch = self._progress.task_ids, f"epoch {trainer.current_epoch + 1}{of}"
+        total = int(self._steps) if math.isfinite(self._steps) else None
+        self._progress.update(
+            task, total=total, completed=trainer.global_step, description=epoch, text=text, refresh=True
+        )
 
     def _speed(self, trainer: Trainer) -> float:
         """Return the samples a second in this epoch, of all processes; 0: not known."""
@@ -281,7 +269,7 @@ class Console(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validated_at = time.monotonic()
         if self._progress:
-            self._show(trainer, trainer.fit_loop.epoch_loop.batch_progress.current.ready, "validating")
+            self._show(trainer, "validating")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validating += time.monotonic() - self._validated_at
@@ -305,47 +293,23 @@ class Console(Callback):
     on_exception = _stop_bar
 
 
-def _say(label: str, text: str, terminal: list[str] | None = None) -> None:
-    """Log a text behind a label; a terminal shows other lines where these are given."""
-    log.info("%s", _labelled(label, text), extra={"terminal": terminal})
-
-
-def _labelled(label: str, text: str) -> str:
-    return f"{label.ljust(LABEL - 1)} {text}"
-
-
-def _origin(cfg: Config) -> str:
-    """Return the config's file, and what the run changes in what that builds on."""
-    names, changed = cfg.written
-    shown, settings = [], cfg.public()
-    for key in changed:
-        value: Any = settings
-        for part in key.split("."):
-            value = value.get(part, ...) if isinstance(value, dict) else ...
-        shown.append(key if value is ... else f"{key}={_shorten(line(value))}")
-    more = f" and {len(shown) - MOST_CHANGES} more" if len(shown) > MOST_CHANGES else ""
-    name = ", ".join(names)
-    return f"{name} with {', '.join(shown[:MOST_CHANGES])}{more}" if shown else name
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 1]}…"
-
-
-def _share_done(trainer: Trainer, done: int) -> float | None:
-    """Return the share of training that is done, 0 to 1, after so many batches of the epoch; None: not known."""
-    shares = []
-    if trainer.max_epochs and trainer.max_epochs > 0:
-        shares.append((trainer.current_epoch + done / max(trainer.num_training_batches, 1)) / trainer.max_epochs)
-    if trainer.max_steps > 0:
-        shares.append(trainer.global_step / trainer.max_steps)
-    return max(shares, default=None)
+def _say(label: str, text: str) -> None:
+    """Log a text behind a label."""
+    log.info("%s %s", label.ljust(LABEL - 1), text)
 
 
 def _bar() -> Any:
     """Return rich's progress bar with one task, below what else is printed; nothing refreshes it by itself."""
     from rich.console import Console as Screen
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        Task,
+        TextColumn,
+        TimeRemainingColumn,
+    )
     from rich.table import Column
     from rich.text import Text
 
@@ -355,10 +319,11 @@ def _bar() -> Any:
         def render(self, task: Task) -> Text:
             return Text(task.fields["text"], no_wrap=True, overflow="ellipsis")
 
-    bar = BarColumn(20, table_column=Column(no_wrap=True))
-    batches = MofNCompleteColumn(table_column=Column(no_wrap=True))
+    bar = BarColumn(10, table_column=Column(no_wrap=True))
+    steps = MofNCompleteColumn(table_column=Column(no_wrap=True))
+    left = TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True))
     progress = Progress(
-        *(TextColumn("{task.description}"), bar, batches, Numbers()),
+        *(TextColumn("{task.description}"), bar, steps, left, Numbers()),
         console=Screen(file=sys.stdout, highlight=False),
         auto_refresh=False,
         transient=True,

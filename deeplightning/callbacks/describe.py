@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
-import shutil
-import sys
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,57 +17,22 @@ from deeplightning.tracking.monitor import PORT
 from deeplightning.tracking.store import locate
 from deeplightning.words import printable
 
-MAX_PICTURES = 2
-"""Pictures that a description shows: the confusion matrix first, else the newest."""
 
-
-def note(cfg: Config, folder: RunFolder, run_id: str | None, learned: str = "") -> str:
+def note(cfg: Config, folder: RunFolder, run_id: str | None) -> str:
     """Return the description of a run, in Markdown.
 
     Args:
-        run_id: of the tracker, which shows the pictures of the run under it.
-        learned: the size of network and data; "": not known here.
+        run_id: of the tracker; None: it has none.
     """
     is_trained = "train" in cfg.stages
     length = [count(cfg.train.num_epochs, "epoch")] if cfg.train.num_epochs and is_trained else []
-    about = "; ".join([*length, _plain(engine_in_words(cfg)), *([learned] if learned else [])])
-    lines = [f"**{_plain(network_name(cfg))}** on **{_plain(data_name(cfg))}**: {about}.", ""]
-    if figures := list(_figures(folder)):
-        lines += ["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in figures), ""]
+    about = "; ".join([*length, _plain(engine_in_words(cfg))])
     here = start_folder()
-    found = run_id if folder.path.is_relative_to(here / "mlruns") else None
-    run, program = shlex.quote(found or str(folder.path)), _program(here)
-    commands = [f"{program} {verb} {run}" for verb in ("test", "reproduce", "serve")]
+    run = shlex.quote(run_id if run_id and folder.path.is_relative_to(here / "mlruns") else str(folder.path))
+    commands = [f"deeplightning {verb} {run}" for verb in ("test", "reproduce", "serve")]
+    lines = [f"**{_plain(network_name(cfg))}** on **{_plain(data_name(cfg))}**: {about}.", ""]
     lines += ["Test it, train it again, or serve it over HTTP:", ""]
-    lines += ["```bash", f"cd {shlex.quote(str(here))}", *commands, "```"]
-    for picture in _pictures(folder) if run_id else ():
-        lines += ["", f"![{picture.stem.replace('_', ' ')}](get-artifact?path={picture.name}&run_uuid={run_id})"]
-    return "\n".join(lines)
-
-
-def _program(here: Path) -> str:
-    """Return the command as a shell in a folder finds it: by its name where that is on the path, else by its place."""
-    beside = Path(sys.executable).with_name("deeplightning")
-    if shutil.which("deeplightning") or not beside.exists():
-        return "deeplightning"
-    return shlex.quote(str(beside.relative_to(here) if beside.is_relative_to(here) else beside))
-
-
-def _figures(folder: RunFolder) -> Any:
-    """Yield pairs of a name and a text."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        best = json.loads(folder.best_score.read_text())
-        where = f"after epoch {best['epoch'] + 1} (step {best['step']})"
-        yield "best", f"{printable(best['metric'])} **{best['value']:.4f}** {where}"
-    for stage, name in (("validate", "validation"), ("test", "test")):
-        with suppress(OSError, ValueError, AttributeError, TypeError):
-            found = json.loads(folder.results(stage).read_text())
-            yield name, ", ".join(f"{printable(key)} **{value:.4f}**" for key, value in sorted(found.items()))
-
-
-def _pictures(folder: RunFolder) -> list[Path]:
-    found = sorted(folder.path.glob("*confusion*.png")) or sorted(folder.path.glob("*.png"), key=os.path.getmtime)
-    return found[-MAX_PICTURES:]
+    return "\n".join([*lines, "```bash", f"cd {shlex.quote(str(here))}", *commands, "```"])
 
 
 def _plain(text: str) -> str:

@@ -3,7 +3,6 @@
 So a checkpoint loads with `weights_only`, and `load_from_checkpoint` needs as arguments only what is no plain value.
 """
 
-import logging
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,8 +13,6 @@ import torch
 from pytorch_lightning import Trainer
 
 from deeplightning.private.lightning import set_logged_hyperparameters
-
-log = logging.getLogger("deeplightning")
 
 _LEFT_OUT: Any = object()
 
@@ -33,16 +30,6 @@ def save_plain_values(trainer: Trainer, checkpoint: dict[str, Any], redact: Call
         checkpoint[key] = _plain_items(module.hparams, redact)
         if kind in checkpoint:  # a class of OmegaConf
             checkpoint[kind] = "AttributeDict"  # which Lightning makes of a text
-
-
-def say_left_out(trainer: Trainer) -> None:
-    """Log which hyperparameters a checkpoint does not hold."""
-    for module in _modules(trainer):
-        if absent := sorted(module.hparams.keys() - _plain_items(module.hparams, str)):
-            log.info(
-                "checkpoints hold the plain hyperparameters of %s; its load_from_checkpoint also needs %s",
-                *(type(module).__name__, ", ".join(f"{name}=…" for name in absent)),
-            )
 
 
 def _modules(trainer: Trainer) -> list[Any]:

@@ -19,8 +19,8 @@ import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.loggers import Logger
 
-from deeplightning.callbacks.describe import data_name, engine_in_words, network_name
-from deeplightning.callbacks.hyperparameters import log_plain_values, save_plain_values, say_left_out
+from deeplightning.callbacks.describe import data_name, engine_in_words, network_name, note
+from deeplightning.callbacks.hyperparameters import log_plain_values, save_plain_values
 from deeplightning.callbacks.provenance import Origin, keep_out
 from deeplightning.callbacks.resumption import Resumption
 from deeplightning.checks.trust import note_own
@@ -110,8 +110,6 @@ class Record(Callback):
             _freeze_again(pl_module, self._frozen)
             self._frozen = None
         self.open(trainer)
-        if trainer.is_global_zero:
-            say_left_out(trainer)
         self.has_learned = True
         is_first = trainer.num_nodes > 1 and trainer.local_rank == 0  # of its machine
         if is_first and not self.folder.config.exists() and not hooks_here().copies_files:
@@ -269,10 +267,12 @@ class Record(Callback):
             write_whole(folder.places, self.cfg.redact_message(json.dumps(places, indent=1)))
 
     def _tell(self, logger: Any, settings: dict[str, object], environment: dict[str, object]) -> None:
-        """Log the settings to a tracker, and tags of the run."""
+        """Log settings, tags and a description to a tracker."""
         logger.log_hyperparams(settings)
         if hasattr(logger, "log_tags"):
             logger.log_tags(self._tags(environment))
+        if hasattr(logger, "describe"):
+            logger.describe(note(self.cfg, self.folder, logger.run_id))
 
     def _tags(self, environment: Mapping[str, Any]) -> dict[str, str]:
         """Return what one wants to search runs by, of the config and the environment."""

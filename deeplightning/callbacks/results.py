@@ -1,5 +1,5 @@
-"""Write what the stages leave: metrics as JSON, a row per sample as CSV, pictures of a validation, the description in
-the tracker, histograms of weights and gradients, and the operations of a training step."""
+"""Write what the stages leave: metrics as JSON, a row per sample as CSV, pictures of a validation, histograms of
+weights and gradients, and the operations of a training step."""
 
 import base64
 import csv
@@ -15,11 +15,9 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
-from deeplightning.callbacks.describe import note, set_sizes
 from deeplightning.callbacks.record import Record
-from deeplightning.config.schema import Config, Pictures
+from deeplightning.config.schema import Pictures
 from deeplightning.engine.process_group import replicas
-from deeplightning.faults import count
 from deeplightning.figures.style import Drawing, save
 from deeplightning.runfolder import whole, write_whole
 from deeplightning.tracking.picture import histogram, histogram_figure
@@ -189,32 +187,6 @@ def _save_image(pixels: np.ndarray, file: IO[bytes], longest: int | None = None)
     if longest is not None:
         image.thumbnail((longest, longest))
     image.save(file, format="PNG")
-
-
-class Describe(Callback):
-    """Keep the description of the run up to date, on rank 0: at its start and after each stage."""
-
-    def __init__(self, cfg: Config, record: Record):
-        self.cfg, self.record = cfg, record
-        self._learned = ""  # samples and parameters
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero:
-            total = sum(getattr(p, "ds_numel", p.numel()) for p in pl_module.parameters())
-            sizes = " and ".join(set_sizes(trainer))
-            self._learned = f"{count(total, 'parameter')}" + (f"; {sizes} samples" if sizes else "")
-            self._tell(trainer)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # The next call of Lightning ends the run in the tracker: later it would have to be opened again.
-        if trainer.is_global_zero and self.record.opened and stage in ("fit", "validate", "test"):
-            self._tell(trainer)
-
-    def _tell(self, trainer: Trainer) -> None:
-        loggers: list[Any] = trainer.loggers
-        for logger in loggers:
-            if hasattr(logger, "describe"):
-                logger.describe(note(self.cfg, self.record.folder, logger.run_id, self._learned))
 
 
 class Histograms(Callback):

@@ -38,7 +38,7 @@ class Attempt:
         folder: for what is written beside a run; it is removed.
         stage: which step is tried, in words.
         saved: the name of the checkpoint of the training.
-        logged: the names of metrics that are there at the end of a `step`, a `validation` and an `epoch`.
+        logged: the names of metrics that are there at the end of an epoch; None: there was no training.
     """
 
     cfg: Config
@@ -52,12 +52,13 @@ class Attempt:
     batch: Any = None
     trainer: Any = None
     callbacks: list[tuple[Target, Any]] = field(default_factory=list)
-    logged: dict[str, set[str]] = field(default_factory=dict)
+    logged: set[str] | None = None
     saved: str | None = None
 
-    def fault(self, message: str, key: str) -> None:
-        if key not in {fault.key for fault in self.faults if fault.key != "model.module"}:
-            self.faults.append(Fault(message, key))
+    @property
+    def loss_key(self) -> str:
+        """The key of a fault in the loss."""
+        return "model.loss" if self.cfg.model.loss else "model.module"
 
 
 def faults_of(attempt: Attempt, error: BaseException, building: Target | None = None) -> list[Fault]:
@@ -89,9 +90,8 @@ def faults_of(attempt: Attempt, error: BaseException, building: Target | None = 
         code = 5  # as a training ends, with its traceback
     if owner is None:
         if says(error, Sentence.NO_GRADIENT):
-            return [Fault(UNCONNECTED, "model.loss" if attempt.cfg.model.loss else "model.module")]
-        line = "" if own_code.lines_of(error) else _line_of_step(attempt)
-        message = f"{attempt.cfg.model.module.type} fails {attempt.stage}: {reason}{line}"
+            return [Fault(UNCONNECTED, attempt.loss_key)]
+        message = f"{attempt.cfg.model.module.type} fails {attempt.stage}: {reason}"
         fault = Fault(message, "model.module", exit_code=code)
         if attempt.batch is None:  # it may need what the data module says when it has its data
             attempt.untried.append(fault)
@@ -101,8 +101,7 @@ def faults_of(attempt: Attempt, error: BaseException, building: Target | None = 
     if key == "data.module" and "augment" in owner.params and taken == "augment":
         key, taken = "data.module.params.augment", ""
     given = f" given {taken}" if taken else ""
-    message = f"{owner.type}{given} fails {attempt.stage}: {reason}.{_advice(key, taken)}"
-    return [Fault(message, key, exit_code=code)]
+    return [Fault(f"{owner.type}{given} fails {attempt.stage}: {reason}.", key, exit_code=code)]
 
 
 def _misconfigured(attempt: Attempt, error: BaseException, building: Target | None) -> Fault:
@@ -195,20 +194,6 @@ def _is_own(target: Target) -> bool:
     return own_code.is_theirs(getattr(module, "__file__", None) or "<")
 
 
-def _line_of_step(attempt: Attempt) -> str:
-    """Return ` (file:line)` of the user's own step of a task in this stage; empty: it is not theirs."""
-    match = re.match(r"in the (training|validation|test|predict) step", attempt.stage)
-    return line_of_method(attempt.task, f"{match[1]}_step") if match and attempt.task is not None else ""
-
-
-def line_of_method(value: object, name: str) -> str:
-    """Return ` (file:line)` at which the user's own method of a class begins; empty: it is not theirs."""
-    code = getattr(getattr(type(value), name, None), "__code__", None)
-    if code is None or not own_code.is_theirs(code.co_filename):
-        return ""
-    return f" ({own_code.short(code.co_filename)}:{code.co_firstlineno})"
-
-
 def error_in_words(error: BaseException) -> str:
     name, line = type(error).__name__, first_line(error)
     if isinstance(error, DeviceError):
@@ -218,17 +203,3 @@ def error_in_words(error: BaseException) -> str:
 
 def tensor_in_words(value: torch.Tensor) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-
-
-def _advice(key: str, taken: str) -> str:
-    """Return the next step, where the shapes show one."""
-    floats, labels = re.search(r"float\d+ \(\d+, (\d+)\)", taken), re.search(r"int64 \(\d+,\)", taken)
-    if not (floats and labels):
-        return ""
-    if key.startswith("model.loss"):
-        return " Labels of classes go with torch.nn.CrossEntropyLoss"
-    if key.startswith("model.metrics"):
-        return (
-            f" For labels of classes take one of torchmetrics.classification.Multiclass…, with num_classes: {floats[1]}"
-        )
-    return ""

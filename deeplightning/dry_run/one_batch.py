@@ -3,7 +3,6 @@ gradients, weights, logged values."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,14 +11,11 @@ import torch
 from lightning_fabric.plugins.environments import LightningEnvironment
 from pytorch_lightning.callbacks import Checkpoint, EarlyStopping
 from pytorch_lightning.utilities.model_helpers import is_overridden
-from torch import nn
 from torch.utils.data import DataLoader
-from torchmetrics import Metric
 
 from deeplightning import own_code
 from deeplightning.callbacks import random_state, start
 from deeplightning.callbacks.steps import LogSteps
-from deeplightning.checks.combinations import splits_layers
 from deeplightning.config.auto_values import WEIGHTS, unfilled
 from deeplightning.config.schema import Config
 from deeplightning.config.target import build, needs
@@ -28,17 +24,14 @@ from deeplightning.dry_run.diagnosis import (
     Attempt,
     error_in_words,
     faults_of,
-    line_of_method,
-    target_at,
     targets_of,
     tensor_in_words,
 )
 from deeplightning.dry_run.isolation import InMemory, Nowhere, wants_network
 from deeplightning.engine.plan import clip_arguments, trainer_arguments
-from deeplightning.faults import ConfigError, Fault, nearest
+from deeplightning.faults import ConfigError, Fault
 from deeplightning.kinds import KINDS
 from deeplightning.run.assemble import init_module
-from deeplightning.words import stage_of
 
 SAMPLES = 5
 """Of the made-up batch: enough for batch norm, few enough for a large network; odd, so that shapes are rarely equal by
@@ -69,9 +62,6 @@ def take_steps(attempt: Attempt) -> None:
             raise
         attempt.faults += faults_of(attempt, error, attempt.cfg.model.module)
         return
-    _inspect(attempt, task)
-    if attempt.faults:
-        return
     for target in attempt.cfg.train.callbacks:
         try:
             attempt.callbacks.append((target, build(target)))
@@ -82,12 +72,9 @@ def take_steps(attempt: Attempt) -> None:
     look = Observer(attempt)
     stages, epochs = attempt.cfg.stages, attempt.cfg.train.num_epochs
     trainer = attempt.trainer = make_trainer(attempt, look)
-    source: dict[str, Any] = {"datamodule": attempt.data}
-    if attempt.data is None:
-        source = {"train_dataloaders": _loader(None)}
     if "train" in stages and epochs != 0:
-        trainer.fit(task, **source)
-        attempt.logged["epoch"] = set(trainer.callback_metrics)
+        trainer.fit(task, datamodule=attempt.data)
+        attempt.logged = set(trainer.callback_metrics)
         _judge(attempt, look)
     if attempt.batch is None:
         return
@@ -100,7 +87,6 @@ def take_steps(attempt: Attempt) -> None:
                 more["ckpt_path"] = saved
                 attempt.stage += " of the checkpoint"
             getattr(trainer, stage)(task, datamodule=attempt.data, **more)
-            check_numbers(attempt)
     if saved is not None and attempt.cfg.train.export and not attempt.faults:
         _export(attempt)
 
@@ -118,7 +104,6 @@ def example(attempt: Attempt, longest: bool = False) -> object:
         data = init_module(attempt.cfg, "data", read=False)
     except Exception as error:
         attempt.faults += faults_of(attempt, error, target)
-        attempt.untried.append(Fault("without data no step was tried", "data.module"))
         return None
     try:
         name = "longest_batch" if longest and hasattr(data, "longest_batch") else "example_batch"
@@ -133,9 +118,7 @@ def example(attempt: Attempt, longest: bool = False) -> object:
         attempt.faults.append(Fault(reason, "data.module", exit_code=code))
         batch = None
     attempt.data = data
-    if attempt.faults:
-        attempt.untried.append(Fault("without an example no step was tried", "data.module"))
-    elif batch is None:
+    if batch is None and not attempt.faults:
         message = f"{target.type} offers no example_batch(size), so no step was tried; "
         message += "`deeplightning train … train.fast=true` runs one batch of its own loaders"
         attempt.untried.append(Fault(message, "data.module"))
@@ -148,52 +131,6 @@ def example(attempt: Attempt, longest: bool = False) -> object:
     for hook in ("train", "val", "test", "predict"):
         setattr(data, f"{hook}_dataloader", lambda: loader)
     return batch
-
-
-def _inspect(attempt: Attempt, task: pl.LightningModule) -> None:
-    """Report the methods that a task lacks, and settings that Lightning refuses for manual optimization."""
-    cls, stages, train = type(task), attempt.cfg.stages, attempt.cfg.train
-    needed = {}
-    if "train" in stages and train.num_epochs != 0:
-        needed = {"training_step": "(self, batch, batch_idx), which returns the loss"}
-        needed["configure_optimizers"] = "(self), which returns the optimizer"
-    judged = train.limit_batches is None or train.limit_batches.val != 0
-    if ("train" in stages and judged) or "validate" in stages:
-        needed["validation_step"] = "(self, batch, batch_idx), which logs what is judged by, such as val_loss"
-    if "test" in stages:
-        needed["test_step"] = "(self, batch, batch_idx), which logs what is judged by, such as test_loss"
-    name = attempt.cfg.model.module.type
-    for method, words in needed.items():
-        if not is_overridden(method, task):
-            near = nearest(method, [n for n in vars(cls) if not n.startswith("__")])
-            attempt.fault(f"{name} lacks {method}{words}.{near}", "model.module")
-    if not task.automatic_optimization:
-        if train.gradient_clip is not None:
-            message = (
-                f"{name} steps its optimizers itself, so Lightning cannot clip; call `self.clip_gradients` in its "
-                "training_step and set this to null"
-            )
-            attempt.fault(message, "train.gradient_clip")
-        if train.accumulator_factor > 1:
-            message = f"{name} steps its optimizers itself, so Lightning cannot accumulate; set this to 1"
-            attempt.fault(message, "train.accumulator_factor")
-
-
-class _Plan(pl.Callback):
-    """Compare the plan of a tensor-parallel engine with the networks.
-
-    Args:
-        params: of the engine.
-    """
-
-    def __init__(self, params: Mapping[str, Any]):
-        self.given, self.processes = params.get("tensor_plan"), params["tensor_parallel"]
-
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        from deeplightning.engine.tensor_parallel import plan_of
-
-        if self.given is not None or not callable(getattr(pl_module, "parallelize", None)):
-            plan_of(pl_module, self.given, self.processes)
 
 
 def quiet_arguments(cfg: Config) -> dict[str, Any]:
@@ -209,8 +146,6 @@ def make_trainer(attempt: Attempt, look: pl.Callback) -> pl.Trainer:
     kept: list[pl.Callback] = [random_state.Seeds(attempt.cfg.seed), LogSteps(1)]
     if attempt.cfg.engine.activation_checkpointing:
         kept.append(start.Recompute(attempt.cfg.engine.activation_checkpointing))
-    if splits_layers(attempt.asked.engine):
-        kept.append(_Plan(attempt.asked.engine.params))
     skipped = Checkpoint | EarlyStopping  # they write, and end what misses a name
     kept += [callback for _, callback in attempt.callbacks if not isinstance(callback, skipped)]
     trainer = _Trainer(
@@ -230,19 +165,18 @@ def make_trainer(attempt: Attempt, look: pl.Callback) -> pl.Trainer:
 
 
 def _judge(attempt: Attempt, look: Observer) -> None:
-    """Report what a complete training shows: values that are not numbers, no loss, parameters without gradients."""
-    check_numbers(attempt)
-    if attempt.batch is None or attempt.faults:
+    """Report what a complete training shows: no loss, parameters without gradients."""
+    if attempt.batch is None or not attempt.task.automatic_optimization:
         return
-    name, task = attempt.cfg.model.module.type, attempt.task
-    if not look.learned and task.automatic_optimization:
-        attempt.fault(f"{name}.training_step returned no loss, so there was no optimizer step", "model.module")
+    if not look.learned:
+        message = f"{attempt.cfg.model.module.type}.training_step returned no loss, so there was no optimizer step"
+        attempt.faults.append(Fault(message, "model.module"))
     engine = attempt.asked.engine
     waits = engine.backend == "ddp" and not any(map(engine.params.get, ("find_unused_parameters", "static_graph")))
-    if waits and look.unused and task.automatic_optimization:
+    if waits and look.unused:
         names = ", ".join(look.unused[:3]) + (f" and {len(look.unused) - 3} more" if len(look.unused) > 3 else "")
         message = f"{names} got no gradient, and ddp waits for one of each parameter; set this to true"
-        attempt.fault(message, "engine.params.find_unused_parameters")
+        attempt.faults.append(Fault(message, "engine.params.find_unused_parameters"))
 
 
 def _export(attempt: Attempt) -> None:
@@ -281,22 +215,6 @@ def _loader(batch: object) -> DataLoader:
     return DataLoader(batches, batch_size=None)
 
 
-# ---- checks of each step
-
-
-def check_numbers(attempt: Attempt) -> None:
-    """Report logged values that are not single numbers, and losses that are not finite."""
-    for name, value in attempt.trainer.callback_metrics.items():
-        stage, rest = stage_of(name)
-        metric = next((n for n in attempt.cfg.model.metrics or {} if rest in (n, f"{n}_epoch")), None)
-        key = f"model.metrics.{metric}" if metric else "model.module"
-        if value.numel() != 1:
-            hint = "; see its `average`" if metric else ""
-            attempt.fault(f"{name} is {tensor_in_words(value)}, not one number{hint}", key)
-        elif stage in ("val", "test") and rest == "loss" and not math.isfinite(value):
-            attempt.fault(f"{name} is {float(value)} on a batch of random values", "model.loss")
-
-
 class Observer(pl.Callback):
     """Check a training step, and end the training after it."""
 
@@ -305,63 +223,33 @@ class Observer(pl.Callback):
         self.learned = False
         self.unused: list[str] = []
         self._weights: dict[str, torch.Tensor] = {}
-        self._broken: str | None = None  # the first module that gave what is not finite
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         task = self.attempt.cfg.model.module.type
         if not any(optimizer.param_groups for optimizer in trainer.optimizers) and pl_module.automatic_optimization:
             message = f"{task}.configure_optimizers gives no optimizer: nothing would learn"
             raise ConfigError(Fault(message, "model.module"))
-        taught = {id(p) for optimizer in trainer.optimizers for g in optimizer.param_groups for p in g["params"]}
-        if taught and taught.isdisjoint(map(id, pl_module.parameters())):
-            message = f"{task}.configure_optimizers: the optimizer has none of the task's parameters, so nothing learns"
-            message += f"{line_of_method(pl_module, 'configure_optimizers')}; are they copies?"
-            raise ConfigError(Fault(message, "model.module"))
         self.attempt.stage = "in the training step"
         for config in trainer.lr_scheduler_configs:
             config.frequency, config.strict = 1, False  # each schedule steps; a missing metric is reported later
         self._weights = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
-        for name, module in pl_module.named_modules():
-            if name and not isinstance(module, Metric):
-                module.register_forward_hook(self._watch(name))
-
-    def _watch(self, name: str) -> object:
-        def hook(_: nn.Module, __: object, output: Any) -> None:
-            numbers = isinstance(output, torch.Tensor) and output.is_floating_point()
-            if self._broken is None and numbers and not torch.isfinite(output).all():
-                self._broken = name
-
-        return hook
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
-        attempt, self.learned = self.attempt, True
+        self.learned = True
         if loss.numel() != 1:
             message = f"the loss is {tensor_in_words(loss)}, not one number; a loss's `reduction` is mostly mean"
-            raise ConfigError(Fault(message, "model.loss" if attempt.cfg.model.loss else "model.module"))
+            raise ConfigError(Fault(message, self.attempt.loss_key))
         if trainer.global_step == 0 and not torch.isfinite(loss).all():
-            raise ConfigError(self._not_finite(pl_module, float(loss.detach())))
-
-    def _not_finite(self, module: pl.LightningModule, loss: float) -> Fault:
-        message = f"the loss of the first training step is {loss}"
-        bad = [name for name, p in module.named_parameters() if not torch.isfinite(p).all()]
-        path = bad[0].rpartition(".")[0] if bad else self._broken
-        owner = target_at(self.attempt, path) if path else None
-        key = str(owner.name) if owner else "model.loss" if self.attempt.cfg.model.loss else "model.module"
-        if bad:
-            return Fault(f"{message}: {bad[0]} begins with values that are not finite", key)
-        if path:
-            kind = type(module.get_submodule(path)).__name__
-            return Fault(f"{message}: {path} ({kind}) is the first module whose output is not finite", key)
-        return Fault(message, key)
+            message = f"the loss of the first training step is {float(loss.detach())}"
+            raise ConfigError(Fault(message, self.attempt.loss_key))
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         learning = {name: p for name, p in pl_module.named_parameters() if p.requires_grad}
         self.unused = [name for name, p in learning.items() if p.grad is None]
         if len(self.unused) == len(learning):
-            raise ConfigError(Fault(UNCONNECTED, "model.loss" if self.attempt.cfg.model.loss else "model.module"))
+            raise ConfigError(Fault(UNCONNECTED, self.attempt.loss_key))
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object) -> None:
-        self.attempt.logged["step"] = set(trainer.callback_metrics)
         self.attempt.stage = "in the validation step"
         trainer.should_stop = True
         # How far a step goes is the learning rate's business: the network is judged as it was built.
@@ -371,11 +259,7 @@ class Observer(pl.Callback):
                 parameters[name].copy_(value)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.attempt.logged["validation"] = set(trainer.callback_metrics)
         self.attempt.stage = "at the end of the epoch"
-        check_numbers(self.attempt)  # before Lightning stumbles over what is not one number
-        if self.attempt.faults:
-            raise ConfigError(self.attempt.faults.pop())
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         attempt = self.attempt
@@ -388,6 +272,3 @@ class Observer(pl.Callback):
     ) -> None:
         keep = trainer.strategy.checkpoint_io.save_checkpoint
         keep(checkpoint, "")  # Lightning asks the first rank alone
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.attempt.logged = {moment: set() for moment in ("step", "validation", "epoch")}

@@ -57,18 +57,14 @@ class ViT(nn.Module):
         mlp_width = 4 * width if mlp_width is None else mlp_width
         check_sizes(mlp_width=mlp_width)
         if width % heads:
-            raise ValueError(
-                f"width {width} cannot be shared by {heads} heads: heads must divide it, as {_divisors(width)} do"
-            )
+            raise ValueError(f"width {width} cannot be shared by {heads} heads: heads must divide it")
         if not isinstance(dropout, int | float) or isinstance(dropout, bool) or not 0 <= dropout < 1:
             raise ValueError(f"dropout is a probability, at least 0 and below 1, not {dropout!r}")
         self.image_size = height_and_width("image_size", image_size)
         patch = height_and_width("patch_size", patch_size)
         for side, piece, word in zip(self.image_size, patch, ("height", "width"), strict=True):
             if side % piece:
-                raise ValueError(
-                    f"patch_size {piece} does not divide the picture's {word} of {side} pixels; {_divisors(side)} do"
-                )
+                raise ValueError(f"patch_size {piece} does not divide the picture's {word} of {side} pixels")
         rows, columns = (side // piece for side, piece in zip(self.image_size, patch, strict=True))
         self.num_patches = rows * columns
         if num_patches is not None and num_patches != self.num_patches:
@@ -112,9 +108,3 @@ class ViT(nn.Module):
         tokens = torch.cat([self.class_token.expand(tokens.shape[0], -1, -1), tokens], dim=1)  # (B, N + 1, D)
         tokens = self.blocks(self.dropout(tokens + self.positions))
         return self.head(self.norm(tokens[:, 0]))
-
-
-def _divisors(number: int) -> str:
-    """Return the divisors of a number as text: `1, 2, 4, 7, 14 and 28` for 28."""
-    found = [str(divisor) for divisor in range(1, number + 1) if number % divisor == 0]
-    return f"{', '.join(found[:-1])} and {found[-1]}" if len(found) > 1 else found[0]

@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deeplightning.callbacks.describe import seen_from_here
 from deeplightning.faults import CheckpointError
 from deeplightning.kinds import KINDS, is_plain
 from deeplightning.run.assemble import init_module
@@ -152,7 +151,7 @@ def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export
         samples = file[KINDS[task.kind].nouns] if task.kind in KINDS else np.empty(0)
     origin = origin_of(folder, path)
     bundle = export(task, folder, samples, origin)
-    log.info("bundle     %s", bundle, extra={"terminal": [f"bundle     {seen_from_here(bundle)}"]})
+    log.info("bundle     %s", bundle)
     if cfg.logger.log_model:
         from deeplightning.tracking.flavour import write_model
 

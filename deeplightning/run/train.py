@@ -221,4 +221,4 @@ def _say_next(cfg: Config, task: object, record: Record) -> None:
     if describe.page(record.loggers, uri) is not None and (start := describe.monitor(uri)) is not None:
         found.append(start)
     for text in ["next       commands to paste:", *(f"  {command}" for command in found)] if found else []:
-        log.info("%s", text, extra={"terminal": [text]})  # unbroken
+        log.info("%s", text)

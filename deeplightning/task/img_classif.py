@@ -9,11 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deeplightning import transfer
 from deeplightning.config.part_config import PartConfig
 from deeplightning.task.classes import Classification
-from deeplightning.task.pixel_input import ImageTask
-from deeplightning.task.sheets import keep_best
+from deeplightning.task.pixel_input import ImageTask, keep_best
 
 SHOWN = 16
 """Pictures on the sheet of a validation."""
@@ -45,12 +43,8 @@ class ImageClassification(Classification, ImageTask):
         super().remember(images, logits, labels)
         probability, predicted = logits.float().softmax(1).max(1)
         worth = torch.where(predicted == labels, 1 - probability, 1 + probability)  # (B,)
-        sheet = self._sheet
-        may_look = len(worth) > 0 and not transfer.is_asynchronous(worth.device)
-        if may_look and sheet is not None and len(sheet["worth"]) == SHOWN and worth.max() <= sheet["worth"].min():
-            return  # as most batches: none of these is worth more
         found = {"image": images, "label": labels, "predicted": predicted, "p": probability, "worth": worth}
-        self._sheet = keep_best(sheet, found, SHOWN)
+        self._sheet = keep_best(self._sheet, found, SHOWN)
 
     def pictures(self, stage: str) -> dict[str, Any]:
         """Draw those of every classification, and a sheet of samples."""

@@ -165,15 +165,7 @@ def _keep_kernel(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dic
 
 
 def _schedule(optimizer: torch.optim.Optimizer, target: Any, key: str, trainer: pl.Trainer) -> object:
-    numbers = _run_time_numbers(target.params, trainer, key)
-    try:
-        built = build(target, optimizer, **numbers)
-    except Exception as error:
-        if isinstance(error.__cause__, ZeroDivisionError):  # OneCycleLR's first phase has pct_start * total_steps - 1
-            steps = f" over {numbers['total_steps']} steps" if "total_steps" in numbers else ""
-            words = "a phase of this schedule has no step: train for more steps, or change its params"
-            raise MisfitError(f"{key}: {target.type} divides by zero{steps}; {words}") from error
-        raise
+    built = build(target, optimizer, **_run_time_numbers(target.params, trainer, key))
     if target.call.monitor is None and isinstance(built, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise MisfitError(f"{key}.call.monitor: ReduceLROnPlateau needs a metric, for example val_loss")
     return built

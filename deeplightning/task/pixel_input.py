@@ -128,3 +128,21 @@ def _plain_spec(images: Tensor) -> ImageSpec | None:
     mode = {channels: mode for mode, channels in MODES.items()}.get(images.shape[1]) if images.ndim == 4 else None
     is_picture = mode is not None and (images.dtype == torch.uint8 or images.is_floating_point())
     return ImageSpec(images.shape[2], images.shape[3], str(mode)) if is_picture else None
+
+
+def keep_best(kept: dict[str, Tensor] | None, found: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+    """Return the `count` samples that are worth most, of those kept before and of a batch; a batch whose pictures have
+    another size than those kept is left out.
+
+    Args:
+        kept: columns by name, each of n samples: `worth` (n,), `image` (n, C, H, W) and others. None: a first batch.
+        found: the columns of the batch.
+    """
+    if kept is not None and kept["image"].shape[1:] != found["image"].shape[1:]:
+        return kept
+    for before in (None, kept):  # first of the batch alone, which is large
+        if before is not None:
+            found = {name: torch.cat([before[name], column]) for name, column in found.items()}
+        best = found["worth"].topk(min(count, len(found["worth"]))).indices
+        found = {name: column[best] for name, column in found.items()}
+    return found

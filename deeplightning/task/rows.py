@@ -88,9 +88,8 @@ class RowTask(Supervised):
             self.row_spec, self._inferred = spec, spec if isinstance(spec, ArraySpec) else None
         elif self.row_spec != spec:
             raise MisfitError(
-                "the checkpoint was trained with inputs that were prepared otherwise than those of the data now "
-                f"({_difference(spec.to_dict(), self.row_spec.to_dict())}): the training file, seed, fold or columns "
-                "changed since; give those of that run",
+                "the checkpoint was trained with inputs that were prepared otherwise than those of the data now: the "
+                "training file, seed, fold or columns changed since; give those of that run",
                 "data.module",
             )
         if self.gives != "regression":
@@ -100,14 +99,6 @@ class RowTask(Supervised):
         if self.network is None or self.row_spec is None:
             raise MisfitError("the data module gave no `table_spec` or `array_spec`: there is nothing to prepare by")
         return model.cpu().float().eval()
-
-
-def _difference(then: dict[str, Any], now: dict[str, Any]) -> str:
-    names = [name for name in then if then[name] != now.get(name)]
-    if names == ["columns"]:
-        former, present = ({column["name"]: column for column in spec["columns"]} for spec in (then, now))
-        names = [f"column {name}" for name in former | present if former.get(name) != present.get(name)]
-    return ", ".join(names)[:200] or "another kind"
 
 
 class Scaled(nn.Module):

@@ -21,8 +21,8 @@ class TextClassification(Classification):
     """Trains `model.network` on batches of {"tokens": int64 (B, L), "label": int64 (B,), "index": int64 (B,)}.
 
     The data module says how texts become tokens (`text_spec`) and what the classes are called (`class_names`); both
-    travel in the checkpoint. Of a network that says them, the attributes `max_length` (the most tokens that it takes),
-    `vocabulary_size` and `padding` are compared with the data.
+    travel in the checkpoint. Of a network that says them, the attributes `max_length` (the most tokens that it takes)
+    and `padding` are compared with the data.
     """
 
     kind = "text_classification"
@@ -57,13 +57,6 @@ class TextClassification(Classification):
         if spec is None:
             return
         name = self.cfg.model.network.type
-        room = getattr(network, "vocabulary_size", spec.size)
-        if room < spec.size:
-            raise MisfitError(
-                f"{name} has room for {room:,} tokens, and the data's vocabulary has {spec.size:,}; set "
-                f"model.network.params.vocabulary_size={spec.size}, or data.module.params.max_size={room}",
-                "model.network",
-            )
         padding = getattr(network, "padding", spec.padding)
         if padding != spec.padding:
             raise MisfitError(f"{name} takes token {padding} for padding, the data {spec.padding}", "model.network")

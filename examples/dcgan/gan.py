@@ -13,10 +13,10 @@ from pytorch_lightning.strategies import ParallelStrategy
 from torch import nn
 from torch.nn import functional
 from torchmetrics import MeanMetric, Metric
+from torchvision.utils import make_grid
 
 from deeplightning.config.target import build
 from deeplightning.task.optimize import optimizers_by_name
-from deeplightning.task.sheets import epoch_suffix, sheet
 
 SHOWN = 8
 """Generated pictures to a side of a sheet."""
@@ -210,11 +210,12 @@ class Gan(pl.LightningModule):
         return torch.randn(count, self.latent_size, generator=torch.Generator().manual_seed(self.cfg.seed + number))
 
     def pictures(self, stage):
-        """Return `samples_<epoch>`: 64 generated pictures, of the same noise in each epoch, uint8 (C, 8 H, 8 W)."""
+        """Return `samples_<epoch>`: 64 generated pictures, of the same noise in each epoch, uint8 (3, 8 H, 8 W)."""
         if stage != "val" or self.trainer.sanity_checking or not self.trainer.is_global_zero:
             return {}
         generator = self.networks["generator"].eval()
         with torch.no_grad():
             made = generator(self.noise(SHOWN**2, 0).to(self.device)).add(1).mul(127.5).round().byte()
         generator.train()
-        return {f"samples{epoch_suffix(self)}": sheet(made, SHOWN)}
+        width = len(str(self.trainer.max_epochs))  # so that names stand in order
+        return {f"samples_{self.current_epoch:0{width}}": make_grid(made.cpu(), SHOWN, padding=0)}

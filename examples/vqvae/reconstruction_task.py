@@ -8,11 +8,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torchmetrics.regression import MeanSquaredError
+from torchvision.utils import make_grid
 
 from deeplightning.config.part_config import PartConfig
 from deeplightning.task.networks import judging, refusal
 from deeplightning.task.pixel_input import ImageTask, Normalise
-from deeplightning.task.sheets import epoch_suffix, sheet
 from deeplightning.task.supervised import Batch
 from deeplightning.task.task_errors import MisfitError
 
@@ -126,14 +126,16 @@ class ImageReconstruction(ImageTask):
         """
         if stage != "val" or self.trainer.sanity_checking or self.normalise is None:
             return {}
-        suffix, found = epoch_suffix(self), dict[str, Any]()
+        width = len(str(self.trainer.max_epochs))  # so that names stand in order
+        suffix = f"_{self.current_epoch:0{width}}" if self.trainer.state.fn == "fit" else ""
+        found = dict[str, Any]()
         for each in ("train", "val") if suffix else ("val",):
             if each in self._shown:
                 shown = self._shown[each]
                 with judging(self):
                     answered = pixels(reconstruction(self.forward(shown)), cast(Normalise, self.normalise))
-                found[f"{each}_original{suffix}"] = sheet(shown)
-                found[f"{each}_reconstruction{suffix}"] = sheet((answered * 255).round().byte())
+                found[f"{each}_original{suffix}"] = make_grid(shown.cpu(), 4, padding=0)
+                found[f"{each}_reconstruction{suffix}"] = make_grid((answered * 255).round().byte().cpu(), 4, padding=0)
         return found if self.trainer.is_global_zero else {}
 
     # ---- travelling

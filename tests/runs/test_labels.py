@@ -16,7 +16,6 @@ from PIL import Image
 from safetensors.torch import load_file
 from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
 
-import deeplightning as dl
 from deeplightning.model.cnn import SimpleCNN
 from deeplightning.model.table_net import TableNet
 from deeplightning.runfolder import card_digest, golden_digest
@@ -170,14 +169,6 @@ def test_answers_to_pictures_are_those_of_the_network(pictures):
     Draft202012Validator(schema | {"components": document["components"]}).validate(said)
     info = client.get("/info").json
     assert (info["task"], info["labels"]) == ("image_multilabel", COLOURS)
-
-
-def test_python_gives_the_answers_of_the_endpoint(pictures):
-    """`load_run(...).predict`, as any other kind."""
-    files = [pictures.place / f"{number}.png" for number in range(3)]
-    client = application(Service(Bundle.open(pictures.folder))).test_client()
-    said = [client.post("/predict", data=path.read_bytes()).json for path in files]
-    assert dl.load_run(pictures.folder).predict(files) == said
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import digest
 from sklearn.metrics import mean_squared_error, root_mean_squared_error
 
 from deeplightning.task.regression import MeanSquaredError, RootMeanSquaredError
@@ -130,16 +129,6 @@ def test_two_processes_learn_what_one_learns(tested, tracked):
         assert [v for _, v in two[name]] == pytest.approx([v for _, v in one[name]], rel=1e-5), name
 
 
-def test_torchmetrics_serve_as_well(regress, tested):
-    """`model.metrics` of torchmetrics in the place of ours: the same mean squared error, monitored."""
-    metrics = "model.metrics={error: {type: torchmetrics.MeanSquaredError}}"
-    folder = regress(metrics, "stages=[train,test]", "train.checkpoint.monitor=val_error", "test.ckpt=last").folder
-    results = json.loads((folder / "test_results.json").read_text())
-    expected = json.loads((tested[1] / "test_results.json").read_text())
-    assert results["test_error"] == pytest.approx(expected["test_mse"], rel=1e-5)
-    assert "test_mse" not in results
-
-
 def test_errors_add_up_over_batches_of_any_size():
     """The metrics themselves: three batches of one target and of two, beside scikit-learn's of all together."""
     for shape in ((20,), (20, 2)):
@@ -241,15 +230,6 @@ def test_the_order_may_come_from_a_sampler_by_a_column_of_the_set(regress):
     assert outcome.code == 0, outcome
     pairs = ["data.module.type=sets.pairs", "model.network.params.out_features=1"]
     assert "pairs: 20 training" in regress(*pairs, "train.checkpoint.monitor=null").out
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_inside_an_epoch_bit_for_bit(regress):
-    """Ended in the first epoch and resumed: the weights of an uninterrupted run."""
-    whole = regress().folder
-    cut = regress("~train.num_epochs", "train.max_steps=4").folder
-    resumed = regress(f"train.resume_ckpt='{cut}'").folder
-    assert digest(resumed / "last.ckpt") == digest(whole / "last.ckpt")
 
 
 def test_the_line_is_found(command, store, tmp_path):

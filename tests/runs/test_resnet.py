@@ -1,7 +1,5 @@
 """The nine ResNets: torchvision's networks and tensors, for pictures of any channels and small ones; others by name."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -91,13 +89,6 @@ def test_impossible_arguments(arguments, words):
     """Each impossible argument is a ValueError in words."""
     with pytest.raises(ValueError, match=words):
         resnet.ResNet18(*arguments)
-
-
-def test_torchvision_is_imported_when_a_network_is_built():
-    """Looking at the module of another network costs nothing of torchvision, which takes a second."""
-    program = "import sys, deeplightning.model.vit; print('torchvision' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
 
 
 # ---- in a run

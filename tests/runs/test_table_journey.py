@@ -369,7 +369,7 @@ def test_a_checkpoint_of_other_rows_is_refused(command, sorted_orders, place):
     sizes = ["model.network.params={num_numbers: 2, cardinalities: [4, 3], num_outputs: 2, width: 16, depth: 1}"]
     outcome = command("train", place / "kind.yaml", TABLE[0] % ("kind", "price"), *sizes, *settings, cwd=place)
     assert outcome.code in (2, 4), outcome
-    assert "prepared otherwise than those of the data now (column" in outcome.err
+    assert "prepared otherwise than those of the data now: the training file" in outcome.err
 
 
 @pytest.mark.slow

@@ -133,14 +133,6 @@ def test_one_cycle_ends_with_the_training(accumulation, fit):
     assert max(fitted.seen.rates) == pytest.approx(0.1, rel=0.2)
 
 
-def test_a_cycle_with_a_phase_of_no_step_is_refused(fit):
-    """`pct_start` of 0.1 over 10 steps makes torch divide by zero: the note names the key, the steps and the remedy."""
-    cycle = "{type: torch.optim.lr_scheduler.OneCycleLR, params: {max_lr: 0.1, total_steps: auto, pct_start: 0.1}}"
-    words = r"model\.scheduler: torch.*OneCycleLR divides by zero over 10 steps; a phase .* train for more steps"
-    with pytest.raises(MisfitError, match=words):
-        fit(f"model.scheduler={cycle}", "~train.num_epochs", "train.max_steps=10")
-
-
 def test_parameters_whose_name_matches_get_their_own_values(fit):
     """`groups`: the first match wins, the rest have the usual values."""
     fitted = fit(

@@ -267,15 +267,6 @@ def test_a_run_that_cannot_be_split_ends_with_2(overrides, words, run):
     assert any(words in each.err for each in (outcome, *outcome.ranks)), outcome  # the first rank that fails says so
 
 
-def test_a_dry_run_compares_the_plan_with_the_network(command, tiny, own):
-    """A pattern that fits no module is reported by `check --dry-run` without a process group."""
-    more, _ = spread("tensor on 2")
-    overrides = [*more, VIT, "engine.processes=2", "engine.params.tensor_plan={'*.mpl.0': colwise}"]
-    outcome = command("check", tiny, "--dry-run", *overrides, cwd=own)
-    assert outcome.code == 2
-    assert "engine.params.tensor_plan: no module fits '*.mpl.0'" in outcome.err
-
-
 @SLOW
 def test_a_killed_run_ends_bit_for_bit(run):
     """With dropout, weights and optimizer of a run that was killed and resumed are those of an uninterrupted one."""

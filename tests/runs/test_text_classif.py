@@ -210,7 +210,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(command, text_config, place,
     ("override", "code", "words"),
     [
         ("model.network.params.num_classes=3", 2, "the data has 2 classes (labels 0 to 1), the network 3 outputs"),
-        ("model.network.params.vocabulary_size=9", 2, "has room for 9 tokens, and the data's vocabulary has 2"),
+        ("model.network.params.vocabulary_size=9", 2, "does not take the data's tokens, 0 to 2"),
         ("model.network.params.max_length=5", 2, "tokens, and the network takes at most 5"),
         ("data.module.params.train=none.tsv", 3, "none.tsv is missing"),
     ],

@@ -38,11 +38,11 @@ def test_patches(params, shape, patches):
     [
         (
             {"image_size": 28, "patch_size": 5},
-            "patch_size 5 does not divide the picture's height of 28 pixels; 1, 2, 4, 7, 14 and 28 do",
+            "patch_size 5 does not divide the picture's height of 28 pixels",
         ),
         (
             {"image_size": [32, 30], "patch_size": 4},
-            "patch_size 4 does not divide the picture's width of 30 pixels; 1, 2, 3, 5, 6, 10, 15 and 30 do",
+            "patch_size 4 does not divide the picture's width of 30 pixels",
         ),
         (
             {"image_size": 28, "patch_size": 7, "num_patches": 49},
@@ -50,7 +50,7 @@ def test_patches(params, shape, patches):
         ),
         (
             {"width": 64, "heads": 3},
-            "width 64 cannot be shared by 3 heads: heads must divide it, as 1, 2, 4, 8, 16, 32",
+            "width 64 cannot be shared by 3 heads: heads must divide it",
         ),
         ({"width": 0}, "width must be a whole number of at least 1, not 0"),
         ({"width": "wide"}, "width must be a whole number"),
@@ -94,28 +94,6 @@ def test_attention_is_torchs():
         theirs.out_proj.bias.copy_(ours.out.bias)
     tokens = torch.randn(2, 5, 12)
     torch.testing.assert_close(ours(tokens), theirs(tokens, tokens, tokens, need_weights=False)[0])
-
-
-def test_places_count():
-    """A picture whose patches change places is another picture to it: it has positions."""
-    torch.manual_seed(0)
-    network, picture = ViT(3, **TINY).eval(), torch.rand(1, 1, 8, 8)
-    assert not torch.allclose(network(picture), network(picture.flip(2)))
-
-
-def test_learns():
-    """Sixty steps tell which corner of a picture is bright."""
-    torch.manual_seed(0)
-    network, labels = ViT(2, **TINY), torch.arange(32) % 2
-    images = torch.rand(32, 1, 8, 8) * 0.2
-    images[labels == 1, :, :4, :4] += 1
-    images[labels == 0, :, 4:, 4:] += 1
-    optimizer = torch.optim.AdamW(network.parameters(), lr=0.003)
-    for _ in range(60):
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(network(images), labels).backward()
-        optimizer.step()
-    assert (network(images).argmax(1) == labels).all()
 
 
 class Task:

@@ -21,8 +21,9 @@ from pytorch_lightning.accelerators import CPUAccelerator
 
 from deeplightning import own_code
 from deeplightning.config.schema import Config
-from deeplightning.dry_run.diagnosis import DeviceError
-from deeplightning.dry_run.try_config import Trial
+from deeplightning.dry_run.diagnosis import Attempt, DeviceError
+from deeplightning.dry_run.isolation import on_one_cpu
+from deeplightning.dry_run.try_config import try_out
 from deeplightning.engine.gpus import indexes
 from deeplightning.engine.plan import local_size, world_size
 from deeplightning.faults import Fault
@@ -36,7 +37,7 @@ _EMPTY = ("barrier", "monitored_barrier")  # they exchange nothing
 
 
 @contextlib.contextmanager
-def repeated(cfg: Config, on_gpu: bool) -> Iterator[Callable[[Trial], None]]:
+def repeated(cfg: Config, on_gpu: bool) -> Iterator[Callable[[Attempt], None]]:
     """Fork the processes that repeat a dry run, and give the function that starts and compares them.
 
     Args:
@@ -45,10 +46,10 @@ def repeated(cfg: Config, on_gpu: bool) -> Iterator[Callable[[Trial], None]]:
     number = 2 if world_size(cfg.engine) > 1 else 1
     with Ranks(lambda rank, report: _as_rank(cfg, on_gpu, rank, report), number) as ranks:
 
-        def compare(trial: Trial) -> None:
-            if trial.is_through and not trial.faults:
+        def compare(attempt: Attempt) -> None:
+            if attempt.batch is not None and not attempt.faults:
                 difference, certain = ranks.difference()
-                notes = trial.faults if certain else trial.untried
+                notes = attempt.faults if certain else attempt.untried
                 notes += [Fault(difference, ranks.key)] if difference else []
 
         yield compare
@@ -78,17 +79,17 @@ def _as_rank(cfg: Config, on_gpu: bool, rank: int, report: Reporter) -> Event:
 
     pl.LightningModule.log = noted  # type: ignore[method-assign]  # this process does nothing else
     strategies.DDPStrategy.configure_ddp = compared  # type: ignore[method-assign]
-    trial = Trial(cfg)
+    mine = on_one_cpu(cfg)
     if world_size(cfg.engine) > 1:
-        trial.cfg.engine.processes, trial.cfg.engine.backend = 2, "ddp"
-        trial.cfg.engine.params = {"process_group_backend": "gloo", "find_unused_parameters": True}
+        mine.engine.processes, mine.engine.backend = 2, "ddp"
+        mine.engine.params = {"process_group_backend": "gloo", "find_unused_parameters": True}
     if gpu is not None:
         report.look = lambda given, words: refuse_on_cpu(gpu, given, words)
     with tempfile.TemporaryDirectory() as folder:
-        trial.run(Path(folder))
-    if not trial.faults:
+        attempt = try_out(cfg, mine, Path(folder))
+    if not attempt.faults:
         return Event("end")
-    fault, refused = trial.faults[0], gpu is not None and bool(gpu.refused)
+    fault, refused = attempt.faults[0], gpu is not None and bool(gpu.refused)
     where = "on a pretended GPU " if gpu is not None else ""
     return Event("error", f"{where}{fault.message}", key=fault.key or "model.module", is_certain=gpu is None or refused)
 

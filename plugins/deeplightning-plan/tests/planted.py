@@ -163,15 +163,6 @@ class Task(ImageClassification):
         NETWORK,
         MIXED,
     ),
-    "an optimizer of copies on the CPU": Planted(
-        """class Own(ImageClassification):
-    def configure_optimizers(self):  # named
-        copies = [nn.Parameter(p.detach().cpu().clone()) for p in self.parameters()]
-        return torch.optim.SGD(copies, lr=0.1)
-""",
-        TASK,
-        "the optimizer has none of the task's parameters",
-    ),
     "numpy of a tensor with a gradient": Planted(
         """class Own(ImageClassification):
     def training_step(self, batch, batch_idx):
