@@ -91,6 +91,8 @@ def _note(path: list[ast.AST], name: str, uses: Uses, certain: bool) -> None:
     match above:
         case ast.keyword(arg=None) if isinstance(call, ast.Call):
             uses.calls.append(Call(call, certain and not any(isinstance(node, _PERHAPS) for node in path)))
+        case ast.Dict() if isinstance(call, ast.keyword) and call.arg is None and _is_unpacked(place, above):
+            uses.calls.append(Call(path[-4], False))  # type: ignore[arg-type]
         case ast.Call(func=ast.Name(id="len" | "bool" | "print" | "str" | "repr" | "isinstance")):
             pass
         case ast.Call() if place in above.args:
@@ -110,6 +112,10 @@ def _note(path: list[ast.AST], name: str, uses: Uses, certain: bool) -> None:
             pass
         case _:
             uses.other = uses.other or f"uses `{name}` in a way of its own (line {place.lineno})"  # type: ignore[attr-defined]
+
+
+def _is_unpacked(place: ast.AST, above: ast.Dict) -> bool:
+    return any(key is None and value is place for key, value in zip(above.keys, above.values, strict=True))
 
 
 def _note_method(method: str, call: ast.Call, name: str, uses: Uses) -> None:
