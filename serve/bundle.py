@@ -26,8 +26,8 @@ from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, card_digest,
 from deeplightning.words import are_numbers, first_line
 from serve.device import CPU, Device, DeviceError
 from serve.model import Model, prepared
-from serve.private import onnxruntime
-from serve.session import TEXT_TOKENS, Bound, bound_to, open_session, tensorrt_options
+from serve.private import is_out_of_memory, onnxruntime
+from serve.session import open_session, tensorrt_options
 
 TOLERANCES = {"fp32": 1e-4, "int8": 0.05, "fp16": 0.02}
 """Maximum difference between the answer to a golden sample and that at export, possibly on another machine, by
@@ -61,11 +61,9 @@ class Bundle(Model):
 
     Attributes:
         session: ONNX Runtime session, one thread per call.
-        bound: the session with its buffers; None on the CPU, which needs no copy of a batch.
     """
 
     session: onnxruntime.InferenceSession
-    bound: Bound | None = None
 
     @classmethod
     def open(
@@ -84,7 +82,7 @@ class Bundle(Model):
             precision: which of the bundle's models to load.
             device: device of the model. CUDA does not survive a fork, so a process that opens a bundle on a GPU must
                 serve it itself.
-            max_batch: the largest batch, for the buffers of a GPU.
+            max_batch: the largest batch that TensorRT compiles for.
             tensorrt: whether TensorRT compiles the model for the GPU.
 
         Raises:
@@ -116,11 +114,6 @@ class Bundle(Model):
             options = tensorrt_options(kind.input, shape, max_batch, precision == "fp16")
         session = _load(folder, precision, kind, dtype, shape, len(labels), device, options)
         samples, examples = _input(folder, card["golden"], kind, spec)
-        bound = None
-        if device.on_gpu:
-            input_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-            output_bytes = math.prod(session.get_outputs()[0].shape[1:]) * np.dtype(np.float32).itemsize
-            bound = bound_to(device, session, max_batch * input_bytes, max_batch * output_bytes)
         bundle = cls(
             folder=folder,
             task=task,
@@ -133,7 +126,6 @@ class Bundle(Model):
             examples=examples,
             device=device,
             session=session,
-            bound=bound,
         )
         _replay(bundle, card["golden"])
         _expect(
@@ -152,11 +144,14 @@ class Bundle(Model):
         return cls.open(path, precision, device, max_batch, tensorrt and device.on_gpu)
 
     def predict(self, inputs: np.ndarray) -> np.ndarray:
-        if self.bound is not None:
-            return self.bound.predict(inputs)
         kind = KINDS[self.task]
-        rows: np.ndarray = self.session.run([kind.output], {kind.input: inputs})[0]
-        return rows
+        try:
+            rows: np.ndarray = self.session.run([kind.output], {kind.input: inputs})[0]
+            return rows
+        except Exception as error:  # onnxruntime's exceptions have no common class of their own
+            if is_out_of_memory(error):
+                raise MemoryError(str(error)) from error
+            raise
 
 
 _NAMES = RunFolder(".")  # only for the file names: a bundle may have been copied anywhere
@@ -318,9 +313,9 @@ def _spec(folder: Path, card: Card, kind: Kind) -> Any:
 
 
 def _shape(spec: Any, kind: Kind) -> tuple[int, ...]:
-    """Return the shape of one prepared input; of a text, the longest that a GPU's buffers have room for."""
+    """Return the shape of one prepared input; () for a text, whose length is free."""
     if kind.takes == "text":
-        return (spec.limit or TEXT_TOKENS,)
+        return ()
     return (spec.channels, spec.height, spec.width) if kind.takes == "image" else spec.shape
 
 
