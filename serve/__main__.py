@@ -21,13 +21,12 @@ from deeplightning.words import printable
 from serve.admission import Admission, Hosts
 from serve.bundle import Bundle, bundle_folders
 from serve.device import (
-    ONNX_RUNTIME,
     Device,
     DeviceError,
     OptionError,
-    Runtime,
     choose_devices,
     is_device_word,
+    onnxruntime_lacks,
     settled_device,
 )
 from serve.limits import BOUNDS, Limits
@@ -122,7 +121,7 @@ def serve(
     options: argparse.Namespace,
     files: Callable[[], Sequence[Path]],
     folder: Path,
-    runtime: Runtime = ONNX_RUNTIME,
+    lacks: Callable[[], str | None] = onnxruntime_lacks,
 ) -> int:
     """Answer HTTP until SIGTERM or Ctrl-C.
 
@@ -132,7 +131,7 @@ def serve(
         options: options from `options_parser`.
         files: returns the files of the model; none while they are being replaced.
         folder: folder of these files.
-        runtime: library that runs the model.
+        lacks: returns why the library that runs the model cannot use a GPU, or None if it can.
 
     Returns:
         the exit code.
@@ -141,7 +140,7 @@ def serve(
     limits = Limits(**{field.name: getattr(options, field.name) for field in fields(Limits) if field.name in options})
     try:
         key = _key(options.api_key_env)
-        choice = choose_devices(options.device, runtime)
+        choice = choose_devices(options.device, lacks)
         first = _listen(options.host, options.port)
         host, port = first.getsockname()[:2]
         number = max(len(choice.devices), min(usable_cores(), MAX_WORKERS))

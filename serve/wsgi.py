@@ -20,7 +20,7 @@ from serve.admission import Admission, Hosts, request_id
 from serve.app import application
 from serve.batching import Batcher
 from serve.bundle import Bundle
-from serve.device import ONNX_RUNTIME, choose_devices, settled_device
+from serve.device import choose_devices, onnxruntime_lacks, settled_device
 from serve.limits import Limits, Refusal
 from serve.metrics import MAX_PROCESSES
 from serve.prediction import JOB
@@ -63,7 +63,7 @@ def create_app(
     """
     bounds = Limits.of(**limits)
     device = settled_device(precision, device, tensorrt)
-    place = choose_devices(device, ONNX_RUNTIME).devices[0]
+    place = choose_devices(device, onnxruntime_lacks).devices[0]
     model = Bundle.open_on(place, run, precision, bounds.max_batch, tensorrt)
     if place.on_gpu:
         bounds = replace(bounds, max_batch=largest_batch(model, bounds.max_batch))
