@@ -10,7 +10,6 @@ import io
 import logging
 import os
 import re
-import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -143,7 +142,6 @@ class ImageSpec:
             OSError: if a path cannot be opened.
         """
         _silence_pillow()
-        _caught.number = 0
         if isinstance(data, bytes | bytearray | memoryview):
             opened: contextlib.AbstractContextManager[BinaryIO] = io.BytesIO(data)
         elif isinstance(data, str | os.PathLike):
@@ -267,26 +265,8 @@ class ImageSpec:
         return image.resize(goal, resample, box=(left, top, right, bottom))
 
 
-class _Caught(threading.local):
-    number = 0
-
-
-_caught = _Caught()
-
-
-def caught_messages() -> int:
-    """Return and reset the number of decoder messages about the last picture that this thread has decoded."""
-    number, _caught.number = _caught.number, 0
-    return number
-
-
-def _catch(*_: object) -> bool:
-    _caught.number += 1
-    return False
-
-
-def _catch_messages() -> object:
-    """Count the messages of decoders instead of printing them to standard error: a TIFF of 12 kB had 2,000.
+def _drop_messages() -> object:
+    """Drop the messages of decoders instead of printing them to standard error: a TIFF of 12 kB had 2,000.
 
     This concerns libtiff, by its public interface, and Pillow's log of TIFF; the other decoders print nothing (Pillow
     13, November 2026). Where Pillow is linked in another way, libtiff prints as before.
@@ -294,19 +274,19 @@ def _catch_messages() -> object:
     Returns:
         The function that libtiff calls; a reference to it must be kept.
     """
-    logging.getLogger("PIL.TiffImagePlugin").addFilter(lambda record: record.levelno < logging.WARNING or _catch())
+    logging.getLogger("PIL.TiffImagePlugin").addFilter(lambda record: record.levelno < logging.WARNING)
     with contextlib.suppress(
         AttributeError, OSError, MemoryError
     ):  # MemoryError where a process may not create executable memory
         library = ctypes.CDLL(Image.core.__file__)  # finds the names of the libraries that it is linked with, too
-        handler = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3)(_catch)
+        handler = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3)(lambda *_: None)
         library.TIFFSetWarningHandler(handler)
         library.TIFFSetErrorHandler(handler)
         return handler
     return None
 
 
-_HANDLER = _catch_messages()
+_HANDLER = _drop_messages()
 
 
 def _silence_pillow() -> None:

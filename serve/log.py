@@ -6,7 +6,6 @@ import json
 import os
 import select
 import sys
-import threading
 import time
 import traceback
 
@@ -19,9 +18,6 @@ MAX_REFUSED_LINES = 100
 
 MAX_WRITE_BYTES = 4096
 """Bytes that are written to a pipe atomically when other processes write to it too (PIPE_BUF on Linux)."""
-
-
-_counting, _omitted = threading.Lock(), 0
 
 
 class Log:
@@ -67,25 +63,8 @@ class Log:
             if self._refused > MAX_REFUSED_LINES:
                 log_event("refused requests without a line", number=self._refused - MAX_REFUSED_LINES)
             self._refused = 0
-            if number := _take_omitted():
-                log_event("messages of decoders without a line", number=number)
             self._stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
         return f"{self._stamp}.{int(now * 1000) % 1000:03}Z"
-
-
-def count_omitted(number: int) -> None:
-    """Count decoder messages about a client's picture; only their number per second is logged."""
-    global _omitted
-    with _counting:
-        _omitted += number
-
-
-def _take_omitted() -> int:
-    """Return the number of messages omitted since the last call."""
-    global _omitted
-    with _counting:
-        number, _omitted = _omitted, 0
-    return number
 
 
 def log_event(event: str, error: BaseException | None = None, **fields: object) -> None:

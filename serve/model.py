@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 from PIL import PngImagePlugin
 
-from deeplightning.image_spec import ImageError, ImageSpec, caught_messages
+from deeplightning.image_spec import ImageError, ImageSpec
 from serve.device import CPU, Device
-from serve.log import count_omitted
 
 MAX_READS = 14_000
 """Maximum number of reads that decoding a picture may take. One of 9 MB needs 420, one of 12,000 tiles 12,000; one of
@@ -86,11 +85,7 @@ def prepared(spec: ImageSpec, data: bytes, max_pixels: int, max_side: int | None
         deeplightning.image_spec.ImageError: it is no picture, damaged, too large, or needs more than `MAX_READS` reads.
     """
     source = data if len(data) <= SMALL_BYTES else _CountedReads(data)
-    try:
-        return np.ascontiguousarray(spec.decode(source, max_pixels, max_side).transpose(2, 0, 1))
-    finally:
-        if number := caught_messages():
-            count_omitted(number)
+    return np.ascontiguousarray(spec.decode(source, max_pixels, max_side).transpose(2, 0, 1))
 
 
 class _CountedReads(io.BytesIO):

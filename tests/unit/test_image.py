@@ -7,7 +7,6 @@ import subprocess
 import sys
 import warnings
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ import pytest
 import sklearn.datasets
 from PIL import Image
 
-from deeplightning.image_spec import FORMATS, ImageError, ImageSpec, caught_messages
+from deeplightning.image_spec import FORMATS, ImageError, ImageSpec
 
 RAMP = np.arange(256, dtype=np.uint8).reshape(16, 16)  # every grey value once
 
@@ -443,28 +442,15 @@ def tiff(tags, compression=1):
 
 
 @pytest.mark.parametrize(
-    ("data", "least"),
-    [
-        (tiff(0), 0),
-        (tiff(500, 5), 500),
-        (tiff(0, 8), 1),
-        (tiff(0).replace(b"\x15\x01\4\0\1\0\0\0\1", b"\x15\x01\4\0\1\0\0\0\xff"), 1),
-    ],
-    ids=["sound", "unknown tags", "no data", "many samples"],
+    "data",
+    [tiff(500, 5), tiff(0, 8), tiff(0).replace(b"\x15\x01\4\0\1\0\0\0\1", b"\x15\x01\4\0\1\0\0\0\xff")],
+    ids=["unknown tags", "no data", "many samples"],
 )
-def test_messages_of_decoders_are_counted_and_not_written(capfd, data, least):
-    """Libtiff's and those of Pillow's own log; by thread, and for the last picture alone."""
+def test_messages_of_decoders_are_not_written(capfd, data):
+    """Libtiff's and those of Pillow's own log."""
     with contextlib.suppress(ImageError):
         ImageSpec(4, 4).decode(data)
-    with ThreadPoolExecutor(1) as other:
-        assert other.submit(caught_messages).result() == 0
-    found = caught_messages()
-    assert least <= found <= 4 * least
-    assert (capfd.readouterr().err, caught_messages()) == ("", 0)
-    with contextlib.suppress(ImageError):
-        ImageSpec(4, 4).decode(data)
-    ImageSpec(4, 4).decode(encode(Image.new("L", (4, 4))))
-    assert caught_messages() == 0
+    assert capfd.readouterr().err == ""
 
 
 def test_spec_travels_as_json():
