@@ -278,7 +278,9 @@ def test_predicted_numbers_are_in_the_unit_of_the_data(server, place, priced_ord
     errors = [abs(float(row["prediction"]) - float(row["target"])) for row in tested]
     half = first["high"] - first["value"]
     assert np.mean([error <= half for error in errors]) > 0.7  # 40 rows, for 0.9 of which it is made
-    assert server.ask("GET", "/openapi.json")[1]["info"]["description"].startswith("Rows go in, numbers come out: price.")
+    assert server.ask("GET", "/openapi.json")[1]["info"]["description"].startswith(
+        "Rows go in, numbers come out: price."
+    )
 
 
 @pytest.mark.parametrize("server", ["signals"], indirect=True)
