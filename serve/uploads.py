@@ -118,9 +118,8 @@ def from_unusual_form(kind: bytes, body: bytes, limits: Limits) -> list[bytes]:
         silent=False,
     )
     options = parse_options_header(kind.decode("latin-1"))[1]
-    boundary = b"--" + options.get("boundary", "").encode(errors="replace")
     try:
-        _, fields, files = parser.parse(io.BytesIO(body), "multipart/form-data", len(body), options)
+        _, _, files = parser.parse(io.BytesIO(body), "multipart/form-data", len(body), options)
     except RequestEntityTooLarge:
         raise Refusal(
             413,
@@ -128,25 +127,12 @@ def from_unusual_form(kind: bytes, body: bytes, limits: Limits) -> list[bytes]:
             f"is one): at most {limits.max_images} images and few other form fields are accepted; {FORM_USAGE}.",
         ) from None
     except ValueError:
-        if boundary == b"--":
-            fault = "The Content-Type names no boundary"
-        elif boundary not in body:
-            fault = "The body does not have the boundary that its Content-Type names"
-        elif boundary + b"--" not in body:
-            fault = "The form is cut off: the boundary at its end is missing"
-        else:
-            fault = "A part of the form is malformed"
-        raise Refusal(400, f"{fault}; {FORM_USAGE}.") from None
+        words = "The form is malformed or cut off, or its Content-Type does not name its boundary"
+        raise Refusal(400, f"{words}; {FORM_USAGE}.") from None
     pictures = files.getlist("image")
     if not pictures:
-        found = ", ".join(sorted(name for name in {*files, *fields} if name))[:200]  # a name may be None
-        raise Refusal(
-            400,
-            "The form has no file in the field image"
-            + (", which is a text, as it has no filename" if "image" in fields else "")
-            + f"; {FORM_USAGE}."
-            + (f" Its fields are: {found}." if found else ""),
-        )
+        words = "The form has no file in the field image (a part without a filename is a text)"
+        raise Refusal(400, f"{words}; {FORM_USAGE}.")
     return [picture.read() for picture in pictures]
 
 
