@@ -283,20 +283,6 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
 
 
-def test_file_systems_without_links_get_copies(tmp_path, monkeypatch):
-    """Files are copied if the file system has no hard links."""
-    folder = classifier(tmp_path)
-    before = contents(folder)
-
-    def none(*_):
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr(os, "link", none)
-    quantize(folder, validation(32))
-    assert contents(folder)["weights.safetensors"] == before["weights.safetensors"]
-    assert Bundle.open(folder.path, "int8").precision == "int8"
-
-
 def test_calibration_images_come_from_all_over_the_set():
     """Each image of a stream is sampled with the same probability, even if the stream is sorted by class."""
     sample = module._EvenSample(200)
