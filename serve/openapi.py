@@ -6,6 +6,7 @@ The document describes one server: its task, its limits, and whether it requires
 import csv
 import io
 import math
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from deeplightning.kinds import KINDS, Kind
@@ -246,7 +247,7 @@ def _schemas(model: "Model", kind: Kind, limits: "Limits") -> JsonObject:
             labels={"type": "array", "items": TEXT},
             input={"type": "object", "description": "How an input is prepared."},
             run={"type": "object"},
-            limits=_object(**dict.fromkeys(limits.public(model.task), NUMBER)),
+            limits=_object(**dict.fromkeys(asdict(limits), NUMBER)),
             samples={"type": "integer", "minimum": 0, "description": "How many /samples has."},
         ),
         "Error": {
