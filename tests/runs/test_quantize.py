@@ -5,7 +5,6 @@ import functools
 import hashlib
 import json
 import logging
-import os
 import shutil
 import tempfile
 from pathlib import Path
