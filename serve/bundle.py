@@ -149,7 +149,7 @@ class Bundle(Model):
             rows: np.ndarray = self.session.run([kind.output], {kind.input: inputs})[0]
             return rows
         except Exception as error:  # onnxruntime's exceptions have no common class of their own
-            if is_out_of_memory(error):
+            if self.device.on_gpu and is_out_of_memory(error):
                 raise MemoryError(str(error)) from error
             raise
 
