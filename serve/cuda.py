@@ -9,7 +9,7 @@ import ctypes
 import json
 import sys
 from pathlib import Path
-from typing import NotRequired, TypedDict, cast
+from typing import NotRequired, TypedDict
 
 LIBRARY = "libcuda.so.1"
 
@@ -23,13 +23,6 @@ class Gpu(TypedDict):
     name: str
     free: NotRequired[int]
     fault: NotRequired[str]
-
-
-class Probed(TypedDict, total=False):
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves to this process; or, as `fault`, why they are not known."""
-
-    gpus: list[Gpu]
-    fault: str
 
 
 class CudaError(Exception):
@@ -88,23 +81,25 @@ def _call(library: ctypes.CDLL, name: str, *arguments: object) -> None:
         raise CudaError(f"{name}: {(text.value or b'unknown error').decode(errors='replace')}")
 
 
-def probe() -> Probed:
-    """Find this machine's GPUs in a separate process."""
+def probe() -> list[Gpu] | str:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves to this process, or why they are not known. They are found in a
+    separate process."""
     import subprocess  # imported lazily: most servers compute on the CPU
 
     try:
         command = [sys.executable, str(Path(__file__))]
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
-        return cast(Probed, json.loads(done.stdout))
+        found: list[Gpu] | str = json.loads(done.stdout)
+        return found
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        return {"fault": f"NVIDIA's driver does not answer ({error})"}
+        return f"NVIDIA's driver does not answer ({error})"
 
 
 def _main() -> None:
     try:
-        found: Probed = {"gpus": find_gpus(ctypes.CDLL(LIBRARY))}
+        found: list[Gpu] | str = find_gpus(ctypes.CDLL(LIBRARY))
     except (OSError, CudaError) as error:
-        found = {"fault": f"NVIDIA's driver finds no GPU ({error}); see `nvidia-smi` and CUDA_VISIBLE_DEVICES"}
+        found = f"NVIDIA's driver finds no GPU ({error}); see `nvidia-smi` and CUDA_VISIBLE_DEVICES"
     print(json.dumps(found))
 
 

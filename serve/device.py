@@ -111,11 +111,10 @@ def choose_devices(word: str, lacks: Callable[[], str | None]) -> Choice:
     assert match is not None, "it was checked with is_device_word"
     if word == "cpu":
         return Choice((CPU,))
-    reason = lacks() if has_driver() else "this machine has no NVIDIA driver"
-    found = probe() if reason is None else {}
-    reason = reason or found.get("fault")
-    if reason is None:
-        gpus = found["gpus"]
+    gpus = (lacks() if has_driver() else "this machine has no NVIDIA driver") or probe()
+    if isinstance(gpus, str):
+        reason = gpus
+    else:
         devices = [Device(n, gpu["name"], gpu.get("free", 0)) for n, gpu in enumerate(gpus)]
         wanted = devices if match[1] is None else devices[int(match[1]) :][:1]
         usable = [device for device in wanted if "fault" not in gpus[device.index or 0]]

@@ -27,7 +27,7 @@ def chosen(monkeypatch):
 
     def choose(word, *gpus, lacks=lambda: None):
         monkeypatch.setattr("serve.device.has_driver", lambda: True)
-        monkeypatch.setattr("serve.device.probe", lambda: {"gpus": list(gpus)})
+        monkeypatch.setattr("serve.device.probe", lambda: list(gpus))
         return choose_devices(word, lacks)
 
     return choose
@@ -189,11 +189,11 @@ def test_the_driver_is_asked_for_what_the_server_needs():
 def test_the_probe_is_a_process_of_its_own(monkeypatch, tmp_path):
     """The probe prints JSON, also without a driver; if it dies or hangs, that is a reason, not an exception."""
     found = cuda.probe()
-    assert set(found) in ({"fault"}, {"gpus"})
+    assert isinstance(found, list | str)
     done = subprocess.run([sys.executable, cuda.__file__], capture_output=True, text=True, check=True)
-    assert set(json.loads(done.stdout)) == set(found)
+    assert isinstance(json.loads(done.stdout), type(found))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
-    assert "NVIDIA's driver does not answer" in cuda.probe()["fault"]
+    assert "NVIDIA's driver does not answer" in cuda.probe()
 
 
 # ---- providers
