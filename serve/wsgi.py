@@ -27,9 +27,6 @@ from serve.prediction import JOB
 from serve.service import Service
 from serve.worker_count import choose, largest_batch, on_gpus
 
-_HEADERS = ("host", "authorization", "x-api-key", "x-request-id", "content-encoding", "content-type", "content-length")
-"""Headers that admission checks."""
-
 
 def create_app(
     run: str | PathLike[str],
@@ -82,9 +79,9 @@ def create_app(
 
     @app.before_request
     def admit() -> None:
-        environ, given = request.environ, request.headers
+        environ = request.environ
         environ["serve.begun"] = time.perf_counter()
-        headers = {name.encode(): given[name].encode("latin-1") for name in _HEADERS if name in given}
+        headers = {name.lower().encode("latin-1"): value.encode("latin-1") for name, value in request.headers}
         environ["serve.id"] = request_id(headers.get(b"x-request-id")).decode()
         service.admission.check(request.method, request.path, headers, service.batcher)
         if place.on_gpu and os.getpid() != opened:
