@@ -199,9 +199,7 @@ def assert_refused(folder, validation, words):
 def test_a_model_that_int8_makes_worse_is_refused(tmp_path):
     """The message has both figures, the limit and the next step; the bundle stays as it was."""
     folder = classifier(tmp_path, 3000.0)
-    note = assert_refused(
-        folder, validation(), "would fall from 100.00 % to [0-9.]+ %, and at most 0.2 points are allowed"
-    )
+    note = assert_refused(folder, validation(), "would be [0-9.]+ instead of 100, and the limit is 99.8")
     assert "on 500 validation images" in note
     assert note.endswith("serve it with serve.precision=fp32.")
 
