@@ -33,7 +33,7 @@ from deeplightning.runfolder import RunFolder
 from deeplightning.words import first_line
 from serve.__main__ import options_parser, serve
 from serve.bundle import GPU_TOLERANCE
-from serve.device import CPU, Device, DeviceError, Runtime
+from serve.device import CPU, Device, DeviceError
 from serve.model import Model
 
 
@@ -117,16 +117,11 @@ class Checkpoint(Model):
         return moved
 
     def predict(self, inputs: np.ndarray) -> np.ndarray:
-        with torch.inference_mode():
-            if not self.device.on_gpu:
-                return self.network(torch.tensor(inputs)).numpy()
-            try:
-                # The GPU copies from page-locked memory by itself, and torch reuses that for the next batch.
-                given = torch.from_numpy(inputs).pin_memory().to(str(self.device), non_blocking=True)
-                return self.network(given).cpu().numpy()
-            except torch.OutOfMemoryError as error:
-                torch.cuda.empty_cache()
-                raise MemoryError(str(error)) from error
+        try:
+            with torch.inference_mode():
+                return self.network(torch.tensor(inputs, device=str(self.device))).cpu().numpy()
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -144,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options,
             lambda: [path for path in (folder.best, folder.last) if path.is_file()][:1],
             folder.path,
-            Runtime("torch", _torch_lacks, lambda: torch.version.cuda or ""),
+            _torch_lacks,
         )
     except UserError as error:
         say(f"error: {error}", err=True)

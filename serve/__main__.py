@@ -6,7 +6,6 @@ Exit codes: 0 stopped, 2 wrong arguments, 3 unusable address or device, 4 unusab
 import argparse
 import contextlib
 import ctypes
-import errno
 import ipaddress
 import os
 import socket
@@ -21,13 +20,12 @@ from deeplightning.words import printable
 from serve.admission import Admission, Hosts
 from serve.bundle import Bundle, bundle_folders
 from serve.device import (
-    ONNX_RUNTIME,
     Device,
     DeviceError,
     OptionError,
-    Runtime,
     choose_devices,
     is_device_word,
+    onnxruntime_lacks,
     settled_device,
 )
 from serve.limits import BOUNDS, Limits
@@ -122,7 +120,7 @@ def serve(
     options: argparse.Namespace,
     files: Callable[[], Sequence[Path]],
     folder: Path,
-    runtime: Runtime = ONNX_RUNTIME,
+    lacks: Callable[[], str | None] = onnxruntime_lacks,
 ) -> int:
     """Answer HTTP until SIGTERM or Ctrl-C.
 
@@ -132,7 +130,7 @@ def serve(
         options: options from `options_parser`.
         files: returns the files of the model; none while they are being replaced.
         folder: folder of these files.
-        runtime: library that runs the model.
+        lacks: returns why the library that runs the model cannot use a GPU, or None if it can.
 
     Returns:
         the exit code.
@@ -141,7 +139,7 @@ def serve(
     limits = Limits(**{field.name: getattr(options, field.name) for field in fields(Limits) if field.name in options})
     try:
         key = _key(options.api_key_env)
-        choice = choose_devices(options.device, runtime)
+        choice = choose_devices(options.device, lacks)
         first = _listen(options.host, options.port)
         host, port = first.getsockname()[:2]
         number = max(len(choice.devices), min(usable_cores(), MAX_WORKERS))
@@ -201,26 +199,11 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
         return listener
     except OSError as error:
-        if isinstance(error, socket.gaierror):
-            note = f"The host {host!r} is not known here ({error.strerror}); use --host 127.0.0.1."
-        elif error.errno == errno.EADDRNOTAVAIL:
-            note = (
-                f"The host {host!r} is no address of this machine; use --host 127.0.0.1, or 0.0.0.0 for all of its own."
-            )
-        elif error.errno == errno.EADDRINUSE:
-            note = f"Port {port} on {host} is in use. Choose another: --port {_next(host, port)}"
-        else:
-            reason = (error.strerror or str(error)).split(" (")[0]
-            note = f"Port {port} on {host} cannot be listened on: {reason}. Choose another with --port."
-        raise AddressError(note) from error
-
-
-def _next(host: str, port: int) -> int:
-    """Return a free port above `port`, or 0, which means any free port, if all of them are taken."""
-    for candidate in range(port + 1, 65536):
-        with contextlib.suppress(OSError), _bound(host, candidate):
-            return candidate
-    return 0
+        reason = (error.strerror or str(error)).split(" (")[0]
+        raise AddressError(
+            f"The server cannot listen on {host}, port {port}: {reason}. Choose another with --host (127.0.0.1: this "
+            "machine alone, 0.0.0.0: all its addresses) or --port (0: any that is free)."
+        ) from error
 
 
 def _bound(host: str, port: int, reuse_port: bool = False) -> socket.socket:

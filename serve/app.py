@@ -8,6 +8,7 @@ import base64
 import hashlib
 import re
 import threading
+from dataclasses import asdict
 from pathlib import Path
 
 from flask import Flask, Response, jsonify, request
@@ -64,7 +65,7 @@ def application(service: Service) -> Flask:
             input=model.spec.to_dict(),
             precision=model.precision,
             run=model.run,
-            limits=limits.public(model.task),
+            limits=asdict(limits),
             samples=len(samples),
             **service.layout,
             **({} if model.example is None else {"example": model.example}),

@@ -100,7 +100,6 @@ class Batcher:
         self.model = model
         self.limits = limits
         self.number = number
-        self._most = limits.max_batch
         self._most_threads = threads or 2 * number  # one to decode and one to run, for each lane
         self._tiny = forward_seconds < TINY_SECONDS
         self.waiting = 0
@@ -250,7 +249,7 @@ class Batcher:
         batch: list[_Item] = []
         now = time.perf_counter()
         with self._lock:
-            while self._ready and len(batch) < self._most:
+            while self._ready and len(batch) < self.limits.max_batch:
                 item = self._ready.popleft()
                 if item[0].error is not None:
                     continue
@@ -265,36 +264,21 @@ class Batcher:
         return batch
 
     def _forward(self, pictures: list[np.ndarray]) -> list[np.ndarray | Exception]:
-        """Return a row or an exception for each picture. A picture that the model fails on does not fail the others; a
-        batch that does not fit into memory is halved, and later batches are no larger."""
+        """Return a row or an exception for each picture. If the model fails on a batch, each picture is tried alone, so
+        that only the bad one fails, and those that do not fit into memory together still get answers."""
         try:
             rows = self.model.predict(self._stack(pictures) if len(pictures) > 1 else pictures[0][None])
             if not math.isfinite(rows.sum()):
                 raise ValueError("the model gives numbers that are not finite")
             return list(rows)
-        except MemoryError as error:
-            half = len(pictures) // 2
-            if not half:
-                log_event(f"the memory is too small for a single request: {error}")
-                words = "The model has no memory for this request now; send it again in 1 s."
-                return [Refusal(503, words, {"Retry-After": "1"})]
-            self._shrink_batches(half)
-            answers: list[np.ndarray | Exception] = []
-            while len(answers) < len(pictures):  # the limit may shrink further
-                answers += self._forward(pictures[len(answers) :][: self._most])
-            return answers
         except Exception as error:
-            if len(pictures) == 1:
+            if len(pictures) > 1:
+                return [row for picture in pictures for row in self._forward([picture])]
+            if not isinstance(error, MemoryError):
                 return [error]
-            return [row for picture in pictures for row in self._forward([picture])]
-
-    def _shrink_batches(self, number: int) -> None:
-        """Limit later batches to `number` pictures."""
-        with self._lock:
-            if number >= self._most:
-                return
-            self._most = number
-        log_event(f"the memory is too small for the batch: from now on at most {number} go together")
+            log_event(f"the memory is too small for a single request: {error}")
+            words = "The model has no memory for this request now; send it again in 1 s."
+            return [Refusal(503, words, {"Retry-After": "1"})]
 
     def _check_time(self, job: Job) -> None:
         if time.perf_counter() - job.accepted > self.limits.max_wait:

@@ -5,15 +5,11 @@ CUDA in this process: its workers are forked, and CUDA does not survive that.
 """
 
 import importlib.metadata
-import importlib.util
-import os
 import re
-import shlex
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from serve.cuda import Probed, has_driver, probe
+from serve.cuda import Gpu, has_driver, probe
 
 PACKAGE = "onnxruntime-gpu[cuda,cudnn]"
 """ONNX Runtime for NVIDIA GPUs, with the CUDA libraries that it needs."""
@@ -90,48 +86,23 @@ def settled_device(precision: str, device: str, tensorrt: bool) -> str:
     Raises:
         OptionError: two options contradict each other.
     """
-    if precision == "int8":
-        if device.startswith("cuda"):
-            raise OptionError(
-                f"--precision int8 does not go with --device {device}: the int8 model is made for CPUs; "
-                "use --precision fp16, or --device cpu."
-            )
+    if precision == "int8" and not device.startswith("cuda"):
         device = "cpu"
-    if device == "cpu" and precision == "fp16":
+    for_gpu = precision == "fp16" or tensorrt
+    if (for_gpu and device == "cpu") or (precision == "int8" and device != "cpu"):
         raise OptionError(
-            "--precision fp16 does not go with --device cpu: a CPU computes in 32 bits faster; "
-            "use --precision fp32 or int8, or --device cuda."
+            f"--precision {precision}{' --tensorrt' * tensorrt} does not go with --device {device}: int8 is for the "
+            "CPU, fp16 and TensorRT are for GPUs."
         )
-    if device == "cpu" and tensorrt:
-        raise OptionError("--tensorrt is for GPUs, and the CPU answers; leave it out, or use --device cuda.")
     return device
 
 
-@dataclass(frozen=True)
-class Runtime:
-    """A library that runs networks.
-
-    Attributes:
-        name: name of the package.
-        lacks: returns why it cannot use a GPU, or None if it can.
-        cuda: returns the CUDA version that it is built for, such as 13.0, or "" if unknown.
-    """
-
-    name: str
-    lacks: Callable[[], str | None]
-    cuda: Callable[[], str]
-
-
-def choose_devices(
-    word: str, runtime: Runtime, find: Callable[[], Probed] = probe, may_have_gpu: Callable[[], bool] = has_driver
-) -> Choice:
+def choose_devices(word: str, lacks: Callable[[], str | None]) -> Choice:
     """Resolve `serve.device` on this machine.
 
     Args:
         word: value of `serve.device`.
-        runtime: library that runs the model.
-        find: finds the GPUs, as `serve.cuda.probe` does; called only if the runtime can use a GPU.
-        may_have_gpu: returns whether there is a driver; without one, `auto` recommends no package for GPUs.
+        lacks: returns why the library that runs the model cannot use a GPU, or None if it can.
 
     Raises:
         DeviceError: a requested GPU cannot be used.
@@ -140,88 +111,35 @@ def choose_devices(
     assert match is not None, "it was checked with is_device_word"
     if word == "cpu":
         return Choice((CPU,))
-    reason = runtime.lacks()
-    if word == "auto" and reason is not None and not may_have_gpu():
-        return Choice((CPU,), "this machine has no NVIDIA driver")
-    found = find() if reason is None else {}
-    reason = reason or found.get("fault") or _too_old(runtime, found)
-    if reason is None:
-        gpus = [Device(n, gpu["name"], gpu.get("free", 0)) for n, gpu in enumerate(found["gpus"])]
-        faults = {n: gpu["fault"] for n, gpu in enumerate(found["gpus"]) if "fault" in gpu}
-        if match[1] is not None:
-            gpus = _numbered(gpus, int(match[1]))
-        usable = tuple(gpu for gpu in gpus if gpu.index not in faults)
-        if usable and (word == "auto" or len(usable) == len(gpus)):
-            return Choice(usable, may_fall_back=word == "auto")
-        reason = _unusable(gpus, faults) if gpus else "there is no GPU; see `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+    gpus = (lacks() if has_driver() else "this machine has no NVIDIA driver") or probe()
+    if isinstance(gpus, str):
+        reason = gpus
+    else:
+        devices = [Device(n, gpu["name"], gpu.get("free", 0)) for n, gpu in enumerate(gpus)]
+        wanted = devices if match[1] is None else devices[int(match[1]) :][:1]
+        usable = [device for device in wanted if "fault" not in gpus[device.index or 0]]
+        if usable and (word == "auto" or usable == wanted):
+            return Choice(tuple(usable), may_fall_back=word == "auto")
+        listed = [f"{one} ({one.name}{_fault(gpu)})" for one, gpu in zip(devices, gpus, strict=True)]
+        shown = ", ".join(listed) or "none"
+        reason = f"the GPUs that can be seen are {shown}; see `nvidia-smi` and CUDA_VISIBLE_DEVICES"
     if word == "auto":
         return Choice((CPU,), reason)
     raise DeviceError(f"serve.device is {word}: {reason}.")
 
 
-def _too_old(runtime: Runtime, found: Probed) -> str | None:
-    """Return why the driver is too old for the runtime, or None. A driver supports its own major version of CUDA and
-    older ones."""
-    needed, driver = runtime.cuda(), found["driver"]
-    if not needed or int(needed.partition(".")[0]) <= int(driver.partition(".")[0]):
-        return None
-    return (
-        f"NVIDIA's driver supports CUDA {driver}, and {runtime.name} is built for CUDA {needed}; "
-        f"update the driver, or install {runtime.name} for CUDA {driver.partition('.')[0]}"
-    )
-
-
-def _numbered(gpus: list[Device], number: int) -> list[Device]:
-    if number >= len(gpus):
-        listed = ", ".join(f"{gpu} ({gpu.name})" for gpu in gpus) or "none"
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        seen = f", by CUDA_VISIBLE_DEVICES={visible}" if visible is not None else ""
-        raise DeviceError(f"serve.device is cuda:{number}, and the GPUs that are visible here are {listed}{seen}.")
-    return [gpus[number]]
-
-
-def _unusable(gpus: list[Device], faults: dict[int, str]) -> str:
-    reasons = [f"{gpu} ({gpu.name}) cannot be used: {faults[gpu.index]}" for gpu in gpus if gpu.index in faults]
-    free = [str(gpu) for gpu in gpus if gpu.index not in faults]
-    remedy = f"use serve.device={free[0]}" if free else "end what uses it (`nvidia-smi` lists the processes)"
-    return f"{'; '.join(reasons)}; {remedy}"
-
-
-# ---- ONNX Runtime
+def _fault(gpu: Gpu) -> str:
+    return f", unusable: {gpu['fault']}" if "fault" in gpu else ""
 
 
 def onnxruntime_lacks() -> str | None:
-    """Return why the installed ONNX Runtime cannot use a GPU, with the command that fixes it, or None if it can."""
+    """Return why the installed ONNX Runtime cannot use a GPU, and what to do, or None if it can."""
+    remedy = f"uninstall onnxruntime and onnxruntime-gpu, then install '{PACKAGE}'"
     names = ("onnxruntime", "onnxruntime-gpu")
-    installed = [name for name in names if any(importlib.metadata.distributions(name=name))]
-    if len(installed) == 2:
-        return (
-            "onnxruntime and onnxruntime-gpu are both installed, and each overwrites the files of the other; "
-            f"keep one: {_command('uninstall', *installed)} && {_command('install', PACKAGE)}"
-        )
+    if all(any(importlib.metadata.distributions(name=name)) for name in names):
+        return f"onnxruntime and onnxruntime-gpu are both installed, and overwrite each other's files: {remedy}"
     from serve.private import onnxruntime
 
     if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
         return None
-    return (
-        "the onnxruntime that is installed is built for the CPU; the extra `gpu` is the one for GPUs, and replaces it: "
-        f"{_command('uninstall', 'onnxruntime')} && {_command('install', PACKAGE)}"
-    )
-
-
-def _onnxruntime_cuda() -> str:
-    from serve.private import onnxruntime
-
-    return getattr(onnxruntime, "cuda_version", None) or ""
-
-
-ONNX_RUNTIME = Runtime("onnxruntime-gpu", onnxruntime_lacks, _onnxruntime_cuda)
-
-
-def _command(verb: str, *packages: str) -> str:
-    """Return the command that installs or removes packages in this environment; a uv environment may have no pip."""
-    python, quoted = shlex.quote(sys.executable), shlex.join(packages)
-    if importlib.util.find_spec("pip") is None:
-        return f"uv pip {verb} --python {python} {quoted}"
-    yes = " --yes" if verb == "uninstall" else ""
-    return f"{python} -m pip {verb}{yes} {quoted}"
+    return f"the onnxruntime that is installed is built for the CPU: {remedy}"

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
+from wsgiref.util import setup_testing_defaults
 
 from deeplightning.words import printable
 from serve.admission import predicts, request_id
@@ -208,23 +209,15 @@ class Dispatcher:
         }
         environ |= {
             "REQUEST_METHOD": "GET" if request.method == "HEAD" else request.method,  # the connection drops the body
-            "SCRIPT_NAME": "",
             "PATH_INFO": request.path.encode().decode("latin-1"),
             "QUERY_STRING": request.query.decode("latin-1"),
             "CONTENT_TYPE": texts.get("content-type", ""),
             "CONTENT_LENGTH": str(len(request.body)),
-            "SERVER_NAME": "localhost",
-            "SERVER_PORT": "80",
             "SERVER_PROTOCOL": f"HTTP/{request.version}",
-            JOB: (jobs := list[Job]()),
-            "wsgi.version": (1, 0),
-            "wsgi.url_scheme": "http",
             "wsgi.input": io.BytesIO(request.body),
-            "wsgi.errors": io.StringIO(),
-            "wsgi.multithread": True,
-            "wsgi.multiprocess": True,
-            "wsgi.run_once": False,
+            JOB: (jobs := list[Job]()),
         }
+        setup_testing_defaults(environ)  # what PEP 3333 wants besides
         response = FlaskResponse.from_app(self._flask, environ, buffered=True)
         lines = [f"{name}: {value}\r\n" for name, value in response.headers if name.lower() != "content-length"]
         head = "".join(lines).encode("latin-1")

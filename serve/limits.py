@@ -2,8 +2,6 @@
 
 from dataclasses import asdict, dataclass
 
-from deeplightning.kinds import KINDS
-
 FAULT = "The server has a fault; its log shows which. Other requests are not affected."
 """Message of status 500."""
 
@@ -71,12 +69,6 @@ class Limits:
         """
         if size > self.max_bytes:
             raise self.too_large()
-
-    def public(self, task: str) -> dict[str, float]:
-        """Return the limits that concern a task, by name."""
-        own = {"image": {"max_pixels", "max_side"}, "text": {"max_text"}}
-        foreign = set.union(*own.values()) - own.get(KINDS[task].takes, set())
-        return {name: value for name, value in asdict(self).items() if name not in foreign}
 
     def too_large(self) -> "Refusal":
         """Return the refusal of a body of more than `max_bytes`."""

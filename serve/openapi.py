@@ -6,6 +6,7 @@ The document describes one server: its task, its limits, and whether it requires
 import csv
 import io
 import math
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from deeplightning.kinds import KINDS, Kind
@@ -27,7 +28,6 @@ SIDE = {"type": "integer", "minimum": 1}
 BINARY = {"type": "string", "format": "binary"}
 BASE64 = {"type": "string", "format": "byte"}
 
-_PAGES = {"image": "to drop an image on", "text": "to write a text on", "table": "to fill in a row"}
 _ANSWERS = {"reconstruction": "Picture", "segmentation": "Mask"}
 """Schema of one answer by what the task gives; of other tasks `Prediction`. That of several has an s at the end."""
 
@@ -83,7 +83,7 @@ def describe(model: "Model", limits: "Limits", secured: bool) -> JsonObject:
         "/samples": _get(samples, _ref("Samples")),
         "/openapi.json": _get("This document.", {"type": "object"}),
         "/docs": _get("A page that shows this document to people.", TEXT, "text/html"),
-        "/": _get(f"A page {_PAGES.get(kind.takes, 'to paste an array on')}.", TEXT, "text/html"),
+        "/": _get("A page to try the model on.", TEXT, "text/html"),
     }
     paths = {"/predict": {"post": _predict(model, kind, limits)}} | {path: {"get": one} for path, one in gets.items()}
     document: JsonObject = {
@@ -109,39 +109,23 @@ def describe(model: "Model", limits: "Limits", secured: bool) -> JsonObject:
 
 
 def _describe(model: "Model", kind: Kind, limits: "Limits") -> str:
-    comes = {
-        "classification": f"probabilities of {len(model.labels)} classes come",
-        "regression": f"{', '.join(model.labels)} comes" if len(model.labels) == 1 else "numbers come",
-        "segmentation": f"masks of the same size come, a class of {len(model.labels)} for each pixel,",
-        "multilabel": f"those of {len(model.labels)} labels that fit, and the probabilities of all, come",
-    }.get(kind.gives, "pictures of the same size come")
-    what = kind.nouns
     size = {
-        "image": f" of at most {limits.max_pixels:,} pixels each, and {limits.max_side:,} on a side",
-        "text": f" of at most {limits.max_text:,} bytes each",
+        "image": f" of at most {limits.max_pixels:,} pixels, and {limits.max_side:,} on a side",
+        "text": f" of at most {limits.max_text:,} bytes",
     }
-    goes = "pictures" if kind.takes == "image" else what
+    what = f": {', '.join(model.labels)}" if kind.gives == "regression" else ""
     return (
-        f"{goes.capitalize()} go in, {comes} out. One request carries at most {limits.max_upload_mb} MB and "
-        f"{limits.max_images} {what}{size.get(kind.takes, '')}."
+        f"{kind.nouns.capitalize()} go in, {kind.output} come out{what}. One request carries at most "
+        f"{limits.max_upload_mb} MB and {limits.max_images} {kind.nouns}{size.get(kind.takes, '')}."
     )
 
 
 def _predict(model: "Model", kind: Kind, limits: "Limits") -> JsonObject:
     what = kind.nouns
     one = what.removesuffix("s")
-    large = {"text": ", or a text", "image": ", or an image's number of pixels or side"}.get(kind.takes, "")
-    comma = "," if large else " or"
-    which = "What is in the picture, or in each" if kind.takes == "image" else f"Which class is the {one} of, or each"
-    summary = {
-        "reconstruction": "The picture as the model paints it, or each of several.",
-        "segmentation": "The class of each pixel of the picture, or of each of several.",
-        "regression": f"The numbers that the model predicts for the {one}, or for each of several.",
-        "multilabel": f"Which labels does the {one} have, or each of several?",
-    }.get(kind.gives, f"{which} of several?")
     parameters = [TOP_K] * (kind.gives == "classification") + [SHOW] * (kind.takes == "image")
     return {
-        "summary": summary,
+        "summary": f"The model's answer to one of the {what}, or to each of several.",
         "operationId": "predict",
         **({"parameters": parameters} if parameters else {}),
         "requestBody": {"required": True, "content": _content(model, kind, limits.max_images)},
@@ -149,7 +133,7 @@ def _predict(model: "Model", kind: Kind, limits: "Limits") -> JsonObject:
             "200": _success(kind),
             "400": _error(f"The {one} is missing, empty or damaged, or the request is malformed."),
             "408": _error("The request came too slowly."),
-            "413": _error(f"The request{comma} the number of {what}{large} is too large."),
+            "413": _error(f"The request, the number of {what}, or one of them is too large."),
             "415": _error(f"The body or the {one} is of a kind that is not read."),
             "429": _error("More requests wait than can be answered in time.", RETRY_AFTER),
             **_faults(),
@@ -207,11 +191,11 @@ def _row_bodies(spec: "TableSpec", most: int, example: JsonObject | None) -> Jso
     }
     if example is not None:
         given = {name: example[name] for name in columns}  # others are ignored
-        table = io.StringIO()
         values = [
             str(value).replace(".", spec.format.decimal) if isinstance(value, float) else value
             for value in given.values()
         ]
+        table = io.StringIO()
         csv.writer(table, delimiter=spec.format.delimiter, lineterminator="\n").writerows([given, values])
         bodies["application/json"]["example"] = {"rows": [given]}
         bodies["text/csv"]["example"] = table.getvalue()
@@ -261,9 +245,9 @@ def _schemas(model: "Model", kind: Kind, limits: "Limits") -> JsonObject:
         "Info": _object(
             task={"type": "string", "enum": [model.task]},
             labels={"type": "array", "items": TEXT},
-            input=_input(kind),
+            input={"type": "object", "description": "How an input is prepared."},
             run={"type": "object"},
-            limits=_object(**dict.fromkeys(limits.public(model.task), NUMBER)),
+            limits=_object(**dict.fromkeys(asdict(limits), NUMBER)),
             samples={"type": "integer", "minimum": 0, "description": "How many /samples has."},
         ),
         "Error": {
@@ -304,36 +288,6 @@ def _answer_schema(kind: Kind, labels: list[str]) -> JsonObject:
     )
 
 
-def _input(kind: Kind) -> JsonObject:
-    """Return the schema of `input` in `/info`."""
-    numbers = {"type": "array", "items": NUMBER}
-    if kind.takes == "text":
-        return _object(
-            tokenizer={"type": "string", "enum": ["words", "hugging_face"]},
-            file=TEXT,
-            size=SIDE,
-            lower={"type": "boolean"},
-            max_length={**SIDE, "nullable": True},
-            limit={**SIDE, "nullable": True},
-        )
-    if kind.takes == "table":
-        return _object(
-            columns={"type": "array", "items": {"type": "object"}, "minItems": 1},
-            unknown={"type": "string", "enum": ["other", "refuse"]},
-            missing={"type": "string", "enum": ["fill", "refuse"]},
-        ) | {"description": "With the key format where the table was not written with commas and decimal points."}
-    if kind.takes == "array":
-        return _object(shape={"type": "array", "items": SIDE, "minItems": 1}, mean=numbers, std=numbers)
-    return _object(
-        height=SIDE,
-        width=SIDE,
-        mode={"type": "string", "enum": ["L", "RGB"]},
-        resize={"type": "string", "enum": ["stretch", "crop", "pad"]},
-        mean=numbers,
-        std=numbers,
-    )
-
-
 # ---- parts of the document
 
 
@@ -346,7 +300,6 @@ def _faults() -> JsonObject:
     return {
         "421": _error("The server does not answer as the host that the request names."),
         "500": _error("A fault of the server."),
-        "501": _error("The request has an unknown method, or a Transfer-Encoding besides chunked."),
     }
 
 

@@ -2,7 +2,7 @@
 SIGTERM.
 
 Workers share the model's memory, since they are forked after it is loaded. CUDA does not survive a fork: on GPUs each
-worker loads the model itself, within the same limits, and reports the result.
+worker loads the model itself, within a time limit, and reports the result.
 """
 
 import contextlib
@@ -232,16 +232,10 @@ class WorkerPool:
         os._exit(1)
 
     def _stop_overdue(self) -> None:
-        """Kill workers that exceed the time or memory limit while they load. RLIMIT_DATA is no use here: it counts
-        address space, of which CUDA reserves far more than it uses."""
+        """Kill workers that exceed the time limit while they load."""
         for worker in self._workers:
-            if worker.reported or worker.fault:
-                continue
-            if time.monotonic() > worker.since + GPU_LOAD_SECONDS:
+            if not worker.reported and not worker.fault and time.monotonic() > worker.since + GPU_LOAD_SECONDS:
                 worker.fault = too_slow(self._setup.folder, GPU_LOAD_SECONDS)
-            elif _bytes_from(f"/proc/{worker.process}/status", "RssAnon:") > self._memory:
-                worker.fault = too_large(self._setup.folder, self._memory)
-            if worker.fault:
                 os.kill(worker.process, signal.SIGKILL)
 
     def _reap(self) -> None:
@@ -359,10 +353,6 @@ def too_slow(folder: Path, seconds: float) -> str:
         f"The model of {folder} was not loaded and proved within {seconds:g} s, the limit. It may compute without end; "
         "get a new copy of it, or export it again."
     )
-
-
-def too_large(folder: Path, memory: int) -> str:
-    return f"The model of {folder} was not loaded and proved: {_memory_limit(memory)}."
 
 
 def died(folder: Path, memory: int) -> str:

@@ -32,13 +32,6 @@ def open_strictly(
     return onnxruntime.InferenceSession(file, options, providers=providers, enable_fallback=0)
 
 
-def provider_libraries(word: str) -> tuple[Path, Path]:
-    """Return the library that all providers share and the library of one, such as `cuda`. If a release renames them,
-    the reported reason for a provider that does not load becomes "no such file"."""
-    folder = Path(onnxruntime.__file__).parent / "capi"
-    return folder / "libonnxruntime_providers_shared.so", folder / f"libonnxruntime_providers_{word}.so"
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an exception of ONNX Runtime means out of memory."""
     text = str(error)

@@ -118,9 +118,8 @@ def from_unusual_form(kind: bytes, body: bytes, limits: Limits) -> list[bytes]:
         silent=False,
     )
     options = parse_options_header(kind.decode("latin-1"))[1]
-    boundary = b"--" + options.get("boundary", "").encode(errors="replace")
     try:
-        _, fields, files = parser.parse(io.BytesIO(body), "multipart/form-data", len(body), options)
+        _, _, files = parser.parse(io.BytesIO(body), "multipart/form-data", len(body), options)
     except RequestEntityTooLarge:
         raise Refusal(
             413,
@@ -128,25 +127,12 @@ def from_unusual_form(kind: bytes, body: bytes, limits: Limits) -> list[bytes]:
             f"is one): at most {limits.max_images} images and few other form fields are accepted; {FORM_USAGE}.",
         ) from None
     except ValueError:
-        if boundary == b"--":
-            fault = "The Content-Type names no boundary"
-        elif boundary not in body:
-            fault = "The body does not have the boundary that its Content-Type names"
-        elif boundary + b"--" not in body:
-            fault = "The form is cut off: the boundary at its end is missing"
-        else:
-            fault = "A part of the form is malformed"
-        raise Refusal(400, f"{fault}; {FORM_USAGE}.") from None
+        words = "The form is malformed or cut off, or its Content-Type does not name its boundary"
+        raise Refusal(400, f"{words}; {FORM_USAGE}.") from None
     pictures = files.getlist("image")
     if not pictures:
-        found = ", ".join(sorted(name for name in {*files, *fields} if name))[:200]  # a name may be None
-        raise Refusal(
-            400,
-            "The form has no file in the field image"
-            + (", which is a text, as it has no filename" if "image" in fields else "")
-            + f"; {FORM_USAGE}."
-            + (f" Its fields are: {found}." if found else ""),
-        )
+        words = "The form has no file in the field image (a part without a filename is a text)"
+        raise Refusal(400, f"{words}; {FORM_USAGE}.")
     return [picture.read() for picture in pictures]
 
 
@@ -158,7 +144,7 @@ def from_json(body: bytes) -> list[bytes]:
     """
     if _marks(body) > MAX_JSON_MARKS:
         raise Refusal(400, f"The JSON has more parts than a list of images needs; {USAGE}.")
-    texts = _strings(body, ("images", "image"), USAGE)
+    texts = _inputs(body, ("images", "image"), str, "texts", USAGE)
     try:
         return [_from_base64(text.encode("ascii")) for text in texts]
     except (binascii.Error, ValueError) as error:
@@ -189,7 +175,7 @@ def texts_from_json(body: bytes) -> list[bytes]:
         raise Refusal(
             400, f"The body is not a JSON object with the one key texts, a list of 1,000 texts at most; {TEXT_USAGE}."
         )
-    texts = _strings(body, ("texts", "text"), TEXT_USAGE)
+    texts = _inputs(body, ("texts", "text"), str, "texts", TEXT_USAGE)
     try:
         return [text.encode() for text in texts]
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON can escape
@@ -205,11 +191,8 @@ def rows_from_json(body: bytes, columns: int, limits: Limits) -> list[dict[str, 
     Raises:
         Refusal: the body has another form.
     """
-    most = MAX_JSON_MARKS + limits.max_images * 4 * (columns + 1)
-    rows = _listed(body, ("rows", "row"), most, ROWS_USAGE)
-    if not all(isinstance(row, dict) for row in rows):
-        raise Refusal(400, f"rows is not a list of objects; {ROWS_USAGE}.")
-    return rows
+    _check_marks(body, MAX_JSON_MARKS + limits.max_images * 4 * (columns + 1), ROWS_USAGE)
+    return _inputs(body, ("rows", "row"), dict, "objects", ROWS_USAGE)
 
 
 def rows_from_csv(
@@ -243,8 +226,8 @@ def arrays_from_json(body: bytes, shape: tuple[int, ...], limits: Limits) -> lis
     Raises:
         Refusal: the body has another form.
     """
-    most = MAX_JSON_MARKS + limits.max_images * 3 * math.prod(shape)
-    arrays = _listed(body, ("arrays", "array", "signals", "signal"), most, ARRAYS_USAGE)
+    _check_marks(body, MAX_JSON_MARKS + limits.max_images * 3 * math.prod(shape), ARRAYS_USAGE)
+    arrays = _inputs(body, ("arrays", "array", "signals", "signal"), object, "arrays", ARRAYS_USAGE)
     if b"true" in body or b"false" in body:  # numpy would read them as 1 and 0
         raise Refusal(400, f"An array holds true or false, which are no numbers; {ARRAYS_USAGE}.")
     return arrays
@@ -270,9 +253,18 @@ def _marks(body: bytes) -> int:
     return sum(body.count(mark) for mark in b"[]{},")
 
 
-def _only_value(body: bytes, keys: tuple[str, ...], usage: str) -> tuple[str, Any]:
-    """Parse a JSON object with one key of `keys`, and return the key and its value; a value under a key without an s at
-    its end becomes a list."""
+def _check_marks(body: bytes, most: int, usage: str) -> None:
+    if _marks(body) > most:
+        raise Refusal(413, f"The JSON has more values than a request may have; {usage}.")
+
+
+def _inputs(body: bytes, keys: tuple[str, ...], kind: type, nouns: str, usage: str) -> list[Any]:
+    """Return the inputs under the only key of a JSON object.
+
+    Args:
+        keys: names that the key may have; the value of one without an s at its end is a single input.
+        kind, nouns: type of an input, and its name in messages.
+    """
     try:
         document = json.loads(body, object_pairs_hook=_distinct)
     except (ValueError, RecursionError) as error:
@@ -280,15 +272,10 @@ def _only_value(body: bytes, keys: tuple[str, ...], usage: str) -> tuple[str, An
     if not isinstance(document, dict) or len(document) != 1 or not document.keys() <= set(keys):
         raise Refusal(400, f"The JSON is not an object with the one key {keys[0]}; {usage}.")
     ((key, value),) = document.items()
-    return key, value if key.endswith("s") else [value]
-
-
-def _strings(body: bytes, keys: tuple[str, ...], usage: str) -> list[str]:
-    """Return the texts under the only key of a JSON object."""
-    _, texts = _only_value(body, keys, usage)
-    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        raise Refusal(400, f"{keys[0]} is not a list of one or more texts; {usage}.")
-    return texts
+    found = value if key.endswith("s") else [value]
+    if not isinstance(found, list) or not found or not all(isinstance(one, kind) for one in found):
+        raise Refusal(400, f"{keys[0]} is not a list of one or more {nouns}; {usage}.")
+    return found
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -298,17 +285,3 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
         raise Refusal(400, f"An object of the JSON has the key {key[:40]!r} twice; send each key once.")
     return found
-
-
-def _listed(body: bytes, keys: tuple[str, ...], most: int, usage: str) -> list[Any]:
-    """Return the inputs under the only key of a JSON object.
-
-    Args:
-        most: maximum number of brackets, braces and commas in the body.
-    """
-    if _marks(body) > most:
-        raise Refusal(413, f"The JSON has more values than a request may have; {usage}.")
-    key, values = _only_value(body, keys, usage)
-    if not isinstance(values, list) or not values:
-        raise Refusal(400, f"{key} is not a list with one or more entries; {usage}.")
-    return values

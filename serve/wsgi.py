@@ -20,15 +20,12 @@ from serve.admission import Admission, Hosts, request_id
 from serve.app import application
 from serve.batching import Batcher
 from serve.bundle import Bundle
-from serve.device import ONNX_RUNTIME, choose_devices, settled_device
+from serve.device import choose_devices, onnxruntime_lacks, settled_device
 from serve.limits import Limits, Refusal
 from serve.metrics import MAX_PROCESSES
 from serve.prediction import JOB
 from serve.service import Service
 from serve.worker_count import choose, largest_batch, on_gpus
-
-_HEADERS = ("host", "authorization", "x-api-key", "x-request-id", "content-encoding", "content-type", "content-length")
-"""Headers that admission checks."""
 
 
 def create_app(
@@ -63,7 +60,7 @@ def create_app(
     """
     bounds = Limits.of(**limits)
     device = settled_device(precision, device, tensorrt)
-    place = choose_devices(device, ONNX_RUNTIME).devices[0]
+    place = choose_devices(device, onnxruntime_lacks).devices[0]
     model = Bundle.open_on(place, run, precision, bounds.max_batch, tensorrt)
     if place.on_gpu:
         bounds = replace(bounds, max_batch=largest_batch(model, bounds.max_batch))
@@ -82,9 +79,9 @@ def create_app(
 
     @app.before_request
     def admit() -> None:
-        environ, given = request.environ, request.headers
+        environ = request.environ
         environ["serve.begun"] = time.perf_counter()
-        headers = {name.encode(): given[name].encode("latin-1") for name in _HEADERS if name in given}
+        headers = {name.lower().encode("latin-1"): value.encode("latin-1") for name, value in request.headers}
         environ["serve.id"] = request_id(headers.get(b"x-request-id")).decode()
         service.admission.check(request.method, request.path, headers, service.batcher)
         if place.on_gpu and os.getpid() != opened:

@@ -221,7 +221,6 @@ def _literal(node: ast.ClassDef, name: str) -> object:
 
 
 SUMMARIES = {
-    "/": "A page to try the model on.",
     "/predict": "The answers to one input or several.",
     "/openapi.json": "The addresses, bodies and answers of this server for programs, as OpenAPI 3.0.",
     "/docs": "The same for people, on a page.",

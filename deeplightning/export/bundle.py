@@ -441,7 +441,7 @@ def added(folder: RunFolder, card: Card, name: str) -> Iterator[Path]:
             card["files"][name] = digest_of(file)
             with replacement_for(folder.bundle) as new:
                 for other in card["files"].keys() - {name}:
-                    _link_or_copy(folder.bundle / other, new / other)
+                    shutil.copy2(folder.bundle / other, new / other)
                 shutil.copyfile(file, new / name)
                 (new / folder.bundle_card.name).write_text(card_text(card), encoding="utf-8")
     except OSError as error:
@@ -462,11 +462,3 @@ def golden_inputs(folder: RunFolder, card: Card) -> dict[str, np.ndarray]:
     rows, given = row_spec(kind.takes, values), golden[kind.input]
     inputs: Any = given if kind.takes == "table" else map(base64.b64decode, given)
     return {kind.input: rows.stack([rows.prepare(one) for one in inputs])}
-
-
-def _link_or_copy(file: Path, target: Path) -> None:
-    """Put a file into another folder, as a hard link if the file system supports it, since weights are large."""
-    try:
-        os.link(file, target)
-    except OSError:
-        shutil.copy2(file, target)

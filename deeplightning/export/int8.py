@@ -110,16 +110,13 @@ def _compare_scores(
         with np.errstate(divide="ignore", invalid="ignore"):
             worse = (theirs / ours - 1) * 100 if is_error else ours - theirs
         worst = int(np.where(ours == theirs, 0, np.nan_to_num(worse, nan=np.inf)).argmax())
-        old, new, unit = float(ours[worst]), float(theirs[worst]), "" if is_error else " %"
+        old, new = float(ours[worst]), float(theirs[worst])
         most = old * (1 + MAX_RISE_PERCENT / 100) if is_error else old - MAX_FALL_POINTS
         if not (new <= most if is_error else new >= most - 1e-9):
             of = f" of {card['labels'][worst]}" if is_error and len(ours) > 1 else ""
-            shown = [f"{value:.4g}" if is_error else f"{value:.2f}" for value in (old, new)]
-            allowed = f"{MAX_RISE_PERCENT:g} % is" if is_error else f"{MAX_FALL_POINTS:g} points are"
             raise CheckpointError(
-                f"The bundle {folder.bundle} is not served in int8: its {SCORES[name]}{of} on {on} would "
-                f"{'rise' if is_error else 'fall'} from {shown[0]}{unit} to {shown[1]}{unit}, and at most {allowed} "
-                f"allowed; {SERVE_FP32}."
+                f"The bundle {folder.bundle} is not served in int8: its {SCORES[name]}{of} on {on} would be {new:.4g} "
+                f"instead of {old:.4g}, and the limit is {most:.4g}; {SERVE_FP32}."
             )
         figures |= {name: new, f"{name}_fp32": old}
     return figures

@@ -419,7 +419,7 @@ def test_a_checkpoint_is_answered_on_the_device_that_was_asked_for(forked, own, 
 @pytest.mark.slow
 def test_a_gpu_must_answer_as_the_cpu_does(forked, own):
     """The network is moved after the workers are forked, and its answers to the run's samples are compared; a GPU that
-    cannot be used is exit 3, naming it. A lack of memory is a MemoryError, so that batches are halved."""
+    cannot be used is exit 3, naming it. A lack of memory is a MemoryError."""
     program = (
         "import sys, torch; from dataclasses import replace; from deeplightning.runfolder import RunFolder; "
         "from deeplightning.torch_server import Checkpoint; from serve.device import Device, DeviceError\n"
@@ -428,8 +428,8 @@ def test_a_gpu_must_answer_as_the_cpu_does(forked, own):
         "except DeviceError as error: print(error.exit_code, error)\n"
         "class Full(torch.nn.Module):\n"
         "    def forward(self, images): raise torch.OutOfMemoryError('CUDA out of memory')\n"
-        "torch.Tensor.pin_memory = lambda tensor: tensor\n"
-        "torch.Tensor.to = lambda tensor, *_, **__: tensor\n"
+        "tensor = torch.tensor\n"
+        "torch.tensor = lambda values, device: tensor(values)\n"
         "try: replace(cpu, network=Full(), device=Device(0, 'H100')).predict(cpu.samples)\n"
         "except MemoryError as error: print(error)\n"
         "class Other(torch.nn.Module):\n"

@@ -45,7 +45,7 @@ def open_pretended(path, precision="fp32", device=CPU, max_batch=16, tensorrt=Fa
 
 
 Bundle.open = open_pretended
-program.choose_devices = lambda word, runtime: Choice(gpus, may_fall_back=word == "auto")
+program.choose_devices = lambda word, lacks: Choice(gpus, may_fall_back=word == "auto")
 sys.exit(program.main(sys.argv[1:]))
 '''
 

@@ -199,9 +199,9 @@ def test_answers_to_rows_are_those_of_the_network(rows):
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("output", [{}, {"thresholds": [0.5, 0.5]}, {"thresholds": [0.5, 2, 0.5]}, {"interval": 0.9}])
+@pytest.mark.parametrize("output", [{}, {"thresholds": [0.5, 0.5]}, {"thresholds": [0.5, "1", 0.5]}, {"interval": 0.9}])
 def test_a_bundle_without_sound_thresholds_is_refused(pictures, tmp_path, output):
-    """One for each label, from 0 to 1: exit code 4."""
+    """A number for each label: exit code 4."""
     shutil.copytree(pictures.folder / "bundle", tmp_path / "bundle")
     path = tmp_path / "bundle" / "bundle.json"
     card = json.loads(path.read_text()) | {"output": output}

@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -448,14 +447,12 @@ def serve(*arguments):
 
 
 def test_a_port_in_use_is_named(run_folder):
-    """Exit 3, at once, with the port and one that is free."""
+    """Exit 3, at once, with the port."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, out, err = serve(run_folder.path, "--port", port)
-        found = re.fullmatch(rf"error: Port {port} on 127.0.0.1 is in use. Choose another: --port (\d+)\n", err)
-        assert (code, out, found is not None) == (3, "", True), err
-        with socket.create_server(("127.0.0.1", int(found[1]))):  # as long as the other is taken
-            pass
+        assert (code, out, err.count("\n")) == (3, "", 1), err
+        assert f"error: The server cannot listen on 127.0.0.1, port {port}: Address already in use." in err
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.1"])

@@ -219,8 +219,8 @@ def test_answers_to_rows_are_those_of_the_network(server, place):
             400,
             "Column items: 'x' is not",
         ),
-        ({"rows": [1]}, "application/json", 400, "rows is not a list of objects"),
-        ({"rows": []}, "application/json", 400, "rows is not a list with one or more entries"),
+        ({"rows": [1]}, "application/json", 400, "rows is not a list of one or more objects"),
+        ({"rows": []}, "application/json", 400, "rows is not a list of one or more objects"),
         ({"images": []}, "application/json", 400, "not an object with the one key rows"),
         (b"{", "application/json", 400, "is not JSON"),
         (b"[" * 100_000, "application/json", 413, "more values than a request may have"),
@@ -278,7 +278,9 @@ def test_predicted_numbers_are_in_the_unit_of_the_data(server, place, priced_ord
     errors = [abs(float(row["prediction"]) - float(row["target"])) for row in tested]
     half = first["high"] - first["value"]
     assert np.mean([error <= half for error in errors]) > 0.7  # 40 rows, for 0.9 of which it is made
-    assert server.ask("GET", "/openapi.json")[1]["info"]["description"].startswith("Rows go in, price comes out.")
+    assert server.ask("GET", "/openapi.json")[1]["info"]["description"].startswith(
+        "Rows go in, numbers come out: price."
+    )
 
 
 @pytest.mark.parametrize("server", ["signals"], indirect=True)
