@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deeplightning.config.tree import flat
 from deeplightning.process.terminal import LAYOUT
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder
@@ -37,10 +38,7 @@ def differences(first: PastRun, second: PastRun, patch: bool = False) -> dict[st
     """
     apart = between(_with_absolute_paths(first), _with_absolute_paths(second))  # shown as they were written
     return {
-        "config": [
-            *((name, first.config.get(name), second.config.get(name)) for name, _, _ in apart),
-            *between(*({f"asked.{key}": value for key, value in run.asked.items()} for run in (first, second))),
-        ],
+        "config": [(name, first.config.get(name), second.config.get(name)) for name, _, _ in apart],
         "code": list(_code_between(first, second, patch)),
         "data": list(_data_between(first, second)),
         "environment": list(between(_environment(first), _environment(second))),
@@ -84,8 +82,8 @@ def _with_absolute_paths(run: PastRun) -> dict[str, object]:
 def _code_between(first: PastRun, second: PastRun, patch: bool) -> Iterator[tuple[str, object, object]]:
     one, two = first.code, second.code
     if one is None or two is None:
-        a, b = ((run.environment.get("git") or {}) for run in (first, second))
-        yield from between(_chosen(a, "commit", "dirty"), _chosen(b, "commit", "dirty"))
+        a, b = ({"git commit": (run.environment.get("git") or {}).get("commit")} for run in (first, second))
+        yield from between(a, b)
         if one is not two:
             yield "code.zip", _listed(one and one.files), _listed(two and two.files)
         return
@@ -131,26 +129,16 @@ def _content(found: list[object] | None) -> str | None:
 
 def _environment(run: PastRun) -> dict[str, object]:
     environment = run.environment
-    found = {
-        "python": (environment.get("python") or {}).get("version"),
-        "os": environment.get("os"),
-        "threads": environment.get("threads"),
-    }
+    found = {"python": (environment.get("python") or {}).get("version")}
+    found |= {name: environment.get(name) for name in ("os", "threads")}
     found |= run.code.packages if run.code is not None else {}
     found |= dict(environment.get("packages") or {}) | dict(environment.get("variables") or {})
     return {name: value for name, value in found.items() if value is not None}
 
 
 def _hardware(run: PastRun) -> dict[str, object]:
-    environment = run.environment
-    cpu = environment.get("cpu") or {}
-    gpus = [
-        f"{gpu.get('name')} ({gpu.get('memory_mib')} MiB, driver {gpu.get('driver')})"
-        for gpu in environment.get("gpus") or []
-    ]
-    found = {"host": environment.get("host"), "cpu": cpu.get("model"), "cores": cpu.get("usable") or cpu.get("cores")}
-    found |= {"memory (GiB)": environment.get("memory_gib"), "gpus": ", ".join(gpus) or None}
-    return {name: value for name, value in found.items() if value is not None}
+    names = ("host", "cpu", "memory_gib", "gpus")
+    return dict(flat({name: value for name in names if (value := run.environment.get(name))}))
 
 
 def _metrics_between(first: PastRun, second: PastRun) -> Iterator[tuple[str, object, object]]:
@@ -169,10 +157,6 @@ def _results_between(first: PastRun, second: PastRun, known: Set[str]) -> Iterat
     for name, one, two in between(first.results, second.results):
         if name not in known and is_repeatable(name):
             yield name, one, two
-
-
-def _chosen(values: Mapping[str, object], *names: str) -> dict[str, object]:
-    return {f"git {name}": values[name] for name in names if values.get(name) is not None}
 
 
 def shown(value: object) -> str:
@@ -211,8 +195,6 @@ def _weights_apart(one: RunFolder, two: RunFolder, say: Callable[[str], None]) -
         return []
     if not two.last.exists():
         return [f"the new run has no {two.last.name}"]
-    import torch
-
     from deeplightning.engine.checkpoint_io import read_checkpoint
 
     first, second = read_checkpoint(one.last), read_checkpoint(two.last)
@@ -223,15 +205,9 @@ def _weights_apart(one: RunFolder, two: RunFolder, say: Callable[[str], None]) -
         n for n in {**a, **b} if n not in a or n not in b or _bytes(a[n]) != _bytes(b[n]) or a[n].dtype != b[n].dtype
     ]
     if not differ:
-        digest = hashlib.sha256(b"".join(n.encode() + _bytes(a[n]) for n in sorted(a))).hexdigest()
-        say(f"weights: SHA-256 {digest[:16]} in both")
+        say(f"weights: the same {len(a)} tensors")
         return []
-    name = differ[0]
-    if name not in a or name not in b or a[name].shape != b[name].shape:
-        shapes = [str(tuple(weights[name].shape)) if name in weights else "none" for weights in (a, b)]
-        return [f"the tensor {name}: {shapes[0]} → {shapes[1]}"]
-    most = (a[name].to(torch.float64) - b[name].to(torch.float64)).abs().max().item()
-    return [f"the tensor {name}, by up to {most:.3g} ({len(differ)} of {len(a)} tensors differ)"]
+    return [f"the tensor {differ[0]} ({len(differ)} of {len(a)} tensors differ)"]
 
 
 def _bytes(tensor: Tensor) -> bytes:
@@ -243,17 +219,12 @@ def _bytes(tensor: Tensor) -> bytes:
 def reasons(original: PastRun, again: PastRun) -> str:
     """Return likely reasons why two runs of the same config differ."""
     found = differences(original, again)
+    found["config"] = [d for d in found["config"] if d[0] not in (*PATH_KEYS, "train.resume_ckpt")]
     words = [
         f"{group}: " + ", ".join(f"{n} {shown(a)} → {shown(b)}" for n, a, b in found[group][:5])
-        for group in ("code", "data", "environment", "hardware")
+        for group in ("code", "data", "environment", "hardware", "config")
         if found[group]
     ]
-    changed = [
-        f"{n} {shown(a)} → {shown(b)}"
-        for n, a, b in found["config"]
-        if n not in (*PATH_KEYS, "train.resume_ckpt") and not n.startswith("asked.")
-    ]
-    words += [f"config: {', '.join(changed[:5])}"] if changed else []
     if words:
         return f"Likely because of what else differs: {'; '.join(words)}"
     hint = "" if original.config.get("engine.deterministic") else " (engine.deterministic: true forbids such)"

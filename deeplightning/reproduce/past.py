@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.checks.trust import RunConfig, refuse_links, run_config
-from deeplightning.config.source import read, text_of
-from deeplightning.config.tree import flat, parse, plain
-from deeplightning.faults import ConfigError
+from deeplightning.config.source import read
+from deeplightning.config.tree import flat, plain
 from deeplightning.runfolder import RunFolder, read_object
 from deeplightning.tracking import resolve_run
 from deeplightning.tracking.code import Code, read_code
@@ -61,16 +60,6 @@ class PastRun:
             CheckpointError: the config is missing, or the run is untrusted and its config is not plain.
         """
         return run_config(self.folder, self.allow, trust=self.trust)
-
-    @cached_property
-    def asked(self) -> dict[str, Any]:
-        """Requested values that differ from those in the config, by dotted key."""
-        try:
-            file = self.folder.asked
-            asked = dict(flat(plain(parse(text_of(file), file.name, [])))) if file.is_file() else {}
-        except ConfigError:
-            return {}
-        return {key: value for key, value in asked.items() if self.config.get(key) != value}
 
     @cached_property
     def environment(self) -> dict[str, Any]:
