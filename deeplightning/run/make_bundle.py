@@ -194,7 +194,7 @@ def quantize_run(folder: RunFolder, allow: Sequence[str] = ()) -> str:
 
     kind = KINDS[card_of(folder)["task"]]
     noun, name, instead = kind.nouns, INPUT_OF[kind.takes], "serve it with serve.precision=fp32"
-    cfg = load_run(folder, TO_ANSWER, "serve", ("data.module",), allow)
+    cfg = load_run(folder, TO_ANSWER, "serve", allow)
     data = init_module(cfg, "data")
     data.prepare_data()
     data.setup("validate")
