@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Sequence
 
 from deeplightning.config.source import is_file
 from deeplightning.config.tree import line, scalar
 from deeplightning.faults import ConfigError, Fault
-from deeplightning.runfolder import RunFolder
-from deeplightning.tracking.metrics_file import read_series
-
-log = logging.getLogger("deeplightning")
 
 MAX_POINTS = 1000
 
@@ -75,33 +68,10 @@ def values_of(text: str) -> list[str]:
     if not 1 <= len(numbers) <= 3 or any(isinstance(n, bool) or not isinstance(n, int | float) for n in numbers):
         raise ValueError(f"range takes one to three numbers, range(STOP) or range(START,STOP,STEP), not {text:.60}")
     start, stop, step = (0, *numbers, 1) if len(numbers) == 1 else (*numbers, 1)[:3]
-    if step == 0 or (stop - start) / step <= 0:
-        raise ValueError(f"{text:.60} has no number in it")
-    if (stop - start) / step > MAX_POINTS:
-        raise ValueError(f"{text:.60} has more than {MAX_POINTS} numbers")
+    if step == 0 or not 0 < (stop - start) / step <= MAX_POINTS:
+        raise ValueError(f"{text:.60} has no number in it, or more than {MAX_POINTS}")
     numbers = [start + step * number for number in range(math.ceil((stop - start) / step - 1e-9))]
     return [line(round(value, 12)) for value in numbers]
-
-
-def warn_of_no_effect(runs: Mapping[int, tuple[Mapping[str, object], str]]) -> None:
-    """Warn of keys that have no effect: runs that differ in them have the same metrics at every step.
-
-    Args:
-        runs: the number of each run to its values and its folder.
-    """
-    alike: dict[str, list[int]] = {}
-    for number, (_, folder) in sorted(runs.items()):
-        with suppress(ValueError):
-            if series := read_series(RunFolder(Path(folder)).metrics):
-                alike.setdefault(repr(series), []).append(number)
-    groups: dict[str, list[str]] = {}
-    for numbers in alike.values():
-        values = [runs[number][0] for number in numbers]
-        if keys := [key for key in values[0] if any(other[key] != values[0][key] for other in values)]:
-            groups.setdefault(" and ".join(keys), []).append(", ".join(map(str, numbers)))
-    for name, found in groups.items():
-        shown = "; ".join(found[:3]) + ("; …" if len(found) > 3 else "")
-        log.warning("%s made no difference: the metrics of these runs are equal at every step: %s", name, shown)
 
 
 def _parts(text: str) -> list[str]:

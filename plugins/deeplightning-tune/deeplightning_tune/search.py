@@ -31,7 +31,6 @@ from deeplightning.process.identity import DECIDED, refuse_several
 from deeplightning.process.terminal import in_columns, say, say_path
 from deeplightning.runfolder import FolderLock, RunFolder, make_private, permissions_of, write_whole
 from deeplightning.sweep.frozen_code import FOLDER, SearchCode, own_code
-from deeplightning.sweep.grid import warn_of_no_effect
 from deeplightning.sweep.multirun import newest_checkpoint
 from deeplightning.sweep.worker import Forked, Train, TrialServer, failure_in
 from deeplightning.tracking.parent import Parent, Stopped
@@ -465,8 +464,6 @@ class _Search:
         write_whole(folder / "trials.csv", self.cfg.redact(outcome.as_csv(self.study)))
         if pictures:
             outcome.draw(self.study, folder)
-            trials = [t for t in self.study.ranked() if t.value is not None and "folder" in t.user_attrs]
-            warn_of_no_effect({t.number: (self.study.point(t), t.user_attrs["folder"]) for t in trials})
         tags = {}
         if best is not None:
             point = self.study.point(best)
