@@ -223,8 +223,9 @@ def resolve_data_root(original: PastRun, path: str) -> Path:
 
 
 def address_of(original: PastRun) -> str:
-    """Return the address of the new run's store: that of the original or, if unknown, the current default."""
-    store = original.store or locate(None)
+    """Return the address of the new run's store: that of the original or, if unknown, of its config."""
+    recorded = original.config.get("logger.params.tracking_uri")
+    store = original.store or locate(None if "${" in str(recorded) else recorded)
     if store.address is not None:
         return store.address
     if store.database is not None and store.database.name != "mlflow.db":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -169,23 +168,10 @@ def _with_store(run: str, folder: RunFolder, remote: bool) -> PastRun:
 
 
 def _stores_around(folder: RunFolder) -> Iterator[Store]:
-    """Yield the stores that may track the run in a folder: local ones, and a remote one that is configured here."""
+    """Yield the stores that may track the run in a folder: the one around it, and the default one here."""
     artifact_root = folder.path.parents[2]
     if (artifact_root / "mlflow.db").is_file() or any(artifact_root.glob("*/meta.yaml")):
         yield locate(artifact_root)
-    # The address in an untrusted config could point anywhere.
-    recorded = _tracking_uri(folder)
-    for uri in (recorded, os.environ.get("MLFLOW_TRACKING_URI"), "mlruns"):
-        if uri and "${" not in str(uri):
-            store = locate(uri)
-            if store.is_remote or (store.database is not None and store.database.is_file()):
-                yield store
-
-
-def _tracking_uri(folder: RunFolder) -> Any:
-    """Return the store in the config of a trusted run, or None if the config names no store or the run is untrusted."""
-    try:
-        config = run_config(folder)
-        return dict(flat(plain(read(config).root))).get("logger.params.tracking_uri") if config.is_trusted else None
-    except Exception:  # a missing or damaged config is reported when it is needed
-        return None
+    store = locate(None)
+    if store.is_remote or (store.database is not None and store.database.is_file()):
+        yield store

@@ -4,10 +4,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from types import SimpleNamespace
 from typing import Any
-
-from lightning_fabric.utilities.data import sized_len
 
 log = logging.getLogger("deeplightning")
 
@@ -18,7 +15,7 @@ def overfit(data: Any, number: int) -> None:
     They are read once and kept in memory. Later changes to a batch, such as augmentation, still apply.
     """
     fixed = _Batches(data.train_dataloader, number)
-    data.train_dataloader, data.val_dataloader = lambda: _Loader(fixed, data.trainer), lambda: _Loader(fixed)
+    data.train_dataloader = data.val_dataloader = lambda: fixed
 
 
 class _Batches:
@@ -28,52 +25,23 @@ class _Batches:
         make: creates the loader.
     """
 
-    def __init__(self, make: Callable[[], object], number: int):
+    def __init__(self, make: Callable[[], Any], number: int):
         self.make, self.number = make, number
 
     @cached_property
-    def loader(self) -> Any:
-        loader: Any = self.make()
-        sampler: object = getattr(loader, "sampler", None)
+    def kept(self) -> list[object]:
+        loader = self.make()
+        sampler = getattr(loader, "sampler", None)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(0)
-            if hasattr(sampler, "start"):
-                sampler.start = 0  # set in a resumed run
-        return loader
-
-    def __len__(self) -> int:
-        length = sized_len(self.loader)
-        return self.number if length is None else min(self.number, length)
-
-    @cached_property
-    def kept(self) -> list[object]:
-        kept = list(itertools.islice(self.loader, self.number))
+            sampler.start = 0  # that of a resumed run is behind the batches that are done
+        kept = list(itertools.islice(loader, self.number))
         more = ", which has no more" if len(kept) < self.number else ""
-        batches = f"{len(kept)} batch" + "es" * (len(kept) != 1)
-        log.info("%-10s %s of the training set%s, for training and validation", "overfit", batches, more)
+        log.info("%-10s %d batches of the training set%s, for training and validation", "overfit", len(kept), more)
         return kept
 
-
-class _Loader:
-    """A loader of stored batches. In training, a pass begins behind the batches of its epoch that are done, which a
-    resumed run has.
-
-    Attributes:
-        sampler: has the `samples_of` of the training set's sampler, if that has one.
-        dataset: the training set.
-    """
-
-    batch_sampler = None  # Lightning reads it if there is a sampler
-
-    def __init__(self, batches: _Batches, trainer: Any = None):
-        self.batches, self.trainer = batches, trainer
-        self.dataset = getattr(batches.loader, "dataset", None)
-        samples_of = getattr(getattr(batches.loader, "sampler", None), "samples_of", None)
-        self.sampler = SimpleNamespace(**({"samples_of": samples_of} if samples_of else {}))
-
     def __len__(self) -> int:
-        return len(self.batches)
+        return len(self.kept)
 
-    def __iter__(self) -> Iterator[Any]:
-        done = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready if self.trainer is not None else 0
-        return iter(self.batches.kept[done if done < len(self) else 0 :])
+    def __iter__(self) -> Iterator[object]:
+        return iter(self.kept)
