@@ -95,8 +95,9 @@ def nearest(word: str, words: Collection[str]) -> str:
     compared: torch itself has 1,500 names."""
     if len(word) > MAX_WORD_CHARACTERS or len(words) > 2000:
         return ""
-    by_lower = {name.lower(): name for name in sorted(map(str, words))}
-    near = difflib.get_close_matches(word.lower(), by_lower, 1, 0.6 if len(word) > 3 else 0.5)
+    by_lower, given = {name.lower(): name for name in sorted(map(str, words))}, word.lower()
+    near = difflib.get_close_matches(given, by_lower, 8, 0.6 if len(word) > 3 else 0.5)
+    near.sort(key=lambda other: (sorted(other) != sorted(given), len(other) != len(given)))  # letters that are swapped
     return f" Did you mean {by_lower[near[0]]}?" if near else ""
 
 
