@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deeplightning.callbacks import TRIAL, callback_of, describe
+from deeplightning.callbacks import TRIAL, callback_of
 from deeplightning.callbacks.resumption import Resumption
 from deeplightning.checks.explain import show
 from deeplightning.checks.trust import is_own
@@ -102,8 +102,6 @@ def launch(cfg: Config) -> RunFolder:
             if cfg.logger.pictures is not None and not cfg.train.fast and TRIAL not in os.environ:
                 _report(record.folder)
             record.publish()
-            if trains and not cfg.train.fast:
-                _say_next(cfg, task, record)
     except BaseException as error:
         _end(record, trainer, error)
         raise
@@ -208,16 +206,3 @@ def _export_at_the_end(cfg: Config, task: Any, data: object, record: Any) -> Non
 
 def _is_served(task: Any) -> bool:
     return is_plain(task) or (hasattr(task, "inference_model") and is_servable(task))
-
-
-def _say_next(cfg: Config, task: object, record: Record) -> None:
-    """Log commands that the user may want next, each on its own line for pasting."""
-    if TRIAL in os.environ:
-        return
-    uri = cfg.logger.params.get("tracking_uri")
-    can_be_served = record.folder.bundle_card.is_file() if is_plain(task) else _is_served(task)
-    found = [describe.serve(record.folder.path)] if can_be_served else []
-    if describe.page(record.loggers, uri) is not None and (start := describe.monitor(uri)) is not None:
-        found.append(start)
-    for text in ["next       commands to paste:", *(f"  {command}" for command in found)] if found else []:
-        log.info("%s", text, extra={"terminal": [text]})  # unbroken

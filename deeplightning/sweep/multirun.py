@@ -27,7 +27,7 @@ from deeplightning.checks.examine import examine, load_config
 from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.tree import as_written, dump, line
-from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, SetupError, count, error_of
+from deeplightning.faults import ConfigError, Fault, RunError, SetupError, count, error_of
 from deeplightning.launch import Job, array_of
 from deeplightning.launch.set_environment import apply_environment
 from deeplightning.process.identity import DECIDED, refuse_several
@@ -245,9 +245,7 @@ class Grid:
         known = point.known
         if known.get("state") != UNDERWAY or known.get("code") != self.code or not known.get("folder"):
             return []
-        folder = RunFolder(Path(known["folder"]))
-        checkpoint = newest_checkpoint(folder) if folder.path.is_dir() else None
-        return [f"train.resume_ckpt={line(str(checkpoint))}"] if checkpoint is not None else []
+        return to_resume(RunFolder(Path(known["folder"])))
 
     def _answer(self, message: dict[str, Any]) -> dict[str, object]:
         """Note the folder that a run reports."""
@@ -302,12 +300,7 @@ class Grid:
         """Print and write more about the runs."""
 
 
-def newest_checkpoint(folder: RunFolder) -> Path | None:
-    """Return the latest complete checkpoint of a run, or None."""
-    from deeplightning.engine.checkpoint_io import read_checkpoint
-
-    for path in folder.checkpoints():
-        with contextlib.suppress(CheckpointError):
-            read_checkpoint(path)
-            return path
-    return None
+def to_resume(folder: RunFolder) -> list[str]:
+    """Return the override by which a run continues from its latest checkpoint; [] if it has none."""
+    saved = folder.checkpoints()
+    return [f"train.resume_ckpt={line(str(saved[0]))}"] if saved else []
