@@ -82,10 +82,8 @@ def _with_absolute_paths(run: PastRun) -> dict[str, object]:
 def _code_between(first: PastRun, second: PastRun, patch: bool) -> Iterator[tuple[str, object, object]]:
     one, two = first.code, second.code
     if one is None or two is None:
-        a, b = ({"git commit": (run.environment.get("git") or {}).get("commit")} for run in (first, second))
-        yield from between(a, b)
         if one is not two:
-            yield "code.zip", _listed(one and one.files), _listed(two and two.files)
+            yield first.folder.code.name, one and "kept", two and "kept"
         return
     if one.program.get("version") == two.program.get("version"):
         mine, theirs = one.program.get("digest"), two.program.get("digest")
@@ -113,14 +111,10 @@ def _data_between(first: PastRun, second: PastRun) -> Iterator[tuple[str, object
     one, two = first.data, second.data
     if one is None or two is None:
         if one is not two:
-            yield "data.json", _listed(one and one["files"]), _listed(two and two["files"])
+            yield first.folder.data.name, one and "kept", two and "kept"
         return
     for name in changes(one, two):
         yield name, _content(one["files"].get(name)), _content(two["files"].get(name))
-
-
-def _listed(files: Any) -> str | None:
-    return None if files is None else f"{len(files)} files"
 
 
 def _content(found: list[object] | None) -> str | None:

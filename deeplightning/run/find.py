@@ -76,17 +76,12 @@ def _experiment(config: Path) -> str | None:
         return None
 
 
-MAX_LISTED = 10  # files in a message
-
-
 def checkpoint_of(folder: RunFolder) -> Path:
     """Return the best checkpoint of a run, else the last; raise a CheckpointError if there is neither."""
     for path in (folder.best, folder.last):
         if path.exists():
             return path
-    others = sorted(path.name for path in folder.path.glob("*.ckpt"))
-    more = f" and {len(others) - MAX_LISTED} more" if len(others) > MAX_LISTED else ""
-    there = f"; it holds {', '.join(others[:MAX_LISTED])}{more}: name one of these files" if others else ""
+    others = ", ".join(sorted(path.name for path in folder.path.glob("*.ckpt"))) or "no checkpoint"
     raise CheckpointError(
-        f"{folder.path}: there is neither {folder.best.name} nor {folder.last.name} in this folder{there}"
+        f"{folder.path}: there is neither {folder.best.name} nor {folder.last.name} in this folder; it holds {others}"
     )
