@@ -165,7 +165,7 @@ def test_a_run_keeps_the_positive_weights_that_stats_prints(command, orders):
 def test_explain_and_a_dry_run_know_the_positive_weights(command, orders):
     """The source is named and nothing is read; a misspelt word is a fault."""
     outcome = command("explain", "labels.yaml", POSITIVE, cwd=orders)
-    source = "numbers when the run begins, from the labels of the training set of deeplightning.data.table.TableData"
+    source = "numbers when the run begins, from the labels of the training set of deeplightning.data"
     assert f"  means       {source}\n" in outcome.out
     tried = command("check", "labels.yaml", "--dry-run", cwd=orders)
     assert (tried.code, "the loss was tried without them" in tried.out + tried.err) == (0, True), tried
@@ -179,6 +179,6 @@ def test_labels_that_cannot_be_balanced(late, command, orders):
     rows = [f"{n},{n % 2},{late}" for n in range(200)]
     (orders / "orders.csv").write_text("\n".join(["age,gift,late", *rows, ""]))
     refused = command("train", "labels.yaml", cwd=orders)
-    told = f"{POSITIVE}: `balanced` needs labels (B, K) of 0 and 1 of the training set of deeplightning.data.table.TableData"
+    told = f"{POSITIVE}: `balanced` needs labels (B, K) of 0 and 1 of the training set of deeplightning.data"
     assert (refused.code, told in refused.err) == (2, True), refused
     assert "Artifact storage path" not in refused.out
