@@ -152,10 +152,6 @@ def prepare(original: PastRun, top: Path, overrides: Sequence[str], any_data: bo
     source, code = read(original.source, list(overrides)), original.code
     assert code is not None
     config = dict(flat(plain(source.root)))
-    for path, what in ((original.folder.config, "config"), (original.folder.code, "code")):
-        if original.folder.former(path).name != f"{path.stem}.1{path.suffix}":
-            say(f"warning: the run continued with another {what}; it is made again with the {what} that it ended with")
-
     own = top / "config" / "cfg.yaml"
     own.parent.mkdir(parents=True)
     own.write_text(original.source.text, encoding="utf-8", newline="")

@@ -13,15 +13,15 @@ from deeplightning.faults import ConfigError, Fault
 
 MAX_POINTS = 1000
 
-_CALL = re.compile(r"(range|choice)\((.*)\)", re.DOTALL)
+_RANGE = re.compile(r"range\((.*)\)", re.DOTALL)
 _OPEN, _CLOSE = "([{", ")]}"
 
 
 def points(overrides: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """Return the keys that have several values, and the overrides of each point, the last key varying first.
 
-    `a,b,c` and `choice(a,b,c)` are the values a, b and c; `range(STOP)`, `range(START,STOP)` and
-    `range(START,STOP,STEP)` numbers without STOP. A comma inside quotes or brackets is part of a value.
+    `a,b,c` are the values a, b and c; `range(STOP)`, `range(START,STOP)` and `range(START,STOP,STEP)` numbers without
+    STOP. A comma inside quotes or brackets is part of a value.
 
     Raises:
         ConfigError: with every override that cannot be read, or there are more than `MAX_POINTS` points.
@@ -56,14 +56,12 @@ def values_of(text: str) -> list[str]:
     Raises:
         ValueError: says what cannot be read.
     """
-    called = _CALL.fullmatch(text.strip())
-    parts = _parts(called[2] if called else text)
+    called = _RANGE.fullmatch(text.strip())
+    parts = _parts(called[1] if called else text)
     if "" in parts and (called or len(parts) > 1):
         raise ValueError(f"there is no value between two commas, or at an end: {text:.60}")
     if called is None:
         return parts if len(parts) > 1 else [text]
-    if called[1] == "choice":
-        return parts
     numbers = [scalar(part) for part in parts]
     if not 1 <= len(numbers) <= 3 or any(isinstance(n, bool) or not isinstance(n, int | float) for n in numbers):
         raise ValueError(f"range takes one to three numbers, range(STOP) or range(START,STOP,STEP), not {text:.60}")
