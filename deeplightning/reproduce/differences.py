@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Set
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deeplightning.config.tree import flat
@@ -15,14 +13,13 @@ from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.datafiles import changes
 from deeplightning.tracking.metrics_file import is_repeatable, last_values, parted
-from deeplightning.tracking.store import is_local
 from deeplightning.words import printable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 PATH_KEYS = ("data.root", "logger.params.tracking_uri")
-"""Keys whose relative paths start at the working directory of the run."""
+"""Keys of folders, which are no difference: the files of the data are compared."""
 
 PROGRAM = "deeplightning (its own files)"
 
@@ -36,9 +33,8 @@ def differences(first: PastRun, second: PastRun, patch: bool = False) -> dict[st
     Args:
         patch: for code files that differ, return the file name, a unified diff and None.
     """
-    apart = between(_with_absolute_paths(first), _with_absolute_paths(second))  # shown as they were written
     return {
-        "config": [(name, first.config.get(name), second.config.get(name)) for name, _, _ in apart],
+        "config": [apart for apart in between(first.config, second.config) if apart[0] not in PATH_KEYS],
         "code": list(_code_between(first, second, patch)),
         "data": list(_data_between(first, second)),
         "environment": list(between(_environment(first), _environment(second))),
@@ -65,18 +61,6 @@ def between(one: Mapping[str, object], two: Mapping[str, object]) -> Iterator[tu
     for name in sorted({*one, *two}):
         if (name in one) != (name in two) or one[name] != two[name]:
             yield name, one.get(name), two.get(name)
-
-
-def _with_absolute_paths(run: PastRun) -> dict[str, object]:
-    """Return the config with absolute paths."""
-    config, directory = {"logger.params.tracking_uri": "mlruns"} | run.config, run.environment.get("directory") or "/"
-    if config.get("logger.params") == {}:  # the default address has replaced it
-        del config["logger.params"]
-    for key in PATH_KEYS:
-        value = config.get(key)
-        if isinstance(value, str) and is_local(value) and "${" not in value:
-            config[key] = os.path.normpath(Path(directory) / Path(value.removeprefix("file://")).expanduser())
-    return config
 
 
 def _code_between(first: PastRun, second: PastRun, patch: bool) -> Iterator[tuple[str, object, object]]:
@@ -213,7 +197,7 @@ def _bytes(tensor: Tensor) -> bytes:
 def reasons(original: PastRun, again: PastRun) -> str:
     """Return likely reasons why two runs of the same config differ."""
     found = differences(original, again)
-    found["config"] = [d for d in found["config"] if d[0] not in (*PATH_KEYS, "train.resume_ckpt")]
+    found["config"] = [d for d in found["config"] if d[0] != "train.resume_ckpt"]
     words = [
         f"{group}: " + ", ".join(f"{n} {shown(a)} → {shown(b)}" for n, a, b in found[group][:5])
         for group in ("code", "data", "environment", "hardware", "config")

@@ -21,7 +21,7 @@ from deeplightning.config.secret_scan import conceal
 from deeplightning.faults import CheckpointError, RunError
 from deeplightning.reproduce.again import reproduce
 from deeplightning.reproduce.differences import as_text, differences
-from deeplightning.reproduce.past import PastRun, past_run
+from deeplightning.reproduce.past import past_run
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import code, datafiles, environment
 from deeplightning.tracking.metrics_file import is_repeatable, parted
@@ -472,19 +472,6 @@ def collected(monkeypatch):
         return code.collect(modules=loaded, **more)
 
     return collect
-
-
-def test_an_address_that_is_said_and_the_same_by_default_are_no_difference(tmp_path):
-    """Where one run names the store in the working directory and the other says nothing."""
-    written = ("{logger: {params: {}}}", "{logger: {params: {tracking_uri: mlruns}}}")
-    runs = []
-    for number, text in enumerate(written):
-        (tmp_path / str(number)).mkdir()
-        run = RunFolder(tmp_path / str(number))
-        run.config.write_text(text)
-        run.environment.write_text(json.dumps({"directory": str(tmp_path)}))
-        runs.append(PastRun(run, None, None))
-    assert differences(runs[0], runs[1])["config"] == differences(runs[1], runs[0])["config"] == []
 
 
 def test_only_what_is_imported_is_looked_at(collected, tmp_path, monkeypatch):
