@@ -18,7 +18,7 @@ from deeplightning.words import printable
 if TYPE_CHECKING:
     from torch import Tensor
 
-PATH_KEYS = ("data.root", "logger.params.tracking_uri")
+PATH_KEYS = ("data.root", "logger.params", "logger.params.tracking_uri")
 """Keys of folders, which are no difference: the files of the data are compared."""
 
 PROGRAM = "deeplightning (its own files)"
