@@ -15,23 +15,14 @@ MAX_HALF_CHARACTERS = 1_000  # kept at either end of a long note
 
 @dataclass(frozen=True)
 class Fault:
-    """Description of one error.
+    """Description of one error."""
 
-    Attributes:
-        message: what was found, what is allowed, and the next step, in a sentence or two.
-        key: the dotted config key it is about, if any.
-        place: `file:line:col`, or the override that set the value, if known.
-        found: the wrong value, if a value is wrong.
-        allowed: the allowed values, if a word or a list can describe them.
-        exit_code: exit code of the process if no other error has a higher one.
-    """
-
-    message: str
-    key: str | None = None
-    place: str | None = None
-    found: str | None = None
-    allowed: str | None = None
-    exit_code: int = 2
+    message: str  # what was found, what is allowed, and the next step, in a sentence or two
+    key: str | None = None  # the dotted config key it is about
+    place: str | None = None  # `file:line:col`, or the override that set the value
+    found: str | None = None  # the wrong value
+    allowed: str | None = None  # the allowed values, if a word or a list can describe them
+    exit_code: int = 2  # of the process if no other error has a higher one
 
     def __str__(self) -> str:
         text = ": ".join(part for part in (self.place, self.key, self.message) if part)

@@ -167,18 +167,12 @@ def two_classes(score: np.ndarray, is_positive: np.ndarray, positive: str, of: s
 
 
 class Sample(NamedTuple):
-    """One sample on a sheet.
+    """One sample on a sheet."""
 
-    Attributes:
-        image: uint8 (H, W) or (H, W, 3).
-        above, below: a line each.
-        is_right: whether its answer is right; None: that is not a question of yes and no.
-    """
-
-    image: np.ndarray
-    above: str
-    below: str
-    is_right: bool | None
+    image: np.ndarray  # uint8 (H, W) or (H, W, 3)
+    above: str  # a line
+    below: str  # another line
+    is_right: bool | None  # whether its answer is right; None: that is not a question of yes and no
 
 
 def answer(true: str, predicted: str, probability: float) -> tuple[str, str]:

@@ -48,19 +48,12 @@ Say = Callable[[str], None]
 
 @dataclass
 class Plan:
-    """The training to be started.
-
-    Attributes:
-        config: config file.
-        overrides: overrides for data and tracker on this machine.
-        directory: working directory.
-        variables: complete environment.
-    """
+    """The training to be started."""
 
     config: Path
-    overrides: list[str]
-    directory: Path
-    variables: dict[str, str]
+    overrides: list[str]  # for data and tracker on this machine
+    directory: Path  # the working directory
+    variables: dict[str, str]  # the complete environment
 
 
 def reproduce(

@@ -28,19 +28,12 @@ _NO_RESULT = re.compile(r"(lr|grad_norm|epoch|seed)($|[-_/].*)|.*_step|best step
 
 @dataclass
 class PastRun:
-    """A past run.
-
-    Attributes:
-        folder: run folder.
-        store: store that tracks it; None if unknown, as for a copied folder.
-        run_id: id in that store.
-        trust, allow: as in `deeplightning.checks.trust.run_config`.
-    """
+    """A past run."""
 
     folder: RunFolder
-    store: Store | None
-    run_id: str | None
-    trust: bool = False
+    store: Store | None  # that tracks it; None if unknown, as for a copied folder
+    run_id: str | None  # in that store
+    trust: bool = False  # this and the next as in `deeplightning.checks.trust.run_config`
     allow: Sequence[str] = ()
 
     def __str__(self) -> str:

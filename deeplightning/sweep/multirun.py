@@ -47,17 +47,11 @@ FINISHED, FAILED, UNDERWAY = "finished", "failed", "under way"
 
 @dataclass
 class Point:
-    """One run of the grid.
+    """One run of the grid."""
 
-    Attributes:
-        words: its overrides, those that are swept alone.
-        config: its whole config, as YAML with its references unresolved.
-        file: what is known of it, as JSON.
-    """
-
-    words: list[str]
-    config: str
-    file: Path
+    words: list[str]  # its overrides, those that are swept alone
+    config: str  # its whole config, as YAML with its references unresolved
+    file: Path  # what is known of it, as JSON
 
     @property
     def known(self) -> dict[str, Any]:

@@ -246,7 +246,7 @@ def in_child(
         redact: removes secrets from a message.
 
     Returns:
-        What the function returned, None if the child ran out of memory; and the most main memory that it held, in bytes.
+        What the function returned, or None if the child ran out of memory; the most main memory that it held, in bytes.
 
     Raises:
         UserError: the child failed for another reason than memory.
