@@ -16,7 +16,7 @@ from deeplightning.tracking.build import experiment_of, experiments_of
 from deeplightning.tracking.store import Store, locate
 
 
-def find_checkpoint(name: str | None, cfg: Config, to_resume: bool = False) -> Path | None:
+def find_checkpoint(name: str, cfg: Config, to_resume: bool = False) -> Path:
     """Return the checkpoint file for a name: a path, a RUN, or `last` or `best` of the experiment's latest run.
 
     For a RUN it is the best checkpoint, or the last one if training is to resume.
@@ -24,8 +24,6 @@ def find_checkpoint(name: str | None, cfg: Config, to_resume: bool = False) -> P
     Raises:
         CheckpointError: there is none.
     """
-    if name is None:
-        return None
     if name in ("auto", "last", "best"):
         file = "best.ckpt" if name == "best" else "last.ckpt"
         for folder in runs_of(cfg):

@@ -56,7 +56,6 @@ def _decide(cfg: Config) -> Resumption:
     if name == "auto":
         return _newest_whole(cfg)
     path = find_checkpoint(name, cfg, to_resume=True)
-    assert path is not None
     try:
         checkpoint = read_checkpoint(path)
     except CheckpointError as error:

@@ -151,9 +151,7 @@ def _weights_for(cfg: Config, record: Record, trained: bool) -> Path | None:
     if cfg.test.ckpt is None:
         stages = ", ".join(cfg.stages)
         raise CheckpointError(f"test.ckpt: {stages} without train needs weights: a path, RUN, best or last")
-    found = find_checkpoint(cfg.test.ckpt, cfg)
-    assert found is not None
-    return found
+    return find_checkpoint(cfg.test.ckpt, cfg)
 
 
 def evaluate(folder: RunFolder, stage: str, overrides: list[str], allow: Sequence[str] = ()) -> RunFolder:
