@@ -93,9 +93,10 @@ def origin_of(folder: RunFolder, checkpoint: Path) -> dict[str, Any]:
 
 
 def is_servable(task: pl.LightningModule) -> bool:
-    """Return whether a task can be served: a user's module, or a task that defines how inputs are prepared."""
-    specs = ("image_spec", "text_spec", "row_spec")
-    return is_plain(task) or any(getattr(task, name, None) is not None for name in specs)
+    """Return whether a task can be served: a user's module, or a task with an inference model that defines how inputs
+    are prepared."""
+    specs = [getattr(task, name, None) for name in ("image_spec", "text_spec", "row_spec")]
+    return is_plain(task) or (hasattr(task, "inference_model") and specs != [None, None, None])
 
 
 def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export", formats: Sequence[str] = ()) -> Path:

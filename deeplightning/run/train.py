@@ -183,7 +183,7 @@ def _export_at_the_end(cfg: Config, task: Any, data: object, record: Any) -> Non
     """Store some validation samples, then export the best weights if the task supports it."""
     if not record.has_learned and record.folder.bundle_card.exists():  # a finished run was resumed
         return
-    if not _is_served(task):  # a task derived from one of ours without an inference model
+    if not is_servable(task):  # a task derived from one of ours without an inference model
         log.info("bundle     none: the task offers no inference_model, or its data do not say how inputs are prepared")
         return
     from deeplightning.export.bundle import FormatError, NotExpressible, card_of
@@ -200,7 +200,3 @@ def _export_at_the_end(cfg: Config, task: Any, data: object, record: Any) -> Non
         log.warning("bundle     %s", error)
     except NotExpressible as error:
         log.warning("bundle     none; `deeplightning serve` answers by torch, from the checkpoint: %s", error)
-
-
-def _is_served(task: Any) -> bool:
-    return is_plain(task) or (hasattr(task, "inference_model") and is_servable(task))

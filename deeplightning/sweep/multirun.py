@@ -94,8 +94,7 @@ def multirun(path: Path, overrides: Sequence[str], train: Train, jobs: int = 1) 
         if faults:
             raise error_of([*faults])
         if cfg.train.seeds is not None and cfg.train.seeds > 1:
-            message = f"is {cfg.train.seeds}, and --multirun starts one run for each combination: give `seed=range("
-            message += f"{cfg.train.seeds})` and `train.seeds=null`, or leave --multirun out"
+            message = f"goes without --multirun; with it give `seed=range({cfg.train.seeds})` and `train.seeds=null`"
             raise ConfigError(Fault(message, "train.seeds", found=str(cfg.train.seeds)))
         apply_environment(cfg)
         return Grid(cfg, path, keys, grid, train, jobs, code).run()
