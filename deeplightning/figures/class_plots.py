@@ -28,8 +28,8 @@ SHOWN = 30
 
 
 def confusion_matrix(counts: np.ndarray, names: Sequence[str], of: str) -> style.Drawing:
-    """Draw counts, int (K, K), and each row's share: rows are true classes, columns predicted ones; `of` is the set, for
-    the title."""
+    """Draw counts, int (K, K), and each row's share: rows are true classes, columns predicted ones; `of` names the
+    set in the title."""
     total, right = int(counts.sum()), int(np.trace(counts))
     words = f"Accuracy {right / max(1, total):.4g} on {total:,} {of} samples"
 
