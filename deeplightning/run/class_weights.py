@@ -21,8 +21,8 @@ _BATCH_SIZE = 256
 
 
 def counted(labels: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Add labels, whole numbers of any shape, to counts, int64 (K,), which may grow; negative ones, which losses ignore,
-    do not count."""
+    """Add labels, whole numbers of any shape, to counts, int64 (K,), which may grow; losses ignore negative
+    ones, which do not count."""
     found = np.bincount(labels[labels >= 0].ravel(), minlength=len(counts))
     found[: len(counts)] += counts
     return found
