@@ -76,7 +76,7 @@ def label_counts(data: Any) -> tuple[np.ndarray, int] | None:
 
 
 def positive_weights(positives: np.ndarray, samples: int) -> list[float]:
-    """Return negatives / positives of each label, int64 (K,), of N samples to 8 digits, 0 for a label without positives:
+    """Return negatives / positives of each label, int64 (K,), of N samples to 8 digits, 0 for one without positives:
     with this `pos_weight` of `BCEWithLogitsLoss`, samples with a label have the same total weight as those without."""
     return [float(f"{(samples - count) / count:.8g}") if count else 0.0 for count in positives.tolist()]
 
