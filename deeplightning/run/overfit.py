@@ -20,8 +20,8 @@ def overfit(data: Any, number: int) -> None:
 
 def _first(make: Callable[[], Any], number: int) -> list[object]:
     """Return the first batches of the first epoch of the loader that `make` creates."""
-    loader = make()
-    sampler = getattr(loader, "sampler", None)
+    loader: Any = make()
+    sampler: Any = getattr(loader, "sampler", None)
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(0)
         sampler.start = 0  # that of a resumed run is behind the batches that are done
