@@ -232,7 +232,7 @@ class Run:
         if hasattr(inputs, "to_dict"):
             inputs = inputs.to_dict("records")
         if KINDS[self._model.task].takes == "image":
-            inputs = _encoded(inputs)
+            inputs = (_file_of(index, picture) for index, picture in enumerate(inputs))
         return answers(self._model, inputs, MAX_PIXELS, top_k)
 
     def serve(self, port: int = 0, overrides: Sequence[str] = ()) -> Server:
@@ -257,15 +257,13 @@ class Run:
 
     def _repr_html_(self) -> str:
         """Show status, results and the loss curves in a notebook."""
-        rows = [("status", self.status), ("folder", self.folder)]
-        rows += [(name, f"{value:.4g}" if isinstance(value, float) else value) for name, value in self.results.items()]
-        cells = "".join(
-            f'<tr><th style="text-align: left">{html.escape(printable(str(name)))}</th>'
-            f'<td style="text-align: left">{html.escape(printable(str(value)))}</td></tr>'
-            for name, value in rows
-            if value is not None
-        )
-        return f"<table>{cells}</table>{_chart(self.metrics)}"
+        import pandas as pd
+
+        rows = {"status": self.status, "folder": self.folder} | self.results
+        words = {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in rows.items()}
+        cells = pd.Series({printable(name): printable(text) for name, text in words.items()})
+        with pd.option_context("display.max_colwidth", None):
+            return f"{cells.to_frame().to_html(header=False)}{_chart(self.metrics)}"
 
 
 class Server:
@@ -301,26 +299,11 @@ class Server:
         return f"Server({self.url!r})"
 
 
-def _encoded(pictures: Iterable[object]) -> Iterator[bytes]:
-    """Yield each picture as the image file that a client would send.
+def _file_of(index: int, picture: object) -> bytes:
+    """Return a picture as the image file that a client would send.
 
     Raises:
-        ValueError: one cannot be a picture; the message has its index.
-        OSError: a file cannot be read.
-    """
-    for index, picture in enumerate(pictures):
-        try:
-            file = _file_of(picture)
-        except ValueError as error:
-            raise ValueError(f"input {index}: {error}") from error
-        yield file
-
-
-def _file_of(picture: object) -> bytes:
-    """Return the content of an image file of a picture.
-
-    Raises:
-        ValueError: it cannot be a picture.
+        ValueError: it cannot be a picture; the message has its index.
         OSError: its file cannot be read.
     """
     if isinstance(picture, bytes | bytearray | memoryview):
@@ -330,13 +313,16 @@ def _file_of(picture: object) -> bytes:
     from PIL import Image
 
     if isinstance(picture, np.ndarray):
-        if picture.dtype != np.uint8:
-            raise ValueError(f"an array of a picture is uint8, not {picture.dtype}")
-        if picture.ndim not in (2, 3) or picture.shape[2:] not in ((), (1,), (3,), (4,)):
-            raise ValueError(f"an array of a picture is (H, W) or (H, W, C) with 1, 3 or 4 channels: {picture.shape}")
+        if picture.dtype != np.uint8 or picture.ndim not in (2, 3) or picture.shape[2:] not in ((), (1,), (3,), (4,)):
+            raise ValueError(
+                f"input {index}: an array of a picture is uint8 (H, W) or (H, W, C) with 1, 3 or 4 channels, not "
+                f"{picture.dtype} {picture.shape}"
+            )
         picture = Image.fromarray(picture[:, :, 0] if picture.shape[2:] == (1,) else picture)
     if not isinstance(picture, Image.Image):
-        raise ValueError(f"a picture is a path, bytes, a Pillow image or an array, not {type(picture).__name__}")
+        raise ValueError(
+            f"input {index}: a picture is a path, bytes, a Pillow image or an array, not {type(picture).__name__}"
+        )
     file = io.BytesIO()
     picture.save(file, "PNG")
     return file.getvalue()

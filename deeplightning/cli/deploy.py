@@ -54,7 +54,7 @@ def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) 
     if not whole or (settings.precision in models and not models[settings.precision].is_file()):
         import_lazily()
         from deeplightning.export.bundle import FormatError, NotExpressible
-        from deeplightning.run.make_bundle import export_run, halve_run, quantize_run
+        from deeplightning.run.make_bundle import export_run, quantize_run
 
         try:
             if not whole:
@@ -73,7 +73,9 @@ def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) 
         if settings.precision == "int8":
             say(quantize_run(folder, allow), err=True)
         elif settings.precision == "fp16":
-            say(halve_run(folder), err=True)
+            from deeplightning.export.fp16 import halve
+
+            say(f"fp16: answers differ by up to {halve(folder):.3g}; kept as {folder.bundle_fp16}", err=True)
     return [sys.executable, "-P", "-m", "serve", str(folder.bundle), *flags]
 
 

@@ -28,13 +28,8 @@ SHOWN = 30
 
 
 def confusion_matrix(counts: np.ndarray, names: Sequence[str], of: str) -> style.Drawing:
-    """Draw counts and each row's share, (K, K): rows are true classes, columns predicted ones.
-
-    Args:
-        counts: int (K, K).
-        names: of the classes.
-        of: the set, for the title: "validation" or "test".
-    """
+    """Draw counts, int (K, K), and each row's share: rows are true classes, columns predicted ones; `of` names the
+    set in the title."""
     total, right = int(counts.sum()), int(np.trace(counts))
     words = f"Accuracy {right / max(1, total):.4g} on {total:,} {of} samples"
 
@@ -167,18 +162,12 @@ def two_classes(score: np.ndarray, is_positive: np.ndarray, positive: str, of: s
 
 
 class Sample(NamedTuple):
-    """One sample on a sheet.
+    """One sample on a sheet."""
 
-    Attributes:
-        image: uint8 (H, W) or (H, W, 3).
-        above, below: a line each.
-        is_right: whether its answer is right; None: that is not a question of yes and no.
-    """
-
-    image: np.ndarray
-    above: str
-    below: str
-    is_right: bool | None
+    image: np.ndarray  # uint8 (H, W) or (H, W, 3)
+    above: str  # a line
+    below: str  # another line
+    is_right: bool | None  # whether its answer is right; None: that is not a question of yes and no
 
 
 def answer(true: str, predicted: str, probability: float) -> tuple[str, str]:

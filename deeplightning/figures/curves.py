@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,17 +24,12 @@ _COLOUR = {"train": style.BLUE, "val": style.ORANGE}
 _WORD = {"train": "training", "val": "validation"}
 
 
+@dataclass
 class Chart:
-    """What is drawn together: a metric of training and validation, or another series.
+    """What is drawn together: a metric of training and validation, or another series."""
 
-    Attributes:
-        name: of the metric, without its stage.
-        curves: the points by the stage's word; "": of a series that belongs to none.
-    """
-
-    def __init__(self, name: str):
-        self.name = name
-        self.curves: dict[str, list[tuple[int, float]]] = {}
+    name: str  # of the metric, without its stage
+    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # by stage; "": of a series without one
 
 
 def charts(series: Series) -> list[Chart]:
@@ -49,16 +45,12 @@ def charts(series: Series) -> list[Chart]:
         chart = found.setdefault(rest, Chart(rest))
         if metric.endswith("_epoch") or stage not in chart.curves:
             chart.curves[stage] = points
-    return sorted(found.values(), key=lambda chart: (_rank(chart), chart.name))
+    return sorted(found.values(), key=_rank)
 
 
-def _rank(chart: Chart) -> int:
-    of_stage = "" not in chart.curves
-    if chart.name == "loss":
-        return 0
-    if of_stage:
-        return 1 if chart.name.endswith("loss") else 2
-    return 3 if re.fullmatch(r"lr([-_/].*)?", chart.name) else 4
+def _rank(chart: Chart) -> tuple[bool | str, ...]:
+    is_rate = re.match(r"lr($|[-_/])", chart.name) is not None
+    return "" in chart.curves, chart.name != "loss", not chart.name.endswith("loss"), not is_rate, chart.name
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:

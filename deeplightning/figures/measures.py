@@ -37,19 +37,12 @@ def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
 
 
 class Reliability(NamedTuple):
-    """How often answers are right, by how sure they are.
+    """How often answers are right, by how sure they are."""
 
-    Attributes:
-        confidence: the mean probability in each bin, float (M,); 0 where it is empty.
-        accuracy: the share of right answers in each, float (M,).
-        samples: in each, int (M,).
-        error: the expected calibration error (ECE), in [0, 1]: the mean distance of both, weighted by samples.
-    """
-
-    confidence: np.ndarray
-    accuracy: np.ndarray
-    samples: np.ndarray
-    error: float
+    confidence: np.ndarray  # the mean probability in each bin, float (M,); 0 where it is empty
+    accuracy: np.ndarray  # the share of right answers in each, float (M,)
+    samples: np.ndarray  # in each, int (M,)
+    error: float  # the expected calibration error (ECE), in [0, 1]: the mean distance of both, weighted by samples
 
 
 def reliability(probability: np.ndarray, is_right: np.ndarray, bins: int = BINS) -> Reliability:

@@ -81,15 +81,10 @@ _STYLE: Any = {
 
 @dataclass(frozen=True)
 class Drawing:
-    """A picture that is not drawn yet: whoever needs it calls `draw`.
-
-    Attributes:
-        draw: gives the figure.
-        alt: what it shows, in a sentence, for people who do not see it.
-    """
+    """A picture that is not drawn yet: whoever needs it calls `draw`, which gives the figure."""
 
     draw: "Callable[[], Figure]"
-    alt: str = ""
+    alt: str = ""  # what it shows, in a sentence, for people who do not see it
 
 
 @contextmanager

@@ -57,10 +57,6 @@ class _Package(ModuleType):
         _run_init(self)
         return getattr(self, name)
 
-    def __dir__(self) -> list[str]:
-        _run_init(self)
-        return dir(self)
-
 
 def _run_init(package: ModuleType) -> None:
     package.__class__ = ModuleType
@@ -161,9 +157,6 @@ class _Dynamo(ModuleType):
         if name == "OptimizedModule" and frame.f_globals.get("__name__", "").startswith(_EAGER_CALLERS):
             return _OptimizedModule
         return getattr(_load_dynamo(), name)
-
-    def __dir__(self) -> list[str]:
-        return dir(_load_dynamo())
 
     @staticmethod
     def graph_break(*args: object, **kwargs: object) -> None:

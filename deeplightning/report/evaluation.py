@@ -18,18 +18,13 @@ MAX_CLASSES = 100_000
 
 @dataclass
 class Evaluation:
-    """Results on a data set.
+    """Results on a data set."""
 
-    Attributes:
-        of: name of the data set.
-        drawings: drawings by file name.
-        per_class: name, precision, recall, F1 and number of samples of each class; empty if the answers are no classes.
-        confused: true class, predicted class and count, the most frequent first.
-    """
-
-    of: str
-    drawings: dict[str, Drawing] = field(default_factory=dict)
+    of: str  # name of the data set
+    drawings: dict[str, Drawing] = field(default_factory=dict)  # by file name
+    # Of each class: name, precision, recall, F1 and number of samples.
     per_class: list[tuple[str, float, float, float, int]] = field(default_factory=list)
+    # True class, predicted class and count, the most frequent first.
     confused: list[tuple[str, str, int]] = field(default_factory=list)
 
 

@@ -32,52 +32,30 @@ PNG, SVG = b"\x89PNG\r\n\x1a\n", b"<svg"
 
 @dataclass
 class Mistake:
-    """A sample with a wrong or bad answer.
+    """A sample with a wrong or bad answer; what is not known is empty."""
 
-    Attributes:
-        words: details of the answer by name, such as `true` and `predicted`.
-        name: file of the sample; may be empty.
-        text: the sample itself, if it is a text; may be empty.
-        image: a PNG of the sample; may be empty.
-    """
-
-    words: dict[str, str]
-    name: str = ""
-    text: str = ""
-    image: bytes = b""
+    words: dict[str, str]  # details of the answer by name, such as `true` and `predicted`
+    name: str = ""  # file of the sample
+    text: str = ""  # the sample itself, if it is a text
+    image: bytes = b""  # a PNG of the sample
 
 
 @dataclass
 class Facts:
-    """Facts about a run; values that are not known are empty.
-
-    Attributes:
-        folder: run folder.
-        run_id: id in the store.
-        name: name in the store.
-        status: FINISHED, FAILED, KILLED or RUNNING, from the store.
-        config: values by dotted key, redacted.
-        places: source of each value by dotted key; a missing key has its default.
-        environment: machine, code and packages.
-        results: metrics of the evaluations, by stage.
-        best: metric, value and step of the best checkpoint, if a metric is monitored.
-        series: points of each metric.
-        classes: names of the classes.
-        mistakes: worst answers, by stage.
-    """
+    """Facts about a run; values that are not known are empty."""
 
     folder: RunFolder
-    run_id: str = ""
+    run_id: str = ""  # this and the next two are from the store
     name: str = ""
-    status: str = ""
-    config: dict[str, Any] = field(default_factory=dict)
-    places: dict[str, str] = field(default_factory=dict)
-    environment: dict[str, Any] = field(default_factory=dict)
-    results: dict[str, dict[str, float]] = field(default_factory=dict)
-    best: dict[str, Any] = field(default_factory=dict)
-    series: Series = field(default_factory=dict)
-    classes: list[str] = field(default_factory=list)
-    mistakes: dict[str, list[Mistake]] = field(default_factory=dict)
+    status: str = ""  # FINISHED, FAILED, KILLED or RUNNING
+    config: dict[str, Any] = field(default_factory=dict)  # values by dotted key, redacted
+    places: dict[str, str] = field(default_factory=dict)  # the source of each; a missing key has its default
+    environment: dict[str, Any] = field(default_factory=dict)  # machine, code and packages
+    results: dict[str, dict[str, float]] = field(default_factory=dict)  # metrics of the evaluations, by stage
+    best: dict[str, Any] = field(default_factory=dict)  # metric, value and step of the best checkpoint
+    series: Series = field(default_factory=dict)  # points of each metric
+    classes: list[str] = field(default_factory=list)  # their names
+    mistakes: dict[str, list[Mistake]] = field(default_factory=dict)  # the worst answers, by stage
 
     @property
     def title(self) -> str:

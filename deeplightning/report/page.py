@@ -29,18 +29,13 @@ _SVG_WIDTH = re.compile(rb'<svg[^>]*?\swidth="([\d.]+)pt"')
 
 @dataclass
 class Picture:
-    """A PNG or SVG of a page.
-
-    Attributes:
-        kind: "wide" for a drawing that is scrolled, "small" for a PNG that is enlarged, else "".
-        width: in CSS pixels; None: as large as it is.
-    """
+    """A PNG or SVG of a page."""
 
     url: Markup
     alt: str
     caption: str
-    kind: str
-    width: int | None
+    kind: str  # "wide" for a drawing that is scrolled, "small" for a PNG that is enlarged, else ""
+    width: int | None  # in CSS pixels; None: as large as it is
 
 
 def picture(name: str, content: bytes, alt: str = "", caption: str = "") -> list[Picture]:

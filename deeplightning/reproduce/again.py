@@ -6,7 +6,6 @@ run before it has listed the code to be run.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import re
@@ -24,7 +23,7 @@ from deeplightning.address import is_address
 from deeplightning.checks.trust import is_own_code
 from deeplightning.config.source import read
 from deeplightning.config.target import find
-from deeplightning.config.tree import line, plain
+from deeplightning.config.tree import plain
 from deeplightning.faults import CheckpointError, RunError, SetupError
 from deeplightning.own_code import ROOTS
 from deeplightning.process.identity import refuse_several
@@ -32,10 +31,10 @@ from deeplightning.process.terminal import say_path
 from deeplightning.reproduce.differences import PATH_KEYS, compare, reasons
 from deeplightning.reproduce.past import PastRun, flat, past_run
 from deeplightning.runfolder import RunFolder
-from deeplightning.tracking.code import Code, describe_program, restored, unpack
+from deeplightning.tracking.code import Code, restored, unpack
 from deeplightning.tracking.datafiles import changes, describe_again
 from deeplightning.tracking.environment import REPRODUCES, VARIABLES
-from deeplightning.tracking.store import local_path, locate
+from deeplightning.tracking.store import locate
 
 MAX_LISTED = 10
 """Maximum number of files that a message lists."""
@@ -49,19 +48,12 @@ Say = Callable[[str], None]
 
 @dataclass
 class Plan:
-    """The training to be started.
-
-    Attributes:
-        config: config file.
-        overrides: overrides for data and tracker on this machine.
-        directory: working directory.
-        variables: complete environment.
-    """
+    """The training to be started."""
 
     config: Path
-    overrides: list[str]
-    directory: Path
-    variables: dict[str, str]
+    overrides: list[str]  # for data and tracker on this machine
+    directory: Path  # the working directory
+    variables: dict[str, str]  # the complete environment
 
 
 def reproduce(
@@ -103,7 +95,7 @@ def reproduce(
             if folder is not None:
                 say_path(folder, "Artifact storage path: ")
             raise SystemExit(code or 1)
-        again = _as_tracked(past_run(str(folder)), plan)
+        again = past_run(str(folder))
         found_apart = compare(original, again, say)
         if Path(top).resolve() in folder.resolve().parents:  # a logger that writes into the working directory
             kept = Path.cwd() / "runs" / folder.name
@@ -153,17 +145,6 @@ def prepare(original: PastRun, top: Path, overrides: Sequence[str], any_data: bo
     source, code = read(original.source, list(overrides)), original.code
     assert code is not None
     config = dict(flat(plain(source.root)))
-    _say_versions(original, code, say)
-    for path, what in ((original.folder.config, "config"), (original.folder.code, "code")):
-        if original.folder.former(path).name != f"{path.stem}.1{path.suffix}":
-            say(f"warning: the run continued with another {what}; it is made again with the {what} that it ended with")
-
-    for key, asked in original.asked.items():
-        say(
-            f"config: {key}={line(asked)} was asked for then, and {line(config.get(key))} ran: that is made again; "
-            f"the override {key}={line(asked)} asks for the other"
-        )
-
     own = top / "config" / "cfg.yaml"
     own.parent.mkdir(parents=True)
     own.write_text(original.source.text, encoding="utf-8", newline="")
@@ -174,24 +155,6 @@ def prepare(original: PastRun, top: Path, overrides: Sequence[str], any_data: bo
     check_data(original, root if isinstance(root, str) else None, any_data, say)
     _link(original, config, directory)
     return Plan(own, settings, directory, _variables(original, roots))
-
-
-def _say_versions(original: PastRun, code: Code, say: Say) -> None:
-    python = (original.environment.get("python") or {}).get("version")
-    now = ".".join(map(str, sys.version_info[:3]))
-    changed = [f"python {python} → {now}"] if python not in (None, now) else []
-    for name, version in (code.packages | dict(original.environment.get("packages") or {})).items():
-        try:
-            installed = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            installed = "not installed"
-        if installed != version:
-            changed.append(f"{name} {version} → {installed}")
-    if changed:
-        say(f"warning: other versions than then: {', '.join(changed)}")
-    if code.program.get("digest") not in (None, describe_program()["digest"]):
-        then = ", ".join(f"{name} {code.program[name]}" for name in ("version", "commit") if name in code.program)
-        say(f"warning: Deep Lightning itself is not what it was then ({then}); a clone at that commit has it")
 
 
 def _lay_out(code: Code, file: Path, top: Path, secrets: Mapping[str, str], say: Say) -> tuple[Path, list[Path]]:
@@ -221,7 +184,7 @@ def _settings(original: PastRun, config: Mapping[str, object], overrides: Sequen
         found += [] if "data.root" in given else [f"data.root={quoted(resolve_data_root(original, root))}"]
     if str(config.get("logger.type", "deeplightning.tracking.MLflowLogger")).lower().endswith("mlflowlogger"):
         if "logger.params.tracking_uri" not in given:
-            found.append(f"logger.params.tracking_uri={quoted(address_of(original, config))}")
+            found.append(f"logger.params.tracking_uri={quoted(address_of(original))}")
         if config.get("logger.params.run_id") is not None:
             found.append("~logger.params.run_id")
     begun = config.get("train.resume_ckpt")
@@ -248,14 +211,10 @@ def resolve_data_root(original: PastRun, path: str) -> Path:
     return next((place for place in places if place.exists()), places[0])
 
 
-def address_of(original: PastRun, config: Mapping[str, Any]) -> str:
-    """Return the address of the new run's store: that of the original; if unknown, the config's if it is absolute, else
-    the current default."""
-    recorded = config.get("logger.params.tracking_uri")
-    store = original.store
-    if store is None:
-        fixed = isinstance(recorded, str) and (Path(recorded).is_absolute() or re.match(r"[a-z+]+:", recorded))
-        store = locate(recorded if fixed else None)
+def address_of(original: PastRun) -> str:
+    """Return the address of the new run's store: that of the original or, if unknown, of its config."""
+    recorded = original.config.get("logger.params.tracking_uri")
+    store = original.store or locate(None if "${" in str(recorded) else recorded)
     if store.address is not None:
         return store.address
     if store.database is not None and store.database.name != "mlflow.db":
@@ -267,16 +226,11 @@ def _copy_of(address: str, before: Mapping[str, Any]) -> str:
     """Return the folder with the local copy of remote data.
 
     Raises:
-        SetupError: the address does not respond, or the data no longer exist.
+        Exception: with exit code 3; the address does not respond, or the data no longer exist.
     """
     folder_of: Callable[..., Path] = find("deeplightning.data.remote_files.folder_of")
     names = [name for name in before["files"] if not Path(name).is_absolute()]
-    try:
-        return str(folder_of(address, [] if before["folders"] else names))
-    except Exception as error:
-        if getattr(error, "exit_code", None) != SetupError.exit_code:
-            raise
-        raise SetupError(str(error)) from None
+    return str(folder_of(address, [] if before["folders"] else names))
 
 
 def check_data(original: PastRun, root: str | None, any_data: bool, say: Say) -> None:
@@ -376,16 +330,6 @@ def _start(plan: Plan) -> tuple[int, Path | None]:
             process.kill()
             process.wait()
     return (code if code >= 0 else 128 - code), folder
-
-
-def _as_tracked(run: PastRun, plan: Plan) -> PastRun:
-    """Return a run with its store. If its files are on a server, only its checkpoint has the run id."""
-    address = _value(plan.overrides, "logger.params.tracking_uri")
-    if run.store is not None or address is None or local_path(address) is not None or not run.folder.last.exists():
-        return run
-    from deeplightning.engine.checkpoint_io import read_checkpoint
-
-    return PastRun(run.folder, locate(address), (read_checkpoint(run.folder.last).get("run") or {}).get("id"))
 
 
 def _value(settings: Sequence[str], key: str) -> str | None:

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Set
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deeplightning.config.tree import flat
 from deeplightning.process.terminal import LAYOUT
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.datafiles import changes
 from deeplightning.tracking.metrics_file import is_repeatable, last_values, parted
-from deeplightning.tracking.store import local_path
 from deeplightning.words import printable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-PATH_KEYS = ("data.root", "logger.params.tracking_uri")
-"""Keys whose relative paths start at the working directory of the run."""
+PATH_KEYS = ("data.root", "logger.params", "logger.params.tracking_uri")
+"""Keys of folders, which are no difference: the files of the data are compared."""
 
 PROGRAM = "deeplightning (its own files)"
 
@@ -35,12 +33,8 @@ def differences(first: PastRun, second: PastRun, patch: bool = False) -> dict[st
     Args:
         patch: for code files that differ, return the file name, a unified diff and None.
     """
-    apart = between(_with_absolute_paths(first), _with_absolute_paths(second))  # shown as they were written
     return {
-        "config": [
-            *((name, first.config.get(name), second.config.get(name)) for name, _, _ in apart),
-            *between(*({f"asked.{key}": value for key, value in run.asked.items()} for run in (first, second))),
-        ],
+        "config": [apart for apart in between(first.config, second.config) if apart[0] not in PATH_KEYS],
         "code": list(_code_between(first, second, patch)),
         "data": list(_data_between(first, second)),
         "environment": list(between(_environment(first), _environment(second))),
@@ -69,25 +63,11 @@ def between(one: Mapping[str, object], two: Mapping[str, object]) -> Iterator[tu
             yield name, one.get(name), two.get(name)
 
 
-def _with_absolute_paths(run: PastRun) -> dict[str, object]:
-    """Return the config with absolute paths."""
-    config, directory = {"logger.params.tracking_uri": "mlruns"} | run.config, run.environment.get("directory") or "/"
-    if config.get("logger.params") == {}:  # the default address has replaced it
-        del config["logger.params"]
-    for key in PATH_KEYS:
-        value = config.get(key)
-        if isinstance(value, str) and local_path(value) is not None and "${" not in value:
-            config[key] = os.path.normpath(Path(directory) / Path(value.removeprefix("file://")).expanduser())
-    return config
-
-
 def _code_between(first: PastRun, second: PastRun, patch: bool) -> Iterator[tuple[str, object, object]]:
     one, two = first.code, second.code
     if one is None or two is None:
-        a, b = ((run.environment.get("git") or {}) for run in (first, second))
-        yield from between(_chosen(a, "commit"), _chosen(b, "commit"))
         if one is not two:
-            yield "code.zip", _listed(one and one.files), _listed(two and two.files)
+            yield first.folder.code.name, one and "kept", two and "kept"
         return
     if one.program.get("version") == two.program.get("version"):
         mine, theirs = one.program.get("digest"), two.program.get("digest")
@@ -115,14 +95,10 @@ def _data_between(first: PastRun, second: PastRun) -> Iterator[tuple[str, object
     one, two = first.data, second.data
     if one is None or two is None:
         if one is not two:
-            yield "data.json", _listed(one and one["files"]), _listed(two and two["files"])
+            yield first.folder.data.name, one and "kept", two and "kept"
         return
     for name in changes(one, two):
         yield name, _content(one["files"].get(name)), _content(two["files"].get(name))
-
-
-def _listed(files: Any) -> str | None:
-    return None if files is None else f"{len(files)} files"
 
 
 def _content(found: list[object] | None) -> str | None:
@@ -131,26 +107,16 @@ def _content(found: list[object] | None) -> str | None:
 
 def _environment(run: PastRun) -> dict[str, object]:
     environment = run.environment
-    found = {
-        "python": (environment.get("python") or {}).get("version"),
-        "os": environment.get("os"),
-        "threads": environment.get("threads"),
-    }
+    found = {"python": (environment.get("python") or {}).get("version")}
+    found |= {name: environment.get(name) for name in ("os", "threads")}
     found |= run.code.packages if run.code is not None else {}
     found |= dict(environment.get("packages") or {}) | dict(environment.get("variables") or {})
     return {name: value for name, value in found.items() if value is not None}
 
 
 def _hardware(run: PastRun) -> dict[str, object]:
-    environment = run.environment
-    cpu = environment.get("cpu") or {}
-    gpus = [
-        f"{gpu.get('name')} ({gpu.get('memory_mib')} MiB, driver {gpu.get('driver')})"
-        for gpu in environment.get("gpus") or []
-    ]
-    found = {"host": environment.get("host"), "cpu": cpu.get("model"), "cores": cpu.get("usable") or cpu.get("cores")}
-    found |= {"memory (GiB)": environment.get("memory_gib"), "gpus": ", ".join(gpus) or None}
-    return {name: value for name, value in found.items() if value is not None}
+    names = ("host", "cpu", "memory_gib", "gpus")
+    return dict(flat({name: value for name in names if (value := run.environment.get(name))}))
 
 
 def _metrics_between(first: PastRun, second: PastRun) -> Iterator[tuple[str, object, object]]:
@@ -169,10 +135,6 @@ def _results_between(first: PastRun, second: PastRun, known: Set[str]) -> Iterat
     for name, one, two in between(first.results, second.results):
         if name not in known and is_repeatable(name):
             yield name, one, two
-
-
-def _chosen(values: Mapping[str, object], *names: str) -> dict[str, object]:
-    return {f"git {name}": values[name] for name in names if values.get(name) is not None}
 
 
 def shown(value: object) -> str:
@@ -211,8 +173,6 @@ def _weights_apart(one: RunFolder, two: RunFolder, say: Callable[[str], None]) -
         return []
     if not two.last.exists():
         return [f"the new run has no {two.last.name}"]
-    import torch
-
     from deeplightning.engine.checkpoint_io import read_checkpoint
 
     first, second = read_checkpoint(one.last), read_checkpoint(two.last)
@@ -223,15 +183,9 @@ def _weights_apart(one: RunFolder, two: RunFolder, say: Callable[[str], None]) -
         n for n in {**a, **b} if n not in a or n not in b or _bytes(a[n]) != _bytes(b[n]) or a[n].dtype != b[n].dtype
     ]
     if not differ:
-        digest = hashlib.sha256(b"".join(n.encode() + _bytes(a[n]) for n in sorted(a))).hexdigest()
-        say(f"weights: SHA-256 {digest[:16]} in both")
+        say(f"weights: the same {len(a)} tensors")
         return []
-    name = differ[0]
-    if name not in a or name not in b or a[name].shape != b[name].shape:
-        shapes = [str(tuple(weights[name].shape)) if name in weights else "none" for weights in (a, b)]
-        return [f"the tensor {name}: {shapes[0]} → {shapes[1]}"]
-    most = (a[name].to(torch.float64) - b[name].to(torch.float64)).abs().max().item()
-    return [f"the tensor {name}, by up to {most:.3g} ({len(differ)} of {len(a)} tensors differ)"]
+    return [f"the tensor {differ[0]} ({len(differ)} of {len(a)} tensors differ)"]
 
 
 def _bytes(tensor: Tensor) -> bytes:
@@ -243,17 +197,12 @@ def _bytes(tensor: Tensor) -> bytes:
 def reasons(original: PastRun, again: PastRun) -> str:
     """Return likely reasons why two runs of the same config differ."""
     found = differences(original, again)
+    found["config"] = [d for d in found["config"] if d[0] != "train.resume_ckpt"]
     words = [
         f"{group}: " + ", ".join(f"{n} {shown(a)} → {shown(b)}" for n, a, b in found[group][:5])
-        for group in ("code", "data", "environment", "hardware")
+        for group in ("code", "data", "environment", "hardware", "config")
         if found[group]
     ]
-    changed = [
-        f"{n} {shown(a)} → {shown(b)}"
-        for n, a, b in found["config"]
-        if n not in (*PATH_KEYS, "train.resume_ckpt") and not n.startswith("asked.")
-    ]
-    words += [f"config: {', '.join(changed[:5])}"] if changed else []
     if words:
         return f"Likely because of what else differs: {'; '.join(words)}"
     hint = "" if original.config.get("engine.deterministic") else " (engine.deterministic: true forbids such)"

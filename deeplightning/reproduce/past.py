@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.checks.trust import RunConfig, refuse_links, run_config
-from deeplightning.config.source import read, text_of
-from deeplightning.config.tree import flat, parse, plain
-from deeplightning.faults import ConfigError
+from deeplightning.config.source import read
+from deeplightning.config.tree import flat, plain
 from deeplightning.runfolder import RunFolder, read_object
 from deeplightning.tracking import resolve_run
 from deeplightning.tracking.code import Code, read_code
@@ -30,19 +28,12 @@ _NO_RESULT = re.compile(r"(lr|grad_norm|epoch|seed)($|[-_/].*)|.*_step|best step
 
 @dataclass
 class PastRun:
-    """A past run.
-
-    Attributes:
-        folder: run folder.
-        store: store that tracks it; None if unknown, as for a copied folder.
-        run_id: id in that store.
-        trust, allow: as in `deeplightning.checks.trust.run_config`.
-    """
+    """A past run."""
 
     folder: RunFolder
-    store: Store | None
-    run_id: str | None
-    trust: bool = False
+    store: Store | None  # that tracks it; None if unknown, as for a copied folder
+    run_id: str | None  # in that store
+    trust: bool = False  # this and the next as in `deeplightning.checks.trust.run_config`
     allow: Sequence[str] = ()
 
     def __str__(self) -> str:
@@ -61,16 +52,6 @@ class PastRun:
             CheckpointError: the config is missing, or the run is untrusted and its config is not plain.
         """
         return run_config(self.folder, self.allow, trust=self.trust)
-
-    @cached_property
-    def asked(self) -> dict[str, Any]:
-        """Requested values that differ from those in the config, by dotted key."""
-        try:
-            file = self.folder.asked
-            asked = dict(flat(plain(parse(text_of(file), file.name, [])))) if file.is_file() else {}
-        except ConfigError:
-            return {}
-        return {key: value for key, value in asked.items() if self.config.get(key) != value}
 
     @cached_property
     def environment(self) -> dict[str, Any]:
@@ -180,23 +161,10 @@ def _with_store(run: str, folder: RunFolder, remote: bool) -> PastRun:
 
 
 def _stores_around(folder: RunFolder) -> Iterator[Store]:
-    """Yield the stores that may track the run in a folder: local ones, and a remote one that is configured here."""
+    """Yield the stores that may track the run in a folder: the one around it, and the default one here."""
     artifact_root = folder.path.parents[2]
     if (artifact_root / "mlflow.db").is_file() or any(artifact_root.glob("*/meta.yaml")):
         yield locate(artifact_root)
-    # The address in an untrusted config could point anywhere.
-    recorded = _tracking_uri(folder)
-    for uri in (recorded, os.environ.get("MLFLOW_TRACKING_URI"), "mlruns"):
-        if uri and "${" not in str(uri):
-            store = locate(uri)
-            if store.is_remote or (store.database is not None and store.database.is_file()):
-                yield store
-
-
-def _tracking_uri(folder: RunFolder) -> Any:
-    """Return the store in the config of a trusted run, or None if the config names no store or the run is untrusted."""
-    try:
-        config = run_config(folder)
-        return dict(flat(plain(read(config).root))).get("logger.params.tracking_uri") if config.is_trusted else None
-    except Exception:  # a missing or damaged config is reported when it is needed
-        return None
+    store = locate(None)
+    if store.is_remote or (store.database is not None and store.database.is_file()):
+        yield store

@@ -21,15 +21,8 @@ _BATCH_SIZE = 256
 
 
 def counted(labels: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Add labels to counts.
-
-    Args:
-        labels: whole numbers, any shape; negative ones, which losses ignore, do not count.
-        counts: int64 (K,), so far.
-
-    Returns:
-        int64 (K',), at least as long as `counts`.
-    """
+    """Add labels, whole numbers of any shape, to counts, int64 (K,), which may grow; losses ignore negative
+    ones, which do not count."""
     found = np.bincount(labels[labels >= 0].ravel(), minlength=len(counts))
     found[: len(counts)] += counts
     return found
@@ -59,25 +52,17 @@ def class_counts(data: "pl.LightningDataModule", num_classes: int = 0) -> np.nda
 
 
 def class_weights(counts: np.ndarray) -> list[float]:
-    """Return n / (k * count) of each class to 8 digits, for n samples and k classes that occur; 0 for an empty class.
-
-    Args:
-        counts: int64 (K,).
-    """
+    """Return n / (k * count) of each class, int64 (K,), to 8 digits, for n samples and k classes that occur; 0 for an
+    empty class."""
     occurring = max(1, int((counts > 0).sum()))
     return [float(f"{counts.sum() / (occurring * count):.8g}") if count else 0.0 for count in counts]
 
 
 def label_counts(data: Any) -> tuple[np.ndarray, int] | None:
-    """Return the number of training samples with each label, where a sample may have several.
+    """Return the number of training samples with each label, int64 (K,), and N, where a sample may have several labels.
 
-    The set is read as `class_counts` reads it.
-
-    Args:
-        data: a data module that is set up.
-
-    Returns:
-        int64 (K,) and N; None if the set has no labels (B, K) of 0 and 1. A single target (B,) of floats is one label.
+    None if the set, which is read as `class_counts` reads it, has no labels (B, K) of 0 and 1. A single target (B,) of
+    floats is one label.
     """
     positives, samples = np.zeros(0, np.int64), 0
     for labels in _labels(data, LABELS):
@@ -91,13 +76,8 @@ def label_counts(data: Any) -> tuple[np.ndarray, int] | None:
 
 
 def positive_weights(positives: np.ndarray, samples: int) -> list[float]:
-    """Return negatives / positives of each label to 8 digits, 0 for a label without positives: with this `pos_weight`
-    of `BCEWithLogitsLoss`, samples with a label have the same total weight as those without.
-
-    Args:
-        positives: int64 (K,), the number of samples with each label.
-        samples: N.
-    """
+    """Return negatives / positives of each label, int64 (K,), of N samples to 8 digits, 0 for one without positives:
+    with this `pos_weight` of `BCEWithLogitsLoss`, samples with a label have the same total weight as those without."""
     return [float(f"{(samples - count) / count:.8g}") if count else 0.0 for count in positives.tolist()]
 
 

@@ -16,7 +16,7 @@ from deeplightning.tracking.build import experiment_of, experiments_of
 from deeplightning.tracking.store import Store, locate
 
 
-def find_checkpoint(name: str | None, cfg: Config, to_resume: bool = False) -> Path | None:
+def find_checkpoint(name: str, cfg: Config, to_resume: bool = False) -> Path:
     """Return the checkpoint file for a name: a path, a RUN, or `last` or `best` of the experiment's latest run.
 
     For a RUN it is the best checkpoint, or the last one if training is to resume.
@@ -24,8 +24,6 @@ def find_checkpoint(name: str | None, cfg: Config, to_resume: bool = False) -> P
     Raises:
         CheckpointError: there is none.
     """
-    if name is None:
-        return None
     if name in ("auto", "last", "best"):
         file = "best.ckpt" if name == "best" else "last.ckpt"
         for folder in runs_of(cfg):
@@ -76,17 +74,12 @@ def _experiment(config: Path) -> str | None:
         return None
 
 
-MAX_LISTED = 10  # files in a message
-
-
 def checkpoint_of(folder: RunFolder) -> Path:
     """Return the best checkpoint of a run, else the last; raise a CheckpointError if there is neither."""
     for path in (folder.best, folder.last):
         if path.exists():
             return path
-    others = sorted(path.name for path in folder.path.glob("*.ckpt"))
-    more = f" and {len(others) - MAX_LISTED} more" if len(others) > MAX_LISTED else ""
-    there = f"; it holds {', '.join(others[:MAX_LISTED])}{more}: name one of these files" if others else ""
+    others = ", ".join(sorted(path.name for path in folder.path.glob("*.ckpt"))) or "no checkpoint"
     raise CheckpointError(
-        f"{folder.path}: there is neither {folder.best.name} nor {folder.last.name} in this folder{there}"
+        f"{folder.path}: there is neither {folder.best.name} nor {folder.last.name} in this folder; it holds {others}"
     )

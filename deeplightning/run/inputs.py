@@ -58,6 +58,8 @@ def inputs_of(path: Path, takes: str, spec: Any = None) -> Iterator[tuple[Place,
         ValueError: the file is of another kind, damaged, or has no inputs.
         OSError: it cannot be read.
     """
+    if path.is_dir():
+        raise ValueError(f"there is nothing in this folder or below it that this run takes: {expected(takes)}")
     if takes == "image":
         yield Place(path), path
         return
@@ -106,13 +108,10 @@ def _text_of(row: Mapping[str, Any]) -> str:
 
 def _tabbed(path: Path) -> Iterator[dict[str, str]]:
     """Yield the rows of a tab-separated file without quoting; the first line has the column names."""
-    lines = _lines(path)
-    names = [name.strip() for name in next(lines, "").split("\t")]
-    for number, line in enumerate(lines, 1):
-        cells = line.split("\t")
-        if len(cells) != len(names):
-            raise ValueError(f"row {number} has {len(cells)} columns, the header {len(names)}")
-        yield dict(zip(names, cells, strict=True))
+    for number, row in enumerate(csv.DictReader(_lines(path), delimiter="\t", quoting=csv.QUOTE_NONE), 1):
+        if None in row or None in row.values():
+            raise ValueError(f"row {number} has not as many columns as the header")
+        yield row
 
 
 def _parquet(path: Path) -> Iterator[dict[str, Any]]:

@@ -23,22 +23,6 @@ log = logging.getLogger("deeplightning")
 SAMPLES = 16  # validation samples in the run folder, to verify an export
 
 
-def halve_run(folder: RunFolder) -> str:
-    """Add an fp16 model to a run's bundle, for `serve.precision: fp16`; return a line with the difference.
-
-    Raises:
-        CheckpointError: there is no complete bundle, or fp16 would be less accurate.
-        SetupError: the bundle cannot be written.
-    """
-    from deeplightning.export.fp16 import halve
-
-    difference = halve(folder)
-    return (
-        f"fp16: answers to the golden samples differ by up to {difference:.3g} from those in float32; kept as "
-        f"{folder.bundle_fp16}"
-    )
-
-
 def keep_samples(task: Any, data: Any, folder: RunFolder) -> None:
     """Store some validation samples in the run's folder, or training samples if there are none.
 
@@ -107,9 +91,10 @@ def origin_of(folder: RunFolder, checkpoint: Path) -> dict[str, Any]:
 
 
 def is_servable(task: pl.LightningModule) -> bool:
-    """Return whether a task can be served: a user's module, or a task that defines how inputs are prepared."""
-    specs = ("image_spec", "text_spec", "row_spec")
-    return is_plain(task) or any(getattr(task, name, None) is not None for name in specs)
+    """Return whether a task can be served: a user's module, or a task with an inference model that defines how inputs
+    are prepared."""
+    specs = [getattr(task, name, None) for name in ("image_spec", "text_spec", "row_spec")]
+    return is_plain(task) or (hasattr(task, "inference_model") and specs != [None, None, None])
 
 
 def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export", formats: Sequence[str] = ()) -> Path:
@@ -190,29 +175,25 @@ def quantize_run(folder: RunFolder, allow: Sequence[str] = ()) -> str:
     from deeplightning.export.int8 import SCORES, quantize
 
     kind = KINDS[card_of(folder)["task"]]
-    noun, name, instead = kind.nouns, INPUT_OF[kind.takes], "serve it with serve.precision=fp32"
-    cfg = load_run(folder, TO_ANSWER, "serve", ("data.module",), allow)
+    noun, name = kind.nouns, INPUT_OF[kind.takes]
+    cfg = load_run(folder, TO_ANSWER, "serve", allow)
     data = init_module(cfg, "data")
     data.prepare_data()
     data.setup("validate")
-    if next(_batches(data.val_dataloader), None) is None:
-        raise CheckpointError(
-            f"{folder.path}: whether int8 is as right is judged on validation {noun}, and the data module gives none; "
-            f"{instead}"
-        )
     truths = ("target",) if kind.gives == "regression" else ("label", "target")  # columns of a table are targets
+    first = by_name(next(_batches(data.val_dataloader), {}), (name, truths[0])) or {}
+    truth = next((one for one in truths if one in first), None)
+    if truth is None or name not in first:
+        raise CheckpointError(
+            f"{folder.path}: int8 is judged on validation batches with '{name}' and '{truths[0]}', and the data module "
+            f"gives {', '.join(first) or 'none'}; serve it with serve.precision=fp32"
+        )
 
     def validation() -> Iterator[tuple[Any, Any]]:
         for batch in _batches(data.val_dataloader):
-            batch = by_name(batch, (name, truths[0])) or {}
-            truth = next((batch[one] for one in truths if one in batch), None)
-            if truth is None or name not in batch:
-                raise CheckpointError(
-                    f"{folder.path}: how right it is in int8 needs validation batches with '{name}' and '{truths[0]}'; "
-                    f"these have {', '.join(batch)}; {instead}"
-                )
-            counts = batch["index"] >= 0 if "index" in batch else slice(None)  # the rest is padding
-            yield batch[name][counts].numpy(), truth[counts].numpy()
+            columns: Mapping[str, Any] = by_name(batch, (name, truths[0])) or {}
+            counts = columns["index"] >= 0 if "index" in columns else slice(None)  # the rest is padding
+            yield columns[name][counts].numpy(), columns[truth][counts].numpy()
 
     figures = quantize(folder, validation)
     shown = "{:.4g}" if kind.gives == "regression" else "{:.2f} %"

@@ -16,6 +16,8 @@ from typing import Any, TextIO
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import track
 
 from deeplightning.faults import CheckpointError, Fault, SetupError
 from deeplightning.image_spec import files_below
@@ -29,7 +31,6 @@ from serve.local import answered
 
 MAX_NAMED = 1000  # inputs without an answer in the error
 FORMATS = (".csv", ".jsonl")
-_NOUNS = {"image": "picture", "text": "file of texts", "table": "table", "array": "array or signal"}
 
 
 def predict_files(folder: RunFolder, files: Sequence[Path], out: Path | None = None, allow: Sequence[str] = ()) -> int:
@@ -73,9 +74,11 @@ def predict_files(folder: RunFolder, files: Sequence[Path], out: Path | None = N
     with _writer(out) as write:
         network = _Network(folder, allow)
         takes = KINDS[network.task].takes
-        _check_folders(files, takes)
         row_of = _rows(network, out)
-        inputs = _inputs(_shown(files, takes, out), takes, network.spec, refuse)
+        paths: Iterable[Path] = _paths(files, takes)
+        if out is not None and sys.stderr.isatty():
+            paths = track([*paths], "files", console=Console(stderr=True), transient=True)
+        inputs = _inputs(paths, takes, network.spec, refuse)
         for place, answer in answered(network, inputs, network.max_pixels, refuse):
             row = {} if place.row is None else {"row": place.row}
             write({"path": str(place.path), **row, **row_of(place, answer)})
@@ -125,22 +128,17 @@ class _Network:
         return answers
 
 
-def _check_folders(files: Sequence[Path], takes: str) -> None:
-    empty = [path for path in files if path.is_dir() and next(_paths([path], takes), None) is None]
-    if empty:
-        message = f"there is no {_NOUNS[takes]} in this folder or below it. Files end in {', '.join(ENDINGS[takes])}"
-        raise SetupError([Fault(message, place=str(path)) for path in empty])
-
-
 def _paths(files: Sequence[Path], takes: str) -> Iterator[Path]:
+    """Yield files, and those with the network's endings of each folder, or the folder itself if it has none."""
     for path in files:
         if not path.is_dir():
             yield path
             continue
         try:
-            yield from (file for file in files_below(path) if file.name.lower().endswith(ENDINGS[takes]))
+            below = [each for each in files_below(path) if each.name.lower().endswith(ENDINGS[takes])]
         except OSError as error:
             raise SetupError(f"{error.filename}: this folder cannot be read: {error.strerror}") from error
+        yield from below or [path]
 
 
 def _inputs(
@@ -239,31 +237,15 @@ def _writer(out: Path | None) -> Iterator[Callable[[dict[str, object]], object]]
 
 
 def _table(out: TextIO) -> Callable[[dict[str, object]], object]:
-    """Return a function that writes CSV rows; on stdout values are escaped, but paths only on a terminal."""
-    writer = csv.writer(out)
-    is_begun, unescaped = False, "path" if not out.isatty() else None
+    """Return a function that writes CSV rows; on a terminal they are escaped."""
+    writer, escaped = csv.writer(out), printable if out.isatty() else str
+    is_begun = False
 
     def write(row: dict[str, object]) -> None:
         nonlocal is_begun
         if not is_begun:
-            writer.writerow(shown("", name) for name in row)
+            writer.writerow(map(escaped, row))
             is_begun = True
-        writer.writerow(shown(name, value) for name, value in row.items())
-
-    def shown(name: str, value: object) -> object:
-        if out is sys.stdout and isinstance(value, str) and name != unescaped:
-            return printable(value)
-        return value
+        writer.writerow(escaped(str(value)) for value in row.values())
 
     return write
-
-
-def _shown(files: Sequence[Path], takes: str, out: Path | None) -> Iterable[Path]:
-    """Return the files, with a progress bar if stderr is a terminal and the rows do not go to one."""
-    if not sys.stderr.isatty() or (out is None and sys.stdout.isatty()):
-        return _paths(files, takes)
-    from rich.console import Console
-    from rich.progress import track
-
-    number = sum(1 for _ in _paths(files, takes))
-    return track(_paths(files, takes), "files", number, console=Console(stderr=True), transient=True)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import numpy as np
+
 from deeplightning.config.auto_values import BALANCED, DECLARED, WEIGHT, WEIGHTS, unfilled
 from deeplightning.config.schema import Config
 from deeplightning.engine.plan import world_size
@@ -30,8 +32,7 @@ def fill(cfg: Config, data: object, read: bool = True) -> None:
     for key, params, name in unfilled(cfg):
         if name in WEIGHTS:
             if read:
-                weights = _weights(cfg, data, key) if name == WEIGHT else _positive_weights(cfg, data, key)
-                params[name] = {"type": "torch.tensor", "params": {"data": weights}}
+                params[name] = {"type": "torch.tensor", "params": {"data": _weights(cfg, data, key, name)}}
             continue
         found = _declared(name, data)
         if found is None and hasattr(data, "example_batch"):
@@ -69,36 +70,24 @@ def _read(cfg: Config, data: Any) -> None:
     data.setup("fit")
 
 
-def _weights(cfg: Config, data: Any, key: str) -> list[float]:
-    """Return the weight of each class and log them."""
+def _weights(cfg: Config, data: Any, key: str, name: str) -> list[float]:
+    """Return the weight of each class, or of each label's positive samples, and log them."""
     _read(cfg, data)
-    names = [str(name) for name in getattr(data, "class_names", None) or []]
-    counts = class_counts(data, len(names))
-    if counts is None or not counts.any():
-        message = f"`{BALANCED}` needs classes, and the training set of {cfg.data.module.type} has no `label` or `mask`"
-        raise ConfigError(Fault(f"{message} of whole numbers; remove it, or give a tensor", key, found=BALANCED))
-    weights = class_weights(counts)
-    log.info("%s: balanced → %s (the classes of the training set have %s samples)", key, weights, counts.tolist())
-    return weights
-
-
-def _positive_weights(cfg: Config, data: Any, key: str) -> list[float]:
-    """Return the weight of each label's positive samples and log them."""
-    _read(cfg, data)
-    counted = label_counts(data)
-    if counted is None:
-        message = f"`{BALANCED}` needs labels (B, K) of 0 and 1, and the training set of {cfg.data.module.type} has "
-        raise ConfigError(Fault(f"{message}none; remove it, or give a tensor", key, found=BALANCED))
-    positives, samples = counted
-    names = [str(name) for name in getattr(data, "class_names", None) or getattr(data, "target_names", None) or []]
-    for number, count in enumerate(positives.tolist()):
-        if count in (0, samples):
-            name, has = names[number] if names else number, "no" if count == 0 else "each"
-            message = f"{has} sample of the training set ({samples}) has the label {name}, so there is nothing to "
-            message += "balance; leave the label out, add samples, or give a tensor"
+    needs, found = f"`{BALANCED}` needs", f"of the training set of {cfg.data.module.type}"
+    if name == WEIGHT:
+        counts = class_counts(data, len(getattr(data, "class_names", None) or []))
+        if counts is None or not counts.any():
+            message = f"{needs} classes, a `label` or `mask` of whole numbers {found}; remove it, or give a tensor"
             raise ConfigError(Fault(message, key, found=BALANCED))
-    weights = positive_weights(positives, samples)
-    log.info("%s: balanced → %s (of %d samples, %s have the label)", key, weights, samples, positives.tolist())
+        weights, of = class_weights(counts), f"the classes have {counts.tolist()} samples"
+    else:
+        positives, samples = label_counts(data) or (np.zeros(1, np.int64), 0)
+        if ((positives == 0) | (positives == samples)).any():
+            message = f"{needs} labels (B, K) of 0 and 1 {found}, each with samples that have it and samples that have "
+            message += f"not (of {samples} have it: {positives.tolist()}); leave a label out, or give a tensor"
+            raise ConfigError(Fault(message, key, found=BALANCED))
+        weights, of = positive_weights(positives, samples), f"of {samples}, {positives.tolist()} have the label"
+    log.info("%s: balanced → %s (%s)", key, weights, of)
     return weights
 
 

@@ -12,10 +12,16 @@ from deeplightning.words import first_line
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
-    from torch import Tensor
 
 _OF_PARTS = (Sentence.OTHER_NETWORK, Sentence.OTHER_OPTIMIZER, Sentence.NO_METRIC)
 """Messages of torch about a checkpoint of another network or optimizer, and of Lightning about a missing metric."""
+
+_PARTS = {
+    "torch.nn.modules.loss": "model.loss",
+    "torchmetrics.": "model.metrics",
+    "torchvision.transforms.": "data.module",
+}
+"""Keys of the parts whose errors are faults of the config, by the beginning of their module."""
 
 
 def run_stage(stage: Any, *args: Any, **kwargs: Any) -> None:
@@ -74,34 +80,14 @@ def run_stage(stage: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _of_part(error: Exception, task: pl.LightningModule) -> Fault | None:
-    """Return a fault if a part of torch, torchmetrics or torchvision rejects its input; None for a user's part.
-
-    None for any other error: a part of the user's own may itself be wrong.
-    """
+    """Return a fault if a loss of torch, a metric or a transform of a task with a config rejects its input, or None."""
     if type(error) not in (RuntimeError, ValueError, IndexError, TypeError):  # such as out of memory, or ours
         return None
-    from torch import Tensor
-
-    frames = [frame for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__)))]
-
-    def fault(part: type, given: dict[str, Tensor], key: str) -> Fault:
-        words = " and ".join(f"{n} {str(v.dtype).removeprefix('torch.')} {tuple(v.shape)}" for n, v in given.items())
-        return Fault(f"{part.__name__} does not take {words}: {first_line(error)}", key)
-
-    for frame in frames:
-        values = frame.f_locals
-        owner, part = values.get("self"), type(values.get("self"))
-        given = [v for name in ("input", "preds", "target") if isinstance(v := values.get(name), Tensor)]
-        both = dict(zip(("outputs", "truth"), given, strict=False))
-        if part.__module__ == "torch.nn.modules.loss" and len(both) == 2:
-            return fault(part, both, "model.loss")
-        if part.__module__.startswith("torchmetrics.") and frame.f_code.co_name == "update" and len(both) == 2:
-            paths = [path for path, module in task.named_modules() if module is owner]
-            name = paths[0].rpartition(".")[2] if paths else ""
-            config = getattr(task, "cfg", None)
-            named = isinstance(config, Config) and name in (config.model.metrics or {})
-            return fault(part, both, f"model.metrics.{name}") if named else None
-        if part.__module__.startswith("torchvision.transforms."):
-            batch = next((f.f_locals["batch"] for f in frames if f.f_code.co_name == "on_after_batch_transfer"), None)
-            return fault(part, {"pictures": batch["image"]}, "data.module.params.augment") if batch else None
+    if not isinstance(getattr(task, "cfg", None), Config):
+        return None
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        part = type(frame.f_locals.get("self"))
+        key = next((key for package, key in _PARTS.items() if part.__module__.startswith(package)), None)
+        if key is not None:
+            return Fault(f"{part.__name__} does not take its input: {first_line(error)}", key)
     return None

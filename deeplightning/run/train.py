@@ -102,8 +102,9 @@ def launch(cfg: Config) -> RunFolder:
             if cfg.logger.pictures is not None and not cfg.train.fast and TRIAL not in os.environ:
                 _report(record.folder)
             record.publish()
-            if trains and not cfg.train.fast:
-                _say_next(cfg, task, record)
+            if learns and record.folder.bundle_card.is_file() and TRIAL not in os.environ:
+                folder = describe.seen_from_here(record.folder.path)
+                log.info("next       %s", describe.command("serve", "deploy.sh", folder))
     except BaseException as error:
         _end(record, trainer, error)
         raise
@@ -153,9 +154,7 @@ def _weights_for(cfg: Config, record: Record, trained: bool) -> Path | None:
     if cfg.test.ckpt is None:
         stages = ", ".join(cfg.stages)
         raise CheckpointError(f"test.ckpt: {stages} without train needs weights: a path, RUN, best or last")
-    found = find_checkpoint(cfg.test.ckpt, cfg)
-    assert found is not None
-    return found
+    return find_checkpoint(cfg.test.ckpt, cfg)
 
 
 def evaluate(folder: RunFolder, stage: str, overrides: list[str], allow: Sequence[str] = ()) -> RunFolder:
@@ -173,8 +172,7 @@ def evaluate(folder: RunFolder, stage: str, overrides: list[str], allow: Sequenc
 
     path = checkpoint_of(folder)
     fixed = [f"stages=[{stage}]", f"test.ckpt={line(str(path))}", "engine.launcher=null", "engine.num_nodes=1"]
-    needed = ("data.module", *(["model.loss"] if stage == "test" else []))
-    cfg = load_run(folder, [*fixed, *overrides], stage, needed, allow)
+    cfg = load_run(folder, [*fixed, *overrides], stage, allow)
     run = read_checkpoint(path).get("run") or {}
     if run.get("id") and is_own(folder) and cfg.logger.type.endswith(("tracking.MLflowLogger", "loggers.MLFlowLogger")):
         cfg.logger.params.setdefault("run_id", run["id"])
@@ -188,7 +186,7 @@ def _export_at_the_end(cfg: Config, task: Any, data: object, record: Any) -> Non
     """Store some validation samples, then export the best weights if the task supports it."""
     if not record.has_learned and record.folder.bundle_card.exists():  # a finished run was resumed
         return
-    if not _is_served(task):  # a task derived from one of ours without an inference model
+    if not is_servable(task):  # a task derived from one of ours without an inference model
         log.info("bundle     none: the task offers no inference_model, or its data do not say how inputs are prepared")
         return
     from deeplightning.export.bundle import FormatError, NotExpressible, card_of
@@ -205,20 +203,3 @@ def _export_at_the_end(cfg: Config, task: Any, data: object, record: Any) -> Non
         log.warning("bundle     %s", error)
     except NotExpressible as error:
         log.warning("bundle     none; `deeplightning serve` answers by torch, from the checkpoint: %s", error)
-
-
-def _is_served(task: Any) -> bool:
-    return is_plain(task) or (hasattr(task, "inference_model") and is_servable(task))
-
-
-def _say_next(cfg: Config, task: object, record: Record) -> None:
-    """Log commands that the user may want next, each on its own line for pasting."""
-    if TRIAL in os.environ:
-        return
-    uri = cfg.logger.params.get("tracking_uri")
-    can_be_served = record.folder.bundle_card.is_file() if is_plain(task) else _is_served(task)
-    found = [describe.serve(record.folder.path)] if can_be_served else []
-    if describe.page(record.loggers, uri) is not None and (start := describe.monitor(uri)) is not None:
-        found.append(start)
-    for text in ["next       commands to paste:", *(f"  {command}" for command in found)] if found else []:
-        log.info("%s", text)

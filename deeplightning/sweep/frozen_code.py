@@ -31,17 +31,11 @@ FOLDER = ".sealed"
 
 @dataclass
 class SearchCode:
-    """The frozen code of a grid or a search in this process.
+    """The frozen code of a grid or a search in this process."""
 
-    Attributes:
-        folder: that of the frozen copy; None: the config is wrong, which is reported where it is loaded.
-        notices: notes for the user about edited files.
-        kept: whether the copy stays when the command ends.
-    """
-
-    folder: Path | None = None
-    notices: list[str] = field(default_factory=list)
-    kept: bool = False
+    folder: Path | None = None  # of the copy; None: the config is wrong, which is reported where it is loaded
+    notices: list[str] = field(default_factory=list)  # for the user, about edited files
+    kept: bool = False  # whether the copy stays when the command ends
 
     @property
     def name(self) -> str | None:

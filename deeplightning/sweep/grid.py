@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Sequence
 
 from deeplightning.config.source import is_file
 from deeplightning.config.tree import line, scalar
 from deeplightning.faults import ConfigError, Fault
-from deeplightning.runfolder import RunFolder
-from deeplightning.tracking.metrics_file import read_series
-
-log = logging.getLogger("deeplightning")
 
 MAX_POINTS = 1000
 
-_CALL = re.compile(r"(range|choice)\((.*)\)", re.DOTALL)
+_RANGE = re.compile(r"range\((.*)\)", re.DOTALL)
 _OPEN, _CLOSE = "([{", ")]}"
 
 
 def points(overrides: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """Return the keys that have several values, and the overrides of each point, the last key varying first.
 
-    `a,b,c` and `choice(a,b,c)` are the values a, b and c; `range(STOP)`, `range(START,STOP)` and
-    `range(START,STOP,STEP)` numbers without STOP. A comma inside quotes or brackets is part of a value.
+    `a,b,c` are the values a, b and c; `range(STOP)`, `range(START,STOP)` and `range(START,STOP,STEP)` numbers without
+    STOP. A comma inside quotes or brackets is part of a value.
 
     Raises:
         ConfigError: with every override that cannot be read, or there are more than `MAX_POINTS` points.
@@ -63,45 +56,20 @@ def values_of(text: str) -> list[str]:
     Raises:
         ValueError: says what cannot be read.
     """
-    called = _CALL.fullmatch(text.strip())
-    parts = _parts(called[2] if called else text)
+    called = _RANGE.fullmatch(text.strip())
+    parts = _parts(called[1] if called else text)
     if "" in parts and (called or len(parts) > 1):
         raise ValueError(f"there is no value between two commas, or at an end: {text:.60}")
     if called is None:
         return parts if len(parts) > 1 else [text]
-    if called[1] == "choice":
-        return parts
     numbers = [scalar(part) for part in parts]
     if not 1 <= len(numbers) <= 3 or any(isinstance(n, bool) or not isinstance(n, int | float) for n in numbers):
         raise ValueError(f"range takes one to three numbers, range(STOP) or range(START,STOP,STEP), not {text:.60}")
     start, stop, step = (0, *numbers, 1) if len(numbers) == 1 else (*numbers, 1)[:3]
-    if step == 0 or (stop - start) / step <= 0:
-        raise ValueError(f"{text:.60} has no number in it")
-    if (stop - start) / step > MAX_POINTS:
-        raise ValueError(f"{text:.60} has more than {MAX_POINTS} numbers")
+    if step == 0 or not 0 < (stop - start) / step <= MAX_POINTS:
+        raise ValueError(f"{text:.60} has no number in it, or more than {MAX_POINTS}")
     numbers = [start + step * number for number in range(math.ceil((stop - start) / step - 1e-9))]
     return [line(round(value, 12)) for value in numbers]
-
-
-def warn_of_no_effect(runs: Mapping[int, tuple[Mapping[str, object], str]]) -> None:
-    """Warn of keys that have no effect: runs that differ in them have the same metrics at every step.
-
-    Args:
-        runs: the number of each run to its values and its folder.
-    """
-    alike: dict[str, list[int]] = {}
-    for number, (_, folder) in sorted(runs.items()):
-        with suppress(ValueError):
-            if series := read_series(RunFolder(Path(folder)).metrics):
-                alike.setdefault(repr(series), []).append(number)
-    groups: dict[str, list[str]] = {}
-    for numbers in alike.values():
-        values = [runs[number][0] for number in numbers]
-        if keys := [key for key in values[0] if any(other[key] != values[0][key] for other in values)]:
-            groups.setdefault(" and ".join(keys), []).append(", ".join(map(str, numbers)))
-    for name, found in groups.items():
-        shown = "; ".join(found[:3]) + ("; …" if len(found) > 3 else "")
-        log.warning("%s made no difference: the metrics of these runs are equal at every step: %s", name, shown)
 
 
 def _parts(text: str) -> list[str]:

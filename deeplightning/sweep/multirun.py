@@ -27,7 +27,7 @@ from deeplightning.checks.examine import examine, load_config
 from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.tree import as_written, dump, line
-from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, SetupError, count, error_of
+from deeplightning.faults import ConfigError, Fault, RunError, SetupError, count, error_of
 from deeplightning.launch import Job, array_of
 from deeplightning.launch.set_environment import apply_environment
 from deeplightning.process.identity import DECIDED, refuse_several
@@ -35,29 +35,23 @@ from deeplightning.process.terminal import in_columns, say, say_path
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RUNS_FILE, RunFolder, make_private, permissions_of, read_object, write_whole
 from deeplightning.sweep.frozen_code import SearchCode, code_of_grid, own_code
-from deeplightning.sweep.grid import points, warn_of_no_effect
+from deeplightning.sweep.grid import points
 from deeplightning.sweep.worker import Forked, Train, TrialServer, failure_in
 from deeplightning.tracking.parent import Parent, Stopped
 
 log = logging.getLogger("deeplightning")
 
-MAX_CHECKED = 100  # points whose whole config is checked before the first run; of more, each value once
+MAX_CHECKED = 100  # points whose whole config is checked before the first run
 FINISHED, FAILED, UNDERWAY = "finished", "failed", "under way"
 
 
 @dataclass
 class Point:
-    """One run of the grid.
+    """One run of the grid."""
 
-    Attributes:
-        words: its overrides, those that are swept alone.
-        config: its whole config, as YAML with its references unresolved.
-        file: what is known of it, as JSON.
-    """
-
-    words: list[str]
-    config: str
-    file: Path
+    words: list[str]  # its overrides, those that are swept alone
+    config: str  # its whole config, as YAML with its references unresolved
+    file: Path  # what is known of it, as JSON
 
     @property
     def known(self) -> dict[str, Any]:
@@ -95,28 +89,15 @@ def multirun(path: Path, overrides: Sequence[str], train: Train, jobs: int = 1) 
     keys, grid = points(overrides)
     with contextlib.closing(code_of_grid(path, grid[0])) as code:
         cfg = load_config(path, grid[0])
-        _check(path, grid, keys)
+        # The whole config of some points; of more, a wrong one fails when it starts.
+        faults = dict.fromkeys(fault for point in grid[:MAX_CHECKED] for fault in examine(path, point).faults)
+        if faults:
+            raise error_of([*faults])
         if cfg.train.seeds is not None and cfg.train.seeds > 1:
-            message = f"is {cfg.train.seeds}, and --multirun starts one run for each combination: give `seed=range("
-            message += f"{cfg.train.seeds})` and `train.seeds=null`, or leave --multirun out"
+            message = f"goes without --multirun; with it give `seed=range({cfg.train.seeds})` and `train.seeds=null`"
             raise ConfigError(Fault(message, "train.seeds", found=str(cfg.train.seeds)))
         apply_environment(cfg)
         return Grid(cfg, path, keys, grid, train, jobs, code).run()
-
-
-def _check(path: Path, grid: Sequence[list[str]], keys: Sequence[str]) -> None:
-    """Raise a ConfigError with the faults of all points."""
-    some = grid
-    if len(grid) > MAX_CHECKED:
-        seen: set[str] = set()
-        some = []
-        for point in grid:
-            if not seen.issuperset(point):
-                some.append(point)
-                seen.update(point)
-    faults = dict.fromkeys(fault for point in some for fault in examine(path, point).faults)
-    if faults:
-        raise error_of([*faults])
 
 
 class Grid:
@@ -245,10 +226,7 @@ class Grid:
         """Return the overrides for the tracker: the run's name, unless the config has one."""
         if not self.parent.is_tracked or "run_name" in self.cfg.logger.params or not point.words:
             return []
-        values = dict(word.split("=", 1) for word in point.words)
-        short = {key: key.rpartition(".")[2] for key in values}
-        is_unique = len({*short.values()}) == len(short)
-        name = " ".join(f"{short[key] if is_unique else key}={value}" for key, value in values.items())
+        name = " ".join(re.sub(r"^[^=]*\.", "", word) for word in point.words)
         return [f"logger.params.run_name={line(name[:200])}"]
 
     def _environment(self, number: int) -> dict[str, str]:
@@ -260,9 +238,7 @@ class Grid:
         known = point.known
         if known.get("state") != UNDERWAY or known.get("code") != self.code or not known.get("folder"):
             return []
-        folder = RunFolder(Path(known["folder"]))
-        checkpoint = newest_checkpoint(folder) if folder.path.is_dir() else None
-        return [f"train.resume_ckpt={line(str(checkpoint))}"] if checkpoint is not None else []
+        return to_resume(RunFolder(Path(known["folder"])))
 
     def _answer(self, message: dict[str, Any]) -> dict[str, object]:
         """Note the folder that a run reports."""
@@ -310,8 +286,6 @@ class Grid:
         write_whole(self.folder / RUNS_FILE, self.cfg.redact(out.getvalue()))
         say(self.cfg.redact(in_columns([row[:-2] for row in table], RUNS_FILE)))
         self._summarize()
-        finished = {n: p for n, p in enumerate(self.points) if p.known.get("state") == FINISHED}
-        warn_of_no_effect({n: (dict(w.split("=", 1) for w in p.words), p.known["folder"]) for n, p in finished.items()})
         say_path(self.folder, "Artifact storage path: ")
         sys.stdout.flush()
 
@@ -319,12 +293,7 @@ class Grid:
         """Print and write more about the runs."""
 
 
-def newest_checkpoint(folder: RunFolder) -> Path | None:
-    """Return the latest complete checkpoint of a run, or None."""
-    from deeplightning.engine.checkpoint_io import read_checkpoint
-
-    for path in folder.checkpoints():
-        with contextlib.suppress(CheckpointError):
-            read_checkpoint(path)
-            return path
-    return None
+def to_resume(folder: RunFolder) -> list[str]:
+    """Return the override by which a run continues from its latest checkpoint; [] if it has none."""
+    saved = folder.checkpoints()
+    return [f"train.resume_ckpt={line(str(saved[0]))}"] if saved else []

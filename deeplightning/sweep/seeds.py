@@ -23,7 +23,7 @@ from pathlib import Path
 from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.tree import as_written, dump
-from deeplightning.faults import ConfigError, Fault, count
+from deeplightning.faults import ConfigError, Fault
 from deeplightning.launch.set_environment import apply_environment
 from deeplightning.process.identity import refuse_several
 from deeplightning.process.terminal import in_columns, number, say
@@ -166,9 +166,6 @@ class Seeds(Grid):
         csv.writer(out, lineterminator="\n").writerows(exact)
         write_whole(self.folder / SUMMARY, out.getvalue())
         say(in_columns(shown, SUMMARY))
-        for name, values in found.items():
-            if missing := len(runs) - len(values):
-                say(f"{name}: {count(missing, 'run')} left out, without a finite value")
         self.parent.log(points, {"seeds": str(len(runs))})
 
     def _close(self, error: BaseException | None) -> None:

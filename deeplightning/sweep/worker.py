@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from deeplightning.faults import ERRORS, RunError, UserError
 from deeplightning.launch.job import TrialJobs
@@ -31,6 +31,7 @@ from deeplightning.private.python import forget_exit_functions, run_exit_functio
 from deeplightning.process.failure import exit_code_of, reason_of
 from deeplightning.process.rendezvous import interface
 from deeplightning.process.terminal import say
+from deeplightning.runfolder import read_object
 from deeplightning.words import lacks_memory
 
 POLL_SECONDS = 0.05  # between two checks whether a run has ended
@@ -234,25 +235,18 @@ class Forked:
 # ---- measurements
 
 
-class Outcome(NamedTuple):
-    """The result of a function that was called in a child.
-
-    Attributes:
-        found: what the function returned; None: the child ran out of memory.
-        peak: the most main memory that it held, in bytes.
-    """
-
-    found: dict[str, Any] | None
-    peak: int
-
-
-def in_child(work: Callable[[], dict[str, object]], limit: int | None, redact: Callable[[str], str]) -> Outcome:
+def in_child(
+    work: Callable[[], dict[str, object]], limit: int | None, redact: Callable[[str], str]
+) -> tuple[dict[str, Any] | None, int]:
     """Call a function in a forked process, which is killed when it exceeds a memory limit.
 
     Args:
         work: returns what JSON can hold; what it prints goes to stderr.
         limit: bytes of main memory; None: no limit.
         redact: removes secrets from a message.
+
+    Returns:
+        What the function returned, or None if the child ran out of memory; the most main memory that it held, in bytes.
 
     Raises:
         UserError: the child failed for another reason than memory.
@@ -278,11 +272,11 @@ def in_child(work: Callable[[], dict[str, object]], limit: int | None, redact: C
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
             raise
-        content = json.loads(file.read_text()) if file.is_file() else {}
+        content = read_object(file)
     if limit is not None and peak > limit:
-        return Outcome(None, peak)
+        return None, peak
     if "found" in content or code == -signal.SIGKILL:  # the system kills as well
-        return Outcome(content.get("found"), peak)
+        return content.get("found"), peak
     if not content:
         raise RunError(f"the process that measured ended with exit code {code} without a message")
     if content["code"] not in _OF_USERS:

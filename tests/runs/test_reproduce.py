@@ -21,7 +21,7 @@ from deeplightning.config.secret_scan import conceal
 from deeplightning.faults import CheckpointError, RunError
 from deeplightning.reproduce.again import reproduce
 from deeplightning.reproduce.differences import as_text, differences
-from deeplightning.reproduce.past import PastRun, past_run
+from deeplightning.reproduce.past import past_run
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import code, datafiles, environment
 from deeplightning.tracking.metrics_file import is_repeatable, parted
@@ -256,7 +256,7 @@ def test_a_copied_folder_is_enough(trained, forked, tmp_path, monkeypatch):
 
 
 def test_weights_that_differ_are_told_by_their_tensor(trained, forked, tmp_path, monkeypatch):
-    """The first tensor that differs, and by how much; here the original's checkpoint and results were changed."""
+    """The first tensor that differs; here the original's checkpoint and results were changed."""
     copied = RunFolder(tmp_path / "copied")
     shutil.copytree(trained, copied.path)
     checkpoint = torch.load(copied.last, weights_only=True)
@@ -270,7 +270,7 @@ def test_weights_that_differ_are_told_by_their_tensor(trained, forked, tmp_path,
     with pytest.raises(RunError) as failed:
         reproduce(str(copied.path), say=said.append, start=forked)
     assert "first difference: test_acc: 2.0 →" in str(failed.value)
-    assert f"the tensor {name}, by up to 0.25 (1 of " in str(failed.value)
+    assert f"the tensor {name} (1 of " in str(failed.value)
     assert "neither a tracker nor metrics.jsonl" in " ".join(said)
 
 
@@ -381,27 +381,6 @@ def test_a_run_that_failed_fails_again(train, forked, tmp_path, monkeypatch):
     assert "the run ended as FAILED: what it logged until then is compared" in said
 
 
-def test_other_versions_are_told_and_tried(trained, forked, tmp_path, monkeypatch):
-    """A warning names each package with both versions, also one that is not there, and another Deep Lightning; then it
-    runs."""
-    copied = RunFolder(tmp_path / "copied")
-    shutil.copytree(trained, copied.path)
-    told = json.loads(copied.environment.read_text())
-    told["packages"] |= {"numpy": "1.2.3", "horovod": "0.28"}
-    copied.environment.write_text(json.dumps(told))
-    kept = code.read_code(copied.code)
-    kept.program |= {"digest": "0" * 64, "commit": "f" * 40}
-    copied.code.write_bytes(kept.pack())
-    note_own(copied.code)
-    monkeypatch.chdir(tmp_path)
-    said = []
-    reproduce(str(copied.path), say=said.append, start=forked)
-    assert f"numpy 1.2.3 → {np.__version__}" in said[0]
-    assert "horovod 0.28 → not installed" in said[0]
-    assert said[1].startswith("warning: Deep Lightning itself is not what it was then (version ")
-    assert f"commit {'f' * 40}" in said[1]
-
-
 def test_one_of_several_processes_does_not_begin_a_reproduction(trained, command, place):
     """It would start all of the run's processes once more: exit code 3, before anything."""
     refused = command("reproduce", trained, cwd=place, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="x")
@@ -464,7 +443,7 @@ def test_each_kind_of_difference_has_its_group(gone, command, tmp_path):
         "code": ["nets/narrow.py"],
         "data": ["digits.csv"],
         "environment": ["torch"],
-        "hardware": ["cpu"],
+        "hardware": ["cpu.model"],
         "metrics": [f"val_loss (from step {changed['step']} on)"],
     }
     outcome = command("diff", first.path, second.path, "--patch", cwd=tmp_path)
@@ -492,19 +471,6 @@ def collected(monkeypatch):
         return code.collect(modules=loaded, **more)
 
     return collect
-
-
-def test_an_address_that_is_said_and_the_same_by_default_are_no_difference(tmp_path):
-    """Where one run names the store in the working directory and the other says nothing."""
-    written = ("{logger: {params: {}}}", "{logger: {params: {tracking_uri: mlruns}}}")
-    runs = []
-    for number, text in enumerate(written):
-        (tmp_path / str(number)).mkdir()
-        run = RunFolder(tmp_path / str(number))
-        run.config.write_text(text)
-        run.environment.write_text(json.dumps({"directory": str(tmp_path)}))
-        runs.append(PastRun(run, None, None))
-    assert differences(runs[0], runs[1])["config"] == differences(runs[1], runs[0])["config"] == []
 
 
 def test_only_what_is_imported_is_looked_at(collected, tmp_path, monkeypatch):

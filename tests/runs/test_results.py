@@ -17,8 +17,6 @@ from deeplightning.checks.explain import explain
 from deeplightning.cli.listing import listing
 from deeplightning.config.target import is_installed
 from deeplightning.faults import not_installed
-from deeplightning.reproduce.again import prepare
-from deeplightning.reproduce.past import past_run
 from deeplightning.runfolder import RunFolder
 
 
@@ -157,16 +155,6 @@ def test_what_was_asked_and_what_ran_are_both_on_record(smaller, judged, tracked
     tags = {name: value for name, value in tracked(smaller.folder).tags.items() if name.startswith("asked.")}
     assert tags == {f"asked.engine.{key}": value for key, value in ASKED["engine"].items()}
     assert not (judged.folder / "asked.yaml").exists()
-
-
-def test_diff_and_reproduce_know_what_was_asked(smaller, judged, command, place, tmp_path):
-    """`diff` has a line for each key that was asked otherwise; `reproduce` says what ran in its place, and how to ask
-    again."""
-    told = command("diff", smaller.folder, judged.folder, cwd=place).out
-    assert "asked.engine.backend: fairscale_fsdp → none" in told
-    said: list[str] = []
-    prepare(past_run(str(smaller.folder)), tmp_path, [], any_data=False, say=said.append)
-    assert "engine.backend=fairscale_fsdp was asked for then, and null ran" in "\n".join(said)
 
 
 # ---- checkpoints of fractions of an epoch

@@ -243,7 +243,7 @@ def test_without_a_tracker_the_group_has_a_folder(command, tiny, place, tmp_path
     [
         (["--seeds", "0"], "--seeds"),
         (["--seeds", "2", "--multirun"], "--seeds does not go with --multirun"),
-        (["train.seeds=2", "seed=1,2", "--multirun"], "train.seeds: is 2, and --multirun starts one run for each"),
+        (["train.seeds=2", "seed=1,2", "--multirun"], "train.seeds: goes without --multirun"),
         (["--jobs", "2"], "--jobs goes with --multirun or --seeds"),
         (["--seeds", "2", "seed=4294967295"], "counts from seed=4294967295 to 4294967296"),
         (["--seeds", "2", "train.resume_ckpt=auto"], "train.seeds: 2 does not go with train.resume_ckpt: auto"),

@@ -87,7 +87,7 @@ def bisect(
     for run, part in zip(ends, parts, strict=True):
         check_data(run, given[-1] if given else (part.tree.get("data") or {}).get("root"), any_data, say)
 
-    tracked = [f"logger.params.tracking_uri={quoted(address_of(ends[0], ends[0].config))}"]
+    tracked = [f"logger.params.tracking_uri={quoted(address_of(ends[0]))}"]
     report = check(ends[0].source, [*tracked, *overrides], beside=False)
     cfg = report.config or report.checked()
     parent = Parent(cfg, f"bisect-{_short(ends[0])}-{_short(ends[1])}", "bisections")

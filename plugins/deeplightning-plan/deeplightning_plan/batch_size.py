@@ -113,14 +113,13 @@ def search(
             dataset: object = getattr(trainer.train_dataloader, "dataset", None)
             return {"speed": clock.samples / clock.seconds, "memory": held, "samples": sized_len(dataset)}
 
-        outcome = in_child(measure, None if on_gpu else memory, redact)
-        if outcome.found is None:
+        found, peak = in_child(measure, None if on_gpu else memory, redact)
+        if found is None:
             return False, f"{size:>10,}  does not fit"
-        found = outcome.found
         if found["samples"] is not None:
             known["most"] = min(known["most"], max(1, found["samples"]))
         speeds[size] = found["speed"]
-        held = found["memory"] if found["memory"] is not None else outcome.peak
+        held = found["memory"] if found["memory"] is not None else peak
         return True, f"{size:>10,}  {found['speed']:>12,.0f}  {held / 1e9:>8.2f} GB"
 
     yield f"{'batch_size':>10}  {'samples/s':>12}  {'memory':>11}"

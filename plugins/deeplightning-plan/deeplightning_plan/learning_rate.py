@@ -132,7 +132,7 @@ def range_test(
         trained(cfg, grows)
         return {"rates": grows.rates, "losses": grows.losses}
 
-    found = in_child(test, None, redact).found
+    found, _ = in_child(test, None, redact)
     if found is None:
         raise RunError("the device has no memory left; `deeplightning batch CONFIG` finds a batch that fits")
     curve = Curve(*(np.array(found[name], dtype=float) for name in ("rates", "losses")))

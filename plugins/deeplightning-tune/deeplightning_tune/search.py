@@ -23,7 +23,7 @@ from deeplightning.checks.examine import load_config
 from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.target import import_again
-from deeplightning.config.tree import as_written, dump, line
+from deeplightning.config.tree import as_written, dump
 from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, SetupError, UserError, count
 from deeplightning.launch import Job, array_of
 from deeplightning.launch.set_environment import apply_environment
@@ -31,8 +31,7 @@ from deeplightning.process.identity import DECIDED, refuse_several
 from deeplightning.process.terminal import in_columns, say, say_path
 from deeplightning.runfolder import FolderLock, RunFolder, make_private, permissions_of, write_whole
 from deeplightning.sweep.frozen_code import FOLDER, SearchCode, own_code
-from deeplightning.sweep.grid import warn_of_no_effect
-from deeplightning.sweep.multirun import newest_checkpoint
+from deeplightning.sweep.multirun import to_resume
 from deeplightning.sweep.worker import Forked, Train, TrialServer, failure_in
 from deeplightning.tracking.parent import Parent, Stopped
 from deeplightning_tune.resume import changed_settings, code_of_search, is_intact
@@ -350,8 +349,8 @@ class _Search:
                 time.sleep(0.1)
             if lock is not None:
                 lock.release()
-            if (checkpoint := newest_checkpoint(folder)) is not None:
-                return [f"train.resume_ckpt={line(str(checkpoint))}"]
+            if more := to_resume(folder):
+                return more
         if run_id is not None:
             self.parent.delete(run_id, place)
         if run_id is not None or place is not None:
@@ -465,8 +464,6 @@ class _Search:
         write_whole(folder / "trials.csv", self.cfg.redact(outcome.as_csv(self.study)))
         if pictures:
             outcome.draw(self.study, folder)
-            trials = [t for t in self.study.ranked() if t.value is not None and "folder" in t.user_attrs]
-            warn_of_no_effect({t.number: (self.study.point(t), t.user_attrs["folder"]) for t in trials})
         tags = {}
         if best is not None:
             point = self.study.point(best)
