@@ -1,7 +1,5 @@
 """What MLflow's page shows of the runs first: view, names and descriptions."""
 
-import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
