@@ -54,7 +54,16 @@ MAX_PIPELINED = 16
 _ABSOLUTE = re.compile(rb"https?://([^/?#]+)([^#]*)", re.IGNORECASE)
 """Matches a target with scheme and host, as for a proxy (RFC 9112, section 3.2.2)."""
 
+_METHOD = re.compile(rb"(?:\r\n)*[!#$%&'*+.^_`|~0-9A-Za-z-]+(?:\Z| (?:[^\r\n]*\Z|[^\r\n]+ HTTP/[0-9]\.[0-9]\r\n))")
+"""Matches a request line, possibly incomplete, that is well-formed so far (RFC 9112, section 3)."""
+
+_METHOD_ERRORS = ("Invalid method", "Expected space after method")
+_VERSION_ERRORS = ("Invalid HTTP version", "Pause on PRI/Upgrade")
+"""Prefixes of the parser's errors (llhttp 9, November 2026). If they change, the status becomes 400."""
+
 _MALFORMED = (400, "This is not an HTTP/1.1 request as it should be; send it again, well-formed.")
+_UNKNOWN_METHOD = (501, "The server knows no such method; use GET or POST, in capital letters.")
+_UNKNOWN_VERSION = (505, "The server speaks HTTP/1.1 and HTTP/1.0; send the request in one of them.")
 
 _COMBINED_HEADERS = (b"host", b"transfer-encoding", b"content-encoding")
 """Headers that are joined by a comma if they are repeated; of other headers, the last one counts."""
@@ -158,8 +167,9 @@ class Connection(asyncio.Protocol):
                 return
             log_event("fault", error)
             self._refuse(Refusal(500, FAULT))
-        except httptools.HttpParserError:
-            self._refuse(Refusal(*_MALFORMED))
+        except httptools.HttpParserError as error:
+            # If this read begins within an earlier request, its first line is not the request line.
+            self._refuse(_parse_refusal(str(error), data if self._head_bytes >= len(data) else b""))
         if self._head_bytes > HEAD_BYTES:
             self._refuse(_too_long())
 
@@ -223,7 +233,7 @@ class Connection(asyncio.Protocol):
                     raise Refusal(400, "The request has no Host, which HTTP/1.1 asks for; send that of the server.")
             elif version != "1.0":
                 request.keep = False
-                raise Refusal(*_MALFORMED)
+                raise Refusal(*(_MALFORMED if version == "0.9" else _UNKNOWN_VERSION))  # 0.9: perhaps none is given
             if coding := self._headers.get(b"transfer-encoding"):
                 _check_coding(coding, request)
             self._dispatcher.admit(request)
@@ -402,14 +412,30 @@ class Connection(asyncio.Protocol):
 
 
 def _check_coding(coding: bytes, request: Request) -> None:
-    """Check that the only transfer coding is chunked, and the version one that has it (RFC 9112, section 6).
+    """Check that the only transfer coding is chunked (RFC 9112, sections 6.1 and 6.3).
 
     Raises:
         Refusal: it is not; the connection closes.
     """
-    if coding.strip().lower() != b"chunked" or request.version != "1.1":
-        request.keep = False
-        raise Refusal(400, "The only Transfer-Encoding is chunked, in HTTP/1.1 alone; send that or a Content-Length.")
+    codings = [one.strip().lower() for one in coding.split(b",") if one.strip()]
+    if codings == [b"chunked"] and request.version == "1.1":
+        return
+    request.keep = False
+    if request.version != "1.1" or codings[-1:] != [b"chunked"] or b"chunked" in codings[:-1]:
+        raise Refusal(400, "The Transfer-Encoding does not say where the body ends; send chunked, or a Content-Length.")
+    raise Refusal(501, "The only Transfer-Encoding that is read is chunked; send the body without another.")
+
+
+def _parse_refusal(error: str, data: bytes) -> Refusal:
+    """Return the refusal of a request that cannot be parsed.
+
+    Args:
+        error: message of the parser.
+        data: the request so far, from its first byte; empty if unknown.
+    """
+    if error.startswith(_VERSION_ERRORS):
+        return Refusal(*_UNKNOWN_VERSION)
+    return Refusal(*(_UNKNOWN_METHOD if error.startswith(_METHOD_ERRORS) and _METHOD.match(data) else _MALFORMED))
 
 
 def _too_long() -> Refusal:

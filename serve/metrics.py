@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MAX_PROCESSES = 128
 """Maximum number of workers of two models: both run while one replaces the other."""
 
-STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 421, 429, 431, 499, 500, 503, 504)
+STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 421, 429, 431, 499, 500, 501, 503, 504, 505)
 """Statuses with their own counters; 499: the client disconnected before the answer."""
 
 ROUTES = ("/predict", "/", "/docs", "/health", "/ready", "/info", "/samples", "/metrics", "/openapi.json")

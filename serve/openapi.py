@@ -300,6 +300,7 @@ def _faults() -> JsonObject:
     return {
         "421": _error("The server does not answer as the host that the request names."),
         "500": _error("A fault of the server."),
+        "501": _error("The request has an unknown method, or a Transfer-Encoding besides chunked."),
     }
 
 

@@ -130,7 +130,8 @@ def test_there_are_at_least_400_kinds():
 
 
 def test_every_hostile_request_is_answered_as_its_line_says(corpus, found):
-    """None is answered by a fault (5xx); the next client is answered."""
+    """None is answered by a fault (5xx other than the 501 of an unknown coding or method, and the 505 of an unknown
+    version); the next client is answered."""
     for answered, alive, code, errors in found:
         wrong = {
             name: (expected, statuses(one))
@@ -138,7 +139,7 @@ def test_every_hostile_request_is_answered_as_its_line_says(corpus, found):
             if statuses(one) != expected
         }
         assert wrong == {}
-        assert not re.search(r"\b5\d\d", " ".join(line[1] for line in lines(corpus)))
+        assert not re.search(r"\b5\d\d", " ".join(re.sub("50[15]", "", line[1]) for line in lines(corpus)))
         assert (alive[0], code) == (200, 0)
         events = {json.loads(line)["event"] for line in errors.splitlines() if line.startswith("{")}
         assert events <= {"refused requests without a line"}

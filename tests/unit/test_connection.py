@@ -155,9 +155,9 @@ def test_too_many_at_once_end_the_connection(talk):
 @pytest.mark.parametrize(
     ("lines", "version", "status"),
     [
-        (["gzip, chunked"], "1.1", 400),
-        (["gzip", "chunked"], "1.1", 400),
-        (["identity,chunked"], "1.1", 400),
+        (["gzip, chunked"], "1.1", 501),
+        (["gzip", "chunked"], "1.1", 501),
+        (["identity,chunked"], "1.1", 501),
         (["gzip"], "1.1", 400),
         (["chunked, chunked"], "1.1", 400),
         (["chunked"], "1.0", 400),
@@ -165,7 +165,7 @@ def test_too_many_at_once_end_the_connection(talk):
     ],
 )
 def test_only_chunks_are_read(talk, lines, version, status):
-    """Another transfer coding gets 400, and closes: its body has no known end (RFC 9112, section 6.1)."""
+    """An unknown transfer coding gets 501, one without an end of the body 400 (RFC 9112, section 6.1)."""
     head = "".join(f"Transfer-Encoding: {line}\r\n" for line in lines)
     ((found, headers, _),) = talk(
         f"POST /predict HTTP/{version}\r\nHost: x\r\n{head}\r\n5\r\nhello\r\n0\r\n\r\n".encode()
@@ -285,27 +285,46 @@ def test_a_connection_closes_when_it_should(talk, request_, ended):
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("line", "status"),
     [
-        "FOO /health HTTP/1.1",
-        "get /health HTTP/1.1",
-        "GET /health HTTP/1.2",
-        "GET /health HTTP/2.0",
-        "GET /health HTTP/0.9",
-        "FOO /health",
-        "F[O /health HTTP/1.1",
+        ("FOO /health HTTP/1.1", 501),
+        ("GETTER /health HTTP/1.1", 501),
+        ("get /health HTTP/1.1", 501),
+        ("A-B /health HTTP/1.0", 501),
+        ("DESCRIBE /health HTTP/1.1", 501),
+        ("GET /health HTTP/1.2", 505),
+        ("GET /health HTTP/2.0", 505),
+        ("GET /health HTTP/9.1", 505),
+        ("GET /health HTTP/0.9", 400),
+        ("FOO /health HTTP/3", 400),
+        ("FOO", 400),
+        ("FOO /health", 400),
+        ("F[O /health HTTP/1.1", 400),
+        ("GET /health HTTP/11", 400),
     ],
 )
-def test_an_unknown_method_or_version_is_refused(talk, line):
-    """It gets 400, also in pieces; then the connection closes."""
-    data = f"{line}\r\nHost: x\r\n\r\n".encode()
-    for transport in (talk(data), talk(data[:2], data[2:])):
-        ((found, headers, _),) = transport.answers()
-        assert (found, headers["connection"], transport.ended) == (400, "close", "closed")
+def test_what_is_not_known_is_told_from_what_is_malformed(talk, line, status):
+    """An unknown method gets 501, an unknown version 505; then the connection closes (RFC 9110, 9.1 and 15.6.6)."""
+    transport = talk(f"{line}\r\nHost: x\r\n\r\n".encode())
+    ((found, headers, _),) = transport.answers()
+    assert (found, headers["connection"], transport.ended) == (status, "close", "closed")
 
 
-def test_garbage_behind_an_answer_is_refused(talk):
-    """The complete request before it is answered."""
+@pytest.mark.parametrize(
+    ("pieces", "status"),
+    [
+        ((b"FO", b"O /x HTTP/1.1\r\n\r\n"), 501),
+        ((b"GET /x HTTP/", b"2", b".0\r\n", b"\r\n"), 505),
+        ((b"F", b"\0"), 400),
+    ],
+)
+def test_a_request_line_may_come_in_any_pieces(talk, pieces, status):
+    """A request line that arrives in pieces gets the same status as a complete one."""
+    assert [found for found, _, _ in talk(*pieces).answers()] == [status]
+
+
+def test_garbage_behind_an_answer_is_not_an_unknown_method(talk):
+    """Garbage after a complete request gets 400: the first line of the read belongs to the earlier request."""
     transport = talk(b"GET /health HTTP/1.1\r\n\r\n" + b"\0\r\n\r\n", answers=2)
     assert [status for status, _, _ in transport.answers()] == [400, 400]
 
