@@ -5,7 +5,7 @@ are all files below `data.root`. For data that come with a package, its version 
 """
 
 import hashlib
-import math
+import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,7 +24,11 @@ SECONDS = 120.0
 """How long files are hashed; of those that are left, the sizes are kept."""
 
 _BLOCK = 1 << 20
+_WORTH_KEEPING = 8 << 20  # bytes; hashing less is as fast as looking it up
+_SETTLED = 2_000_000_000  # nanoseconds; what changed less before may change again without a trace
 _NO_DATA = (".py", ".pyc", ".ckpt", ".lock")
+
+Never = Callable[[], bool]
 
 
 def paths_of(data: "pl.LightningDataModule | None", root: str | None, params: Mapping[str, object]) -> list[Path]:
@@ -71,7 +75,8 @@ def describe_files(
     *,
     without: Iterable[Path] = (),
     seconds: float = SECONDS,
-    stop: Callable[[], bool] = lambda: False,
+    stop: Never = lambda: False,
+    remember: bool = True,
 ) -> dict[str, Any]:
     """Name, bytes and SHA-256 of files, and of all files in folders.
 
@@ -81,6 +86,7 @@ def describe_files(
         without: folders that are passed over.
         seconds: how long it may take; then sizes only.
         stop: is asked between two blocks; true: sizes only from here on.
+        remember: take the SHA-256 of a file that has not changed since from the user's cache, and keep it there.
 
     Returns:
         Plain types for JSON: `root` (absolute, or None), `folders` (names), `files` (by name [bytes, SHA-256 or None]),
@@ -100,14 +106,19 @@ def describe_files(
                 files[_name(file, top)] = file
         else:
             files[_name(path, top)] = path
+    known = _Known(top or Path("/"), remember)
     listed: dict[str, list[object]] = {}
+    unread = 0
     for name in sorted(files):
         size, digest = 0, None
         with suppress(OSError):
             size = files[name].stat().st_size
-            digest = _sha256(files[name], lambda: time.monotonic() > until or stop())
+            over = time.monotonic() > until or stop()
+            digest = None if over else known.digest(files[name], lambda: time.monotonic() > until or stop())
+        unread += digest is None
         listed[name] = [size, digest]
-    if unread := sum(digest is None for _, digest in listed.values()):
+    known.keep()
+    if unread:
         incomplete = incomplete or f"of {unread:,} files only the size is known: reading all would take too long"
     return {"root": str(top) if top else None, "folders": folders, "files": listed, "incomplete": incomplete}
 
@@ -136,9 +147,15 @@ def describe_again(before: Mapping[str, Any], root: str | None) -> dict[str, Any
         root: where `data.root` is now.
     """
     top = from_start(root or before["root"] or "/")
-    there = [path for name in [*before["folders"], *before["files"]] if (path := top / name).exists()]
-    was_complete = all(digest is not None for _, digest in before["files"].values())
-    now = describe_files(dict.fromkeys(there), str(top), seconds=math.inf if was_complete else SECONDS)
+    listed = [top / name for name in before["files"]]
+    paths = [top / name for name in before["folders"]] + [path for path in listed if path.is_file()]
+    unread = [name for name, (_, digest) in before["files"].items() if digest is None]
+    now = describe_files(
+        dict.fromkeys(path for path in paths if path.exists()),
+        str(top),
+        seconds=float("inf") if not unread else SECONDS,
+        remember=False,
+    )
     if before["root"] is None:
         now["files"] = {str(top / name): found for name, found in now["files"].items()}
     return now
@@ -164,12 +181,48 @@ def _below(top: Path, without: set[str]) -> Iterator[Path]:
                 yield Path(name, file)
 
 
-def _sha256(path: Path, is_over: Callable[[], bool]) -> str | None:
-    """Return the SHA-256 of a file; None if the time was over first."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while not is_over():
-            if not (block := file.read(_BLOCK)):
-                return digest.hexdigest()
-            digest.update(block)
-    return None
+class _Known:
+    """SHA-256 of files that have not changed since, in the user's cache: a run that is repeated does not read all of
+    its data twice. A file is the same while device, inode, size and both times are."""
+
+    def __init__(self, top: Path, remember: bool):
+        off = os.environ.get("DEEPLIGHTNING_CACHE", "").lower() == "off"
+        self.file: Path | None = None
+        self.there: dict[str, list[Any]] = {}
+        self.new: dict[str, list[Any]] = {}
+        if off or not remember:
+            return
+        with suppress(OSError, RuntimeError, ValueError):  # a user without a home; a damaged file
+            cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deeplightning" / "digests"
+            self.file = cache / f"{hashlib.sha256(str(top).encode()).hexdigest()[:24]}.json"
+            there = json.loads(self.file.read_text()) if self.file.exists() else {}
+            self.there = there if isinstance(there, dict) else {}
+
+    def digest(self, path: Path, stop: Never) -> str | None:
+        """Return the SHA-256, or None after a request to stop."""
+        with path.open("rb", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            mark = [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+            if (found := self.there.get(str(path))) is not None and found[:5] == mark:
+                self.new[str(path)] = found
+                return str(found[5])
+            digest, block = hashlib.sha256(), bytearray(min(_BLOCK, max(1, status.st_size)))
+            while read := file.readinto(block):
+                digest.update(memoryview(block)[:read])
+                if stop():
+                    return None
+        text = digest.hexdigest()
+        if max(status.st_mtime_ns, status.st_ctime_ns) < time.time_ns() - _SETTLED:
+            self.new[str(path)] = [*mark, text]
+        return text
+
+    def keep(self) -> None:
+        if self.file is None or sum(found[2] for found in self.new.values()) < _WORTH_KEEPING:
+            return
+        if self.new == self.there:
+            return
+        with suppress(OSError):
+            self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            beside = self.file.with_name(f".{self.file.name}.{os.getpid()}")
+            beside.write_text(json.dumps(self.new))
+            beside.replace(self.file)

@@ -589,7 +589,7 @@ def test_a_folder_of_data_is_told_by_its_files(tmp_path):
     for name in ("a/1.png", "a/2.png", ".hidden", "code.py", "mlruns/mlflow.db", "mlruns/x.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    found = datafiles.describe_files([tmp_path], str(tmp_path))
+    found = datafiles.describe_files([tmp_path], str(tmp_path), remember=False)
     assert found["files"].keys() == {"a/1.png", "a/2.png"}
     size, sha = found["files"]["a/1.png"]
     told = subprocess.run(["sha256sum", tmp_path / "a/1.png"], capture_output=True, text=True, check=True).stdout
@@ -603,13 +603,13 @@ def test_what_takes_too_long_is_said_to_be_incomplete(tmp_path, monkeypatch):
     """Then only sizes are known, and another size is still seen; of too many files the first are listed."""
     for number in range(3):
         (tmp_path / f"{number}.bin").write_bytes(bytes(10))
-    found = datafiles.describe_files([tmp_path], None, seconds=-1)
+    found = datafiles.describe_files([tmp_path], None, seconds=-1, remember=False)
     assert list(found["files"].values()) == [[10, None]] * 3
     assert "of 3 files only the size is known" in found["incomplete"]
     (tmp_path / "1.bin").write_bytes(bytes(11))
     assert list(datafiles.changes(found, datafiles.describe_again(found, None)).values()) == ["10 bytes → 11"]
     monkeypatch.setattr(datafiles, "MAX_FILES", 2)
-    assert len(datafiles.describe_files([tmp_path], None)["files"]) == 2
+    assert len(datafiles.describe_files([tmp_path], None, remember=False)["files"]) == 2
 
 
 def test_a_data_module_tells_its_files(tmp_path):
