@@ -7,7 +7,7 @@ import logging
 import shlex
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,24 @@ log = logging.getLogger("deeplightning")
 TO_ANSWER = [
     *(f"engine.{name}={line(value)}" for name, value in defaults(Engine)),
     *("stages=[predict]", "test.ckpt=last"),  # training's requirements, such as a fused optimizer, may be missing here
-    *("model.scheduler=null", "train.callbacks=[]", "logger.extra=[]"),
 ]
 """Overrides with which one CPU process uses the weights of a run.
 
 They reset every key of the engine, so that a key added later is reset too: what the run needed (GPUs, processes) may
 be missing here, and a compiler, a hook or environment variables could run code that a copied run brings.
 """
+
+
+_REPLACEMENTS = {
+    "data.module": "{type: deeplightning.data.digits.Digits}",
+    "model.loss": "{type: torch.nn.Module}",
+    "model.optimizer": "{type: torch.optim.SGD, params: {lr: 0.1}}",
+    "model.scheduler": "null",
+    "train.callbacks": "[]",
+    "logger.extra": "[]",
+    "tune": "null",
+}
+"""Sections that some uses of the weights do not need, with a replacement if one cannot be imported."""
 
 
 def trained_task(folder: RunFolder, allow: Sequence[str] = (), verb: str = "use") -> tuple[Any, Config, Path]:
@@ -51,21 +62,29 @@ def trained_task(folder: RunFolder, allow: Sequence[str] = (), verb: str = "use"
     """
     from deeplightning.engine.checkpoint_io import load_weights, read_checkpoint
 
-    cfg = load_run(folder, TO_ANSWER, verb, allow)
+    cfg = load_run(folder, TO_ANSWER, verb, allow=allow)
     path = checkpoint_of(folder)
     checkpoint = read_checkpoint(path)
     task = init_module(cfg, "model")
     task.on_load_checkpoint(checkpoint)
     task.configure_model()
+    own, saved = task.state_dict(), checkpoint["state_dict"]
+    for name in [name for name in saved if name.startswith("losses.") and name not in own]:  # of a loss left out
+        del saved[name]
     load_weights(task, checkpoint, path)
     return task.eval(), cfg, path
 
 
-def load_run(folder: RunFolder, overrides: Sequence[str], verb: str, allow: Sequence[str] = ()) -> Config:
+def load_run(
+    folder: RunFolder, overrides: Sequence[str], verb: str, needed: Collection[str] = (), allow: Sequence[str] = ()
+) -> Config:
     """Load the config of a run, for a use of its weights.
+
+    Keys that this version does not know, and optional parts that cannot be imported, are left out with a warning.
 
     Args:
         verb: the command, for messages.
+        needed: the keys of `_REPLACEMENTS` that this use builds.
         allow: modules that the config of a foreign run may name, as in `deeplightning.checks.trust.run_config`.
 
     Raises:
@@ -77,16 +96,41 @@ def load_run(folder: RunFolder, overrides: Sequence[str], verb: str, allow: Sequ
     if not config.is_trusted:
         ignored = ", ".join(text.removeprefix("~") for text in config.left_out() if text.startswith("~"))
         log.info("%s was not made here by you: its %s are not taken", folder.path, ignored)
-    try:
-        return load_config(config, list(overrides), beside=False)
-    except ConfigError as error:
-        raise ConfigError([_with_hint(fault, folder, verb) for fault in error.faults]) from error
+    left_out: list[str] = []
+    while True:
+        try:
+            return load_config(config, [*overrides, *left_out], beside=False)
+        except ConfigError as error:
+            instead = [_instead(fault, needed) for fault in error.faults]
+            if None in instead or not set(instead).isdisjoint(left_out):
+                raise ConfigError([_with_hint(fault, folder, verb) for fault in error.faults]) from error
+            for fault, override in zip(error.faults, instead, strict=True):
+                key, what = printable(str(fault.key)), fault.message.partition(". ")[0]
+                log.warning("%s: %s; %s does without", key, what, verb)
+                left_out.append(str(override))
+
+
+def _instead(fault: Fault, needed: Collection[str]) -> str | None:
+    """Return the override that removes a fault from a run's config when only its weights are needed, or None."""
+    key = fault.key or ""
+    if (fault.place or "").startswith("override"):
+        return None
+    if fault.message.startswith("unknown key."):
+        return f"~{key}"
+    spare = next((name for name in _REPLACEMENTS if f"{key}.".startswith(f"{name}.")), None)
+    if spare is None or spare in needed or not _is_gone(fault):
+        return None
+    return f"{spare if _REPLACEMENTS[spare] in ('null', '[]') else key.removesuffix('.type')}={_REPLACEMENTS[spare]}"
+
+
+def _is_gone(fault: Fault) -> bool:
+    """Return whether a module or plug-in is missing, cannot be imported, or is another one of the same name."""
+    is_other = "` was read from " in fault.message or "` is a plug-in: " in fault.message
+    return is_other or fault.message.startswith(("there is no module ", "importing "))
 
 
 def _with_hint(fault: Fault, folder: RunFolder, verb: str) -> Fault:
-    """Add to the fault of a module that is missing, or is another one of its name, how the run's own code is used."""
-    is_gone = "` was read from " in fault.message or fault.message.startswith(("there is no module ", "importing "))
-    if not folder.code.is_file() or not is_gone:
+    if not folder.code.is_file() or not _is_gone(fault):
         return fault
     verb = verb if verb in ("test", "predict") else "export"
     hint = f"The run kept its code: deeplightning {verb} {shlex.quote(str(folder.path))} --code run uses it"

@@ -176,7 +176,7 @@ def quantize_run(folder: RunFolder, allow: Sequence[str] = ()) -> str:
 
     kind = KINDS[card_of(folder)["task"]]
     noun, name = kind.nouns, INPUT_OF[kind.takes]
-    cfg = load_run(folder, TO_ANSWER, "serve", allow)
+    cfg = load_run(folder, TO_ANSWER, "serve", ("data.module",), allow)
     data = init_module(cfg, "data")
     data.prepare_data()
     data.setup("validate")

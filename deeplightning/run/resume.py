@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import logging
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +13,12 @@ from deeplightning.callbacks.resumption import Resumption
 from deeplightning.checks.trust import run_config
 from deeplightning.config.schema import Config
 from deeplightning.config.source import read
-from deeplightning.config.tree import as_written, dump, flat
+from deeplightning.config.tree import as_written, dump
 from deeplightning.faults import CheckpointError
 from deeplightning.process.identity import decided, identity, own_rank
 from deeplightning.process.ranks import restarts
 from deeplightning.run.find import find_checkpoint, runs_of, store_of
-from deeplightning.runfolder import RunFolder, read_object
+from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.build import refusal
 
 log = logging.getLogger("deeplightning")
@@ -125,8 +125,8 @@ def _of_launch(cfg: Config) -> Resumption | None:
     here = identity()
     if here is None or here.launch is None or not here.may_resume:
         return None
-    ours = runs_of(cfg, lambda path: read_object(RunFolder(path).environment).get("launch") == here.launch)
-    folder = ours[0] if ours else None
+    words = f'"launch": {json.dumps(here.launch)}'
+    folder = next((f for f in runs_of(cfg, lambda path: words in _text(RunFolder(path).environment))), None)
     if folder is None and restarts() > 0:  # it may have ended before it recorded the launch's name
         nameless = runs_of(cfg, lambda path: not RunFolder(path).environment.exists())
         return next(filter(None, (_from_the_start(cfg, each) for each in nameless if _is_same(cfg, each))), None)
@@ -146,6 +146,13 @@ def _has_finished(cfg: Config, folder: RunFolder) -> bool:
 
     run = open_reader(store_of(cfg)).run(folder.path.parent.name)
     return run is not None and run.status == "FINISHED"
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
@@ -201,9 +208,6 @@ def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
     return Resumption(path, run_id, path.parent, owed, hold, notes, inexact, epochs=epochs, kept=kept)
 
 
-_KEPT = re.compile(r"\w+(\.(?!params\.)\w+)?\.(params\.(?!fused$)\w+|groups)")
-
-
 def _kept(checkpoint: Mapping[str, Any], cfg: Config) -> Iterator[list[Any]]:
     """Yield settings that the restored optimizers and schedules keep although the config has another value.
 
@@ -211,17 +215,19 @@ def _kept(checkpoint: Mapping[str, Any], cfg: Config) -> Iterator[list[Any]]:
     set. Only plain values: a checkpoint may be untrusted, and a mapping inside params names what is imported and
     called.
     """
-    theirs, ours = ((checkpoint.get("config") or {}).get("model") or {}), cfg.public()["model"]
-    for part in ("optimizer", "scheduler"):
-        if theirs.get(part) is None:
-            continue
-        was, asked = dict(flat(theirs[part], part)), dict(flat(ours[part], part))
-        for key in filter(_KEPT.fullmatch, {**asked, **was}):
-            path, old, new = key.split("."), was.get(key), asked.get(key)
-            are_groups = isinstance(old, list) and all(map(_is_group, old))
-            is_safe = are_groups if path[-1] == "groups" else _is_plain(old)
-            if old != new and is_safe and isinstance(_at(ours, path[:-1]), Mapping):
-                yield [*path, old, new]
+    model: Mapping[str, Any] = (checkpoint.get("config") or {}).get("model") or {}
+    ours = cfg.public()["model"]
+    for keys in (("optimizer", "params"), ("optimizer", "groups"), ("scheduler", "params")):
+        part = model.get(keys[0])
+        for name in [None] if part is None or "type" in part else part:
+            path = [keys[0], *([] if name is None else [name]), keys[1]]
+            was, asked = _at(model, path), _at(ours, path)
+            if isinstance(was, Mapping) and isinstance(asked, Mapping):
+                for key in {**asked, **was}:
+                    if was.get(key) != asked.get(key) and key != "fused" and _is_plain(was.get(key)):
+                        yield [*path, key, was.get(key), asked.get(key)]
+            elif isinstance(was, list) and isinstance(asked, list) and was != asked and all(map(_is_group, was)):
+                yield [*path, was, asked]
 
 
 def _is_group(value: object) -> bool:

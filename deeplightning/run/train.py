@@ -172,7 +172,8 @@ def evaluate(folder: RunFolder, stage: str, overrides: list[str], allow: Sequenc
 
     path = checkpoint_of(folder)
     fixed = [f"stages=[{stage}]", f"test.ckpt={line(str(path))}", "engine.launcher=null", "engine.num_nodes=1"]
-    cfg = load_run(folder, [*fixed, *overrides], stage, allow)
+    needed = ("data.module", *(["model.loss"] if stage == "test" else []))
+    cfg = load_run(folder, [*fixed, *overrides], stage, needed, allow)
     run = read_checkpoint(path).get("run") or {}
     if run.get("id") and is_own(folder) and cfg.logger.type.endswith(("tracking.MLflowLogger", "loggers.MLFlowLogger")):
         cfg.logger.params.setdefault("run_id", run["id"])
