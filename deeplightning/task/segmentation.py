@@ -3,6 +3,7 @@
 Shapes: B batch, C channels, H height, W width, K classes.
 """
 
+import logging
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from deeplightning.task.networks import Probabilities, check_number, refusal
 from deeplightning.task.pixel_input import ImageTask, keep_best
 from deeplightning.task.supervised import Batch
 from deeplightning.task.task_errors import LabelError, MisfitError
+
+log = logging.getLogger("deeplightning")
 
 NO_CLASS = 255
 """In a batch's masks: the pixel counts in no loss and no metric."""
@@ -178,6 +181,7 @@ class _Pixels(Metric):
     def __init__(self) -> None:
         super().__init__()
         self.add_state("counts", torch.zeros(3, MOST_CLASSES, dtype=torch.long), dist_reduce_fx="sum")
+        self._has_warned = False
 
     def update(self, outputs: Tensor, truth: Tensor) -> None:
         """Add a batch: outputs (B, K, H, W), truth int64 (B, H, W), negative where a pixel does not count."""
@@ -190,7 +194,16 @@ class _Pixels(Metric):
         return self.value(self.counts - before)
 
     def compute(self) -> Tensor:
-        """Return the value over all pixels."""
+        """Return the value over all pixels. Where their truth is one class, log a warning, once."""
+        classes = self.counts[2].nonzero().flatten().tolist()
+        if len(classes) == 1 and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "%s: all scored pixels are of class %d. A network that always answers this class scores 1. Check the "
+                "masks of this set",
+                type(self).__name__,
+                classes[0],
+            )
         return self.value(self.counts)
 
     def value(self, counts: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ over samples, on however many processes.
 B batch; what follows depends on the task.
 """
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -32,6 +33,8 @@ from deeplightning.transfer import Points
 
 if TYPE_CHECKING:
     from pytorch_lightning.utilities.types import OptimizerLRScheduler
+
+log = logging.getLogger("deeplightning")
 
 Batch = Mapping[str, Tensor]
 Outputs = Tensor | dict[str, Tensor]
@@ -297,6 +300,26 @@ class Supervised(pl.LightningModule):
 
     def on_train_start(self) -> None:
         self._combines = self.trainer.world_size > 1 or self.cfg.train.accumulator_factor > 1
+        if self.trainer.is_global_zero:
+            self._warn_of_losses()
+
+    def _warn_of_losses(self) -> None:
+        several = isinstance(self.cfg.model.loss, dict)
+        for name, loss in self.losses.items():
+            if getattr(loss, "reduction", None) == "sum":
+                log.warning(
+                    "%s: %s has `reduction: sum`, and sums are combined like means: gradients of accumulated batches "
+                    "and of processes are averaged, and the loss of an epoch depends on data.batch_size. Set "
+                    "`reduction: mean`, and a larger learning rate",
+                    *(f"model.loss.{name}" if several else "model.loss", type(loss).__name__),
+                )
+        if not self._weighs_samples and len(self.losses) > 1 and self.cfg.train.accumulator_factor > 1:
+            log.warning(
+                "model.loss: %s do not all divide by the number of samples, so in a step of accumulated batches each "
+                "batch weighs its samples. Set train.accumulator_factor=1 to have each loss weigh a batch by what it "
+                "divides by",
+                ", ".join(self.losses),
+            )
 
     def forward(self, inputs: Tensor) -> object:
         """Return what the network gives to inputs (B, …)."""

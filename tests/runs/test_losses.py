@@ -379,6 +379,28 @@ def test_a_set_that_cannot_be_split_evenly_is_reported(command, tiny, mine):
     assert told.count("3 samples cannot be split") == 1
 
 
+# ---- losses that no weight makes right
+
+
+def test_a_loss_that_adds_up_is_reported_before_the_first_step(train):
+    """`reduction: sum` depends on batches and processes: one warning names the loss and what to set."""
+    outcome = train("model.loss={type: torch.nn.CrossEntropyLoss, params: {reduction: sum}}", "train.max_steps=1")
+    assert outcome.err.count("`reduction: sum`") == 1
+    assert "model.loss: CrossEntropyLoss has `reduction: sum`" in outcome.err
+
+
+def test_several_losses_that_divide_by_different_numbers_are_reported_where_batches_accumulate(train):
+    """Gradients of accumulated batches cannot be weighed for each loss: one warning names the losses."""
+    losses = (
+        "~model.loss",
+        "model.loss={ce: {type: torch.nn.CrossEntropyLoss, params: {ignore_index: 3}}, "
+        "margin: {type: torch.nn.MultiMarginLoss}}",
+    )
+    once = ("train.max_steps=2",)
+    assert train(*losses, *once, "train.accumulator_factor=2").err.count("ce, margin do not all divide") == 1
+    assert "do not all divide" not in train(*losses, *once).err
+
+
 def test_several_losses_each_weigh_batches_by_what_they_divide_by(job, tracked):
     """Without accumulation: weights, points and values of epochs on two processes are those of one; and a validation in
     batches of 3 gives what one batch gives."""

@@ -232,9 +232,11 @@ def test_a_stream_that_is_not_divided_is_reported(train):
 
 
 def test_streams_of_unequal_length_end_an_epoch_together(train):
-    """After the last step that all can take."""
+    """After the last step that all can take; one warning names the process that has no more."""
     outcome = train("uneven", ranks=2)
     assert [len(seen(outcome, rank, epoch)) for rank in (0, 1) for epoch in (0, 1)] == [40] * 4
+    words = "Stream has unequal lengths: each epoch ends for all after 5 batches, where rank 1 has no more"
+    assert outcome.err.count(words) == 1
 
 
 def test_a_stream_without_samples_for_a_process_ends_the_run(train):

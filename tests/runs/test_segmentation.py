@@ -14,6 +14,7 @@ import torch
 from conftest import weights
 from PIL import Image
 from sklearn.metrics import accuracy_score, jaccard_score
+from torch import nn
 
 import deeplightning as dl
 from deeplightning.checks.examine import load_config
@@ -312,6 +313,27 @@ def test_metrics_equal_scikit_learns():
     assert float(metrics["acc"].compute()) == pytest.approx(accuracy_score(true, answered))
     with pytest.raises(ValueError, match="of is a class's number"):
         IoU(of=-1)
+
+
+def test_a_score_of_one_class_is_a_warning(caplog):
+    """A network that always answers this class scores 1; the log says so once, not in each epoch."""
+    truth = torch.full((2, 4, 4), 2)
+    outputs = nn.functional.one_hot(truth, 3).permute(0, 3, 1, 2).float()
+    for metric in (IoU(), PixelAccuracy()):
+        caplog.clear()
+        for _ in range(2):
+            metric(outputs, truth)
+            assert metric.compute() == 1
+            metric.reset()
+        assert [record.getMessage()[-75:] for record in caplog.records] == [
+            "network that always answers this class scores 1. Check the masks of this set"[-75:]
+        ]
+        assert f"{type(metric).__name__}: all scored pixels are of class 2" in caplog.text
+        caplog.clear()
+        metric(outputs, truth - 1)
+        metric(outputs, truth)
+        assert metric.compute() < 1
+        assert caplog.records == []
 
 
 def test_the_least_right_pictures_are_kept():
