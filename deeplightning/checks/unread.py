@@ -89,7 +89,11 @@ def rates_without_effect(cfg: Config, searched: Collection[str] = ()) -> Iterato
         name = str(schedule.type).rpartition(".")[2]
         rate = {"OneCycleLR": "max_lr", "CyclicLR": "base_lr"}.get(name)
         of = key.replace("scheduler", "optimizer", 1)
-        if not rate or of not in optimizers or optimizers[of].params.get("lr") == schedule.params.get(rate):
+        if (
+            not rate
+            or of not in optimizers
+            or (optimizers[of].params or {}).get("lr") == (schedule.params or {}).get(rate)
+        ):
             continue
         changed = cfg.written[1] if cfg.written else []
         is_alone = f"{of}.params.lr" in changed and f"{key}.params.{rate}" not in changed

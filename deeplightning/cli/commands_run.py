@@ -10,8 +10,8 @@ import click
 from deeplightning.cli.group import (
     LOOSE,
     OVERRIDES,
-    PATH,
     cli,
+    complete_run,
     folder_of,
     newest_run,
     no_files,
@@ -154,8 +154,8 @@ def reproduce(run: str, overrides: tuple[str, ...], any_data: bool, trust: bool)
 
 
 @cli.command()
-@click.argument("first", metavar="RUN", callback=newest_run, type=PATH)
-@click.argument("second", metavar="RUN", callback=newest_run, type=PATH)
+@click.argument("first", metavar="RUN", callback=newest_run, shell_complete=complete_run)
+@click.argument("second", metavar="RUN", callback=newest_run, shell_complete=complete_run)
 @click.option("--patch", is_flag=True, help="Show what differs in files of code line by line.")
 @click.option("--format", type=click.Choice(["text", "json"]), default="text", help="The format of the output.")
 @click.option("--exit-code", is_flag=True, help="End with 1 if there are differences; else that is no fault.")

@@ -3,12 +3,16 @@
 import contextlib
 import functools
 import os
+import re
+import sqlite3
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
+from click.shell_completion import CompletionItem
 
 from deeplightning.cli.exit_codes import Session
 from deeplightning.faults import PLUGINS, SetupError, nearest, not_installed
@@ -83,6 +87,28 @@ def is_override(word: str) -> bool:
 
 
 LOOSE = {"ignore_unknown_options": True}
+MAX_OFFERED_RUNS = 200
+"""Number of runs, the newest ones, that a shell is offered."""
+
+
+def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return `last`, the names of runs in the store that is in use here, of runs that share a name their ids, and
+    folders."""
+    from deeplightning.faults import UserError
+    from deeplightning.tracking.reader import DatabaseReader
+    from deeplightning.tracking.store import locate
+
+    runs = []
+    with contextlib.suppress(UserError, OSError, sqlite3.Error):
+        if (database := locate(None).database) is not None:
+            runs = DatabaseReader(database, 0.2).listing()
+    often = Counter(run.name for run in runs)
+    is_word = re.compile(r"[A-Za-z0-9][\w-]*").fullmatch
+    names = [r.name if is_word(r.name or "") and often[r.name] == 1 else r.id for r in runs[:MAX_OFFERED_RUNS]]
+    words = [word for word in ("last", *names) if word.startswith(incomplete)]
+    return [*map(CompletionItem, words), CompletionItem(incomplete, type="dir")]
+
+
 PATH = click.Path(readable=False)
 """The type of what may be a path: it is checked by nobody here, and a shell completes it."""
 
@@ -175,7 +201,7 @@ def newest_run(ctx: click.Context, param: click.Parameter, run: str) -> str:
     return newest(None)
 
 
-with_run = click.argument("run", callback=newest_run, type=PATH)
+with_run = click.argument("run", callback=newest_run, shell_complete=complete_run)
 with_code = click.option(
     "--code", type=click.Choice(["run"]), help="`run`: use the code that RUN has kept, where your own is gone."
 )

@@ -13,6 +13,7 @@ import contextlib
 import inspect
 import keyword
 import pkgutil
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,6 +67,10 @@ def look_up(name: str, names: Names | None = None) -> "Definition":
     return Definition(name, thing.path, thing.kind, thing.file, thing, names)
 
 
+def _names(text: bytes, word: str) -> bool:
+    return re.search(rb"\b%b\b" % re.escape(word.encode()), text) is not None
+
+
 def _find(parts: list[str], names: Names) -> Thing:
     name = ".".join(parts)
     module, depth = None, 0
@@ -89,7 +94,7 @@ def _find(parts: list[str], names: Names) -> Thing:
                 # What has something behind it is a module or class. A module is a file: where one of nearly this name
                 # lies, and this name is written nowhere in the package's own file, it is that one misspelt.
                 near = nearest(part, [n for n in modules if not n.startswith("_")])
-                if is_last or not near or home is None or part.startswith("_") or part.encode() in home.text:
+                if is_last or not near or home is None or part.startswith("_") or _names(home.text, part):
                     raise
             elif error.name != part:
                 raise Undecided(f"{error.name} cannot be found where it is imported from") from None

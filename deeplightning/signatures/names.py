@@ -224,6 +224,8 @@ class Names:
             return self.imported(option, inside, Frame(module))
         if nearest(name, [*imports]):
             raise Absent(name, [*imports])
+        if nearest(name, [*imports]):
+            raise Absent(name, [*imports])
         raise Undecided(f"{module.name} makes names when they are asked for (`__getattr__`)")
 
     def names_of(self, module: Module) -> list[str]:

@@ -350,8 +350,12 @@ class MLflowLogger(Logger):
         if kind == "metric":
             self.log_metrics({name: value}, step)
         elif kind == "config":
-            as_yaml = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True)
-            text = json.dumps(value, indent=2) if ending == ".json" else as_yaml(value)
+            as_json = ending == ".json"
+            text = (
+                json.dumps(value, indent=2)
+                if as_json
+                else str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True))
+            )
             self._stored().save(stem + (ending or ".yaml"), text.encode())
         elif kind in ("image", "figure"):
             self.log_picture(stem, value)

@@ -9,6 +9,7 @@ import pytest
 from click.shell_completion import get_completion_class
 
 from deeplightning.cli import cli
+from deeplightning.tracking.store import locate
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIABLE = "_DEEPLIGHTNING_COMPLETE"
@@ -35,11 +36,36 @@ def offered(shell: str, words: str, number: int) -> list[str]:
         return found(cli, {}, "deeplightning", VARIABLE).complete().splitlines()
 
 
-def test_the_shell_offers_files():
-    """For a config and a run, by a word for the shell, which knows files and folders itself."""
+def test_the_shell_offers_files_for_a_config():
+    """By a word for the shell, which knows files and folders itself."""
     assert offered("bash", "deeplightning\ntrain\nmore/", 2) == ["file,more/"]
     assert offered("bash", "deeplightning\ncheck\nc.yaml\n--config\nd", 4) == ["file,d"]
-    assert offered("bash", "deeplightning\ntest\nrun", 2) == ["file,run"]
+
+
+def test_runs_are_offered_by_name(place, monkeypatch):
+    """`last`, and each run's name, the newest first; its id where others have the same name. Without a store, and with
+    one that is damaged, `last` and folders; a store is never made."""
+
+    def found(verb, last=""):
+        return offered("bash", f"deeplightning\n{verb}\n{last}", 2)
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", str(place / "a store"))
+    assert found("test") == ["plain,last", "dir,"]
+    assert not (place / "a store").exists()
+    from deeplightning.tracking.client import Client
+
+    store = locate(place / "a store")
+    client = Client(store)
+    names = ["SimpleCNN-a3f1", "twice", "twice", "a name; rm"]
+    ids = [client.create_run(client.experiment("e"), name, {}).id for name in names]
+    words = found("serve")
+    assert words[0] == "plain,last"
+    assert sorted(words[1:-1]) == sorted(["plain,SimpleCNN-a3f1", *(f"plain,{run}" for run in ids[1:])])
+    for verb in ("predict", "export", "reproduce", "diff"):
+        assert found(verb, "Simple") == ["plain,SimpleCNN-a3f1", "dir,Simple"]
+    assert offered("bash", "deeplightning\ndiff\nlast\nSimple", 3)[0] == "plain,SimpleCNN-a3f1"
+    store.database.write_text("damaged")
+    assert found("test") == ["plain,last", "dir,"]
 
 
 def test_verbs_and_options_are_offered():
