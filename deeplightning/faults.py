@@ -78,18 +78,40 @@ def place_of(key: str, places: Mapping[str, str]) -> str | None:
     return next((places[k] for k in upwards(key) if k in places), places.get(""))
 
 
-MAX_WORD_CHARACTERS = 200
+MAX_WORD_CHARACTERS, MAX_WORDS = 200, 2000  # torch itself has 1,500 names
 
 
 def nearest(word: str, words: Collection[str]) -> str:
-    """Return ` Did you mean …?`, or "" if no word is near, whatever the case. Long texts and thousands of words are not
-    compared: torch itself has 1,500 names."""
-    if len(word) > MAX_WORD_CHARACTERS or len(words) > 2000:
+    """Return ` Did you mean …?`, or "" if no word is near. Long texts and thousands of words are not compared."""
+    if len(word) > MAX_WORD_CHARACTERS or len(words) > MAX_WORDS:
         return ""
-    by_lower, given = {name.lower(): name for name in sorted(map(str, words))}, word.lower()
-    near = difflib.get_close_matches(given, by_lower, 8, 0.6 if len(word) > 3 else 0.5)
-    near.sort(key=lambda other: (sorted(other) != sorted(given), len(other) != len(given)))  # letters that are swapped
-    return f" Did you mean {by_lower[near[0]]}?" if near else ""
+    words = sorted({*map(str, words)})
+    near = difflib.get_close_matches(word, words, 8, 0.6)
+    near += [w for w in words if w.lower() == word.lower() or (len(w) < 5 and _edit_distance(word, w) == 1)]
+    if not near:
+        return ""
+
+    def order(other: str) -> tuple[object, ...]:
+        likeness = difflib.SequenceMatcher(None, word, other).ratio()
+        distance = _edit_distance(word.lower(), other.lower())
+        return distance, sorted(word) != sorted(other), len(word) != len(other), -likeness
+
+    return f" Did you mean {min(near, key=order)}?"
+
+
+def _edit_distance(word: str, other: str) -> int:
+    """Return the distance of optimal string alignment: letters dropped, added, replaced, or swapped with the next one.
+    https://en.wikipedia.org/wiki/Damerau-Levenshtein_distance
+    """
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(word, 1):
+        before, last, row = row, before, [i]
+        for j, its in enumerate(other, 1):
+            row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (letter != its)))
+            if i > 1 and j > 1 and letter == other[j - 2] and its == word[i - 2]:
+                row[j] = min(row[j], last[j - 2] + 1)
+    return row[-1]
 
 
 PROJECTS = {"PIL": "pillow", "sklearn": "scikit-learn", "cv2": "opencv-python", "yaml": "PyYAML"}

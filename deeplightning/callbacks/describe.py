@@ -61,6 +61,11 @@ def command(verb: str, script: str, *words: str) -> str:
     return " ".join([start, *map(shlex.quote, words)])
 
 
+def serve(folder: Path) -> str:
+    """Return the command that answers HTTP from a run."""
+    return command("serve", "deploy.sh", seen_from_here(folder))
+
+
 def monitor(tracking_uri: str | os.PathLike | None) -> str | None:
     """Return the command that shows a store in the browser, or None for a server, which has pages of its own."""
     store = locate(tracking_uri)

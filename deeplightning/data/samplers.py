@@ -445,7 +445,8 @@ def _labels(dataset: Any) -> np.ndarray:
     Raises:
         DataConfigError: the samples have no classes.
     """
-    refusal = f"data.sampler=balanced: the training set ({type(dataset).__name__}) has no class for each sample"
+    hint = "leave data.sampler out, or name a sampler of your own"
+    refusal = f"data.sampler=balanced: the training set ({type(dataset).__name__}) has no class for each sample; {hint}"
     column: Any = getattr(dataset, "labels", None)
     if not hasattr(column, "__len__") or len(column) != len(dataset):
         try:
@@ -454,7 +455,7 @@ def _labels(dataset: Any) -> np.ndarray:
             raise DataConfigError(f"{refusal}: {error}") from None
     found = np.asarray(column)
     if found.ndim != 1 or found.dtype.kind not in "iub" or not len(found):
-        raise DataConfigError(f"{refusal}, but labels {found.dtype} {found.shape}.")
+        raise DataConfigError(f"{refusal}: its labels are {found.dtype} {found.shape}.")
     return found.astype(np.int64)
 
 

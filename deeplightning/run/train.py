@@ -103,8 +103,7 @@ def launch(cfg: Config) -> RunFolder:
                 _report(record.folder)
             record.publish()
             if learns and record.folder.bundle_card.is_file() and TRIAL not in os.environ:
-                folder = describe.seen_from_here(record.folder.path)
-                log.info("next       %s", describe.command("serve", "deploy.sh", folder))
+                log.info("next       %s", describe.serve(record.folder.path))
     except BaseException as error:
         _end(record, trainer, error)
         raise

@@ -87,7 +87,7 @@ def test_labels_come_from_a_column_or_from_the_samples():
     with pytest.raises(DataConfigError, match="needs a training set of known length, not Endless"):
         train_sampler(cfg, Endless())
     masks = type("Masks", (), {"labels": torch.zeros(3, 2, 2, dtype=torch.int64), "__len__": lambda self: 3})()
-    with pytest.raises(DataConfigError, match=r"one class for each sample, not labels int64 \(3, 2, 2\)"):
+    with pytest.raises(DataConfigError, match=r"has no class for each sample; .*int64 \(3, 2, 2\)"):
         train_sampler(cfg, masks)
 
 

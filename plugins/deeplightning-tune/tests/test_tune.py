@@ -628,7 +628,7 @@ def test_a_key_that_could_be_set_is_explained(config):
         "  type        a whole number, at least 1",
         "  meaning     trials in all, those of an interrupted search included",
         "  default     20",
-        "  set by      nothing: tune is null",
+        "  set by      nothing; the default counts",
     ]
 
 
