@@ -15,14 +15,23 @@ MAX_HALF_CHARACTERS = 1_000  # kept at either end of a long note
 
 @dataclass(frozen=True)
 class Fault:
-    """Description of one error."""
+    """Description of one error.
 
-    message: str  # what was found, what is allowed, and the next step, in a sentence or two
-    key: str | None = None  # the dotted config key it is about
-    place: str | None = None  # `file:line:col`, or the override that set the value
-    found: str | None = None  # the wrong value
-    allowed: str | None = None  # the allowed values, if a word or a list can describe them
-    exit_code: int = 2  # of the process if no other error has a higher one
+    Attributes:
+        message: what was found, what is allowed, and the next step, in a sentence or two.
+        key: the dotted config key it is about, if any.
+        place: `file:line:col`, or the override that set the value, if known.
+        found: the wrong value, if a value is wrong.
+        allowed: the allowed values, if a word or a list can describe them.
+        exit_code: exit code of the process if no other error has a higher one.
+    """
+
+    message: str
+    key: str | None = None
+    place: str | None = None
+    found: str | None = None
+    allowed: str | None = None
+    exit_code: int = 2
 
     def __str__(self) -> str:
         text = ": ".join(part for part in (self.place, self.key, self.message) if part)
@@ -99,21 +108,6 @@ def nearest(word: str, words: Collection[str]) -> str:
     return f" Did you mean {min(near, key=order)}?"
 
 
-def _edit_distance(word: str, other: str) -> int:
-    """Return the distance of optimal string alignment: letters dropped, added, replaced, or swapped with the next one.
-    https://en.wikipedia.org/wiki/Damerau-Levenshtein_distance
-    """
-    before: list[int] = []
-    row = list(range(len(other) + 1))
-    for i, letter in enumerate(word, 1):
-        before, last, row = row, before, [i]
-        for j, its in enumerate(other, 1):
-            row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (letter != its)))
-            if i > 1 and j > 1 and letter == other[j - 2] and its == word[i - 2]:
-                row[j] = min(row[j], last[j - 2] + 1)
-    return row[-1]
-
-
 PROJECTS = {"PIL": "pillow", "sklearn": "scikit-learn", "cv2": "opencv-python", "yaml": "PyYAML"}
 PROJECTS |= {"skimage": "scikit-image"}
 """Modules whose project has another name."""
@@ -139,6 +133,12 @@ PLUGINS = {
 """What each of our plug-ins adds: verbs in lower case, targets, launchers, and sections of a config, which end with a
 colon. The note that a plug-in is not installed uses it."""
 
+_RENAMED = {
+    "deeplightning.data.multilabel": "deeplightning.data.labelled_images",
+    "deeplightning.data.signal": "deeplightning.data.signal_folder",
+    "deeplightning.model.table": "deeplightning.model.table_net",
+}
+
 
 class Missing(ValueError):
     """Raised if a name in a config needs a package that is not installed; the name may be right."""
@@ -157,6 +157,15 @@ def not_installed(plugin: str) -> str:
     return f"`{plugin}` is a plug-in: pip install deeplightning[{plugin}]"
 
 
+def refuse_moved(name: str) -> None:
+    """Raise ValueError with the new name for the former dotted name of a target that is elsewhere now."""
+    moved = {each.rpartition(".")[2]: f"deeplightning_{p}.{each}" for p, names in PLUGINS.items() for each in names}
+    package, _, last = name.rpartition(".")
+    new = f"{_RENAMED[package]}.{last}" if package in _RENAMED else None if last.islower() else moved.get(last)
+    if new and package.startswith("deeplightning."):
+        raise ValueError(f"`{name}` is called {new} here.")
+
+
 def install(module: str) -> str:
     """Return the command that installs the package of a module."""
     top = module.partition(".")[0]
@@ -171,6 +180,21 @@ def no_module(top: str, name: str, known: Collection[str], places: Collection[st
     hint = f" It is a package that is not installed here: {install(top)}" if is_known else nearest(top, known)
     searched = f" Searched: {', '.join(places)}, and what is installed." if places else ""
     return (Missing if is_known else ValueError)(f"there is no module {top} to import (for `{name}`).{hint}{searched}")
+
+
+def _edit_distance(word: str, other: str) -> int:
+    """Return the distance of optimal string alignment: letters dropped, added, replaced, or swapped with the next one.
+    https://en.wikipedia.org/wiki/Damerau-Levenshtein_distance
+    """
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(word, 1):
+        before, last, row = row, before, [i]
+        for j, its in enumerate(other, 1):
+            row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (letter != its)))
+            if i > 1 and j > 1 and letter == other[j - 2] and its == word[i - 2]:
+                row[j] = min(row[j], last[j - 2] + 1)
+    return row[-1]
 
 
 def count(number: float, noun: str) -> str:

@@ -81,7 +81,7 @@ def watching() -> Iterator[list[tuple[str, str]]]:
     get = kind.__getitem__
 
     def noted(variables: os._Environ, name: str) -> str:
-        seen.append(("variables", name))
+        seen.append(("variables", os.fsdecode(name)))
         return get(variables, name)
 
     sys.dont_write_bytecode = True

@@ -99,7 +99,8 @@ def _settings(config: RunConfig | None, overrides: Sequence[str]) -> Serve:
         if text.startswith("-"):
             raise ConfigError(Fault("there is no such option, see --help", place=place))
         if name.partition(".")[0] != "serve":
-            message = f"only keys of `serve` can be set when a run is served.{nearest(f'serve.{name}', known)}"
+            near = nearest(name if "." in name else f"serve.{name}", known)
+            message = f"only keys of `serve` can be set when a run is served.{near}"
             raise ConfigError(Fault(message, name, place))
     theirs = list[str]()
     if config is not None:

@@ -192,6 +192,13 @@ def test_two_processes_average_like_one(job):
     assert not torch.equal(saved["state_dict"][name], saved["averaging"]["weights"][name])
 
 
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"decay": 1.0}, "decay: must be from 0 to below 1"),
+        ({"every_n_steps": 0}, "every_n_steps: must be a whole number, at least 1"),
+    ],
+)
 def test_arguments_out_of_range_are_refused(params, words):
     """With what is allowed."""
     with pytest.raises(ValueError, match=words):

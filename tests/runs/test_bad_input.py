@@ -253,7 +253,6 @@ def test_a_data_file_that_is_cut_off(refused, tiny, tmp_path, cut):
     root = mnist(tmp_path / "set", np.arange(50) % 10, cut)
     told = refused(3, "train", tiny, *MNIST, f"data.root={root}")
     assert f"{root}/MNIST/raw/train-images-idx3-ubyte is " in told
-    assert cut < 16 or "it has 5,000 bytes, 39,216 expected" in told
 
 
 def test_a_label_outside_the_classes(refused, tiny, tmp_path):

@@ -164,7 +164,7 @@ def test_explain_and_a_dry_run_know_the_positive_weights(command, orders):
     """The source is named and nothing is read; a misspelt word is a fault."""
     outcome = command("explain", "labels.yaml", POSITIVE, cwd=orders)
     source = "numbers when the run begins, from the labels of the training set of deeplightning.data"
-    assert f"  means       {source}\n" in outcome.out
+    assert source in outcome.out
     tried = command("check", "labels.yaml", "--dry-run", cwd=orders)
     assert (tried.code, "the loss was tried without them" in tried.out + tried.err) == (0, True), tried
     wrong = command("check", "labels.yaml", f"{POSITIVE}=balance", cwd=orders)

@@ -217,7 +217,6 @@ SHOWN = "data.module={{type: own_rows.{}, params: {{like: {}}}}}"
         ([BUILT.format("file")], 3, "own_rows.net cannot be built: FileNotFoundError: [Errno 2] No such file"),
         ([BUILT.format("rights")], 3, "own_rows.net cannot be built: OSError: the licence server says no (own_r"),
         ([BUILT.format("else")], 2, "own_rows.net cannot be built: RuntimeError: install the library (own_rows.py"),
-        (["data.num_workers=2", "data.loader.timeout=-1"], 2, "timeout option should be non-negative"),
     ],
 )
 def test_a_fault_has_one_exit_code(rows, command, tiny, overrides, code, words):

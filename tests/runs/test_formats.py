@@ -129,7 +129,7 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
     task, folder = exported(tmp_path, "table_regression")
     before = contents(folder)
 
-    def full(*_):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("shutil.copyfile", full)

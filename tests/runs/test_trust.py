@@ -99,7 +99,7 @@ HOSTILE = {
         CLASSES,
         {"type": "deeplightning.model.transformer.nn.modules.module.torch.os.system", "params": {"command": "true"}},
         f"{CLASSES}.type",
-        "torch.os.system would be imported",
+        "torch.os.system, which is posix.system, would be imported",
     ),
     "a compiler": (
         CLASSES,
@@ -190,6 +190,7 @@ def watched(command, cwd, verb, folder, *more):
     """How a verb ended under an audit hook, and what it did, by kind."""
     file = cwd / "watched.json"
     outcome = command(verb, folder, *more, cwd=cwd, main="watched:main", WATCHED=str(file))
+    assert file.exists(), outcome
     seen = _by_kind(json.loads(file.read_text()))
     file.unlink()
     return outcome, seen

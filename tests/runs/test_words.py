@@ -167,7 +167,7 @@ def test_a_gpu_that_is_not_there_is_told_by_index():
 
     told = gpus._not_there([1], Machine(gpus=(Gpu(),)))
     assert told is not None
-    assert told.startswith("asks for GPU index 1; this machine has one GPU, index 0; ")
+    assert told.startswith("asks for GPU index 1; this machine has 1, counted from 0; ")
 
 
 def test_a_folder_of_checkpoints_without_best_and_last(tmp_path):

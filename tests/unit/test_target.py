@@ -127,6 +127,8 @@ def test_a_users_own_module_is_found(own):
         ("os.class", "`os.class` is no MODULE.NAME"),
         ("../x.y", "is no MODULE.NAME"),
         ("", "`` is no MODULE.NAME"),
+        ("deeplightning.data.signal.SignalFolder", "is called deeplightning.data.signal_folder.SignalFolder here."),
+        ("deeplightning.model.table.TableNet", "is called deeplightning.model.table_net.TableNet here."),
     ],
 )
 def test_a_name_that_leads_nowhere_is_told_with_the_nearest(own, name, words):

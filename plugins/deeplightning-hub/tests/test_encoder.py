@@ -142,7 +142,8 @@ def test_a_run_is_fine_tuned_exported_and_served(folder, command, tmp_path, stor
 
 
 def test_a_folder_that_is_missing_is_one_note(command, tmp_path, store):
-    """Nothing is downloaded instead, whatever is installed: exit code 3. A short name will do."""
+    """Nothing is downloaded instead, whatever is installed: exit code 3. A short name will do; the former name is
+    refused with this one."""
     (tmp_path / "train.tsv").write_text("a fine film\t1\na dull film\t0\n" * 8)
     config = tmp_path / "missing.yaml"
     config.write_text(CONFIG_OF_A_RUN.format(root=tmp_path, params="", network="Encoder", folder="none", store=store))
@@ -150,3 +151,6 @@ def test_a_folder_that_is_missing_is_one_note(command, tmp_path, store):
     assert outcome.code == 3, outcome
     assert f"{tmp_path}/none is no folder; it must hold config.json" in outcome.err.replace("\n", " ")
     assert "Traceback" not in outcome.err
+    former = command("check", config, "model.network.type=deeplightning.model.hugging_face.Encoder", cwd=tmp_path)
+    assert former.code == 2, former
+    assert "is called deeplightning_hub.encoder.Encoder here" in former.err + former.out
