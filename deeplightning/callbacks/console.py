@@ -3,6 +3,7 @@
 import logging
 import math
 import platform
+import re
 import sys
 import time
 import warnings
@@ -25,7 +26,7 @@ from deeplightning.engine.process_group import replicas
 from deeplightning.faults import count
 from deeplightning.own_code import UNIFIED
 from deeplightning.process.identity import own_rank
-from deeplightning.process.terminal import is_interactive, styled
+from deeplightning.process.terminal import is_interactive, styled, wrapped
 from deeplightning.transfer import Deferred
 from deeplightning.version import __version__
 from deeplightning.words import stage_of
@@ -38,7 +39,8 @@ LABEL = 11  # columns of the word that begins a line, and of the space behind it
 
 
 class _Terminal(logging.Handler):
-    """News to stdout; warnings and errors to stderr, with the word, in colour where the stream shows it.
+    """News to stdout; warnings and errors to stderr, with the word. A terminal shows colour, breaks lines between
+    words, and has its own form of a line where the record has one (`extra={"terminal": [...]}`).
 
     Args:
         begin: what each line starts with.
@@ -55,6 +57,12 @@ class _Terminal(logging.Handler):
         if not is_news:
             word = record.levelname.lower()
             text = f"{styled(word, 31 if record.levelno > logging.WARNING else 33, stream)}: {text}"
+        elif is_interactive(stream):
+            rows = getattr(record, "terminal", None)
+            if epoch := text.startswith("epoch "):  # whose label grows with its number; a value stays beside its name
+                text = re.sub(r"(?<=\S) (?=\S)", "\xa0", text)
+            lines = (wrapped(t, LABEL * (epoch or t[LABEL - 1 : LABEL] == " ")) for t in text.split("\n"))
+            text = "\n".join(rows or lines).replace("\xa0", " ")
         stream.write(self.begin + text.replace("\n", f"\n{self.begin}") + "\n")  # at once: other ranks write too
         stream.flush()
 
@@ -162,10 +170,11 @@ class Console(Callback):
     def _say_where(self, trainer: Trainer) -> None:
         """Log where the run's files are, and the page that shows it."""
         folder, uri = self.record.folder.path, self.cfg.logger.params.get("tracking_uri")
-        _say("run folder", str(folder))
+        _say("run folder", str(folder), [_labelled("run folder", describe.seen_from_here(folder))])
         if (address := describe.page(trainer.loggers, uri)) is not None:
             start = describe.monitor(uri)
-            _say("watch", f"{start}, then {address}" if start else address)
+            text = f"{start}, then {address}" if start else address
+            _say("watch", text, [_labelled("watch", f"{start}, then open"), f"  {address}"] if start else None)
 
     # ---- progress
 
@@ -293,9 +302,13 @@ class Console(Callback):
     on_exception = _stop_bar
 
 
-def _say(label: str, text: str) -> None:
-    """Log a text behind a label."""
-    log.info("%s %s", label.ljust(LABEL - 1), text)
+def _say(label: str, text: str, terminal: list[str] | None = None) -> None:
+    """Log a text behind a label; a terminal shows other lines where these are given."""
+    log.info("%s", _labelled(label, text), extra={"terminal": terminal})
+
+
+def _labelled(label: str, text: str) -> str:
+    return f"{label.ljust(LABEL - 1)} {text}"
 
 
 def _bar() -> Any:

@@ -1,10 +1,11 @@
-"""Whether a run can resume from a checkpoint's training state: its optimizers, and errors while it is restored.
+"""Whether a run can resume from a checkpoint's training state: its form, and errors while it is restored.
 
-Values are not checked: whoever could change a counter could have changed a weight.
+Lightning ignores some missing counters and raises an error of its own at others. Values are not checked: whoever could
+change a counter could have changed a weight.
 """
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytorch_lightning as pl
@@ -23,17 +24,17 @@ torch 2.15 have no specific exceptions for a bad state."""
 
 
 def check_counters(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
-    """Raise if a checkpoint of this version of Lightning lacks a loop's state, which Lightning would not notice.
+    """Compare a checkpoint's counters with a trainer's, if both are from the same version of Lightning.
 
     Raises:
-        CheckpointError: names one that is missing.
+        CheckpointError: a counter is missing or not a count.
     """
-    loops = checkpoint.get("loops") or {}
-    theirs = loops.get("fit_loop")
-    same_version = (checkpoint.get("versions") or {}).get("pytorch_lightning") == pl.__version__
-    for name in trainer.fit_loop.state_dict() if same_version else ():
-        if not isinstance(theirs, Mapping) or not isinstance(theirs.get(name), Mapping):
-            raise _refusal(trainer.ckpt_path, f"`loops.fit_loop.{name}` is missing")
+    if (checkpoint.get("versions") or {}).get("pytorch_lightning") != pl.__version__:
+        return
+    loops = checkpoint.get("loops")
+    theirs = loops.get("fit_loop") if isinstance(loops, Mapping) else None
+    for fault in _misfits(trainer.fit_loop.state_dict(), theirs, "loops.fit_loop"):
+        raise _refusal(trainer.ckpt_path, fault)
 
 
 def check_optimizers(trainer: pl.Trainer, checkpoint: Mapping[str, object]) -> None:
@@ -91,3 +92,23 @@ def _refusal(path: object, fault: str) -> CheckpointError:
         f"{path}: its training state is damaged, or of another optimizer, schedule or version: {fault}; resume from "
         f"another checkpoint, or start again from its weights: model.init_from='{path}'"
     )
+
+
+def _misfits(ours: object, theirs: object, key: str) -> Iterator[str]:
+    """Yield what is missing in a tree of counters or is not a count."""
+    if isinstance(ours, Mapping):
+        if not isinstance(theirs, Mapping):
+            yield f"`{key}` is {described(theirs)}, and has to be a dict"
+            return
+        for name, value in ours.items():
+            if name in theirs:
+                yield from _misfits(value, theirs[name], f"{key}.{name}")
+            else:
+                yield f"`{key}.{name}` is missing"
+        if unknown := [name for name in theirs if name not in ours] if key.endswith((".total", ".current")) else []:
+            yield f"`{key}` holds {unknown[0]}, which is no counter"
+    elif isinstance(ours, bool):
+        if not isinstance(theirs, bool):
+            yield f"`{key}` is {described(theirs)}, and has to be true or false"
+    elif isinstance(ours, int) and (isinstance(theirs, bool) or not isinstance(theirs, int) or theirs < 0):
+        yield f"`{key}` is {described(theirs)}, and has to be a count"

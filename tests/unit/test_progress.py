@@ -14,7 +14,7 @@ from deeplightning.callbacks.console import Console
 from deeplightning.cli import listing
 from deeplightning.config.packages import HOME
 from deeplightning.config.source import read
-from deeplightning.process.terminal import has_colour
+from deeplightning.process.terminal import has_colour, wrapped
 
 
 @pytest.mark.parametrize("columns", [40, 80, 120])
@@ -77,6 +77,31 @@ def test_colour_is_for_terminals_that_want_it(terminal, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
     assert not has_colour(terminal)
+
+
+def handled(*records):
+    handler = console._Terminal("")
+    for level, text, extra in records:
+        record = logging.makeLogRecord(
+            {"levelno": level, "levelname": logging.getLevelName(level), "msg": text} | extra
+        )
+        handler.emit(record)
+
+
+def test_a_terminal_breaks_lines_between_words(terminal, monkeypatch):
+    """Under the label; a line with a path that is too long stays whole; a file has one line."""
+    text = f"engine     {'words ' * 20}end"
+    handled((logging.INFO, text, {}))
+    lines = terminal.getvalue().splitlines()
+    assert [line[:12] for line in lines] == ["engine     w", "           w"]
+    assert max(map(len, lines)) < 80
+    assert " ".join(lines).split() == text.split()
+    path = f"bundle     {'/a' * 50}"
+    assert wrapped(path, 11) == path
+    file = io.StringIO()
+    monkeypatch.setattr(console, "sys", SimpleNamespace(stdout=file, stderr=file))
+    handled((logging.INFO, text, {"terminal": ["something else"]}))
+    assert file.getvalue() == f"{text}\n"
 
 
 def config(how, epochs=3):
