@@ -103,7 +103,8 @@ def launch(cfg: Config) -> RunFolder:
                 _report(record.folder)
             record.publish()
             if learns and record.folder.bundle_card.is_file() and TRIAL not in os.environ:
-                log.info("next       %s", describe.serve(record.folder.path))
+                serves = f"next       {describe.serve(record.folder.path)}"
+                log.info("%s", serves, extra={"terminal": [serves]})  # unbroken, to be pasted
     except BaseException as error:
         _end(record, trainer, error)
         raise
