@@ -198,9 +198,10 @@ def _is_own(target: Target) -> bool:
 def _line_of_step(attempt: Attempt) -> str:
     """Return ` (file:line)` of the user's own step of a task in this stage; empty: it is not theirs."""
     match = re.match(r"in the (training|validation|test|predict) step", attempt.stage)
-    code = getattr(getattr(type(attempt.task), f"{match[1]}_step", None), "__code__", None) if match else None
-    is_own = code is not None and own_code.is_theirs(code.co_filename)
-    return f" ({own_code.short(code.co_filename)}:{code.co_firstlineno})" if is_own else ""
+    code: Any = getattr(getattr(type(attempt.task), f"{match[1]}_step", None), "__code__", None) if match else None
+    if code is None or not own_code.is_theirs(code.co_filename):
+        return ""
+    return f" ({own_code.short(code.co_filename)}:{code.co_firstlineno})"
 
 
 def error_in_words(error: BaseException) -> str:
