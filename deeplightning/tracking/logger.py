@@ -29,7 +29,7 @@ from deeplightning.tracking.environment import run_tags
 from deeplightning.tracking.metric_names import MAX_REASON, MAX_TAG, NOTE, clean, flatten
 from deeplightning.tracking.metrics_file import Line, points_line, points_of, read_lines, sync
 from deeplightning.tracking.mlflow_store import LazyClient, uri_of
-from deeplightning.tracking.reader import find_experiment
+from deeplightning.tracking.reader import find_experiment, raise_if_newer
 from deeplightning.tracking.sender import Sender
 from deeplightning.tracking.store import Store, check_writable, explain, local_path, locate
 from deeplightning.tracking.system_metrics import sampler
@@ -415,6 +415,7 @@ class MLflowLogger(Logger):
                 client = open_client(store)
             elif store.database.exists():
                 check_writable(store)
+                raise_if_newer(store)
             run, lines = self._old_run(store, run_id) if run_id else self._new_run(store, client)
             folder = local_path(run.artifact_uri)
             if folder is not None:

@@ -149,6 +149,7 @@ def _migrate(database: Path, uri: str, revision: str) -> None:
     copy = database.with_name(f"{database.name}.{revision}.bak")
     with closing(sqlite3.connect(database)) as connection, closing(sqlite3.connect(copy)) as backup:
         connection.backup(backup)
+    log.warning("%s is of another MLflow version: migrating it; a copy stays in %s", database, copy)
     try:
         upgrade_database(uri)
     except Exception as error:
@@ -156,7 +157,6 @@ def _migrate(database: Path, uri: str, revision: str) -> None:
             f"{database} was made by another version of MLflow and cannot be migrated ({str(error)[:200]}). "
             f"Install that version, or set another logger.params.tracking_uri. A copy is in {copy}."
         ) from error
-    log.warning("%s was of another MLflow version and is migrated; a copy of it stays in %s", database, copy)
 
 
 class LazyClient:

@@ -3,12 +3,15 @@
 Importing MLflow costs 1.2 CPU seconds, which a command that only looks at runs need not spend.
 """
 
+import importlib.util
+import os
 import sqlite3
 from collections.abc import Collection, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deeplightning.faults import SetupError
 from deeplightning.runfolder import make_private, permissions_of
 from deeplightning.tracking.entities import PRUNED, SYSTEM, Experiment, Listed, Point, Run, as_logged
 from deeplightning.tracking.store import Store, Wait, explain, is_locked
@@ -145,3 +148,24 @@ class DatabaseReader:
         with closing(sqlite3.connect(self._database)) as connection:
             connection.execute("SELECT 1 FROM sqlite_master").fetchone()
         return True
+
+
+def raise_if_newer(store: Store) -> None:
+    """Check, without importing MLflow, that the installed one has the schema of a database.
+
+    Raises:
+        SetupError: a newer MLflow has migrated it, or the database cannot be read.
+    """
+    assert store.database is not None
+    try:
+        revision = DatabaseReader(store.database).revision()
+    except sqlite3.Error as error:
+        raise explain(error, store) from error
+    found = importlib.util.find_spec("mlflow")
+    for place in (found.submodule_search_locations or []) if found and revision is not None else []:
+        names = os.listdir(Path(place, "store/db_migrations/versions"))  # noqa: PTH208
+        if not any(name.startswith(f"{revision}_") for name in names):
+            raise SetupError(
+                f"{store.database} was made by a newer version of MLflow: its schema {revision} is unknown to the "
+                "installed one. Update MLflow (pip install -U mlflow), or set another logger.params.tracking_uri."
+            )
