@@ -1,8 +1,11 @@
 """MLflow's client opens a store of ours: an SQLite database that is made or migrated at its first use, under a lock."""
 
+import atexit
 import logging
 import os
+import shutil
 import sqlite3
+import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -60,7 +63,7 @@ def open_client(store: Store) -> "MlflowClient":
 def uri_of(store: Store) -> str:
     """Return the URI by which MLflow opens a store."""
     if store.database is not None:
-        return f"sqlite:///{store.database}"
+        return _sqlite_uri(store.database)
     assert store.address is not None or store.folder is not None
     return store.address or store.folder.as_uri()  # type: ignore[union-attr]
 
@@ -120,6 +123,22 @@ def _open_database(uri: str, artifact_uri: str | None):
         raise explain(error, store) from error
 
 
+_links: dict[Path, Path] = {}
+
+
+def _sqlite_uri(database: Path) -> str:
+    """Return the address of a file. SQLAlchemy has no escape for `?`, and its releases differ at `%`: of a folder with
+    one in its name it is that of a link."""
+    if not {"?", "%"} & {*str(database)}:
+        return f"sqlite:///{database}"
+    if database.parent not in _links:
+        holder = Path(tempfile.mkdtemp(prefix="deeplightning-"))
+        atexit.register(shutil.rmtree, holder, ignore_errors=True)
+        (holder / "store").symlink_to(database.parent, target_is_directory=True)
+        _links[database.parent] = holder / "store"
+    return f"sqlite:///{_links[database.parent] / database.name}"
+
+
 def _make_database(database: Path, artifact_root: str) -> None:
     """Make it under another name first: a process that is killed leaves no half of a database. Needs the lock."""
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
@@ -128,7 +147,7 @@ def _make_database(database: Path, artifact_root: str) -> None:
     for suffix in ("", "-journal", "-wal", "-shm"):  # what a process that was killed has left
         Path(f"{beside}{suffix}").unlink(missing_ok=True)
     beside.touch()  # SQLite itself would give it no more than 644
-    SqlAlchemyStore(f"sqlite:///{beside}", artifact_root)
+    SqlAlchemyStore(_sqlite_uri(beside), artifact_root)
     beside.replace(database)
     sync_names(database.parent)
 

@@ -199,8 +199,6 @@ def _directory(folder: Path) -> Store:
 
 
 def _of_database(shown: str, database: Path, artifact_root: Path) -> Store:
-    if "?" in str(database):  # SQLAlchemy has no escape for it
-        raise SetupError(f"tracking_uri {shown!r}: `?` in the path of a database is not supported; give a directory.")
     return Store(shown, folder=database.parent, database=database, artifact_root=artifact_root)
 
 
