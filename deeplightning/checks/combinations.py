@@ -212,6 +212,14 @@ RULES = [
         lambda cfg, asked: is_sharded(asked) and uses_optimizer(cfg, "LBFGS"),
     ),
     Rule(
+        "model.optimizer.type",
+        "LBFGS, accumulation",
+        "LBFGS asks for the loss again within one step, where only the last of the accumulated batches is at hand",
+        "set `train.accumulator_factor=1` and a larger `data.batch_size`, or use another optimizer",
+        lambda cfg, _: cfg.train.accumulator_factor > 1 and uses_optimizer(cfg, "LBFGS") and "train" in cfg.stages,
+        other="train.accumulator_factor",
+    ),
+    Rule(
         "engine.precision",
         "precision 16-true, an optimizer with `eps` below 1e-7 (the default of Adam and its kin), no DeepSpeed",
         "half precision rounds that eps to 0, and the weights become NaN within a few steps",
@@ -300,6 +308,14 @@ RULES = [
         lambda cfg, asked: is_sharded(asked) and averages(cfg),
     ),
     Rule(
+        "train.fast",
+        "`fast`, a run that resumes",
+        "its one batch would come after those of a checkpoint, and it saves none itself",
+        "set `train.resume_ckpt=null`, or `train.fast=false`",
+        lambda cfg, _: cfg.train.fast and cfg.train.resume_ckpt is not None and "train" in cfg.stages,
+        other="train.resume_ckpt",
+    ),
+    Rule(
         "train.callbacks",
         "averaged weights (EMA), precision 16-true or bf16-true",
         "16 bits round the small steps of an average to nothing",
@@ -324,6 +340,14 @@ RULES = [
     ),
     Rule(
         "engine.params.tensor_parallel",
+        "`tensor_parallel`, batch norm over all processes",
+        "the processes of a group have the same samples, and batch norm would count them twice",
+        "set `engine.sync_batchnorm=false`",
+        lambda cfg, asked: splits_layers(asked) and cfg.engine.sync_batchnorm,
+        other="engine.sync_batchnorm",
+    ),
+    Rule(
+        "engine.params.tensor_parallel",
         "`tensor_parallel`, a task that steps its optimizers itself",
         "it may draw random numbers by rank, and the processes of a group must compute the same",
         "leave out `engine.params.tensor_parallel`",
@@ -336,6 +360,15 @@ RULES = [
         "parameters are shared out, for which torch has no fused kernel of every optimizer",
         "set `engine.fused=auto`, or use ddp",
         lambda cfg, asked: cfg.engine.fused is True and is_sharded(asked),
+    ),
+    Rule(
+        "engine.fused",
+        "`fused: true`, precision 16-mixed",
+        "a fused optimizer leaves out a step inside its kernel where the scaled gradients overflow: nothing can clip "
+        "them, and a schedule by steps would count it",
+        "set `engine.fused=auto`, or `engine.precision=bf16`",
+        lambda cfg, _: cfg.engine.fused is True and cfg.engine.precision in (16, "16-mixed"),
+        other="engine.precision",
     ),
     Rule(
         "data.fold",

@@ -204,8 +204,8 @@ _Known = tuple[Field[object] | None, Parameter | None, object, str | None]
 
 
 def _known(report: Report, path: KeyPath) -> _Known:
-    """Look up a key that is set or could be: its field and section, or its parameter, the target that takes it and what
-    its docstring says; four times None where there is none."""
+    """Look up a key that is set or could be: its field and section, or its parameter, the target that takes it, and the
+    text of its docstring; None for each that is absent."""
     cls: Any = config_class()
     value: object = report.config
     for depth, name in enumerate(path):

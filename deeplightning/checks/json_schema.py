@@ -166,7 +166,7 @@ def _reference(else_allowed: str) -> Json:
 
 
 def _item(hint: object) -> Json:
-    """Return the schema of a list item, which no `null` may stand for."""
+    """Return the schema of a list item, which must not be `null`."""
     if not is_dataclass(hint):
         return _simple(options_of(hint), {})
     return {"allOf": [{"$ref": f"#/$defs/{typing.cast(type, hint).__name__}"}], "type": ["object", "string"]}

@@ -64,7 +64,7 @@ class Column:
         self.type = kind
 
     def is_number(self) -> bool:
-        """Return whether it holds numbers, and its other words stand for missing values."""
+        """Return whether the column is numeric; its other words then mean missing values."""
         words = sum(n for word, n in self.strays.items() if re.search(r"\w", word))  # others are signs, as "?"
         enough = self.numbers >= max(NUMBERS * (self.numbers + words), self.filled / 2) > 0
         return len(self.strays) <= MAX_STRAY and enough and not self.has_codes

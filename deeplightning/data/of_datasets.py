@@ -73,7 +73,7 @@ class OfDatasets(DataOfSets):
 
     def setup(self, stage: str | None = None) -> None:
         if stage == "fit":
-            self._ready(stage)  # what the sampler refuses is told before a run begins
+            self._ready(stage)  # so a sampler raises before the run begins
 
     def example_batch(self, size: int) -> Any:
         """Return a batch of so many samples, some more than once where there are fewer, to try whether parts fit."""

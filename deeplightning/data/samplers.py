@@ -199,7 +199,7 @@ class BucketedDistributedSampler(DistributedSampler):
         batch_size: B, per process.
         sorted_idx: the positions of all samples in order of size, a permutation of 0 … N - 1, the same on each process.
         sort_key: instead of sorted_idx, by what to sort, see `sort_values`.
-        num_replicas, rank: R and that of this process; None: those of torch's group, 1 and 0 where there is none.
+        num_replicas, rank: R and the rank of this process; None: as in torch's process group, without one 1 and 0.
         shuffle: new permutations in each epoch; else buckets and slices follow each other in order of size.
         seed: of the permutations, a whole number of at least 0.
         drop_last: leave out what does not fill a slice, instead of repeating elements.

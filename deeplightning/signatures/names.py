@@ -533,7 +533,7 @@ class Texts:
         raise Undecided("the items of a list show only when it is run")
 
     def options(self, node: ast.Name | ast.Attribute) -> Iterator[tuple["Texts", ast.expr]]:
-        """Yield the expressions that a name may stand for."""
+        """Yield the expressions that a name may refer to."""
         found = self.names.value(node, self.frame)
         if found.kind != "value" or not isinstance(found.node, ast.expr):
             raise Undecided(f"`{ast.unparse(node)[:60]}` is no plain value")

@@ -62,7 +62,7 @@ def runs_page(experiment_id: str) -> str:
 
 
 def _newest(store: Store) -> str:
-    """Return where MLflow's page shows the experiment of the newest run; "" if there is none."""
+    """Return the fragment of the URL that opens the experiment of the newest run; "" if there is no run."""
     with suppress(Exception):  # of the network, or MLflow's
         client = open_client(store)
         experiments = [experiment.experiment_id for experiment in client.search_experiments(max_results=1000)]

@@ -217,5 +217,5 @@ class Gan(pl.LightningModule):
         with torch.no_grad():
             made = generator(self.noise(SHOWN**2, 0).to(self.device)).add(1).mul(127.5).round().byte()
         generator.train()
-        width = len(str(self.trainer.max_epochs))  # so that names stand in order
+        width = len(str(self.trainer.max_epochs))  # so that names sort by epoch
         return {f"samples_{self.current_epoch:0{width}}": make_grid(made.cpu(), SHOWN, padding=0)}

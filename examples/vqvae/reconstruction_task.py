@@ -126,7 +126,7 @@ class ImageReconstruction(ImageTask):
         """
         if stage != "val" or self.trainer.sanity_checking or self.normalise is None:
             return {}
-        width = len(str(self.trainer.max_epochs))  # so that names stand in order
+        width = len(str(self.trainer.max_epochs))  # so that names sort by epoch
         suffix = f"_{self.current_epoch:0{width}}" if self.trainer.state.fn == "fit" else ""
         found = dict[str, Any]()
         for each in ("train", "val") if suffix else ("val",):

@@ -25,7 +25,7 @@ def made(size: int) -> InMemory:
     ("left", "moved", "words"), [(80, True, "on cpu"), (79, False, "in the memory of the CPU, batches pinned")]
 )
 def test_what_fits_beside_a_step_is_moved(left, moved, words, monkeypatch, caplog):
-    """Pictures that take at most half of what is left; the log says so."""
+    """Pictures move if they take at most half of the free memory, and the log reports it."""
     monkeypatch.setattr(datasets, "left", lambda device: left)
     sets = [made(30), made(10)]
     with caplog.at_level(logging.INFO):
