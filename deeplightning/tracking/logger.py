@@ -4,6 +4,7 @@ Making the logger does nothing. The first use in a hook, on rank 0, opens or joi
 """
 
 import atexit
+import hashlib
 import json
 import logging
 import os
@@ -26,7 +27,7 @@ from deeplightning.tracking.artifacts import Artifacts
 from deeplightning.tracking.delivery import Delivery, header_of
 from deeplightning.tracking.entities import EPOCH, RUN_NAME, Dataset, Run, is_of_test, name_of
 from deeplightning.tracking.environment import run_tags
-from deeplightning.tracking.metric_names import MAX_REASON, MAX_TAG, NOTE, clean, flatten
+from deeplightning.tracking.metric_names import MAX_NAME, MAX_REASON, MAX_TAG, NOTE, clean, flatten
 from deeplightning.tracking.metrics_file import Line, points_line, points_of, read_lines, sync
 from deeplightning.tracking.mlflow_store import LazyClient, uri_of
 from deeplightning.tracking.reader import find_experiment, raise_if_newer
@@ -90,6 +91,7 @@ class MLflowLogger(Logger):
         self._artifact_folder: Path | None = None
         self._artifacts: Artifacts | None = None  # of an open run
         self._last_step = 0
+        self._names: dict[str, str] = {}  # of metrics, as they are logged and as they are tracked
         self._latest: dict[str, tuple[int, float]] = {}  # the last point of each metric
         self._there: dict[str, set[int]] = {}  # steps that a continued run has logged
         self._continues = False
@@ -236,11 +238,22 @@ class MLflowLogger(Logger):
         values: dict[str, float] = {}
         for name, value in metrics.items():
             try:
-                values[clean(name)] = float(value)
+                values[self._tracked_as(name)] = float(value)
             except (TypeError, ValueError):
                 log.warning("%s is not tracked: %r is not a number.", name, value)
         if values:
             self._add(values, time.time_ns() // 1_000_000, step)
+
+    def _tracked_as(self, name: str) -> str:
+        """Return the name of a metric in the form that MLflow takes, another one for each metric."""
+        if name not in self._names:
+            tracked = clean(name)
+            if tracked in self._names.values():
+                tracked = f"{tracked[: MAX_NAME - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+            if tracked != name:
+                log.info("metric     %s is tracked as %s", name, tracked)
+            self._names[name] = tracked
+        return self._names[name]
 
     def _add(self, values: Mapping[str, float], moment: int, step: int) -> None:
         sender, new, tested = self._running(), {}, {}

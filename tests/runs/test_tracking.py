@@ -1,9 +1,11 @@
 """Tracking, with real SQLite stores, a real MLflow server and a real Lightning trainer."""
 
 import json
+import logging
 import math
 import os
 import pickle
+import re
 import signal
 import socket
 import sqlite3
@@ -735,6 +737,22 @@ def test_each_kind_has_its_place(logger, tmp_path):
             logger.log("x", value)
     with pytest.raises(ValueError, match="'sound'"):
         logger.log("x", 1.0, kind="sound")
+
+
+def test_metrics_whose_names_mlflow_cannot_store_stay_apart(store, caplog):
+    """Each metric is a series of its own, whatever is replaced in its name or cut from it; the log says its name."""
+    caplog.set_level(logging.INFO, "deeplightning.tracking")
+    logger, long = MLflowLogger(tracking_uri=store), "x" * 250
+    values = {"AP@50": 1.0, "AP_50": 2.0, "AP#50": 3.0, f"{long}1": 4.0, f"{long}2": 5.0}
+    for step in range(2):
+        logger.log_metrics(values, step)
+    logger.finalize("success")
+    told = dict(re.findall(r"metric     (\S+) is tracked as (\S+)", caplog.text))
+    tracked = {name: told.get(name, name) for name in values}
+    assert len(set(tracked.values())) == 5
+    assert tracked["AP@50"] == "AP_50"
+    for name, value in values.items():
+        assert history(logger, tracked[name]) == [(0, value), (1, value)]
 
 
 def test_long_and_odd_parameters_fit():
