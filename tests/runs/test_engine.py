@@ -17,7 +17,6 @@ from deeplightning.engine import devices, plan
 from deeplightning.engine.plan import effective_batch, trainer_arguments
 from deeplightning.faults import ConfigError, SetupError
 from deeplightning.launch.set_environment import apply_environment
-from deeplightning.process.identity import own_rank
 from deeplightning.runfolder import RunFolder
 
 BF16 = (
@@ -34,12 +33,24 @@ def settled(tiny, place, monkeypatch):
     return lambda *overrides: load_config(tiny, list(overrides))
 
 
-def test_one_process_without_gpus_needs_no_backend(settled):
-    """The seed config's `deepspeed_stage_3` with `gpus: null` runs plainly, and says so."""
-    cfg = settled("engine.backend=deepspeed_stage_3")
-    assert cfg.engine.backend is None
-    (notice,) = cfg.notices
-    assert notice.text == "engine.backend: deepspeed_stage_3 → null (there is one process and no GPU)"
+@pytest.mark.parametrize(
+    ("override", "notice"),
+    [
+        ("engine={backend: horovod, processes: 2}", "engine.backend: horovod → ddp"),
+        (
+            "engine.backend=deepspeed_stage_3",
+            "engine.backend: deepspeed_stage_3 → null (there is one process and no GPU)",
+        ),
+        ("engine.precision=amp", "engine.precision: amp → 16-mixed"),
+        ("engine.precision=16", "engine.precision: 16 → bf16-mixed (half precision on CPU is bf16)"),
+        ("engine.gpus=0", "engine.gpus: 0 → null"),
+    ],
+)
+def test_older_words_are_mapped_with_a_notice(override, notice, settled):
+    """What runs instead, and why, is said; likewise of the seed config's `deepspeed_stage_3` with `gpus: null`."""
+    cfg = settled(override)
+    assert cfg.notices[0].text.startswith(notice)
+    assert cfg.engine.backend == ("ddp" if "horovod" in override else None)
 
 
 def test_several_processes_are_ddp(settled):
@@ -47,22 +58,8 @@ def test_several_processes_are_ddp(settled):
     assert settled("engine.processes=2").engine.backend == "ddp"
     cfg = settled("engine.processes=2", "engine.backend=ddp")
     assert (cfg.engine.backend, cfg.notices) == ("ddp", [])
-    assert trainer_arguments(cfg)["devices"] == 2
-    assert trainer_arguments(cfg)["strategy"]._process_group_backend == "gloo"
-
-
-@pytest.mark.parametrize(
-    ("override", "notice"),
-    [
-        ("engine={backend: horovod, processes: 2}", "engine.backend: horovod → ddp"),
-        ("engine.precision=amp", "engine.precision: amp → 16-mixed"),
-        ("engine.precision=16", "engine.precision: 16 → bf16-mixed (half precision on CPU is bf16)"),
-        ("engine.gpus=0", "engine.gpus: 0 → null"),
-    ],
-)
-def test_older_words_are_mapped_with_a_notice(override, notice, settled):
-    """What runs instead, and why, is said."""
-    assert settled(override).notices[0].text.startswith(notice)
+    arguments = trainer_arguments(cfg)
+    assert (arguments["devices"], arguments["strategy"]._process_group_backend) == (2, "gloo")
 
 
 @pytest.mark.parametrize(("old", "today"), BACKENDS.items())
@@ -99,9 +96,8 @@ def test_bf16_on_a_cpu_without_it_is_told(word, flags, settled, monkeypatch, tmp
 @pytest.mark.parametrize("gpus", ["[0, 1]", "1"])
 def test_gpus_that_are_not_there_are_refused(gpus, settled):
     """Exit code 3, naming the key, what there is and what to write instead."""
-    with pytest.raises(
-        SetupError, match=r"engine.gpus: asks for (GPU indexes 0, 1|1 GPU); this machine has none.*engine.gpus=null"
-    ) as caught:
+    words = r"engine.gpus: asks for (GPU indexes 0, 1|1 GPU); this machine has none.*engine.gpus=null"
+    with pytest.raises(SetupError, match=words) as caught:
         settled(f"engine.gpus={gpus}")
     assert caught.value.exit_code == 3
 
@@ -116,52 +112,47 @@ def test_auto_takes_what_is_there(settled):
 
 
 @pytest.mark.parametrize(
-    ("backend", "means", "strategy"),
+    ("backend", "means", "strategy", "param", "owner"),
     [
-        ("ddp", "each process holds the whole network", "pytorch_lightning.strategies.DDPStrategy"),
-        ("fsdp", "FSDP2: each process holds its share of parameters", "deeplightning.engine.fsdp.Fsdp"),
-        ("deepspeed_stage_1", "ZeRO stage 1: each process holds its share of the optimizer", "engine.zero.DeepSpeed"),
-        ("fairscale_sddp", "ZeRO stage 2: each process holds its share of gradients", "engine.zero.DeepSpeed"),
-        ("deepspeed_stage_3_offload", "optimizer's state, in the CPU's memory", "engine.zero.DeepSpeed"),
+        (
+            *("ddp", "each process holds the whole network", "pytorch_lightning.strategies.DDPStrategy"),
+            *("find_unused_parameters: true", "torch.nn.parallel.DistributedDataParallel"),
+        ),
+        (
+            *("fsdp", "FSDP2: each process holds its share of parameters", "deeplightning.engine.fsdp.Fsdp"),
+            *("cpu_offload: true", "deeplightning.engine.fsdp.Fsdp"),
+        ),
+        (
+            *("deepspeed_stage_1", "ZeRO stage 1: each process holds its share of the optimizer"),
+            *("engine.zero.DeepSpeed", "reduce_bucket_size: 100", "deeplightning.engine.zero.DeepSpeed"),
+        ),
+        (
+            *("fairscale_sddp", "ZeRO stage 2: each process holds its share of gradients"),
+            *("engine.zero.DeepSpeed", None, None),
+        ),
+        ("deepspeed_stage_3_offload", "optimizer's state, in the CPU's memory", "engine.zero.DeepSpeed", None, None),
     ],
 )
-def test_explain_shows_the_strategy_of_a_word(backend, means, strategy, tiny):
-    """What the word means stands beside it, and where only it is asked for, with the class that does it."""
-    report = examine(tiny, [f"engine.backend={backend}", "engine.processes=2"])
+def test_explain_shows_the_strategy_of_a_word(backend, means, strategy, param, owner, tiny):
+    """What the word means stands beside it, and where only it is asked for, with the class that does it; and who takes
+    a param of it, with its type and default, read from the source."""
+    report = examine(tiny, [f"engine={{backend: {backend}, processes: 2, params: {{{param or ''}}}}}"])
     (row,) = [row for row in explain(report).splitlines() if row.startswith("  backend: ")]
     assert means in row
     about = explain(report, "engine.backend")
     assert f"  means       {report.config and meaning(report.config.engine.backend)}\n" in about
     assert re.search(rf"^  strategy    .*{strategy}", about, re.MULTILINE)
+    if param:
+        about = explain(report, f"engine.params.{param.partition(':')[0]}")
+        assert f"  taken by    {owner}" in about
+        assert "  default     " in about
 
 
-@pytest.mark.parametrize(
-    ("backend", "param", "owner"),
-    [
-        ("ddp", "find_unused_parameters: true", "torch.nn.parallel.DistributedDataParallel"),
-        ("fsdp", "cpu_offload: true", "deeplightning.engine.fsdp.Fsdp"),
-        ("deepspeed_stage_2", "reduce_bucket_size: 100", "deeplightning.engine.zero.DeepSpeed"),
-    ],
-)
-def test_explain_knows_who_takes_a_param_of_the_engine(backend, param, owner, tiny):
-    """With its type and default, read from the source."""
-    report = examine(tiny, [f"engine={{backend: {backend}, processes: 2, params: {{{param}}}}}"])
-    about = explain(report, f"engine.params.{param.partition(':')[0]}")
-    assert f"  taken by    {owner}" in about
-    assert "  default     " in about
-
-
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        (["engine.sync_batchnorm=true"], "engine.sync_batchnorm"),
-        (["engine.params.bucket_cap_mb=5"], "engine.params"),
-    ],
-)
-def test_what_contradicts_itself_is_refused_by_key(overrides, key, settled):
+@pytest.mark.parametrize("override", ["engine.sync_batchnorm=true", "engine.params.bucket_cap_mb=5"])
+def test_what_contradicts_itself_is_refused_by_key(override, settled):
     """A fault of the config that names the key, exit code 2."""
-    with pytest.raises(ConfigError, match=key):
-        settled(*overrides)
+    with pytest.raises(ConfigError, match=override.partition("=")[0].removesuffix(".bucket_cap_mb")):
+        settled(override)
 
 
 def test_the_effective_batch_multiplies(settled):
@@ -175,24 +166,11 @@ def test_the_effective_batch_multiplies(settled):
 
 def test_variables_of_the_config_are_set(settled, monkeypatch):
     """`engine.env` reaches the process when the run begins, and not before."""
-    monkeypatch.delenv("MY_SWITCH", raising=False)
+    monkeypatch.setenv("MY_SWITCH", "")  # so that it is gone afterwards
     cfg = settled("engine.env.MY_SWITCH=on")
-    assert "MY_SWITCH" not in os.environ
+    assert os.environ["MY_SWITCH"] == ""
     apply_environment(cfg)
     assert os.environ["MY_SWITCH"] == "on"
-    monkeypatch.setenv("MY_SWITCH", "")  # so that it is gone afterwards
-
-
-@pytest.mark.parametrize(
-    ("variables", "rank"), [({}, 0), ({"LOCAL_RANK": "1"}, 1), ({"RANK": "3", "LOCAL_RANK": "1"}, 3)]
-)
-def test_a_process_knows_its_number(variables, rank, monkeypatch):
-    """As launchers tell it."""
-    for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert own_rank() == rank
 
 
 @pytest.mark.parametrize("precision", ["bf16", "64", "bf16-true"])
@@ -265,12 +243,14 @@ def test_chosen_modules_compute_twice():
     assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
 
 
-def test_activation_checkpointing_changes_no_weight(fit):
-    """Dropout draws the same numbers again; a module that is not there is told with the nearest, before training."""
+def test_activation_checkpointing_and_deterministic_algorithms_change_no_weight(fit):
+    """Dropout draws the same numbers again; a module that is not there is told with the nearest, before training. On
+    CPU all that is used is deterministic anyway."""
     settings = ["model.network={type: own.Dropout}", "train.num_epochs=1"]
-    plain = fit(*settings)
-    again = fit(*settings, "engine.activation_checkpointing=[Dropout, layers.1]")
-    assert digest(plain.folder / "last.ckpt") == digest(again.folder / "last.ckpt")
+    expected = digest(fit(*settings).folder / "last.ckpt")
+    for more in ("activation_checkpointing=[Dropout, layers.1]", "deterministic=true"):
+        assert digest(fit(*settings, f"engine.{more}").folder / "last.ckpt") == expected
+    torch.use_deterministic_algorithms(False)
     with pytest.raises(ConfigError, match=r"no module is called, or is a, Dropuot\. Did you mean Dropout\?"):
         fit(*settings, "engine.activation_checkpointing=[Dropuot]")
 
@@ -288,14 +268,6 @@ def test_flops_of_a_step_are_counted(fit):
         [f"{2 * samples * 2 * first:,}", "network.1"],
         [f"{2 * samples * 3 * last:,}", "network.3"],
     ]
-
-
-def test_deterministic_algorithms_change_no_weight(fit):
-    """On CPU, where all that is used is deterministic anyway."""
-    plain = fit("train.num_epochs=1")
-    watched = fit("train.num_epochs=1", "engine.deterministic=true")
-    torch.use_deterministic_algorithms(False)
-    assert digest(plain.folder / "last.ckpt") == digest(watched.folder / "last.ckpt")
 
 
 def test_the_names_of_libraries_that_the_engines_stand_on_exist():
