@@ -70,23 +70,16 @@ def test_every_engine_learns_what_one_process_learns(engine, learned, tracked):
         assert found[name] == [(step, pytest.approx(value, abs=1e-3)) for step, value in points], name
 
 
-AROUND = list(zip(ENGINES, [*ENGINES[1:], ENGINES[0]], strict=True))
+AROUND = [("null", "ddp"), ("deepspeed_stage_1", "deepspeed_stage_2")]
+PAIRS = [*AROUND, *((before, after) for before in ENGINES for after in ENGINES if (before, after) not in AROUND)]
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [pytest.param(*pair, marks=[pytest.mark.slow] * (n % 3 != 0)) for n, pair in enumerate(AROUND)]
+    ("before", "after"), [pytest.param(*pair, marks=[pytest.mark.slow] * (pair not in AROUND)) for pair in PAIRS]
 )
-def test_a_run_goes_on_under_another_engine(before, after, go_on, learned, tracked):
-    """One epoch under each engine, the second under the next; the end is that of a run under one."""
-    expected = tracked(learned("null").folder).metrics["val_loss"]
-    assert go_on(before, after) == pytest.approx(expected, abs=1e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("before", ENGINES)
-@pytest.mark.parametrize("after", ENGINES)
 def test_a_run_goes_on_under_any_engine_from_any(before, after, go_on, learned, tracked, record_property):
-    """All pairs: 1 → 1, 1 → 2, 2 → 1 and 2 → 2 processes."""
+    """One epoch under each engine, the second under each; the end is that of a run under one: all pairs of 1 → 1,
+    1 → 2, 2 → 1 and 2 → 2 processes."""
     expected, found = tracked(learned("null").folder).metrics["val_loss"], go_on(before, after)
     record_property("val_loss", (before, after, found, expected))
     assert found == pytest.approx(expected, abs=1e-3)
@@ -134,58 +127,32 @@ def end_of(jobs, tiny, place):
     return run
 
 
-@pytest.mark.parametrize(
-    "at",
-    [pytest.param((1, 2), id="inside an epoch"), pytest.param((2, 0), id="at an epoch's edge", marks=pytest.mark.slow)],
-)
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize(
-    "engine",
-    [pytest.param(e, marks=[pytest.mark.slow] * (e != "deepspeed_stage_3")) for e in SPREAD],
-)
-def test_a_killed_run_whose_schedule_says_auto_ends_bit_for_bit(engine, processes, at, end_of):
-    """With Adam, dropout, groups and epochs that are cut short: weights, optimizer and schedule of a run that was
-    killed and resumed are those of an uninterrupted one, to the last bit."""
-    _assert_ends_alike(end_of, engine, processes, at)
+INSIDE, EDGE = (1, 2), (2, 0)  # of an epoch
+KILLS = [(engine, processes, at, ()) for engine in SPREAD for processes in (1, 2) for at in (INSIDE, EDGE)]
+KILLS += [(e, 2, INSIDE, (ACCUMULATED,)) for e in ("ddp", "fsdp", "deepspeed_stage_3")]
+KILLS += [(e, 2, INSIDE, OWN_TASK) for e in ("ddp", "fsdp", "deepspeed_stage_3")]
+QUICK = [("deepspeed_stage_3", 2, INSIDE, ()), ("deepspeed_stage_3", 2, INSIDE, OWN_TASK)]
 
 
 @pytest.mark.parametrize(
-    "more",
-    [
-        pytest.param([ACCUMULATED], id="accumulation", marks=pytest.mark.slow),
-        pytest.param(OWN_TASK, id="a task of one's own"),
-    ],
+    ("engine", "processes", "at", "more"),
+    [pytest.param(*kill, marks=[pytest.mark.slow] * (kill not in QUICK)) for kill in KILLS],
 )
-@pytest.mark.parametrize(
-    "engine",
-    [
-        pytest.param(e, marks=[pytest.mark.slow] * (e != "deepspeed_stage_3"))
-        for e in ("ddp", "fsdp", "deepspeed_stage_3")
-    ],
-)
-def test_a_killed_run_of_any_task_ends_bit_for_bit(engine, more, end_of):
-    """Batches that accumulate, and a task that asks Lightning for the number of steps by itself, resume alike."""
-    _assert_ends_alike(end_of, engine, 2, (1, 2), *more)
-
-
-def _assert_ends_alike(end_of, engine, processes, at, *more):
+def test_a_killed_run_whose_schedule_says_auto_ends_bit_for_bit(engine, processes, at, more, end_of):
+    """With Adam, dropout, groups and epochs that are cut short; with batches that accumulate; with a task that asks
+    Lightning for the number of steps by itself: weights, optimizer and schedule of a run that was killed inside an
+    epoch or at its edge and resumed are those of an uninterrupted one, to the last bit."""
     name = f"{engine}-{processes}-{at[0]}-{at[1]}-{len(more)}"
-    killed = end_of(
-        engine,
-        processes,
-        name,
-        *more,
-        f"train.callbacks=[{{type: own.Killed, params: {{epoch: {at[0]}, batch: {at[1]}}}}}]",
-    )
+    kill = f"train.callbacks=[{{type: own.Killed, params: {{epoch: {at[0]}, batch: {at[1]}}}}}]"
+    killed = end_of(engine, processes, name, *more, kill)
     assert killed.code != 0, killed
     resumed = end_of(engine, processes, name, *more)
     whole = end_of(engine, processes, f"{name}-whole", *more)
     assert (resumed.code, whole.code) == (0, 0), (resumed, whole)
     assert "last.ckpt (step" in resumed.out, resumed
     expected, found = (read_checkpoint(run.folder / "last.ckpt") for run in (whole, resumed))
-    assert found["global_step"] == expected["global_step"]
-    assert found["lr_schedulers"] == expected["lr_schedulers"]
-    assert _bits(found["state_dict"]) == _bits(expected["state_dict"])
+    for name in ("global_step", "lr_schedulers", "state_dict"):
+        assert _bits(found[name]) == _bits(expected[name]), name
     assert _bits(found["optimizer_states"][0]["state"]) == _bits(expected["optimizer_states"][0]["state"])
 
 
