@@ -5,7 +5,9 @@ import csv
 import json
 import shutil
 
+import conftest
 import pytest
+import test_engines
 
 from deeplightning.engine.checkpoint_io import read_checkpoint
 from deeplightning.model.vit import ViT
@@ -14,9 +16,7 @@ OWN = '''\
 """Networks, tasks and callbacks of the tests of tensor parallelism."""
 
 import json
-import os
 import pathlib
-import signal
 
 import pytorch_lightning as pl
 import torch
@@ -77,13 +77,6 @@ class ByRank(Digits):
         return loader
 
 
-class Killed(pl.Callback):
-    """Kills its process before a batch of the second epoch."""
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if (trainer.current_epoch, batch_idx) == (1, 2):
-            os.kill(os.getpid(), signal.SIGKILL)
-
 
 class Weighs(pl.Callback):
     """Notes the bytes of parameters, gradients and optimizer state that each process holds."""
@@ -91,44 +84,26 @@ class Weighs(pl.Callback):
     def __init__(self, folder):
         self.folder = pathlib.Path(folder)
 
+    def bytes_of(self, tensors):
+        return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+
     def on_before_optimizer_step(self, trainer, module, optimizer):
-        local = lambda t: t.to_local() if isinstance(t, DTensor) else t
-        self.gradients = sum(local(p.grad).nbytes for p in module.parameters())
+        self.gradients = self.bytes_of(p.grad for p in module.parameters())
 
     def on_train_end(self, trainer, module):
-        local = lambda t: t.to_local() if isinstance(t, DTensor) else t
-        kept = [v for state in trainer.optimizers[0].state.values() for v in state.values() if v.ndim]
-        held = {
-            "parameters": sum(local(p.data).nbytes for p in module.parameters()),
-            "gradients": self.gradients,
-            "state": sum(local(value).nbytes for value in kept),
-        }
+        parameters = self.bytes_of(p.data for p in module.parameters())
+        states = trainer.optimizers[0].state.values()
+        state = self.bytes_of(v for state in states for v in state.values() if v.ndim)
+        held = {"parameters": parameters, "gradients": self.gradients, "state": state}
         (self.folder / f"held-{trainer.global_rank}").write_text(json.dumps(held))
 '''
 
 VIT = "model.network={type: deeplightning.model.vit.ViT, params: {num_classes: 10, num_channels: 1, image_size: 8, "
 VIT += "patch_size: 2, width: 16, depth: 2, heads: 4}}"
-# Two groups, a schedule by steps, accumulation with a tail and clipping.
-LEARNS = [
-    VIT,
-    "model.optimizer={type: torch.optim.AdamW, params: {lr: 0.01}, groups: [{match: bias, weight_decay: 0}]}",
-    "model.scheduler={type: torch.optim.lr_scheduler.StepLR, call: {interval: step}}",
-    "model.scheduler.params={step_size: 2, gamma: 0.8}",
-    "train.accumulator_factor=2",
-    "train.gradient_clip={value: 0.5}",
-    "logger.log_every_n_steps=1",
-]
+LEARNS = [VIT, *test_engines.LEARNS[1:]]
 # Engine, processes, and the parts that the data are split into.
-SPREAD = {
-    "null": ("null", 1, 1),
-    "ddp": ("ddp", 2, 2),
-    "fsdp": ("fsdp", 2, 2),
-    "deepspeed_stage_1": ("deepspeed_stage_1", 2, 2),
-    "deepspeed_stage_2": ("deepspeed_stage_2", 2, 2),
-    "deepspeed_stage_3": ("deepspeed_stage_3", 2, 2),
-    "tensor on 2": ("fsdp", 2, 1),
-    "tensor on 4": ("fsdp", 4, 2),
-}
+SPREAD = {engine: (engine, 2, 2) for engine in test_engines.SPREAD}
+SPREAD |= {"null": ("null", 1, 1), "tensor on 2": ("fsdp", 2, 1), "tensor on 4": ("fsdp", 4, 2)}
 
 
 def spread(name):
@@ -142,6 +117,7 @@ def spread(name):
 def own(tmp_path_factory):
     """A working directory with the code above."""
     folder = tmp_path_factory.mktemp("tensor")
+    (folder / "own.py").write_text(conftest.OWN)
     (folder / "tensor_own.py").write_text(OWN)
     return folder
 
@@ -272,16 +248,10 @@ def test_a_killed_run_ends_bit_for_bit(run):
     """With dropout, weights and optimizer of a run that was killed and resumed are those of an uninterrupted one."""
     drops = [*LEARNS, "model.network.params.dropout=0.2", "train.checkpoint={every_n_steps: 1}"]
     resumes = [*drops, "train.resume_ckpt=auto", "logger.params.experiment_name=killed"]
-    killed = [*resumes, "train.callbacks=[{type: tensor_own.Killed}]"]
-    run("tensor on 4", *killed, code=None)
+    run("tensor on 4", *resumes, "train.callbacks=[{type: own.Killed, params: {epoch: 1, batch: 2}}]", code=None)
     resumed, whole = run("tensor on 4", *resumes), run("tensor on 4", *drops)
     assert "last.ckpt (step" in resumed.out
-    expected, found = (read_checkpoint(each.folder / "last.ckpt") for each in (whole, resumed))
-    for name, tensor in expected["state_dict"].items():
-        assert found["state_dict"][name].equal(tensor), name
-    for number, state in expected["optimizer_states"][0]["state"].items():
-        for name, value in state.items():
-            assert found["optimizer_states"][0]["state"][number][name].equal(value), (number, name)
+    test_engines.assert_same_bits(resumed, whole)
 
 
 @SLOW
