@@ -29,26 +29,19 @@ def run_in(store: Path) -> Path:
 @pytest.mark.parametrize("how", ["stdout", "both", "full", "closed"])
 def test_a_run_outlives_the_reader_of_its_stdout(how, command, tiny, place, tmp_path):
     """It ends with the training's exit code; a closed stdout is /dev/null."""
-    outcome = command(
-        "train", tiny, f"logger.params.tracking_uri='{tmp_path}'", "logger.progress=bar", cwd=place, main=f"lost:{how}"
-    )
+    words = ("train", tiny, f"logger.params.tracking_uri='{tmp_path}'", "logger.progress=bar")
+    outcome = command(*words, cwd=place, main=f"lost:{how}")
     assert outcome.code == 0, outcome
     assert (run_in(tmp_path) / "last.ckpt").is_file()
 
 
-def test_a_run_that_fails_keeps_its_exit_code_without_a_reader(command, tiny, place, tmp_path):
-    """The loss that is no number is what it ends with, not the pipe."""
-    uri = f"logger.params.tracking_uri='{tmp_path}'"
-    outcome = command("train", tiny, uri, "model.optimizer.params.lr=1e30", cwd=place, main="lost:stdout")
-    assert outcome.code == 5, outcome
-    assert outcome.err.count("error") == 1
-
-
-def test_each_rank_outlives_the_reader_of_its_stdout(command, tiny, place, tmp_path):
-    """Two ranks, both without a reader, train to the end."""
-    uri = f"logger.params.tracking_uri='{tmp_path}'"
-    words = ("train", tiny, uri, "engine.processes=2", "engine.backend=ddp", "logger.ranks=[0, 1]")
-    outcome = command(*words, cwd=place, ranks=2, main="lost:stdout")
+def test_a_run_that_fails_and_one_of_two_ranks_keep_their_exit_codes_without_a_reader(command, tiny, place, tmp_path):
+    """The loss that is no number is what a run ends with, not the pipe; two ranks train to the end."""
+    words = ("train", tiny, f"logger.params.tracking_uri='{tmp_path}'")
+    failed = command(*words, "model.optimizer.params.lr=1e30", cwd=place, main="lost:stdout")
+    assert (failed.code, failed.err.count("error")) == (5, 1), failed
+    two = ("engine.processes=2", "engine.backend=ddp", "logger.ranks=[0, 1]")
+    outcome = command(*words, *two, cwd=place, ranks=2, main="lost:stdout")
     assert {rank.code for rank in outcome.ranks} == {0}, outcome
 
 
@@ -82,30 +75,30 @@ def test_in_a_shell_too(tiny, place, tmp_path):
 # ---- SIGTERM before a run hears it
 
 
-def started(*arguments: object, cwd: Path) -> subprocess.Popen:
-    """A command whose handlers have just been installed."""
-    command = [sys.executable, "-m", "deeplightning", *map(str, arguments)]
-    child = subprocess.Popen(command, cwd=cwd, env=environment(), stdout=-3, stderr=-1, text=True)
-    end = time.monotonic() + 30
-    while not caught(child.pid) & 1 << signal.SIGTERM - 1:
-        assert time.monotonic() < end
-        assert child.poll() is None
-        time.sleep(0.002)
-    assert "libtorch" not in Path(f"/proc/{child.pid}/maps").read_text(), "the handlers come after the imports"
-    return child
-
-
 def caught(process: int) -> int:
     """The signals for which a process has a handler, a bit each."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt"))
 
 
+def python(program: str, cwd: Path) -> subprocess.CompletedProcess:
+    words = [sys.executable, "-c", program]
+    return subprocess.run(words, cwd=cwd, env=environment(), capture_output=True, text=True)
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="nothing tells which signals a process hears")
 @pytest.mark.parametrize("delay", [0, 0.03, 0.1, 0.3, 1, 2])
 def test_sigterm_in_the_first_seconds_ends_with_words(delay, tiny, place, tmp_path):
-    """Whatever is being imported just then: one line and 143, no traceback, within seconds."""
-    child = started("train", tiny, "train.num_epochs=1000", f"logger.params.tracking_uri='{tmp_path}'", cwd=place)
+    """Whatever is being imported after the handlers are installed: one line and 143, no traceback, within seconds."""
+    uri = f"logger.params.tracking_uri='{tmp_path}'"
+    command = [sys.executable, "-m", "deeplightning", "train", str(tiny), "train.num_epochs=1000", uri]
+    child = subprocess.Popen(command, cwd=place, env=environment(), stdout=-3, stderr=-1, text=True)
+    end = time.monotonic() + 30
+    while not caught(child.pid) & 1 << signal.SIGTERM - 1:
+        assert time.monotonic() < end
+        assert child.poll() is None
+        time.sleep(0.002)
+    assert "libtorch" not in Path(f"/proc/{child.pid}/maps").read_text(), "the handlers come after the imports"
     time.sleep(delay)
     child.terminate()
     _, err = child.communicate(timeout=60)
@@ -130,9 +123,7 @@ def test_sigterm_inside_a_callback_of_an_import_is_not_lost(place):
         "except streams.Terminated:\n"
         "    print('ended')\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=place, env=environment(), capture_output=True, text=True
-    )
+    ended = python(program, place)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ended\n", "")
 
 
@@ -149,9 +140,7 @@ def test_sigterm_while_the_command_prepares_ends_with_words(calls, place):
         "streams.prepare = prepare_and_end\n"
         "main()\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=place, env=environment(), capture_output=True, text=True
-    )
+    ended = python(program, place)
     assert (ended.returncode, ended.stderr.splitlines()) == (143, [TERMINATED])
 
 
@@ -166,14 +155,13 @@ def test_handlers_come_before_most_imports(place):
         "assert os.wait()[1] == 0; process.release(); assert signal.getsignal(15) == signal.SIG_DFL\n"
         "signal.signal(15, signal.SIG_IGN); process.prepare(); assert signal.getsignal(15) == signal.SIG_IGN\n"
     )
-    # Raises CalledProcessError where an assertion in the program fails.
-    subprocess.run([sys.executable, "-c", program], cwd=place, env=environment(), check=True)
+    assert (done := python(program, place)).returncode == 0, done
     program = (
         "import sys, deeplightning.__main__ as entry, deeplightning.process.streams as process\n"
         "process.prepare = lambda: sys.exit('click' in sys.modules or 'deeplightning.cli' in sys.modules)\n"
         "entry.main()"
     )
-    subprocess.run([sys.executable, "-c", program], cwd=place, env=environment(), check=True)
+    assert (done := python(program, place)).returncode == 0, done
 
 
 SWALLOWS = """\
