@@ -68,13 +68,6 @@ def test_a_gpu_is_seeded_by_its_own_module(monkeypatch):
     assert called == [5, ("remembered", random_state._word(7, 0))]
 
 
-def test_without_an_accelerator_there_is_no_module_to_seed():
-    """The CPU's generator is all there is."""
-    if torch.accelerator.is_available():
-        pytest.skip("this machine has one")
-    assert random_state._device_module() is None
-
-
 # ---- a run
 
 
@@ -195,24 +188,16 @@ def watched(fit, monkeypatch, callback, *overrides):
     fit(*overrides)
 
 
-def test_what_waits_is_logged_before_a_checkpoint(beside_a_gpu, fit, monkeypatch):
+def test_what_waits_is_logged_before_a_checkpoint_and_when_a_run_fails(beside_a_gpu, fit, monkeypatch):
     """A checkpoint inside an epoch finds the points of all logged steps with the loggers: a run that resumes from it
-    would not log them again."""
-    points = Points()
+    would not log them again. The points of the last logged step before a failure are not lost."""
+    points = Points(fails_at=14)
     monkeypatch.setattr("pytorch_lightning.loggers.csv_logs.ExperimentWriter.save", lambda self: None)
-    words = ["logger.log_every_n_steps=4", "train.checkpoint={every_n_steps: 6}", "train.num_epochs=1"]
-    watched(fit, monkeypatch, points, *words)
-    assert points.steps[0] == (6, [0, 4])
-    assert points.steps[-1] == (9, [0, 4, 8])
-
-
-def test_what_waits_is_logged_when_a_run_fails(beside_a_gpu, fit, monkeypatch):
-    """The points of the last logged step are not lost."""
-    monkeypatch.setattr("pytorch_lightning.loggers.csv_logs.ExperimentWriter.save", lambda self: None)
-    points = Points(fails_at=6)
+    words = ["logger.log_every_n_steps=4", "train.checkpoint={every_n_steps: 6}", "train.num_epochs=2"]
     with pytest.raises(RuntimeError, match="the end"):
-        watched(fit, monkeypatch, points, "logger.log_every_n_steps=4")
-    assert logged(points.trainer) == [0, 4]
+        watched(fit, monkeypatch, points, *words)
+    assert points.steps == [(6, [0, 4]), (9, [0, 4, 8]), (12, [0, 4, 8])]
+    assert logged(points.trainer) == [0, 4, 8, 12]
 
 
 # ---- a loss that is not a number
@@ -273,8 +258,7 @@ class Strict(pl.Callback):
     def on_train_batch_end(self, *_):
         torch.cuda.set_sync_debug_mode("default")
 
-    def on_exception(self, *_):
-        torch.cuda.set_sync_debug_mode("default")
+    on_exception = on_train_batch_end
 
 
 @pytest.mark.gpu
