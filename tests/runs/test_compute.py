@@ -34,14 +34,23 @@ def own_threads(monkeypatch):
 def test_channels_last_lays_out_weights_and_learns_the_same(fit):
     """Convolutions have their weights in that order, and the losses are those without it but for rounding."""
     plain, laid = fit(), fit("engine.channels_last=true")
-    weights = [p for p in laid.task.network.parameters() if p.ndim == 4]
-    assert weights
-    assert all(p.is_contiguous(memory_format=torch.channels_last) for p in weights)
-    assert not all(
-        p.is_contiguous(memory_format=torch.channels_last) for p in plain.task.network.parameters() if p.ndim == 4
-    )
+
+    def are_last(fitted):
+        weights = [p for p in fitted.task.network.parameters() if p.ndim == 4]
+        return [p.is_contiguous(memory_format=torch.channels_last) for p in weights]
+
+    assert (all(are_last(laid)), all(are_last(plain))) == (True, False)
     one, other = (dict(fitted.series("train_loss")) for fitted in (plain, laid))
     assert one == pytest.approx(other, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_channels_last_on_two_processes(job, tracked):
+    """Two processes learn with it as one does."""
+    alone = job("engine.channels_last=true", ranks=1)
+    outcome = job("engine.backend=ddp", "engine.channels_last=true", "data.batch_size=8")
+    one, other = (tracked(run.folder).series()["val_loss"] for run in (alone, outcome))
+    assert [value for _, value in one] == pytest.approx([value for _, value in other], abs=2e-3)
 
 
 def test_channels_last_has_one_order_in_all_tensors_of_a_convolution():
@@ -110,15 +119,6 @@ def test_lightnings_advice_on_gpus_is_not_shown(tiny, place, monkeypatch, caplog
     assert "GPU available but not used." in inspect.getsource(_log_device_info)
     assert "has Tensor Cores" in inspect.getsource(cuda._check_cuda_matmul_precision)
     assert words in inspect.getsource(compile_fx)
-
-
-@pytest.mark.slow
-def test_channels_last_on_two_processes(job, tracked):
-    """Two processes learn with it as one does."""
-    alone = job("engine.channels_last=true", ranks=1)
-    outcome = job("engine.backend=ddp", "engine.channels_last=true", "data.batch_size=8")
-    one, other = (tracked(run.folder).series()["val_loss"] for run in (alone, outcome))
-    assert [value for _, value in one] == pytest.approx([value for _, value in other], abs=2e-3)
 
 
 def test_a_number_of_threads_is_taken(fit):

@@ -7,26 +7,18 @@ before the data do, the schedule has an `auto` length, the best two checkpoints 
 """
 
 import contextlib
-import json
 import random
 import signal
 import time
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-from conftest import OWN, digest
-from killing import KILLS, SETTINGS, WRITING
+from conftest import OWN
+from killing import KILLS, SETTINGS, WRITING, ends
 
 
-@dataclass
-class End:
-    """What a run has left."""
-
-    status: str
-    weights: dict[str, str]
-    best: dict
-    series: dict[str, list[tuple[int, float]]]
+@pytest.fixture(scope="module")
+def end_of(store, tracked):
+    return ends(store, tracked)
 
 
 @pytest.fixture(scope="module")
@@ -42,31 +34,13 @@ def folder(tmp_path_factory):
 def start(jobs, tiny, folder):
     """`start(experiment, processes, …)` starts the run; `kill` says who dies at which event."""
 
-    def started(experiment, processes, kill="-:0", *overrides, **variables):
-        named = [f"logger.params.experiment_name={experiment}", f"engine.processes={processes}", *overrides]
-        each = f"data.batch_size={16 // processes}"
-        events = str(folder / experiment)
-        return jobs.start(
-            "train", tiny, *SETTINGS, each, *named, cwd=folder, ranks=processes, KILL=kill, EVENTS=events, **variables
-        )
+    def started(experiment, processes, kill="-:0", **variables):
+        named = [f"logger.params.experiment_name={experiment}", f"engine.processes={processes}"]
+        words = (*SETTINGS, f"data.batch_size={16 // processes}", *named)
+        told = {"KILL": kill, "EVENTS": str(folder / experiment)} | variables
+        return jobs.start("train", tiny, *words, cwd=folder, ranks=processes, **told)
 
     return started
-
-
-@pytest.fixture(scope="module")
-def end_of(store, tracked):
-    """`end_of(experiment)` is what the only run of an experiment has left."""
-    from mlflow.tracking import MlflowClient
-
-    def look(experiment):
-        client = MlflowClient(f"sqlite:///{store / 'mlflow.db'}")
-        found = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
-        assert len(found) == 1, "one MLflow run"
-        left = Path(found[0].info.artifact_uri.removeprefix("file://"))
-        kept = {path.name: digest(path) for path in left.glob("*.ckpt")}
-        return End(found[0].info.status, kept, json.loads((left / "best.json").read_text()), tracked(left).series())
-
-    return look
 
 
 @pytest.fixture(scope="module")
@@ -90,19 +64,9 @@ def whole(start, end_of, folder):
 
 def test_an_uninterrupted_run_is_what_is_to_be_shown(whole):
     """It stops early, keeps two of the best, and has every kind of event."""
-    end, (events,), _ = whole(1)
-    assert end.status == "FINISHED"
-    assert len(end.weights) == 3
-    assert len(end.series["val_loss"]) == 2
-    assert len(end.series["test_acc"]) == 1
-    assert {
-        "inside a checkpoint",
-        "before replace",
-        "after fsync",
-        "before link",
-        "after append",
-        "after deliver",
-    } <= set(events)
+    (status, kept, _, series), (events,), _ = whole(1)
+    assert (status, len(kept), len(series["val_loss"]), len(series["test_acc"])) == ("FINISHED", 3, 2, 1)
+    assert {*WRITING, "after fsync", "before link", "after append", "after deliver"} <= set(events)
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
@@ -115,7 +79,7 @@ def test_a_signal_while_a_run_is_opened_is_no_fault_of_the_store(start, whole, n
     assert f"interrupted by {name}" in ended.err
 
 
-def assert_ends_like_whole(start, end_of, whole, processes, kills, name, **variables):
+def assert_ends_like_whole(start, end_of, whole, processes, kills, name):
     """Kills a run at each of some instants, starts it again each time, and compares its end; returns what happened.
 
     An instant is a pair: who dies (ranks as digits), and a fraction of the events of the first of them; or `time`, and
@@ -125,7 +89,7 @@ def assert_ends_like_whole(start, end_of, whole, processes, kills, name, **varia
     told = []
     for victims, fraction in kills:
         if victims == "time":
-            running = start(name, processes, **variables)
+            running = start(name, processes)
             time.sleep(fraction * seconds)
             for rank in range(processes):
                 with contextlib.suppress(ProcessLookupError):  # it was faster
@@ -135,10 +99,10 @@ def assert_ends_like_whole(start, end_of, whole, processes, kills, name, **varia
         else:
             own = events[int(victims[0])]
             number = max(1, round(fraction * len(own)))
-            ended = start(name, processes, f"{victims}:{number}", **variables).end()
+            ended = start(name, processes, f"{victims}:{number}").end()
             assert ended.code != 0, ended
             told.append(own[number - 1])
-    done = start(name, processes, **variables).end()
+    done = start(name, processes).end()
     assert done.code == 0, done
     assert end_of(name) == expected, (told, done)
     line = next(text for text in done.out.splitlines() if text.startswith("resumes"))
@@ -146,39 +110,30 @@ def assert_ends_like_whole(start, end_of, whole, processes, kills, name, **varia
 
 
 @pytest.mark.parametrize(
-    "fraction",
+    "kills",
     [
-        pytest.param(0.02, id="before its first checkpoint", marks=pytest.mark.slow),
-        pytest.param(0.5, id="in the middle"),
-        pytest.param(0.97, id="at its end", marks=pytest.mark.slow),
+        pytest.param([("0", 0.5)], id="in the middle"),
+        pytest.param([("0", 0.02)], id="before its first checkpoint", marks=pytest.mark.slow),
+        pytest.param([("0", 0.97)], id="at its end", marks=pytest.mark.slow),
+        pytest.param([("0", 0.4), ("0", 0.3), ("0", 0.25)], id="again and again", marks=pytest.mark.slow),
+        pytest.param([("01", 0.45)], id="both of two", marks=pytest.mark.slow),
+        pytest.param([("1", 0.45)], id="one of two", marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_run_ends_like_one_that_was_not(fraction, start, end_of, whole):
+def test_a_killed_run_ends_like_one_that_was_not(kills, start, end_of, whole):
     """Weights, points, the best and their files; one run in the tracker, FINISHED."""
-    assert_ends_like_whole(start, end_of, whole, 1, [("0", fraction)], f"killed-{fraction}")
+    name = f"killed-{kills[0][0]}-{len(kills)}-{kills[0][1]}"
+    assert_ends_like_whole(start, end_of, whole, 1 + ("1" in kills[0][0]), kills, name)
 
 
 def test_a_run_killed_as_it_begins_is_none(start, end_of, whole):
     """Once when its first line is written and nothing else, once while its config is written: in the end there is one
-    run. Seed 2 of the storm, case 10."""
+    run."""
     _, (events,), _ = whole(1)
     created = events.index("after append") + 1
     places = [created, events.index("before replace", created) + 1]
     kills = [("0", place / len(events)) for place in places]
     assert_ends_like_whole(start, end_of, whole, 1, kills, "begins")
-
-
-@pytest.mark.slow
-def test_a_run_killed_again_and_again_ends_like_one_that_was_not(start, end_of, whole):
-    """Three times, each soon after it has gone on."""
-    assert_ends_like_whole(start, end_of, whole, 1, [("0", 0.4), ("0", 0.3), ("0", 0.25)], "again")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("victims", [pytest.param("01", id="both"), pytest.param("1", id="one")])
-def test_two_processes_that_are_killed_end_like_two_that_were_not(victims, start, end_of, whole):
-    """Both at once, or one, with which the other ends."""
-    assert_ends_like_whole(start, end_of, whole, 2, [(victims, 0.45)], f"two-{victims}")
 
 
 @pytest.mark.slow

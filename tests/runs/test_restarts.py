@@ -4,13 +4,11 @@ The processes that the launcher starts are forked (see `forks`), but for one tes
 """
 
 import errno
-import json
 import os
 import random
 import re
 import signal
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import commands
@@ -18,7 +16,7 @@ import pytest
 import yaml
 from commands import real
 from conftest import OWN, digest
-from killing import KILLS, SETTINGS, WRITING
+from killing import KILLS, SETTINGS, WRITING, ends
 
 from deeplightning.tracking.code import read_code
 
@@ -515,14 +513,14 @@ def test_twenty_kills(launch, here, end_of, capsys, monkeypatch):
     draw = random.Random(8)
     wholes, events = {}, {}
     for processes in (1, 2):
-        name = f"whole-{processes}"
+        name = f"undisturbed-{processes}"
         done = launch(*settings(name, processes), restarts=3, processes=processes, **variables(here, name)).end()
         assert done.code == 0, done
         wholes[processes] = end_of(name)
         events[processes] = [(here / f"{name}.{rank}").read_text().splitlines() for rank in range(processes)]
     kinds = [WRITING, ("before replace",), ("in the validation",), ("at the end of epoch", "after the validation")]
     for number in range(20):
-        processes, name = 1 + number % 2, f"kill-{number}"
+        processes, name = 1 + number % 2, f"restarts-{number}"
         victim = draw.choice(range(processes))
         own = events[processes][victim]
         places = [place for place, event in enumerate(own, 1) if event.startswith(kinds[number // 2 % 4])]
@@ -535,17 +533,13 @@ def test_twenty_kills(launch, here, end_of, capsys, monkeypatch):
         assert end_of(name) == wholes[processes], (told, own[first - 1], done)
         with capsys.disabled():
             from_ = [line.rpartition("; ")[2].rpartition("/")[2] for line in restarts_of(done)]
-            print(
-                f"\n{number + 1:2}  {processes}  {victim}{others or ' '}  {own[first - 1]:36}  {from_}",
-                end="",
-                flush=True,
-            )
+            print(f"\n{number + 1:2}  {processes}  {victim}{others or ' '}  {own[first - 1]:36}  {from_}", flush=True)
 
 
 def settings(name, processes):
     return [
         *(setting for setting in SETTINGS if not setting.startswith("train.resume_ckpt")),
-        f"logger.params.experiment_name=restarts-{name}",
+        f"logger.params.experiment_name={name}",
         f"data.batch_size={16 // processes}",
     ]
 
@@ -556,15 +550,4 @@ def variables(here, name):
 
 @pytest.fixture(scope="module")
 def end_of(store, tracked):
-    """`end_of(name)` is what the only run of an experiment has left."""
-    from mlflow.tracking import MlflowClient
-
-    def look(name):
-        client = MlflowClient(f"sqlite:///{store / 'mlflow.db'}")
-        found = client.search_runs([client.get_experiment_by_name(f"restarts-{name}").experiment_id])
-        assert len(found) == 1, "one MLflow run"
-        left = Path(found[0].info.artifact_uri.removeprefix("file://"))
-        kept = {path.name: digest(path) for path in left.glob("*.ckpt")}
-        return found[0].info.status, kept, json.loads((left / "best.json").read_text()), tracked(left).series()
-
-    return look
+    return ends(store, tracked)
