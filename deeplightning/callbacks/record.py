@@ -35,9 +35,8 @@ from deeplightning.private.lightning import add_logged_steps, logged_steps, valu
 from deeplightning.private.mlflow import autologs
 from deeplightning.process import ranks
 from deeplightning.process.identity import own_rank
-from deeplightning.process.logs import Printable
 from deeplightning.process.streams import Interrupted
-from deeplightning.process.terminal import LAYOUT, say
+from deeplightning.process.terminal import LAYOUT, Printable, say
 from deeplightning.runfolder import UMASK, FolderLock, RunFolder, make_private, read_object, umask_of, write_whole
 from deeplightning.tracking.build import end, open_runs, publish, run_folder
 from deeplightning.tracking.entities import Dataset

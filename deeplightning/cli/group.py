@@ -191,7 +191,7 @@ def newest_run(ctx: click.Context, param: click.Parameter, run: str) -> str:
     """Return `runs:/ID` of the newest run for `last`, and any other RUN as it is; a folder of that name is `./last`."""
     if ctx.resilient_parsing:
         return run
-    from deeplightning.process.logs import escape_warnings
+    from deeplightning.process.terminal import escape_warnings
 
     escape_warnings()
     if run != "last":

@@ -1,9 +1,10 @@
 """What a stream can show (terminal, colour, width), and text styled and wrapped accordingly.
 
 Text from a store, a run, a bundle or a data file reaches stdout and stderr only through `say`, or through a log that is
-formatted with `process.logs.Printable`, so that its control characters cannot steer a terminal.
+formatted with `Printable`, so that its control characters cannot steer a terminal.
 """
 
+import logging
 import math
 import os
 import re
@@ -31,6 +32,19 @@ def say(text: object, err: bool = False, nl: bool = True) -> None:
     """
     stream = sys.stderr if err else sys.stdout
     print(printable(str(text), LAYOUT), end="\n" * nl, file=stream, flush=True)
+
+
+class Printable(logging.Formatter):
+    """Escape control characters in log records."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record), LAYOUT)
+
+
+def escape_warnings() -> None:
+    """Format warnings with `Printable` in a process that has not configured logging."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(Printable())
 
 
 def say_path(path: Path, label: str = "") -> None:

@@ -20,8 +20,8 @@ from deeplightning.faults import CheckpointError, ConfigError
 from deeplightning.kinds import is_plain
 from deeplightning.launch.set_environment import apply_environment
 from deeplightning.process import ranks
-from deeplightning.process.agreement import all_ended, connect
 from deeplightning.process.identity import own_rank
+from deeplightning.process.rendezvous import all_ended, connect
 from deeplightning.process.terminal import say_path
 from deeplightning.run.assemble import init_module, init_trainer
 from deeplightning.run.find import checkpoint_of, find_checkpoint
