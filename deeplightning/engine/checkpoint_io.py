@@ -93,17 +93,14 @@ def save_sharded(checkpoint: dict[str, object], path: str | Path) -> None:
 def _on_all(write: Callable[[], None]) -> None:
     """Write on each process; fail on all if one fails."""
     failure: SetupError | None = None
+    failures: list[Any] = [None] * distributed.get_world_size()
     try:
         write()
     except SetupError as error:
         failure = error
-    failures: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(failures, failure and str(failure))
-    if failure is not None:
-        raise failure
-    for text in failures:
-        if text is not None:
-            raise SetupError(text)
+    if failure is not None or any(failures):
+        raise failure or SetupError(next(filter(None, failures)))
 
 
 def _write(content: dict[str, object], target: Path) -> None:
@@ -174,10 +171,9 @@ def _damaged(path: Path, what: str) -> CheckpointError:
 
 def _shared_files(path: Path, manifest: object) -> list[Path]:
     """Return the shard files that a checkpoint names, by rank; raise if some are missing."""
-    token = manifest.get("token") if isinstance(manifest, dict) else None
-    number = manifest.get("processes") if isinstance(manifest, dict) else None
-    if not isinstance(token, str) or not _TOKEN.fullmatch(token):
+    if not isinstance(manifest, dict) or (token := _token_in(manifest)) is None:
         raise _damaged(path, "`pieces` has no token of 8 hexadecimal digits")
+    number = manifest.get("processes")
     if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= _MAX_PROCESSES:
         raise _damaged(path, f"`pieces` says {described(number)} processes; 1 to {_MAX_PROCESSES} are possible")
     files = [_shards_of(path, token, rank) for rank in range(number)]
@@ -260,7 +256,11 @@ def _token(path: Path) -> str | None:
         manifest = _read(path).get("pieces") if _folder_of(path).is_dir() else None
     except CheckpointError:
         return None
-    token = manifest.get("token") if isinstance(manifest, dict) else None
+    return _token_in(manifest) if isinstance(manifest, dict) else None
+
+
+def _token_in(manifest: dict[str, Any]) -> str | None:
+    token = manifest.get("token")
     return token if isinstance(token, str) and _TOKEN.fullmatch(token) else None
 
 

@@ -87,10 +87,12 @@ def plan_of(task: nn.Module, given: Mapping[str, str] | None, processes: int) ->
         names = {name: name.removeprefix(prefix) for name in inside}
         for patterns, word in plan.items():
             for pattern in patterns.split("|"):
-                found = [name for name, inner in names.items() if _fits(name, inner, pattern.strip())]
+                pattern = pattern.strip()  # of names in the task, in the network with the plan, or in any network
+                of = {name: (name, inner, name.partition(".")[2]) for name, inner in names.items()}
+                found = [name for name, words in of.items() if any(fnmatchcase(each, pattern) for each in words)]
                 if not found:
-                    message = f"no module fits {pattern.strip()!r}; there are {', '.join(sorted(names)[:12])}"
-                    raise ConfigError(Fault(message, PLAN, found=pattern.strip()))
+                    message = f"no module fits {pattern!r}; there are {', '.join(sorted(names)[:12])}"
+                    raise ConfigError(Fault(message, PLAN, found=pattern))
                 for name in found:
                     if chosen.setdefault(name, word) != word:
                         message = f"{name} is both {chosen[name]} and {word}; let one pattern fit it"
@@ -194,11 +196,6 @@ def _own_plans(task: nn.Module, processes: int) -> dict[str, dict[str, str]]:
     return found
 
 
-def _fits(name: str, inner: str, pattern: str) -> bool:
-    """Return whether a pattern matches a module's name in the task, in the network with the plan, or in any network."""
-    return any(fnmatchcase(part, pattern) for part in (name, inner, name.partition(".")[2]))
-
-
 def _unfit(module: nn.Module, word: str, processes: int) -> str | None:
     """Return why a module cannot be split that way; None if it can."""
     if isinstance(module, nn.Embedding):
@@ -244,7 +241,7 @@ class Layout:
     def part(self, whole: Tensor, replica: int, part: int) -> Tensor:
         """Return a process's part of the whole parameter, flattened."""
         rows = self._of_group(whole, part)
-        start, stop = self._rows(rows.shape[0])[replica]
+        start, stop = list(slices(rows.shape[0], self.replicas))[replica]  # as `torch.chunk` deals them
         return rows[start:stop].reshape(-1)
 
     def numel(self, replica: int, part: int) -> int:
@@ -273,9 +270,6 @@ class Layout:
         blocks = whole.unflatten(self.dim, (self.blocks, -1))
         start, stop = list(slices(blocks.shape[self.dim + 1], self.parts))[part]
         return blocks.narrow(self.dim + 1, start, stop - start).flatten(self.dim, self.dim + 1)
-
-    def _rows(self, number: int) -> list[tuple[int, int]]:
-        return list(slices(number, self.replicas))  # as `torch.chunk` deals them
 
 
 @dataclass
