@@ -128,19 +128,16 @@ def test_every_engine_trains_tests_resumes_and_exports(engine, precision, gpus, 
 # ---- the same numbers as on a CPU
 
 
+@pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=TWO)])
 @pytest.mark.parametrize("engine", ["null", *SPREAD, *OFFLOAD])
-def test_every_engine_learns_what_one_cpu_process_learns(engine, plain, on_cpu, series):
-    """In 32 bits the losses on a GPU are those on the CPU, the first one too, which is that of the seed's weights."""
-    assert_alike(series(plain(engine).folder), on_cpu)
-
-
-@TWO
-@pytest.mark.parametrize("engine", [*SPREAD, *OFFLOAD])
-def test_every_engine_on_two_gpus_learns_what_one_cpu_process_learns(engine, plain, on_cpu, series):
-    """Two GPUs with half the batch each give the same losses, without a warning of a library."""
-    done = plain(engine, gpus=2)
+def test_every_engine_learns_what_one_cpu_process_learns(engine, gpus, plain, on_cpu, series):
+    """In 32 bits the losses on a GPU are those on the CPU, the first one too, which is that of the seed's weights; two
+    GPUs with half the batch each give the same losses, without a warning of a library."""
+    if (engine, gpus) == ("null", 2):
+        pytest.skip("one process needs no engine, two need one")
+    done = plain(engine, gpus=gpus)
     assert_alike(series(done.folder), on_cpu)
-    assert stray(done.err) == []
+    assert gpus == 1 or stray(done.err) == []
 
 
 STILL = ["model.network={type: gpu_own.mixed}", "model.optimizer={type: torch.optim.SGD, params: {lr: 0.0}}"]
@@ -329,22 +326,17 @@ def noted(folder):
     return f"train.callbacks=[{{type: gpu_own.Notes, params: {{folder: '{folder}'}}}}]"
 
 
-def most_bytes(plain, folder, engine):
-    """What a wide network takes at most on the fullest of two GPUs."""
-    notes = folder / engine
-    notes.mkdir()
-    plain(engine, *WIDE, "train.max_steps=3", noted(notes), gpus=2)
-    return max(json.loads((notes / f"{rank}.json").read_text())["bytes"] for rank in (0, 1))
-
-
 @TWO
 def test_what_is_shared_out_takes_less_memory(plain, tmp_path, record_property):
-    """Of a network of 30 million parameters, Adam's state included, fsdp and stage 3 hold less than ddp on each GPU; so
-    does stage 2 with the state in the CPU's memory."""
-    engines = ("ddp", "fsdp", "deepspeed_stage_3", "deepspeed_stage_2_offload")
-    found = {engine: most_bytes(plain, tmp_path, engine) for engine in engines}
+    """Of a network of 30 million parameters, Adam's state included, fsdp and stage 3 hold less than ddp on the fuller
+    of two GPUs; so does stage 2 with the state in the CPU's memory."""
+    found = {}
+    for engine in ("ddp", "fsdp", "deepspeed_stage_3", "deepspeed_stage_2_offload"):
+        (notes := tmp_path / engine).mkdir()
+        plain(engine, *WIDE, "train.max_steps=3", noted(notes), gpus=2)
+        found[engine] = max(json.loads((notes / f"{rank}.json").read_text())["bytes"] for rank in (0, 1))
     record_property("bytes", found)
-    assert max(found[engine] for engine in engines[1:]) < found["ddp"]
+    assert max(most for engine, most in found.items() if engine != "ddp") < found["ddp"]
 
 
 @TWO

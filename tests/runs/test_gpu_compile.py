@@ -115,6 +115,13 @@ def test_cuda_graphs_learn_what_eager_mode_does_and_are_recorded_once(settings, 
         torch.testing.assert_close(values, expected[name], atol=1e-3, rtol=1e-2)
 
 
+def assert_same(found, expected):
+    """The weights of two runs are the same to the last bit."""
+    ours = weights(expected.folder / "last.ckpt")
+    for name, values in weights(found.folder / "last.ckpt").items():
+        assert torch.equal(values, ours[name]), name
+
+
 # Eager mode and a recorded step launch the same kernels in the same order.
 DRAWING = "model.network={type: layers.Drawing}"
 SAME = ["train.num_epochs=2", "engine.deterministic=true"]
@@ -132,21 +139,25 @@ SAME = ["train.num_epochs=2", "engine.deterministic=true"]
 )
 def test_a_recorded_step_learns_what_eager_mode_does_bit_for_bit(settings, learned):
     """Weights, with short last batches that run eagerly; so do buffers, and the numbers that a network draws."""
-    expected = weights(learned(*SAME, *settings)[0].folder / "last.ckpt")
+    eager, _ = learned(*SAME, *settings)
     done, notes = learned(*SAME, *settings, "engine.compile=graphs")
     assert notes == {"graphs": 0, "skips": 0, "recorded": 1}
-    for name, values in weights(done.folder / "last.ckpt").items():
-        assert torch.equal(values, expected[name]), name
+    assert_same(done, eager)
 
 
-def test_a_run_with_recorded_steps_resumes_bit_for_bit(learned):
-    """A run that stops inside the second epoch; the resumed one records its step again."""
-    settings = [*SAME, DRAWING, "engine.compile=graphs"]
-    whole = weights(learned(*settings)[0].folder / "last.ckpt")
-    first, _ = learned(*settings, "train.max_steps=12")
-    resumed, _ = learned(*settings, f"train.resume_ckpt={first.folder}")
-    for name, values in weights(resumed.folder / "last.ckpt").items():
-        assert torch.equal(values, whole[name]), name
+@pytest.mark.parametrize(
+    ("settings", "stopped"),
+    [
+        ([DRAWING, "engine.compile=graphs"], "train.max_steps=12"),
+        (["engine.compile=reduce-overhead"], "train.max_steps=5"),
+    ],
+)
+def test_a_resumed_run_with_graphs_ends_like_one_that_was_not_stopped(settings, stopped, learned):
+    """Bit for bit, stopped in either epoch; a resumed run records its step again."""
+    whole, _ = learned(*SAME, *settings)
+    first, _ = learned(*SAME, *settings, stopped)
+    resumed, _ = learned(*SAME, *settings, f"train.resume_ckpt={first.folder}")
+    assert_same(resumed, whole)
 
 
 @pytest.mark.parametrize(
@@ -173,18 +184,7 @@ def test_a_network_that_a_callback_changes_is_recorded_again(learned, tmp_path):
     (tmp_path / "changing.py").write_text(CHANGING)
     callbacks = "train.callbacks=[{type: notes.Notes}, {type: changing.Changes}]"
     settings = [*SAME, DRAWING, callbacks, "model.trainable=[^0, ^5]"]
-    expected = weights(learned(*settings)[0].folder / "last.ckpt")
+    eager, _ = learned(*settings)
     done, _ = learned(*settings, "engine.compile=graphs")
     assert "so the step is recorded again" in done.out + done.err
-    for name, values in weights(done.folder / "last.ckpt").items():
-        assert torch.equal(values, expected[name]), name
-
-
-def test_a_resumed_run_with_cuda_graphs_ends_like_one_that_was_not_stopped(learned):
-    """Bit for bit."""
-    settings = ["train.num_epochs=2", "engine.compile=reduce-overhead", "engine.deterministic=true"]
-    whole = weights(learned(*settings)[0].folder / "last.ckpt")
-    first, _ = learned(*settings, "train.max_steps=5")
-    resumed, _ = learned(*settings, f"train.resume_ckpt={first.folder}")
-    for name, values in weights(resumed.folder / "last.ckpt").items():
-        assert torch.equal(values, whole[name]), name
+    assert_same(done, eager)

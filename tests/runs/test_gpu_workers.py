@@ -101,8 +101,7 @@ def label(server, colour):
 
 def infos(server, number):
     """/info of each process: connections are spread, so several are asked."""
-    found = {}
-    end = time.monotonic() + 20
+    found, end = {}, time.monotonic() + 20
     while len(found) < number:
         assert time.monotonic() < end
         info = server.ask("GET", "/info")[1]
@@ -111,8 +110,9 @@ def infos(server, number):
 
 
 def test_each_gpu_has_a_process_that_loads_the_model_itself(pretend, run_folder):
-    """The parent loads nothing; the first line and /info say the device; SIGTERM ends all."""
-    server = pretend.start(run_folder.path, 2)
+    """The parent loads nothing; the first line and /info say the device, /info the bound of batches that was measured,
+    at most what was asked for; SIGTERM ends all."""
+    server = pretend.start(run_folder.path, 2, "cuda", "--max-batch", "24")
     assert server.line.endswith(": 2 processes with 2 lanes, on cuda:0 (a pretended GPU), cuda:1 (a pretended GPU)")
     processes = server.processes()
     assert len(server.workers()) == 2
@@ -122,6 +122,7 @@ def test_each_gpu_has_a_process_that_loads_the_model_itself(pretend, run_folder)
     for device, info in infos(server, 2).items():
         assert (info["processes"], info["lanes"], info["device"]) == (2, 2, device)
         assert info["device_name"] == "a pretended GPU"
+        assert 1 <= info["limits"]["max_batch"] <= 24
     assert server.stop() == 0
     assert all(map(gone, processes))
 
@@ -198,9 +199,3 @@ def test_a_changed_bundle_is_taken_up_on_the_gpu(pretend, run_folder, tmp_path):
     wait_until(lambda: gone(first))
     assert label(server, "red") == "rot"
     assert server.stop() == 0
-
-
-def test_batches_on_a_gpu_are_bounded_at_the_start(pretend, run_folder):
-    """/info says the bound that was measured: at most what was asked for."""
-    server = pretend.start(run_folder.path, 1, "cuda", "--max-batch", "24")
-    assert 1 <= server.ask("GET", "/info")[1]["limits"]["max_batch"] <= 24
