@@ -92,24 +92,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    _begin(item)
+    """Start the timer of this phase; the other phases do the same."""
+    limit = LIMIT_SECONDS if item.get_closest_marker("slow") is None else SLOW_LIMIT_SECONDS
+    faulthandler.dump_traceback_later(limit, exit=True, file=item.config.stash[_stderr])
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_call(item: pytest.Item) -> None:
-    _begin(item)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_teardown(item: pytest.Item) -> None:
-    _begin(item)
+pytest_runtest_call = pytest_runtest_teardown = pytest_runtest_setup
 
 
 def pytest_runtest_logfinish() -> None:
     """Cancel the timer: a worker of xdist may wait long for the others."""
     faulthandler.cancel_dump_traceback_later()
-
-
-def _begin(item: pytest.Item) -> None:
-    limit = LIMIT_SECONDS if item.get_closest_marker("slow") is None else SLOW_LIMIT_SECONDS
-    faulthandler.dump_traceback_later(limit, exit=True, file=item.config.stash[_stderr])

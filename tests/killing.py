@@ -103,6 +103,81 @@ class Events(pl.Callback):
         happens(f"at the end of epoch {trainer.current_epoch}")
 '''
 
+GOES_WRONG = '''\
+"""A user's own code that goes wrong."""
+
+import builtins
+import logging
+import os
+import pathlib
+import signal
+import time
+
+import pytorch_lightning as pl
+import torch
+
+
+class NoSuchData(Exception):
+    exit_code = 3
+
+
+class At(pl.Callback):
+    """Does something at the start of the third batch of an epoch, in one process, or in all if that is none, in the
+    starts of a launch that `when` names."""
+
+    def __init__(self, rank, what, epoch=0, when="0"):
+        self.at, self.rank, self.what, self.when = (epoch, 2), rank, what, str(when)
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        is_here = (trainer.current_epoch, batch_idx) == self.at and self.rank in (trainer.global_rank, None)
+        if is_here and start in self.when:
+            getattr(self, self.what)(module)
+
+    def fault(self, module):
+        raise KeyError("a fault of the user's")
+
+    def data(self, module):
+        raise NoSuchData("a picture cannot be read")
+
+    def kill(self, module):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def crash(self, module):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    def stop(self, module):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def leave(self, module):
+        os._exit(7)
+
+    def sleep(self, module):
+        print("sleeps", flush=True)
+        time.sleep(1000)
+
+    def spoil(self, module):
+        with torch.no_grad():
+            next(module.parameters()).fill_(float("nan"))
+
+    def edit(self, module):
+        for file in os.environ["EDITS"].split(os.pathsep):
+            pathlib.Path(file).write_text("raise RuntimeError('this was edited')\\n")
+        self.kill(module)
+
+    def abort_late(self, module):
+        builtins.late = AbortsLate()
+
+
+class AbortsLate:
+    """As a thread of a library can: it aborts the process while Python ends, after its exit functions."""
+
+    def __del__(self, abort=os.abort):
+        abort()
+'''
+FAULT = 1 + GOES_WRONG.splitlines().index('        raise KeyError("a fault of the user\'s")')
+SLEEPS = 1 + GOES_WRONG.splitlines().index("        time.sleep(1000)")
+
 SETTINGS = [
     "model.network={type: own.Dropout}",
     "model.optimizer.groups=[{match: bias, weight_decay: 0.1}]",

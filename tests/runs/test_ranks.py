@@ -13,81 +13,18 @@ from pathlib import Path
 import pytest
 from commands import LIMIT_SECONDS, environment, free_port
 from conftest import OWN
+from killing import FAULT, GOES_WRONG, SLEEPS
 
 from deeplightning.process import shared_folder as folders
 from deeplightning.process.failure import Cause, first_of, is_lost, record_cause
 from deeplightning.process.shared_folder import shared_folder
-
-FAULTY = '''\
-"""A user's own code."""
-
-import builtins
-import os
-import signal
-import time
-
-import pytorch_lightning as pl
-import torch
-
-
-class NoSuchData(Exception):
-    exit_code = 3
-
-
-class At(pl.Callback):
-    """Does something at the start of the third batch in one process, or in all if that is none."""
-
-    def __init__(self, rank, what):
-        self.rank, self.what = rank, what
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if batch_idx == 2 and self.rank in (trainer.global_rank, None):
-            self.module = module
-            getattr(self, self.what)()
-
-    def fault(self):
-        raise KeyError("a fault of the user's")
-
-    def data(self):
-        raise NoSuchData("a picture cannot be read")
-
-    def kill(self):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def leave(self):
-        os._exit(7)
-
-    def sleep(self):
-        print("sleeps", flush=True)
-        time.sleep(1000)
-
-    def spoil(self):
-        with torch.no_grad():
-            next(self.module.parameters()).fill_(float("nan"))
-
-    def stop(self):
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    def abort_late(self):
-        if not hasattr(builtins, "late"):
-            builtins.late = AbortsLate()
-
-
-class AbortsLate:
-    """As a thread of a library can: it aborts the process while Python ends, after its exit functions."""
-
-    def __del__(self, abort=os.abort):
-        abort()
-'''
-LINE = 1 + FAULTY.splitlines().index('        raise KeyError("a fault of the user\'s")')
-SLEEPS = 1 + FAULTY.splitlines().index("        time.sleep(1000)")
 
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
     """A working directory with user code that fails."""
     folder = tmp_path_factory.mktemp("here")
-    (folder / "faulty.py").write_text(FAULTY)
+    (folder / "faulty.py").write_text(GOES_WRONG)
     (folder / "own.py").write_text(OWN)
     return folder
 
@@ -146,11 +83,11 @@ def told(outcome):
 def test_a_fault_in_one_process_is_told_once_and_fails_the_run(rank, ranks, backend, failing, tracked):
     """The failed process prints the traceback; the run's failure reason has the place in the user's code."""
     failed = failing(at(rank, "fault"), f"engine.backend={backend}", ranks=ranks, code=5)
-    assert f"error [rank {rank}]: faulty.py:{LINE}: " in told(failed)
+    assert f"error [rank {rank}]: faulty.py:{FAULT}: " in told(failed)
     assert "Traceback" in failed.ranks[rank].err
     run = tracked(failed.folder)
     assert run.status == "FAILED"
-    named = f'rank {rank}: faulty.py:{LINE}: KeyError: "a fault of the user\'s"'
+    named = f'rank {rank}: faulty.py:{FAULT}: KeyError: "a fault of the user\'s"'
     assert named in run.tags["failure"] or rank == 0
     assert "KeyError" in run.tags["failure"]
 
@@ -204,7 +141,7 @@ def test_a_time_limit_is_known_whichever_operation_timed_out(tmp_path):
 @pytest.mark.parametrize(
     ("rank", "what", "code", "words", "reason"),
     [
-        ("null", "fault", 5, rf"faulty\.py:{LINE}: ", "KeyError"),
+        ("null", "fault", 5, rf"faulty\.py:{FAULT}: ", "KeyError"),
         (1, "data", 3, r"\Aerror \[rank 1\]: a picture cannot be read\n\Z", r"rank 1: a picture cannot be read\Z"),
         (1, "spoil", 5, r"^error \[rank 1\]: train_loss is nan", "train_loss is nan"),
     ],

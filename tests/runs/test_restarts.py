@@ -16,72 +16,18 @@ import pytest
 import yaml
 from commands import real
 from conftest import OWN, digest
-from killing import KILLS, SETTINGS, WRITING, ends
+from killing import FAULT, GOES_WRONG, KILLS, SETTINGS, SLEEPS, WRITING, ends
 
 from deeplightning.tracking.code import read_code
 
 FORKED = "forks:main"
 
-LOSSES = '''\
-"""A user's own code that goes wrong, in the starts of a launch that WHEN names."""
+LOSSES = (
+    GOES_WRONG
+    + '''
 
-import logging
-import os
-import pathlib
-import signal
-import time
-
-import pytorch_lightning as pl
-import torch
-
-
-def note():
-    if "PIDS" in os.environ:
-        pathlib.Path(os.environ["PIDS"], f"{os.getpid()}").touch()
-
-
-note()
-
-
-class At(pl.Callback):
-    """Does something at the start of the third batch of the second epoch, in one process."""
-
-    def __init__(self, rank, what, when="0"):
-        self.rank, self.what, self.when = rank, what, str(when)
-        note()
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        if (trainer.current_epoch, batch_idx, trainer.global_rank) == (1, 2, self.rank) and start in self.when:
-            getattr(self, self.what)(module)
-
-    def kill(self, module):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def crash(self, module):
-        os.kill(os.getpid(), signal.SIGSEGV)
-
-    def fault(self, module):
-        raise KeyError("a fault of the user's")
-
-    def leave(self, module):
-        os._exit(7)
-
-    def spoil(self, module):
-        with torch.no_grad():
-            next(module.parameters()).fill_(float("nan"))
-
-    def sleep(self, module):
-        print("sleeps", flush=True)
-        time.sleep(1000)
-
-    def edit(self, module):
-        for file in os.environ["EDITS"].split(os.pathsep):
-            pathlib.Path(file).write_text("raise RuntimeError('this was edited')\\n")
-        self.kill(module)
-
-    def stop(self, module):
-        os.kill(os.getpid(), signal.SIGSTOP)
+if "PIDS" in os.environ:
+    pathlib.Path(os.environ["PIDS"], f"{os.getpid()}").touch()
 
 
 class Writes(pl.Callback):
@@ -116,8 +62,7 @@ def dies_early():
 
     os.replace = replace
 '''
-FAULT = 1 + LOSSES.splitlines().index('        raise KeyError("a fault of the user\'s")')
-SLEEPS = 1 + LOSSES.splitlines().index("        time.sleep(1000)")
+)
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +111,7 @@ def alive(pid, seconds=10):
 
 
 def at(rank, what, when="0"):
-    return f"train.callbacks=[{{type: losses.At, params: {{rank: {rank}, what: {what}, when: '{when}'}}}}]"
+    return f"train.callbacks=[{{type: losses.At, params: {{rank: {rank}, what: {what}, epoch: 1, when: '{when}'}}}}]"
 
 
 def restarts_of(outcome):
