@@ -26,6 +26,7 @@ from deeplightning.process.rendezvous import wait_seconds
 
 TWO = ("engine.num_nodes=2", "engine.backend=ddp")
 THREE = ("engine.num_nodes=3", "engine.backend=ddp")
+LOCAL = "engine.launcher={{type: deeplightning.launch.Local, params: {}}}"
 
 
 @pytest.fixture
@@ -205,8 +206,7 @@ def test_the_launcher_may_say_the_same_as_the_variables(nodes, alone):
     port = free_port()
 
     def local(number, port):
-        params = f"{{master_addr: 127.0.0.1, master_port: {port}, node_rank: {number}}}"
-        return [f"engine.launcher={{type: deeplightning.launch.Local, params: {params}}}"]
+        return [LOCAL.format(f"{{master_addr: 127.0.0.1, master_port: {port}, node_rank: {number}}}")]
 
     own = (local(0, f"'{port}'"), local(1, port))
     first, second = nodes([{}, {}], *TWO, own=own, MASTER_ADDR="nowhere.invalid", MASTER_PORT="1", NODE_RANK="9")
@@ -446,7 +446,7 @@ def test_torchrun_goes_on_in_the_same_run(by_torchrun, alone, store, tracked, tm
 
 @pytest.fixture(scope="module")
 def told_by_mpirun(tmp_path_factory):
-    """What `mpirun -np 2` tells its two processes."""
+    """What `mpirun -np 2` tells its two processes; it asks twice whether root may, and counts the cores."""
     if shutil.which("mpirun") is None:
         pytest.skip("there is no mpirun; Debian has it in openmpi-bin")
     folder = tmp_path_factory.mktemp("mpirun")
@@ -454,15 +454,22 @@ def told_by_mpirun(tmp_path_factory):
         "import json, os, pathlib, sys; told = {n: v for n, v in os.environ.items() if n[:4] in ('OMPI', 'PMIX')}; "
         "pathlib.Path(sys.argv[1], told['OMPI_COMM_WORLD_RANK']).write_text(json.dumps(told))"
     )
-    told = mpirun(sys.executable, "-c", program, str(folder), timeout=60)
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, "-c", program, folder]
+    told = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
     assert told.returncode == 0, told.stderr
     return [json.loads(file.read_text()) for file in sorted(folder.iterdir())]
 
 
-def mpirun(*words, **options):
-    """A command as two processes of Open MPI; it asks twice whether root may, and counts the cores."""
-    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", *map(str, words)]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, **options)
+@pytest.mark.slow
+def test_as_a_person_types_it(tiny, place, alone):
+    """Everything in fresh processes: `torchrun --nproc-per-node 2 -m deeplightning …`."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = {"capture_output": True, "text": True, "timeout": LIMIT_SECONDS}
+    command = [*words, "-m", "deeplightning", "train", str(tiny)]
+    ended = subprocess.run(command, cwd=place, env=environment(), **options)
+    assert ended.returncode == 0, ended.stderr
+    folder = Path(ended.stdout.splitlines()[-1].removeprefix("Artifact storage path: "))
+    assert digest(folder / "last.ckpt") == digest(alone.folder / "last.ckpt")
 
 
 def test_mpirun_starts_all_processes(told_by_mpirun, command, tiny, place, alone, store):
@@ -473,24 +480,6 @@ def test_mpirun_starts_all_processes(told_by_mpirun, command, tiny, place, alone
     (folder,) = runs_of(store) - before
     assert digest(folder / "last.ckpt") == digest(alone.folder / "last.ckpt")
     assert "MPI has started 2 processes" in "".join(each.err for each in ended)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
-def test_as_a_person_types_it(launcher, tiny, place, alone):
-    """Everything in fresh processes: `torchrun --nproc-per-node 2 -m deeplightning …`, `mpirun -np 2 python -m …`."""
-    train = ["-m", "deeplightning", "train", str(tiny)]
-    if launcher == "mpirun" and shutil.which("mpirun") is None:
-        pytest.skip("there is no mpirun; Debian has it in openmpi-bin")
-    if launcher == "mpirun":
-        ended = mpirun(sys.executable, *train, cwd=place, timeout=LIMIT_SECONDS)
-    else:
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *train]
-        options = {"capture_output": True, "text": True, "timeout": LIMIT_SECONDS}
-        ended = subprocess.run(words, cwd=place, env=environment(), **options)
-    assert ended.returncode == 0, ended.stderr
-    folder = Path(ended.stdout.splitlines()[-1].removeprefix("Artifact storage path: "))
-    assert digest(folder / "last.ckpt") == digest(alone.folder / "last.ckpt")
 
 
 # ---- plan
@@ -512,6 +501,16 @@ OF_TASK |= {"MASTER_ADDR": "n03", "MASTER_PORT": port_of("slurm-7.0")}
             {"LOCAL_RANK": "*", "WORLD_SIZE": "4"} | BY_HAND,
         ),
         (TASK, (), "this process, which Slurm has started", 1, OF_TASK),
+        (
+            *({}, ("engine.processes=3", "engine.max_restarts=2", LOCAL.format("{master_port: 29500}"))),
+            *("this machine, again up to 2 times after a process was lost", 3),
+            {
+                **dict.fromkeys(("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"), "*"),
+                **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "3"),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": "29500",
+            },
+        ),
     ],
 )
 def test_plan_says_what_would_start(variables, overrides, where, times, told, command, tiny, place, store):

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import commands
 import pytest
-import yaml
 from commands import real
 from conftest import OWN, digest
 from killing import FAULT, GOES_WRONG, KILLS, SETTINGS, SLEEPS, WRITING, ends
@@ -354,16 +353,6 @@ def test_processes_that_nobody_has_forked(tiny, here, tracked, undisturbed, tmp_
 
 LAUNCHER = "engine.launcher={{type: deeplightning.launch.Local, params: {}}}".format
 HOOK = "engine.setup_hook={}".format
-
-
-def test_a_plan_says_what_would_start(command, tiny, here):
-    """The processes, how often they may start again, their variables."""
-    overrides = ("engine.processes=3", "engine.max_restarts=2", LAUNCHER("{master_port: 29500}"))
-    told = command("plan", tiny, *overrides, cwd=here)
-    assert told.code == 0, told
-    (start,) = yaml.safe_load(told.out)
-    assert (start["times"], start["where"]) == (3, "this machine, again up to 2 times after a process was lost")
-    assert {"WORLD_SIZE": "3", "MASTER_PORT": "29500"}.items() <= start["environment"].items()
 
 
 @pytest.mark.parametrize(
