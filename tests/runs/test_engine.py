@@ -1,5 +1,6 @@
 """What a config asks for becomes what runs: words are mapped with a notice, what cannot run is refused in words."""
 
+import inspect
 import os
 import re
 
@@ -271,17 +272,8 @@ def test_flops_of_a_step_are_counted(fit):
 
 
 def test_the_names_of_libraries_that_the_engines_stand_on_exist():
-    """Lightning's and DeepSpeed's private names that fail without an error when they are renamed: the iterator that a
-    resumed run drops, the wrapping by ddp, the partitioned parameters that stage 3 gives back, and the loss scale."""
-    import inspect
-
-    import pytorch_lightning as pl
-    from pytorch_lightning.strategies import DDPStrategy
-
-    assert "_combined_loader" in vars(pl.Trainer(logger=False, enable_checkpointing=False).fit_loop)
-    assert "_combined_loader is not None" in inspect.getsource(pl.loops._FitLoop.setup_data)
-    assert "self._setup_model(" in inspect.getsource(DDPStrategy.configure_ddp)
-    assert {"_ddp_kwargs", "determine_ddp_device_ids"} <= {*vars(DDPStrategy()), *vars(DDPStrategy)}
+    """DeepSpeed's private names that fail without an error when they are renamed: the partitioned parameters that stage
+    3 gives back, and the loss scale."""
     source = inspect.getsource(pytest.importorskip("deepspeed.runtime.zero.partition_parameters"))
     for name in ("ds_id", "ds_active_sub_modules", "partition"):
         assert f"param.{name} = " in source, name
