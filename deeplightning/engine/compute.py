@@ -104,22 +104,13 @@ def prepare_to_compile(engine: Engine) -> None:
         return
     _find_compiler(on_gpu)
     with contextlib.suppress(OSError, RuntimeError):  # without a home, or room there, torch takes its own folder
-        folder = cache_folder()
+        top = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        python = f"{sys.version_info.major}.{sys.version_info.minor}"
+        # Code for one torch, Python or kind of CPU may not run on another.
+        folder = top / "deeplightning" / "compiled" / f"torch-{torch.__version__}-python-{python}-{_cpu()}"
         if FOLDER not in os.environ and " " not in str(folder):  # torch 2.15 calls compilers without quotes
             folder.mkdir(parents=True, exist_ok=True)
             os.environ[FOLDER] = str(folder)
-
-
-def cache_folder() -> Path:
-    """Return a folder in the user's cache for compiled code. It depends on the versions of torch and Python and the
-    kind of CPU, since code for one may not run on another.
-
-    Raises:
-        RuntimeError: the user has no home.
-    """
-    top = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return top / "deeplightning" / "compiled" / f"torch-{torch.__version__}-python-{python}-{_cpu()}"
 
 
 def _cpu() -> str:

@@ -70,9 +70,12 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
     if not missing and (engine.backend or "").startswith("deepspeed") and not is_installed("deepspeed"):
         message = f"{engine.backend} needs the package deepspeed: install the extra `deeplightning[deepspeed]`"
         faults.append(Fault(message, "engine.backend", exit_code=3))
-    if engine.params.get("process_group_backend") == "mpi" and not _knows_mpi():
-        message = "this build of torch knows no MPI; use gloo, or nccl on GPUs, or build torch with MPI"
-        faults.append(Fault(message, "engine.params.process_group_backend", exit_code=3))
+    if engine.params.get("process_group_backend") == "mpi":
+        from torch import distributed
+
+        if not (distributed.is_available() and distributed.is_mpi_available()):
+            message = "this build of torch knows no MPI; use gloo, or nccl on GPUs, or build torch with MPI"
+            faults.append(Fault(message, "engine.params.process_group_backend", exit_code=3))
     return notices, faults
 
 
@@ -163,13 +166,6 @@ def _lacks_address(engine: Engine) -> list[Fault]:
     elif not (number.isascii() and number.isdigit() and int(number) < nodes):
         message = f"NODE_RANK={number} is no number from 0 to {nodes - 1}"
     return [Fault(message, key, exit_code=code)] if message else []
-
-
-def _knows_mpi() -> bool:
-    """Return whether torch is built with MPI."""
-    from torch import distributed
-
-    return distributed.is_available() and distributed.is_mpi_available()
 
 
 def local_size(engine: Engine) -> int:

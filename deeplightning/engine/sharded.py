@@ -103,11 +103,8 @@ class Sharded(CountsOnce, ABC):
         yield
 
     def refuse_scalars(self) -> None:
-        """Raise a ConfigError if a parameter has no dimension, which neither torch nor DeepSpeed shards.
-
-        Raises:
-            ConfigError: names these parameters.
-        """
+        """Raise a ConfigError that names the parameters without a dimension, which neither torch nor DeepSpeed shards,
+        if there are any."""
         scalars = [name for name, parameter in self.lightning_module.named_parameters() if not parameter.ndim]
         if scalars:
             message = "parameters without a dimension cannot be shared out"

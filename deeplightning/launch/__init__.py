@@ -67,11 +67,10 @@ def hooks_here() -> ProcessHooks:
 def plan_of(job: Job) -> list[dict[str, object]]:
     """Return what `deeplightning train` would start, as plain types."""
     launcher = launcher_of(job.cfg)
-    starts = _plan_here(job) if launcher is None else launcher.plan(job)
     return [
         {"where": s.where, "times": s.times, "environment": dict(s.environment), "command": s.command}
         | ({"script": s.script.splitlines()} if s.script else {})
-        for s in starts
+        for s in (_plan_here(job) if launcher is None else launcher.plan(job))
     ]
 
 

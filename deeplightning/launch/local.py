@@ -102,20 +102,16 @@ class Local:
             elif not processes.reported:
                 report(f"{word}: {cause.reason}")
             if processes.lost_first and folder is not None:  # else rank 0 did so
-                tags = {"failure": redact(str(cause))[:1000], "restarts": str(processes.restarts)}
-                _end_run(job, folder, {name: value for name, value in tags.items() if value != "0"})
+                from deeplightning.tracking.store import locate
+                from deeplightning.tracking.unsent import end_run
+
+                tags = {"failure": redact(str(cause))[:1000]}
+                tags |= {"restarts": str(processes.restarts)} if processes.restarts else {}
+                with contextlib.suppress(Exception):  # any error of a store: the mark is optional
+                    end_run(locate(job.cfg.logger.params.get("tracking_uri")), folder.path.parent.name, tags)
         if folder is not None:
             say_path(folder.path, "Artifact storage path: ")
         return code
-
-
-def _end_run(job: Job, folder: RunFolder, tags: dict[str, str]) -> None:
-    """Mark a run as failed if the process that would do so was killed."""
-    from deeplightning.tracking.store import locate
-    from deeplightning.tracking.unsent import end_run
-
-    with contextlib.suppress(Exception):  # any error of a store: the mark is optional
-        end_run(locate(job.cfg.logger.params.get("tracking_uri")), folder.path.parent.name, tags)
 
 
 def _command(job: Job) -> list[str]:
