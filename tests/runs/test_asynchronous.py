@@ -51,23 +51,6 @@ def test_a_step_is_seeded_as_by_manual_seed(word, monkeypatch):
     assert drawn() == expected
 
 
-def test_a_gpu_is_seeded_by_its_own_module(monkeypatch):
-    """All devices of the process at once where it uses them; where it does not yet, or was forked from one that does, a
-    step notes nothing, and the seed that the run begins with is torch's to remember."""
-    called = []
-    module = SimpleNamespace(is_initialized=lambda: in_use, manual_seed_all=lambda word: called.append(word))
-    monkeypatch.setattr(random_state, "_device_module", lambda: module)
-    monkeypatch.setattr(torch, "manual_seed", lambda word: called.append(("remembered", word)))
-    in_use = True
-    random_state._seed_from(5)
-    assert called == [5]
-    in_use = False
-    random_state._seed_from(6)
-    assert called == [5]
-    random_state.seed_all(7, 0)
-    assert called == [5, ("remembered", random_state._word(7, 0))]
-
-
 # ---- a run
 
 

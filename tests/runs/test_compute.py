@@ -44,15 +44,6 @@ def test_channels_last_lays_out_weights_and_learns_the_same(fit):
     assert one == pytest.approx(other, abs=1e-4)
 
 
-@pytest.mark.slow
-def test_channels_last_on_two_processes(job, tracked):
-    """Two processes learn with it as one does."""
-    alone = job("engine.channels_last=true", ranks=1)
-    outcome = job("engine.backend=ddp", "engine.channels_last=true", "data.batch_size=8")
-    one, other = (tracked(run.folder).series()["val_loss"] for run in (alone, outcome))
-    assert [value for _, value in one] == pytest.approx([value for _, value in other], abs=2e-3)
-
-
 def test_channels_last_has_one_order_in_all_tensors_of_a_convolution():
     """Also where there is one channel, whose bytes are the same in both: by its strides cuDNN chooses those of the
     gradient, and ddp expects them to be those of the weights. Values and gradients are the same bits without it."""

@@ -238,17 +238,6 @@ def test_a_folder_of_wheels_that_is_too_large_or_not_empty_is_refused(tmp_path):
     assert len([*tmp_path.iterdir()]) == 2
 
 
-@pytest.mark.slow
-def test_the_folder_of_wheels_can_be_made(tmp_path):
-    """For another Python than this one, from the package index, within its limit."""
-    command = ["bash", str(ROOT / "tools" / "gpu_wheels.sh"), "--python", "3.12", str(tmp_path / "a folder")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    if "the package index is not reachable" in done.stderr:
-        pytest.skip("the package index is not reachable")
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "a folder" / "requirements.txt").is_file()
-
-
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
