@@ -26,23 +26,10 @@ from deeplightning.runfolder import sync_names, whole
 from deeplightning.words import first_line
 
 _TYPES: dict[str, type] = {
-    "state_dict": dict,
-    "epoch": int,
-    "global_step": int,
-    "loops": dict,
-    "callbacks": dict,
-    "optimizer_states": list,
-    "lr_schedulers": list,
-    "config": dict,
-    "run": dict,
-    "engine": dict,
-    "versions": dict,
-    "points": list,
-    "frozen": list,
-    "gathered": dict,
-    "gradients": dict,
-    "plateaus": dict,
-    "train_metrics": dict,
+    **dict.fromkeys(("state_dict", "loops", "callbacks", "config", "run", "engine", "versions"), dict),
+    **dict.fromkeys(("gathered", "gradients", "plateaus", "train_metrics"), dict),
+    **dict.fromkeys(("epoch", "global_step"), int),
+    **dict.fromkeys(("optimizer_states", "lr_schedulers", "points", "frozen"), list),
 }
 """Types of the values under the keys that are read here; all keys but the first may be missing or None."""
 

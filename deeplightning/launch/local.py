@@ -12,6 +12,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen
 from types import FrameType
@@ -120,6 +121,7 @@ def _command(job: Job) -> list[str]:
     return [*job.command, *([f"seed={job.cfg.seed}"] if drawn else [])]
 
 
+@dataclass(eq=False)
 class Processes:
     """Run a command in several processes of this machine, and restart all of them after one was lost.
 
@@ -143,22 +145,19 @@ class Processes:
         run_folder: the run's folder, if the run had begun before a process ended.
     """
 
-    def __init__(
-        self,
-        command: list[str],
-        number: int,
-        max_restarts: int,
-        port: int,
-        pauses: Iterable[float],
-        report: Callable[[str], None],
-    ):
+    command: list[str]
+    number: int
+    max_restarts: int
+    port: int
+    pauses: Iterable[float]
+    report: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self.forwarded: list[signal.Signals] = []
         self.cause: failure.Cause | None = None
         self.restarts = 0
         self.reported = self.lost_first = False
         self.run_folder: RunFolder | None = None
-        self._command, self._number, self._max_restarts, self._port = command, number, max_restarts, port
-        self._pauses, self._report = pauses, report
         self._launch = f"local-{socket.gethostname()}-{secrets.token_hex(8)}"
         self._children: list[Popen[bytes]] = []
         self._folder = Path()
@@ -195,7 +194,7 @@ class Processes:
 
     def _start(self) -> bool:
         """Start all processes, when the machine has room for them; return False if a signal came before."""
-        pauses = iter(self._pauses)
+        pauses = iter(self.pauses)
         while not self.forwarded:
             self._until, self._folder = None, Path()
             try:
@@ -208,7 +207,7 @@ class Processes:
                 reason = str(error) if isinstance(error, SetupError) else f"engine.processes: {error.strerror}"
                 if (pause := next(pauses, None)) is None:
                     raise SetupError(reason) from error
-                self._report(f"{reason}; tries again in {pause:g} s")
+                self.report(f"{reason}; tries again in {pause:g} s")
                 time.sleep(pause)
                 continue
             for number in self.forwarded[:1]:  # that arrived during the start
@@ -221,12 +220,12 @@ class Processes:
 
         try:
             # The store stays here, so that no other program takes its port; an earlier one has keys of lost processes.
-            self._store = TCPStore("127.0.0.1", self._port, is_master=True, wait_for_workers=False)
+            self._store = TCPStore("127.0.0.1", self.port, is_master=True, wait_for_workers=False)
         except DistError as error:
-            raise SetupError(f"port {self._port}, at which the processes are to meet, is in use") from error
+            raise SetupError(f"port {self.port}, at which the processes are to meet, is in use") from error
         shared = {
-            "WORLD_SIZE": str(self._number),
-            "LOCAL_WORLD_SIZE": str(self._number),
+            "WORLD_SIZE": str(self.number),
+            "LOCAL_WORLD_SIZE": str(self.number),
             "GROUP_RANK": "0",
             "GROUP_WORLD_SIZE": "1",
             "MASTER_ADDR": self._store.host,
@@ -234,14 +233,14 @@ class Processes:
             "TORCHELASTIC_RUN_ID": self._launch,
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(self.restarts),
-            "TORCHELASTIC_MAX_RESTARTS": str(self._max_restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             ranks.FOLDER: str(self._folder),
             ranks.AGENT: str(os.getpid()),
         }
-        for rank in range(self._number):
+        for rank in range(self.number):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self._children.append(Popen(self._command, env={**os.environ, **shared, **own}, start_new_session=True))
+            self._children.append(Popen(self.command, env={**os.environ, **shared, **own}, start_new_session=True))
 
     def _wait(self) -> int | None:
         """Wait until all processes have ended; return the exit code of the launch, or None to restart them."""
@@ -266,12 +265,12 @@ class Processes:
         self.lost_first = (codes[0] or 0) < 0
         if self.forwarded:
             return failure.INTERRUPTED[self.forwarded[0]]
-        if not cause.lost or self.restarts == self._max_restarts:
+        if not cause.lost or self.restarts == self.max_restarts:
             return cause.exit_code
         self.restarts += 1
         newest = failure.newest_of(self._note_run())
         how = f"resumes from {newest}" if newest else "starts again, there is no checkpoint yet"
-        self._report(f"restart {self.restarts} of {self._max_restarts}: {cause}; {how}")
+        self.report(f"restart {self.restarts} of {self.max_restarts}: {cause}; {how}")
         return None
 
     def _end_late_ones(self, cause: failure.Cause) -> None:
