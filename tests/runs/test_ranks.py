@@ -250,7 +250,8 @@ def test_a_port_that_is_none_is_named(port, failing):
 
 def test_an_address_that_is_not_known_is_named(failing):
     """The name is resolved before anything waits."""
-    assert "MASTER_ADDR=nowhere.invalid" in told(failing(code=3, ranks=1, MASTER_ADDR="nowhere.invalid"))
+    failed = failing("engine.processes=2", code=3, ranks=1, MASTER_ADDR="nowhere.invalid")
+    assert "MASTER_ADDR=nowhere.invalid" in told(failed)
 
 
 def test_a_fault_of_all_is_told_once_by_whoever_comes_late(jobs, tiny, here):
