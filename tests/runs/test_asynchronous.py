@@ -40,8 +40,7 @@ def drawn() -> list:
 
 @pytest.mark.parametrize("word", [0, 7, 2**63 + 5, 2**64 - 1])
 def test_a_step_is_seeded_as_by_manual_seed(word, monkeypatch):
-    """Python, NumPy and torch draw what they draw after `random.seed`, `numpy.random.seed` and `torch.manual_seed`. The
-    last one is not called, since it formats tracebacks."""
+    """Python, NumPy and torch draw the same; `torch.manual_seed`, which formats tracebacks, is not called."""
     random.seed(word)
     np.random.seed(word >> 32)
     torch.manual_seed(word)
@@ -115,8 +114,7 @@ class Look(pl.Callback):
     ids=["pictures on the GPU", "pictures pinned", "augmented"],
 )
 def test_a_step_that_is_not_logged_waits_for_nothing(overrides, copies, beside_a_gpu, fit, monkeypatch):
-    """No number is read and nothing copied by the loader, the callbacks, the metrics, the loss and its checks, in the
-    first epoch too. Pictures that are not on the GPU go there in one copy."""
+    """No number is read and nothing copied, but for pictures that are not on the GPU: they go there in one copy."""
     look = Look(monkeypatch)
     watched(fit, monkeypatch, look, "logger.log_every_n_steps=4", *overrides)
     unlogged = [found for due, found in look.steps if not due]
@@ -172,8 +170,7 @@ def watched(fit, monkeypatch, callback, *overrides):
 
 
 def test_what_waits_is_logged_before_a_checkpoint_and_when_a_run_fails(beside_a_gpu, fit, monkeypatch):
-    """A checkpoint inside an epoch finds the points of all logged steps with the loggers: a run that resumes from it
-    would not log them again. The points of the last logged step before a failure are not lost."""
+    """A run that resumes would not log these points again; nor are the last before a failure lost."""
     points = Points(fails_at=14)
     monkeypatch.setattr("pytorch_lightning.loggers.csv_logs.ExperimentWriter.save", lambda self: None)
     words = ["logger.log_every_n_steps=4", "train.checkpoint={every_n_steps: 6}", "train.num_epochs=2"]

@@ -103,8 +103,7 @@ def by_hand(files, labels, mode, seed):
 def test_weights_are_those_of_the_script_bit_for_bit(
     options, mode, in_memory, seed, pictures, command, store, tmp_path
 ):
-    """Held in memory or decoded on demand; with nothing beside the training, or with tracking, a bar, more checkpoints,
-    early stopping and a callback of the user's, or with pictures and histograms as well."""
+    """Held in memory or decoded on demand; with nothing beside the training or with all that tracks and draws."""
     root, files, labels = pictures[mode]
     params = f"{{image_size: {SIZE}, mode: {mode}, mean: {MEAN[mode]}, std: {STD[mode]}, in_memory: {in_memory}}}"
     words = {"SEED": seed, "PARAMS": params, "ROOT": root, "CHANNELS": len(MEAN[mode]), "STORE": store}

@@ -226,8 +226,7 @@ class Pretended(contextlib.nullcontext):
 
 
 def test_a_replay_gives_what_the_function_gives_and_its_gradients(monkeypatch):
-    """Values in the same tuples and dicts, of which the last alone has a gradient; and the gradients of inputs and
-    parameters, but of one that is not used. Without a GPU, so that what is seen is how values are handed on."""
+    """Values in the same tuples and dicts, and the gradients of inputs and of the parameters that are used."""
     for name in ("Stream", "stream", "graph", "CUDAGraph", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, Pretended)
     monkeypatch.setattr(torch.cuda, "current_stream", Pretended)
@@ -423,8 +422,7 @@ def variables(monkeypatch, tmp_path):
 
 
 def test_what_is_compiled_is_kept_in_the_users_cache_folder(variables, tmp_path):
-    """In a folder for this torch, Python and CPU, that torch takes Triton's kernels to as well. A folder that the user
-    has set stays."""
+    """In a folder for this torch, Python and CPU, with Triton's kernels; one that the user has set stays."""
     compute.prepare_to_compile(Engine(compile=True))
     folder = os.environ[compute.FOLDER]
     kept = tmp_path / "cache" / "deeplightning" / "compiled"

@@ -45,8 +45,7 @@ def test_channels_last_lays_out_weights_and_learns_the_same(fit):
 
 
 def test_channels_last_has_one_order_in_all_tensors_of_a_convolution():
-    """Also where there is one channel, whose bytes are the same in both: by its strides cuDNN chooses those of the
-    gradient, and ddp expects them to be those of the weights. Values and gradients are the same bits without it."""
+    """Also with one channel, whose strides cuDNN gives to the gradient; values and gradients are the same bits."""
     task = torch.nn.Module()
     convs = [torch.nn.Conv2d(*sizes) for sizes in ((1, 4, 3), (4, 4, 1), (4, 2, 3))]
     task.configure_model = lambda: setattr(task, "network", torch.nn.Sequential(*convs))

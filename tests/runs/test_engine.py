@@ -135,8 +135,7 @@ def test_auto_takes_what_is_there(settled):
     ],
 )
 def test_explain_shows_the_strategy_of_a_word(backend, means, strategy, param, owner, tiny):
-    """What the word means stands beside it, and where only it is asked for, with the class that does it; and who takes
-    a param of it, with its type and default, read from the source."""
+    """What the word means, the class that does it, and who takes a param of it, with its type and default."""
     report = examine(tiny, [f"engine={{backend: {backend}, processes: 2, params: {{{param or ''}}}}}"])
     (row,) = [row for row in explain(report).splitlines() if row.startswith("  backend: ")]
     assert means in row
@@ -245,8 +244,7 @@ def test_chosen_modules_compute_twice():
 
 
 def test_activation_checkpointing_and_deterministic_algorithms_change_no_weight(fit):
-    """Dropout draws the same numbers again; a module that is not there is told with the nearest, before training. On
-    CPU all that is used is deterministic anyway."""
+    """Dropout draws the same numbers again; a module that is not there is told with the nearest, before training."""
     settings = ["model.network={type: own.Dropout}", "train.num_epochs=1"]
     expected = digest(fit(*settings).folder / "last.ckpt")
     for more in ("activation_checkpointing=[Dropout, layers.1]", "deterministic=true"):
@@ -272,8 +270,7 @@ def test_flops_of_a_step_are_counted(fit):
 
 
 def test_the_names_of_libraries_that_the_engines_stand_on_exist():
-    """DeepSpeed's private names that fail without an error when they are renamed: the partitioned parameters that stage
-    3 gives back, and the loss scale."""
+    """DeepSpeed's private names that fail without an error when they are renamed."""
     source = inspect.getsource(pytest.importorskip("deepspeed.runtime.zero.partition_parameters"))
     for name in ("ds_id", "ds_active_sub_modules", "partition"):
         assert f"param.{name} = " in source, name

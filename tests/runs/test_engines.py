@@ -62,8 +62,7 @@ def go_on(job, learned, tmp_path_factory, tracked):
     [pytest.param(e, marks=[pytest.mark.slow] * (e in ("deepspeed_stage_1", "deepspeed_stage_2"))) for e in SPREAD],
 )
 def test_every_engine_learns_what_one_process_learns(engine, learned, tracked):
-    """The losses of each step and epoch over two processes, and the metrics, are those of one process with twice the
-    batch; the bound is a thousandth."""
+    """Losses of each step and metrics over two processes are those of one with twice the batch, to a thousandth."""
     expected, found = (tracked(learned(name).folder).series() for name in ("null", engine))
     assert found.keys() == expected.keys()
     for name, points in expected.items():
@@ -78,8 +77,7 @@ PAIRS = [*AROUND, *((before, after) for before in ENGINES for after in ENGINES i
     ("before", "after"), [pytest.param(*pair, marks=[pytest.mark.slow] * (pair not in AROUND)) for pair in PAIRS]
 )
 def test_a_run_goes_on_under_any_engine_from_any(before, after, go_on, learned, tracked, record_property):
-    """One epoch under each engine, the second under each; the end is that of a run under one: all pairs of 1 → 1,
-    1 → 2, 2 → 1 and 2 → 2 processes."""
+    """One epoch under each engine, the second under each; the end is that of a run under one."""
     expected, found = tracked(learned("null").folder).metrics["val_loss"], go_on(before, after)
     record_property("val_loss", (before, after, found, expected))
     assert found == pytest.approx(expected, abs=1e-3)
@@ -139,9 +137,7 @@ QUICK = [("deepspeed_stage_3", 2, INSIDE, ()), ("deepspeed_stage_3", 2, INSIDE, 
     [pytest.param(*kill, marks=[pytest.mark.slow] * (kill not in QUICK)) for kill in KILLS],
 )
 def test_a_killed_run_whose_schedule_says_auto_ends_bit_for_bit(engine, processes, at, more, end_of):
-    """With Adam, dropout, groups and epochs that are cut short; with batches that accumulate; with a task that asks
-    Lightning for the number of steps by itself: weights, optimizer and schedule of a run that was killed inside an
-    epoch or at its edge and resumed are those of an uninterrupted one, to the last bit."""
+    """Weights, optimizer and schedule of a killed and resumed run are those of an uninterrupted one."""
     name = f"{engine}-{processes}-{at[0]}-{at[1]}-{len(more)}"
     kill = f"train.callbacks=[{{type: own.Killed, params: {{epoch: {at[0]}, batch: {at[1]}}}}}]"
     killed = end_of(engine, processes, name, *more, kill)
@@ -160,8 +156,7 @@ SIZES = {"reduce_bucket_size": 200, "sub_group_size": 400, "config": {"zero_opti
 
 @pytest.mark.slow
 def test_sizes_of_stage_3_that_cut_a_network_into_parts_change_no_result(job, learned):
-    """With buckets below the network's size, and an optimizer that steps through one part after the other, weights and
-    optimizer end as without, and a resumed run ends bit for bit like an uninterrupted one."""
+    """With buckets below the network's size weights and optimizer end as without; resumed, bit for bit."""
     overrides, ranks = spread("deepspeed_stage_3")
     settings = [*LEARNS, *overrides, f"engine.params={json.dumps(SIZES)}", "train.num_epochs=2"]
     whole = job(*settings, ranks=ranks)

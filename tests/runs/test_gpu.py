@@ -114,9 +114,7 @@ CELLS += [pytest.param(engine, "32", 2, marks=TWO) for engine in SPREAD]
 
 @pytest.mark.parametrize(("engine", "precision", "gpus"), CELLS)
 def test_every_engine_trains_tests_resumes_and_exports(engine, precision, gpus, tmp_path):
-    """Training with the test after it, the bundle, and a run killed inside an epoch and resumed, whose weights and
-    results are those of a run that was not: with Adam in groups, accumulation, batch norm, dropout and a schedule whose
-    steps are `auto`."""
+    """A run killed inside an epoch and resumed ends with weights and results of one that was not; and a bundle."""
     if reason := lacks(engine):
         pytest.skip(reason)
     cell = Runs(tmp_path).cell(engine, precision, gpus)
@@ -131,8 +129,7 @@ def test_every_engine_trains_tests_resumes_and_exports(engine, precision, gpus, 
 @pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=TWO)])
 @pytest.mark.parametrize("engine", ["null", *SPREAD, *OFFLOAD])
 def test_every_engine_learns_what_one_cpu_process_learns(engine, gpus, plain, on_cpu, series):
-    """In 32 bits the losses on a GPU are those on the CPU, the first one too, which is that of the seed's weights; two
-    GPUs with half the batch each give the same losses, without a warning of a library."""
+    """Losses in 32 bits, from the first on, are those on the CPU, on two GPUs with half the batch each too."""
     if (engine, gpus) == ("null", 2):
         pytest.skip("one process needs no engine, two need one")
     done = plain(engine, gpus=gpus)
@@ -192,8 +189,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_stage_after_training_finds_its_network(setting, shared):
-    """`stages: [train, validate, test, predict]` ends with exit code 0 and a bundle under each setting of an engine,
-    and prints no warning of a library."""
+    """Exit code 0 and a bundle under each setting of an engine, without a warning of a library."""
     engine, overrides = SETTINGS[setting]
     if reason := lacks(engine):
         pytest.skip(reason)
@@ -328,8 +324,7 @@ def noted(folder):
 
 @TWO
 def test_what_is_shared_out_takes_less_memory(plain, tmp_path, record_property):
-    """Of a network of 30 million parameters, Adam's state included, fsdp and stage 3 hold less than ddp on the fuller
-    of two GPUs; so does stage 2 with the state in the CPU's memory."""
+    """Of 30 million parameters on the fuller of two GPUs; so does stage 2 with the state in the CPU's memory."""
     found = {}
     for engine in ("ddp", "fsdp", "deepspeed_stage_3", "deepspeed_stage_2_offload"):
         (notes := tmp_path / engine).mkdir()

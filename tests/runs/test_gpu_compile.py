@@ -168,8 +168,7 @@ def test_a_resumed_run_with_graphs_ends_like_one_that_was_not_stopped(settings, 
     ],
 )
 def test_a_network_that_cannot_be_recorded_is_refused(network, reason, tiny, tmp_path):
-    """One that reads a number of its pictures, and an LSTM, which moves the weights that it is given: exit code 2, the
-    reason, and what to set instead."""
+    """Exit code 2, the reason, and what to set instead: an LSTM moves the weights that it is given."""
     (tmp_path / "layers.py").write_text(OWN)
     given = ["engine.gpus=1", "engine.compile=graphs", f"model.network={{type: layers.{network}}}"]
     done = real("train", tiny, *given, cwd=tmp_path, limit=LONGEST)

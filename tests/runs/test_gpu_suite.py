@@ -128,8 +128,7 @@ def allow(*_):
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])  # 3: on GPUs, in test_gpu.py
 def test_a_resumed_run_of_deepspeed_has_the_loss_scale_that_it_had(stage, tmp_path):
-    """In half precision, with steps left out while the scale is too large: the same weights as a run that was not
-    killed."""
+    """With steps left out while the scale is too large: the weights of a run that was not killed."""
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     runs = Runs(tmp_path)
     (tmp_path / "half.py").write_text(HALF)

@@ -110,8 +110,7 @@ def infos(server, number):
 
 
 def test_each_gpu_has_a_process_that_loads_the_model_itself(pretend, run_folder):
-    """The parent loads nothing; the first line and /info say the device, /info the bound of batches that was measured,
-    at most what was asked for; SIGTERM ends all."""
+    """The parent loads nothing; the first line and /info say the device, /info the measured bound; SIGTERM ends all."""
     server = pretend.start(run_folder.path, 2, "cuda", "--max-batch", "24")
     assert server.line.endswith(": 2 processes with 2 lanes, on cuda:0 (a pretended GPU), cuda:1 (a pretended GPU)")
     processes = server.processes()

@@ -127,8 +127,7 @@ def test_a_killed_run_ends_like_one_that_was_not(kills, start, end_of, whole):
 
 
 def test_a_run_killed_as_it_begins_is_none(start, end_of, whole):
-    """Once when its first line is written and nothing else, once while its config is written: in the end there is one
-    run."""
+    """Once when its first line is written, once while its config is: in the end there is one run."""
     _, (events,), _ = whole(1)
     created = events.index("after append") + 1
     places = [created, events.index("before replace", created) + 1]

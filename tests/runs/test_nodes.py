@@ -288,8 +288,7 @@ def machines(command, tiny, place, cable, tmp_path):
     ["ddp", *(pytest.param(e, marks=pytest.mark.slow) for e in ("fsdp", "deepspeed_stage_2", "deepspeed_stage_3"))],
 )
 def test_two_machines_are_one_run(backend, machines, job, alone, tracked):
-    """Losses and weights are those of two processes on one machine, also where parameters and the optimizer's state are
-    divided between machines; nobody says which network interface to use."""
+    """Losses and weights are those of one machine, also of divided tensors; nobody names a network interface."""
     first, second = (each.end() for each in machines(f"engine.backend={backend}"))
     assert (first.code, second.code) == (0, 0), f"{first}\n{second}"
     assert_alike(first, alone if backend == "ddp" else job(f"engine.backend={backend}"), tracked)
@@ -514,8 +513,7 @@ OF_TASK |= {"MASTER_ADDR": "n03", "MASTER_PORT": port_of("slurm-7.0")}
     ],
 )
 def test_plan_says_what_would_start(variables, overrides, where, times, told, command, tiny, place, store):
-    """Processes, their variables, the command; in a task, the ranks and the address that Slurm's variables give.
-    Nothing starts."""
+    """Processes, their variables, the command; in a task what Slurm's variables give. Nothing starts."""
     pytest.importorskip("deeplightning_plan")
     before = runs_of(store)
     said = command("plan", tiny, *overrides, cwd=place, **variables)

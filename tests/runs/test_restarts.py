@@ -150,8 +150,7 @@ def undisturbed(command, tiny, here, tracked, tmp_path_factory):
 def test_a_lost_process_is_started_again_as_often_as_allowed(
     restarts, when, code, needed, launch, tracked, undisturbed
 ):
-    """One kill, or one in every start: a line for each restart; one run, which ends like an undisturbed one, or FAILED
-    with the last checkpoint named."""
+    """A line for each restart; one run, which ends undisturbed, or FAILED with the last checkpoint named."""
     victim = 1 if code == 0 else 0  # which speaks for the run
     done = launch(at(victim, "kill", when), restarts=restarts).end()
     assert done.code == code, done
@@ -187,8 +186,7 @@ HANG = "rank 0: timed out after 12 s (engine.params.timeout): rank 1 "
     ],
 )
 def test_shards_are_there_again_and_a_process_that_hangs_is_lost(backend, what, words, launch, tracked, undisturbed):
-    """Of a checkpoint in pieces each process takes up its own. At the time limit of the others all end, a process that
-    stands still by force, and start again."""
+    """Each process takes up its own pieces; at the time limit all end, one that stands still by force."""
     limit = [] if what == "kill" else ["engine.params.timeout=12"]
     done = launch(f"engine.backend={backend}", *limit, at(1, what)).end()
     assert done.code == 0, done
@@ -198,8 +196,7 @@ def test_shards_are_there_again_and_a_process_that_hangs_is_lost(backend, what, 
 
 
 def test_an_edit_does_not_reach_a_restart(launch, tracked, undisturbed, here, tmp_path):
-    """Code and config that are edited before a process is lost: the processes that start again have those of the
-    start, and the run ends like an undisturbed one; its `code.zip` has the code of the start as well."""
+    """Processes that start again have the code and config of the start, and so has the run's `code.zip`."""
     code, config = here / "edited.py", tmp_path / "more.yaml"
     code.write_text(LOSSES)
     config.write_text("train: {callbacks: [{type: edited.At, params: {rank: 1, what: edit}}]}\n")
@@ -430,8 +427,7 @@ def test_a_process_lost_while_its_run_is_opened_leaves_one_run(resumed, launch, 
 
 @pytest.mark.slow
 def test_twenty_kills(launch, here, end_of, capsys, monkeypatch):
-    """At seeded instants, of one process or both, in one start or two; some inside the writing of a checkpoint, between
-    its writing and its renaming, in a validation, or at an epoch's edge: the end is that of an undisturbed run."""
+    """At seeded instants, of one process or both, in one start or two: the end is that of an undisturbed run."""
     monkeypatch.setattr(commands, "LIMIT_SECONDS", 300)  # a launch starts up to three times
     draw = random.Random(8)
     wholes, events = {}, {}

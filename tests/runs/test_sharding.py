@@ -297,8 +297,7 @@ ADAM = OTHER, 4, "of another optimizer.*model.optimizer.type was torch.optim.Ada
     ],
 )
 def test_what_cannot_be_shared_is_refused_by_name(engine, case, held, trained):
-    """A unit that is not there (exit 2, with those that there are), a parameter without a dimension (exit 2, with a
-    remedy), the state of another optimizer (exit 4, with both)."""
+    """Exit 2 with those that there are, exit 2 with a remedy, exit 4 with both optimizers."""
     overrides, code, words = case
     more = [f"train.resume_ckpt='{held('fsdp')[0].folder}'"] if case is ADAM else []
     outcome, _ = trained(engine, *overrides, *more, code=code)
@@ -400,8 +399,7 @@ def test_a_task_may_build_its_network_in_its_constructor(engine, jobs, tiny, own
     ],
 )
 def test_every_stage_computes_in_the_precision_of_the_run(engine, shares, trained, tmp_path):
-    """With `bf16` parameters and what layers give are of 16 bits in the first and in a resumed run, those of a batch
-    norm too, whether a parameter is gathered or stays whole; the checkpoint has the optimizer's copy of 32 bits."""
+    """With `bf16` all is of 16 bits, in a resumed run too; the checkpoint has the optimizer's copy of 32 bits."""
     network = f"model.network={{type: sharded_own.Precise, params: {{note: '{tmp_path}'}}}}"
     settings = [network, "train.callbacks=[]", "engine.precision=bf16", *([shares] if shares else [])]
     first, _ = trained(engine, *settings)
@@ -427,8 +425,7 @@ def test_every_process_of_deepspeed_leaves_its_group(fails, code, trained):
 
 
 def test_buckets_fit_the_network():
-    """A small network gets one bucket of its own size, a large one a sixteenth; at most a quarter of a network waits
-    gathered for its next use, one below 50 million parameters may come together."""
+    """A small network gets one bucket, a large one a sixteenth; at most a quarter waits gathered for its next use."""
     for stage in (1, 2, 3):
         buckets = [sizes(n, n, stage)["reduce_bucket_size"] for n in (282_378, VIT_L, 70_000_000_000)]
         assert buckets == [282_378, VIT_L // 16, 200_000_000]

@@ -120,8 +120,7 @@ def test_the_last_step_of_a_stream_is_the_mean_gradient_of_its_samples(fit, samp
     ],
 )
 def test_an_epoch_ends_where_its_stream_ends(fit, caplog, said, settings):
-    """Five batches, of which the length says 3, 5 or 10: all are read and each epoch is validated after its last one;
-    where the length is wrong, one warning gives both numbers. The weights are those of a stream without a length."""
+    """All five batches are read, then validated; one warning has both numbers; weights are as without a length."""
     fixed = ["train.num_epochs=2", "train.checkpoint={monitor: val_loss}", *settings]
     done = fit(*fixed, task=Plain, data=lambda cfg: Data(Sized(said, 40)))
     told = [text for text in messages(caplog) if "batches" in text]
@@ -136,8 +135,7 @@ def test_an_epoch_ends_where_its_stream_ends(fit, caplog, said, settings):
 
 
 def test_each_epoch_of_a_stream_may_have_a_length_of_its_own(fit, caplog):
-    """Three, six and four batches, where three are promised; parts of an epoch are validated as far as they are known,
-    and the end of the epoch always."""
+    """Three, six and four batches, where three are promised; the end of the epoch is always validated."""
     data = lambda cfg: Data(Sized(24, 24, 48, 32))  # noqa: E731
     done = fit("train.num_epochs=3", task=Plain, data=data)
     assert done.seen.validations == [(0, 3), (1, 9), (2, 13)]

@@ -168,8 +168,7 @@ def test_processes_that_split_layers_learn_what_one_process_learns(name, learned
 
 @pytest.mark.parametrize("name", TENSOR)
 def test_each_process_holds_the_bytes_that_the_plan_says(name, learned):
-    """Of a layer that the plan splits a process holds half of the rows or columns, and of that, as of all other
-    parameters, its rows among the groups; gradients are as many, and Adam's state is twice as many."""
+    """Half of a layer that is split, and of all its rows among the groups; Adam's state is twice as many."""
     _, notes = learned(name)
     _, processes, replicas = SPREAD[name]
     network = ViT(10, num_channels=1, image_size=8, patch_size=2, width=16, depth=2, heads=4)

@@ -117,8 +117,7 @@ def client(project, done):
 
 
 def test_a_run_lies_where_the_command_started(done, project):
-    """Whatever folder the user's constructor changes to; nothing else appears beside the config. `autolog` gives the
-    root logger a handler, and each line is on the terminal once; the log tells that `lightning` is an alias."""
+    """Whatever folder the user's constructor changes to; and each line is on the terminal once, despite `autolog`."""
     assert done.folder.is_relative_to(project / "here" / "store")
     assert {path.name for path in project.iterdir()} - {"__pycache__"} == {"mine.py", "config.yaml", "here"}
     assert "INFO:deeplightning" not in done.out + done.err
@@ -156,8 +155,7 @@ def test_a_run_is_resumed_under_the_new_name_of_its_experiment_unless_it_was_del
 
 @pytest.mark.slow
 def test_an_exception_in_a_worker_of_a_loader_is_the_users(run, client):
-    """File, line and exception come last; exit code 5, and the run has failed. The worker, which is spawned, imports
-    `lightning` as the run does."""
+    """File, line and exception come last; exit code 5; the spawned worker imports `lightning` as the run does."""
     failed = run("data.module.params.fails=true", code=5, start=real)
     line = 1 + CODE.splitlines().index('            raise ValueError("sample 17 is broken")')
     assert failed.err.splitlines()[-1] == f"error: mine.py:{line}: ValueError: sample 17 is broken"

@@ -65,8 +65,7 @@ def losses():
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss by both")
 @pytest.mark.parametrize(("loss", "truth"), [pytest.param(*rest, id=name) for name, *rest in losses()])
 def test_batches_of_any_size_make_the_loss_of_all(loss, truth):
-    """The mean of the losses of batches of 4, 2 and 1, each weighed by what it divides by, is that of all seven; the
-    numbers of samples do as well for each that is said to divide by them."""
+    """Means of 4, 2 and 1, weighed by what they divide by, are that of all seven."""
     drawn = torch.randn(7, 4, *truth.shape[1:], generator=torch.Generator().manual_seed(1))
     outputs = (drawn if truth.dtype == torch.int64 else drawn[..., 0]).double().log_softmax(1)
     if isinstance(loss, nn.BCELoss):
@@ -85,8 +84,7 @@ def test_batches_of_any_size_make_the_loss_of_all(loss, truth):
 
 
 def test_the_usual_losses_take_no_look_at_a_batch():
-    """Losses without class weights divide by samples where the truth of all samples has one shape; an ignored class,
-    class weights and a denominator of one's own do not."""
+    """Without class weights or an ignored class, where the truth of all samples has one shape."""
     usual = (nn.CrossEntropyLoss(), nn.MSELoss(), nn.BCEWithLogitsLoss(pos_weight=WEIGHT), nn.MultiMarginLoss())
     assert all(divides_by_samples(loss, uniform=True) for loss in usual)
     others = (nn.CrossEntropyLoss(WEIGHT), nn.CrossEntropyLoss(ignore_index=2), nn.NLLLoss(WEIGHT), Counted())

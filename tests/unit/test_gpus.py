@@ -255,8 +255,7 @@ def test_a_lack_of_the_machines_memory_is_no_fault_of_the_config(words, capsys):
 
 
 def test_what_is_no_lack_of_memory_keeps_its_traceback(capsys):
-    """What oneDNN does not support: a descriptor is what it could not make then. What code raises while it handles a
-    lack of memory is an error of its own."""
+    """What oneDNN does not support, and an error of code that handles a lack of memory."""
     error = RuntimeError("could not create a primitive descriptor for a convolution forward propagation primitive")
     assert not lacks_memory(error)
     assert lacks_memory(MemoryError())

@@ -39,8 +39,7 @@ def fails():
     ],
 )
 def test_code_that_hangs_or_fails_is_named(monkeypatch, work, words):
-    """Whether it uses CPU time or waits, it is killed, and the failure shows where it was; code that fails fails the
-    test with its own traceback."""
+    """Code that computes or waits too long is killed where it was; code that fails fails the test."""
     monkeypatch.setattr(hangs, "SECONDS_PER_CPU_SECOND", 1 if work is hangs_in_a_lock else 60)
     with pytest.raises(AssertionError, match=f"(?s){words}"):
         limited(1, work)
@@ -70,8 +69,7 @@ def test_hangs():
 
 @pytest.mark.parametrize("processes", [0, 1])
 def test_a_test_that_hangs_ends_its_process_with_the_stacks_of_all_threads(tmp_path, processes):
-    """Of a worker of xdist as well, where the other tests continue; after a test that failed as well. What the test
-    has forked ends too."""
+    """Of a worker of xdist too, where the others continue; what the test has forked ends as well."""
     (tmp_path / "test_one.py").write_text(HANGS)
     (tmp_path / "test_other.py").write_text("def test_passes(): pass\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
