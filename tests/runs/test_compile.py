@@ -29,6 +29,7 @@ from deeplightning.task.compiled import Compiled
 from deeplightning.task.cuda_graphs import State, _Replay, watched
 from deeplightning.task.task_errors import LabelError, MisfitError
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 MODES = ["true", "reduce-overhead"]
 EPOCHS = "train.num_epochs=2"  # of eight batches of 16 and one of 6; then 16 and 150 samples are judged
 
@@ -273,13 +274,13 @@ class Wrong(ImageClassification):
 """
 
 
-def test_a_task_with_a_step_of_its_own_is_not_recorded(fit, write, tiny):
+def test_a_task_with_a_step_of_its_own_is_not_recorded(fit, write):
     """Nobody knows what such a step computes beside network and losses; likewise engines with hooks in the network."""
     write("stepping.py", STEPPING)
     with pytest.raises(MisfitError, match="Own has a training_step of its own"):
         fit("model.module={type: stepping.Own}", "engine.compile=graphs")
     with pytest.raises(ConfigError, match=r"engine\.compile=reduce-overhead"):
-        load_config(tiny, ["engine.compile=graphs", "engine={backend: fsdp, processes: 2}"])
+        load_config(CONFIGS / "base.yaml", ["engine.compile=graphs", "engine.backend=fsdp"])
 
 
 def overwriting():
