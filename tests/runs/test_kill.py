@@ -80,7 +80,7 @@ def test_a_signal_while_a_run_is_opened_is_no_fault_of_the_store(start, whole, n
 
 
 def assert_ends_like_whole(start, end_of, whole, processes, kills, name):
-    """Kills a run at each of some instants, starts it again each time, and compares its end; returns what happened.
+    """Kills a run at each of some instants, starts it again each time, and compares its end.
 
     An instant is a pair: who dies (ranks as digits), and a fraction of the events of the first of them; or `time`, and
     a fraction of the time that the whole run takes.
@@ -105,8 +105,7 @@ def assert_ends_like_whole(start, end_of, whole, processes, kills, name):
     done = start(name, processes).end()
     assert done.code == 0, done
     assert end_of(name) == expected, (told, done)
-    line = next(text for text in done.out.splitlines() if text.startswith("resumes"))
-    return ", ".join(told), line.removeprefix("resumes").strip().rpartition("/")[2]
+    assert any(line.startswith("resumes") for line in done.out.splitlines())
 
 
 @pytest.mark.parametrize(
@@ -136,11 +135,9 @@ def test_a_run_killed_as_it_begins_is_none(start, end_of, whole):
 
 
 @pytest.mark.slow
-def test_twenty_kills(start, end_of, whole, capsys):
+def test_twenty_kills(start, end_of, whole):
     """Ten runs of one process and ten of two, at seeded instants; some inside the writing of a checkpoint."""
     draw = random.Random(4)
-    with capsys.disabled():
-        print("\n    processes", "killed", "at".ljust(36), "went on from", sep="  ")
     for number in range(20):
         processes = 1 + number % 2
         _, events, _ = whole(processes)
@@ -151,7 +148,4 @@ def test_twenty_kills(start, end_of, whole, capsys):
             fraction, victims = draw.choice(places) / len(events[0]), "0" if processes == 1 else "01"
         if number % 5 == 1:
             victims = "time"
-        kills = [(victims, fraction)]
-        instant, resumed = assert_ends_like_whole(start, end_of, whole, processes, kills, f"kill-{number}")
-        with capsys.disabled():
-            print(f"{number + 1:2}  {processes:<9}  {victims:6}  {instant:36}  {resumed}", flush=True)
+        assert_ends_like_whole(start, end_of, whole, processes, [(victims, fraction)], f"kill-{number}")

@@ -426,7 +426,7 @@ def test_a_process_lost_while_its_run_is_opened_leaves_one_run(resumed, launch, 
 
 
 @pytest.mark.slow
-def test_twenty_kills(launch, here, end_of, capsys, monkeypatch):
+def test_twenty_kills(launch, here, end_of, monkeypatch):
     """At seeded instants, of one process or both, in one start or two: the end is that of an undisturbed run."""
     monkeypatch.setattr(commands, "LIMIT_SECONDS", 300)  # a launch starts up to three times
     draw = random.Random(8)
@@ -450,9 +450,6 @@ def test_twenty_kills(launch, here, end_of, capsys, monkeypatch):
         done = launch(*settings(name, processes), restarts=3, processes=processes, **told).end()
         assert done.code == 0, (told, done)
         assert end_of(name) == wholes[processes], (told, own[first - 1], done)
-        with capsys.disabled():
-            from_ = [line.rpartition("; ")[2].rpartition("/")[2] for line in restarts_of(done)]
-            print(f"\n{number + 1:2}  {processes}  {victim}{others or ' '}  {own[first - 1]:36}  {from_}", flush=True)
 
 
 def settings(name, processes):
