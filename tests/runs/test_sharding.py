@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 
+import conftest
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -87,19 +88,6 @@ class Scalar(Running):
         return super().forward(images) * self.temperature
 
 
-class Own(pl.LightningModule):
-    """A task that builds its network in its constructor."""
-
-    def __init__(self, cfg):
-        super().__init__()
-        self.network = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-
-    def training_step(self, batch, batch_idx):
-        return nn.functional.cross_entropy(self.network(batch["image"] / 255), batch["label"])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
 
 class Scaled(nn.Module):
     """A loss with a parameter, which no optimizer has."""
@@ -166,6 +154,7 @@ SHARDING = {"fsdp": "engine.params={wrap: [Linear]}", "deepspeed_stage_3": ALL_S
 def own(tmp_path_factory):
     """A working directory with the code above."""
     folder = tmp_path_factory.mktemp("sharding")
+    (folder / "own.py").write_text(conftest.OWN)
     (folder / "sharded_own.py").write_text(OWN)
     return folder
 
@@ -381,7 +370,7 @@ def test_a_task_may_build_its_network_in_its_constructor(engine, jobs, tiny, own
     """It need not know of sharding, and ends as under ddp."""
 
     def run(word):
-        task = "model={module: {type: sharded_own.Own}, optimizer: null}"
+        task = "model={module: {type: own.Measured}, optimizer: null}"
         spread = f"engine={{backend: {word}, processes: 2}}"
         outcome = jobs("train", tiny, task, spread, "train.num_epochs=1", cwd=own, ranks=2)
         assert [rank.code for rank in outcome.ranks] == [0, 0], outcome
