@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -10,7 +9,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from commands import environment
+from commands import environment, free_port
 from tiny import TINY
 
 ROOT = Path(__file__).parents[2]
@@ -75,10 +74,8 @@ def test_a_release_of_mlflow_does_what_a_run_asks_of_it(variables, tmp_path):
     assert (number, columns) == ("1", "['class', 'label', 'probability']")
     assert Path(variables["PYTHONPATH"], f"mlflow-{version}.dist-info").is_dir()
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    words = [sys.executable, "-m", "deeplightning", "monitor", "--port", str(port)]
+    port = free_port()
+    words = [sys.executable, "-m", "deeplightning", "monitor", "--port", port]
     server = subprocess.Popen(words, cwd=tmp_path, env=variables, stderr=subprocess.PIPE)
     try:
         page, history = _answers(server, port, run_id)

@@ -91,15 +91,6 @@ def test_a_foreign_run_is_left_as_it_is(run, command, place, tmp_path):
     assert sorted(tmp_path.rglob("theirs/*")) == before
 
 
-def test_a_file_of_that_name_that_is_no_report_is_kept(run, command, tmp_path):
-    """`--out` names a file of somebody's: exit code 3, and it stays as it is."""
-    (tmp_path / "mine.html").write_text("mine")
-    done = command("report", run.folder, "--out", "mine.html", cwd=tmp_path)
-    assert done.code == 3
-    assert "is no report of ours" in done.err
-    assert (tmp_path / "mine.html").read_text() == "mine"
-
-
 def test_without_pictures_there_is_no_report(run, command, place):
     """`logger.pictures=null` draws nothing; `report` draws it later, from what the run has left."""
     done = command("train", "c.yaml", "logger.pictures=null", "train.num_epochs=2", cwd=place)

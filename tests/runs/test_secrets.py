@@ -68,6 +68,11 @@ logger:
 """
 PARTS = ["Modal id", "Modal secret", "Voyage AI", "LaunchDarkly SDK", "LaunchDarkly API", "Mailgun"]
 """Their prefixes are words: in a longer name such as `cache_key-…` they are part of it."""
+AROUND = [
+    *((".py", 'x = call("%s")'), (".yaml", "note: %s"), (".env", 'X="%s"'), (".md", "I used %s for it.")),
+    *((".txt", "%s"), (".ipynb", '{"source": ["a\\n%s\\n"]}'), (".txt", "GET /?next=a%%3D%s%%26b"), (".py", "x_%s")),
+]
+"""Endings of files, and what may stand around a token in them."""
 CLEAR = ["clear/hunter-47", "90817263", "clear-48", "clear-in-env-49"]
 """Stand in the config."""
 OWN = """\
@@ -121,13 +126,6 @@ REQUESTS = [
 ]
 
 
-def test_the_corpus_is_large_enough():
-    """At least 60 kinds of secret, each once, and no fewer texts that are none."""
-    assert len({(name, kind) for name, kind, _, _ in PLANTED}) == len(PLANTED) >= 60
-    assert len({secret for *_, secret in PLANTED}) == len(PLANTED)
-    assert len(HARMLESS) >= len(PLANTED)
-
-
 @pytest.mark.parametrize(("name", "kind", "text", "secret"), PLANTED, ids=[f"{row[1]} {row[0]}" for row in PLANTED])
 def test_a_planted_secret_is_blotted_out(name, kind, text, secret):
     """The line is told; all lines keep their numbers."""
@@ -142,16 +140,7 @@ def test_a_token_of_a_service_is_concealed(name, text, secret, tmp_path):
     """In code, settings, prose, messages, JSON with line breaks and addresses, and as the value of a config whose key
     says nothing. No 20 characters of it stay."""
     traces = {secret[start : start + 20] for start in range(max(1, len(secret) - 19))}
-    for kind, around in (
-        *(
-            (".py", 'x = call("%s")'),
-            (".yaml", "note: %s"),
-            (".env", 'X="%s"'),
-            (".md", "I used %s for it."),
-            (".txt", "%s"),
-        ),
-        *((".ipynb", '{"source": ["a\\n%s\\n"]}'), (".txt", "GET /?next=a%%3D%s%%26b"), (".py", "x_%s")),
-    ):
+    for kind, around in AROUND:
         if not (around == "x_%s" and name in PARTS):
             clean = conceal(around % text, f"x{kind}")[0]
             assert not [trace for trace in traces if trace in clean], (kind, clean)
@@ -177,11 +166,8 @@ def test_what_is_no_secret_stays_as_it_is(kind, text):
 def test_our_own_sources_stay_as_they_are():
     """What a run keeps of a library of this size holds no line that is taken for a secret."""
     top = Path(__file__).parents[2]
-    found = {}
-    for path in [*top.glob("deeplightning/**/*.py"), *top.glob("configs/**/*.yaml"), *top.glob("examples/**/*.py")]:
-        if lines := conceal(path.read_text("utf-8"), path.name)[1]:
-            found[str(path.relative_to(top))] = lines
-    assert found == {}
+    paths = [*top.glob("deeplightning/**/*.py"), *top.glob("configs/**/*.yaml"), *top.glob("examples/**/*.py")]
+    assert [path for path in paths if conceal(path.read_text("utf-8"), path.name)[1]] == []
 
 
 @pytest.mark.parametrize(
@@ -384,11 +370,8 @@ def test_an_ordinary_value_of_a_config_is_no_secret(params, tmp_path):
 @pytest.mark.parametrize("name", ["NCCL_DEBUG", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "TZ", "PYTHONHASHSEED"])
 def test_a_known_variable_of_a_run_is_recorded(name, tmp_path):
     """Unless its value looks like a token."""
-    for value, shown in (
-        ("7", "7"),
-        ("a-word", "a-word"),
-        (f"gsk{'_'}{'a1B2' * 13}", f"${{oc.env:ENGINE_ENV_{name}}}"),
-    ):
+    token = f"gsk{'_'}{'a1B2' * 13}"
+    for value, shown in (("7", "7"), ("a-word", "a-word"), (token, f"${{oc.env:ENGINE_ENV_{name}}}")):
         (tmp_path / "a.yaml").write_text(yaml.safe_dump({"engine": {"env": {name: value}}}))
         assert examine(tmp_path / "a.yaml").config.public()["engine"]["env"] == {name: shown}
 
@@ -418,16 +401,13 @@ def test_another_variable_of_a_run_is_concealed(value, tmp_path, monkeypatch):
 def modes(store):
     """Permissions of what is in a store, and its own: those of folders, those of files."""
     paths = [store, *store.rglob("*")]
-    return [
-        {path.stat().st_mode & 0o777 for path in paths if path.is_dir() is is_folder} for is_folder in (True, False)
-    ]
+    return [{path.stat().st_mode & 0o777 for path in paths if path.is_dir() is kind} for kind in (True, False)]
 
 
 def test_what_a_run_writes_is_its_owners_alone(planted_run):
     """Where the store is new: nobody else can enter a folder of it, or read or write a file."""
     _, store, folder, _ = planted_run
     assert {path.name for path in folder.iterdir()} >= {"cfg.yaml", "code.zip", "environment.json", "logs"}
-    assert [path for path in store.rglob("*") if path.stat().st_mode & 0o077] == []
     assert modes(store) == [{0o700}, {0o600}]
 
 
