@@ -45,11 +45,10 @@ def test_a_picture_follows_light_and_dark():
 def test_names_are_plain_text():
     """No name becomes markup, mathematics or a control character, and the SVG is well-formed."""
     counts = matrix(HOSTILE)
+    each = measures.from_counts(np.diag(counts), counts.sum(0), counts.sum(1))
     for drawing in (
         class_plots.confusion_matrix(counts, HOSTILE, "test"),
-        class_plots.precision_recall(
-            measures.from_counts(np.diag(counts), counts.sum(0), counts.sum(1)), HOSTILE, "test"
-        ),
+        class_plots.precision_recall(each, HOSTILE, "test"),
         class_plots.two_classes(np.array([0.1, 0.9]), np.array([False, True]), HOSTILE[0], "test"),
         *map(curves.curve, curves.charts({HOSTILE[0]: [(0, 1.0), (1, 2.0)]})),
     ):
