@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from deeplightning.runfolder import permissions_of, sync_names
-from deeplightning.tracking.entities import EPOCH, SYSTEM, Point, is_of_test
-from deeplightning.tracking.metric_names import clean
+from deeplightning.tracking.entities import EPOCH, SYSTEM, Point, clean, is_of_test
 
 Line = dict[str, Any]
 Series = dict[str, list[tuple[int, float]]]

@@ -38,8 +38,7 @@ from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import MLflowLogger, resolve_run
 from deeplightning.tracking.build import end, open_runs, prepare, refusal, run_folder
 from deeplightning.tracking.client import Client
-from deeplightning.tracking.entities import Dataset
-from deeplightning.tracking.metric_names import flatten
+from deeplightning.tracking.entities import Dataset, flatten
 from deeplightning.tracking.metrics_file import read_series
 from deeplightning.tracking.mlflow_store import attach
 from deeplightning.tracking.monitor import runs_page
