@@ -55,7 +55,9 @@ def describe(redact: Callable[[str], str] = str) -> dict[str, object]:
     Args:
         redact: is applied to every text, to take secrets out.
     """
-    directory = None
+    import psutil
+
+    directory, torch = None, sys.modules.get("torch")
     with suppress(OSError):  # it was deleted
         directory = str(start_folder())
     return redacted(
@@ -68,10 +70,10 @@ def describe(redact: Callable[[str], str] = str) -> dict[str, object]:
             "python": {"version": platform.python_version(), "executable": sys.executable},
             "os": platform.platform(),
             "cpu": _cpu(),
-            "memory_gib": _memory(),
+            "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
             "gpus": _gpus(),
             "packages": packages(),
-            "threads": _threads(),
+            "threads": torch.get_num_threads() if torch is not None else None,
             "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
             "git": git_state(),
         },
@@ -133,12 +135,6 @@ def _cpu() -> dict[str, object]:
     return {"model": model or platform.processor() or platform.machine(), "cores": os.cpu_count(), "usable": usable}
 
 
-def _memory() -> float:
-    import psutil
-
-    return round(psutil.virtual_memory().total / 2**30, 1)
-
-
 def _gpus() -> list[dict[str, object]]:
     """List the GPUs by nvidia-smi: torch would have to start CUDA in this process, which forbids forking."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
@@ -150,20 +146,12 @@ def _gpus() -> list[dict[str, object]]:
         return []
 
 
-def _threads() -> int | None:
-    """Return the number of torch's threads in this process, or None if torch is not imported."""
-    torch = sys.modules.get("torch")
-    return torch.get_num_threads() if torch is not None else None
-
-
 def packages() -> dict[str, str]:
     """Return the versions of the packages that runs depend on, as far as they are installed."""
     versions = {}
     for name in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions
 
 
