@@ -146,8 +146,7 @@ def test_a_failed_run_is_named_and_the_others_finish(command, tiny, place):
 
 
 def test_an_edit_does_not_reach_the_runs_that_follow(command, tiny, tmp_path):
-    """A module that the first run edits is imported by the second as it was when the command began; the seal is
-    removed at the end."""
+    """The second run imports what the first has edited as it was at the command's start; the seal is removed."""
     (tmp_path / "spoils.py").write_text(SPOILS)
     (tmp_path / "lately.py").write_text("VALUE = 1\n")
     settings = ("train.callbacks=[{type: spoils.Spoils}]", "logger.params.tracking_uri=mlruns", "seed=1,2")

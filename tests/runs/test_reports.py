@@ -49,8 +49,7 @@ def run(command, place):
 
 
 def test_a_run_leaves_its_pictures_and_its_report(run):
-    """As SVG and PNG: curves, and of validation and test what there is for two classes; the mistakes with the names of
-    their files; and the places of the config."""
+    """Pictures as SVG and PNG, the mistakes with the names of their files, and the places of the config."""
     folder = RunFolder(run.folder)
     names = ["curves", "val_confusion_matrix", "val_classes", "val_predictions"]
     names += [f"test_{name}" for name in ("confusion_matrix", "classes", "reliability", "roc")]

@@ -106,9 +106,7 @@ def test_a_list_is_the_same_whoever_reads_the_store(ended, here, monkeypatch):
 
 @pytest.mark.parametrize("is_direct", [True, False], ids=["directly", "by MLflow"])
 def test_only_what_has_ended_is_removed(is_direct, tmp_path, monkeypatch):
-    """Cleaning a store of its own: a run that is RUNNING again by the time of the deletion stays, with its files; one
-    that failed is gone from the list and from the disk, and MLflow, which takes over where the schema is another, calls
-    it deleted."""
+    """A run that is RUNNING again by then stays with its files; a failed one is gone, and deleted for MLflow."""
     if not is_direct:
         monkeypatch.setattr("deeplightning.cli.listing.open_reader", Client)
     store = tmp_path / "mlruns"
@@ -139,8 +137,7 @@ def planted(store, run_id, artifacts):
 
 
 def test_a_store_cannot_have_any_other_folder_removed(command, place, tmp_path):
-    """Of a row that somebody has written, files go only where the id is one of MLflow's, the folder lies below the
-    store, links resolved, and is that of a run; a note names what stays and why. A failed run of the store goes."""
+    """Files go only where id and folder, links resolved, are those of a run of the store; a note names the others."""
     store = tmp_path / "mlruns"
     failed = failed_run(store)
     outside, unmarked, linked, held = (uuid.uuid4().hex for _ in range(4))
@@ -169,8 +166,7 @@ def test_a_store_cannot_have_any_other_folder_removed(command, place, tmp_path):
 
 
 def test_runs_are_removed_only_when_told(ended, here, command, place):
-    """`--clean` shows what it would remove and removes nothing; with `--delete` failed runs go with their files, and
-    the others stay."""
+    """`--clean` shows what it would remove; with `--delete` failed runs go with their files, and the others stay."""
     first, second, failed = ended
     shown = command("runs", "--tracking-uri", here, "--clean", cwd=place)
     assert [line.split()[0] for line in shown.out.splitlines()] == [failed.parent.name]

@@ -137,8 +137,7 @@ def test_a_planted_secret_is_blotted_out(name, kind, text, secret):
 
 @pytest.mark.parametrize(("name", "text", "secret"), TOKENS, ids=[row[0] for row in TOKENS])
 def test_a_token_of_a_service_is_concealed(name, text, secret, tmp_path):
-    """In code, settings, prose, messages, JSON with line breaks and addresses, and as the value of a config whose key
-    says nothing. No 20 characters of it stay."""
+    """In each kind of text, and as the value of a key that says nothing; no 20 characters of it stay."""
     traces = {secret[start : start + 20] for start in range(max(1, len(secret) - 19))}
     for kind, around in AROUND:
         if not (around == "x_%s" and name in PARTS):
@@ -202,8 +201,7 @@ def forms(value):
     "value", [PASSWORD, "pässwörd & more/than?20", "k3j4h5g6f7d8s9a0q1w2e4r5", 'it\'s "quoted" \\ twice']
 )
 def test_a_value_of_the_environment_is_redacted_in_every_form(value):
-    """Plain, as Python and JSON write it, quoted for a URL, in base64 alone and behind a user's name; whole, or cut
-    after 20 characters and more."""
+    """Plain, escaped, quoted, in base64 alone or behind a user's name; whole, or cut after 20 characters and more."""
     secrets = Secrets(values={value: "${oc.env:X}"})
     for form in forms(value):
         for length in {len(form), 20, 23} - ({20, 23} if len(form) <= 23 else set()):
@@ -220,8 +218,7 @@ def git(folder, *arguments):
 
 @pytest.fixture(scope="module")
 def planted_run(command, tmp_path_factory):
-    """A run that fails with a secret of the environment in every form, from a tree that holds the whole corpus: what
-    can be packed lies in the package that is packed, everything is in the diff."""
+    """A run that fails with a secret in every form, from a tree whose package and diff hold the whole corpus."""
     top = tmp_path_factory.mktemp("planted")
     tree, store = top / "tree", top / "mlruns"
     package = tree / "kept"
@@ -305,8 +302,7 @@ def test_a_secret_in_clear_is_a_variable_in_what_the_run_keeps(planted_run):
 
 @pytest.mark.slow
 def test_no_planted_secret_comes_out_of_a_run_or_its_server(planted_run, tmp_path):
-    """A run that failed and one that was trained, exported and served: no secret in any file, row, log, output or
-    answer, in any form."""
+    """Of a failed run, and of one that was exported and served: no secret in any file, row, log or answer."""
     failed, store, _, train = planted_run
     done = train()
     assert done.code == 0, done
@@ -378,8 +374,7 @@ def test_a_known_variable_of_a_run_is_recorded(name, tmp_path):
 
 @pytest.mark.parametrize("value", ["on", "bitter", "k9/j8 h7", "\\${x}", "${data.batch_size}-samples", "/tmp"])
 def test_another_variable_of_a_run_is_concealed(value, tmp_path, monkeypatch):
-    """Whatever its value is: the run gets it, its record the name. An ordinary word in it stays a word elsewhere, and
-    the record means the same where the variable is set."""
+    """The run gets its value, the record its name, and means the same where it is set; a word in it stays a word."""
     config = {"data": {"batch_size": 4}, "stages": ["train"], "engine": {"env": {"MY_API": value, "MODE": "train"}}}
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(config))
     found = examine(tmp_path / "a.yaml")
@@ -454,8 +449,7 @@ def test_a_digest_that_ends_after_the_run_is_its_owners_alone(tmp_path, monkeypa
 @pytest.mark.parametrize("mode", [0o700, 0o750, 0o755, 0o775, 0o777, 0o2770])
 @pytest.mark.parametrize("umask", [0o022, 0o077])
 def test_a_run_inherits_the_permissions_of_its_store(mode, umask, tmp_path):
-    """Of the store's folder where that is there, whatever the user has set; but what it makes is never writable for
-    all."""
+    """Of its folder, whatever the user's umask is; but what it makes is never writable for all."""
     store = locate(tmp_path / "mlruns")
     store.folder.mkdir()
     store.folder.chmod(mode)

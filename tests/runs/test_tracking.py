@@ -229,8 +229,7 @@ def test_what_is_not_a_number_is_told_apart(logger, caplog):
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, 1e308])
 def test_an_infinity_is_read_as_it_was_logged(logger, store, value):
-    """MLflow's database holds the largest float for it, and a number below that stays as it is. The client, the
-    reader of the database and the file agree."""
+    """MLflow holds the largest float for it; client, reader and file agree, and a number below stays as it is."""
     logger.log_metrics({"up": value}, 3)
     logger.finalize("success")
     assert read_series(logger.artifact_folder / "metrics.jsonl")["up"] == [(3, value)]
@@ -747,8 +746,7 @@ def test_the_load_of_the_machine_is_tracked(store, monkeypatch):
 
 
 def test_a_run_is_found_in_any_spelling(store, logger):
-    """Folder, id, name, `runs:/ID`, `models:/NAME/VERSION`: the same absolute folder, also after the store was moved. A
-    name that two runs have is a note with their ids."""
+    """Each spelling is the same absolute folder, also of a moved store; a name of two runs is a note with their ids."""
     folder, run_id = logger.artifact_folder, logger.run_id
     logger.finalize("success")
     logger.experiment.create_registered_model("digits")
@@ -999,8 +997,7 @@ def test_the_monitor_shows_runs_and_a_run_outlives_its_server(store, logger, cap
 
 
 def test_a_database_that_stays_locked_costs_seconds_and_no_point(store, logger, monkeypatch, caplog):
-    """Training does not wait for a lock; the end of a run waits as long as it was told to, then says what is not
-    written, and the points are written when the lock is gone."""
+    """Training does not wait; its end waits as long as it may, says what is not written, and writes it later."""
     assert logger.run_id
     logger.finalize("success")
     monkeypatch.setenv("DEEPLIGHTNING_TRACKING_DRAIN", "0.5")

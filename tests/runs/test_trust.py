@@ -163,8 +163,7 @@ def _by_kind(events):
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_folder_executes_nothing(name, run, tmp_path, command):
-    """Serve, test, predict and export: exit 4 with key and rule; an audit hook sees no file opened for writing, no
-    process, no connection, and no module outside of the list."""
+    """Exit 4 with key and rule; an audit hook sees no file written, no process, no connection, no other module."""
     key, value, rest, words = HOSTILE[name]
     work = tmp_path / "work"
     work.mkdir()
@@ -234,9 +233,7 @@ def verbs_of(folder, own):
 
 @pytest.mark.parametrize("name", BEYOND_PLAIN)
 def test_a_foreign_config_is_plain_or_refused(name, run, tmp_path, command):
-    """Every verb: exit code 4 with file and line, for a run with a bundle and without. Nothing is imported, started,
-    fetched or written, no variable that the config names is read, and no file outside of the run and the installation;
-    neither does `load_run`."""
+    """Every verb and `load_run` name file and line, and import, start, fetch, write and read nothing."""
     work = tmp_path / "work"
     work.mkdir()
     (work / "pwned.py").write_text("open('PWNED', 'w')\n")
@@ -274,8 +271,7 @@ def test_a_foreign_config_is_plain_or_refused(name, run, tmp_path, command):
 
 
 def test_the_tree_that_is_admitted_is_the_tree_that_is_built(run, tmp_path, monkeypatch):
-    """Overrides, variables that are allowed, and a retry without an unknown key come before the names are compared; a
-    file that changes after it was read changes nothing."""
+    """Overrides, variables and a retry come before names are compared; a file that changes later changes nothing."""
     named = "model.loss.type: to use this run, sympy.sympify"
     copy = foreign(run, tmp_path / "copy", model__loss={"type": "torch.nn.CrossEntropyLoss"}, more=1)
     with pytest.raises(CheckpointError, match=named):
@@ -328,8 +324,7 @@ def test_the_server_of_torch_asks_too(run, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("part", ["params", "groups"])
 def test_a_checkpoint_that_training_resumes_from_names_nothing_to_be_built(part, run, tiny, tmp_path, command):
-    """A resumed run takes plain values of the optimizer from its checkpoint; a target there is neither imported nor
-    called."""
+    """A target among the optimizer's values in a checkpoint is neither imported nor called."""
     work = tmp_path / "work"
     work.mkdir()
     touch = {"type": "sympy.sympify", "params": {"a": f"open({str(tmp_path / 'PWNED')!r}, 'w')"}}
@@ -377,8 +372,7 @@ def test_an_own_run_is_never_asked_about(train, place, command, tmp_path):
 
 
 def test_a_register_that_others_may_write_counts_for_nothing(run, tmp_path, monkeypatch):
-    """Else another user could declare folders to be one's own; a changed config is nobody's. A register that cannot be
-    written is no fault."""
+    """Nor does it know a changed config; one that cannot be written is no fault."""
     register = tmp_path / "state" / "deeplightning" / "own"
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(trust, "_noted", set())
@@ -401,8 +395,7 @@ def test_a_register_that_others_may_write_counts_for_nothing(run, tmp_path, monk
 
 
 def test_a_foreign_run_of_known_classes_is_used_without_leave(run, tmp_path, command):
-    """Its bundle is that of the original. Its results go into a new run of the store in use here; its tracker, hook,
-    callbacks and variables are not taken."""
+    """Its bundle is the original's, its results a run of ours; tracker, hook, callbacks, variables are not taken."""
     marks = {
         "engine.setup_hook": "pwned.hook",
         "engine.env": {"PWNED": "1"},
@@ -468,8 +461,7 @@ def test_each_of_our_networks_is_a_class(run, tmp_path):
 
 
 def test_a_foreign_config_neither_writes_elsewhere_nor_fetches_data(run, tmp_path):
-    """The cache of decoded images stays where the user has it, data sets are not downloaded, and an address is no
-    place of data; an override of the user's says otherwise."""
+    """Its cache, downloads and addresses of data are not taken; an override of the user's says otherwise."""
     images = {"type": "deeplightning.data.mnist.MNIST", "params": {"cache": "/somewhere", "download": True}}
     changes = {"data.module": images, "data.root": "http://127.0.0.1:9/data"}
     config = run_config(foreign(run, tmp_path / "copy", **changes))

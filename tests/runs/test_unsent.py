@@ -138,8 +138,7 @@ def test_a_killed_process_loses_no_point(folder):
 
 @pytest.mark.parametrize("is_said", [False, True], ids=["nothing", "a status by another rank"])
 def test_a_run_that_recorded_nothing_is_deleted(is_said, folder):
-    """It holds nothing but its name, whatever status MLflow's own calls in a rank that outlives the first have set; one
-    that was killed as it went on is FAILED."""
+    """It holds but a name, whatever status another rank has set; one that was killed as it went on is FAILED."""
     run_id = killed(folder)
     if is_said:
         (_, head), *_ = read_lines(metrics_of(folder, run_id))
@@ -205,8 +204,7 @@ def test_a_damaged_line_is_told_and_not_sent(folder, damage, lost, points):
 
 @pytest.mark.parametrize("is_of_another", [False, True], ids=["here", "of another machine"])
 def test_a_killed_run_that_goes_on_has_its_points_first(is_of_another, folder):
-    """What it said after its checkpoint is there before it says it again, so that it is there once; it never FAILED. A
-    job that was sent to another machine has the points of the first one."""
+    """What it said after its checkpoint, here or on another machine, is there once; it never FAILED."""
     run_id = killed(folder, *SAID)
     if is_of_another:
         change(folder, **ELSEWHERE)
@@ -508,8 +506,7 @@ def test_why_a_dead_run_cannot_be_settled_is_said(folder, monkeypatch, command, 
 
 
 def test_another_machines_run_is_left_to_it(folder, command, place):
-    """Its free lock proves nothing here: `runs`, the next run and `--sync` leave it alone, until it was silent for a
-    day. After a restart of its own machine, or where the very run goes on, it is settled."""
+    """Its free lock proves nothing here: `runs`, the next run and `--sync` leave it alone for a day of silence."""
     run_id = killed(folder, *SAID)
     change(folder, **ELSEWHERE)
     assert command("runs", "--tracking-uri", folder, cwd=place).out.split()[:2] == [run_id, "RUNNING"]

@@ -100,8 +100,7 @@ def test_mistakes_are_framed():
 
 
 def test_charts_put_together_what_belongs_together():
-    """A metric of training and validation in one chart, of the training its means over epochs; the loss comes first,
-    then metrics, then learning rates; what has one point or belongs to the test is left out."""
+    """Training and validation in one chart; loss, metrics, rates in this order; none of one point or of a test."""
     points = [(0, 1.0), (1, 0.5)]
     names = ("lr", "val_acc", "train_loss", "train_loss_epoch", "val_loss", "epoch", "test_acc", "train_acc", "own")
     series = {name: [*points, (2, 0.1)] if name == "train_loss" else points for name in names}

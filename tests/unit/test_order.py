@@ -6,8 +6,7 @@ BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
 
 
 def test_the_callbacks_of_a_run_are_in_the_order_that_they_need(monkeypatch, tmp_path):
-    """All that a config can ask for: weights are found before a run is opened; the config's callbacks find an open run
-    and a seed; what judges their metrics comes after them; a signal ends a batch last."""
+    """Weights first, an open run and a seed before the config's callbacks, their judges after, signals last."""
     from deeplightning import load_config
     from deeplightning.callbacks import TRIAL, all_of
 

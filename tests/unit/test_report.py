@@ -122,8 +122,7 @@ def test_names_from_a_run_stay_text(tmp_path):
 
 
 def test_nothing_of_a_foreign_folder_is_executed_or_followed(tmp_path):
-    """No pickle is read, `_base_` reads no other file, links out of the folder show nothing, and an SVG with a script
-    is an image, in which no script runs."""
+    """No pickle or base is read, links out of the folder show nothing, and a script in an SVG does not run."""
     folder = run_folder(tmp_path / "x", config="_base_: ../secret.yaml\nseed: 1\n")
     (tmp_path / "secret.yaml").write_text("password: hunter2")
     (tmp_path / "secret.png").write_bytes(png(9))
@@ -190,8 +189,7 @@ def test_no_secret_is_shown(tmp_path):
 
 
 def test_numbers_and_labels_are_drawn_too(tmp_path):
-    """A regression gets truth against prediction, with R² and the root mean square error; several labels get precision
-    and recall; two classes get a ROC curve."""
+    """Truth against prediction with R² and RMSE; precision and recall of several labels; ROC of two classes."""
     folder = run_folder(tmp_path / "x", ("no", "yes"))
     assert set(evaluate(facts(folder)).drawings) >= {"test_roc", "test_reliability"}
     alone = run_folder(tmp_path / "y", ("no",))  # of one class there is no curve
