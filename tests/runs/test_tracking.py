@@ -74,6 +74,14 @@ def logger(store):
     logger.finalize("success")
 
 
+def finished(store, **settings):
+    """A logger whose run logged one point and finished."""
+    logger = MLflowLogger(tracking_uri=store, system_metrics=False, **settings)
+    logger.log_metrics({"x": 1}, 0)
+    logger.finalize("success")
+    return logger
+
+
 def status(logger):
     return logger.experiment.get_run(logger.run_id).info.status
 
@@ -128,22 +136,17 @@ def test_a_store_is_made_where_another_process_was_killed_while_it_made_it(tmp_p
     """Such a process leaves a part of a database under another name."""
     store = tmp_path / "half"
     store.mkdir()
-    logger = MLflowLogger(tracking_uri=store, system_metrics=False)
     (store / ".mlflow.db.new").write_bytes(b"SQLite format 3\0 torn")
     (store / ".mlflow.db.new-journal").write_bytes(b"\xd9\xd5\x05\xf9 torn")
     (store / "mlflow.db").touch()
-    logger.log_metrics({"x": 1}, 0)
-    logger.finalize("success")
-    assert history(logger, "x") == [(0, 1)]
+    assert history(finished(store), "x") == [(0, 1)]
     assert not list(store.glob(".mlflow.db.new*"))
 
 
 def test_a_transaction_in_which_a_process_was_killed_is_undone(tmp_path):
     """By whatever looks at the store first, a command that only reads it, too."""
     store = tmp_path / "killed"
-    logger = MLflowLogger(tracking_uri=store, system_metrics=False)
-    logger.log_metrics({"x": 1}, 0)
-    logger.finalize("success")
+    logger = finished(store)
     kill = (
         "import os, sqlite3, sys\n"
         "connection = sqlite3.connect(sys.argv[1], isolation_level=None)\n"
@@ -346,9 +349,8 @@ def test_a_run_names_the_commit_it_was_started_at(store, tmp_path, monkeypatch):
     assert (tags["note"], tags["mlflow.runName"]) == ("mine", "first")
 
 
-def test_a_missing_run_is_named(store, logger):
+def test_a_missing_run_is_named(store):
     """Continuing a run that is not there ends with exit code 3, naming run and store, and makes no new one."""
-    assert logger.run_id
     with pytest.raises(SetupError, match=r"The run 'abc' is not in the tracking store .*mlruns") as caught:
         MLflowLogger(tracking_uri=store, run_id="abc").log_metrics({"x": 1}, 0)
     assert caught.value.exit_code == 3
@@ -442,9 +444,7 @@ def test_a_locked_database_is_waited_for(store, logger, monkeypatch, caplog):
         monkeypatch.setenv("DEEPLIGHTNING_TRACKING_WAIT", "30")
         release = threading.Timer(0.5, holder.execute, ["ROLLBACK"])
         release.start()
-        other = MLflowLogger(tracking_uri=store, system_metrics=False)
-        other.log_metrics({"x": 1}, 0)
-        other.finalize("success")
+        other = finished(store)
         release.join()
         assert status(other) == "FINISHED"
     finally:
@@ -453,9 +453,7 @@ def test_a_locked_database_is_waited_for(store, logger, monkeypatch, caplog):
 
 def test_a_database_that_holds_what_is_no_text_is_named(tmp_path):
     """SQLite's own message about it cannot be decoded. Seed 6 of the storm, mutations."""
-    make = MLflowLogger(tracking_uri=tmp_path, system_metrics=False)
-    make.log_metrics({"x": 1.0}, 0)
-    make.finalize("success")
+    finished(tmp_path)
     path = tmp_path / "mlflow.db"
     path.write_bytes(path.read_bytes().replace(b"CONSTRAINT", b"CONSTR\xffINT"))
     with pytest.raises(SetupError, match=r"mlflow\.db is damaged or no SQLite database.*Move it aside"):
@@ -486,11 +484,8 @@ def test_a_read_only_store_is_named(store, logger):
     logger.finalize("success")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        source = sqlite3.connect(store / "mlflow.db")
-        copy = sqlite3.connect(folder / "mlflow.db")
-        source.backup(copy)
-        source.close()
-        copy.close()
+        with closing(sqlite3.connect(store / "mlflow.db")) as source:
+            source.execute("VACUUM INTO ?", [str(folder / "mlflow.db")])
         (folder / "mlflow.db").chmod(0o444)
         folder.chmod(0o555)
         is_root = os.geteuid() == 0
@@ -554,9 +549,7 @@ def test_an_old_file_store_is_opened(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     MlflowClient(tmp_path.as_uri() + "/old").create_experiment("before")
     monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE")
-    logger = MLflowLogger(experiment_name="before", tracking_uri=tmp_path / "old", system_metrics=False)
-    logger.log_metrics({"x": 1}, 0)
-    logger.finalize("success")
+    logger = finished(tmp_path / "old", experiment_name="before")
     assert history(logger, "x") == [(0, 1)]
     assert logger.artifact_folder == tmp_path / "old" / logger.name / logger.run_id / "artifacts"
     assert not (tmp_path / "old" / "mlflow.db").exists()

@@ -26,17 +26,10 @@ def test_an_epochs_samples_per_second_are_those_of_training_alone(clock, caplog)
     train = SimpleNamespace(num_epochs=3, checkpoint=SimpleNamespace(monitor=None), early_stop=None)
     cfg = SimpleNamespace(logger=SimpleNamespace(progress="off"), train=train)
     shown = Console(cfg, None, SimpleNamespace(best=None))
-    trainer = SimpleNamespace(
-        current_epoch=0,
-        world_size=2,
-        global_rank=0,
-        progress_bar_metrics={},
-        callback_metrics={"train_loss": torch.tensor(0.5)},
-        accumulate_grad_batches=1,
-        lightning_module=SimpleNamespace(automatic_optimization=True),
-        callbacks=[],
-        state=SimpleNamespace(fn="fit"),
-    )
+    numbers = {"current_epoch": 0, "world_size": 2, "global_rank": 0, "accumulate_grad_batches": 1}
+    metrics = {"progress_bar_metrics": {}, "callback_metrics": {"train_loss": torch.tensor(0.5)}}
+    parts = {"lightning_module": SimpleNamespace(automatic_optimization=True), "callbacks": []}
+    trainer = SimpleNamespace(**numbers, **metrics, **parts, state=SimpleNamespace(fn="fit"))
 
     def validates(seconds):
         shown.on_validation_start(trainer, None)
