@@ -112,18 +112,13 @@ def ask_git(*arguments: str, folder: Path | None = None) -> str | None:
     """
     options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": SECONDS, "check": True}
     try:
-        done = subprocess.run(["git", "-C", str(folder or _directory()), *arguments], **options)
+        if folder is None:
+            folder, ours = start_folder(), Path(__file__).resolve().parents[2]
+            folder = folder if any((top / ".git").exists() for top in (folder, *folder.parents)) else ours
+        done = subprocess.run(["git", "-C", str(folder), *arguments], **options)
     except (OSError, subprocess.SubprocessError):  # OSError: also of a working directory that was deleted
         return None
     return done.stdout.decode("utf-8", "replace").strip()
-
-
-def _directory() -> str:
-    """Return the working directory if it is inside a repository, else the folder of this code."""
-    here = start_folder()
-    if any((folder / ".git").exists() for folder in (here, *here.parents)):
-        return str(here)
-    return str(Path(__file__).resolve().parents[2])
 
 
 def _cpu() -> dict[str, object]:

@@ -39,9 +39,7 @@ def _texts(value: object) -> bool:
 
 
 def _list_of(*kinds: type) -> Callable[[object], bool]:
-    return lambda value: (
-        isinstance(value, list) and len(value) == len(kinds) and all(map(isinstance, value, kinds))  # type: ignore[arg-type]
-    )
+    return lambda value: isinstance(value, list) and [*map(type, value)] == [*kinds]
 
 
 KINDS: dict[str, Callable[[object], bool]] = {
