@@ -23,7 +23,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from commands import free_port
+from commands import answer_of, free_port
 from matplotlib.figure import Figure
 from mlflow.tracking import MlflowClient
 from PIL import Image
@@ -911,15 +911,8 @@ def monitor_of(store, port):
 def start_monitor(store, port):
     command = monitor_of(store, port)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-            return process
-        except OSError:
-            assert process.poll() is None, process.stdout.read().decode()
-            time.sleep(0.1)
-    raise TimeoutError(f"no server on {port}")
+    answer_of(process, f"http://127.0.0.1:{port}/health")
+    return process
 
 
 def interrupt(process):

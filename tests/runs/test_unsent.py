@@ -12,12 +12,11 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from commands import environment, free_port
+from commands import answer_of, environment, free_port
 from mlflow.tracking import MlflowClient
 
 from deeplightning.cli.listing import listing, sync
@@ -372,13 +371,7 @@ class Server:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        for _ in range(600):
-            try:
-                urllib.request.urlopen(f"{self.address}/health", timeout=5).close()
-                return
-            except OSError:
-                assert self.process.poll() is None
-                time.sleep(0.1)
+        answer_of(self.process, f"{self.address}/health")
 
     def die(self):
         if self.process is not None:
