@@ -116,8 +116,6 @@ def collect(
     """
     found = _Collector(redact, before or Code(), sys.modules if modules is None else modules, verbatim)
     found.collect()
-    if verbatim:
-        found.keep_beside()
     return found.code()
 
 
@@ -146,11 +144,10 @@ class _Collector:
             for top in _imported_by(self.unread.pop()) - asked:
                 asked.add(top)
                 self.follow(top)
-
-    def keep_beside(self) -> None:
-        """Keep the sources in the import roots: a name that is computed may import one later."""
-        copies = own_code.seal().get("roots", {})
-        for root in dict.fromkeys([*own_code.original_roots(), *(root for root, _ in self.files)]):
+        # Of a launch all sources in the import roots: a name that is computed may import one later.
+        copies = own_code.seal().get("roots", {}) if self.verbatim else {}
+        roots = [*own_code.original_roots(), *(root for root, _ in self.files)] if self.verbatim else []
+        for root in dict.fromkeys(roots):
             folder = copies.get(root, root)
             for file in sorted(Path(folder).glob("*.py")):
                 if not file.name.startswith("."):
