@@ -92,11 +92,11 @@ def killed(store, *said, run_id=lambda: None):
     return found
 
 
-def finished(store, **settings):
-    """Return the logger of a run that logged one point and finished."""
-    logger = MLflowLogger(tracking_uri=store, system_metrics=False, **settings)
+def finished(store, how="success"):
+    """Return the logger of a run that logged one point and ended."""
+    logger = MLflowLogger(tracking_uri=store, system_metrics=False)
     logger.log_metrics({"x": 1.0}, 0)
-    logger.finalize("success")
+    logger.finalize(how)
     return logger
 
 
@@ -145,7 +145,7 @@ def test_a_run_that_recorded_nothing_is_deleted(is_said, folder):
         client(folder).set_terminated(run_id, "FAILED")
     assert list(sync(folder)) == [f"{run_id}  deleted: its process was killed before it recorded anything"]
     assert listing(str(folder)) == []
-    logger = finished(folder)
+    logger = finished(folder, "killed")
     killed(folder, run_id=lambda: logger.run_id)
     assert len(list(sync(folder))) == 1
     assert [(row["id"], row["status"]) for row in listing(str(folder))] == [(logger.run_id, "FAILED")]
