@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -230,6 +231,19 @@ def free_port() -> str:
     with socket.socket() as made:
         made.bind(("127.0.0.1", 0))
         return str(made.getsockname()[1])
+
+
+def answer_of(server: "subprocess.Popen[bytes]", address: str, seconds: float = 120) -> bytes:
+    """Return what a server that was just started says at an address, as soon as it answers."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            with urllib.request.urlopen(address, timeout=5) as answer:
+                return answer.read()
+        except OSError:
+            assert server.poll() is None, f"the server of {address} has ended"
+            assert time.monotonic() < end, f"nothing answers at {address}"
+            time.sleep(0.1)
 
 
 def read_terminal(leader: int) -> bytes:

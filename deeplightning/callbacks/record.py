@@ -39,9 +39,8 @@ from deeplightning.process.streams import Interrupted
 from deeplightning.process.terminal import LAYOUT, Printable, say
 from deeplightning.runfolder import UMASK, FolderLock, RunFolder, make_private, read_object, umask_of, write_whole
 from deeplightning.tracking.build import end, open_runs, publish, run_folder
-from deeplightning.tracking.entities import Dataset
+from deeplightning.tracking.entities import DATA, ENGINE, NETWORK, Dataset
 from deeplightning.tracking.environment import REPRODUCES, describe
-from deeplightning.tracking.metric_names import DATA, ENGINE, NETWORK
 from deeplightning.tracking.user_calls import TrackedRun, UserCalls, maker_of, run_of
 from deeplightning.version import __version__
 from deeplightning.words import printable

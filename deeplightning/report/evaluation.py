@@ -38,29 +38,26 @@ def evaluate(run: Facts) -> Evaluation | None:
             rows = csv.reader(file)
             names = next(rows, [])
             columns = dict(zip(names, zip(*rows, strict=True), strict=True))
-        return _evaluate_columns(run, stage, columns)
+        found, prefix = Evaluation(STAGES[stage]), run.folder.results(stage).name.partition("_")[0]
+        if {"label", "predicted_class", "predicted_label"} <= columns.keys():
+            _of_classes(run, columns, prefix, found)
+        elif {"labels", "predicted_labels"} <= columns.keys():
+            _of_labels(columns, prefix, found)
+        elif targets := [name for name in columns if name.startswith("target")]:
+            _of_targets(run, targets, columns, prefix, found)
+        return found
     except (OSError, ValueError, KeyError, csv.Error, OverflowError, MemoryError):
         return None
 
 
-def _evaluate_columns(run: Facts, stage: str, columns: dict[str, Any]) -> Evaluation | None:
-    found = Evaluation(STAGES[stage])
-    prefix = run.folder.results(stage).name.partition("_")[0]
-    if {"label", "predicted_class", "predicted_label"} <= columns.keys():
-        _of_classes(run, columns, prefix, found)
-    elif {"labels", "predicted_labels"} <= columns.keys():
-        _of_labels(columns, prefix, found)
-    elif targets := [name for name in columns if name.startswith("target")]:
-        predictions = [f"prediction{name.removeprefix('target')}" for name in targets]
-        truth, predicted = (
-            np.stack([np.array(columns[name], float) for name in of], 1) for of in (targets, predictions)
-        )
-        kept = np.isfinite(truth).all(1) & np.isfinite(predicted).all(1)
-        names = run.classes if len(run.classes) == len(targets) else targets
-        if kept.any():
-            drawing = curves.truth_against_prediction(truth[kept], predicted[kept], names, found.of)
-            found.drawings[f"{prefix}_truth"] = drawing
-    return found
+def _of_targets(run: Facts, targets: list[str], columns: dict[str, Any], prefix: str, found: Evaluation) -> None:
+    predictions = [f"prediction{name.removeprefix('target')}" for name in targets]
+    truth, predicted = (np.stack([np.array(columns[name], float) for name in of], 1) for of in (targets, predictions))
+    kept = np.isfinite(truth).all(1) & np.isfinite(predicted).all(1)
+    names = run.classes if len(run.classes) == len(targets) else targets
+    if kept.any():
+        drawing = curves.truth_against_prediction(truth[kept], predicted[kept], names, found.of)
+        found.drawings[f"{prefix}_truth"] = drawing
 
 
 def _of_classes(run: Facts, columns: dict[str, Any], prefix: str, found: Evaluation) -> None:

@@ -80,13 +80,11 @@ def _breakable(value: object) -> Markup:
 
 def _style() -> str:
     """Return the style sheet: colours for light and dark mode, then `page.css`."""
-
-    def values(colours: dict[str, str], more: str) -> str:
-        names = {"ink": INK, "muted": MUTED, "line": GRID, "paper": PAPER}
-        return "".join(f"--{name}: {colours.get(value, value)}; " for name, value in names.items()) + more
-
-    light = values({}, f"--back: #f3f5f8; --accent: #1f6fb5; --bad: {RED};")
-    dark = values(DARK, "--back: #0e1116; --accent: #6fb1ec; --bad: #ee7272;")
+    names = {"ink": INK, "muted": MUTED, "line": GRID, "paper": PAPER}
+    light = "".join(f"--{name}: {value}; " for name, value in names.items())
+    dark = "".join(f"--{name}: {DARK[value]}; " for name, value in names.items())
+    light += f"--back: #f3f5f8; --accent: #1f6fb5; --bad: {RED};"
+    dark += "--back: #0e1116; --accent: #6fb1ec; --bad: #ee7272;"
     colours = f":root {{ color-scheme: light dark; {light} }}\n"
     colours += f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
     return colours + Path(__file__).with_name("page.css").read_text(encoding="utf-8")

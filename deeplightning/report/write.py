@@ -40,7 +40,7 @@ def report(run: Facts, into: Path | None = None) -> str:
     machine = dict(flat({name: value for name, value in run.environment.items() if name not in differs}))
     started = run.environment.get("started")
     words = [f"run {run.run_id}" if run.run_id else str(run.folder.path), run.status.lower()]
-    words += [f"started {started}" if started else ""]
+    words += [f"started {started}"] if started else []
     return page.document(
         run.title,
         ", ".join(word for word in words if word),

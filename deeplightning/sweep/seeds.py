@@ -33,8 +33,7 @@ from deeplightning.sweep import multirun
 from deeplightning.sweep.frozen_code import code_of_grid, own_code
 from deeplightning.sweep.multirun import FINISHED, UNDERWAY, Grid
 from deeplightning.sweep.worker import Train
-from deeplightning.tracking.entities import Point
-from deeplightning.tracking.metric_names import clean
+from deeplightning.tracking.entities import Point, clean
 from deeplightning.tracking.parent import Parent, Stopped
 
 log = logging.getLogger("deeplightning")

@@ -115,7 +115,10 @@ def run_folder(loggers: Iterable[object], fallback: str | os.PathLike) -> Path:
         if hasattr(logger, "keep_in"):
             logger.keep_in(from_start(fallback))
     for logger in loggers:
-        if (folder := _artifact_folder(logger)) is not None:
+        folder = logger.artifact_folder if is_a(logger, "MLflowLogger") else None
+        if is_a(logger, "MLFlowLogger"):
+            folder = local_path(logger.experiment.get_run(logger.run_id).info.artifact_uri)
+        if folder is not None:
             return folder
     for logger in loggers:
         if folder := getattr(logger, "log_dir", None):
@@ -126,14 +129,6 @@ def run_folder(loggers: Iterable[object], fallback: str | os.PathLike) -> Path:
 def is_a(logger: object, name: str) -> bool:
     """Return whether a logger is of a class of this name: `MLflowLogger` is ours, `MLFlowLogger` Lightning's."""
     return any(base.__name__ == name for base in type(logger).__mro__)
-
-
-def _artifact_folder(logger: Any) -> Path | None:
-    if is_a(logger, "MLflowLogger"):
-        return logger.artifact_folder
-    if is_a(logger, "MLFlowLogger"):
-        return local_path(logger.experiment.get_run(logger.run_id).info.artifact_uri)
-    return None
 
 
 def end(loggers: Iterable[Any], status: str, reason: str) -> None:

@@ -103,10 +103,8 @@ class Client:
     def tagged(self, experiment: str, tag: str, value: str) -> list[Run]:
         """Return the runs of an experiment with a tag of a value."""
         found = self._client.get_experiment_by_name(experiment)
-        return [
-            _run(run)
-            for run in (self._client.search_runs([found.experiment_id], f"tags.`{tag}` = '{value}'") if found else ())
-        ]
+        runs = self._client.search_runs([found.experiment_id], f"tags.`{tag}` = '{value}'") if found else ()
+        return [_run(run) for run in runs]
 
     def history(self, run_id: str, names: Collection[str] | None = None) -> Iterator[Point]:
         """Yield the points of some metrics of a run; None: of all but those of the machine's load."""
@@ -194,8 +192,5 @@ class Client:
 
 def _run(run: "mlflow.entities.Run") -> Run:
     info, data = run.info, run.data
-    is_active = info.lifecycle_stage == "active"
-    return Run(
-        *(info.run_id, info.experiment_id, info.status, info.start_time, info.artifact_uri, is_active),
-        *(dict(data.params), dict(data.tags)),
-    )
+    first = (info.run_id, info.experiment_id, info.status, info.start_time, info.artifact_uri)
+    return Run(*first, info.lifecycle_stage == "active", dict(data.params), dict(data.tags))

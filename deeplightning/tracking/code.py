@@ -116,17 +116,13 @@ def collect(
     """
     found = _Collector(redact, before or Code(), sys.modules if modules is None else modules, verbatim)
     found.collect()
-    if verbatim:
-        found.keep_beside()
     return found.code()
 
 
 class _Collector:
     """Gathers files by their root and path."""
 
-    def __init__(
-        self, redact: Callable[[str], str], before: Code, modules: Mapping[str, object], verbatim: bool = False
-    ):
+    def __init__(self, redact: Callable[[str], str], before: Code, modules: Mapping[str, object], verbatim: bool):
         self.redact, self.modules, self.verbatim = redact, modules, verbatim
         self.path = list(dict.fromkeys(os.path.abspath(entry) for entry in sys.path))  # noqa: PTH100 (of `.` too)
         self.left_out, self.concealed = dict(before.left_out), list(before.concealed)
@@ -148,11 +144,10 @@ class _Collector:
             for top in _imported_by(self.unread.pop()) - asked:
                 asked.add(top)
                 self.follow(top)
-
-    def keep_beside(self) -> None:
-        """Keep the sources in the import roots: a name that is computed may import one later."""
-        copies = own_code.seal().get("roots", {})
-        for root in dict.fromkeys([*own_code.original_roots(), *(root for root, _ in self.files)]):
+        # Of a launch all sources in the import roots: a name that is computed may import one later.
+        copies = own_code.seal().get("roots", {}) if self.verbatim else {}
+        roots = [*own_code.original_roots(), *(root for root, _ in self.files)] if self.verbatim else []
+        for root in dict.fromkeys(roots):
             folder = copies.get(root, root)
             for file in sorted(Path(folder).glob("*.py")):
                 if not file.name.startswith("."):
@@ -330,7 +325,8 @@ def read_code(path: Path) -> Code:
             for name in manifest["files"]:
                 root, _, inside = name.partition("/")
                 inner = PurePosixPath(inside)
-                if not root.isdecimal() or int(root) >= len(code.roots) or not _stays_inside(inner, inside):
+                leads_out = not inner.parts or inner.is_absolute() or ".." in inner.parts or "\\" in inside
+                if leads_out or not root.isdecimal() or int(root) >= len(code.roots):
                     raise CheckpointError(f"{path}: {name!r} is no name of a file of code")
                 code.files[int(root), inside] = archive.read(name)
             return code
@@ -338,10 +334,6 @@ def read_code(path: Path) -> Code:
         raise
     except Exception as error:  # zipfile, zlib and json each have their own; a KeyError: not ours
         raise CheckpointError(f"{path}: is damaged, or not the code of a run ({error})") from error
-
-
-def _stays_inside(inner: PurePosixPath, text: str) -> bool:
-    return bool(inner.parts) and not inner.is_absolute() and ".." not in inner.parts and "\\" not in text
 
 
 def unpack(code: Code, into: Path, restore: Callable[[bytes], bytes] = bytes) -> list[Path]:

@@ -186,11 +186,10 @@ class _Known:
     its data twice. A file is the same while device, inode, size and both times are."""
 
     def __init__(self, top: Path, remember: bool):
-        off = os.environ.get("DEEPLIGHTNING_CACHE", "").lower() == "off"
         self.file: Path | None = None
         self.there: dict[str, list[Any]] = {}
         self.new: dict[str, list[Any]] = {}
-        if off or not remember:
+        if not remember or os.environ.get("DEEPLIGHTNING_CACHE", "").lower() == "off":
             return
         with suppress(OSError, RuntimeError, ValueError):  # a user without a home; a damaged file
             cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deeplightning" / "digests"
@@ -217,9 +216,8 @@ class _Known:
         return text
 
     def keep(self) -> None:
-        if self.file is None or sum(found[2] for found in self.new.values()) < _WORTH_KEEPING:
-            return
-        if self.new == self.there:
+        is_worth_it = sum(found[2] for found in self.new.values()) >= _WORTH_KEEPING
+        if self.file is None or not is_worth_it or self.new == self.there:
             return
         with suppress(OSError):
             self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -27,8 +27,7 @@ _AGAIN = {"run", "values", "params", "dataset"}
 # A process that is forked while another thread imports, or is inside a transaction, would have a module that is never
 # complete, or a connection that rolls the transaction back. So no fork happens meanwhile.
 no_fork = threading.RLock()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=no_fork.release)
+os.register_at_fork(before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=no_fork.release)
 
 
 class Delivery:

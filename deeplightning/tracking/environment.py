@@ -55,7 +55,9 @@ def describe(redact: Callable[[str], str] = str) -> dict[str, object]:
     Args:
         redact: is applied to every text, to take secrets out.
     """
-    directory = None
+    import psutil
+
+    directory, torch = None, sys.modules.get("torch")
     with suppress(OSError):  # it was deleted
         directory = str(start_folder())
     return redacted(
@@ -68,10 +70,10 @@ def describe(redact: Callable[[str], str] = str) -> dict[str, object]:
             "python": {"version": platform.python_version(), "executable": sys.executable},
             "os": platform.platform(),
             "cpu": _cpu(),
-            "memory_gib": _memory(),
+            "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
             "gpus": _gpus(),
             "packages": packages(),
-            "threads": _threads(),
+            "threads": torch.get_num_threads() if torch is not None else None,
             "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
             "git": git_state(),
         },
@@ -110,18 +112,13 @@ def ask_git(*arguments: str, folder: Path | None = None) -> str | None:
     """
     options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": SECONDS, "check": True}
     try:
-        done = subprocess.run(["git", "-C", str(folder or _directory()), *arguments], **options)
+        if folder is None:
+            folder, ours = start_folder(), Path(__file__).resolve().parents[2]
+            folder = folder if any((top / ".git").exists() for top in (folder, *folder.parents)) else ours
+        done = subprocess.run(["git", "-C", str(folder), *arguments], **options)
     except (OSError, subprocess.SubprocessError):  # OSError: also of a working directory that was deleted
         return None
     return done.stdout.decode("utf-8", "replace").strip()
-
-
-def _directory() -> str:
-    """Return the working directory if it is inside a repository, else the folder of this code."""
-    here = start_folder()
-    if any((folder / ".git").exists() for folder in (here, *here.parents)):
-        return str(here)
-    return str(Path(__file__).resolve().parents[2])
 
 
 def _cpu() -> dict[str, object]:
@@ -131,12 +128,6 @@ def _cpu() -> dict[str, object]:
         model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"model": model or platform.processor() or platform.machine(), "cores": os.cpu_count(), "usable": usable}
-
-
-def _memory() -> float:
-    import psutil
-
-    return round(psutil.virtual_memory().total / 2**30, 1)
 
 
 def _gpus() -> list[dict[str, object]]:
@@ -150,20 +141,12 @@ def _gpus() -> list[dict[str, object]]:
         return []
 
 
-def _threads() -> int | None:
-    """Return the number of torch's threads in this process, or None if torch is not imported."""
-    torch = sys.modules.get("torch")
-    return torch.get_num_threads() if torch is not None else None
-
-
 def packages() -> dict[str, str]:
     """Return the versions of the packages that runs depend on, as far as they are installed."""
     versions = {}
     for name in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions
 
 

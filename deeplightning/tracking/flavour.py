@@ -22,19 +22,9 @@ from deeplightning.kinds import KINDS
 from deeplightning.runfolder import Card, RunFolder
 from deeplightning.tracking.store import quiet_mlflow
 
-SOURCES = (
-    *(
-        f"serve/{name}.py"
-        for name in ("answers", "bundle", "cuda", "device", "limits", "local", "log", "model", "private", "session")
-    ),
-    *(
-        f"deeplightning/{name}.py"
-        for name in (
-            *("array_spec", "image_spec", "kinds", "runfolder", "table_spec", "text_spec"),
-            *("version", "words"),
-        )
-    ),
-)
+_SERVE = ("answers", "bundle", "cuda", "device", "limits", "local", "log", "model", "private", "session")
+_OURS = ("array_spec", "image_spec", "kinds", "runfolder", "table_spec", "text_spec", "version", "words")
+SOURCES = (*(f"serve/{name}.py" for name in _SERVE), *(f"deeplightning/{name}.py" for name in _OURS))
 
 PACKAGES = ("mlflow", "numpy", "onnxruntime", "pillow")
 """What these files import; MLflow brings pandas with it. Texts need `tokenizers` as well."""

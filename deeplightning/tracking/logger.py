@@ -23,17 +23,15 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from deeplightning.faults import SetupError, count
 from deeplightning.runfolder import RunFolder, make_private
-from deeplightning.tracking.artifacts import Artifacts
+from deeplightning.tracking import entities
 from deeplightning.tracking.delivery import Delivery, header_of
-from deeplightning.tracking.entities import EPOCH, RUN_NAME, Dataset, Run, is_of_test, name_of
+from deeplightning.tracking.entities import EPOCH, MAX_TAG, NOTE, RUN_NAME, Dataset, Run, clean, is_of_test
 from deeplightning.tracking.environment import run_tags
-from deeplightning.tracking.metric_names import MAX_NAME, MAX_REASON, MAX_TAG, NOTE, clean, flatten
 from deeplightning.tracking.metrics_file import Line, points_line, points_of, read_lines, sync
 from deeplightning.tracking.mlflow_store import LazyClient, uri_of
 from deeplightning.tracking.reader import find_experiment, raise_if_newer
-from deeplightning.tracking.sender import Sender
+from deeplightning.tracking.sender import Artifacts, Sender, sampler
 from deeplightning.tracking.store import Store, check_writable, explain, local_path, locate
-from deeplightning.tracking.system_metrics import sampler
 from deeplightning.tracking.unsent import find_run, folder_of, open_client, settle_quietly
 from deeplightning.words import printable
 
@@ -45,13 +43,8 @@ log = logging.getLogger("deeplightning.tracking")
 SAMPLE_SECONDS = 10.0
 """The pause between two system metrics; MLflow's variable MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL overrides it."""
 
-_STATUS = {
-    "success": "FINISHED",
-    "finished": "FINISHED",
-    "failed": "FAILED",
-    "killed": "KILLED",
-    "interrupted": "KILLED",
-}
+_STATUS = {"success": "FINISHED", "interrupted": "KILLED"}
+_STATUS |= {word.lower(): word for word in ("FINISHED", "FAILED", "KILLED")}
 
 
 class MLflowLogger(Logger):
@@ -205,7 +198,7 @@ class MLflowLogger(Logger):
 
         On a continued run a parameter keeps its first value, as MLflow wants it; others are named in a notice.
         """
-        values = flatten(vars(params) if isinstance(params, Namespace) else dict(params or {}))
+        values = entities.flatten(vars(params) if isinstance(params, Namespace) else dict(params or {}))
         values |= {str(key): str(value) for key, value in kwargs.items()}
         if not values:
             return
@@ -249,7 +242,7 @@ class MLflowLogger(Logger):
         if name not in self._names:
             tracked = clean(name)
             if tracked in self._names.values():
-                tracked = f"{tracked[: MAX_NAME - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+                tracked = f"{tracked[: entities.MAX_NAME - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
             if tracked != name:
                 log.info("metric     %s is tracked as %s", name, tracked)
             self._names[name] = tracked
@@ -363,12 +356,8 @@ class MLflowLogger(Logger):
         if kind == "metric":
             self.log_metrics({name: value}, step)
         elif kind == "config":
-            as_json = ending == ".json"
-            text = (
-                json.dumps(value, indent=2)
-                if as_json
-                else str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True))
-            )
+            as_yaml = None if ending == ".json" else yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
+            text: str = json.dumps(value, indent=2) if as_yaml is None else as_yaml
             self._stored().save(stem + (ending or ".yaml"), text.encode())
         elif kind in ("image", "figure"):
             self.log_picture(stem, value)
@@ -399,7 +388,7 @@ class MLflowLogger(Logger):
             return
         sender = self._sending()
         if reason:
-            sender.say({"tags": {"failure": reason[:MAX_REASON]}})
+            sender.say({"tags": {"failure": reason[: entities.MAX_REASON]}})
         sender.say({"status": word, "time": time.time_ns() // 1_000_000})
         self._status = word
         sender.stop()
@@ -487,7 +476,7 @@ class MLflowLogger(Logger):
         if client is not None:
             return client.create_run(experiment, self._run_name, tags, self._stem), []
         run_id, started = uuid.uuid4().hex, time.time_ns() // 1_000_000
-        tags |= {RUN_NAME: self._run_name or tags.get(RUN_NAME) or name_of(self._stem or "run", run_id)}
+        tags |= {RUN_NAME: self._run_name or tags.get(RUN_NAME) or entities.name_of(self._stem or "run", run_id)}
         location = f"{experiment.artifact_location.rstrip('/')}/{run_id}/artifacts"
         run = Run(run_id, experiment.id, "RUNNING", started, location, True, {}, tags)
         return run, [{"run": header_of(run, self._experiment_name)}]

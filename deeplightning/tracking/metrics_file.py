@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from deeplightning.runfolder import permissions_of, sync_names
-from deeplightning.tracking.entities import EPOCH, SYSTEM, Point, is_of_test
-from deeplightning.tracking.metric_names import clean
+from deeplightning.tracking.entities import EPOCH, SYSTEM, Point, clean, is_of_test
 
 Line = dict[str, Any]
 Series = dict[str, list[tuple[int, float]]]
@@ -40,9 +39,7 @@ def _texts(value: object) -> bool:
 
 
 def _list_of(*kinds: type) -> Callable[[object], bool]:
-    return lambda value: (
-        isinstance(value, list) and len(value) == len(kinds) and all(map(isinstance, value, kinds))  # type: ignore[arg-type]
-    )
+    return lambda value: isinstance(value, list) and [*map(type, value)] == [*kinds]
 
 
 KINDS: dict[str, Callable[[object], bool]] = {

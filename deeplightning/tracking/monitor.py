@@ -33,11 +33,18 @@ def monitor(tracking_uri: str | None, host: str, port: int, opens: bool | None =
         SetupError: the port is taken, or the store cannot be opened.
     """
     store = locate(tracking_uri)
-    command = server_command(tracking_uri, host, port)
+    is_server = store.address is not None and store.address.startswith("http")
+    if not is_server:
+        _check_free(host, port)
+        try:
+            # Opened here first: under our lock, and a damaged one gives a note instead of a server's traceback.
+            open_client(store).search_experiments(max_results=1)
+        except Exception as error:  # MLflow and SQLAlchemy each have their own
+            raise explain(error, store) from error
     for line in settle_quietly(store):
         say(line, err=True)
     opens = has_browser() if opens is None else opens
-    if command is None:
+    if is_server:
         page = f"{store.shown.rstrip('/')}{_newest(store)}"
         say(f"The store is a server with its own pages: {page}")
         if opens:
@@ -52,7 +59,15 @@ def monitor(tracking_uri: str | None, host: str, port: int, opens: bool | None =
             _open_browser(server, page)
         finally:
             os._exit(0)
-    os.execv(command[0], command)
+    # Without this MLflow starts ten processes with 1.9 GB (3.17, 2026).
+    os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # the server tells what its own libraries deprecate
+    # Not an argument, which every user of the machine could read.
+    os.environ["MLFLOW_BACKEND_STORE_URI"] = uri_of(store)
+    command = [sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port)]
+    if store.artifact_root is not None:
+        command += ["--default-artifact-root", store.artifact_root.as_uri(), "--no-serve-artifacts"]
+    os.execv(command[0], [*command, "--workers", "1", "--uvicorn-opts", "--log-level=warning"])
 
 
 def runs_page(experiment_id: str) -> str:
@@ -86,32 +101,6 @@ def has_browser() -> bool:
     """Return whether a person at this machine reads the output and has a graphical browser."""
     shows = sys.platform in ("darwin", "win32") or any(os.environ.get(n) for n in ("DISPLAY", "WAYLAND_DISPLAY"))
     return sys.stdout.isatty() and shows and not os.environ.get("SSH_CONNECTION")
-
-
-def server_command(tracking_uri: str | None, host: str, port: int) -> list[str] | None:
-    """Return the command that serves a store, which is created if missing; None for a store that is a server.
-
-    Raises:
-        SetupError: the port is taken, or the store cannot be opened.
-    """
-    store = locate(tracking_uri)
-    if store.address is not None and store.address.startswith("http"):
-        return None
-    _check_free(host, port)
-    try:
-        # Opened here first: under our lock, and a damaged one gives a note instead of a server's traceback.
-        open_client(store).search_experiments(max_results=1)
-    except Exception as error:  # MLflow and SQLAlchemy each have their own
-        raise explain(error, store) from error
-    # Without this MLflow starts ten processes with 1.9 GB (3.17, 2026).
-    os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # the server tells what its own libraries deprecate
-    # Not an argument, which every user of the machine could read.
-    os.environ["MLFLOW_BACKEND_STORE_URI"] = uri_of(store)
-    command = [sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port)]
-    if store.artifact_root is not None:
-        command += ["--default-artifact-root", store.artifact_root.as_uri(), "--no-serve-artifacts"]
-    return [*command, "--workers", "1", "--uvicorn-opts", "--log-level=warning"]
 
 
 def _check_free(host: str, port: int) -> None:

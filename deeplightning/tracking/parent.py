@@ -19,9 +19,8 @@ from deeplightning.config.schema import Config
 from deeplightning.config.tree import line
 from deeplightning.faults import UserError
 from deeplightning.tracking.build import experiment_of
-from deeplightning.tracking.entities import Batch, Point
+from deeplightning.tracking.entities import MAX_TAG, Batch, Point, flatten
 from deeplightning.tracking.environment import run_tags
-from deeplightning.tracking.metric_names import MAX_TAG, flatten
 from deeplightning.tracking.reader import open_reader
 from deeplightning.tracking.store import Store, check_writable, explain, local_path, locate, remove_files
 
@@ -58,17 +57,13 @@ class Parent:
         self.is_tracked = re.search(r"\.(MLflowLogger|MLFlowLogger)$", cfg.logger.type) is not None
         self.experiment = experiment_of(cfg.logger.type, cfg.logger.params)
         self.joined = os.environ.get("MLFLOW_RUN_ID") if self.is_tracked else None  # under `mlflow run`
-        self.address = self._address()
+        given = os.environ.get("MLFLOW_TRACKING_URI")
+        asked = cfg.logger.params.get("tracking_uri") or given or cfg.logger.params.get("save_dir")
+        self.address: str | None = (self.joined and given) or asked
         self.store: Store | None = locate(self.address) if self.is_tracked else None
         self.run_id: str | None = None
         self._folder: Path | None = None
         self._client: Client | None = None
-
-    def _address(self) -> str | None:
-        params = self.cfg.logger.params
-        if self.joined and (given := os.environ.get("MLFLOW_TRACKING_URI")):
-            return given
-        return params.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI") or params.get("save_dir")
 
     @property
     def home(self) -> Path:
@@ -105,8 +100,7 @@ class Parent:
             if run is None or not run.is_active:
                 experiment = client.experiment(self.experiment)
                 run = client.create_run(experiment, self.name, self._tags(sign))
-                params = flatten(self.cfg.public())
-                client.log_batch(run.id, Batch(params=params))
+                client.log_batch(run.id, Batch(params=flatten(self.cfg.public())))
             else:
                 tags = {SEARCH: sign, "deeplightning.searched": self.name}
                 client.log_batch(run.id, Batch(tags=tags, status=("RUNNING", None)))

@@ -60,9 +60,8 @@ def to_pixels(image: Any) -> np.ndarray:
         elif not last:
             raise ValueError(f"A picture has 1, 3 or 4 channels, first or last; this one is of shape {array.shape}.")
     if array.ndim != 3 or 0 in array.shape:
-        raise ValueError(
-            f"A picture is of shape (H, W), (C, H, W) or (H, W, C); this one is {np.asarray(image).shape}."
-        )
+        shape = np.asarray(image).shape
+        raise ValueError(f"A picture is of shape (H, W), (C, H, W) or (H, W, C); this one is {shape}.")
     if array.dtype.kind == "f":
         array = np.rint(np.clip(np.nan_to_num(array.astype(np.float64), nan=0.0), 0.0, 1.0) * 255)
     elif array.dtype.kind == "b":

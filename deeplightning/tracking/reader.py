@@ -120,9 +120,6 @@ class DatabaseReader:
             if name in names if names is not None else not name.startswith(SYSTEM):
                 yield Point(name, as_logged(value, is_nan), moment, step)
 
-    def _has_tables(self) -> bool:
-        return bool(self._find("SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'"))
-
     def _find(self, statement: str, *values: object) -> list[Any]:
         """Run a query; wait, within bounds, for a process that holds the database."""
         waited = Wait(f"the tracking database {self._database}", self._seconds)
@@ -134,7 +131,8 @@ class DatabaseReader:
                 with closing(sqlite3.connect(address, uri=True, timeout=0.2)) as connection:
                     return connection.execute(statement, values).fetchall()
             except sqlite3.OperationalError as error:
-                if "no such table" in str(error) and not self._has_tables():
+                made = "SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'"
+                if "no such table" in str(error) and not self._find(made):
                     return []
                 if not self._is_recovered(error) and (not is_locked(error) or not waited.again()):
                     raise

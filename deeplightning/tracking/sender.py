@@ -1,21 +1,27 @@
-"""The thread that sends what a run logs to its tracking store; training never waits for it.
+"""The thread that sends what a run logs to its tracking store; training never waits for it. And the run's artifacts,
+which go into its folder at once, or to a server by that thread.
 
 What is logged is in the run's `metrics.jsonl` before training continues. The thread sends it at most every second with
 MLflow's client, which it imports after the first training step. A server or a database that is away delays the thread
 only; what is not sent when the process ends is sent by the next command on the store.
 """
 
+import contextlib
 import logging
 import math
 import os
+import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
+from deeplightning.runfolder import permissions_of
 from deeplightning.tracking.delivery import Delivery, no_fork
+from deeplightning.tracking.entities import SYSTEM, inside
 from deeplightning.tracking.metrics_file import Line, MetricsFile, points_line, safe_position
 from deeplightning.tracking.store import first_line, ignore_mlflow_warnings
-from deeplightning.tracking.system_metrics import Sample
 from deeplightning.tracking.unsent import Claim, take_over
 
 log = logging.getLogger("deeplightning.tracking")
@@ -30,6 +36,9 @@ MAX_PAUSE_SECONDS = 30.0
 """The longest pause between two attempts at a store that does not answer."""
 MAX_HELD_LINES = 100_000
 """Lines that are kept in memory while the disk does not take them."""
+
+Sample = tuple[int, int, dict[str, float]]
+"""The load of the machine: milliseconds since 1970, the second of the run, and values by their names."""
 
 
 class Sender:
@@ -252,3 +261,82 @@ class Sender:
         has_more = bool(self._held) or (self._file is not None and self._file.size > until)
         self._oldest = time.monotonic() if has_more else None
         self._change.notify_all()
+
+
+class Artifacts:
+    """The artifacts of one run. Where the disk is full, the run loses the artifact and gets a warning.
+
+    Args:
+        top: the run's folder.
+        sender: sends them to a server that keeps them; None: they stay in the folder.
+    """
+
+    def __init__(self, top: Path, sender: Sender | None = None):
+        self.top, self._sender = top, sender
+
+    def put(self, source: Path, folder: str | None) -> None:
+        """Copy a file or folder, unless it is there already. A server gets it later: it must stay until the run is
+        finalized.
+
+        Args:
+            source: absolute.
+            folder: relative to the artifacts; None: their top.
+        """
+        place = inside(folder or ".")
+        if self._sender is not None:
+            to = place / source.name if source.is_dir() else place
+            self._sender.say({"artifact": [str(source), None if to == Path() else to.as_posix()]})
+            return
+        target = self.top / place / source.name
+        if target.exists() and target.samefile(source):
+            return
+        with self._writing(target) as partial:
+            if source.is_dir():
+                shutil.copytree(source, target, dirs_exist_ok=True, copy_function=shutil.copyfile)
+            else:
+                shutil.copyfile(source, partial)  # with the permissions of the run, not those of the source
+                partial.replace(target)
+
+    def save(self, name: str, content: bytes) -> None:
+        """Replace a file at once, complete; `name` is relative to the artifacts."""
+        target = self.top / inside(name)
+        with self._writing(target) as partial:
+            partial.write_bytes(content)
+            partial.replace(target)
+        if self._sender is not None:
+            self.put(target, Path(name).parent.as_posix())
+
+    @contextlib.contextmanager
+    def _writing(self, target: Path) -> Iterator[Path]:
+        try:
+            with permissions_of(self.top):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                yield target.with_name(f".{target.name}.partial")
+        except OSError as error:
+            log.warning("Not tracked in %s: %s (%s)", self.top, target.name, error)
+
+
+def sampler(started: int) -> Callable[[], Sample]:
+    """Return a function that measures CPU and memory, GPUs of NVIDIA with the package nvidia-ml-py, and those of AMD,
+    by MLflow's monitors, which it imports: MLflow's public way has a thread that writes past the run's file.
+
+    Args:
+        started: start of the run in milliseconds since 1970. The step of a point is the second of the run, so that a
+            continued run continues where it was.
+    """
+    from mlflow.system_metrics.metrics import cpu_monitor, gpu_monitor, rocm_monitor
+
+    monitors: list[Any] = [cpu_monitor.CPUMonitor()]
+    for kind in (gpu_monitor.GPUMonitor, rocm_monitor.ROCMMonitor):
+        with contextlib.suppress(Exception):  # there is no such GPU, or what reads it is not installed or fails
+            monitors.append(kind())
+
+    def sample() -> Sample:
+        now, points = time.time_ns() // 1_000_000, dict[str, float]()
+        for monitor in monitors:
+            monitor.clear_metrics()
+            monitor.collect_metrics()
+            points |= {f"{SYSTEM}{name}": value for name, value in monitor.aggregate_metrics().items()}
+        return now, max(0, now - started) // 1000, points
+
+    return sample

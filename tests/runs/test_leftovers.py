@@ -66,8 +66,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 @pytest.mark.slow
 @pytest.mark.run
 def test_one_failed_test_is_one_failed_test(tmp_path):
-    """Started with signals ignored, as by `nohup` and scripts: programs have the default actions, also under xdist.
-    What a failed test leaves is gone before the next test; a test that passes and leaves a process is an error."""
+    """Signals have their default actions; what a failed test leaves is ended, what one that passes leaves an error."""
     (tmp_path / "test_suite.py").write_text(SUITE)
     (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
     for workers in (0, 1):

@@ -2,15 +2,12 @@
 
 import json
 import re
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from pathlib import Path
 
 import pytest
-from commands import environment
+from commands import answer_of, environment, free_port
 from tiny import TINY
 
 ROOT = Path(__file__).parents[2]
@@ -75,13 +72,14 @@ def test_a_release_of_mlflow_does_what_a_run_asks_of_it(variables, tmp_path):
     assert (number, columns) == ("1", "['class', 'label', 'probability']")
     assert Path(variables["PYTHONPATH"], f"mlflow-{version}.dist-info").is_dir()
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    words = [sys.executable, "-m", "deeplightning", "monitor", "--port", str(port)]
+    port = free_port()
+    words = [sys.executable, "-m", "deeplightning", "monitor", "--port", port]
     server = subprocess.Popen(words, cwd=tmp_path, env=variables, stderr=subprocess.PIPE)
     try:
-        page, history = _answers(server, port, run_id)
+        address = f"http://127.0.0.1:{port}"
+        page = answer_of(server, address).decode()
+        asked = f"run_id={run_id}&metric_key=train_loss&max_results=100"
+        history = json.loads(answer_of(server, f"{address}/api/2.0/mlflow/metrics/get-history?{asked}"))
     finally:
         server.terminate()
         server.communicate(timeout=30)
@@ -94,18 +92,3 @@ def test_a_release_of_mlflow_does_what_a_run_asks_of_it(variables, tmp_path):
     does("-m", "mlflow", "gc", "--backend-store-uri", uri, "--tracking-uri", uri)
     assert not other.exists()
     assert [line.split()[0] for line in deeplightning("runs").splitlines()] == [run_id]
-
-
-def _answers(server, port, run_id):
-    """Return the first page, and the points of the training loss."""
-    address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 120
-    while True:
-        try:
-            page = urllib.request.urlopen(address, timeout=5).read().decode()
-            break
-        except OSError:
-            assert server.poll() is None, server.stderr.read().decode()
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-    asked = f"{address}/api/2.0/mlflow/metrics/get-history?run_id={run_id}&metric_key=train_loss&max_results=100"
-    return page, json.loads(urllib.request.urlopen(asked, timeout=30).read())

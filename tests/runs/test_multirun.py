@@ -81,10 +81,8 @@ def rows(outcome) -> list[dict[str, str]]:
 def test_each_point_is_a_run_and_a_row(first):
     """An ordinary run, with the point's values in its config and its results in the table."""
     found = rows(first)
-    assert [(row["run"], row["state"], row["data.batch_size"]) for row in found] == [
-        ("0", "finished", "16"),
-        ("1", "finished", "32"),
-    ]
+    expected = [("0", "finished", "16"), ("1", "finished", "32")]
+    assert [(row["run"], row["state"], row["data.batch_size"]) for row in found] == expected
     for row in found:
         folder = RunFolder(Path(row["folder"]))
         assert f"batch_size: {row['data.batch_size']}\n" in folder.config.read_text()
@@ -118,13 +116,11 @@ def test_an_interrupted_run_continues(command, tiny, store, place, tmp_path):
     words = ["train", tiny, waits, "seed=range(2)", "logger.params.experiment_name=Cut", "-m"]
     running = command.start(*words, cwd=place)
     notes = store / "multiruns" / "Cut" / "tiny" / "points"
-    running._wait(
-        lambda: (
-            any('"folder"' in file.read_text() for file in notes.glob("*.json"))
-            and any("\nwaits\n" in file.read_text() for file in notes.glob("*.log"))
-        ),
-        "the second epoch of the first run",
-    )
+
+    def has(ending, words):
+        return any(words in file.read_text() for file in notes.glob(f"*.{ending}"))
+
+    running._wait(lambda: has("json", '"folder"') and has("log", "\nwaits\n"), "the second epoch of the first run")
     running.signal(signal.SIGINT)
     (tmp_path / "go").touch()
     cut = running.end()
@@ -150,15 +146,11 @@ def test_a_failed_run_is_named_and_the_others_finish(command, tiny, place):
 
 
 def test_an_edit_does_not_reach_the_runs_that_follow(command, tiny, tmp_path):
-    """A module that the first run edits is imported by the second as it was when the command began; the seal is
-    removed at the end."""
+    """The second run imports what the first has edited as it was at the command's start; the seal is removed."""
     (tmp_path / "spoils.py").write_text(SPOILS)
     (tmp_path / "lately.py").write_text("VALUE = 1\n")
-    outcome = command(
-        *("train", tiny, "train.callbacks=[{type: spoils.Spoils}]", "logger.params.tracking_uri=mlruns"),
-        *("seed=1,2", "--multirun"),
-        cwd=tmp_path,
-    )
+    settings = ("train.callbacks=[{type: spoils.Spoils}]", "logger.params.tracking_uri=mlruns", "seed=1,2")
+    outcome = command("train", tiny, *settings, "--multirun", cwd=tmp_path)
     assert outcome.code == 0, outcome
     assert (tmp_path / "lately.py").read_text() == "VALUE = 2\n"
     assert [row["state"] for row in rows(outcome)] == ["finished"] * 2

@@ -49,8 +49,7 @@ def run(command, place):
 
 
 def test_a_run_leaves_its_pictures_and_its_report(run):
-    """As SVG and PNG: curves, and of validation and test what there is for two classes; the mistakes with the names of
-    their files; and the places of the config."""
+    """Pictures as SVG and PNG, the mistakes with the names of their files, and the places of the config."""
     folder = RunFolder(run.folder)
     names = ["curves", "val_confusion_matrix", "val_classes", "val_predictions"]
     names += [f"test_{name}" for name in ("confusion_matrix", "classes", "reliability", "roc")]
@@ -89,15 +88,6 @@ def test_a_foreign_run_is_left_as_it_is(run, command, place, tmp_path):
     done = command("report", tmp_path / "theirs", cwd=tmp_path / "here")
     assert (done.code, done.out.splitlines()[-1]) == (0, str(tmp_path / "here" / "report.html")), done
     assert sorted(tmp_path.rglob("theirs/*")) == before
-
-
-def test_a_file_of_that_name_that_is_no_report_is_kept(run, command, tmp_path):
-    """`--out` names a file of somebody's: exit code 3, and it stays as it is."""
-    (tmp_path / "mine.html").write_text("mine")
-    done = command("report", run.folder, "--out", "mine.html", cwd=tmp_path)
-    assert done.code == 3
-    assert "is no report of ours" in done.err
-    assert (tmp_path / "mine.html").read_text() == "mine"
 
 
 def test_without_pictures_there_is_no_report(run, command, place):

@@ -7,6 +7,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from deeplightning.cli.listing import UNFINISHED, listing, remove
+from deeplightning.tracking import MLflowLogger
 from deeplightning.tracking.client import Client
 
 
@@ -20,12 +21,9 @@ def here(tmp_path_factory):
 def ended(train, here):
     """Two runs that finished, with another seed, and one that failed."""
     store = f"logger.params.tracking_uri={here}"
-    first = train(store, "stages=[train,test]", "train.num_epochs=1").folder
-    second = train(
-        store, "stages=[train,test]", "train.num_epochs=1", "seed=8", "logger.params.run_name=the second one"
-    ).folder
-    failed = train(store, "model.optimizer.params.lr=1e30", code=5).folder
-    return first, second, failed
+    whole = (store, "stages=[train,test]", "train.num_epochs=1")
+    first, second = train(*whole).folder, train(*whole, "seed=8", "logger.params.run_name=the second one").folder
+    return first, second, train(store, "model.optimizer.params.lr=1e30", code=5).folder
 
 
 def test_runs_are_listed_the_newest_first(ended, here, command, place):
@@ -90,12 +88,12 @@ def test_options_that_mean_nothing_are_told(options, words, ended, here, command
     assert words in outcome.err
 
 
-@pytest.fixture(params=["directly", "by MLflow"])
-def spoken(request, monkeypatch):
-    """How the store is spoken to; MLflow takes over where the schema is another."""
-    if request.param == "by MLflow":
-        monkeypatch.setattr("deeplightning.cli.listing.open_reader", Client)
-    return request.param
+def failed_run(store):
+    """The folder of a run that failed, made without a training."""
+    logger = MLflowLogger(tracking_uri=store, system_metrics=False)
+    logger.log("cfg", {"seed": 1})
+    logger.finalize("failed")
+    return logger.artifact_folder
 
 
 def test_a_list_is_the_same_whoever_reads_the_store(ended, here, monkeypatch):
@@ -106,13 +104,13 @@ def test_a_list_is_the_same_whoever_reads_the_store(ended, here, monkeypatch):
     assert {row["id"] for row in directly} >= {folder.parent.name for folder in ended}
 
 
-def test_only_what_has_ended_is_removed(spoken, train, tmp_path):
-    """Cleaning a store of its own: a run that is RUNNING again by the time of the deletion stays, with its files; one
-    that failed is gone from the list and from the disk, and MLflow calls it deleted."""
+@pytest.mark.parametrize("is_direct", [True, False], ids=["directly", "by MLflow"])
+def test_only_what_has_ended_is_removed(is_direct, tmp_path, monkeypatch):
+    """A run that is RUNNING again by then stays with its files; a failed one is gone, and deleted for MLflow."""
+    if not is_direct:
+        monkeypatch.setattr("deeplightning.cli.listing.open_reader", Client)
     store = tmp_path / "mlruns"
-    kept, gone = (
-        train(f"logger.params.tracking_uri='{store}'", "model.optimizer.params.lr=1e30", code=5).folder for _ in "12"
-    )
+    kept, gone = failed_run(store), failed_run(store)
     rows = listing(str(store), UNFINISHED)
     assert {row["id"] for row in rows} == {kept.parent.name, gone.parent.name}
     client = MlflowClient(f"sqlite:///{store / 'mlflow.db'}")
@@ -138,11 +136,10 @@ def planted(store, run_id, artifacts):
     database.close()
 
 
-def test_a_store_cannot_have_any_other_folder_removed(ended, train, command, place, tmp_path):
-    """Of a row that somebody has written, files go only where the id is one of MLflow's, the folder lies below the
-    store, links resolved, and is that of a run; a note names what stays and why. A failed run of the store goes."""
+def test_a_store_cannot_have_any_other_folder_removed(command, place, tmp_path):
+    """Files go only where id and folder, links resolved, are those of a run of the store; a note names the others."""
     store = tmp_path / "mlruns"
-    failed = train(f"logger.params.tracking_uri='{store}'", "model.optimizer.params.lr=1e30", code=5).folder
+    failed = failed_run(store)
     outside, unmarked, linked, held = (uuid.uuid4().hex for _ in range(4))
     (tmp_path / "links").mkdir()
     (store / "0").mkdir(exist_ok=True)
@@ -169,8 +166,7 @@ def test_a_store_cannot_have_any_other_folder_removed(ended, train, command, pla
 
 
 def test_runs_are_removed_only_when_told(ended, here, command, place):
-    """`--clean` shows what it would remove and removes nothing; with `--delete` failed runs go with their files, and
-    the others stay."""
+    """`--clean` shows what it would remove; with `--delete` failed runs go with their files, and the others stay."""
     first, second, failed = ended
     shown = command("runs", "--tracking-uri", here, "--clean", cwd=place)
     assert [line.split()[0] for line in shown.out.splitlines()] == [failed.parent.name]

@@ -68,6 +68,11 @@ logger:
 """
 PARTS = ["Modal id", "Modal secret", "Voyage AI", "LaunchDarkly SDK", "LaunchDarkly API", "Mailgun"]
 """Their prefixes are words: in a longer name such as `cache_key-…` they are part of it."""
+AROUND = [
+    *((".py", 'x = call("%s")'), (".yaml", "note: %s"), (".env", 'X="%s"'), (".md", "I used %s for it.")),
+    *((".txt", "%s"), (".ipynb", '{"source": ["a\\n%s\\n"]}'), (".txt", "GET /?next=a%%3D%s%%26b"), (".py", "x_%s")),
+]
+"""Endings of files, and what may stand around a token in them."""
 CLEAR = ["clear/hunter-47", "90817263", "clear-48", "clear-in-env-49"]
 """Stand in the config."""
 OWN = """\
@@ -121,13 +126,6 @@ REQUESTS = [
 ]
 
 
-def test_the_corpus_is_large_enough():
-    """At least 60 kinds of secret, each once, and no fewer texts that are none."""
-    assert len({(name, kind) for name, kind, _, _ in PLANTED}) == len(PLANTED) >= 60
-    assert len({secret for *_, secret in PLANTED}) == len(PLANTED)
-    assert len(HARMLESS) >= len(PLANTED)
-
-
 @pytest.mark.parametrize(("name", "kind", "text", "secret"), PLANTED, ids=[f"{row[1]} {row[0]}" for row in PLANTED])
 def test_a_planted_secret_is_blotted_out(name, kind, text, secret):
     """The line is told; all lines keep their numbers."""
@@ -139,19 +137,9 @@ def test_a_planted_secret_is_blotted_out(name, kind, text, secret):
 
 @pytest.mark.parametrize(("name", "text", "secret"), TOKENS, ids=[row[0] for row in TOKENS])
 def test_a_token_of_a_service_is_concealed(name, text, secret, tmp_path):
-    """In code, settings, prose, messages, JSON with line breaks and addresses, and as the value of a config whose key
-    says nothing. No 20 characters of it stay."""
+    """In each kind of text, and as the value of a key that says nothing; no 20 characters of it stay."""
     traces = {secret[start : start + 20] for start in range(max(1, len(secret) - 19))}
-    for kind, around in (
-        *(
-            (".py", 'x = call("%s")'),
-            (".yaml", "note: %s"),
-            (".env", 'X="%s"'),
-            (".md", "I used %s for it."),
-            (".txt", "%s"),
-        ),
-        *((".ipynb", '{"source": ["a\\n%s\\n"]}'), (".txt", "GET /?next=a%%3D%s%%26b"), (".py", "x_%s")),
-    ):
+    for kind, around in AROUND:
         if not (around == "x_%s" and name in PARTS):
             clean = conceal(around % text, f"x{kind}")[0]
             assert not [trace for trace in traces if trace in clean], (kind, clean)
@@ -177,11 +165,8 @@ def test_what_is_no_secret_stays_as_it_is(kind, text):
 def test_our_own_sources_stay_as_they_are():
     """What a run keeps of a library of this size holds no line that is taken for a secret."""
     top = Path(__file__).parents[2]
-    found = {}
-    for path in [*top.glob("deeplightning/**/*.py"), *top.glob("configs/**/*.yaml"), *top.glob("examples/**/*.py")]:
-        if lines := conceal(path.read_text("utf-8"), path.name)[1]:
-            found[str(path.relative_to(top))] = lines
-    assert found == {}
+    paths = [*top.glob("deeplightning/**/*.py"), *top.glob("configs/**/*.yaml"), *top.glob("examples/**/*.py")]
+    assert [path for path in paths if conceal(path.read_text("utf-8"), path.name)[1]] == []
 
 
 @pytest.mark.parametrize(
@@ -216,8 +201,7 @@ def forms(value):
     "value", [PASSWORD, "pässwörd & more/than?20", "k3j4h5g6f7d8s9a0q1w2e4r5", 'it\'s "quoted" \\ twice']
 )
 def test_a_value_of_the_environment_is_redacted_in_every_form(value):
-    """Plain, as Python and JSON write it, quoted for a URL, in base64 alone and behind a user's name; whole, or cut
-    after 20 characters and more."""
+    """Plain, escaped, quoted, in base64 alone or behind a user's name; whole, or cut after 20 characters and more."""
     secrets = Secrets(values={value: "${oc.env:X}"})
     for form in forms(value):
         for length in {len(form), 20, 23} - ({20, 23} if len(form) <= 23 else set()):
@@ -234,8 +218,7 @@ def git(folder, *arguments):
 
 @pytest.fixture(scope="module")
 def planted_run(command, tmp_path_factory):
-    """A run that fails with a secret of the environment in every form, from a tree that holds the whole corpus: what
-    can be packed lies in the package that is packed, everything is in the diff."""
+    """A run that fails with a secret in every form, from a tree whose package and diff hold the whole corpus."""
     top = tmp_path_factory.mktemp("planted")
     tree, store = top / "tree", top / "mlruns"
     package = tree / "kept"
@@ -319,8 +302,7 @@ def test_a_secret_in_clear_is_a_variable_in_what_the_run_keeps(planted_run):
 
 @pytest.mark.slow
 def test_no_planted_secret_comes_out_of_a_run_or_its_server(planted_run, tmp_path):
-    """A run that failed and one that was trained, exported and served: no secret in any file, row, log, output or
-    answer, in any form."""
+    """Of a failed run, and of one that was exported and served: no secret in any file, row, log or answer."""
     failed, store, _, train = planted_run
     done = train()
     assert done.code == 0, done
@@ -328,11 +310,10 @@ def test_no_planted_secret_comes_out_of_a_run_or_its_server(planted_run, tmp_pat
     answers = {}
     try:
         for number, (method, path, body, kind) in enumerate(REQUESTS):
-            connection = server.connect()
-            connection.request(method, path, body, {"Content-Type": kind})
-            answer = connection.getresponse()
-            answers[f"{number} {method} {path} {answer.status}"] = str(answer.headers).encode() + answer.read()
-            connection.close()
+            with contextlib.closing(server.connect()) as connection:
+                connection.request(method, path, body, {"Content-Type": kind})
+                answer = connection.getresponse()
+                answers[f"{number} {method} {path} {answer.status}"] = str(answer.headers).encode() + answer.read()
     finally:
         server.stop()
     contents = contents_of(store) | answers
@@ -342,7 +323,6 @@ def test_no_planted_secret_comes_out_of_a_run_or_its_server(planted_run, tmp_pat
     assert (done.folder / "bundle" / "bundle.json").exists()
     assert {name.split()[-1][0] for name in answers} == {"2", "4"}
     assert leaks(contents) == []
-    print(f"{len(PLANTED) + len(CLEAR) + 1} secrets, {len(list(traces()))} forms, {len(contents)} texts: 0 found")
 
 
 @pytest.mark.parametrize("key", ["password", "db_pass", "api_token", "secret_key"])
@@ -357,9 +337,8 @@ def test_a_config_without_secrets_means_the_same(key, tmp_path, monkeypatch):
     assert found.config.public()["data"]["module"]["params"] == {key: f"${{oc.env:{name}}}"}
     assert value not in found.redact(f"refused: {value}, {quote(value)}")
     (tmp_path / "b.yaml").write_text(yaml.safe_dump({"data": found.config.public()["data"]}))
-    assert any(
-        f"the environment variable {name} is not set" in str(fault) for fault in examine(tmp_path / "b.yaml").faults
-    )
+    faults = map(str, examine(tmp_path / "b.yaml").faults)
+    assert any(f"the environment variable {name} is not set" in fault for fault in faults)
     monkeypatch.setenv(name, value)
     assert examine(tmp_path / "b.yaml").config.data.module.params == {key: value}
 
@@ -384,19 +363,15 @@ def test_an_ordinary_value_of_a_config_is_no_secret(params, tmp_path):
 @pytest.mark.parametrize("name", ["NCCL_DEBUG", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "TZ", "PYTHONHASHSEED"])
 def test_a_known_variable_of_a_run_is_recorded(name, tmp_path):
     """Unless its value looks like a token."""
-    for value, shown in (
-        ("7", "7"),
-        ("a-word", "a-word"),
-        (f"gsk{'_'}{'a1B2' * 13}", f"${{oc.env:ENGINE_ENV_{name}}}"),
-    ):
+    token = f"gsk{'_'}{'a1B2' * 13}"
+    for value, shown in (("7", "7"), ("a-word", "a-word"), (token, f"${{oc.env:ENGINE_ENV_{name}}}")):
         (tmp_path / "a.yaml").write_text(yaml.safe_dump({"engine": {"env": {name: value}}}))
         assert examine(tmp_path / "a.yaml").config.public()["engine"]["env"] == {name: shown}
 
 
 @pytest.mark.parametrize("value", ["on", "bitter", "k9/j8 h7", "\\${x}", "${data.batch_size}-samples", "/tmp"])
 def test_another_variable_of_a_run_is_concealed(value, tmp_path, monkeypatch):
-    """Whatever its value is: the run gets it, its record the name. An ordinary word in it stays a word elsewhere, and
-    the record means the same where the variable is set."""
+    """The run gets its value, the record its name, and means the same where it is set; a word in it stays a word."""
     config = {"data": {"batch_size": 4}, "stages": ["train"], "engine": {"env": {"MY_API": value, "MODE": "train"}}}
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(config))
     found = examine(tmp_path / "a.yaml")
@@ -418,16 +393,13 @@ def test_another_variable_of_a_run_is_concealed(value, tmp_path, monkeypatch):
 def modes(store):
     """Permissions of what is in a store, and its own: those of folders, those of files."""
     paths = [store, *store.rglob("*")]
-    return [
-        {path.stat().st_mode & 0o777 for path in paths if path.is_dir() is is_folder} for is_folder in (True, False)
-    ]
+    return [{path.stat().st_mode & 0o777 for path in paths if path.is_dir() is kind} for kind in (True, False)]
 
 
 def test_what_a_run_writes_is_its_owners_alone(planted_run):
     """Where the store is new: nobody else can enter a folder of it, or read or write a file."""
     _, store, folder, _ = planted_run
     assert {path.name for path in folder.iterdir()} >= {"cfg.yaml", "code.zip", "environment.json", "logs"}
-    assert [path for path in store.rglob("*") if path.stat().st_mode & 0o077] == []
     assert modes(store) == [{0o700}, {0o600}]
 
 
@@ -474,8 +446,7 @@ def test_a_digest_that_ends_after_the_run_is_its_owners_alone(tmp_path, monkeypa
 @pytest.mark.parametrize("mode", [0o700, 0o750, 0o755, 0o775, 0o777, 0o2770])
 @pytest.mark.parametrize("umask", [0o022, 0o077])
 def test_a_run_inherits_the_permissions_of_its_store(mode, umask, tmp_path):
-    """Of the store's folder where that is there, whatever the user has set; but what it makes is never writable for
-    all."""
+    """Of its folder, whatever the user's umask is; but what it makes is never writable for all."""
     store = locate(tmp_path / "mlruns")
     store.folder.mkdir()
     store.folder.chmod(mode)

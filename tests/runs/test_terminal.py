@@ -38,8 +38,7 @@ def on_a_terminal(*words: str, cwd: Path, **variables: str) -> str:
 
 
 def test_a_terminal_shows_ten_lines_a_bar_and_the_epochs(tmp_path):
-    """No config; what differs from the base, the page to watch; a line per epoch, which breaks between two metrics;
-    the command that serves the run."""
+    """What differs from the base, the page to watch, a line per epoch that breaks between metrics, how to serve it."""
     config = str(ROOT / "configs" / "base.yaml")
     text = on_a_terminal("train", config, "train.num_epochs=2", "data.batch_size=8", cwd=tmp_path)
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)

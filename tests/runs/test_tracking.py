@@ -23,10 +23,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from commands import answer_of, free_port
 from matplotlib.figure import Figure
 from mlflow.tracking import MlflowClient
 from PIL import Image
-from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.loggers import CSVLogger, MLFlowLogger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
@@ -38,8 +38,7 @@ from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import MLflowLogger, resolve_run
 from deeplightning.tracking.build import end, open_runs, prepare, refusal, run_folder
 from deeplightning.tracking.client import Client
-from deeplightning.tracking.entities import Dataset
-from deeplightning.tracking.metric_names import flatten
+from deeplightning.tracking.entities import Dataset, flatten
 from deeplightning.tracking.metrics_file import read_series
 from deeplightning.tracking.mlflow_store import attach
 from deeplightning.tracking.monitor import runs_page
@@ -47,6 +46,8 @@ from deeplightning.tracking.picture import to_pixels
 from deeplightning.tracking.reader import open_reader
 from deeplightning.tracking.store import locate
 from deeplightning.tracking.unsent import claims
+
+OURS, LIGHTNINGS = "deeplightning.tracking.MLflowLogger", "pytorch_lightning.loggers.MLFlowLogger"
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +72,14 @@ def logger(store):
     logger = MLflowLogger(tracking_uri=store, system_metrics=False)
     yield logger
     logger.finalize("success")
+
+
+def finished(store, **settings):
+    """A logger whose run logged one point and finished."""
+    logger = MLflowLogger(tracking_uri=store, system_metrics=False, **settings)
+    logger.log_metrics({"x": 1}, 0)
+    logger.finalize("success")
+    return logger
 
 
 def status(logger):
@@ -127,22 +136,17 @@ def test_a_store_is_made_where_another_process_was_killed_while_it_made_it(tmp_p
     """Such a process leaves a part of a database under another name."""
     store = tmp_path / "half"
     store.mkdir()
-    logger = MLflowLogger(tracking_uri=store, system_metrics=False)
     (store / ".mlflow.db.new").write_bytes(b"SQLite format 3\0 torn")
     (store / ".mlflow.db.new-journal").write_bytes(b"\xd9\xd5\x05\xf9 torn")
     (store / "mlflow.db").touch()
-    logger.log_metrics({"x": 1}, 0)
-    logger.finalize("success")
-    assert history(logger, "x") == [(0, 1)]
+    assert history(finished(store), "x") == [(0, 1)]
     assert not list(store.glob(".mlflow.db.new*"))
 
 
 def test_a_transaction_in_which_a_process_was_killed_is_undone(tmp_path):
     """By whatever looks at the store first, a command that only reads it, too."""
     store = tmp_path / "killed"
-    logger = MLflowLogger(tracking_uri=store, system_metrics=False)
-    logger.log_metrics({"x": 1}, 0)
-    logger.finalize("success")
+    logger = finished(store)
     kill = (
         "import os, sqlite3, sys\n"
         "connection = sqlite3.connect(sys.argv[1], isolation_level=None)\n"
@@ -221,18 +225,14 @@ def test_what_is_not_a_number_is_told_apart(logger, caplog):
     logger.log_metrics({"loss": math.nan, "up": math.inf, "word": "high", "acc@1": 0.5, "/a//b/": 1}, 3)
     logger.finalize("success")
     metrics = logger.experiment.get_run(logger.run_id).data.metrics
-    assert math.isnan(metrics["loss"])
-    assert metrics["up"] == sys.float_info.max
-    assert metrics["acc_1"] == 0.5
-    assert metrics["_/a/_/b/_"] == 1
-    assert "word" not in metrics
+    assert math.isnan(metrics.pop("loss"))
+    assert metrics == {"up": sys.float_info.max, "acc_1": 0.5, "_/a/_/b/_": 1}
     assert "word is not tracked: 'high' is not a number." in caplog.text
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, 1e308])
 def test_an_infinity_is_read_as_it_was_logged(logger, store, value):
-    """MLflow's database holds the largest float for it, and a number below that stays as it is. The client, the
-    reader of the database and the file agree."""
+    """MLflow holds the largest float for it; client, reader and file agree, and a number below stays as it is."""
     logger.log_metrics({"up": value}, 3)
     logger.finalize("success")
     assert read_series(logger.artifact_folder / "metrics.jsonl")["up"] == [(3, value)]
@@ -308,11 +308,11 @@ def test_what_repeats_the_last_point_of_a_metric_is_left_out(logger):
 @pytest.mark.parametrize(
     ("type_name", "params", "words"),
     [
-        ("deeplightning.tracking.MLflowLogger", {}, None),
-        ("pytorch_lightning.loggers.MLFlowLogger", {}, "MLFlowLogger cannot continue a run"),
-        ("deeplightning.tracking.MLflowLogger", {"run_id": "abc"}, "the run abc is asked for"),
-        ("deeplightning.tracking.MLflowLogger", {"experiment_name": "Other"}, "is of the experiment 'Default'"),
-        ("deeplightning.tracking.MLflowLogger", {"tracking_uri": "nowhere"}, "does not have its run"),
+        (OURS, {}, None),
+        (LIGHTNINGS, {}, "MLFlowLogger cannot continue a run"),
+        (OURS, {"run_id": "abc"}, "the run abc is asked for"),
+        (OURS, {"experiment_name": "Other"}, "is of the experiment 'Default'"),
+        (OURS, {"tracking_uri": "nowhere"}, "does not have its run"),
     ],
 )
 def test_why_a_run_cannot_go_on_is_said(type_name, params, words, store, logger):
@@ -324,11 +324,10 @@ def test_why_a_run_cannot_go_on_is_said(type_name, params, words, store, logger)
 def test_a_checkpoint_elsewhere_is_not_of_its_run_any_more(store, logger, tmp_path):
     """A run goes on in its own folder only; a run that was deleted does not."""
     params = {"tracking_uri": str(store)}
-    name = "deeplightning.tracking.MLflowLogger"
-    assert "does not lie in the folder of its run" in refusal(name, params, logger.run_id, tmp_path)
+    assert "does not lie in the folder of its run" in refusal(OURS, params, logger.run_id, tmp_path)
     logger.finalize("success")
     logger.experiment.delete_run(logger.run_id)
-    assert "was deleted" in refusal(name, params, logger.run_id, logger.artifact_folder)
+    assert "was deleted" in refusal(OURS, params, logger.run_id, logger.artifact_folder)
 
 
 def test_a_run_names_the_commit_it_was_started_at(store, tmp_path, monkeypatch):
@@ -350,9 +349,8 @@ def test_a_run_names_the_commit_it_was_started_at(store, tmp_path, monkeypatch):
     assert (tags["note"], tags["mlflow.runName"]) == ("mine", "first")
 
 
-def test_a_missing_run_is_named(store, logger):
+def test_a_missing_run_is_named(store):
     """Continuing a run that is not there ends with exit code 3, naming run and store, and makes no new one."""
-    assert logger.run_id
     with pytest.raises(SetupError, match=r"The run 'abc' is not in the tracking store .*mlruns") as caught:
         MLflowLogger(tracking_uri=store, run_id="abc").log_metrics({"x": 1}, 0)
     assert caught.value.exit_code == 3
@@ -368,7 +366,7 @@ def test_mlflow_run_is_joined(store, logger, monkeypatch):
     assert joined.run_id == run_id
     assert status(joined) == "RUNNING"
     joined.finalize("success")
-    params = prepare("pytorch_lightning.loggers.MLFlowLogger", {"tracking_uri": "elsewhere"})
+    params = prepare(LIGHTNINGS, {"tracking_uri": "elsewhere"})
     assert params == {"tracking_uri": f"sqlite:///{store}/mlflow.db", "run_id": run_id}
 
 
@@ -446,51 +444,38 @@ def test_a_locked_database_is_waited_for(store, logger, monkeypatch, caplog):
         monkeypatch.setenv("DEEPLIGHTNING_TRACKING_WAIT", "30")
         release = threading.Timer(0.5, holder.execute, ["ROLLBACK"])
         release.start()
-        other = MLflowLogger(tracking_uri=store, system_metrics=False)
-        other.log_metrics({"x": 1}, 0)
-        other.finalize("success")
+        other = finished(store)
         release.join()
         assert status(other) == "FINISHED"
     finally:
         holder.close()
 
 
-def test_a_database_locked_during_the_run_loses_nothing(store, logger):
-    """Training does not wait for a lock, and its points are written when it is gone."""
-    logger.log_metrics({"x": 0}, 0)
-    holder = sqlite3.connect(store / "mlflow.db", isolation_level=None)
-    try:
-        holder.execute("BEGIN IMMEDIATE")
-        start = time.monotonic()
-        for step in range(1, 100):
-            logger.log_metrics({"x": step}, step)
-        assert time.monotonic() - start < 1.0
-        holder.execute("ROLLBACK")
-    finally:
-        holder.close()
-    logger.finalize("success")
-    assert sorted(history(logger, "x")) == [(step, step) for step in range(100)]
-
-
 def test_a_database_that_holds_what_is_no_text_is_named(tmp_path):
     """SQLite's own message about it cannot be decoded. Seed 6 of the storm, mutations."""
-    make = MLflowLogger(tracking_uri=tmp_path, system_metrics=False)
-    make.log_metrics({"x": 1.0}, 0)
-    make.finalize("success")
+    finished(tmp_path)
     path = tmp_path / "mlflow.db"
     path.write_bytes(path.read_bytes().replace(b"CONSTRAINT", b"CONSTR\xffINT"))
     with pytest.raises(SetupError, match=r"mlflow\.db is damaged or no SQLite database.*Move it aside"):
         listing(str(tmp_path))
 
 
-def test_a_damaged_database_is_named(tmp_path):
-    """A file that is no database: exit code 3, at once, and the file is left as it was."""
-    (tmp_path / "mlflow.db").write_bytes(b"this is not a database at all" * 100)
+@pytest.mark.parametrize(
+    ("file", "uri", "words"),
+    [
+        ("mlflow.db", ".", r"mlflow\.db is damaged or no SQLite database.*Move it aside"),
+        ("file", "file/mlruns", r"file.mlruns.mlflow\.db cannot be used"),
+    ],
+)
+def test_a_file_that_is_no_store_is_named(file, uri, words, tmp_path):
+    """A file that is no database, or that is in the way: exit code 3, at once, and the file is left as it was."""
+    content = b"this is not a database at all" * 100
+    (tmp_path / file).write_bytes(content)
     start = time.monotonic()
-    with pytest.raises(SetupError, match=r"mlflow\.db is damaged or no SQLite database.*Move it aside"):
-        MLflowLogger(tracking_uri=tmp_path).log_metrics({"x": 1}, 0)
+    with pytest.raises(SetupError, match=words):
+        MLflowLogger(tracking_uri=tmp_path / uri).log_metrics({"x": 1}, 0)
     assert time.monotonic() - start < 5
-    assert (tmp_path / "mlflow.db").read_bytes().startswith(b"this is not")
+    assert (tmp_path / file).read_bytes() == content
 
 
 def test_a_read_only_store_is_named(store, logger):
@@ -499,11 +484,8 @@ def test_a_read_only_store_is_named(store, logger):
     logger.finalize("success")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        source = sqlite3.connect(store / "mlflow.db")
-        copy = sqlite3.connect(folder / "mlflow.db")
-        source.backup(copy)
-        source.close()
-        copy.close()
+        with closing(sqlite3.connect(store / "mlflow.db")) as source:
+            source.execute("VACUUM INTO ?", [str(folder / "mlflow.db")])
         (folder / "mlflow.db").chmod(0o444)
         folder.chmod(0o555)
         is_root = os.geteuid() == 0
@@ -523,13 +505,6 @@ def test_a_read_only_store_is_named(store, logger):
         folder.chmod(0o755)
 
 
-def test_a_file_in_the_way_is_named(tmp_path):
-    """A store inside a file cannot be: exit code 3."""
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SetupError, match=r"file.mlruns.mlflow\.db cannot be used"):
-        MLflowLogger(tracking_uri=tmp_path / "file" / "mlruns").log_metrics({"x": 1}, 0)
-
-
 @pytest.mark.parametrize("name", ["my runs #1?x=é", "50%20 é"])
 def test_odd_folder_names_work(name, tmp_path, monkeypatch):
     """Spaces and `#`, `?`, `%` in a relative path: database, artifacts and a later look-up are where they should be."""
@@ -546,32 +521,26 @@ def test_odd_folder_names_work(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("uri", "database", "root"),
     [
-        ("~/runs", "{home}/runs/mlflow.db", "{home}/runs"),
-        ("runs/../mlruns", "{cwd}/mlruns/mlflow.db", "{cwd}/mlruns"),
-        ("file:./a%20b", "{cwd}/a b/mlflow.db", "{cwd}/a b"),
+        ("~/runs", "/home/someone/runs/mlflow.db", "/home/someone/runs"),
+        ("runs/../mlruns", "mlruns/mlflow.db", "mlruns"),
+        ("file:./a%20b", "a b/mlflow.db", "a b"),
         ("file:///a/b", "/a/b/mlflow.db", "/a/b"),
-        ("sqlite:///x.db", "{cwd}/x.db", "{cwd}/mlruns"),
+        ("sqlite:///x.db", "x.db", "mlruns"),
         ("sqlite:////a/x.db", "/a/x.db", "/a/mlruns"),
     ],
 )
 def test_where_a_store_is(uri, database, root, tmp_path, monkeypatch):
     """A directory holds its database and its artifacts; a database given by name has `mlruns` beside it."""
     monkeypatch.setenv("HOME", "/home/someone")
-    words = {"home": "/home/someone", "cwd": tmp_path / "cwd"}
     store = locate(uri)
-    assert store.database == Path(database.format(**words))
-    assert store.artifact_root == Path(root.format(**words))
+    assert (store.database, store.artifact_root) == (tmp_path / "cwd" / database, tmp_path / "cwd" / root)
 
 
 @pytest.mark.parametrize("uri", ["ftp://host/x", "sqlite://", "sqlite:///:memory:"])
 def test_a_store_that_cannot_be_is_named(uri):
-    """An address of no use ends with exit code 3, saying what is allowed."""
+    """An address of no use ends with exit code 3, saying what is allowed; of no other a password is shown."""
     with pytest.raises(SetupError, match=r"directory"):
         locate(uri)
-
-
-def test_a_password_in_an_address_is_not_shown():
-    """Messages about a server show no password."""
     assert locate("https://me:secret@host/x").shown == "https://***@host/x"
 
 
@@ -580,51 +549,26 @@ def test_an_old_file_store_is_opened(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     MlflowClient(tmp_path.as_uri() + "/old").create_experiment("before")
     monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE")
-    logger = MLflowLogger(experiment_name="before", tracking_uri=tmp_path / "old", system_metrics=False)
-    logger.log_metrics({"x": 1}, 0)
-    logger.finalize("success")
+    logger = finished(tmp_path / "old", experiment_name="before")
     assert history(logger, "x") == [(0, 1)]
     assert logger.artifact_folder == tmp_path / "old" / logger.name / logger.run_id / "artifacts"
     assert not (tmp_path / "old" / "mlflow.db").exists()
     assert "mlflow migrate-filestore --source" in caplog.text
 
 
-class Line(LightningModule):
-    """The smallest thing that trains: one weight, pulled to zero."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(1))
-
-    def training_step(self, batch, batch_idx):
-        loss = (self.weight**2).sum()
-        self.log("train_loss", loss)
-        return loss
-
-    def train_dataloader(self):
-        return torch.utils.data.DataLoader(torch.zeros(4, 1))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
-@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec")
-@pytest.mark.parametrize("kind", ["ours", "Lightning's"])
-def test_a_lightning_trainer_uses_it(kind, store, logger, tmp_path):
-    """Ours and Lightning's own MLflow logger, with the same directory, lead to the same store, layout and points."""
-    if kind == "Lightning's":
-        params = {"experiment_name": "Default", "tracking_uri": str(store)}
-        logger = MLFlowLogger(**prepare("pytorch_lightning.loggers.MLFlowLogger", params))
-    settings = {"accelerator": "cpu", "max_epochs": 1, "log_every_n_steps": 1, "enable_progress_bar": False}
-    trainer = Trainer(logger=[CSVLogger(tmp_path), logger], enable_model_summary=False, **settings)
-    trainer.fit(Line())
-    run = in_store(store, logger.run_id)
-    assert run.info.status == "FINISHED"
-    points = logger.experiment.get_metric_history(logger.run_id, "train_loss")
-    assert [(point.step, round(point.value, 6)) for point in points] == [(0, 1), (1, 0.64), (2, 0.4096), (3, 0.262144)]
-    assert run_folder(trainer.loggers, "x") == store / "0" / logger.run_id / "artifacts"
-    end(trainer.loggers, "killed", "SIGTERM")
+@pytest.mark.parametrize("kind", [OURS, LIGHTNINGS])
+def test_ours_and_lightnings_logger_lead_to_the_same_store(kind, store, logger, tmp_path):
+    """With the same directory: the same layout, points and ends."""
+    if kind == LIGHTNINGS:
+        logger = MLFlowLogger(**prepare(kind, {"experiment_name": "Default", "tracking_uri": str(store)}))
+    for step in range(4):
+        logger.log_metrics({"train_loss": 1 / (step + 1)}, step)
+    logger.finalize("success")
+    assert in_store(store, logger.run_id).info.status == "FINISHED"
+    assert history(logger, "train_loss") == [(step, 1 / (step + 1)) for step in range(4)]
+    loggers = [CSVLogger(tmp_path), logger]
+    assert run_folder(loggers, "x") == store / "0" / logger.run_id / "artifacts"
+    end(loggers, "killed", "SIGTERM")
     run = in_store(store, logger.run_id)
     assert (run.info.status, run.data.tags["failure"]) == ("KILLED", "SIGTERM")
 
@@ -795,8 +739,7 @@ def test_the_load_of_the_machine_is_tracked(store, monkeypatch):
 
 
 def test_a_run_is_found_in_any_spelling(store, logger):
-    """Folder, id, name, `runs:/ID`, `models:/NAME/VERSION`: the same absolute folder, also after the store was moved. A
-    name that two runs have is a note with their ids."""
+    """Each spelling is the same absolute folder, also of a moved store; a name of two runs is a note with their ids."""
     folder, run_id = logger.artifact_folder, logger.run_id
     logger.finalize("success")
     logger.experiment.create_registered_model("digits")
@@ -831,11 +774,14 @@ def test_a_run_is_found_in_any_spelling(store, logger):
     ],
 )
 def test_a_run_that_is_not_there_is_named(run, words, store, logger):
-    """What was looked for, and where; exit code 4."""
+    """What was looked for, and where; exit code 4. Without a store there is no run, and still no store."""
     assert logger.run_id
     with pytest.raises(CheckpointError, match=words) as caught:
         resolve_run(run, store)
     assert caught.value.exit_code == 4
+    with pytest.raises(CheckpointError, match="There is no tracking store"):
+        resolve_run("abc", store / "none")
+    assert not (store / "none").exists()
 
 
 def test_a_run_id_that_a_server_says_names_no_other_folder(monkeypatch, tmp_path):
@@ -883,13 +829,6 @@ def test_a_run_whose_files_are_elsewhere_is_named(monkeypatch, store, logger, tm
         assert "secret" not in message
         assert "mlflow.db" not in message
         assert caught.value.exit_code == 3
-
-
-def test_looking_a_run_up_makes_no_store(tmp_path):
-    """Without a store there is no run, and still no store."""
-    with pytest.raises(CheckpointError, match="There is no tracking store"):
-        resolve_run("abc", tmp_path / "none")
-    assert not (tmp_path / "none").exists()
 
 
 def test_a_server_that_does_not_answer_is_named():
@@ -941,10 +880,8 @@ def test_a_description_is_renewed_until_somebody_writes_another(store, logger):
     again.finalize("success")
     assert in_store(store, logger.run_id).data.tags[note] == "third"
     MlflowClient(attach(locate(store))).set_tag(logger.run_id, note, "a person's")
-    later, own = (
-        MLflowLogger(tracking_uri=store, run_id=logger.run_id),
-        MLflowLogger(tracking_uri=store, tags={note: "x"}),
-    )
+    later = MLflowLogger(tracking_uri=store, run_id=logger.run_id)
+    own = MLflowLogger(tracking_uri=store, tags={note: "x"})
     for each in (later, own):
         each.describe("ours")
         each.log_metrics({"x": 1}, 0)
@@ -966,27 +903,16 @@ def test_data_that_are_known_after_the_end_leave_the_run_ended(store, logger):
     assert claims(locate(store)) == []
 
 
+def monitor_of(store, port):
+    where = ["--tracking-uri", str(store), "--port", port]
+    return [sys.executable, "-m", "deeplightning", "monitor", *where]
+
+
 def start_monitor(store, port):
-    command = [
-        sys.executable,
-        "-m",
-        "deeplightning",
-        "monitor",
-        "--tracking-uri",
-        str(store),
-        "--port",
-        str(port),
-    ]
+    command = monitor_of(store, port)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-            return process
-        except OSError:
-            assert process.poll() is None, process.stdout.read().decode()
-            time.sleep(0.1)
-    raise TimeoutError(f"no server on {port}")
+    answer_of(process, f"http://127.0.0.1:{port}/health")
+    return process
 
 
 def interrupt(process):
@@ -1011,33 +937,20 @@ def test_the_monitor_shows_runs_and_a_run_outlives_its_server(store, logger, cap
     logger.log_metrics({"val_acc": 0.75}, 0)
     logger.log_picture("picture", np.full((4, 5, 3), RED, np.uint8))
     logger.finalize("success")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     server = start_monitor(store, port)
     try:
         page = answer(port, "/").decode()
         assert page.lower().startswith("<!doctype html>")
-        runs = json.loads(answer(port, "/api/2.0/mlflow/runs/search", {"experiment_ids": ["0"], "max_results": 100}))[
-            "runs"
-        ]
+        asked = {"experiment_ids": ["0"], "max_results": 100}
+        runs = json.loads(answer(port, "/api/2.0/mlflow/runs/search", asked))["runs"]
         shown = next(run for run in runs if run["info"]["run_id"] == logger.run_id)
         assert [(point["key"], point["value"]) for point in shown["data"]["metrics"]] == [("val_acc", 0.75)]
         listed = json.loads(answer(port, f"/api/2.0/mlflow/artifacts/list?run_id={logger.run_id}"))["files"]
         assert {file["path"] for file in listed} == {"metrics.jsonl", ".metrics.sent", "picture.png"}
         assert answer(port, f"/get-artifact?run_uuid={logger.run_id}&path=picture.png").startswith(b"\x89PNG")
 
-        taken = [
-            sys.executable,
-            "-m",
-            "deeplightning",
-            "monitor",
-            "--tracking-uri",
-            str(store),
-            "--port",
-            str(port),
-        ]
-        refused = subprocess.run(taken, capture_output=True, text=True)
+        refused = subprocess.run(monitor_of(store, port), capture_output=True, text=True)
         assert (refused.returncode, refused.stdout) == (3, "")
         assert f"Cannot listen on 127.0.0.1:{port}: Address already in use" in refused.stderr
         assert "--port" in refused.stderr
@@ -1069,15 +982,18 @@ def test_the_monitor_shows_runs_and_a_run_outlives_its_server(store, logger, cap
     assert "takes what is logged again" in caplog.text
 
 
-def test_a_server_that_stays_dead_costs_seconds(store, logger, monkeypatch, caplog):
-    """The end of a run waits for the store as long as it was told to, then says what is not written."""
+def test_a_database_that_stays_locked_costs_seconds_and_no_point(store, logger, monkeypatch, caplog):
+    """Training does not wait; its end waits as long as it may, says what is not written, and writes it later."""
     assert logger.run_id
     logger.finalize("success")
     monkeypatch.setenv("DEEPLIGHTNING_TRACKING_DRAIN", "0.5")
     holder = sqlite3.connect(store / "mlflow.db", isolation_level=None)
     try:
         holder.execute("BEGIN IMMEDIATE")
-        logger.log_metrics({"x": 1}, 0)
+        start = time.monotonic()
+        for step in range(99):
+            logger.log_metrics({"x": step}, step)
+        assert time.monotonic() - start < 1.0
         start = time.monotonic()
         logger.finalize("success")
         assert time.monotonic() - start < 2
@@ -1086,6 +1002,6 @@ def test_a_server_that_stays_dead_costs_seconds(store, logger, monkeypatch, capl
     finally:
         holder.close()
     monkeypatch.setenv("DEEPLIGHTNING_TRACKING_DRAIN", "30")
-    logger.log_metrics({"x": 2}, 1)
+    logger.log_metrics({"x": 99}, 99)
     logger.finalize("success")
-    assert history(logger, "x") == [(0, 1), (1, 2)]
+    assert sorted(history(logger, "x")) == [(step, step) for step in range(100)]

@@ -49,121 +49,79 @@ IMPORTED = {
 """What a verb may import before it refuses a config. torch and Lightning are there already: none of their further
 modules is imported."""
 
-APPLY = {
-    "type": "torch.nn.Module.apply",
-    "params": {
-        "self": {"type": "torch.nn.ParameterList", "params": {"values": ["touch", "PWNED"]}},
-        "fn": {"ref": "torch.utils.collect_env.run"},
-    },
-}
-TOUCH = {"type": "torch.os.system", "params": {"command": "touch PWNED"}}
-CLASSES = "model.network.params.num_classes"
-LAYERS = "model.network.params.layers"
+
+def target(type_name, **params):
+    return {"type": type_name, "params": params}
+
+
+APPLY = target(
+    "torch.nn.Module.apply",
+    self=target("torch.nn.ParameterList", values=["touch", "PWNED"]),
+    fn={"ref": "torch.utils.collect_env.run"},
+)
+TOUCH = target("torch.os.system", command="touch PWNED")
+FAKE = target("torchvision.datasets.FakeData", root=".", download=True)
+RESNET, REEXPORT = "torchvision.models.resnet18", "deeplightning.model.transformer.nn.modules.module.torch.os.system"
+NETWORK, CLASSES, LAYERS = "model.network", "model.network.params.num_classes", "model.network.params.layers"
+EXEC = target("builtins.exec", source="open('PWNED', 'w')")
+HUB = target("torch.hub.load", repo_or_dir=".", model="pwned", source="local")
+COMPILER = target("torch.utils.cpp_extension.load", name="pwned", sources=["pwned.cpp"])
 HOSTILE = {
-    "the method of a class": (CLASSES, APPLY, f"{CLASSES}.type", "torch.nn.Module.apply, which is torch.nn.modules."),
+    "the method of a class": (CLASSES, APPLY, ".type", "torch.nn.Module.apply, which is torch.nn.modules."),
     "functools.partial": (
         CLASSES,
-        {"type": "functools.partial", "params": {"func": {"ref": "os.system"}}},
-        f"{CLASSES}.type",
+        target("functools.partial", func={"ref": "os.system"}),
+        ".type",
         "functools.partial",
     ),
-    "torch.hub.load": (
-        "model.network",
-        {"type": "torch.hub.load", "params": {"repo_or_dir": ".", "model": "pwned", "source": "local"}},
-        "model.network.type",
-        "torch.hub.load",
-    ),
-    "torch.load": (
-        CLASSES,
-        {"type": "torch.load", "params": {"f": "evil.pt", "weights_only": False}},
-        f"{CLASSES}.type",
-        "torch.load",
-    ),
+    "torch.hub.load": (NETWORK, HUB, ".type", "torch.hub.load"),
+    "torch.load": (CLASSES, target("torch.load", f="evil.pt", weights_only=False), ".type", "torch.load"),
     "a dataset that is downloaded": (
         "data.module",
-        {
-            "type": "deeplightning.data.of_datasets.OfDatasets",
-            "params": {"test": {"type": "torchvision.datasets.FakeData", "params": {"root": ".", "download": True}}},
-        },
-        "data.module.params.test.type",
-        "torchvision.datasets.FakeData",
+        target("deeplightning.data.of_datasets.OfDatasets", test=FAKE),
+        *(".params.test.type", "torchvision.datasets.FakeData"),
     ),
-    "builtins": (
-        CLASSES,
-        {"type": "builtins.exec", "params": {"source": "open('PWNED', 'w')"}},
-        f"{CLASSES}.type",
-        "builtins.exec",
-    ),
-    "os through a re-export": (CLASSES, TOUCH, f"{CLASSES}.type", "torch.os.system would be imported"),
+    "builtins": (CLASSES, EXEC, ".type", "builtins.exec"),
+    "os through a re-export": (CLASSES, TOUCH, ".type", "torch.os.system would be imported"),
     "os through a module that may be named": (
         CLASSES,
-        {"type": "deeplightning.model.transformer.nn.modules.module.torch.os.system", "params": {"command": "true"}},
-        f"{CLASSES}.type",
-        "torch.os.system, which is posix.system, would be imported",
+        target(REEXPORT, command="true"),
+        *(".type", "torch.os.system, which is posix.system, would be imported"),
     ),
-    "a compiler": (
-        CLASSES,
-        {"type": "torch.utils.cpp_extension.load", "params": {"name": "pwned", "sources": ["pwned.cpp"]}},
-        f"{CLASSES}.type",
-        "torch.utils.cpp_extension.load",
-    ),
-    "a reference in a list": (LAYERS, [1, {"ref": "torch.os.system"}], f"{LAYERS}.1.ref", "no `ref` is allowed"),
-    "a target in the optimizer's params": (
-        "model.optimizer.params.lr",
-        TOUCH,
-        "model.optimizer.params.lr.type",
-        "torch.os.system",
-    ),
+    "a compiler": (CLASSES, COMPILER, ".type", "torch.utils.cpp_extension.load"),
+    "a reference in a list": (LAYERS, [1, {"ref": "torch.os.system"}], ".1.ref", "no `ref` is allowed"),
+    "a target in the optimizer's params": ("model.optimizer.params.lr", TOUCH, ".type", "torch.os.system"),
     "a data module of somebody's": (
         "data.module",
         {"type": "pwned.Data"},
-        "data.module.type",
-        "defined in deeplightning.data is allowed",
+        *(".type", "defined in deeplightning.data is allowed"),
     ),
     "a function of ours": (
-        "model.network",
-        {"type": "deeplightning.config.target.build", "params": {"target": TOUCH}},
-        "model.network.type",
-        "deeplightning.config.target.build",
+        NETWORK,
+        target("deeplightning.config.target.build", target=TOUCH),
+        *(".type", "deeplightning.config.target.build"),
     ),
-    "a program of ours": (
-        "model.network",
-        {"type": "deeplightning.__main__.main"},
-        "model.network.type",
-        "deeplightning.__main__.main",
-    ),
+    "a program of ours": (NETWORK, {"type": "deeplightning.__main__.main"}, ".type", "deeplightning.__main__.main"),
     "a network that a function makes": (
-        "model.network",
-        {"type": "torchvision.models.resnet18", "params": {"num_classes": 10}},
-        "model.network.type",
-        "torchvision.models.resnet18, which is torchvision.models.resnet.resnet18, would be imported",
+        NETWORK,
+        target(RESNET, num_classes=10),
+        *(".type", f"{RESNET}, which is torchvision.models.resnet.resnet18, would be imported"),
     ),
-    "a function that downloads weights": (
-        "model.network",
-        {"type": "torchvision.models.resnet18", "params": {"weights": "DEFAULT"}},
-        "model.network.type",
-        "torchvision.models.resnet18, which is",
-    ),
+    "a function that downloads weights": (NETWORK, target(RESNET, weights="DEFAULT"), ".type", f"{RESNET}, which is"),
     "a network whose backbone's weights are downloaded": (
-        "model.network",
+        NETWORK,
         {"type": "torchvision.models.detection.fasterrcnn_resnet50_fpn"},
-        "model.network.type",
-        "torchvision.models.detection.fasterrcnn_resnet50_fpn",
+        *(".type", "torchvision.models.detection.fasterrcnn_resnet50_fpn"),
     ),
     "a function of torchvision's that builds what is named": (
-        "model.network",
-        {"type": "torchvision.models.get_model", "params": {"name": "resnet18", "weights": "DEFAULT"}},
-        "model.network.type",
-        "torchvision.models.get_model",
+        NETWORK,
+        target("torchvision.models.get_model", name="resnet18", weights="DEFAULT"),
+        *(".type", "torchvision.models.get_model"),
     ),
-    "an own logger": ("logger.type", "pwned.Logger", "logger.type", "--allow pwned"),
-    "an own callback": (
-        "train.callbacks",
-        [{"type": "pwned.Callback"}],
-        "train.callbacks.0.type",
-        "pwned.Callback would be imported",
-    ),
+    "an own logger": ("logger.type", "pwned.Logger", "", "--allow pwned"),
+    "an own callback": ("train.callbacks", [{"type": "pwned.Callback"}], ".0.type", "pwned.Callback would be imported"),
 }
+"""By what it is: the key that is changed, its value, the rest of the key that is named, and words of the note."""
 
 
 @pytest.fixture(scope="module")
@@ -205,9 +163,8 @@ def _by_kind(events):
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_folder_executes_nothing(name, run, tmp_path, command):
-    """Serve, test, predict and export: exit 4 with key and rule; an audit hook sees no file opened for writing, no
-    process, no connection, and no module outside of the list."""
-    key, value, told, words = HOSTILE[name]
+    """Exit 4 with key and rule; an audit hook sees no file written, no process, no connection, no other module."""
+    key, value, rest, words = HOSTILE[name]
     work = tmp_path / "work"
     work.mkdir()
     (work / "pwned.py").write_text("open('PWNED', 'w')\n")
@@ -218,7 +175,7 @@ def test_a_hostile_folder_executes_nothing(name, run, tmp_path, command):
     for verb in VERBS:
         outcome, seen = watched(command, work, verb, copy.path)
         assert outcome.code == 4, (verb, str(outcome))
-        assert f"{told}: " in outcome.err, (verb, outcome.err)
+        assert f"{key}{rest}: " in outcome.err, (verb, outcome.err)
         assert words in outcome.err, (verb, outcome.err)
         written = [path for path in seen["writes"] if path != os.devnull]
         assert written == seen["starts"] == seen["connects"] == [], verb
@@ -276,9 +233,7 @@ def verbs_of(folder, own):
 
 @pytest.mark.parametrize("name", BEYOND_PLAIN)
 def test_a_foreign_config_is_plain_or_refused(name, run, tmp_path, command):
-    """Every verb: exit code 4 with file and line, for a run with a bundle and without. Nothing is imported, started,
-    fetched or written, no variable that the config names is read, and no file outside of the run and the installation;
-    neither does `load_run`."""
+    """Every verb and `load_run` name file and line, and import, start, fetch, write and read nothing."""
     work = tmp_path / "work"
     work.mkdir()
     (work / "pwned.py").write_text("open('PWNED', 'w')\n")
@@ -316,8 +271,7 @@ def test_a_foreign_config_is_plain_or_refused(name, run, tmp_path, command):
 
 
 def test_the_tree_that_is_admitted_is_the_tree_that_is_built(run, tmp_path, monkeypatch):
-    """Overrides, variables that are allowed, and a retry without an unknown key come before the names are compared; a
-    file that changes after it was read changes nothing."""
+    """Overrides, variables and a retry come before names are compared; a file that changes later changes nothing."""
     named = "model.loss.type: to use this run, sympy.sympify"
     copy = foreign(run, tmp_path / "copy", model__loss={"type": "torch.nn.CrossEntropyLoss"}, more=1)
     with pytest.raises(CheckpointError, match=named):
@@ -370,8 +324,7 @@ def test_the_server_of_torch_asks_too(run, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("part", ["params", "groups"])
 def test_a_checkpoint_that_training_resumes_from_names_nothing_to_be_built(part, run, tiny, tmp_path, command):
-    """A resumed run takes plain values of the optimizer from its checkpoint; a target there is neither imported nor
-    called."""
+    """A target among the optimizer's values in a checkpoint is neither imported nor called."""
     work = tmp_path / "work"
     work.mkdir()
     touch = {"type": "sympy.sympify", "params": {"a": f"open({str(tmp_path / 'PWNED')!r}, 'w')"}}
@@ -418,16 +371,8 @@ def test_an_own_run_is_never_asked_about(train, place, command, tmp_path):
     assert allowed.code == 0, allowed
 
 
-def test_a_changed_config_is_foreign(run, tmp_path):
-    """One byte more and the folder is nobody's; the digest is of the bytes."""
-    copy = RunFolder(shutil.copytree(run.path, tmp_path / "copy"))
-    assert is_own(copy)
-    copy.config.write_text(copy.config.read_text() + "\n")
-    assert not is_own(copy)
-
-
 def test_a_register_that_others_may_write_counts_for_nothing(run, tmp_path, monkeypatch):
-    """Else another user could declare folders to be one's own. What cannot be written is said once, and no fault."""
+    """Nor does it know a changed config; one that cannot be written is no fault."""
     register = tmp_path / "state" / "deeplightning" / "own"
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(trust, "_noted", set())
@@ -435,6 +380,10 @@ def test_a_register_that_others_may_write_counts_for_nothing(run, tmp_path, monk
     trust._noted.clear()
     assert is_own(run)
     assert register.stat().st_mode & 0o777 == 0o700
+    copy = RunFolder(shutil.copytree(run.path, tmp_path / "copy"))
+    assert is_own(copy)
+    copy.config.write_text(copy.config.read_text() + "\n")  # the digest is of the bytes
+    assert not is_own(copy)
     register.chmod(0o722)
     assert not is_own(run)
     monkeypatch.setenv("XDG_STATE_HOME", str(DIGIT))
@@ -446,8 +395,7 @@ def test_a_register_that_others_may_write_counts_for_nothing(run, tmp_path, monk
 
 
 def test_a_foreign_run_of_known_classes_is_used_without_leave(run, tmp_path, command):
-    """Its bundle is that of the original. Its results go into a new run of the store in use here; its tracker, hook,
-    callbacks and variables are not taken."""
+    """Its bundle is the original's, its results a run of ours; tracker, hook, callbacks, variables are not taken."""
     marks = {
         "engine.setup_hook": "pwned.hook",
         "engine.env": {"PWNED": "1"},
@@ -464,13 +412,8 @@ def test_a_foreign_run_of_known_classes_is_used_without_leave(run, tmp_path, com
     assert tested.folder.is_relative_to(tmp_path / "mlruns")
     named = command("predict", copy.path, DIGIT, cwd=tmp_path)
     assert named.code == 0, named
-
-
-def test_nothing_is_imported_out_of_a_run_folder(run, tmp_path):
-    """A module beside `cfg.yaml` does not stand in for one that some library would like to have."""
-    copy = foreign(run, tmp_path / "copy")
     trained_task(copy)
-    assert str(copy.path) not in sys.path
+    assert str(copy.path) not in sys.path  # no module beside `cfg.yaml` stands in for one of a library
 
 
 def test_a_foreign_config_does_not_open_the_machine(run, tmp_path, capsys):
@@ -518,8 +461,7 @@ def test_each_of_our_networks_is_a_class(run, tmp_path):
 
 
 def test_a_foreign_config_neither_writes_elsewhere_nor_fetches_data(run, tmp_path):
-    """The cache of decoded images stays where the user has it, data sets are not downloaded, and an address is no
-    place of data; an override of the user's says otherwise."""
+    """Its cache, downloads and addresses of data are not taken; an override of the user's says otherwise."""
     images = {"type": "deeplightning.data.mnist.MNIST", "params": {"cache": "/somewhere", "download": True}}
     changes = {"data.module": images, "data.root": "http://127.0.0.1:9/data"}
     config = run_config(foreign(run, tmp_path / "copy", **changes))

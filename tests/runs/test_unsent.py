@@ -7,23 +7,21 @@ import random
 import re
 import shutil
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from commands import environment
+from commands import answer_of, environment, free_port
 from mlflow.tracking import MlflowClient
 
 from deeplightning.cli.listing import listing, sync
 from deeplightning.faults import SetupError
-from deeplightning.tracking import MLflowLogger
+from deeplightning.tracking import MLflowLogger, monitor
 from deeplightning.tracking.client import Client
 from deeplightning.tracking.delivery import run_of
 from deeplightning.tracking.entities import Dataset
@@ -94,8 +92,25 @@ def killed(store, *said, run_id=lambda: None):
     return found
 
 
+def finished(store, how="success"):
+    """Return the logger of a run that logged one point and ended."""
+    logger = MLflowLogger(tracking_uri=store, system_metrics=False)
+    logger.log_metrics({"x": 1.0}, 0)
+    logger.finalize(how)
+    return logger
+
+
 def claimed(store):
     return claims(locate(store))
+
+
+def change(store, **changed):
+    """Change what the only claim on a store says of its process."""
+    (path,) = claimed(store)
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+
+
+ELSEWHERE = {"host": "elsewhere", "machine": "b" * 32, "boot": "c" * 36}
 
 
 def metrics_of(folder, run_id):
@@ -111,9 +126,7 @@ def test_a_killed_process_loses_no_point(folder):
     """What it had said is in the folder once the next run on it has begun; its run is FAILED, and says why."""
     run_id = killed(folder, *SAID)
     assert [path.name.partition(".")[0] for path in claimed(folder)] == [run_id]
-    after = MLflowLogger(tracking_uri=folder, system_metrics=False)
-    after.log_metrics({"x": 1.0}, 0)
-    after.finalize("success")
+    finished(folder)
     assert history(folder, run_id, "x") == [(step, float(step)) for step in range(200)]
     run = client(folder).get_run(run_id)
     assert math.isnan(run.data.metrics["y"])
@@ -122,27 +135,20 @@ def test_a_killed_process_loses_no_point(folder):
     assert claimed(folder) == []
 
 
-def test_a_run_whose_process_was_killed_before_it_recorded_anything_is_deleted(folder, command, place):
-    """It holds nothing but its name; one that was killed as it went on is FAILED."""
+@pytest.mark.parametrize("is_said", [False, True], ids=["nothing", "a status by another rank"])
+def test_a_run_that_recorded_nothing_is_deleted(is_said, folder):
+    """It holds but a name, whatever status another rank has set; one that was killed as it went on is FAILED."""
     run_id = killed(folder)
+    if is_said:
+        (_, head), *_ = read_lines(metrics_of(folder, run_id))
+        Client(locate(folder)).make_run(run_of(head["run"]))
+        client(folder).set_terminated(run_id, "FAILED")
     assert list(sync(folder)) == [f"{run_id}  deleted: its process was killed before it recorded anything"]
     assert listing(str(folder)) == []
-    logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
-    logger.log_metrics({"x": 1.0}, 0)
-    logger.finalize("killed")
+    logger = finished(folder, "killed")
     killed(folder, run_id=lambda: logger.run_id)
     assert len(list(sync(folder))) == 1
     assert [(row["id"], row["status"]) for row in listing(str(folder))] == [(logger.run_id, "FAILED")]
-
-
-def test_a_run_that_recorded_nothing_is_deleted_whatever_another_rank_said(folder):
-    """MLflow's own calls in a rank that outlives the first set the status in the store."""
-    run_id = killed(folder)
-    (_, head), *_ = read_lines(metrics_of(folder, run_id))
-    Client(locate(folder)).make_run(run_of(head["run"]))
-    client(folder).set_terminated(run_id, "FAILED")
-    assert list(sync(folder)) == [f"{run_id}  deleted: its process was killed before it recorded anything"]
-    assert listing(str(folder)) == []
 
 
 def test_what_is_sent_twice_is_there_once(folder):
@@ -195,20 +201,12 @@ def test_a_damaged_line_is_told_and_not_sent(folder, damage, lost, points):
     assert client(folder).get_run(run_id).info.status == "FAILED"
 
 
-def test_the_run_of_a_living_process_is_left_alone(folder):
-    """It is locked, also for the process itself."""
-    logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
-    logger.log_metrics({"x": 1.0}, 0)
-    (path,) = claimed(folder)
-    assert list(sync(folder)) == []
-    assert claimed(folder) == [path]
-    logger.finalize("success")
-    assert claimed(folder) == []
-
-
-def test_a_killed_run_that_goes_on_has_its_points_first(folder):
-    """What it said after its checkpoint is there before it says it again, so that it is there once; it never FAILED."""
+@pytest.mark.parametrize("is_of_another", [False, True], ids=["here", "of another machine"])
+def test_a_killed_run_that_goes_on_has_its_points_first(is_of_another, folder):
+    """What it said after its checkpoint, here or on another machine, is there once; it never FAILED."""
     run_id = killed(folder, *SAID)
+    if is_of_another:
+        change(folder, **ELSEWHERE)
     again = MLflowLogger(tracking_uri=folder, system_metrics=False)
     again.go_on(run_id, [("x", 3.0, 7, 3)])
     for step in range(150, 250):
@@ -220,7 +218,7 @@ def test_a_killed_run_that_goes_on_has_its_points_first(folder):
 
 
 def test_a_finished_run_leaves_no_claim(folder):
-    """While it runs, its claim names its file and its process; at the end nothing is held open."""
+    """While it runs, its claim names its file and is locked, also for its own process; then nothing is held open."""
 
     def held():
         links = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
@@ -234,6 +232,8 @@ def test_a_finished_run_leaves_no_claim(folder):
         metrics = logger.artifact_folder / "metrics.jsonl"
         assert (claim["run"], claim["store"], claim["metrics"]) == (logger.run_id, str(folder), str(metrics))
         assert held() == sorted([path.name, "metrics.jsonl"])
+        assert list(sync(folder)) == []
+        assert claimed(folder) == [path]
         logger.finalize("success")
         assert held() == []
         assert sent_position(metrics) == metrics.stat().st_size
@@ -269,9 +269,7 @@ def test_what_another_thread_says_while_a_run_ends_does_not_keep_it(folder, monk
 
 def test_a_deleted_or_unknown_run_is_no_obstacle(folder):
     """Of a deleted run nothing is sent; the claim on one that is not in the store is kept aside, and said."""
-    logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
-    logger.log_metrics({"x": 0.0}, 0)
-    logger.finalize("success")
+    logger = finished(folder)
     gone = killed(folder, *SAID, run_id=lambda: logger.run_id)
     client(folder).delete_run(gone)
     metrics = folder / "0" / ("0" * 32) / "artifacts" / "metrics.jsonl"
@@ -291,10 +289,7 @@ def test_a_deleted_or_unknown_run_is_no_obstacle(folder):
 def test_a_place_that_cannot_be_written_costs_the_claim_only(folder, monkeypatch, caplog):
     """Then a line says so, and the run is tracked."""
     monkeypatch.setattr("deeplightning.tracking.unsent.folder_of", lambda store: store.database)
-    logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
-    logger.log_metrics({"x": 1.0}, 0)
-    logger.finalize("success")
-    assert history(folder, logger.run_id, "x") == [(0, 1.0)]
+    assert history(folder, finished(folder).run_id, "x") == [(0, 1.0)]
     assert "The run is not claimed" in caplog.text
 
 
@@ -319,18 +314,16 @@ def test_what_the_disk_does_not_take_is_sent_from_memory(folder, monkeypatch, ca
 
 def test_what_is_refused_costs_nothing_else(folder, caplog):
     """A parameter that another process has set differently is named; points and tags said with it are written."""
-    first = MLflowLogger(tracking_uri=folder, system_metrics=False)
-    first.log_metrics({"y": 1.0}, 0)
-    first.finalize("success")
+    first = finished(folder)
     second = MLflowLogger(tracking_uri=folder, system_metrics=False, run_id=first.run_id)
     assert second.run_id == first.run_id
     client(folder).log_param(first.run_id, "lr", 1)
     second.log_hyperparams({"lr": 2})
-    second.log_metrics({"x": 1.0}, 0)
+    second.log_metrics({"y": 1.0}, 0)
     second.log_tags({"note": "here"})
     second.finalize("success")
     run = client(folder).get_run(first.run_id)
-    assert (run.data.params, run.data.metrics["x"], run.data.tags["note"]) == ({"lr": "1"}, 1.0, "here")
+    assert (run.data.params, run.data.metrics["y"], run.data.tags["note"]) == ({"lr": "1"}, 1.0, "here")
     assert "Not tracked" in caplog.text
     assert "lr" in caplog.text
     assert claimed(folder) == []
@@ -353,44 +346,32 @@ def test_points_of_one_interval_are_sent_together(folder, monkeypatch):
 
 def test_what_was_left_is_sent_by_a_command(folder, command, place):
     """`deeplightning runs --sync` says what it wrote, or that there was nothing; both end with 0."""
-    run_id = killed(folder, *SAID)
-    told = command("runs", "--sync", "--tracking-uri", folder, cwd=place)
-    assert (told.code, told.out) == (0, f"{run_id}  400 points sent{KILLED}\n")
-    told = command("runs", "--sync", "--tracking-uri", folder, cwd=place)
-    assert (told.code, told.out) == (0, "nothing was left unsent\n")
-    told = command("runs", "--sync", "--tracking-uri", folder.with_name("none"), cwd=place)
-    assert (told.code, told.out) == (0, "nothing was left unsent\n")
-    assert not folder.with_name("none").exists()
+    run_id, none = killed(folder, *SAID), folder.with_name("none")
+    nothing = "nothing was left unsent\n"
+    for store, words in ((folder, f"{run_id}  400 points sent{KILLED}\n"), (folder, nothing), (none, nothing)):
+        told = command("runs", "--sync", "--tracking-uri", store, cwd=place)
+        assert (told.code, told.out) == (0, words)
+    assert not none.exists()
 
 
 class Server:
     """An MLflow server on loopback that can die and come back."""
 
     def __init__(self, folder):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port, self.folder, self.process = free_port(), folder, None
         self.address = f"http://127.0.0.1:{self.port}"
-        self.folder = folder
-        self.process = None
 
     def start(self):
         store = ["--backend-store-uri", f"sqlite:///{self.folder}/server.db"]
         store += ["--artifacts-destination", str(self.folder / "kept")]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "mlflow", "server", "--port", str(self.port), "--workers", "1", *store],
+            [sys.executable, "-m", "mlflow", "server", "--port", self.port, "--workers", "1", *store],
             env=environment(MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false"),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        for _ in range(600):
-            try:
-                urllib.request.urlopen(f"{self.address}/health", timeout=5).close()
-                return
-            except OSError:
-                assert self.process.poll() is None
-                time.sleep(0.1)
+        answer_of(self.process, f"{self.address}/health")
 
     def die(self):
         if self.process is not None:
@@ -443,6 +424,29 @@ def test_a_server_that_stays_dead_gets_all_later(server, command, tiny, tmp_path
     assert claimed(server.address) == []
 
 
+def test_the_server_has_all_files_of_a_run_and_a_run_is_found_there(command, tiny, server, tmp_path):
+    """What lies in the local folder lies on the server when the run has ended; by its id it predicts from there."""
+    here = tmp_path / "here"
+    here.mkdir()
+    asked = ("stages=[train,test]", "train.export=true", f"logger.params.tracking_uri={server.address}")
+    trained = command("train", tiny, *asked, cwd=here)
+    assert trained.code == 0, trained
+    assert trained.folder.is_relative_to(here / "runs")
+    (kept,) = (tmp_path / "kept" / "0").glob("*/artifacts")
+    there, local = (
+        {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+        for folder in (kept, trained.folder)
+    )
+    assert there == local
+    assert "bundle/model.onnx" in there
+
+    shutil.rmtree(here / "runs")
+    digit = Path(__file__).parents[2] / "examples" / "digits" / "3.png"
+    told = command("predict", kept.parent.name, digit, cwd=here, MLFLOW_TRACKING_URI=server.address)
+    assert told.code == 0, told
+    assert told.out.splitlines()[1].startswith(f"{digit},")
+
+
 WAITS = '''\
 import pathlib
 import time
@@ -464,12 +468,6 @@ class Waits(pl.Callback):
 # ---- a run whose process was killed
 
 
-def change(store, **changed):
-    """Change what the only claim on a store says of its process."""
-    (path,) = claimed(store)
-    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
-
-
 def test_runs_settles_a_killed_run_by_itself(folder, command, place):
     """The list shows it as FAILED, and stderr says what happened; a second list says nothing."""
     run_id = killed(folder, *SAID)
@@ -483,14 +481,9 @@ def test_runs_settles_a_killed_run_by_itself(folder, command, place):
 
 def test_the_monitor_settles_a_killed_run_by_itself(folder, monkeypatch, capsys):
     """Before it shows the runs."""
-    from deeplightning.tracking import monitor
-
     run_id = killed(folder, *SAID)
     monkeypatch.setattr("os.execv", lambda *_: 0)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    monitor.monitor(str(folder), "127.0.0.1", port)
+    monitor.monitor(str(folder), "127.0.0.1", int(free_port()))
     assert client(folder).get_run(run_id).info.status == "FAILED"
     assert f"{run_id}  400 points sent{KILLED}" in capsys.readouterr().err
 
@@ -506,14 +499,11 @@ def test_why_a_dead_run_cannot_be_settled_is_said(folder, monkeypatch, command, 
 
 
 def test_another_machines_run_is_left_to_it(folder, command, place):
-    """Its free lock proves nothing here: `runs`, the next run and `--sync` leave it alone, until it was silent for a
-    day. After a restart of its own machine, or where the very run goes on, it is settled."""
+    """Its free lock proves nothing here: `runs`, the next run and `--sync` leave it alone for a day of silence."""
     run_id = killed(folder, *SAID)
-    change(folder, host="elsewhere", machine="b" * 32, boot="c" * 36)
+    change(folder, **ELSEWHERE)
     assert command("runs", "--tracking-uri", folder, cwd=place).out.split()[:2] == [run_id, "RUNNING"]
-    after = MLflowLogger(tracking_uri=folder, system_metrics=False)
-    after.log_metrics({"x": 1.0}, 0)
-    after.finalize("success")
+    finished(folder)
     assert [row["status"] for row in listing(str(folder))] == ["FINISHED", "RUNNING"]
     (line,) = sync(folder)
     assert line.startswith(f"{run_id}  left alone: its process is of elsewhere")
@@ -524,17 +514,6 @@ def test_another_machines_run_is_left_to_it(folder, command, place):
     assert command("runs", "--tracking-uri", folder, cwd=place).out.count("RUNNING") == 1
     assert list(sync(folder)) == [f"{run_id}  400 points sent{KILLED}"]
     assert client(folder).get_run(run_id).info.status == "FAILED"
-
-
-def test_what_a_process_of_another_machine_left_is_there_where_its_run_goes_on(folder):
-    """A job that was sent to another machine has the points of the first one."""
-    run_id = killed(folder, *SAID)
-    change(folder, host="elsewhere", machine="b" * 32, boot="c" * 36)
-    again = MLflowLogger(tracking_uri=folder, system_metrics=False)
-    again.go_on(run_id, [])
-    again.log_metrics({"x": 200.0}, 200)
-    again.finalize("success")
-    assert history(folder, run_id, "x") == [(step, float(step)) for step in range(201)]
 
 
 def test_a_machine_that_was_started_again_settles_its_runs():
@@ -563,9 +542,7 @@ def test_a_run_is_in_the_store_only_once_its_claim_outlasts_a_loss_of_power(fold
 
     monkeypatch.setattr("os.fsync", fsync)
     monkeypatch.setattr(Client, "make_run", make_run)
-    logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
-    logger.log_metrics({"x": 1.0}, 0)
-    logger.finalize("success")
+    finished(folder)
     before = order[: order.index("run")]
     assert ".new" in before
     assert "names" in before[before.index(".new") :]
@@ -609,15 +586,6 @@ def rows(folder, statement):
         return connection.execute(statement).fetchall()
 
 
-def one(folder, number):
-    """Do what one of the 64 does."""
-    logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
-    logger.log_hyperparams({"number": number})
-    for step in range(20):
-        logger.log_metrics({"x": float(number), "y": float(step)}, step)
-    logger.finalize("success")
-
-
 @pytest.mark.slow
 def test_64_runs_started_together_on_no_store_all_record(tmp_path):
     """64 finished runs with all their points, one Default experiment, nothing left lying about."""
@@ -627,7 +595,11 @@ def test_64_runs_started_together_on_no_store_all_record(tmp_path):
         if (child := os.fork()) == 0:
             code = 1
             try:
-                one(folder, number)
+                logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
+                logger.log_hyperparams({"number": number})
+                for step in range(20):
+                    logger.log_metrics({"x": float(number), "y": float(step)}, step)
+                logger.finalize("success")
                 code = 0
             finally:
                 os._exit(code)

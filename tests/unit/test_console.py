@@ -21,23 +21,15 @@ def clock(monkeypatch):
 
 
 def test_an_epochs_samples_per_second_are_those_of_training_alone(clock, caplog):
-    """Of two processes, 16 and 10 samples in 2 seconds each: 26 a process, in 4 seconds; 3 seconds of a validation in
-    between and 5 of one after the last batch are left out, and so is what came before the epoch."""
+    """26 samples a process in 4 seconds, of two processes; what validations take is left out."""
     caplog.set_level(logging.INFO, "deeplightning")
     train = SimpleNamespace(num_epochs=3, checkpoint=SimpleNamespace(monitor=None), early_stop=None)
     cfg = SimpleNamespace(logger=SimpleNamespace(progress="off"), train=train)
     shown = Console(cfg, None, SimpleNamespace(best=None))
-    trainer = SimpleNamespace(
-        current_epoch=0,
-        world_size=2,
-        global_rank=0,
-        progress_bar_metrics={},
-        callback_metrics={"train_loss": torch.tensor(0.5)},
-        accumulate_grad_batches=1,
-        lightning_module=SimpleNamespace(automatic_optimization=True),
-        callbacks=[],
-        state=SimpleNamespace(fn="fit"),
-    )
+    numbers = {"current_epoch": 0, "world_size": 2, "global_rank": 0, "accumulate_grad_batches": 1}
+    metrics = {"progress_bar_metrics": {}, "callback_metrics": {"train_loss": torch.tensor(0.5)}}
+    parts = {"lightning_module": SimpleNamespace(automatic_optimization=True), "callbacks": []}
+    trainer = SimpleNamespace(**numbers, **metrics, **parts, state=SimpleNamespace(fn="fit"))
 
     def validates(seconds):
         shown.on_validation_start(trainer, None)

@@ -22,17 +22,17 @@ from deeplightning.tracking.unsent import Claim
 
 @pytest.fixture
 def fails(monkeypatch):
-    """`fails(name, number)` has a function of `os` fail each time."""
+    """`fails(number, name, owner)` has a function, of `os` by default, fail each time."""
 
-    def failing(name, number):
-        real = getattr(os, name)
+    def failing(number, name, owner=os):
+        real = getattr(owner, name)
 
-        def fail(*arguments):
+        def fail(*arguments, **options):
             if name == "close":  # it is closed even so
                 real(*arguments)
             raise OSError(number, os.strerror(number))
 
-        monkeypatch.setattr(os, name, fail)
+        monkeypatch.setattr(owner, name, fail)
 
     return failing
 
@@ -40,7 +40,7 @@ def fails(monkeypatch):
 def test_a_claim_that_cannot_be_closed_has_ended(tmp_path, fails, monkeypatch):
     """On Linux the descriptor is gone whatever close(2) returns."""
     claim = Claim(locate(str(tmp_path / "mlruns")), "a" * 32, tmp_path / "metrics.jsonl")
-    fails("close", errno.EIO)
+    fails(errno.EIO, "close")
     claim.close()
     monkeypatch.undo()
     assert not claim.path.exists()
@@ -71,18 +71,14 @@ def test_a_line_that_is_written_in_parts_is_whole(tmp_path, monkeypatch):
     assert lines == [{"tags": {"first": "1"}}, {}, {"tags": {"second": "2"}}]
 
 
-def test_a_log_file_that_takes_no_line_is_reported_once(tmp_path, caplog, capsys, monkeypatch):
+def test_a_log_file_that_takes_no_line_is_reported_once(tmp_path, caplog, capsys, fails, monkeypatch):
     """No traceback is shown in the middle of a run's output."""
     handler = _RankFile(tmp_path / "rank_0.log")
     record = logging.LogRecord("deeplightning", logging.INFO, __file__, 1, "a line", None, None)
-
-    def fail():
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    handler.flush = fail
+    fails(errno.ENOSPC, "flush", handler)
     handler.emit(record)
     handler.emit(record)
-    del handler.flush
+    monkeypatch.undo()
     handler.close()
     (told,) = [line for line in caplog.messages if "rank_0.log" in line]
     assert "not written, at least in parts: No space left on device" in told
@@ -99,15 +95,11 @@ def test_a_disk_that_fails_ends_a_command_with_the_path(tmp_path, capsys, number
     assert "Traceback" not in told
 
 
-def test_a_small_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+def test_a_small_file_that_cannot_be_written_is_named(tmp_path, fails):
     """A write that fails knows no name of its file."""
     path = tmp_path / "best.json"
     path.write_text("before")
-
-    def fail(*_, **__):
-        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-
-    monkeypatch.setattr(os, "fsync", fail)
+    fails(errno.EDQUOT, "fsync")
     with pytest.raises(OSError, match=r"best\.json"):
         write_whole(path, "after")
     assert path.read_text() == "before"
@@ -156,44 +148,38 @@ def test_a_best_that_cannot_be_read_is_put_aside(tmp_path, caplog):
     assert f"chooses a new best checkpoint and keeps {tmp_path}/best.1.ckpt" in caplog.text
 
 
-def test_code_that_cannot_be_written_is_named(tmp_path, caplog, monkeypatch):
+def test_code_that_cannot_be_written_is_named(tmp_path, caplog, fails):
     """Each file that a run leaves at its end is written or named (call 891, EINTR at a close)."""
-
-    def fail(*arguments):
-        raise OSError(errno.EINTR, os.strerror(errno.EINTR), "code.zip")
-
-    monkeypatch.setattr(provenance, "collect", fail)
+    fails(errno.EINTR, "collect", provenance)
     origin = provenance.Origin(SimpleNamespace(secrets=None), RunFolder(tmp_path))
     origin._code = object()
     origin.end(was_interrupted=False)
     assert "code.zip is not written: [Errno 4] Interrupted system call" in caplog.text
 
 
-def test_the_former_code_of_a_run_is_kept_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_the_former_code_of_a_run_is_kept_whole_or_not_at_all(tmp_path, fails, monkeypatch):
     """Where the disk was full at the start of a resumed run, its end keeps the former code (call 178, ENOSPC)."""
     folder = RunFolder(tmp_path)
     folder.code.write_bytes(b"former")
     origin = provenance.Origin(SimpleNamespace(secrets=None), folder)
     code = SimpleNamespace(pack=lambda redact: b"new")
-    with monkeypatch.context() as now:
-        now.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
-        with pytest.raises(OSError, match="full"):
-            origin._keep_code(code)
+    fails(errno.ENOSPC, "fsync")
+    with pytest.raises(OSError, match="No space left"):
+        origin._keep_code(code)
+    monkeypatch.undo()
     assert folder.code.read_bytes() == b"former"
     assert not (tmp_path / "code.1.zip").exists()
     origin._keep_code(code)
     assert ((tmp_path / "code.1.zip").read_bytes(), folder.code.read_bytes()) == (b"former", b"new")
 
 
-def test_a_config_on_a_failing_disk_is_no_wrong_config(tmp_path, monkeypatch):
+def test_a_config_on_a_failing_disk_is_no_wrong_config(tmp_path, fails, monkeypatch):
     """It ends with exit code 3 (call 1, EIO)."""
     config = tmp_path / "c.yaml"
     config.write_text("seed: 1\n")
-
-    def fail(*arguments, **options):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(source, "frozen", lambda path: SimpleNamespace(open=fail))
+    content = SimpleNamespace(open=config.open)
+    fails(errno.EIO, "open", content)
+    monkeypatch.setattr(source, "frozen", lambda path: content)
     with pytest.raises(SetupError, match="cannot be read: Input/output error"):
         source.read(config, [])
 
@@ -203,9 +189,8 @@ def test_a_folder_is_given_free_where_the_disk_fails(tmp_path, monkeypatch, fail
     hold = RunFolder(tmp_path).lock()
     assert hold is not None
     assert RunFolder(tmp_path).lock() is None
-    with monkeypatch.context():
-        fails("close", errno.EIO)
-        hold.release()
+    fails(errno.EIO, "close")
+    hold.release()
     monkeypatch.undo()
     again = RunFolder(tmp_path).lock()
     assert again is not None

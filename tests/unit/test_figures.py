@@ -45,11 +45,10 @@ def test_a_picture_follows_light_and_dark():
 def test_names_are_plain_text():
     """No name becomes markup, mathematics or a control character, and the SVG is well-formed."""
     counts = matrix(HOSTILE)
+    each = measures.from_counts(np.diag(counts), counts.sum(0), counts.sum(1))
     for drawing in (
         class_plots.confusion_matrix(counts, HOSTILE, "test"),
-        class_plots.precision_recall(
-            measures.from_counts(np.diag(counts), counts.sum(0), counts.sum(1)), HOSTILE, "test"
-        ),
+        class_plots.precision_recall(each, HOSTILE, "test"),
         class_plots.two_classes(np.array([0.1, 0.9]), np.array([False, True]), HOSTILE[0], "test"),
         *map(curves.curve, curves.charts({HOSTILE[0]: [(0, 1.0), (1, 2.0)]})),
     ):
@@ -101,8 +100,7 @@ def test_mistakes_are_framed():
 
 
 def test_charts_put_together_what_belongs_together():
-    """A metric of training and validation in one chart, of the training its means over epochs; the loss comes first,
-    then metrics, then learning rates; what has one point or belongs to the test is left out."""
+    """Training and validation in one chart; loss, metrics, rates in this order; none of one point or of a test."""
     points = [(0, 1.0), (1, 0.5)]
     names = ("lr", "val_acc", "train_loss", "train_loss_epoch", "val_loss", "epoch", "test_acc", "train_acc", "own")
     series = {name: [*points, (2, 0.1)] if name == "train_loss" else points for name in names}

@@ -5,14 +5,7 @@ import socket
 import pytest
 
 from deeplightning.faults import SetupError
-from deeplightning.process.identity import (
-    first_host,
-    identity,
-    own_rank,
-    port_of,
-    slurm_step,
-    tasks_per_node,
-)
+from deeplightning.process.identity import first_host, identity, own_rank, port_of, slurm_step, tasks_per_node
 from deeplightning.process.shared_folder import shared_folder
 
 
@@ -21,101 +14,79 @@ def numbers(of):
     return (of.rank, of.world), (of.local_rank, of.local_world), (of.node, of.nodes)
 
 
-TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "none",
-    "TORCHELASTIC_RESTART_COUNT": "0",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2",
-    "MASTER_ADDR": "one",
-    "MASTER_PORT": "29400",
-}
-RANK = {"RANK": "3", "WORLD_SIZE": "4"}
-OPEN_MPI = {  # as Open MPI 4.1 has it
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "2",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "PMIX_NAMESPACE": "245235713",
-    "PMIX_RANK": "1",
-}
-HYDRA = {  # as MPICH 5.0 has it; Intel MPI has the same
-    "PMI_RANK": "1",
-    "PMI_SIZE": "2",
-    "PMI_FD": "11",
-    "MPI_LOCALRANKID": "1",
-    "MPI_LOCALNRANKS": "2",
-}
-STEP = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_NTASKS": "4",
-    "SLURM_NNODES": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_STEP_NODELIST": "n[03-04]",
-}
-ADDRESS = {"MASTER_ADDR": "one", "MASTER_PORT": "2000"}
+def variables_of(text):
+    """Return the variables of a text such as `RANK=3 WORLD_SIZE=4`."""
+    return dict(pair.split("=") for pair in text.split())
 
 
-@pytest.mark.parametrize(
-    ("variables", "by", "found"),
-    [
-        pytest.param(TORCHRUN, "torchrun", ((3, 4), (1, 2), (1, 2)), id="torchrun on two machines"),
-        pytest.param(TORCHRUN | STEP, "torchrun", ((3, 4), (1, 2), (1, 2)), id="torchrun that Slurm has started"),
-        pytest.param(RANK, "RANK", ((3, 4), (3, 4), (0, 1)), id="four processes on this machine"),
-        pytest.param(
-            RANK | {"MASTER_ADDR": "localhost"}, "RANK", ((3, 4), (3, 4), (0, 1)), id="four that meet on this machine"
-        ),
-        pytest.param(RANK | ADDRESS, "RANK", ((3, 4), (0, 1), (3, 4)), id="Kubernetes: a machine for each"),
-        pytest.param(
-            RANK | ADDRESS | {"LOCAL_WORLD_SIZE": "2"}, "RANK", ((3, 4), (1, 2), (1, 2)), id="two on each machine"
-        ),
-        pytest.param(
-            RANK | {"LOCAL_RANK": "1", "LOCAL_SIZE": "2"}, "RANK", ((3, 4), (1, 2), (1, 2)), id="DeepSpeed's launcher"
-        ),
-        pytest.param(
-            {**OPEN_MPI, "RANK": "1", "WORLD_SIZE": "4", **ADDRESS},
-            *("RANK", ((1, 4), (1, 2), (0, 2))),
-            id="a script that mpirun starts, with numbers of its own",
-        ),
-        pytest.param(RANK | STEP, "RANK", ((3, 4), (1, 2), (1, 2)), id="a script that srun starts"),
-        pytest.param(
-            {"LOCAL_RANK": "1", "WORLD_SIZE": "2", "NODE_RANK": "0"},
-            *("LOCAL_RANK", ((1, 2), (1, 2), (0, 1))),
-            id="Lightning's second process",
-        ),
-        pytest.param(
-            {"LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"},
-            *("LOCAL_RANK", ((3, 4), (1, 2), (1, 2))),
-            id="Lightning's second process on a second machine",
-        ),
-        pytest.param(OPEN_MPI, "MPI", ((1, 2), (1, 2), (0, 1)), id="Open MPI"),
-        pytest.param(
-            OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"} | ADDRESS,
-            *("MPI", ((1, 2), (0, 1), (1, 2))),
-            id="Open MPI on two machines, also Kubernetes' MPI operator",
-        ),
-        pytest.param(
-            OPEN_MPI | ADDRESS | {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
-            *("MPI", ((1, 4), (0, 2), (1, 2))),
-            id="Open MPI that deals processes out over two machines",
-        ),
-        pytest.param(STEP | OPEN_MPI, "MPI", ((1, 2), (1, 2), (0, 1)), id="Open MPI inside a job of Slurm"),
-        pytest.param(HYDRA, "MPI", ((1, 2), (1, 2), (0, 1)), id="MPICH and Intel MPI"),
-        pytest.param(STEP | HYDRA, "MPI", ((1, 2), (1, 2), (0, 1)), id="MPICH inside a job of Slurm"),
-        pytest.param(
-            STEP | {"PMI_RANK": "3", "PMI_SIZE": "4"}, "Slurm", ((3, 4), (1, 2), (1, 2)), id="srun --mpi=pmi2"
-        ),
-        pytest.param(STEP, "Slurm", ((3, 4), (1, 2), (1, 2)), id="a task of Slurm"),
-    ],
+TORCHRUN = variables_of(
+    "TORCHELASTIC_RUN_ID=none TORCHELASTIC_RESTART_COUNT=0 TORCHELASTIC_USE_AGENT_STORE=True RANK=3 WORLD_SIZE=4 "
+    "LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=1 GROUP_WORLD_SIZE=2 MASTER_ADDR=one MASTER_PORT=29400"
 )
+RANK = variables_of("RANK=3 WORLD_SIZE=4")
+OPEN_MPI = variables_of(  # as Open MPI 4.1 has it
+    "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 "
+    "PMIX_NAMESPACE=245235713 PMIX_RANK=1"
+)
+ONE_ON_EACH = variables_of("OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=1")
+# As MPICH 5.0 has it; Intel MPI has the same.
+HYDRA = variables_of("PMI_RANK=1 PMI_SIZE=2 PMI_FD=11 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2")
+TASK = variables_of(
+    "SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_PROCID=3 SLURM_LOCALID=1 SLURM_NODEID=1 SLURM_STEP_NUM_TASKS=4 "
+    "SLURM_STEP_NUM_NODES=2 SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_STEP_NODELIST=n[03-04]"
+)
+OLD_TASK = variables_of(
+    "SLURM_JOBID=7 SLURM_STEPID=0 SLURM_PROCID=3 SLURM_LOCALID=1 SLURM_NODEID=1 SLURM_NPROCS=4 SLURM_NNODES=2 "
+    "SLURM_TASKS_PER_NODE=2(x2) SLURM_NODELIST=n[03-04]"
+)
+STEP = variables_of(
+    "SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_PROCID=3 SLURM_LOCALID=1 SLURM_NODEID=1 SLURM_NTASKS=4 SLURM_NNODES=2 "
+    "SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_STEP_NODELIST=n[03-04]"
+)
+ADDRESS = variables_of("MASTER_ADDR=one MASTER_PORT=2000")
+
+
+HERE, EACH, TWO = ((3, 4), (3, 4), (0, 1)), ((3, 4), (0, 1), (3, 4)), ((3, 4), (1, 2), (1, 2))
+"""Ranks of the last but one of four: all on this machine, each on its own, two on each of two."""
+PLACES = {
+    "torchrun on two machines": (TORCHRUN, "torchrun", TWO),
+    "torchrun that Slurm has started": (TORCHRUN | STEP, "torchrun", TWO),
+    "four processes on this machine": (RANK, "RANK", HERE),
+    "four that meet on this machine": (RANK | {"MASTER_ADDR": "localhost"}, "RANK", HERE),
+    "Kubernetes: a machine for each": (RANK | ADDRESS, "RANK", EACH),
+    "two on each machine": (RANK | ADDRESS | {"LOCAL_WORLD_SIZE": "2"}, "RANK", TWO),
+    "DeepSpeed's launcher": (RANK | variables_of("LOCAL_RANK=1 LOCAL_SIZE=2"), "RANK", TWO),
+    "a script that mpirun starts, with numbers of its own": (
+        OPEN_MPI | ADDRESS | variables_of("RANK=1 WORLD_SIZE=4"),
+        *("RANK", ((1, 4), (1, 2), (0, 2))),
+    ),
+    "a script that srun starts": (RANK | STEP, "RANK", TWO),
+    "Lightning's second process": (
+        variables_of("LOCAL_RANK=1 WORLD_SIZE=2 NODE_RANK=0"),
+        *("LOCAL_RANK", ((1, 2), (1, 2), (0, 1))),
+    ),
+    "Lightning's second process on a second machine": (
+        variables_of("LOCAL_RANK=1 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2 NODE_RANK=1"),
+        *("LOCAL_RANK", TWO),
+    ),
+    "Open MPI": (OPEN_MPI, "MPI", ((1, 2), (1, 2), (0, 1))),
+    "Open MPI on two machines, also Kubernetes' MPI operator": (
+        OPEN_MPI | ONE_ON_EACH | ADDRESS,
+        *("MPI", ((1, 2), (0, 1), (1, 2))),
+    ),
+    "Open MPI that deals processes out over two machines": (
+        OPEN_MPI | ADDRESS | variables_of("OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=0"),
+        *("MPI", ((1, 4), (0, 2), (1, 2))),
+    ),
+    "Open MPI inside a job of Slurm": (STEP | OPEN_MPI, "MPI", ((1, 2), (1, 2), (0, 1))),
+    "MPICH and Intel MPI": (HYDRA, "MPI", ((1, 2), (1, 2), (0, 1))),
+    "MPICH inside a job of Slurm": (STEP | HYDRA, "MPI", ((1, 2), (1, 2), (0, 1))),
+    "srun --mpi=pmi2": (STEP | variables_of("PMI_RANK=3 PMI_SIZE=4"), "Slurm", TWO),
+    "a task of Slurm": (STEP, "Slurm", TWO),
+}
+
+
+@pytest.mark.parametrize(("variables", "by", "found"), PLACES.values(), ids=PLACES)
 def test_whoever_starts_a_process_its_numbers_are_right(variables, by, found):
     """World, rank, local rank and node under torchrun, Kubernetes, Lightning, MPI and Slurm, also nested."""
     here = identity(variables)
@@ -142,7 +113,7 @@ def without(variables, *names):
         ({"LOCAL_RANK": "1"}, "WORLD_SIZE is not set"),
         (without(OPEN_MPI, "OMPI_COMM_WORLD_SIZE"), "OMPI_COMM_WORLD_SIZE is not set"),
         (without(HYDRA, "PMI_RANK", "PMI_SIZE"), "PMI_RANK is not set"),
-        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "MASTER_ADDR not set"),
+        (OPEN_MPI | ONE_ON_EACH, "MASTER_ADDR not set"),
         (HYDRA | {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}, "MASTER_ADDR and MASTER_PORT not set"),
         (without(STEP, "SLURM_NTASKS"), "SLURM_STEP_NUM_TASKS is not set"),
         (RANK | {"RANK": "first"}, "RANK='first' is no whole number from 0 on"),
@@ -162,12 +133,6 @@ def test_a_variable_that_is_missing_or_wrong_is_named(variables, note):
     assert raised.value.exit_code == 3
 
 
-def test_rank_comes_before_slurms_number():
-    """RANK=3 with SLURM_PROCID=5 is rank 3."""
-    both = {"RANK": "3", "WORLD_SIZE": "8", "SLURM_PROCID": "5"}
-    assert identity(both).rank == 3
-
-
 @pytest.mark.parametrize(
     ("variables", "rank"),
     [
@@ -179,10 +144,11 @@ def test_rank_comes_before_slurms_number():
     ],
 )
 def test_the_number_is_rank_else_slurms_else_nought(variables, rank, monkeypatch):
-    """Also if other variables are missing or wrong."""
+    """Also if other variables are missing or wrong; `identity` prefers RANK as well."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert own_rank() == rank
+    assert identity(RANK | {"SLURM_PROCID": "5"}).rank == 3
 
 
 @pytest.mark.parametrize(
@@ -226,32 +192,6 @@ def test_torchrun_on_one_machine_is_known_by_its_process():
     assert identity(alone).launch.startswith(f"torchrun-{socket.gethostname()}-")
 
 
-# ---- tasks of Slurm
-
-TASK = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_STEP_NODELIST": "n[03-04]",
-}
-OLD_TASK = {
-    "SLURM_JOBID": "7",
-    "SLURM_STEPID": "0",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_NPROCS": "4",
-    "SLURM_NNODES": "2",
-    "SLURM_TASKS_PER_NODE": "2(x2)",
-    "SLURM_NODELIST": "n[03-04]",
-}
-
-
 @pytest.mark.parametrize("variables", [TASK, OLD_TASK], ids=["new names", "old names"])
 def test_a_task_knows_its_place(variables):
     """Slurm's variables, old and new, define rank, world, local rank, nodes and the address of rank 0."""
@@ -274,9 +214,8 @@ def test_an_address_that_is_set_wins():
 
 def test_what_is_no_task_has_no_place():
     """A batch script has a rank but no step; a shell of salloc has neither, or a reserved step."""
-    batch = {name: value for name, value in TASK.items() if name != "SLURM_STEP_ID"}
-    assert identity(batch) is None
-    assert identity({name: value for name, value in batch.items() if name != "SLURM_PROCID"}) is None
+    assert identity(without(TASK, "SLURM_STEP_ID")) is None
+    assert identity(without(TASK, "SLURM_STEP_ID", "SLURM_PROCID")) is None
     assert slurm_step(TASK | {"SLURM_STEP_ID": "4294967290"}) is None
 
 

@@ -6,28 +6,17 @@ BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
 
 
 def test_the_callbacks_of_a_run_are_in_the_order_that_they_need(monkeypatch, tmp_path):
-    """All that a config can ask for: weights are found before a run is opened; the config's callbacks find an open run
-    and a seed; what judges their metrics comes after them; a signal ends a batch last."""
+    """Weights first, an open run and a seed before the config's callbacks, their judges after, signals last."""
     from deeplightning import load_config
     from deeplightning.callbacks import TRIAL, all_of
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(TRIAL, "{}")
-    cfg = load_config(
-        BASE,
-        [
-            "model.init_from=x.ckpt",
-            "train.callbacks=[{type: deeplightning.callbacks.watch.Watchdog}]",
-            "train.early_stop={metric: val_loss, patience: 2}",
-            "logger.histograms=2",
-            "logger.gradient_norm=true",
-            "train.gradient_clip={value: 0.1, algorithm: agc}",
-            "model.scheduler.warmup=0.1",
-            "train.val_every_n_epoch=0.5",
-            f"logger.params.tracking_uri={tmp_path}",
-        ],
-    )
-    order = [type(callback).__name__ for callback in all_of(cfg)]
+    asked = ["model.init_from=x.ckpt", "train.callbacks=[{type: deeplightning.callbacks.watch.Watchdog}]"]
+    asked += ["train.early_stop={metric: val_loss, patience: 2}", "logger.histograms=2", "logger.gradient_norm=true"]
+    asked += ["train.gradient_clip={value: 0.1, algorithm: agc}", "model.scheduler.warmup=0.1"]
+    asked += ["train.val_every_n_epoch=0.5", f"logger.params.tracking_uri={tmp_path}"]
+    order = [type(callback).__name__ for callback in all_of(load_config(BASE, asked))]
     assert order[:6] == ["StartWeights", "Record", "Seeds", "StreamEnds", "Warmup", "LogSteps"]
     assert order.index("SampleWeights") < order.index("GradientNorm") < order.index("AdaptiveClip")
     ours = order[: order.index("Watchdog")]

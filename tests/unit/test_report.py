@@ -42,9 +42,8 @@ class Page(HTMLParser):
 
     def check(self) -> None:
         """Check that a page runs no script and loads nothing."""
-        assert {tag for tag, _ in self.tags}.isdisjoint(
-            {"script", "iframe", "object", "embed", "link", "base", "form", "a"}
-        )
+        banned = {"script", "iframe", "object", "embed", "link", "base", "form", "a"}
+        assert {tag for tag, _ in self.tags}.isdisjoint(banned)
         names = {name for _, attributes in self.tags for name in attributes}
         assert [name for name in names if name.startswith("on")] == []
         assert [a["src"] for _, a in self.tags if not str(a.get("src", "data:image/")).startswith("data:image/")] == []
@@ -67,9 +66,8 @@ def run_folder(path: Path, names: tuple[str, ...] = ("cat", "dog", "owl"), **mor
     config = more.get("config", "seed: 1\nmodel:\n  network: {type: own.Net}\ndata: {module: {type: own.Data}}\n")
     folder.config.write_text(config)
     folder.places.write_text(json.dumps({"seed": f"{more.get('file', 'c.yaml')}:1:1"}))
-    folder.environment.write_text(
-        json.dumps({"host": more.get("host", "here"), "packages": {"torch": "2"}, "gpus": []})
-    )
+    environment = {"host": more.get("host", "here"), "packages": {"torch": "2"}, "gpus": []}
+    folder.environment.write_text(json.dumps(environment))
     folder.results("test").write_text(json.dumps({"test_acc": 2 / 3, "test_loss": 0.5}))
     folder.best_score.write_text(json.dumps({"metric": "val_acc", "value": 0.7, "step": 10}))
     points = [(4, {"val_loss": 1.0, "val_acc": 0.5}), (9, {"val_loss": 0.5, "val_acc": 0.7})]
@@ -82,14 +80,8 @@ def run_folder(path: Path, names: tuple[str, ...] = ("cat", "dog", "owl"), **mor
             predicted = (label + (index % 3 == 2)) % len(names)
             writer.writerow([index, label, predicted, names[predicted], 0.9])
     image = base64.b64encode(png()).decode()
-    sample = {
-        "index": 2,
-        "true": names[-1],
-        "predicted": names[0],
-        "probability": 0.9,
-        "name": more.get("file", "a.png"),
-    }
-    content = {"classes": [*names], "mistakes": [sample | {"image": image}]}
+    sample = {"index": 2, "true": names[-1], "predicted": names[0], "probability": 0.9, "image": image}
+    content = {"classes": [*names], "mistakes": [sample | {"name": more.get("file", "a.png")}]}
     folder.mistakes("test").write_text(json.dumps(content))
     (folder.path / "own_picture.png").write_bytes(png())
     return folder
@@ -130,8 +122,7 @@ def test_names_from_a_run_stay_text(tmp_path):
 
 
 def test_nothing_of_a_foreign_folder_is_executed_or_followed(tmp_path):
-    """No pickle is read, `_base_` reads no other file, links out of the folder show nothing, and an SVG with a script
-    is an image, in which no script runs."""
+    """No pickle or base is read, links out of the folder show nothing, and a script in an SVG does not run."""
     folder = run_folder(tmp_path / "x", config="_base_: ../secret.yaml\nseed: 1\n")
     (tmp_path / "secret.yaml").write_text("password: hunter2")
     (tmp_path / "secret.png").write_bytes(png(9))
@@ -198,8 +189,7 @@ def test_no_secret_is_shown(tmp_path):
 
 
 def test_numbers_and_labels_are_drawn_too(tmp_path):
-    """A regression gets truth against prediction, with R² and the root mean square error; several labels get precision
-    and recall; two classes get a ROC curve."""
+    """Truth against prediction with R² and RMSE; precision and recall of several labels; ROC of two classes."""
     folder = run_folder(tmp_path / "x", ("no", "yes"))
     assert set(evaluate(facts(folder)).drawings) >= {"test_roc", "test_reliability"}
     alone = run_folder(tmp_path / "y", ("no",))  # of one class there is no curve
@@ -215,14 +205,11 @@ def test_numbers_and_labels_are_drawn_too(tmp_path):
     rows = ["0,a|b,a,0.9,0.8", "1,,b,0.1,0.9", "2,b,b,0.2,0.1"]
     head = "index,predicted_labels,labels,probability_a,probability_b"
     folder.stage_predictions("test").write_text("\n".join([head, *rows]))
-    assert evaluate(facts(folder)).per_class == [
-        ("a", 1.0, 1.0, 1.0, 1),
-        ("b", 0.5, 0.5, 0.5, 2),
-    ]
+    assert evaluate(facts(folder)).per_class == [("a", 1.0, 1.0, 1.0, 1), ("b", 0.5, 0.5, 0.5, 2)]
 
 
 def test_a_file_that_is_no_report_is_kept(tmp_path):
-    """A file that is no report is not overwritten, and the message names --out; a report is replaced."""
+    """It is not overwritten, and the message names --out; a report is replaced. A folder without a config is no run."""
     target = tmp_path / "report.html"
     target.write_text("my own notes")
     with pytest.raises(SetupError, match="is no report of ours; name another file with --out"):
@@ -232,9 +219,5 @@ def test_a_file_that_is_no_report_is_kept(tmp_path):
     for title in ("first", "second"):
         write_report(target, page.document(title, ""))
     assert "<h1>second</h1>" in target.read_text()
-
-
-def test_a_folder_without_a_config_is_no_run(tmp_path):
-    """The message names the folder and the missing file."""
     with pytest.raises(CheckpointError, match=r"this is no run folder, there is no cfg\.yaml"):
         facts(RunFolder(tmp_path))
