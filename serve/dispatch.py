@@ -24,8 +24,7 @@ from serve.answers import refused as refused_answer
 from serve.batching import Job
 from serve.limits import FAULT, Refusal
 from serve.log import Log, log_event
-from serve.prediction import JOB, Predictions
-from serve.service import Service
+from serve.prediction import JOB, Predictions, Service
 
 if TYPE_CHECKING:  # a server that only predicts needs no Flask
     from wsgiref.types import WSGIEnvironment

@@ -74,11 +74,6 @@ class NotWellFormed(Exception):
     """Raised for a form that is not as clients usually write it; werkzeug may be able to read it."""
 
 
-def is_picture(kind: bytes) -> bool:
-    """Return whether a body of this content type is itself a picture."""
-    return kind.startswith(b"image/") or kind in (b"", b"application/octet-stream")
-
-
 def from_form(kind: bytes, body: bytes) -> list[bytes]:
     """Return the pictures of a form that contains only pictures.
 

@@ -13,7 +13,7 @@ import uvloop
 from serve.connection import Connection, Connections
 from serve.dispatch import Dispatcher
 from serve.log import log_event
-from serve.service import Service
+from serve.prediction import Service
 
 GRACE_SECONDS = 8
 """Time limit for accepted requests to finish after SIGTERM; the process exits within 10 seconds."""
