@@ -25,7 +25,7 @@ from deeplightning.tracking.store import quiet_mlflow
 SOURCES = (
     *(
         f"serve/{name}.py"
-        for name in ("answers", "bundle", "cuda", "device", "limits", "local", "log", "model", "private", "session")
+        for name in ("answers", "bundle", "cuda", "device", "limits", "log", "model", "private", "session")
     ),
     *(
         f"deeplightning/{name}.py"
