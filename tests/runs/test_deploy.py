@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 from commands import environment
-from served import GUNICORN, WsgiServer
 
 from deeplightning.checks.trust import note_own
 from deeplightning.cli.deploy import command as command_of
@@ -307,43 +306,27 @@ def served(command, folder, cwd, *arguments):
     assert outcome.code == 0, outcome
 
 
-@contextmanager
-def under_gunicorn(folder, cwd):
-    """The same of `gunicorn "serve:create_app('RUN')"`."""
-    server = WsgiServer(cwd, *GUNICORN, f"serve:create_app({str(folder)!r})")
-    try:
-        yield f"http://127.0.0.1:{server.port}", ""
-        assert server.stop() == 0
-    finally:
-        server.process.kill()
-        server.process.wait()
-
-
 def asked(address, path):
     request = urllib.request.Request(f"{address}/predict", path.read_bytes(), {"Content-Type": "image/png"})
     with urllib.request.urlopen(request, timeout=30) as answer:
         return json.load(answer)
 
 
-@pytest.mark.parametrize("by", ["bundle", "torch", "gunicorn"])
+@pytest.mark.parametrize("by", ["bundle", "torch"])
 def test_answers_over_http_are_those_of_predict(by, run, forked, own, command):
     """Ten digits over HTTP get the class, label and probability of `deeplightning predict`, to 1e-5. Without a GPU, one
     line says that the CPU answers."""
     folder = forked.folder if by == "torch" else run.path
     predicted = command("predict", folder, *DIGITS, cwd=own)
     assert predicted.code == 0, predicted
-    if by == "gunicorn":
-        service = under_gunicorn(folder, own)
-    else:
-        service = served(command, folder, own, *(["--allow", "forks"] if by == "torch" else []))
-    with service as (address, said):
+    with served(command, folder, own, *(["--allow", "forks"] if by == "torch" else [])) as (address, said):
         answers = [asked(address, path) for path in DIGITS]
     for row, answer in zip(csv.DictReader(predicted.out.splitlines()), answers, strict=True):
         assert (answer["predicted_class"], answer["label"]) == (row["predicted_class"], row["predicted_label"])
         assert float(answer["predicted_probability"]) == pytest.approx(float(row["predicted_probability"]), abs=1e-5)
     reasons = [line for line in said.splitlines() if line.startswith("torch answers from the checkpoint, at 0.6 GB")]
     assert ["cannot be exported to ONNX" in line for line in reasons] == [True] * (by == "torch")
-    assert said.count('"event": "serving on the CPU"') == (by != "gunicorn") or torch.cuda.device_count()
+    assert said.count('"event": "serving on the CPU"') == 1 or torch.cuda.device_count()
 
 
 @pytest.mark.slow

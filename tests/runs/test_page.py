@@ -378,6 +378,26 @@ def test_a_picture_gets_its_mask(open_page: Any, serve: Any, place: Path, tmp_pa
     assert np.all(np.abs(seen.astype(int) - CLASS_COLOURS[1]) <= 1, axis=2).sum() > 5_000
 
 
+def test_texts_are_written_into_a_field(open_page: Any, serve: Any, place: Path) -> None:
+    """A text is answered as the server answers any client; there is no place to drop pictures on."""
+    from exported import WORDS, exported  # here, since it needs torch, and all else does without
+
+    server = serve(exported(place / "written", "text_classification")[1].path)
+    page = open_page(server.url)
+    page.evaluate("until(() => !document.querySelector('#write').hidden)")
+    assert page.evaluate("document.querySelector('#drop').hidden") is True
+    text = "a <b>fine</b> film"
+    page.evaluate(f"document.querySelector('#text').value = '{text}'")
+    page.evaluate("document.querySelector('#write button').click()")
+    (answer,) = page.answers()
+    status, said = server.ask("POST", "/predict", json.dumps({"text": text}), {"Content-Type": "application/json"})
+    assert (status, answer["title"]) == (200, said["label"])
+    assert [row[0] for row in answer["rows"]] == [one["label"] for one in said["predictions"]]
+    assert page.evaluate("document.querySelector('blockquote').textContent") == text
+    words = f"text classification on a vocabulary of {WORDS.size} tokens"
+    assert words in page.evaluate("document.querySelector('#model').textContent")
+
+
 def test_labels_of_markup_are_shown_as_text(open_page: Any, serve: Any, place: Path, tmp_path: Path) -> None:
     """Labels that would run a script in a page that trusted them are words there, and nothing else is asked for."""
     labels = (

@@ -394,9 +394,9 @@ def serve(*arguments):
     ("arguments", "code", "words"),
     [
         (["RUN", "--port", "TAKEN"], 3, "cannot listen on 127.0.0.1, port TAKEN: Address already in use."),
-        (["RUN", "--host", "no.such.host.invalid"], 3, "no.such.host.invalid"),
-        (["RUN", "--host", "203.0.113.1"], 3, "203.0.113.1"),
-        (["/nowhere"], 4, "/nowhere"),
+        (["RUN", "--port", "0", "--host", "no.such.host.invalid"], 3, "no.such.host.invalid"),
+        (["RUN", "--port", "0", "--host", "203.0.113.1"], 3, "203.0.113.1"),
+        (["/nowhere", "--port", "0"], 4, "/nowhere"),
         (["RUN", "--api-key-env", "UNSET"], 2, "UNSET"),
         (["RUN", "--api-key-env", "EMPTY"], 2, "EMPTY"),
         ([], 2, "usage: python -m serve"),

@@ -13,7 +13,6 @@ import torch
 from exported import LABELS, RUN, TEXTS, task_of
 from exported import WORDS as SPEC
 from served import ROOT, Server, picture
-from test_page import CHROMIUM, Browser, Page
 from test_serve import silent, through
 from werkzeug.test import Client
 
@@ -257,33 +256,3 @@ def test_the_process_answers_texts_without_torch(run, tmp_path):
     imported = {line.rpartition("|")[2].strip() for line in (tmp_path / "errors").read_text().splitlines()}
     assert "deeplightning.text_spec" in imported
     assert imported.isdisjoint({"torch", "pytorch_lightning", "mlflow", "tokenizers", "transformers"})
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
-def test_the_page_has_a_field_for_texts(run, tmp_path):
-    """In a real browser: a text is written, asked about, and answered as the server answers any client; there is no
-    place to drop pictures on."""
-    server = Server(run.path, tmp_path / "errors")
-    (tmp_path / "browser").mkdir()
-    browser = Browser(tmp_path / "browser")
-    try:
-        page = Page(browser, server.url)
-        page.evaluate("until(() => !document.querySelector('#write').hidden)")
-        assert page.evaluate("document.querySelector('#drop').hidden") is True
-        page.evaluate(
-            "(() => { document.querySelector('#text').value = 'a <b>fine</b> film'; "
-            "document.querySelector('#write button').click(); })()"
-        )
-        (answer,) = page.answers()
-        asked = json.dumps({"text": "a <b>fine</b> film"})
-        status, wanted = server.ask("POST", "/predict", asked, {"Content-Type": "application/json"})
-        assert status == 200
-        assert answer["title"] == wanted["label"]
-        assert [row[0] for row in answer["rows"]] == [one["label"] for one in wanted["predictions"]]
-        assert page.evaluate("document.querySelector('blockquote').textContent") == "a <b>fine</b> film"
-        assert f"text classification on a vocabulary of {SPEC.size} tokens" in page.evaluate(
-            "document.querySelector('#model').textContent"
-        )
-    finally:
-        browser.close()
-        server.stop()
