@@ -82,12 +82,7 @@ Reply = Callable[[Request, Response], bool]
 
 
 class Dispatcher:
-    """Answers requests. Every method must be called in the event loop.
-
-    Args:
-        service: the model and the state of this process.
-        log: receives a line for each request; None: standard output.
-    """
+    """Answers requests, and logs them on standard output by default. Every method must be called in the event loop."""
 
     def __init__(self, service: Service, log: Log | None = None):
         self.service = service

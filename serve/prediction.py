@@ -27,12 +27,7 @@ _COUNT = re.compile(rb"[0-9]{1,9}")
 
 
 class Predictions:
-    """Reads and answers the predictions of a model.
-
-    Args:
-        model: the model.
-        limits: the limits of a request.
-    """
+    """Reads and answers the predictions of a model."""
 
     def __init__(self, model: Model, limits: Limits):
         self._limits = limits

@@ -34,13 +34,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def work(listener: socket.socket, service: Service, started: Callable[[], None]) -> None:
-    """Answer requests until SIGTERM or SIGINT. Never returns: exit without the parent's exit handlers.
-
-    Args:
-        listener: a listening socket.
-        service: the model and the state of this process.
-        started: called once, when the worker is ready.
-    """
+    """Answer requests until SIGTERM or SIGINT; `started` is called once, when the worker is ready. Never returns: exit
+    without the parent's exit handlers."""
     code = 1
     try:
         uvloop.run(_serve(listener, service, started))
