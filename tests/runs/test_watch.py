@@ -30,13 +30,14 @@ def watching(tiny):
 @pytest.fixture(scope="module")
 def watched(train):
     """One run with all of them: 135 samples, 9 batches, accumulated by 2, every step logged."""
-    names = ("SyncedLoss", "ListParameters", "GradientNorms", "Timings", "SmoothedLoss")
+    names = ("SyncedLoss", "ListParameters", "GradientNorms", "Timings", "SmoothedLoss", "ProgressLines")
     targets = ", ".join(f"{{type: watching.{name}}}" for name in names)
     return train(
         f"train.callbacks=[{targets}]",
         "train.accumulator_factor=2",
         "logger.log_every_n_steps=1",
         "logger.histograms=2",
+        "logger.progress=off",
     )
 
 
@@ -108,12 +109,11 @@ def test_progress_is_a_line_each_tenth(batches, lines, watching, caplog):
     assert len(caplog.messages) == lines
 
 
-def test_a_run_writes_its_progress_as_lines(train):
+def test_a_run_writes_its_progress_as_lines(watched):
     """Named under `train.callbacks`: nine batches an epoch, a line for each, on the terminal and in the rank's file."""
-    outcome = train("train.callbacks=[{type: watching.ProgressLines}]", "logger.progress=off")
-    lines = re.findall(r"^epoch (\d), batch (\d) of 9 \(\d+ %\): train_loss \d\.\d{4}$", outcome.out, re.M)
+    lines = re.findall(r"^epoch (\d), batch (\d) of 9 \(\d+ %\): train_loss \d\.\d{4}$", watched.out, re.M)
     assert lines == [(str(epoch), str(batch)) for epoch in (1, 2) for batch in range(1, 10)]
-    assert (outcome.folder / "logs" / "rank_0.log").read_text().count(" of 9 (") == 18
+    assert (watched.folder / "logs" / "rank_0.log").read_text().count(" of 9 (") == 18
 
 
 @pytest.mark.slow
