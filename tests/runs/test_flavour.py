@@ -29,17 +29,14 @@ ROOT = Path(__file__).parents[2]
 DIGITS = sorted((ROOT / "examples" / "digits").glob("*.png"))
 
 # Loads the model in argv[1], and prints its answers to the pictures behind it as JSON: as base64, then as bytes.
-LOAD = (
-    WITHOUT_TORCH
-    + """\
+LOAD = f"""{WITHOUT_TORCH}
 model = mlflow.pyfunc.load_model(sys.argv[1])
 images = [pathlib.Path(path).read_bytes() for path in sys.argv[2:]]
 texts = [base64.b64encode(image).decode() for image in images]
-print(json.dumps([model.predict(pandas.DataFrame({"image": i})).to_dict("records") for i in (texts, images)]))
+print(json.dumps([model.predict(pandas.DataFrame({{"image": i}})).to_dict("records") for i in (texts, images)]))
 import deeplightning.image_spec, deeplightning.cli
 print(deeplightning.image_spec.__file__)
 """
-)
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +109,7 @@ def test_a_logged_model_can_be_registered(run, tracked, store, monkeypatch):
 # Each kind.
 
 # Loads each model of argv, and prints the answers to its own example, and to all its golden samples, one JSON a line.
-LOAD_EACH = (
-    WITHOUT_TORCH
-    + """\
+LOAD_EACH = f"""{WITHOUT_TORCH}
 sys.path[:] = [place for place in sys.path if place]  # not this folder, where our code may lie
 for place in sys.argv[1:]:
     model = mlflow.pyfunc.load_model(place)
@@ -127,7 +122,6 @@ ours = [module for name, module in sys.modules.items() if name.partition(".")[0]
 strange = [module.__file__ for module in ours if "/model/code/" not in str(module.__file__)]
 assert not strange, strange
 """
-)
 
 
 def samples_of(card):
