@@ -8,14 +8,12 @@ import itertools
 import mmap
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
-    from prometheus_client.registry import Collector
 
 MAX_PROCESSES = 128
 """Maximum number of workers of two models: both run while one replaces the other."""
@@ -85,7 +83,7 @@ class Metrics:
         from prometheus_client import CollectorRegistry, generate_latest  # imported lazily: it takes 0.1 s
 
         registry = CollectorRegistry()
-        registry.register(cast("Collector", SimpleNamespace(collect=lambda: self.collect(model))))
+        registry.register(_Collector(self, model))
         return generate_latest(registry)
 
     def collect(self, model: Mapping[str, str]) -> "Iterator[Metric]":
@@ -119,6 +117,13 @@ class Metrics:
     @property
     def _start(self) -> int:
         return self.row * self._width
+
+
+class _Collector:
+    """Collector that the client library calls."""
+
+    def __init__(self, metrics: Metrics, model: Mapping[str, str]):
+        self.collect = lambda: metrics.collect(model)
 
 
 def _histogram(cell: Sequence[float], bounds: Sequence[float]) -> tuple[list[tuple[str, float]], float]:
