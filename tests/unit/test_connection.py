@@ -225,13 +225,16 @@ def test_a_connection_closes_when_it_should(talk, head, ending, ended):
     assert headers.get("connection") == ("close" if ended else kept)
 
 
+CODED = b"POST /predict HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip, chunked\r\n\r\n"
+
+
 @pytest.mark.parametrize(
     ("pieces", "status"),
     [
         ([b"FOO /health HTTP/1.1\r\n\r\n"], 501),
         ([b"A-B /health HTTP/1.0\r\n\r\n"], 501),
         ([b"FO", b"O /x HTTP/1.1\r\n\r\n"], 501),
-        ([b"POST /predict HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip, chunked\r\n\r\n"], 501),
+        ([CODED, b"5\r\nhello\r\n0\r\n\r\n"], 501),
         ([b"GET /x HTTP/", b"2", b".0\r\n", b"\r\n"], 505),
         ([b"GET /health HTTP/9.1\r\n\r\n"], 505),
         ([b"FOO /health HTTP/3\r\n\r\n"], 400),
