@@ -225,7 +225,7 @@ class Run:
             ValueError: an input cannot be used; the message has its index.
             CheckpointError: there are no weights, or the network cannot be exported.
         """
-        from serve.local import answers
+        from serve.answers import answers
 
         if isinstance(inputs, str | bytes | Path | Mapping):
             raise TypeError(f"inputs is a {type(inputs).__name__}; give a list of inputs")

@@ -20,8 +20,7 @@ from serve.answers import JSON, PROTECTION, Answer, refused
 from serve.limits import FAULT, Limits, Refusal
 from serve.log import log_event
 from serve.openapi import describe
-from serve.prediction import JOB, Predictions
-from serve.service import Service
+from serve.prediction import JOB, Predictions, Service
 
 
 def application(service: Service) -> Flask:

@@ -99,19 +99,22 @@ class Bundle(Model):
             isinstance(task, str) and task in KINDS, f"is for the task {task!r:.80}; known: {', '.join(KINDS)}", folder
         )
         kind = KINDS[task]
+        names = labels if isinstance(labels, list) and all(isinstance(label, str) for label in labels) else []
         _expect(
-            _are_names(labels) if kind.has_labels else labels == [],
+            0 < len(names) == len(set(names)) if kind.has_labels else labels == [],
             "has labels that are not what its task needs: a list of different texts, and none for pictures",
             folder,
         )
         _expect(isinstance(run, dict), "does not say which run it comes from", folder)
         _check_files(folder, card["files"], precision)
         spec = _spec(folder, card, kind)
-        dtype, shape = _DTYPES[kind.takes], _shape(spec, kind)
+        shape: tuple[int, ...] = ()  # the length of a text is free
+        if kind.takes != "text":
+            shape = (spec.channels, spec.height, spec.width) if kind.takes == "image" else spec.shape
         options = None
         if tensorrt and kind.takes != "text":
             options = tensorrt_options(kind.input, shape, max_batch, precision == "fp16")
-        session = _load(folder, precision, kind, dtype, shape, len(labels), device, options)
+        session = _load(folder, precision, kind, shape, len(labels), device, options)
         samples, examples = _input(folder, card["golden"], kind, spec)
         bundle = cls(
             folder=folder,
@@ -158,7 +161,7 @@ class Bundle(Model):
 _NAMES = RunFolder(".")  # only for the file names: a bundle may have been copied anywhere
 _MODELS = {"fp32": _NAMES.bundle_model.name, "int8": _NAMES.bundle_int8.name, "fp16": _NAMES.bundle_fp16.name}
 _NOT_SERVED = {_NAMES.bundle_torchscript.name, _NAMES.bundle_pt2.name}  # for other programs
-_DTYPES: dict[str, type] = {"image": np.uint8, "text": np.int64, "table": np.float32, "array": np.float32}
+_DTYPES = {"image": "uint8", "text": "int64", "table": "float", "array": "float"}  # as ONNX names them
 _TEXT_FILES = ("vocabulary.txt", "tokenizer.json")
 _KEYS = {"format", "task", "input", "labels", "files", "run", "golden", "digest"}
 _FILE = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
@@ -204,15 +207,6 @@ def _read_card(folder: Path) -> Card:
     keys = set(card) - {"int8", "output"}
     _expect(keys == _KEYS, f"has other keys in {file.name} than it may ({', '.join(sorted(keys ^ _KEYS))})", folder)
     return cast("Card", card)
-
-
-def _are_names(labels: object) -> bool:
-    return (
-        isinstance(labels, list)
-        and bool(labels)
-        and all(isinstance(label, str) for label in labels)
-        and len(set(labels)) == len(labels)
-    )
 
 
 def _check_files(folder: Path, digests: object, precision: str) -> None:
@@ -282,13 +276,6 @@ def _spec(folder: Path, card: Card, kind: Kind) -> Any:
         raise BundleError(f"The bundle {folder} describes its input wrongly: {error}.") from error
 
 
-def _shape(spec: Any, kind: Kind) -> tuple[int, ...]:
-    """Return the shape of one prepared input; () for a text, whose length is free."""
-    if kind.takes == "text":
-        return ()
-    return (spec.channels, spec.height, spec.width) if kind.takes == "image" else spec.shape
-
-
 def _input(folder: Path, golden: object, kind: Kind, spec: Any) -> tuple[np.ndarray, list[Any]]:
     """Return the golden samples prepared like a client's, (N, …), and some of them as clients send them."""
     given = golden.get(kind.golden) if isinstance(golden, dict) else None
@@ -320,11 +307,10 @@ def _load(
     folder: Path,
     precision: str,
     kind: Kind,
-    dtype: type,
     shape: tuple[int, ...],
     num_labels: int,
     device: Device,
-    tensorrt: dict[str, str] | None = None,
+    tensorrt: dict[str, str] | None,
 ) -> onnxruntime.InferenceSession:
     """Load the model, and check its inputs and outputs. ONNX Runtime keeps it from reading files outside its folder."""
     try:
@@ -338,8 +324,7 @@ def _load(
     inputs = [(node.name, node.type, node.shape[1:]) for node in session.get_inputs()]
     outputs = [(node.name, node.type, node.shape[1:]) for node in session.get_outputs()]
     sides: list[int | str] = ["length"] if kind.takes == "text" else list(shape)
-    type_name = np.dtype(dtype).name.replace("float32", "float")  # ONNX's name of the dtype
-    wanted = [(kind.input, f"tensor({type_name})", sides)]
+    wanted = [(kind.input, f"tensor({_DTYPES[kind.takes]})", sides)]
     _expect(inputs == wanted, f"has a model with the inputs {inputs}; bundle.json says {wanted}", folder)
     _expect(
         [output[:2] for output in outputs] == [(kind.output, "tensor(float)")],

@@ -39,10 +39,7 @@ def has_driver() -> bool:
 
 
 def find_gpus(library: ctypes.CDLL) -> list[Gpu]:
-    """Find the GPUs in this process.
-
-    Args:
-        library: the driver library.
+    """Find the GPUs in this process by the driver library.
 
     Raises:
         CudaError: the driver finds no GPU, or does not work.

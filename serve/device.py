@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from serve.cuda import Gpu, has_driver, probe
+from serve.cuda import has_driver, probe
 
 PACKAGE = "onnxruntime-gpu[cuda,cudnn]"
 """ONNX Runtime for NVIDIA GPUs, with the CUDA libraries that it needs."""
@@ -120,16 +120,13 @@ def choose_devices(word: str, lacks: Callable[[], str | None]) -> Choice:
         usable = [device for device in wanted if "fault" not in gpus[device.index or 0]]
         if usable and (word == "auto" or usable == wanted):
             return Choice(tuple(usable), may_fall_back=word == "auto")
-        listed = [f"{one} ({one.name}{_fault(gpu)})" for one, gpu in zip(devices, gpus, strict=True)]
+        faults = [f", unusable: {gpu['fault']}" if "fault" in gpu else "" for gpu in gpus]
+        listed = [f"{one} ({one.name}{fault})" for one, fault in zip(devices, faults, strict=True)]
         shown = ", ".join(listed) or "none"
         reason = f"the GPUs that can be seen are {shown}; see `nvidia-smi` and CUDA_VISIBLE_DEVICES"
     if word == "auto":
         return Choice((CPU,), reason)
     raise DeviceError(f"serve.device is {word}: {reason}.")
-
-
-def _fault(gpu: Gpu) -> str:
-    return f", unusable: {gpu['fault']}" if "fault" in gpu else ""
 
 
 def onnxruntime_lacks() -> str | None:

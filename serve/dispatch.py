@@ -24,8 +24,7 @@ from serve.answers import refused as refused_answer
 from serve.batching import Job
 from serve.limits import FAULT, Refusal
 from serve.log import Log, log_event
-from serve.prediction import JOB, Predictions
-from serve.service import Service
+from serve.prediction import JOB, Predictions, Service
 
 if TYPE_CHECKING:  # a server that only predicts needs no Flask
     from wsgiref.types import WSGIEnvironment
@@ -83,12 +82,7 @@ Reply = Callable[[Request, Response], bool]
 
 
 class Dispatcher:
-    """Answers requests. Every method must be called in the event loop.
-
-    Args:
-        service: the model and the state of this process.
-        log: receives a line for each request; None: standard output.
-    """
+    """Answers requests, and logs them on standard output by default. Every method must be called in the event loop."""
 
     def __init__(self, service: Service, log: Log | None = None):
         self.service = service

@@ -79,11 +79,7 @@ class Metrics:
         self._numbers[(self.row if row is None else row) * self._width + _WAITING] = length
 
     def text(self, model: Mapping[str, str]) -> bytes:
-        """Return all metrics in Prometheus' text format 0.0.4.
-
-        Args:
-            model: labels of the model that answers: `run`, `task` and `precision`.
-        """
+        """Return all metrics in Prometheus' text format 0.0.4; `model` has the labels `run`, `task` and `precision`."""
         from prometheus_client import CollectorRegistry, generate_latest  # imported lazily: it takes 0.1 s
 
         registry = CollectorRegistry()

@@ -64,13 +64,7 @@ TOP_K = _parameter(
 
 
 def describe(model: "Model", limits: "Limits", secured: bool) -> JsonObject:
-    """Return the document at `/openapi.json`.
-
-    Args:
-        model: the model that answers.
-        limits: limits of a request.
-        secured: whether clients must send a key.
-    """
+    """Return the document at `/openapi.json`; if `secured`, clients must send a key."""
     kind = KINDS[model.task]
     samples = "Samples that are kept with the run, to try the model with; none where anybody may ask without a key."
     ready = _get("Answers 200 while requests are welcome: once the model is loaded and checked.", _ref("Status"))

@@ -29,8 +29,8 @@ from serve.limits import Limits
 from serve.log import log_event
 from serve.metrics import Metrics
 from serve.model import Model
+from serve.prediction import Service
 from serve.private import is_out_of_memory
-from serve.service import Service
 from serve.worker import BACKLOG, GRACE_SECONDS, OPENING_SECONDS, STOP_SIGNALS, work
 from serve.worker_count import Layout, choose, largest_batch, usable_cores
 

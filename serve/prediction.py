@@ -1,16 +1,20 @@
 """Turn a prediction request into a job (`Predictions.job`), and a finished job into an answer (`Predictions.answer`).
-The fast path and the Flask application share both."""
+The fast path and the Flask application share both, and the state of their process (`Service`)."""
 
 import re
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 from urllib.parse import unquote_to_bytes
 
 from deeplightning.kinds import KINDS
 from serve import uploads
+from serve.admission import Admission
 from serve.answers import DEFAULT_TOP_K, JSON, Answer, encoder, refused, with_inputs
-from serve.batching import Job, NotTiny
+from serve.batching import Batcher, Job, NotTiny
 from serve.limits import Limits, Refusal
+from serve.metrics import Metrics
 from serve.model import Model
 
 T = TypeVar("T")
@@ -23,12 +27,7 @@ _COUNT = re.compile(rb"[0-9]{1,9}")
 
 
 class Predictions:
-    """Reads and answers the predictions of a model.
-
-    Args:
-        model: the model.
-        limits: the limits of a request.
-    """
+    """Reads and answers the predictions of a model."""
 
     def __init__(self, model: Model, limits: Limits):
         self._limits = limits
@@ -91,7 +90,7 @@ class Predictions:
             return read
         if mimetype == b"application/json":
             return lambda _: _counted(uploads.from_json(body), limits)
-        if not uploads.is_picture(mimetype):
+        if not mimetype.startswith(b"image/") and mimetype not in (b"", b"application/octet-stream"):
             raise _unread(
                 mimetype,
                 ". Send multipart/form-data with the field image (curl -F image=@FILE), the image itself (curl "
@@ -135,6 +134,44 @@ class Predictions:
         if mimetype in (b"", b"application/octet-stream", b"application/x-npy"):
             return lambda _: _counted(uploads.arrays_from_npy(body, shape), limits, "arrays")
         raise _unread(kind, f": this server answers arrays; {uploads.ARRAYS_USAGE}.")
+
+
+@dataclass
+class Service:
+    """State that the parts of the server share.
+
+    Attributes:
+        model: the model that answers.
+        limits: limits of a request.
+        batcher: decodes inputs and runs the model.
+        metrics: counters of requests.
+        layout: processes, lanes and device, for `/info`.
+        admission: checks the heads of requests.
+        fast: whether predictions take the fast path; otherwise Flask answers them too (`serve.server`).
+        ready: whether the model is warm and the process is not shutting down.
+        counting: lock for threads that count; our own server counts only in its event loop.
+    """
+
+    model: Model
+    limits: Limits = field(default_factory=Limits)
+    batcher: Batcher = None  # type: ignore[assignment] # by default one with a single lane for `model`
+    metrics: Metrics = field(default_factory=Metrics)
+    layout: dict[str, object] = field(default_factory=dict)
+    admission: Admission = field(default_factory=Admission)
+    fast: bool = True
+    ready: bool = True
+    counting: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.batcher = self.batcher or Batcher(self.model, self.limits)
+
+    def count(self, path: str, status: int, seconds: float, job: Job | None = None) -> None:
+        """Count a response in the metrics; for a prediction, also record where its time went."""
+        self.metrics.count(path, status, seconds)
+        self.metrics.queue(self.batcher.waiting)
+        if job is not None and job.batch:
+            beside = seconds - job.queued - job.decoding - job.forward
+            self.metrics.observe((job.queued, job.decoding, job.forward, beside, job.batch))
 
 
 def _mimetype(kind: bytes) -> bytes:

@@ -14,11 +14,7 @@ CUDA, TENSORRT, ON_CPU = "CUDAExecutionProvider", "TensorrtExecutionProvider", "
 
 def providers(device: Device, tensorrt: dict[str, str] | None = None) -> list[Provider]:
     """Return ONNX Runtime's execution providers in order of preference; each runs the operators that earlier ones lack.
-
-    Args:
-        device: device of the model.
-        tensorrt: options of TensorRT; None: it is not used.
-    """
+    Without options, TensorRT is not used."""
     if not device.on_gpu:
         return [ON_CPU]
     cuda = {

@@ -21,15 +21,10 @@ if TYPE_CHECKING:
     from deeplightning.table_spec import TableFormat
 
 USAGE = 'send {"images": ["<base64 of an image file>", …]}'
-
 FORM_USAGE = "send a file as curl -F image=@FILE does"
-
 TEXT_USAGE = 'send {"texts": ["…", …]}'
-
 KINDS_OF_TEXT = 'JSON {"texts": ["…", …]} as application/json, or one text in UTF-8 as text/plain'
-
 ROWS_USAGE = 'send {"rows": [{"COLUMN": value, …}, …]} as application/json, or a table with a header as text/csv'
-
 ARRAYS_USAGE = 'send {"arrays": [nested lists of numbers, …]} as application/json, or the bytes of a .npy file'
 
 MAX_JSON_MARKS = 1000
@@ -58,7 +53,6 @@ _PART = re.compile(
 )
 """Matches the head of a part with a picture, as browsers, curl and Python's clients write it."""
 
-
 _STRING = rb'"(?:[^"\\\x00-\x1f]++|\\.)*+"'
 
 _TEXTS = re.compile(
@@ -72,11 +66,6 @@ never backtracks."""
 
 class NotWellFormed(Exception):
     """Raised for a form that is not as clients usually write it; werkzeug may be able to read it."""
-
-
-def is_picture(kind: bytes) -> bool:
-    """Return whether a body of this content type is itself a picture."""
-    return kind.startswith(b"image/") or kind in (b"", b"application/octet-stream")
 
 
 def from_form(kind: bytes, body: bytes) -> list[bytes]:

@@ -13,7 +13,7 @@ import uvloop
 from serve.connection import Connection, Connections
 from serve.dispatch import Dispatcher
 from serve.log import log_event
-from serve.service import Service
+from serve.prediction import Service
 
 GRACE_SECONDS = 8
 """Time limit for accepted requests to finish after SIGTERM; the process exits within 10 seconds."""
@@ -34,13 +34,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def work(listener: socket.socket, service: Service, started: Callable[[], None]) -> None:
-    """Answer requests until SIGTERM or SIGINT. Never returns: exit without the parent's exit handlers.
-
-    Args:
-        listener: a listening socket.
-        service: the model and the state of this process.
-        started: called once, when the worker is ready.
-    """
+    """Answer requests until SIGTERM or SIGINT; `started` is called once, when the worker is ready. Never returns: exit
+    without the parent's exit handlers."""
     code = 1
     try:
         uvloop.run(_serve(listener, service, started))

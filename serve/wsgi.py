@@ -23,8 +23,7 @@ from serve.bundle import Bundle
 from serve.device import choose_devices, onnxruntime_lacks, settled_device
 from serve.limits import Limits, Refusal
 from serve.metrics import MAX_PROCESSES
-from serve.prediction import JOB
-from serve.service import Service
+from serve.prediction import JOB, Service
 from serve.worker_count import choose, largest_batch, on_gpus
 
 

@@ -24,15 +24,8 @@ ANSWER_SECONDS = 30
 """Time for an answer of the browser: far more than it needs."""
 
 FLAGS = [
-    "--remote-debugging-pipe",
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--no-first-run",
-    "--hide-scrollbars",
+    *("--remote-debugging-pipe", "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
+    *("--disable-background-networking", "--disable-component-update", "--no-first-run", "--hide-scrollbars"),
 ]
 
 PREFIX = "/behind/a/proxy"

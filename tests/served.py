@@ -177,7 +177,7 @@ class Server:
         return self.process.wait(timeout=15)
 
 
-LOGGED = """\
+WITHOUT_TORCH = """\
 import sys
 
 class Refuse:
@@ -186,9 +186,12 @@ class Refuse:
             raise AssertionError(f"{name} was imported")
 
 sys.meta_path.insert(0, Refuse())
-import json
+import base64, json, pathlib
 import mlflow.pyfunc, pandas
+"""
+"""The start of a program that loads MLflow models."""
 
+LOGGED = f"""{WITHOUT_TORCH}
 rows = pandas.DataFrame(json.load(sys.stdin))
 print(mlflow.pyfunc.load_model(sys.argv[1]).predict(rows).to_json(orient="records", double_precision=15))
 """

@@ -15,16 +15,8 @@ from pathlib import Path
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.link", "os.truncate", "os.chmod")
-STARTS = (
-    "subprocess.Popen",
-    "os.system",
-    "os.exec",
-    "os.fork",
-    "os.forkpty",
-    "os.posix_spawn",
-    "os.spawn",
-    "pty.spawn",
-)
+STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.fork", "os.forkpty")
+STARTS += ("os.posix_spawn", "os.spawn", "pty.spawn")
 CONNECTS = ("socket.connect", "socket.sendto", "socket.getaddrinfo", "urllib.Request")
 
 

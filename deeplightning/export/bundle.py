@@ -15,7 +15,7 @@ import secrets
 import shutil
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -140,14 +140,27 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
     graph = _trace(model, example, kind.input, free, kind.output)
     stack = spec.stack if kind.takes == "text" else np.stack
 
-    def verify(file: Path) -> dict[str, object]:
-        answers = kind.compared(_verified_answers(file, tests, stack, expected))
-        kept = _limit_samples(given, answers)
-        return {kind.golden: kept, "fp32": packed(answers[: len(kept)])}
-
-    more = {spec.file: spec.content} if kind.takes == "text" else {}
-    described = {"task": task.kind, "input": spec.to_dict(), "labels": labels}
-    return _write(folder, model, graph, described | ({"output": details} if details else {}), run, verify, more)
+    described = {"task": task.kind, "input": spec.to_dict(), "labels": labels} | (
+        {"output": details} if details else {}
+    )
+    try:
+        with replacement_for(folder.bundle) as new:
+            file, weights = new / folder.bundle_model.name, new / folder.bundle_weights.name
+            is_large = sum(weight.nbytes for weight in model.state_dict().values()) > LARGE_WEIGHTS_BYTES
+            graph.save(file, external_data=is_large or None)
+            save_model(model, str(weights))
+            weights.chmod(file.stat().st_mode)  # it was private
+            if kind.takes == "text":
+                (new / spec.file).write_bytes(spec.content.encode())
+            answers = kind.compared(_verified_answers(file, tests, stack, expected))
+            kept = _limit_samples(given, answers)
+            golden = {kind.golden: kept, "fp32": packed(answers[: len(kept)])}
+            files = {one.name: digest_of(one) for one in sorted(new.iterdir())}
+            card = {"format": BUNDLE_FORMAT, **described, "files": files, "run": run, "golden": golden}
+            (new / folder.bundle_card.name).write_text(card_text(cast("Card", card)), encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        raise SetupError(f"The bundle {folder.bundle} cannot be written: {error}.") from error
+    return folder.bundle
 
 
 def _prepared(kind: Kind, spec: Any, samples: np.ndarray) -> tuple[Iterable[object], list[np.ndarray]]:
@@ -207,40 +220,6 @@ def _check(expected: np.ndarray, kind: Kind, labels: list[str], shape: tuple[int
             f"The network's pictures run from {expected.min():.3g} to {expected.max():.3g}, not from 0 to 1; "
             "end inference_model() with a sigmoid or a clamp."
         )
-
-
-def _write(
-    folder: RunFolder,
-    model: nn.Module,
-    graph: torch.onnx.ONNXProgram,
-    description: dict[str, object],
-    run: dict[str, object],
-    verify: Callable[[Path], dict[str, object]],
-    more: Mapping[str, str],
-) -> Path:
-    """Write the bundle, verify its graph, and put it in place.
-
-    Args:
-        description: the card's `task`, `input`, `labels` and `output`.
-        run: origin of the model.
-        verify: compares the graph with the network; returns the golden samples for the card, or raises.
-        more: contents of further text files, by name.
-    """
-    try:
-        with replacement_for(folder.bundle) as new:
-            is_large = sum(weight.nbytes for weight in model.state_dict().values()) > LARGE_WEIGHTS_BYTES
-            graph.save(new / folder.bundle_model.name, external_data=is_large or None)
-            save_model(model, str(new / folder.bundle_weights.name))
-            (new / folder.bundle_weights.name).chmod((new / folder.bundle_model.name).stat().st_mode)  # it was private
-            for name, text in more.items():
-                (new / name).write_bytes(text.encode())
-            golden = verify(new / folder.bundle_model.name)
-            files = {file.name: digest_of(file) for file in sorted(new.iterdir())}
-            card = {"format": BUNDLE_FORMAT, **description, "files": files, "run": run, "golden": golden}
-            (new / folder.bundle_card.name).write_text(card_text(cast("Card", card)), encoding="utf-8")
-    except (OSError, SafetensorError) as error:
-        raise SetupError(f"The bundle {folder.bundle} cannot be written: {error}.") from error
-    return folder.bundle
 
 
 def card_text(card: Card) -> str:

@@ -1,7 +1,7 @@
 """A run's predictions for files, as a table computed from the checkpoint.
 
-Files are read by `deeplightning.run.inputs`, and answers are those of the endpoint (`serve.local`). Letters: N inputs,
-C channels, H height, W width.
+Files are read by `deeplightning.run.inputs`, and answers are those of the endpoint (`serve.answers`). Letters: N
+inputs, C channels, H height, W width.
 """
 
 import base64
@@ -27,7 +27,7 @@ from deeplightning.run.load import trained_task
 from deeplightning.run.own_module import servable
 from deeplightning.runfolder import RunFolder
 from deeplightning.words import printable
-from serve.local import answered
+from serve.answers import answered
 
 MAX_NAMED = 1000  # inputs without an answer in the error
 FORMATS = (".csv", ".jsonl")
@@ -93,7 +93,7 @@ def predict_files(folder: RunFolder, files: Sequence[Path], out: Path | None = N
 
 
 class _Network:
-    """The network of a run's checkpoint, with the interface that `serve.local` expects.
+    """The network of a run's checkpoint, with the interface that `serve.answers` expects.
 
     Raises:
         CheckpointError: as in `predict_files`.

@@ -22,7 +22,7 @@ from deeplightning.kinds import KINDS
 from deeplightning.runfolder import Card, RunFolder
 from deeplightning.tracking.store import quiet_mlflow
 
-_SERVE = ("answers", "bundle", "cuda", "device", "limits", "local", "log", "model", "private", "session")
+_SERVE = ("answers", "bundle", "cuda", "device", "limits", "model", "private", "session")
 _OURS = ("array_spec", "image_spec", "kinds", "runfolder", "table_spec", "text_spec", "version", "words")
 SOURCES = (*(f"serve/{name}.py" for name in _SERVE), *(f"deeplightning/{name}.py" for name in _OURS))
 

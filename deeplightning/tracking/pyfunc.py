@@ -14,8 +14,8 @@ from mlflow.pyfunc import PythonModel, PythonModelContext
 
 from deeplightning.image_spec import MAX_PIXELS
 from deeplightning.kinds import KINDS
+from serve.answers import answers
 from serve.bundle import Bundle
-from serve.local import answers
 
 
 class Answers(PythonModel):

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 from commands import environment
-from served import GUNICORN, Server, WsgiServer
 
 from deeplightning.checks.trust import note_own
 from deeplightning.cli.deploy import command as command_of
@@ -28,16 +27,13 @@ from serve.__main__ import options_parser
 ROOT = Path(__file__).parents[2]
 DIGITS = sorted((ROOT / "examples" / "digits").glob("*.png"))
 
-FORKS = '''\
-"""A network that ONNX cannot express."""
-
+# A network that ONNX cannot express, and one that says something else when it is exported.
+FORKS = """\
 import torch
 from torch import nn
 
 
 class Forks(nn.Module):
-    """Takes one of two ways for each picture, as its brightness says."""
-
     def __init__(self):
         super().__init__()
         self.ways = nn.ModuleList(nn.Linear(64, 10) for _ in range(2))
@@ -47,8 +43,6 @@ class Forks(nn.Module):
 
 
 class Liar(nn.Module):
-    """Says something else when it is exported."""
-
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(64, 10)
@@ -56,7 +50,7 @@ class Liar(nn.Module):
     def forward(self, images):
         rows = self.layer(images.flatten(1))
         return -rows if torch.compiler.is_exporting() else rows
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +76,13 @@ def forked(command, tiny, own):
     return outcome
 
 
-def flags(program):
-    """What a server is told behind its folder."""
-    return program[5:]
+def flags(run, overrides=()):
+    """What the server of a run is told behind its folder."""
+    return command_of(str(run.path), overrides)[5:]
+
+
+def copied(run, folder, *left_out):
+    return RunFolder(shutil.copytree(run.path, folder, ignore=shutil.ignore_patterns(*left_out)))
 
 
 # ---- which run
@@ -92,40 +90,28 @@ def flags(program):
 
 def test_a_run_deploys_in_any_spelling(run, store, tracked, tmp_path, monkeypatch):
     """Folder, relative folder, id, `runs:/ID`, `models:/NAME/VERSION` and `@ALIAS`, a copy, a bundle alone: the same
-    model is served."""
+    model is served, which has the name of its run. A copy without bundle and samples gets both; other folders are
+    refused."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", str(store))
     monkeypatch.chdir(run.path.parent)
     tracker = tracked(run.path)
     tracker.client.create_registered_model("deployed")
     tracker.client.create_model_version("deployed", str(run.path), tracker.id)
     tracker.client.set_registered_model_alias("deployed", "best", "1")
-    copy = shutil.copytree(run.path, tmp_path / "copied run")
+    origin = json.loads(run.bundle_card.read_text())["run"]
+    assert (origin["id"], origin["name"]) == (tracker.id, tracker.client.get_run(tracker.id).info.run_name)
+    assert not run.model.exists()  # `logger.log_model` was not set
+    copy = copied(run, tmp_path / "copied run", "bundle", "samples.npz")
     alone = shutil.copytree(run.bundle, tmp_path / "alone")
     in_store = [str(run.path), run.path.name, tracker.id, f"runs:/{tracker.id}", "models:/deployed/1"]
     for spelling in [*in_store, "models:/deployed@best", str(run.bundle), f"runs:/{tracker.id}/bundle"]:
         assert command_of(spelling)[:5] == [sys.executable, "-P", "-m", "serve", str(run.bundle)], spelling
-    assert command_of(str(copy))[4] == str(copy / "bundle")
+    assert command_of(str(copy.path))[4] == str(copy.bundle)
+    assert copy.bundle_weights.read_bytes() == run.bundle_weights.read_bytes()
     assert command_of(str(alone)) == [sys.executable, "-P", "-m", "serve", str(alone)]
     for missing, words in {"models:/deployed@worst": "alias 'worst'", "models:/none/1": "no model 'none'"}.items():
         with pytest.raises(CheckpointError, match=words):
             command_of(missing)
-
-
-def test_a_bundle_has_the_name_of_its_run(run, tracked):
-    """That of the tracker, with its id."""
-    tracker, origin = tracked(run.path), json.loads(run.bundle_card.read_text())["run"]
-    assert (origin["id"], origin["name"]) == (tracker.id, tracker.client.get_run(tracker.id).info.run_name)
-
-
-def test_a_run_without_a_bundle_is_exported_first(run, tmp_path):
-    """A copy without its bundle gets one, with the same weights."""
-    copy = RunFolder(shutil.copytree(run.path, tmp_path / "copy", ignore=shutil.ignore_patterns("bundle")))
-    assert command_of(str(copy.path))[4] == str(copy.bundle)
-    assert copy.bundle_weights.read_bytes() == run.bundle_weights.read_bytes()
-
-
-def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    """Neither a bundle nor a config: exit 4, naming the folder."""
     with pytest.raises(CheckpointError, match=f"{tmp_path}: there is neither a bundle nor a cfg.yaml"):
         command_of(str(tmp_path))
 
@@ -145,28 +131,18 @@ def test_a_bundle_is_served_without_torch(run):
 
 def test_the_config_tells_the_server(run):
     """What the run's config sets is passed on, and what the command line says wins; defaults are the server's own."""
-    assert flags(command_of(str(run.path))) == ["--max-batch=4", "--max-wait=2.5"]
+    assert flags(run) == ["--max-batch=4", "--max-wait=2.5"]
     given = ["serve.max_batch=16", "serve.host='::1'", "serve.max_pixels=1_000", "serve.api_key_env=HOME"]
     expected = ["--host=::1", "--max-pixels=1000", "--max-wait=2.5", "--api-key-env=HOME"]
-    assert flags(command_of(str(run.path), given)) == expected
-
-
-def test_the_names_of_the_server_reach_it(run, tmp_path):
-    """`serve.allowed_hosts` of the config, or of the command line: those names are answered, and no others."""
-    program = command_of(str(run.path), ["serve.allowed_hosts=[model.example, 10.0.0.5]"])
-    assert flags(program)[-1] == "--allowed-hosts=model.example,10.0.0.5"
-    server = Server(Path(program[4]), tmp_path / "errors", *flags(program))
-    try:
-        names = ["model.example", "10.0.0.5:80", "localhost", "other.example"]
-        assert [server.ask("GET", "/info", headers={"Host": name})[0] for name in names] == [200, 200, 200, 421]
-    finally:
-        server.stop()
+    assert flags(run, given) == expected
+    names = flags(run, ["serve.allowed_hosts=[model.example, 10.0.0.5]"])[-1]
+    assert names == "--allowed-hosts=model.example,10.0.0.5"
 
 
 def test_int8_is_made_where_it_is_asked_for(run, tmp_path):
     """A bundle without an int8 model gets one, by the run's validation images; the data module must be allowed."""
-    copy = RunFolder(shutil.copytree(run.path, tmp_path / "copy"))
-    assert flags(command_of(str(copy.path), ["serve.precision=int8"]))[-1] == "--precision=int8"
+    copy = copied(run, tmp_path / "copy")
+    assert flags(copy, ["serve.precision=int8"])[-1] == "--precision=int8"
     assert copy.bundle_int8.is_file()
     assert command_of(str(copy.path), ["serve.precision=int8"])[4] == str(copy.bundle)
     copy.bundle_int8.unlink()
@@ -179,11 +155,11 @@ def test_int8_is_made_where_it_is_asked_for(run, tmp_path):
 
 def test_only_the_section_of_the_server_is_looked_at(run, tmp_path):
     """Code and variables of the rest of the config need not be there."""
-    copy = RunFolder(shutil.copytree(run.path, tmp_path / "copy"))
+    copy = copied(run, tmp_path / "copy")
     text = copy.config.read_text().replace("deeplightning.data.digits.Digits", "gone.Digits")
     copy.config.write_text(text.replace("seed: 7", "seed: ${oc.env:NOT_SET_ANYWHERE}"))
     note_own(copy.config)
-    assert flags(command_of(str(copy.path), ["serve.port=0"])) == ["--port=0", "--max-batch=4", "--max-wait=2.5"]
+    assert flags(copy, ["serve.port=0"]) == ["--port=0", "--max-batch=4", "--max-wait=2.5"]
 
 
 @pytest.mark.parametrize(
@@ -191,12 +167,9 @@ def test_only_the_section_of_the_server_is_looked_at(run, tmp_path):
     [
         ("serve.max_btach=3", "serve.max_btach: unknown key. Did you mean max_batch?"),
         ("port=5001", "port: only keys of `serve` can be set when a run is served. Did you mean serve.port?"),
-        ("serv.port=5001", "Did you mean serve.port?"),
         ("data.batch_size=3", "data.batch_size: only keys of `serve`"),
         ("serve.port=five", "serve.port: must be a whole number, not the text 'five'"),
-        ("serve.port=70000", "serve.port: must be at most 65535, not 70000"),
         ("serve.precision=int4", "serve.precision: must be one of fp32, int8, fp16, not the text 'int4'. Did you"),
-        ("serve.device=gpu", "must be one of auto, cpu, cuda, cuda:0, "),
         ("serve.device=gpu", "not the text 'gpu'. Did you mean cuda?"),
         ("serve.device=cuda:x", "not the text 'cuda:x'. Did you mean cuda"),
         ("serve.tensorrt=2", "serve.tensorrt: must be true or false, not the number 2"),
@@ -216,7 +189,7 @@ def test_the_key_of_the_server_stays_in_its_variable(run, monkeypatch):
     """Only the variable's name is passed on; one that is not set, empty, or no name is refused."""
     told = ["serve.api_key_env=SERVE_KEY", "serve.max_batch=16", "serve.max_wait=5"]
     monkeypatch.setenv("SERVE_KEY", "a-secret")
-    assert flags(command_of(str(run.path), told)) == ["--api-key-env=SERVE_KEY"]
+    assert flags(run, told) == ["--api-key-env=SERVE_KEY"]
     monkeypatch.setenv("SERVE_KEY", "")
     with pytest.raises(ConfigError, match="the variable SERVE_KEY is empty"):
         command_of(str(run.path), told)
@@ -235,7 +208,7 @@ def test_the_key_of_the_server_stays_in_its_variable(run, monkeypatch):
 
 def rewritten(run, folder, *changes):
     """A copy of a run without its bundle, whose config says something else."""
-    copy = RunFolder(shutil.copytree(run.path, folder, ignore=shutil.ignore_patterns("bundle")))
+    copy = copied(run, folder, "bundle")
     text = copy.config.read_text()
     for old, new in changes:
         assert old in text
@@ -259,11 +232,7 @@ NETWORK = "type: deeplightning.model.cnn.SimpleCNN"
         ("image_size: 8", "image_size: {type: os.system, params: {command: ls}, z: 1}", "network.params.image_size"),
         ("image_size: 8", "image_size: {ref: os.system}", "model.network.params.image_size.ref: "),
         ("type: torch.optim.SGD", "type: foreign.SGD", "model.optimizer.type: to serve this run, foreign.SGD would"),
-        (
-            "type: deeplightning.tracking.MLflowLogger",
-            "type: foreign.Logger",
-            "logger.type: to serve this run, foreign.Logger",
-        ),
+        ("type: deeplightning.tracking.MLflowLogger", "type: foreign.Logger", "logger.type: to serve this run, fo"),
     ],
 )
 def test_foreign_code_is_not_imported(run, tmp_path, monkeypatch, old, new, words):
@@ -337,41 +306,27 @@ def served(command, folder, cwd, *arguments):
     assert outcome.code == 0, outcome
 
 
-@contextmanager
-def under_gunicorn(folder, cwd):
-    """The same of `gunicorn "serve:create_app('RUN')"`."""
-    server = WsgiServer(cwd, *GUNICORN, f"serve:create_app({str(folder)!r})")
-    try:
-        yield f"http://127.0.0.1:{server.port}", ""
-        assert server.stop() == 0
-    finally:
-        server.process.kill()
-        server.process.wait()
-
-
 def asked(address, path):
     request = urllib.request.Request(f"{address}/predict", path.read_bytes(), {"Content-Type": "image/png"})
     with urllib.request.urlopen(request, timeout=30) as answer:
         return json.load(answer)
 
 
-@pytest.mark.parametrize("by", ["bundle", "torch", "gunicorn"])
+@pytest.mark.parametrize("by", ["bundle", "torch"])
 def test_answers_over_http_are_those_of_predict(by, run, forked, own, command):
-    """Ten digits over HTTP get the class, label and probability of `deeplightning predict`, to 1e-5."""
+    """Ten digits over HTTP get the class, label and probability of `deeplightning predict`, to 1e-5. Without a GPU, one
+    line says that the CPU answers."""
     folder = forked.folder if by == "torch" else run.path
     predicted = command("predict", folder, *DIGITS, cwd=own)
     assert predicted.code == 0, predicted
-    if by == "gunicorn":
-        service = under_gunicorn(folder, own)
-    else:
-        service = served(command, folder, own, *(["--allow", "forks"] if by == "torch" else []))
-    with service as (address, said):
+    with served(command, folder, own, *(["--allow", "forks"] if by == "torch" else [])) as (address, said):
         answers = [asked(address, path) for path in DIGITS]
     for row, answer in zip(csv.DictReader(predicted.out.splitlines()), answers, strict=True):
         assert (answer["predicted_class"], answer["label"]) == (row["predicted_class"], row["predicted_label"])
         assert float(answer["predicted_probability"]) == pytest.approx(float(row["predicted_probability"]), abs=1e-5)
     reasons = [line for line in said.splitlines() if line.startswith("torch answers from the checkpoint, at 0.6 GB")]
     assert ["cannot be exported to ONNX" in line for line in reasons] == [True] * (by == "torch")
+    assert said.count('"event": "serving on the CPU"') == 1 or torch.cuda.device_count()
 
 
 @pytest.mark.slow
@@ -391,29 +346,6 @@ def test_torch_has_one_thread_when_workers_are_forked(forked, own):
         [sys.executable, "-c", program, forked.folder], cwd=own, env=environment(), capture_output=True, text=True
     )
     assert done.stdout.split() == ["1", "image_classification", "10", "last.ckpt"], done.stderr
-
-
-def test_int8_is_for_bundles_alone(forked, own, command):
-    """Exit 2, naming the key and why there is no bundle."""
-    outcome = command("serve", forked.folder, "--allow=forks", "--precision=int8", cwd=own)
-    assert outcome.code == 2, outcome
-    assert "serve.precision: int8 is for bundles alone, and this run can have none: The network cannot" in outcome.err
-
-
-@pytest.mark.slow
-def test_a_checkpoint_is_answered_on_the_device_that_was_asked_for(forked, own, command):
-    """The word reaches the server of torch: cuda without a GPU is exit 3 with the remedy, and `auto` takes the CPU with
-    one line."""
-    if torch.cuda.device_count():
-        pytest.skip("there is a GPU")
-    outcome = command("serve", forked.folder, "--allow=forks", "--device=cuda:0", "--port=0", cwd=own)
-    assert outcome.code == 3, outcome
-    assert "serve.device is cuda:0: " in outcome.err
-    assert re.search("no NVIDIA driver|no GPU is visible|built without CUDA", outcome.err)
-    with served(command, forked.folder, own, "--allow", "forks") as (address, said):
-        with urllib.request.urlopen(f"{address}/info", timeout=30) as answer:
-            assert json.load(answer)["device"] == "cpu"
-        assert said.count('"event": "serving on the CPU"') == 1
 
 
 @pytest.mark.slow
@@ -449,19 +381,30 @@ def test_a_gpu_must_answer_as_the_cpu_does(forked, own):
     assert "differ by up to 1, allowed are 0.001; use serve.device=cpu" in third
 
 
-@pytest.mark.parametrize(("setting", "key"), [("precision=fp16", "precision"), ("tensorrt=true", "tensorrt")])
-def test_other_models_are_for_bundles_alone(forked, own, command, setting, key):
-    """fp16 and TensorRT, as int8: exit 2, naming the key and why there is no bundle."""
-    outcome = command("serve", forked.folder, f"serve.{setting}", "--allow=forks", cwd=own)
-    assert outcome.code == 2, outcome
-    assert re.search(f"serve.{key}: (fp16|TensorRT) is for bundles alone, and this run can have none", outcome.err)
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--precision=int8"], 2, "serve.precision: int8 is for bundles alone, and this run can have none: The netw"),
+        (["serve.precision=fp16"], 2, "serve.precision: fp16 is for bundles alone, and this run can have none"),
+        (["serve.tensorrt=true"], 2, "serve.tensorrt: TensorRT is for bundles alone, and this run can have none"),
+        pytest.param(["--device=cuda:0"], 3, "serve.device is cuda:0: ", marks=pytest.mark.slow),
+    ],
+)
+def test_what_torch_cannot_serve_is_refused(forked, own, command, options, code, words):
+    """Models of bundles alone name the key and why there is no bundle; a GPU that is not there the remedy."""
+    if code == 3 and torch.cuda.device_count():
+        pytest.skip("there is a GPU")
+    outcome = command("serve", forked.folder, *options, "--allow=forks", "--port=0", cwd=own)
+    assert outcome.code == code, outcome
+    assert words in outcome.err
+    assert code == 2 or re.search("no NVIDIA driver|no GPU is visible|built without CUDA", outcome.err)
 
 
 def test_fp16_is_made_where_it_is_asked_for(run, tmp_path):
     """Once; the flags tell the server the precision, the device and TensorRT."""
-    copy = RunFolder(shutil.copytree(run.path, tmp_path / "copy"))
+    copy = copied(run, tmp_path / "copy")
     told = ["serve.precision=fp16", "serve.device=cuda:1", "serve.tensorrt=true"]
-    assert flags(command_of(str(copy.path), told))[-3:] == ["--device=cuda:1", "--precision=fp16", "--tensorrt"]
+    assert flags(copy, told)[-3:] == ["--device=cuda:1", "--precision=fp16", "--tensorrt"]
     assert copy.bundle_fp16.is_file()
     made = copy.bundle_fp16.stat().st_ino
     command_of(str(copy.path), told)

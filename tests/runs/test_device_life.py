@@ -4,9 +4,6 @@ Runs compute on a pretended device (see `pretend`): an operation on two devices 
 hook parameters, buffers, metrics and the optimizer's state are on the device of the process.
 """
 
-import ast
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -14,7 +11,7 @@ pytest.importorskip("sklearn", reason="the digits and the metrics that runs are 
 pytest.importorskip("deeplightning_plan", reason="the pretended GPU is of the plug-in `plan`")
 
 from conftest import weights
-from deeplightning_plan.fake_gpu import FakeGpu, mark_of
+from deeplightning_plan.fake_gpu import FakeGpu
 from example_code import copy_code
 from pretend import DEVICE
 from test_gan import CONFIG as GAN
@@ -26,13 +23,7 @@ from test_segmentation import fill
 from test_text_classif import CONFIG as TEXTS
 from test_text_classif import reviews
 
-import deeplightning
-from deeplightning.checks.examine import load_config
 from deeplightning.dry_run.diagnosis import DeviceError
-from deeplightning.image_spec import ImageSpec
-from deeplightning.run.assemble import init_module
-from deeplightning.task.networks import device_of
-from deeplightning.text_spec import SPECIAL, TextSpec
 
 pytestmark = pytest.mark.device
 
@@ -154,46 +145,6 @@ def test_every_task_computes_on_one_device(task, engine, jobs, configs):
     assert_life(jobs, f"{task}.yaml", engine, 1, configs, *more, name=f"life-{task}-{engine}")
 
 
-# ---- the parts of it
-
-
-def example(kind, configs, tiny):
-    """A task, and its network with the data that it needs to be built."""
-    cfg = load_config(tiny if kind == "image" else configs / f"{kind}.yaml", ["engine.processes=1"])
-    task = init_module(cfg, "model")
-    task.image_spec = ImageSpec(8, 8, "L", mean=(0.5,), std=(0.5,))
-    task.class_names = [str(number) for number in range(10)]
-    if kind == "text":
-        task.text_spec = TextSpec("words", "\n".join([*SPECIAL, "fine", "dull"]))
-        task.class_names = ["negative", "positive"]
-    return task
-
-
-@pytest.mark.parametrize("kind", ["image", "text", "gan"])
-def test_a_network_is_built_and_tried_out_on_the_cpu(kind, configs, tiny, place, monkeypatch):
-    """Lightning sets the task's device, and a context that creates tensors there, before the network moves: the network
-    draws its weights from the CPU's generator, and what it is tried with is where it is."""
-    monkeypatch.chdir(place if kind == "image" else configs)
-    task = example(kind, configs, tiny)
-    task._device = torch.device("meta")
-    with torch.device("meta"):
-        task.configure_model()
-    assert {device_of(network).type for network in task.children() if list(network.parameters())} == {"cpu"}
-
-
-def test_no_task_takes_its_own_device_for_that_of_its_network():
-    """A task's `device` is where the process computes; tasks ask their tensors and networks, and put
-    nothing on "cuda"; they may compare a tensor's device with it."""
-    for path in sorted((Path(deeplightning.__file__).parent / "task").glob("*.py")):
-        tree = ast.parse(path.read_text())
-        compared = {id(right) for node in ast.walk(tree) if isinstance(node, ast.Compare) for right in node.comparators}
-        for node in ast.walk(tree):
-            of_self = isinstance(node, ast.Attribute) and node.attr == "device" and ast.unparse(node) == "self.device"
-            is_word = isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("cuda")
-            assert not of_self, f"{path.name}:{node.lineno}"
-            assert not is_word or id(node) in compared, f"{path.name}:{node.lineno}"
-
-
 def test_parameters_that_zero_keeps_complete_are_sharded_again_for_the_next_stage(jobs, tiny, place):
     """Two processes, stage 3, small parameters: the test begins with every parameter in parts, not with copies that the
     teardown of the training has moved to the CPU."""
@@ -223,21 +174,6 @@ def test_the_pretended_device_refuses_what_a_gpu_refuses():
         with pytest.raises(DeviceError):
             network(there)
         assert network.to(DEVICE)(there).device == DEVICE
-
-
-def test_the_pretended_device_computes_as_the_cpu_does():
-    """A step of an optimizer there changes weights as one on the CPU does, to the last bit."""
-    steps = []
-    for device in (torch.device("cpu"), DEVICE):
-        torch.manual_seed(0)
-        with FakeGpu(DEVICE):
-            network = torch.nn.Linear(4, 2).to(device)
-            optimizer = torch.optim.AdamW(network.parameters(), lr=0.1)
-            network(torch.ones(3, 4).to(device)).square().mean().backward()
-            optimizer.step()
-            assert {mark_of(p) for p in network.parameters()} == {device}
-            steps.append(network.weight.detach().cpu())
-    assert torch.equal(*steps)
 
 
 def test_the_names_that_the_pretended_device_replaces_exist():

@@ -58,8 +58,8 @@ class Negative(nn.Module):
 
 
 class MeanOfRows(nn.Module):
-    def forward(self, images):  # uint8 (N, 3, H, W)
-        return torch.softmax(images.float().mean(dim=(2, 3)), dim=1)  # (N, 3)
+    def forward(self, x):  # (N, 3, H, W)
+        return x.mean(dim=(2, 3))  # (N, 3)
 
 
 class Tied(nn.Module):
@@ -117,7 +117,8 @@ def small(tmp_path_factory):
 
 
 def test_a_bundle_is_complete(small):
-    """A bundle has three files with the digests on the card, and the card describes the task."""
+    """A bundle has three files with the digests on the card, nothing of this machine, and the card describes the task.
+    The digest of the card is the SHA-256 of canonical JSON of everything else, computed independently here."""
     _, folder = small
     assert sorted(file.name for file in folder.bundle.iterdir()) == [
         "bundle.json",
@@ -132,13 +133,22 @@ def test_a_bundle_is_complete(small):
     for file in (folder.bundle_model, folder.bundle_weights):
         assert card["files"][file.name] == hashlib.sha256(file.read_bytes()).hexdigest()
     assert [path.name for path in folder.path.iterdir()] == ["bundle"]
+    assert b".py" not in folder.bundle_model.read_bytes()  # the exporter records source lines with local paths
+    digest = card.pop("digest")
+    canonical = json.dumps(card, sort_keys=True, separators=(",", ":"))
+    assert digest == hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def test_large_weights_are_beside_the_graph(folder, monkeypatch):
-    """Large weights are in a file beside the graph, without a copy; the card has its digest, and damage is refused."""
+    """Large weights are in a file beside the graph, without a copy; the card has its digest, and damage is refused.
+    ONNX Runtime maps the file, so there is no second copy of the weights in memory during verification."""
     monkeypatch.setattr(bundle, "LARGE_WEIGHTS_BYTES", 0)
-    samples = pixels(20)
-    export(task_of(small_network()), folder, samples, RUN)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(90, 2048), nn.ReLU(), nn.Linear(2048, 8192), nn.Linear(8192, 3))
+    export(task_of(network), folder, pixels(20), RUN)
+    before = memory_of_its_own()
+    session = bundle.session_of(folder.bundle_model)
+    assert bundle.answers_of(session, pixels(20)).shape == (20, 3)
+    assert memory_of_its_own() - before < 20  # the weights are 64
     data = folder.bundle / "model.onnx.data"
     card = json.loads(folder.bundle_card.read_text())
     assert card["files"][data.name] == hashlib.sha256(data.read_bytes()).hexdigest()
@@ -148,18 +158,6 @@ def test_large_weights_are_beside_the_graph(folder, monkeypatch):
     data.write_bytes(content)
     with pytest.raises(BundleError):
         Bundle.open(folder.bundle)
-
-
-def test_large_weights_are_proved_from_their_file(folder, monkeypatch):
-    """ONNX Runtime maps the file, so there is no second copy of the weights in memory during verification."""
-    monkeypatch.setattr(bundle, "LARGE_WEIGHTS_BYTES", 0)
-    network = nn.Sequential(nn.Flatten(), nn.Linear(90, 2048), nn.ReLU(), nn.Linear(2048, 8192), nn.Linear(8192, 3))
-    export(task_of(network), folder, pixels(20), RUN)
-    before = memory_of_its_own()
-    session = bundle.session_of(folder.bundle_model)
-    answers = bundle.answers_of(session, pixels(20))
-    assert answers.shape == (20, 3)
-    assert memory_of_its_own() - before < 20  # the weights are 64
 
 
 def memory_of_its_own() -> float:
@@ -187,27 +185,11 @@ def test_golden_samples_are_the_samples(folder, mode):
 
 def test_samples_that_are_large_are_few(folder):
     """A card stays small: it has samples and answers of up to 2 MB together, or a single larger sample."""
-    spec, channels = ImageSpec(400, 500), 3  # 0.6 MB as noise in a PNG, 2.4 MB as answers
-    model = Negative().eval()
-    task = SimpleNamespace(kind="image_reconstruction", image_spec=spec, inference_model=lambda: model)
-    samples = np.random.default_rng(0).integers(0, 256, (4, channels, 400, 500), dtype=np.uint8)
-    export(task, folder, samples, RUN)
-    assert len(json.loads(folder.bundle_card.read_text())["golden"]["pictures"]) == 1
-    spec, model = ImageSpec(400, 500), MeanOfRows().eval()
-    task = SimpleNamespace(
-        kind="image_classification", image_spec=spec, class_names=["a", "b", "c"], inference_model=lambda: model
-    )
-    export(task, folder, samples, RUN)
-    assert len(json.loads(folder.bundle_card.read_text())["golden"]["pictures"]) == 3
-
-
-def test_the_digest_is_of_all_the_card_says(small):
-    """The digest is the SHA-256 of canonical JSON of everything else in bundle.json, computed independently here."""
-    _, folder = small
-    card = json.loads(folder.bundle_card.read_text())
-    digest = card.pop("digest")
-    canonical = json.dumps(card, sort_keys=True, separators=(",", ":"))
-    assert digest == hashlib.sha256(canonical.encode()).hexdigest()
+    samples = np.random.default_rng(0).integers(0, 256, (4, 3, 400, 500), dtype=np.uint8)
+    for task, kept in ((reconstruction(Negative()), 1), (task_of(MeanOfRows()), 3)):
+        task.image_spec = ImageSpec(400, 500)  # 0.6 MB as noise in a PNG, 2.4 MB as pictures that answer
+        export(task, folder, samples, RUN)
+        assert len(json.loads(folder.bundle_card.read_text())["golden"]["pictures"]) == kept
 
 
 def reconstruction(model, mode="RGB"):
@@ -249,56 +231,40 @@ def test_pictures_of_another_kind_are_refused(folder, model, words):
     assert not folder.bundle.exists()
 
 
-@pytest.mark.parametrize("size", [1, 3, 16, 64])
-def test_any_batch_size_is_taken(small, size):
+def test_any_batch_size_is_taken(small):
     """ONNX Runtime answers like torch for any number of images."""
     task, folder = small
     session = onnxruntime.InferenceSession(folder.bundle_model)
-    images = pixels(size)
-    with torch.inference_mode():
-        expected = task.inference_model()(torch.from_numpy(images)).numpy()
-    np.testing.assert_allclose(session.run(None, {"images": images})[0], expected, atol=1e-6)
+    for images in map(pixels, (1, 3, 16, 64)):
+        with torch.inference_mode():
+            expected = task.inference_model()(torch.from_numpy(images)).numpy()
+        np.testing.assert_allclose(session.run(None, {"images": images})[0], expected, atol=1e-6)
     assert session.get_inputs()[0].shape == ["batch", 3, 6, 5]
 
 
-def test_plain_weights_are_the_models(small):
-    """weights.safetensors contains every parameter and buffer by its name."""
+def test_plain_weights_are_the_models(small, tmp_path):
+    """weights.safetensors contains every parameter and buffer by its name; one that two layers share is stored once."""
     task, folder = small
     weights, expected = load_file(folder.bundle_weights), task.inference_model().state_dict()
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
-
-
-def test_tied_weights_are_stored_once(folder):
-    """A weight that two layers share can be exported, and is stored once."""
     network = nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), Tied())
-    export(task_of(network, "L"), folder, pixels(2, 1), RUN)
-    assert list(load_file(folder.bundle_weights)) == ["network.2.first.weight"]
-
-
-def test_nothing_of_this_machine_is_in_a_bundle(small):
-    """The exporter's source references with local paths are removed."""
-    _, folder = small
-    assert b".py" not in folder.bundle_model.read_bytes()
+    export(task_of(network, "L"), RunFolder(tmp_path), pixels(2, 1), RUN)
+    assert list(load_file(RunFolder(tmp_path).bundle_weights)) == ["network.2.first.weight"]
 
 
 def test_files_of_a_bundle_are_as_readable_as_their_run(tmp_path):
-    """Model and weights have the permissions of the run's folder; the safetensors library would make them private."""
-    copy = RunFolder(tmp_path / "run")
-    for mode in (0o750, 0o700):
+    """Model and weights have the permissions of the run's folder; the safetensors library would make them private. A
+    second bundle replaces the first, and no other file is left."""
+    copy, models = RunFolder(tmp_path / "run"), set()
+    for mode, network in ((0o750, small_network()), (0o700, small_network(nn.Conv2d(4, 4, 1)))):
         copy.path.mkdir(exist_ok=True)
         copy.path.chmod(mode)
-        export(task_of(small_network()), copy, pixels(2), RUN)
+        export(task_of(network), copy, pixels(2), RUN)
         assert {file.stat().st_mode & 0o777 for file in copy.bundle.iterdir()} == {mode & 0o666}
-
-
-def test_an_export_replaces_the_last_one(folder):
-    """The second bundle replaces the first, and no other file is left."""
-    export(task_of(small_network()), folder, pixels(2), RUN)
-    first = folder.bundle_model.read_bytes()
-    export(task_of(small_network(nn.Conv2d(4, 4, 1))), folder, pixels(1), RUN)
-    assert folder.bundle_model.read_bytes() != first
-    assert [path.name for path in folder.path.iterdir()] == ["bundle"]
+        assert [path.name for path in copy.path.iterdir()] == ["bundle"]
+        models.add(copy.bundle_model.read_bytes())
+    assert len(models) == 2
 
 
 @pytest.mark.parametrize(
@@ -331,23 +297,23 @@ def test_a_network_that_cannot_be_exported_leaves_the_old_bundle(small, folder, 
 
 
 @pytest.mark.parametrize(
-    "samples",
-    [pixels(2)[:0], pixels(2).astype(np.float32), pixels(2, 1), pixels(2).transpose(0, 2, 3, 1)],
-    ids=["none", "float", "grey", "channels last"],
+    ("kind", "samples", "words"),
+    [
+        ("image_classification", pixels(2)[:0], r"uint8 \(N, 3, 6, 5\)"),
+        ("image_classification", pixels(2).astype(np.float32), r"uint8 \(N, 3, 6, 5\)"),
+        ("image_classification", pixels(2, 1), r"uint8 \(N, 3, 6, 5\)"),
+        ("image_classification", pixels(2).transpose(0, 2, 3, 1), r"uint8 \(N, 3, 6, 5\)"),
+        ("poetry", pixels(2), "poetry"),
+    ],
+    ids=["none", "float", "grey", "channels last", "kind"],
 )
-def test_samples_of_another_kind_are_refused(folder, samples):
-    """Samples that do not fit the model's input cannot verify it, so there is no bundle."""
-    with pytest.raises(CheckpointError, match=r"uint8 \(N, 3, 6, 5\)"):
-        export(task_of(small_network()), folder, samples, RUN)
-    assert not folder.bundle.exists()
-
-
-def test_another_task_is_refused(folder):
-    """A task of an unknown kind is refused."""
+def test_what_cannot_be_proved_is_no_bundle(folder, kind, samples, words):
+    """Samples that do not fit the model's input cannot verify it; a task of an unknown kind is refused."""
     task = task_of(small_network())
-    task.kind = "poetry"
-    with pytest.raises(CheckpointError, match="poetry"):
-        export(task, folder, pixels(2), RUN)
+    task.kind = kind
+    with pytest.raises(CheckpointError, match=words):
+        export(task, folder, samples, RUN)
+    assert not folder.bundle.exists()
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):

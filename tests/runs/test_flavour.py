@@ -1,7 +1,9 @@
-"""A run logged as an MLflow model: it is loaded, served and registered without torch, and answers as the run does."""
+"""A run logged as an MLflow model: it is loaded, served and registered without torch, and answers as the run and the
+endpoint of its kind do."""
 
 import base64
 import csv
+import io
 import json
 import re
 import subprocess
@@ -9,36 +11,29 @@ import sys
 from importlib.metadata import requires
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from commands import environment
-from served import negative_run, picture
+from exported import exported
+from served import WITHOUT_TORCH
 
 from deeplightning.cli.deploy import command as command_of
+from deeplightning.kinds import KINDS
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.flavour import SOURCES, write_model
+from serve.answers import answers as answered
 from serve.bundle import Bundle
 
 ROOT = Path(__file__).parents[2]
 DIGITS = sorted((ROOT / "examples" / "digits").glob("*.png"))
 
 # Loads the model in argv[1], and prints its answers to the pictures behind it as JSON: as base64, then as bytes.
-LOAD = """\
-import sys
-
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torch", "torchvision", "pytorch_lightning"):
-            raise AssertionError(f"{name} was imported")
-
-sys.meta_path.insert(0, Refuse())
-import base64, json, pathlib
-import mlflow.pyfunc, pandas
-
+LOAD = f"""{WITHOUT_TORCH}
 model = mlflow.pyfunc.load_model(sys.argv[1])
 images = [pathlib.Path(path).read_bytes() for path in sys.argv[2:]]
 texts = [base64.b64encode(image).decode() for image in images]
-print(json.dumps([model.predict(pandas.DataFrame({"image": i})).to_dict("records") for i in (texts, images)]))
+print(json.dumps([model.predict(pandas.DataFrame({{"image": i}})).to_dict("records") for i in (texts, images)]))
 import deeplightning.image_spec, deeplightning.cli
 print(deeplightning.image_spec.__file__)
 """
@@ -74,7 +69,11 @@ def test_a_logged_model_answers_as_the_run_does(run, command, place):
 
 
 def test_a_logged_model_says_what_it_takes(run):
-    """A signature, an example, requirements with our floors; no pickle, and of our code only what reads a bundle."""
+    """A signature, an example, requirements with our floors; no pickle, and of our code only what reads a bundle. A
+    second one takes the first's place."""
+    (run.model / "left over").touch()
+    write_model(run)
+    assert not (run.model / "left over").exists()
     card = yaml.safe_load((run.model / "MLmodel").read_text())
     assert json.loads(card["signature"]["inputs"]) == [{"type": "any", "name": "image", "required": True}]
     outputs = [(column["name"], column["type"]) for column in json.loads(card["signature"]["outputs"])]
@@ -107,21 +106,73 @@ def test_a_logged_model_can_be_registered(run, tracked, store, monkeypatch):
     assert answers == loaded(run.model, DIGITS[3])[0]
 
 
-def test_a_model_is_logged_only_on_request(train):
-    """Without `logger.log_model` there is none."""
-    assert not RunFolder(train("train.export=true").folder).model.exists()
+# Each kind.
+
+# Loads each model of argv, and prints the answers to its own example, and to all its golden samples, one JSON a line.
+LOAD_EACH = f"""{WITHOUT_TORCH}
+sys.path[:] = [place for place in sys.path if place]  # not this folder, where our code may lie
+for place in sys.argv[1:]:
+    model = mlflow.pyfunc.load_model(place)
+    samples = json.loads(pathlib.Path(place, "samples.json").read_text())
+    example = model.input_example
+    if example is None:
+        example = mlflow.models.Model.load(place).load_input_example(place)
+    print(json.dumps([model.predict(given).to_dict("records") for given in (example, pandas.DataFrame(samples))]))
+ours = [module for name, module in sys.modules.items() if name.partition(".")[0] in ("deeplightning", "serve")]
+strange = [module.__file__ for module in ours if "/model/code/" not in str(module.__file__)]
+assert not strange, strange
+"""
 
 
-def test_a_model_that_answers_with_pictures_is_logged(tmp_path):
-    """Reconstruction: a PNG as base64, whose pixels are those of the bundle; a second time takes the first's place."""
-    folder = negative_run(tmp_path / "run")
-    write_model(folder)
-    (folder.model / "left over").touch()
-    write_model(folder)
-    assert not (folder.model / "left over").exists()
-    (tmp_path / "red.png").write_bytes(picture("red"))
-    (answer,), _ = loaded(folder.model, tmp_path / "red.png")
-    bundle = Bundle.open(folder.bundle)
-    given = bundle.prepare(picture("red"), 64)
-    shown = bundle.prepare(base64.b64decode(answer["image"]), 64)
-    assert (shown == 255 - given).all()
+def samples_of(card):
+    """The golden samples of a bundle: as a client sends them, and as rows of the model's input."""
+    golden = card["golden"]
+    if "rows" in golden:
+        return golden["rows"], golden["rows"]
+    if "arrays" in golden:
+        given = [np.load(io.BytesIO(base64.b64decode(one))).tolist() for one in golden["arrays"]]
+        return given, [{"array": one} for one in given]
+    if "texts" in golden:
+        return golden["texts"], [{"text": one} for one in golden["texts"]]
+    return [base64.b64decode(one) for one in golden["pictures"]], [{"image": one} for one in golden["pictures"]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Of each kind: its folder, the answers of the loaded model to its example and to samples, those of the bundle."""
+    made = {}
+    for kind in KINDS:
+        _, folder = exported(tmp_path_factory.mktemp(kind), kind)
+        write_model(folder)
+        given, rows = samples_of(json.loads(folder.bundle_card.read_text()))
+        (folder.model / "samples.json").write_text(json.dumps(rows))
+        made[kind] = folder, answered(Bundle.open(folder.bundle), given, 10_000, top_k=1)
+    program = [sys.executable, "-c", LOAD_EACH, *(str(folder.model) for folder, _ in made.values())]
+    place = tmp_path_factory.mktemp("elsewhere")
+    done = subprocess.run(program, env=environment(), capture_output=True, text=True, cwd=place)
+    assert done.returncode == 0, done.stderr
+    loaded = map(json.loads, done.stdout.splitlines())
+    return {
+        kind: (folder, *found, wanted) for (kind, (folder, wanted)), found in zip(made.items(), loaded, strict=True)
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_model_of_each_kind_answers_as_its_endpoint_does(models, kind):
+    """Its own example, and all golden samples; the columns are those of its signature."""
+    folder, example, found, wanted = models[kind]
+    if KINDS[kind].gives == "classification":
+        wanted = [one["predictions"][0] for one in wanted]
+    assert len(found) == len(wanted) > 1
+    assert example == found[:1]
+    assert found == wanted
+    card = yaml.safe_load((folder.model / "MLmodel").read_text())
+    columns = [column["name"] for column in json.loads(card["signature"]["outputs"])]
+    assert columns == [*found[0]]
+    inputs = [column["name"] for column in json.loads(card["signature"]["inputs"])]
+    takes = KINDS[kind].takes
+    assert inputs == (["age", "city"] if takes == "table" else [takes])
+    needed = (folder.model / "requirements.txt").read_text()
+    assert ("tokenizers" in needed) == (takes == "text")
+    assert "torch" not in needed

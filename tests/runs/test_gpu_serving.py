@@ -83,10 +83,6 @@ def on_gpu(program, folder, **options):
     return json.loads(done.stdout)
 
 
-def given(number):
-    return np.random.default_rng(number).integers(60, 160, (number, 3, 6, 5), dtype=np.uint8)
-
-
 ANSWERS = """
 answers = []
 for number in (1, 2, 3, 7, 16, 40, 1):
@@ -104,7 +100,8 @@ def test_answers_of_every_batch_size_are_those_of_the_cpu(network, precision):
     allowed = max(TOLERANCES[precision], GPU_TOLERANCE)
     on_cpu = Bundle.open(network.path)
     for number, found in zip((1, 2, 3, 7, 16, 40, 1), answers, strict=True):
-        np.testing.assert_allclose(found, on_cpu.predict(given(number)), atol=allowed)
+        given = np.random.default_rng(number).integers(60, 160, (number, 3, 6, 5), dtype=np.uint8)
+        np.testing.assert_allclose(found, on_cpu.predict(given), atol=allowed)
 
 
 FULL = """
@@ -144,20 +141,16 @@ def test_the_server_answers_from_the_gpu(network, start, precision):
     assert all(map(gone, processes))
 
 
-def test_probabilities_are_those_of_the_cpu(run_folder, start):
-    """To the tolerance of the golden samples."""
-    server = start(run_folder.path, "--device", "cuda")
+@pytest.mark.parametrize("device", ["cuda", "auto"])
+def test_probabilities_are_those_of_the_cpu(run_folder, start, device):
+    """To the tolerance of the golden samples; `auto` takes the GPU as well, without a line about the CPU."""
+    server = start(run_folder.path, "--device", device)
+    assert server.ask("GET", "/info")[1]["device"].startswith("cuda:")
+    assert server.events() == []
     for colour in COLOURS:
         found = server.ask("POST", "/predict", picture(colour))[1]
         assert float(found["predicted_probability"]) == pytest.approx(probabilities(colour).max(), abs=GPU_TOLERANCE)
     assert server.ask("GET", "/info")[1]["processes"] == GPUS
-
-
-def test_auto_takes_the_gpu(run_folder, start):
-    """Without a line about the CPU."""
-    server = start(run_folder.path, "--device", "auto")
-    assert server.ask("GET", "/info")[1]["device"].startswith("cuda:")
-    assert server.events() == []
 
 
 def test_a_changed_bundle_and_a_crash_are_survived(run_folder, start, tmp_path):
@@ -174,21 +167,19 @@ def test_a_changed_bundle_and_a_crash_are_survived(run_folder, start, tmp_path):
     assert server.ask("POST", "/predict", picture("red"))[1]["label"] == "rot"
 
 
-def test_a_gpu_that_is_not_there_is_refused(run_folder):
-    """Exit code 3, with those that are."""
-    command = [sys.executable, "-m", "serve", str(run_folder.path), "--port", "0", "--device", f"cuda:{GPUS}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize(
+    ("device", "hidden", "words"),
+    [
+        (f"cuda:{GPUS}", {}, f"serve.device is cuda:{GPUS}: the GPUs that can be seen are cuda:0 ("),
+        ("cuda", {"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_refused(run_folder, device, hidden, words):
+    """Exit code 3, with those that are; a hidden GPU is no GPU."""
+    command = [sys.executable, "-m", "serve", str(run_folder.path), "--port", "0", "--device", device]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | hidden, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (3, "")
-    assert f"serve.device is cuda:{GPUS}: the GPUs that can be seen are cuda:0 (" in done.stderr
-
-
-def test_a_hidden_gpu_is_no_gpu(run_folder):
-    """CUDA_VISIBLE_DEVICES counts."""
-    command = [sys.executable, "-m", "serve", str(run_folder.path), "--port", "0", "--device", "cuda"]
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (3, "")
-    assert "CUDA_VISIBLE_DEVICES" in done.stderr
+    assert words in done.stderr
 
 
 def test_torch_answers_from_the_gpu(train, tmp_path):
@@ -208,15 +199,3 @@ def test_torch_answers_from_the_gpu(train, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) <= GPU_TOLERANCE
-
-
-@pytest.mark.slow
-def test_beside_litserve(tmp_path, provider):
-    """Every answer of every server is right: of ours in fp32 and fp16, and of LitServe with accelerator=auto."""
-    options = ["--device", "cuda:0", "--rounds", "1", "--seconds", "3", "--json", str(tmp_path / "found.json")]
-    command = [sys.executable, str(ROOT / "benchmarks" / "serve.py"), *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
-    if done.returncode == 3:
-        pytest.skip(done.stderr.splitlines()[-1])
-    assert done.returncode == 0, done.stdout + done.stderr
-    print(done.stdout)

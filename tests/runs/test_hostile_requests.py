@@ -124,11 +124,6 @@ def under_gunicorn(corpus, run, tmp_path_factory):
     return {line[0]: one for line, one in zip(chosen, answered, strict=True)}
 
 
-def test_there_are_at_least_400_kinds():
-    names = [line[0] for line in lines("requests.tsv")]
-    assert len(names) == len(set(names)) >= 400
-
-
 def test_every_hostile_request_is_answered_as_its_line_says(corpus, found):
     """None is answered by a fault (5xx other than the 501 of an unknown coding or method, and the 505 of an unknown
     version); the next client is answered."""
@@ -147,16 +142,12 @@ def test_every_hostile_request_is_answered_as_its_line_says(corpus, found):
         assert "Traceback" not in errors
 
 
-def test_the_fast_path_and_flask_agree(corpus, found):
-    """In status and in words."""
-    (fast, *_), (flask, *_) = found
-    different = {line[0]: (one, two) for line, one, two in zip(lines(corpus), fast, flask, strict=True) if one != two}
-    assert not different, different
-
-
-def test_the_wsgi_application_agrees_with_the_fast_path(corpus, found, under_gunicorn):
-    """Hostile bodies and queries get the same status and words under gunicorn as by our own server."""
-    fast = dict(zip((line[0] for line in lines(corpus)), found[0][0], strict=True))
+def test_all_servers_agree(corpus, found, under_gunicorn):
+    """In status and in words: the fast path, Flask, and gunicorn for bodies and queries."""
+    names = [line[0] for line in lines(corpus)]
+    assert len(set(names)) == len(names) >= (400 if corpus == "requests.tsv" else 20)
+    fast, flask = (dict(zip(names, answered, strict=True)) for answered, *_ in found)
     assert len(under_gunicorn) >= (140 if corpus == "requests.tsv" else 20)
-    different = {name: (fast[name], one) for name, one in under_gunicorn.items() if one != fast[name]}
-    assert not different, different
+    for others in (flask, under_gunicorn):
+        different = {name: (fast[name], one) for name, one in others.items() if one != fast[name]}
+        assert not different, different

@@ -21,7 +21,7 @@ from deeplightning.model.table_net import TableNet
 from deeplightning.runfolder import card_digest, golden_digest
 from serve.app import application
 from serve.bundle import Bundle, BundleError
-from serve.service import Service
+from serve.prediction import Service
 
 CONFIG = """\
 seed: 3

@@ -18,7 +18,7 @@ from deeplightning.faults import SetupError
 from deeplightning.run.assemble import init_module
 from serve.app import application
 from serve.bundle import Bundle
-from serve.service import Service
+from serve.prediction import Service
 
 GREEN, RED = [0, 128, 0], [128, 0, 0]
 PALETTE = [0, 0, 0, *GREEN, *RED]

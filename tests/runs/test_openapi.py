@@ -14,7 +14,7 @@ from served import Server, colour_run, encoded, labelled_run, masked_run, negati
 from serve.admission import Admission
 from serve.app import application
 from serve.bundle import Bundle
-from serve.service import Service
+from serve.prediction import Service
 
 CONFIG = """\
 [checks.positive_data_acceptance]
@@ -31,13 +31,16 @@ def runs(tmp_path_factory):
         "image_reconstruction": negative_run(tmp_path_factory.mktemp("negatives")).path,
         "image_multilabel": labelled_run(tmp_path_factory.mktemp("labels")).path,
         "image_segmentation": masked_run(tmp_path_factory.mktemp("masks")).path,
+        "text_classification": exported(tmp_path_factory.mktemp("texts"), "text_classification")[1].path,
+        "table_classification": exported(tmp_path_factory.mktemp("rows"), "table_classification")[1].path,
     }
 
 
+IMAGES = ["image_classification", "image_reconstruction", "image_multilabel", "image_segmentation"]
+
+
 @pytest.mark.parametrize("secured", [False, True], ids=["open", "secured"])
-@pytest.mark.parametrize(
-    "task", ["image_classification", "image_reconstruction", "image_multilabel", "image_segmentation"]
-)
+@pytest.mark.parametrize("task", [*IMAGES, "text_classification"])
 def test_it_describes_what_is_there(runs, task, secured):
     """Exactly the application's addresses and methods; every reference leads somewhere; answers are as it says."""
     app = application(Service(Bundle.open(runs[task]), admission=Admission("key" if secured else None)))
@@ -59,39 +62,41 @@ def test_it_describes_what_is_there(runs, task, secured):
         schema = described["content"][response.mimetype]["schema"]
         Draft202012Validator(schema | {"components": document["components"]}).validate(response.json)
 
-    check("/predict", "post", client.post("/predict", data=picture()))
-    both = {"images": [encoded(picture()), encoded(picture("blue"))]}
-    check("/predict", "post", client.post("/predict", json=both))
-    check("/predict", "post", client.post("/predict", data=b"no picture"))
+    one, several, bad = {"data": picture()}, {"images": [encoded(picture()), encoded(picture("blue"))]}, b"no picture"
+    if task == "text_classification":
+        one, several, bad = {"json": {"texts": ["dull"]}}, {"texts": ["dull", "a fine film"]}, picture()
+        operation = document["paths"]["/predict"]["post"]
+        assert set(operation["requestBody"]["content"]) == {"application/json", "text/plain"}
+        assert "image" not in json.dumps(operation).lower()
+    check("/predict", "post", client.post("/predict", **one))
+    check("/predict", "post", client.post("/predict", json=several))
+    check("/predict", "post", client.post("/predict", data=bad))
     for path in ("/health", "/ready", "/info"):
         check(path, "get", client.get(path))
 
 
-def test_what_is_refused_as_empty_is_not_described(runs, tmp_path):
+@pytest.mark.parametrize(
+    ("task", "kind", "bodies"),
+    [
+        ("image_classification", "application/json", [({"image": encoded(picture())}, 200), ({"image": ""}, 400)]),
+        (
+            "image_classification",
+            "application/json",
+            [({"images": [encoded(picture())]}, 200), ({"images": [""]}, 400)],
+        ),
+        ("table_classification", "text/csv", [("age,city\r\n30,Bern\r\n", 200), ("age,city\n\n\n30,Bern", 200)]),
+        ("table_classification", "text/csv", [("age,city\r30,Bern", 200), ("age,city", 400)]),
+        ("table_classification", "text/csv", [("age,city\r\n\r\n", 400), ("\nage,city\n30,Bern", 200), ("", 400)]),
+    ],
+)
+def test_what_is_refused_as_empty_is_not_described(runs, task, kind, bodies):
     """The schemas of a picture in base64 and of a table admit what is answered, and not what has no content."""
-
-    def asked(run):
-        client = application(Service(Bundle.open(run))).test_client()
-        content = client.get("/openapi.json").json["paths"]["/predict"]["post"]["requestBody"]["content"]
-        return client, {kind: Draft202012Validator(one["schema"]) for kind, one in content.items()}
-
-    client, schemas = asked(runs["image_classification"])
-    for text, status in ((encoded(picture()), 200), ("", 400)):
-        for document in ({"image": text}, {"images": [text]}):
-            assert client.post("/predict", json=document).status_code == status
-            assert schemas["application/json"].is_valid(document) == (status == 200)
-    client, schemas = asked(exported(tmp_path, "table_classification")[1].path)
-    for table, status in (
-        ("age,city\r\n30,Bern\r\n", 200),
-        ("age,city\n\n\n30,Bern", 200),
-        ("age,city\r30,Bern", 200),
-        ("age,city", 400),
-        ("age,city\r\n\r\n", 400),
-        ("\nage,city\n30,Bern", 200),
-        ("", 400),
-    ):
-        assert client.post("/predict", data=table, content_type="text/csv").status_code == status, table
-        assert schemas["text/csv"].is_valid(table) == (status == 200), table
+    client = application(Service(Bundle.open(runs[task]))).test_client()
+    content = client.get("/openapi.json").json["paths"]["/predict"]["post"]["requestBody"]["content"]
+    for body, status in bodies:
+        data = body if isinstance(body, str) else json.dumps(body)
+        assert client.post("/predict", data=data, content_type=kind).status_code == status, body
+        assert Draft202012Validator(content[kind]["schema"]).is_valid(body) == (status == 200), body
 
 
 def fuzzed(run, folder, examples, key=None):
@@ -116,24 +121,14 @@ def fuzzed(run, folder, examples, key=None):
         server.stop()
 
 
-def test_drawn_requests_meet_what_it_says(runs, tmp_path):
-    """No 5xx, no status, header, content type or body that is not in the document; nothing ill-formed is accepted."""
-    code, said = fuzzed(runs["image_classification"], tmp_path, 10)
-    assert code == 0, said
+MANY = [*((task, 300, None) for task in IMAGES), ("image_classification", 300, "a-key")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("task", "key"),
-    [
-        ("image_classification", None),
-        ("image_reconstruction", None),
-        ("image_multilabel", None),
-        ("image_segmentation", None),
-        ("image_classification", "a-key"),
-    ],
+    ("task", "examples", "key"),
+    [("image_classification", 10, None), *(pytest.param(*case, marks=pytest.mark.slow) for case in MANY)],
 )
-def test_many_drawn_requests_meet_it(runs, tmp_path, task, key):
-    """The same with hundreds of each kind, for each task, and with a key."""
-    code, said = fuzzed(runs[task], tmp_path, 300, key)
+def test_drawn_requests_meet_what_it_says(runs, tmp_path, task, examples, key):
+    """No 5xx, no status, header, content type or body that is not in the document; nothing ill-formed is accepted."""
+    code, said = fuzzed(runs[task], tmp_path, examples, key)
     assert code == 0, said

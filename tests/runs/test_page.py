@@ -3,8 +3,10 @@
 import io
 import json
 import re
+import shutil
 import subprocess
-from collections.abc import Iterator
+import tarfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,20 @@ def server(place: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Any]:
+    """`serve(folder, argument, …)` starts a server, which ends with the test."""
+    servers: list[Server] = []
+
+    def started(folder: Path, *arguments: str, **variables: str) -> Server:
+        servers.append(Server(folder, tmp_path / f"errors {len(servers)}", *arguments, **variables))
+        return servers[-1]
+
+    yield started
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture
 def open_page(browser: Browser) -> Iterator[Any]:
     """`open_page(url)` gives a Page."""
     pages: list[Page] = []
@@ -57,8 +73,13 @@ def page(open_page: Any, server: Server) -> Page:
     return open_page(server.url)
 
 
-def percent(probability: float) -> str:
-    return "> 99.9 %" if 0.9995 < probability < 1 else f"{100 * probability:.1f} %"
+def give_keys(page: Page) -> None:
+    """Enter a wrong key, which is refused in words, and the right one."""
+    for key in ("wrong", "a-key-to-try"):
+        page.call("Input.insertText", text=key)
+        page.press("Enter", "\r")
+        if key == "wrong":
+            page.evaluate("until(() => document.querySelector('#note').textContent.includes('does not take this key'))")
 
 
 def expected_rows(server: Server, data: bytes) -> list[list[str]]:
@@ -66,22 +87,17 @@ def expected_rows(server: Server, data: bytes) -> list[list[str]]:
     status, answer = server.ask("POST", "/predict", data)
     assert status == 200
     shares = [(one["label"], one["probability"]) for one in answer["predictions"]]
-    return [[label, percent(share)] for label, share in shares if share >= 0.0005]
+    told = [[label, "> 99.9 %" if 0.9995 < share < 1 else f"{100 * share:.1f} %", share] for label, share in shares]
+    return [one[:2] for one in told if one[2] >= 0.0005]
 
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 SEEN = f"As the network sees it: 8 {TIMES} 8 colour"
 
-SHAPES = {
-    "wide": (1000, "light"),
-    "wide and dark": (1000, "dark"),
-    "phone": (320, "light"),
-    "dark phone": (320, "dark"),
-}
-
 
 def test_a_dropped_image_gets_the_servers_answer(page: Page, server: Server, tmp_path: Path) -> None:
-    """Classes, probabilities, bars of their length, the picture and the time; told to those who do not see as well."""
+    """Classes, probabilities, bars of their length, the picture and the time; told to those who do not see as well. No
+    bar is empty: classes below 0.1 % are named in one line."""
     data = picture("green", size=(640, 480))
     page.give("drop", ("a green one.png", "image/png", data))
     (answer,) = page.answers()
@@ -96,11 +112,27 @@ def test_a_dropped_image_gets_the_servers_answer(page: Page, server: Server, tmp
     assert page.evaluate("document.querySelector('#note').role") == "status"
     seen = page.shot(tmp_path / "page.png")
     assert np.all(seen == COLOURS["green"], axis=2).sum() > 10_000  # the picture itself
+    blue = io.BytesIO()
+    Image.new("RGB", (8, 8), (0, 0, 255)).save(blue, "PNG")
+    page.give("drop", ("blue.png", "image/png", blue.getvalue()))
+    (answer,) = page.answers()
+    assert (answer["rows"], answer["others"]) == ([["blue", "> 99.9 %"]], "red, green: below 0.1 %")
 
 
-@pytest.mark.parametrize(("width", "scheme"), SHAPES.values(), ids=SHAPES)
-def test_it_can_be_read_everywhere(page: Page, tmp_path: Path, width: int, scheme: str) -> None:
-    """Nothing is wider than the window, and words stand out from their ground by WCAG's 4.5 to 1."""
+@pytest.mark.parametrize("width", [320, 1000])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_can_be_read_everywhere(
+    page: Page, open_page: Any, server: Server, tmp_path: Path, width: int, scheme: str
+) -> None:
+    """Nothing is wider than the window, and words stand out from their ground by WCAG's 4.5 to 1; so do the docs, whose
+    parts are opened or not."""
+    docs = open_page(server.url, path="docs")
+    docs.look(width, scheme)
+    for _ in range(2):
+        assert docs.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        docs.evaluate("document.querySelectorAll('details').forEach((one) => one.open = true)")
+    dark = docs.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (dark == "rgb(21, 20, 18)") == (scheme == "dark")
     page.look(width, scheme)
     page.give("drop", ("a" * 200 + ".png", "image/png", picture("blue")), ("b.png", "image/png", b"no picture"))
     assert len(page.answers()) == 2
@@ -148,20 +180,6 @@ def test_several_images_are_answered_in_order(page: Page, server: Server) -> Non
     assert page.evaluate("document.body.innerText").count("measured in this browser") == 1
     page.give("drop", given[0])
     assert [answer["title"] for answer in page.answers()] == ["blue"]
-
-
-def test_no_bar_is_empty(page: Page, server: Server) -> None:
-    """Classes below 0.1 % are named in one line, without a bar."""
-    data = io.BytesIO()
-    Image.new("RGB", (8, 8), (0, 0, 255)).save(data, "PNG")
-    page.give("drop", ("blue.png", "image/png", data.getvalue()))
-    (answer,) = page.answers()
-    predictions = server.ask("POST", "/predict", data.getvalue())[1]["predictions"]
-    shares = {one["label"]: one["probability"] for one in predictions}
-    least = [label for label, share in shares.items() if share < 0.0005]
-    assert least
-    assert [row[0] for row in answer["rows"]] == [label for label in shares if label not in least]
-    assert answer["others"] == f"{', '.join(least)}: below 0.1 %"
 
 
 def test_the_samples_of_the_run_can_be_tried(page: Page, server: Server) -> None:
@@ -280,9 +298,9 @@ def test_it_may_stand_behind_a_prefix(open_page: Any, server: Server) -> None:
     assert fetched == {f"{PREFIX}/{name}" for name in ("", "info", "samples", "predict?show=input")}
 
 
-def test_a_server_that_is_gone_is_told(open_page: Any, place: Path) -> None:
+def test_a_server_that_is_gone_is_told(open_page: Any, serve: Any, place: Path) -> None:
     """No silence where nobody answers."""
-    server = Server(place / "colours", place / "gone")
+    server = serve(place / "colours")
     page = open_page(server.url)
     server.stop()
     page.give("drop", *((f"{colour}.png", "image/png", picture(colour)) for colour in ("red", "blue")))
@@ -291,10 +309,10 @@ def test_a_server_that_is_gone_is_told(open_page: Any, place: Path) -> None:
     assert page.note() == "2 images: 0 answered, 2 not answered."
 
 
-def test_a_key_is_asked_for_and_kept_nowhere(open_page: Any, place: Path, server: Server) -> None:
+def test_a_key_is_asked_for_and_kept_nowhere(open_page: Any, serve: Any, place: Path, server: Server) -> None:
     """The field is there only where a key is needed; images wait for it; it is in no storage and no address."""
     assert open_page(server.url).evaluate("document.querySelector('#key').hidden")
-    secured = Server(place / "colours", place / "secured", "--api-key-env", "THE_KEY", THE_KEY="a-key-to-try")
+    secured = serve(place / "colours", "--api-key-env", "THE_KEY", THE_KEY="a-key-to-try")
     page = open_page(secured.url)
     assert not page.evaluate("document.querySelector('#key').hidden")
     page.give("drop", *((f"{colour}.png", "image/png", picture(colour)) for colour in ("red", "blue")))
@@ -302,11 +320,7 @@ def test_a_key_is_asked_for_and_kept_nowhere(open_page: Any, place: Path, server
     assert page.note() == "Enter the API key; then the 2 images are sent again."
     assert not page.evaluate("document.querySelectorAll('.fault, #samples button').length")
     assert page.evaluate("document.activeElement.id") == "secret"
-    for key in ("wrong", "a-key-to-try"):
-        page.call("Input.insertText", text=key)
-        page.press("Enter", "\r")
-        if key == "wrong":
-            page.evaluate("until(() => document.querySelector('#note').textContent.includes('does not take this key'))")
+    give_keys(page)
     page.evaluate("until(() => document.querySelectorAll('h2:not(:empty)').length === 2)")
     assert [answer["title"] for answer in page.answers()] == ["red", "blue"]
     assert page.evaluate("document.querySelector('#key').hidden")
@@ -314,12 +328,11 @@ def test_a_key_is_asked_for_and_kept_nowhere(open_page: Any, place: Path, server
     assert page.evaluate("localStorage.length + sessionStorage.length + document.cookie.length") == 0
     asked = [event["request"]["url"] for event in page.events("Network.requestWillBeSent")]
     assert not any("a-key-to-try" in url for url in asked)
-    secured.stop()
 
 
-def test_a_picture_is_answered_with_a_picture(open_page: Any, place: Path, tmp_path: Path) -> None:
+def test_a_picture_is_answered_with_a_picture(open_page: Any, serve: Any, place: Path, tmp_path: Path) -> None:
     """A reconstruction stands beside what was given."""
-    server = Server(negative_run(place / "negative").path, place / "negative-errors")
+    server = serve(negative_run(place / "negative").path)
     page = open_page(server.url)
     page.give("drop", ("red.png", "image/png", picture("red")))
     (answer,) = page.answers()
@@ -330,12 +343,11 @@ def test_a_picture_is_answered_with_a_picture(open_page: Any, place: Path, tmp_p
     seen = page.shot(tmp_path / "page.png")
     for colour in (COLOURS["red"], [255 - value for value in COLOURS["red"]]):
         assert np.all(np.abs(seen.astype(int) - colour) <= 1, axis=2).sum() > 10_000
-    server.stop()
 
 
-def test_a_picture_gets_several_labels(open_page: Any, place: Path) -> None:
+def test_a_picture_gets_several_labels(open_page: Any, serve: Any, place: Path) -> None:
     """Those that fit are the title, and bold in the list of all."""
-    server = Server(labelled_run(place / "labelled").path, place / "labelled-errors")
+    server = serve(labelled_run(place / "labelled").path)
     page = open_page(server.url)
     page.give("drop", ("red.png", "image/png", picture("red")))
     (answer,) = page.answers()
@@ -346,12 +358,11 @@ def test_a_picture_gets_several_labels(open_page: Any, place: Path) -> None:
     assert bold == {"red", "green"}
     page.evaluate("until(() => document.querySelector('#classes summary').textContent)")
     assert page.evaluate("document.querySelector('#classes summary').textContent") == "3 labels"
-    server.stop()
 
 
-def test_a_picture_gets_its_mask(open_page: Any, place: Path, tmp_path: Path) -> None:
+def test_a_picture_gets_its_mask(open_page: Any, serve: Any, place: Path, tmp_path: Path) -> None:
     """The mask stands beside what was given, and a list says how much each class has, in the colour of the mask."""
-    server = Server(masked_run(place / "masked").path, place / "masked-errors")
+    server = serve(masked_run(place / "masked").path)
     page = open_page(server.url)
     page.give("drop", ("green.png", "image/png", picture("green")))
     (answer,) = page.answers()
@@ -365,17 +376,36 @@ def test_a_picture_gets_its_mask(open_page: Any, place: Path, tmp_path: Path) ->
     assert (said["classes"][1]["colour"], shown) == (f"#{red:02x}{green:02x}{blue:02x}", f"rgb({red}, {green}, {blue})")
     seen = page.shot(tmp_path / "page.png")
     assert np.all(np.abs(seen.astype(int) - CLASS_COLOURS[1]) <= 1, axis=2).sum() > 5_000
-    server.stop()
 
 
-def test_labels_of_markup_are_shown_as_text(open_page: Any, place: Path, tmp_path: Path) -> None:
+def test_texts_are_written_into_a_field(open_page: Any, serve: Any, place: Path) -> None:
+    """A text is answered as the server answers any client; there is no place to drop pictures on."""
+    from exported import WORDS, exported  # here, since it needs torch, and all else does without
+
+    server = serve(exported(place / "written", "text_classification")[1].path)
+    page = open_page(server.url)
+    page.evaluate("until(() => !document.querySelector('#write').hidden)")
+    assert page.evaluate("document.querySelector('#drop').hidden") is True
+    text = "a <b>fine</b> film"
+    page.evaluate(f"document.querySelector('#text').value = '{text}'")
+    page.evaluate("document.querySelector('#write button').click()")
+    (answer,) = page.answers()
+    status, said = server.ask("POST", "/predict", json.dumps({"text": text}), {"Content-Type": "application/json"})
+    assert (status, answer["title"]) == (200, said["label"])
+    assert [row[0] for row in answer["rows"]] == [one["label"] for one in said["predictions"]]
+    assert page.evaluate("document.querySelector('blockquote').textContent") == text
+    words = f"text classification on a vocabulary of {WORDS.size} tokens"
+    assert words in page.evaluate("document.querySelector('#model').textContent")
+
+
+def test_labels_of_markup_are_shown_as_text(open_page: Any, serve: Any, place: Path, tmp_path: Path) -> None:
     """Labels that would run a script in a page that trusted them are words there, and nothing else is asked for."""
     labels = (
         "<img src=x onerror=\"document.title='pwned'\">",
         "</script><script>document.title='pwned'</script>",
         "&lt;b>",
     )
-    server = Server(colour_run(place / "markup", labels).path, place / "markup-errors")
+    server = serve(colour_run(place / "markup", labels).path)
     page = open_page(server.url)
     title = page.evaluate("document.title")
     for number, colour in enumerate(COLOURS):
@@ -387,7 +417,6 @@ def test_labels_of_markup_are_shown_as_text(open_page: Any, place: Path, tmp_pat
     assert page.evaluate("[...document.images].every((image) => /^(blob|data:image\\/png):?/.test(image.src))")
     assert page.evaluate("document.title") == title
     page.shot(tmp_path / "page.png")
-    server.stop()
 
 
 # The page of the description.
@@ -398,12 +427,13 @@ COMMANDS = "[...document.querySelectorAll('figure pre')].map((one) => one.textCo
 @pytest.mark.parametrize(
     "kind", ["image_classification", "table_regression", "text_classification", "array_multilabel"]
 )
-def test_the_docs_show_each_address_with_a_command_that_works(open_page: Any, place: Path, kind: str) -> None:
+def test_the_docs_show_each_address_with_a_command_that_works(
+    open_page: Any, serve: Any, place: Path, kind: str
+) -> None:
     """Addresses, parameters and statuses are those of `/openapi.json`; each command, run by a shell, is answered."""
     from exported import exported  # here, since it needs torch, and all else does without
 
-    folder = exported(place / kind, kind)[1].path
-    server = Server(folder, place / f"{kind}-errors")
+    server = serve(exported(place / kind, kind)[1].path)
     page = open_page(server.url, path="docs")
     described = server.ask("GET", "/openapi.json")[1]["paths"]
     routes = [f"{method.upper()} {path}" for path, methods in described.items() for method in methods]
@@ -424,21 +454,6 @@ def test_the_docs_show_each_address_with_a_command_that_works(open_page: Any, pl
         line = re.sub(r"\bFILE\b", str(sent), command).replace("curl -s", "curl -s -w '\n%{http_code}'")
         done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=ANSWER_SECONDS)
         assert done.stdout.endswith("\n200"), (command, done.stdout)
-    server.stop()
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1280])
-def test_the_docs_can_be_read_anywhere(open_page: Any, server: Server, scheme: str, width: int, tmp_path: Path) -> None:
-    """Narrow or wide, nothing sticks out, opened or not; text stands out from paper and sheet in both schemes."""
-    page = open_page(server.url, path="docs")
-    page.look(width, scheme)
-    for _ in range(2):
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        page.evaluate("document.querySelectorAll('details').forEach((one) => one.open = true)")
-    page.shot(tmp_path / "docs.png")
-    dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (dark == "rgb(21, 20, 18)") == (scheme == "dark")
 
 
 def test_the_docs_work_by_keyboard_and_are_named(open_page: Any, server: Server) -> None:
@@ -457,27 +472,24 @@ def test_the_docs_work_by_keyboard_and_are_named(open_page: Any, server: Server)
     assert re.match("Copied|Selected", page.evaluate("document.querySelector('#said').textContent"))
 
 
-def test_the_docs_ask_for_a_key_and_stand_behind_a_prefix(open_page: Any, place: Path, server: Server) -> None:
+def test_the_docs_ask_for_a_key_and_stand_behind_a_prefix(
+    open_page: Any, serve: Any, place: Path, server: Server
+) -> None:
     """A wrong key is refused in words; with the right one all is shown, and commands name the variable, not the key.
     Commands have the address that the browser has."""
     page = open_page(server.url, PREFIX, "docs")
     assert f"{server.url}{PREFIX}/predict" in page.evaluate(COMMANDS)[0]
-    secured = Server(place / "colours", place / "docs-key", "--api-key-env", "THE_KEY", THE_KEY="a-key-to-try")
+    secured = serve(place / "colours", "--api-key-env", "THE_KEY", THE_KEY="a-key-to-try")
     page = open_page(secured.url, path="docs")
     assert page.evaluate("document.querySelectorAll('article').length") == 0
     page.evaluate("document.querySelector('#secret').focus()")
-    for key in ("wrong", "a-key-to-try"):
-        page.call("Input.insertText", text=key)
-        page.press("Enter", "\r")
-        if key == "wrong":
-            page.evaluate("until(() => document.querySelector('#note').textContent.includes('does not take this key'))")
+    give_keys(page)
     page.evaluate("until(() => document.querySelector('article'))")
     commands = page.evaluate(COMMANDS)
     assert "Authorization: Bearer $API_KEY" in commands[0]
     assert not any("a-key-to-try" in command for command in commands)
     assert page.evaluate("document.activeElement.textContent") == "POST /predict"
     assert page.evaluate("localStorage.length + sessionStorage.length + document.cookie.length") == 0
-    secured.stop()
 
 
 @pytest.mark.parametrize("name", ["page.html", "docs.html"])
@@ -487,3 +499,102 @@ def test_labels_are_words_and_never_markup(name: str) -> None:
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|style=|\son\w+=", source)
     assert re.findall(r"<(?:script|style)\b[^>]*>", source) == ["<style>", "<script>"]
     assert not re.search(r"(?:https?:)?//[a-z]", source)
+
+
+# Accessibility.
+
+AXE = "axe-core@4"
+LOOKS = [(width, scheme) for width in (360, 1280) for scheme in ("light", "dark")]
+
+RUN = """
+axe.run(document, { resultTypes: ["violations"] }).then(({ violations }) => violations.map(
+  ({ id, help, nodes }) => `${id}: ${help}: ${nodes.map((node) => node.html.slice(0, 120)).join(" | ")}`))
+"""
+
+
+@pytest.fixture(scope="module")
+def axe(place: Path) -> str:
+    """The source of axe-core, from npm."""
+    done = subprocess.run(["npm", "pack", AXE], cwd=place, capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        pytest.skip(f"npm cannot bring {AXE}: {done.stderr.strip().splitlines()[-1:]}")
+    (packed,) = place.glob("axe-core-*.tgz")
+    with tarfile.open(packed) as archive:
+        source = archive.extractfile("package/axe.min.js")
+        assert source is not None
+        return source.read().decode()
+
+
+def ask(page: Page) -> None:
+    files = [(f"{colour}.png", "image/png", picture(colour, size=(900, 600))) for colour in COLOURS]
+    page.give("drop", *files, ("notes.png", "image/png", b"no picture"))
+    page.answers()
+
+
+def ask_for_the_key(page: Page) -> None:
+    page.give("drop", ("red.png", "image/png", picture("red")))
+    page.evaluate("until(() => document.querySelector('#note').textContent.includes('API key'))")
+
+
+def ask_a_sample(page: Page) -> None:
+    page.evaluate("until(() => document.querySelector('#samples button')).then((button) => button.click())")
+    page.answers()
+
+
+def open_all(page: Page) -> None:
+    page.evaluate("document.querySelectorAll('details').forEach((one) => one.open = true)")
+
+
+STATES: dict[str, tuple[str, str, Callable[[Page], object]]] = {
+    "start": ("colours", "", open_all),
+    "several": ("colours", "", ask),
+    "key": ("secured", "", ask_for_the_key),
+    "picture": ("negative", "", ask),
+    "labels": ("labelled", "", ask),
+    "mask": ("masked", "", ask),
+    "text": ("text_classification", "", ask_a_sample),
+    "row": ("table_regression", "", ask_a_sample),
+    "array": ("array_multilabel", "", ask_a_sample),
+    "docs": ("colours", "docs", open_all),
+    "docs of rows": ("table_regression", "docs", open_all),
+    "docs with a key": ("secured", "docs", open_all),
+}
+"""By name: what is served, the path, and what is done there."""
+
+IMAGES = {"colours": colour_run, "secured": colour_run, "negative": negative_run, "labelled": labelled_run}
+IMAGES |= {"masked": masked_run}
+
+
+@pytest.fixture(scope="module")
+def served(place: Path) -> Iterator[dict[str, Server]]:
+    """A server of each kind."""
+    from exported import exported
+
+    servers = {}
+    for kind in {kind for kind, _, _ in STATES.values()}:
+        at = place / f"axe {kind}"
+        folder = IMAGES[kind](at) if kind in IMAGES else exported(at, kind)[1]
+        key = ("--api-key-env", "KEY") if kind == "secured" else ()
+        servers[kind] = Server(folder.path, place / f"{kind}-errors", *key, KEY="a-key")
+    yield servers
+    for server in servers.values():
+        server.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("npm") is None, reason="npm, which brings axe-core, is not installed")
+@pytest.mark.parametrize("state", STATES)
+def test_axe_finds_nothing(browser: Browser, served: dict[str, Server], axe: str, state: str) -> None:
+    """No violation that axe-core knows (https://github.com/dequelabs/axe-core): names and roles, contrast, order, live
+    regions; narrow and wide, light and dark."""
+    kind, path, act = STATES[state]
+    page = Page(browser, served[kind].url, path=path)
+    page.evaluate(f"{axe}; 0")
+    act(page)
+    found = {}
+    for width, scheme in LOOKS:
+        page.look(width, scheme)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        found[width, scheme] = page.evaluate(RUN)
+    page.close()
+    assert found == {look: [] for look in LOOKS}

@@ -18,9 +18,8 @@ from served import picture
 from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.kinds import KINDS
 from deeplightning.run import predict
-from deeplightning.runfolder import RunFolder
+from serve.answers import answers
 from serve.bundle import Bundle
-from serve.local import answers
 
 ROWS = [{"age": 20.5 + n, "city": ("Bern", "Rome", "Oslo")[n % 3]} for n in range(20)]
 SIGNALS = np.random.default_rng(1).normal(size=(3, 2, 12))
@@ -67,13 +66,8 @@ def table(path, rows):
     return path
 
 
-def lines(path, values):
+def lines(path, *values):
     path.write_text("".join(f"{json.dumps(value)}\n" for value in values))
-    return path
-
-
-def document(path, value):
-    path.write_text(json.dumps(value))
     return path
 
 
@@ -109,8 +103,8 @@ def assert_same(rows, file, kind, expected):
     "write",
     [
         lambda folder: table(folder / "a.csv", ROWS),
-        lambda folder: document(folder / "a.json", {"rows": ROWS}),
-        lambda folder: lines(folder / "a.jsonl", ROWS),
+        lambda folder: lines(folder / "a.json", {"rows": ROWS}),
+        lambda folder: lines(folder / "a.jsonl", *ROWS),
         lambda folder: stored(folder / "a.PARQUET", ROWS),
     ],
     ids=["csv", "json", "jsonl", "parquet"],
@@ -130,8 +124,8 @@ def test_rows_of_tables_are_answered(runs, asked, tmp_path, kind, write):
         lambda folder: table(folder / "a.csv", [{"text": text, "n": 1} for text in TEXTS]),
         lambda folder: table(folder / "a.csv", [{"review": text} for text in TEXTS]),
         lambda folder: folder / "a.tsv",
-        lambda folder: lines(folder / "a.jsonl", [{"text": text} for text in TEXTS]),
-        lambda folder: document(folder / "a.json", {"texts": TEXTS}),
+        lambda folder: lines(folder / "a.jsonl", *[{"text": text} for text in TEXTS]),
+        lambda folder: lines(folder / "a.json", {"texts": TEXTS}),
     ],
     ids=["txt", "csv", "one column", "tsv", "jsonl", "json"],
 )
@@ -162,7 +156,7 @@ def test_arrays_and_signals_are_answered(runs, asked, tmp_path, kind):
     several, one, listed, steps = (tmp_path / name for name in ("a.npy", "b.npy", "c.json", "d.csv"))
     np.save(several, SIGNALS)
     np.save(one, SIGNALS[1])
-    document(listed, {"arrays": SIGNALS.tolist()})
+    lines(listed, {"arrays": SIGNALS.tolist()})
     steps.write_text("left,right\n" + "".join(f"{a!r},{b!r}\n" for a, b in SIGNALS[2].T.tolist()))
     heard = sound(tmp_path / "e.wav")
     given = {several: SIGNALS, one: SIGNALS[1:2], listed: SIGNALS, steps: SIGNALS[2:], tmp_path / "e.wav": heard[None]}
@@ -212,13 +206,16 @@ def test_pictures_get_labels_and_masks(runs, asked, tmp_path):
         assert image.size == (5, 6)
 
 
-def test_pictures_need_a_place(runs, monkeypatch, tmp_path):
-    """Masks do not go to stdout: one note with the remedy, and no traceback."""
+def test_a_run_that_cannot_answer_files_says_so(runs, monkeypatch, tmp_path):
+    """Masks do not go to stdout, and a task of another kind answers no files: one note, with the remedy."""
     task, folder, _ = runs("image_segmentation")
     cfg = SimpleNamespace(serve=SimpleNamespace(max_pixels=100, max_side=100))
     monkeypatch.setattr(predict, "trained_task", lambda *_: (task, cfg, None))
     with pytest.raises(SetupError, match=r"--out FILE\.csv"):
         predict.predict_files(folder, [png(tmp_path / "a.png")])
+    task = SimpleNamespace(kind="music", inference_model=None)
+    with pytest.raises(CheckpointError, match="is of music, which answers no files"):
+        predict.predict_files(folder, [tmp_path / "a.csv"])
 
 
 def test_what_cannot_be_answered_is_named_after_the_rest(asked, tmp_path):
@@ -232,20 +229,15 @@ def test_what_cannot_be_answered_is_named_after_the_rest(asked, tmp_path):
     rows, error = asked("table_classification", *files)
     assert [(row["path"], row["row"]) for row in rows] == [(str(cut), 1), (str(good), 1)]
     assert error.exit_code == 3
-    notes = [str(fault) for fault in error.faults]
-    for note, (place, words) in zip(
-        notes,
-        [
-            (files[0], "No such file"),
-            (other, "this run takes rows of a table: files end in .csv, .tsv, .json, .jsonl, .parquet, .pq"),
-            (cut, "object 2 is not JSON"),
-            (f"{files[3]}, row 1", "city is missing"),
-            (f"{good}, row 2", "Column age: 'old' is not a number"),
-        ],
-        strict=True,
-    ):
-        assert note.startswith(str(place))
-        assert words in note
+    expected = {
+        files[0]: "No such file",
+        other: "this run takes rows of a table: files end in .csv, .tsv, .json, .jsonl, .parquet, .pq",
+        cut: "object 2 is not JSON",
+        f"{files[3]}, row 1": "city is missing",
+        f"{good}, row 2": "Column age: 'old' is not a number",
+    }
+    for note, (place, words) in zip(map(str, error.faults), expected.items(), strict=True):
+        assert (note.startswith(str(place)), words in note) == (True, True), note
 
 
 @pytest.mark.parametrize(
@@ -271,10 +263,3 @@ def test_a_file_of_another_content_says_what_is_wrong(asked, tmp_path, kind, nam
     assert rows == []
     assert words in str(error)
     assert str(error).startswith(str(file))
-
-
-def test_a_run_that_answers_no_files_says_so(monkeypatch, tmp_path):
-    task = SimpleNamespace(kind="music", inference_model=None)
-    monkeypatch.setattr(predict, "trained_task", lambda *_: (task, None, None))
-    with pytest.raises(CheckpointError, match="is of music, which answers no files"):
-        predict.predict_files(RunFolder(tmp_path), [tmp_path / "a.csv"])

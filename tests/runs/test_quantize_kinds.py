@@ -164,6 +164,5 @@ def test_a_run_of_a_table_is_quantized_on_its_own_rows(tmp_path, command, store,
     assert told.startswith(f"int8: root mean square error {figures['error']:.4g}, in float32")
     assert f"on {figures['rows']} validation rows" in told
     assert figures["rows"] == 30
-    results = json.loads((folder.path / "bundle" / "bundle.json").read_text())
-    assert results["labels"] == ["x", "y"]
+    assert json.loads(folder.bundle_card.read_text())["labels"] == ["x", "y"]
     assert Bundle.open(folder.path, "int8").precision == "int8"

@@ -18,7 +18,7 @@ from deeplightning.run import predict
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.client import Client
 from deeplightning.tracking.store import local_path, locate
-from serve import local
+from serve import answers as local
 
 LOSING = """\
 import pytorch_lightning as pl

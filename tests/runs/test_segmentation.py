@@ -29,7 +29,7 @@ from deeplightning.run.class_weights import class_counts
 from deeplightning.task.segmentation import IoU, PixelAccuracy, Segmentation
 from serve.app import application
 from serve.bundle import Bundle
-from serve.service import Service
+from serve.prediction import Service
 
 CLASSES = ["ground", "low", "high"]
 

@@ -1,7 +1,6 @@
 """From a tab-separated file to answers over HTTP, by the commands that a person gives."""
 
 import json
-import shutil
 
 import pytest
 from served import ROOT, Server, logged_answers
@@ -43,19 +42,3 @@ def test_a_run_of_texts_deploys_and_answers_json(run, tmp_path):
         assert info["run"]["folder_name"] == run.folder.name
     finally:
         assert server.stop() == 0
-
-
-@pytest.mark.slow
-def test_a_bundle_is_made_anew_from_the_run_alone(run, command, tmp_path):
-    """`deeplightning export` needs neither the bundle nor the samples that the training left."""
-    folder = tmp_path / "run"
-    shutil.copytree(run.folder, folder)
-    (folder / "samples.npz").unlink()
-    shutil.rmtree(folder / "bundle")
-    outcome = command("export", folder, cwd=ROOT / "examples" / "sst2")
-    assert outcome.code == 0, outcome
-    cards = [json.loads((path / "bundle" / "bundle.json").read_text()) for path in (run.folder, folder)]
-    for card in cards:  # the digest also covers the folder of the run and the exported files
-        assert card["golden"].pop("digest")
-    assert cards[0]["golden"] == cards[1]["golden"]
-    assert len(cards[0]["golden"]["texts"]) == 16

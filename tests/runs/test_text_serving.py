@@ -6,14 +6,13 @@ import os
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from jsonschema import Draft202012Validator
+from exported import LABELS, RUN, TEXTS, task_of
+from exported import WORDS as SPEC
 from served import ROOT, Server, picture
-from test_page import CHROMIUM, Browser, Page
 from test_serve import silent, through
 from werkzeug.test import Client
 
@@ -22,44 +21,34 @@ from deeplightning.faults import CheckpointError
 from deeplightning.model.transformer import TextTransformer
 from deeplightning.runfolder import RunFolder
 from deeplightning.task.networks import Probabilities
-from deeplightning.text_spec import TextSpec, vocabulary
 from serve.app import application
 from serve.bundle import Bundle, BundleError
 from serve.dispatch import Dispatcher
 from serve.limits import Limits
-from serve.service import Service
-
-LABELS = ["bad", "so-so", "good"]
-TEXTS = ["a fine film", "dull", "it 's not a dull film , and not a fine one either : résumé", "unheard-of"]
-SPEC = TextSpec("words", vocabulary(TEXTS[:3]), limit=24)
+from serve.prediction import Service
 
 
-def network(seed=0, **params):
-    torch.manual_seed(seed)
-    made = TextTransformer(len(LABELS), SPEC.size, width=8, num_layers=2, num_heads=2, max_length=24, **params)
-    return made.eval()
-
-
-def exported(path, model=None, spec=SPEC, labels=LABELS, texts=TEXTS):
-    """The run of a network of texts."""
-    model = Probabilities(network() if model is None else model).eval()
-    task = SimpleNamespace(
-        kind="text_classification", text_spec=spec, class_names=labels, inference_model=lambda: model
-    )
+def run_of(path, model=None, labels=LABELS, texts=TEXTS):
+    """The run of a network of texts, the one of `exported` by default."""
+    task, _ = task_of("text_classification", model)
+    task.class_names = labels
     path.mkdir(exist_ok=True)
-    export(task, RunFolder(path), np.array(texts), {"id": "abc", "folder_name": "a run", "created": "now"})
+    export(task, RunFolder(path), np.array(texts), RUN)
     return RunFolder(path)
+
+
+NETWORK = task_of("text_classification")[0].inference_model()
 
 
 @torch.no_grad()
 def expected(text):
     """Probabilities of a text alone, float32 (K,), by torch."""
-    return network()(torch.tensor(SPEC.encode([text]))).softmax(1)[0].numpy()
+    return NETWORK(torch.tensor(SPEC.encode([text])))[0].numpy()
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    return exported(tmp_path_factory.mktemp("texts"))
+    return run_of(tmp_path_factory.mktemp("texts"))
 
 
 @pytest.fixture(scope="module")
@@ -80,19 +69,11 @@ def client(service, request):
 def test_a_bundle_holds_all_that_a_text_needs(run):
     """The card says how texts are prepared, names the vocabulary with its digest, and has texts with their answers."""
     card = json.loads(run.bundle_card.read_text())
-    assert card["task"] == "text_classification"
-    assert card["labels"] == LABELS
-    assert card["input"] == {
-        "tokenizer": "words",
-        "file": "vocabulary.txt",
-        "size": SPEC.size,
-        "lower": True,
-        "max_length": None,
-        "limit": 24,
-    }
+    assert (card["task"], card["labels"], card["golden"]["texts"]) == ("text_classification", LABELS, TEXTS)
+    words = {"tokenizer": "words", "file": "vocabulary.txt", "size": SPEC.size, "lower": True}
+    assert card["input"] == {**words, "max_length": None, "limit": 24}
     assert (run.bundle / "vocabulary.txt").read_text() == SPEC.content
     assert card["files"]["vocabulary.txt"] == digest_of(run.bundle / "vocabulary.txt")
-    assert card["golden"]["texts"] == TEXTS
     answers = np.frombuffer(base64.b64decode(card["golden"]["fp32"]), "<f4").reshape(4, 3)
     assert answers == pytest.approx(np.stack([expected(text) for text in TEXTS]), abs=1e-5)
 
@@ -104,7 +85,7 @@ def test_any_number_of_texts_of_any_length_is_taken(run):
         tokens = torch.randint(1, SPEC.size, (number, length), generator=torch.Generator().manual_seed(length))
         padded = torch.nn.functional.pad(tokens, (0, 24 - length))
         with torch.no_grad():
-            wanted = network()(tokens).softmax(1).numpy()
+            wanted = NETWORK(tokens).numpy()
         for given in (tokens, padded):
             assert bundle.predict(given.numpy()) == pytest.approx(wanted, abs=1e-5)
 
@@ -112,7 +93,8 @@ def test_any_number_of_texts_of_any_length_is_taken(run):
 @pytest.mark.parametrize("pooling", ["mean", "end"])
 def test_one_text_of_one_word_is_enough_to_prove_an_export(tmp_path, pooling):
     """No dimension becomes a constant, however small the samples are."""
-    folder = exported(tmp_path, network(pooling=pooling), texts=["dull"])
+    network = TextTransformer(3, SPEC.size, width=8, num_layers=2, num_heads=2, max_length=24, pooling=pooling)
+    folder = run_of(tmp_path, Probabilities(network), texts=["dull"])
     assert Bundle.open(folder.path).predict(np.array([[3, 4, 5, 2]])).shape == (1, 3)
 
 
@@ -124,7 +106,7 @@ class SeesPadding(torch.nn.Module):
         self.embedding = torch.nn.Embedding(SPEC.size, 3)
 
     def forward(self, tokens):
-        return self.embedding(tokens).mean(1)
+        return self.embedding(tokens).mean(1).softmax(1)
 
 
 @pytest.mark.parametrize(
@@ -139,12 +121,8 @@ class SeesPadding(torch.nn.Module):
 def test_what_cannot_be_proved_is_no_bundle(tmp_path, options, words):
     """In one sentence, and nothing is written."""
     with pytest.raises(CheckpointError, match=words):
-        exported(tmp_path / "run", **options)
+        run_of(tmp_path / "run", **options)
     assert not RunFolder(tmp_path / "run").bundle.exists()
-
-
-def changed(card, **values):
-    return card_text({**card, **values})
 
 
 @pytest.mark.parametrize(
@@ -154,7 +132,6 @@ def changed(card, **values):
         (lambda folder, card: (folder / "vocabulary.txt").unlink(), "no readable vocabulary.txt"),
         (lambda folder, card: {"input": card["input"] | {"file": "model.onnx"}}, "does not say which of its files"),
         (lambda folder, card: {"input": card["input"] | {"size": 3}}, "describes its input wrongly: size is"),
-        (lambda folder, card: {"input": {}}, "does not say which of its files"),
         (lambda folder, card: {"golden": card["golden"] | {"texts": []}}, "has no golden samples"),
         (lambda folder, card: {"golden": card["golden"] | {"texts": TEXTS[::-1]}}, "answers golden sample"),
         (lambda folder, card: {"task": "image_classification"}, "describes its input wrongly"),
@@ -167,7 +144,7 @@ def test_a_damaged_bundle_is_refused_in_one_sentence(run, tmp_path, change, word
     card = json.loads((folder / "bundle.json").read_text())
     values = change(folder, card)
     if isinstance(values, dict):
-        (folder / "bundle.json").write_text(changed(card, **values))
+        (folder / "bundle.json").write_text(card_text({**card, **values}))
     with pytest.raises(BundleError, match=words):
         Bundle.open(folder)
 
@@ -180,7 +157,7 @@ def test_a_package_that_a_tokenizer_needs_is_named(run, tmp_path, monkeypatch):
     card = json.loads((folder / "bundle.json").read_text())
     values = {"tokenizer": "hugging_face", "file": "tokenizer.json"}
     files = card["files"] | {"tokenizer.json": digest_of(folder / "tokenizer.json")}
-    (folder / "bundle.json").write_text(changed(card, input=card["input"] | values, files=files))
+    (folder / "bundle.json").write_text(card_text({**card, "input": card["input"] | values, "files": files}))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(BundleError, match=r"not installed here .*: pip install tokenizers"):
         Bundle.open(folder)
@@ -201,7 +178,8 @@ def test_a_package_that_a_tokenizer_needs_is_named(run, tmp_path, monkeypatch):
     ids=["JSON list", "JSON single", "plain", "UTF-8", "without a type"],
 )
 def test_one_text_gets_one_answer(client, request_of):
-    """Each form of request gets the same as a picture does: two string keys, the label, and the classes."""
+    """Each form of request gets the same as a picture does: two string keys, the label, and the classes. Several texts,
+    whatever is in them, are answered in order; `top_k` holds for each."""
     for text in TEXTS:
         response = client.post("/predict", **request_of(text))
         assert response.status_code == 200, response.text
@@ -212,10 +190,6 @@ def test_one_text_gets_one_answer(client, request_of):
         assert float(answer["predicted_probability"]) == pytest.approx(wanted[best], abs=1e-5)
         for one in answer["predictions"]:
             assert one["probability"] == pytest.approx(wanted[one["class"]], abs=1e-5)
-
-
-def test_several_texts_are_answered_in_order(client):
-    """Of any lengths, with commas, brackets and quotes in them; `top_k` holds for each."""
     texts = ["dull", TEXTS[2], 'a "fine" film, [not] {dull}\n']
     answers = client.post("/predict?top_k=1", json={"texts": texts}).json["predictions"]
     for text, answer in zip(texts, answers, strict=True):
@@ -233,7 +207,6 @@ def plain(data, kind="text/plain"):
         (plain(picture(), "image/png"), 415, 'this server answers texts. Send JSON {"texts": ["…", …]} as application'),
         (plain(picture()), 415, "This is not text in UTF-8"),
         (plain(b"x", "text/plain; charset=latin-1"), 415, "one text in UTF-8 as text/plain"),
-        (plain(b"x", "application/x-www-form-urlencoded"), 415, "is not read: this server answers texts"),
         (plain(b""), 400, "The request has no body"),
         (plain(b" \n"), 400, "The text is empty"),
         (plain(b"a" * 201), 413, "The text has 201 bytes; at most 200 are accepted"),
@@ -243,7 +216,6 @@ def plain(data, kind="text/plain"):
         ({"json": {"texts": []}}, 400, "texts is not a list of one or more texts"),
         ({"json": {"texts": [1]}}, 400, 'send {"texts": ["…", …]}'),
         ({"json": {"images": ["aGk="]}}, 400, 'not an object with the one key texts; send {"texts": ["…", …]}'),
-        ({"json": ["a"]}, 400, "not an object with the one key texts"),
         (plain(b'{"texts": ["\\ud800"]}', "application/json"), 400, "half a character"),
         (plain(b'{"texts": "', "application/json"), 400, "The body is not JSON"),
         (plain(b"[" * 100_000, "application/json"), 400, "a list of 1,000 texts at most"),
@@ -256,48 +228,6 @@ def test_a_bad_request_gets_one_sentence(client, request_of, status, words):
     response = client.post("/predict", **request_of)
     assert (response.status_code, list(response.json)) == (status, ["ERROR"])
     assert words in response.json["ERROR"]
-
-
-def test_a_server_of_pictures_says_so(tmp_path):
-    """A text sent to one is refused as before, with what to send."""
-    from served import colour_run
-
-    client = application(Service(Bundle.open(colour_run(tmp_path).bundle))).test_client()
-    response = client.post("/predict", **plain(b"a fine film"))
-    assert response.status_code == 415
-    assert "Send multipart/form-data with the field image" in response.json["ERROR"]
-
-
-def test_the_document_says_what_is_there(service):
-    """OpenAPI's paths, bodies and answers are those of texts, and what the server answers fits them."""
-    client = application(service).test_client()
-    document = client.get("/openapi.json").json
-    operation = document["paths"]["/predict"]["post"]
-    assert set(operation["requestBody"]["content"]) == {"application/json", "text/plain"}
-    assert "image" not in json.dumps(operation).lower()
-
-    def check(path, method, response):
-        described = document["paths"][path][method]["responses"][str(response.status_code)]
-        schema = described["content"][response.mimetype]["schema"]
-        schema = json.loads(json.dumps(schema | {"components": document["components"]}))
-        schema = without_nullable(schema)
-        Draft202012Validator(schema).validate(response.json)
-
-    check("/predict", "post", client.post("/predict", json={"texts": ["dull"]}))
-    check("/predict", "post", client.post("/predict", json={"texts": TEXTS[:2]}))
-    check("/predict", "post", client.post("/predict", data=picture(), content_type="image/png"))
-    check("/info", "get", client.get("/info"))
-    assert client.get("/info").json["limits"]["max_text"] == 200
-
-
-def without_nullable(schema):
-    """OpenAPI 3.0's `nullable`, which JSON schema says otherwise."""
-    if isinstance(schema, list):
-        return [without_nullable(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    kept = {name: without_nullable(value) for name, value in schema.items() if name != "nullable"}
-    return kept | {"type": [kept["type"], "null"]} if schema.get("nullable") else kept
 
 
 def test_the_process_answers_texts_without_torch(run, tmp_path):
@@ -326,33 +256,3 @@ def test_the_process_answers_texts_without_torch(run, tmp_path):
     imported = {line.rpartition("|")[2].strip() for line in (tmp_path / "errors").read_text().splitlines()}
     assert "deeplightning.text_spec" in imported
     assert imported.isdisjoint({"torch", "pytorch_lightning", "mlflow", "tokenizers", "transformers"})
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
-def test_the_page_has_a_field_for_texts(run, tmp_path):
-    """In a real browser: a text is written, asked about, and answered as the server answers any client; there is no
-    place to drop pictures on."""
-    server = Server(run.path, tmp_path / "errors")
-    (tmp_path / "browser").mkdir()
-    browser = Browser(tmp_path / "browser")
-    try:
-        page = Page(browser, server.url)
-        page.evaluate("until(() => !document.querySelector('#write').hidden)")
-        assert page.evaluate("document.querySelector('#drop').hidden") is True
-        page.evaluate(
-            "(() => { document.querySelector('#text').value = 'a <b>fine</b> film'; "
-            "document.querySelector('#write button').click(); })()"
-        )
-        (answer,) = page.answers()
-        asked = json.dumps({"text": "a <b>fine</b> film"})
-        status, wanted = server.ask("POST", "/predict", asked, {"Content-Type": "application/json"})
-        assert status == 200
-        assert answer["title"] == wanted["label"]
-        assert [row[0] for row in answer["rows"]] == [one["label"] for one in wanted["predictions"]]
-        assert page.evaluate("document.querySelector('blockquote').textContent") == "a <b>fine</b> film"
-        assert f"text classification on a vocabulary of {SPEC.size} tokens" in page.evaluate(
-            "document.querySelector('#model').textContent"
-        )
-    finally:
-        browser.close()
-        server.stop()

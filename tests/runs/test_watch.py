@@ -12,7 +12,6 @@ import torch
 from conftest import weights
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_callbacks" / "watching.py"
-WATCH = "watching"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -31,32 +30,33 @@ def watching(tiny):
 @pytest.fixture(scope="module")
 def watched(train):
     """One run with all of them: 135 samples, 9 batches, accumulated by 2, every step logged."""
-    names = ("SyncedLoss", "ListParameters", "GradientNorms", "Timings", "SmoothedLoss")
-    targets = ", ".join(f"{{type: {WATCH}.{name}}}" for name in names)
+    names = ("SyncedLoss", "ListParameters", "GradientNorms", "Timings", "SmoothedLoss", "ProgressLines")
+    targets = ", ".join(f"{{type: watching.{name}}}" for name in names)
     return train(
         f"train.callbacks=[{targets}]",
         "train.accumulator_factor=2",
         "logger.log_every_n_steps=1",
         "logger.histograms=2",
+        "logger.progress=off",
     )
 
 
-def test_a_line_per_optimizer_step(watched):
-    """SyncedLoss writes each step once: five an epoch, the tail of an odd batch included."""
+def test_steps_and_parameters_are_listed(watched):
+    """SyncedLoss writes each step once, five an epoch with the tail of an odd batch; ListParameters names each
+    trainable tensor, its shape, device and type."""
     steps = re.findall(r"^loss step (\d+): (\d+\.\d+)$", watched.out, re.M)
     assert [int(step) for step, _ in steps] == list(range(10))
     assert float(steps[0][1]) == pytest.approx(2.3, abs=0.3)
-
-
-def test_parameters_are_listed(watched):
-    """ListParameters names each trainable tensor, its shape, device and type."""
     assert "network.classifier.weight (10, 128) cpu float32" in watched.out.splitlines()
     assert sum(line.endswith("cpu float32") for line in watched.out.splitlines()) == 6
 
 
-def test_the_smoothed_loss_starts_anew_each_epoch(train, tracked):
-    """`train_loss_ema` equals the recurrence over the logged losses, and the first of an epoch is raw."""
-    callback = f"train.callbacks=[{{type: {WATCH}.SmoothedLoss, params: {{weight: 0.25}}}}]"
+def test_the_smoothed_loss_starts_anew_each_epoch(train, tracked, watching):
+    """`train_loss_ema` equals the recurrence over the logged losses, and the first of an epoch is raw; its weight is
+    above 0 and at most 1."""
+    with pytest.raises(ValueError, match="weight must be above 0 and at most 1, not 2"):
+        watching.SmoothedLoss(weight=2)
+    callback = "train.callbacks=[{type: watching.SmoothedLoss, params: {weight: 0.25}}]"
     series = tracked(train(callback, "logger.log_every_n_steps=1").folder).series()
     losses, smoothed = dict(series["train_loss"]), dict(series["train_loss_ema"])
     expected = {}
@@ -109,12 +109,11 @@ def test_progress_is_a_line_each_tenth(batches, lines, watching, caplog):
     assert len(caplog.messages) == lines
 
 
-def test_a_run_writes_its_progress_as_lines(train):
+def test_a_run_writes_its_progress_as_lines(watched):
     """Named under `train.callbacks`: nine batches an epoch, a line for each, on the terminal and in the rank's file."""
-    outcome = train(f"train.callbacks=[{{type: {WATCH}.ProgressLines}}]", "logger.progress=off")
-    lines = re.findall(r"^epoch (\d), batch (\d) of 9 \(\d+ %\): train_loss \d\.\d{4}$", outcome.out, re.M)
+    lines = re.findall(r"^epoch (\d), batch (\d) of 9 \(\d+ %\): train_loss \d\.\d{4}$", watched.out, re.M)
     assert lines == [(str(epoch), str(batch)) for epoch in (1, 2) for batch in range(1, 10)]
-    assert (outcome.folder / "logs" / "rank_0.log").read_text().count(" of 9 (") == 18
+    assert (watched.folder / "logs" / "rank_0.log").read_text().count(" of 9 (") == 18
 
 
 @pytest.mark.slow
@@ -122,7 +121,7 @@ def test_the_loss_of_a_step_is_the_mean_over_batches_and_processes(job, fit):
     """Two processes, four batches a step: a line per step, and the first is the mean of the eight losses, which one
     process finds in four batches of twice the size. It is written on the ranks that are named, or on none."""
     still = ["model.optimizer.params.lr=0.0", "train.num_epochs=1", "data.batch_size=4"]
-    synced = f"{{type: {WATCH}.SyncedLoss, params: {{prefix: NAME, ranks: RANKS}}}}"
+    synced = "{type: watching.SyncedLoss, params: {prefix: NAME, ranks: RANKS}}"
     both, none = (synced.replace("NAME", n).replace("RANKS", r) for n, r in (("both", "[0, 1]"), ("none", "[]")))
     outcome = job(*still, f"train.callbacks=[{both}, {none}]", "train.accumulator_factor=4", "logger.ranks=[0, 1]")
     line = r"^\[rank {}\] both step (\d+): (\d+\.\d+)$"
@@ -144,9 +143,3 @@ def test_histograms_hold_every_weight_and_gradient(watched):
     bins = json.loads((folder / "epoch_1" / "network.classifier.weight.json").read_text())
     assert sum(bins["counts"]) == 1280
     assert bins["edges"][0] == pytest.approx(float(tensors["network.classifier.weight"].min()))
-
-
-def test_a_weight_that_is_no_share_is_refused(train):
-    """SmoothedLoss takes a weight above 0 and at most 1."""
-    outcome = train(f"train.callbacks=[{{type: {WATCH}.SmoothedLoss, params: {{weight: 2}}}}]", code=2)
-    assert "weight must be above 0 and at most 1, not 2" in outcome.err

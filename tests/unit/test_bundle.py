@@ -9,10 +9,10 @@ from hashlib import sha256
 
 import numpy as np
 import pytest
-from served import COLOURS, colour_run, negative_run, picture
+from served import COLOURS, colour_run, encoded, negative_run, picture
 
 from deeplightning.image_spec import ImageSpec
-from deeplightning.runfolder import RunFolder, card_digest
+from deeplightning.runfolder import card_digest
 from serve.bundle import Bundle, BundleError
 
 SAMPLES = np.random.default_rng(0).integers(0, 256, (4, 3, 8, 8), dtype=np.uint8)
@@ -24,21 +24,14 @@ def run_folder(tmp_path_factory):
     return colour_run(tmp_path_factory.mktemp("runs") / "a run")
 
 
-@pytest.fixture(scope="module")
-def negative_folder(tmp_path_factory):
-    return negative_run(tmp_path_factory.mktemp("runs") / "a run")
-
-
-def text(data):
-    return base64.b64encode(data).decode()
-
-
 # What opens.
 
 
 def test_a_bundle_answers(run_folder):
-    """A bundle has task and labels, and answers pictures as its network does."""
-    bundle = Bundle.open(run_folder.bundle)
+    """A bundle, or the run folder that has it, has task, labels and what an export writes about the run, and answers
+    pictures as its network does. Golden samples are available as clients send them."""
+    bundle = Bundle.open(run_folder.path)
+    assert bundle.examples == json.loads(run_folder.bundle_card.read_text())["golden"]["pictures"]
     assert (bundle.folder, bundle.task, bundle.precision) == (run_folder.bundle, "image_classification", "fp32")
     assert (bundle.spec, bundle.labels, bundle.run) == (ImageSpec(8, 8), ["red", "green", "blue"], RUN)
     np.testing.assert_array_equal(bundle.samples, SAMPLES)
@@ -49,37 +42,6 @@ def test_a_bundle_answers(run_folder):
     prepared = bundle.prepare(picture(size=(20, 10)), 200)
     np.testing.assert_array_equal(prepared[:, 0, 0], COLOURS["red"])
     assert (prepared.dtype, prepared.shape, prepared.flags.c_contiguous) == (np.uint8, (3, 8, 8), True)
-
-
-def test_a_bundle_says_which_run_it_comes_from(run_folder, tmp_path):
-    """A bundle has everything that an export writes about the run, also its name and the kind of averaged weights. Some
-    golden samples are available as clients send them."""
-    from deeplightning.export.bundle import card_text  # here, since it imports torch
-
-    copy = RunFolder(tmp_path)
-    shutil.copytree(run_folder.bundle, copy.bundle)
-    card = json.loads(copy.bundle_card.read_text())
-    more = {"name": "quiet-harbour-417", "weights": "averaged by EMA (decay=0.9)"}
-    copy.bundle_card.write_text(card_text({**card, "run": card["run"] | more}))
-    bundle = Bundle.open(tmp_path)
-    assert bundle.run == RUN | more
-    assert bundle.examples == card["golden"]["pictures"]
-
-
-def test_a_bundle_answers_with_pictures(negative_folder):
-    """A task that answers with pictures gives numbers from 0 to 1, and has no labels."""
-    bundle = Bundle.open(negative_folder.bundle)
-    assert (bundle.task, bundle.labels) == ("image_reconstruction", [])
-    answers = bundle.predict(SAMPLES[:3])
-    assert (answers.dtype, answers.shape) == (np.float32, (3, 3, 8, 8))
-    np.testing.assert_allclose(answers * 255, 255 - SAMPLES[:3].astype(np.float32), atol=1e-4)
-
-
-def test_a_run_folder_stands_for_its_bundle(run_folder, tmp_path):
-    """Both the run folder and the bundle open; the error for a run without a bundle says how to make one."""
-    assert Bundle.open(run_folder.path).folder == Bundle.open(run_folder.bundle).folder
-    with pytest.raises(BundleError, match="There is no bundle in"):
-        Bundle.open(tmp_path)
 
 
 def test_a_bundle_may_be_copied_and_linked_to(run_folder, tmp_path):
@@ -104,10 +66,6 @@ def edited(change, has_digest=True):
     return damage
 
 
-def rewritten(**changes):
-    return edited(lambda card: card.update(changes))
-
-
 def written(data):
     return lambda folder: (folder / "bundle.json").write_bytes(data)
 
@@ -122,16 +80,12 @@ def flipped(name):
 
 
 def answers(*rows):
-    return lambda card: card["golden"].update(fp32=text(np.array(rows, "<f4").tobytes()))
+    return lambda card: card["golden"].update(fp32=encoded(np.array(rows, "<f4").tobytes()))
 
 
 def other_last_answer(card):
     given = np.frombuffer(base64.b64decode(card["golden"]["fp32"]), "<f4").reshape(4, 3)
     answers(*given[:3], given[3, ::-1])(card)
-
-
-def last_sample(png):
-    return edited(lambda card: card["golden"]["pictures"].__setitem__(-1, png))
 
 
 def linked(name):
@@ -190,45 +144,28 @@ DAMAGES = {
     "no folder": (shutil.rmtree, "There is no folder"),
     "no bundle.json": (lambda folder: (folder / "bundle.json").unlink(), "`deeplightning export RUN` writes one"),
     "no model": (lambda folder: (folder / "model.onnx").unlink(), "no readable model.onnx"),
-    "no weights": (lambda folder: (folder / "weights.safetensors").unlink(), "no readable weights.safetensors"),
     "flipped model": (flipped("model.onnx"), "model.onnx is not the file that was exported"),
-    "flipped weights": (flipped("weights.safetensors"), "weights.safetensors is not the file that was exported"),
     "cut model": (lambda folder: os.truncate(folder / "model.onnx", 100), "model.onnx is not the file"),
     "linked model": (linked("model.onnx"), "has in model.onnx a link out of its folder"),
-    "linked weights": (linked("weights.safetensors"), "has in weights.safetensors a link out of its folder"),
-    "linked card": (linked("bundle.json"), "has in bundle.json a link out of its folder"),
     "cut JSON": (lambda folder: os.truncate(folder / "bundle.json", 300), "is not JSON"),
-    "empty JSON": (written(b""), "is not JSON"),
-    "random JSON": (written(bytes(range(256))), "is not JSON"),
     "deep JSON": (written(b"[" * 100_000), "is not JSON"),
-    "long number": (written(b'{"format": %s}' % (b"9" * 5000)), "is not JSON"),
-    "JSON list": (written(b"[]"), "no JSON object"),
-    "vast JSON": (
-        lambda folder: os.truncate(folder / "bundle.json", 10**9),
-        "has a bundle.json of more than 32,000,000 bytes",
-    ),
+    "vast JSON": (lambda folder: os.truncate(folder / "bundle.json", 10**9), "a bundle.json of more than 32,000,000"),
     "edited labels": (
         edited(lambda card: card["labels"].reverse(), has_digest=False),
         "is damaged: bundle.json was changed since its export; write it again with `deeplightning export RUN`",
     ),
-    "edited label": (edited(lambda card: card["labels"].__setitem__(0, "pink"), has_digest=False), "was changed"),
-    "edited digest": (edited(lambda card: card["files"].update({"model.onnx": "0"}), has_digest=False), "was changed"),
-    "edited class": (edited(lambda card: card.update({"class": "os.system"}), has_digest=False), "was changed"),
-    "edited run": (edited(lambda card: card["run"].update(id="abd"), has_digest=False), "was changed"),
-    "other digest": (
-        edited(lambda card: card["files"].update({"model.onnx": "0"})),
-        "is not the file that was exported",
-    ),
+    "other digest": (edited(lambda card: card["files"].update({"model.onnx": "0"})), "is not the file that was exp"),
     "no digest": (edited(lambda card: card.pop("digest"), has_digest=False), "was changed"),
     "nan": (written(b'{"format": 2, "run": NaN}'), "is not JSON"),
-    "infinity": (written(b'{"format": 2, "run": 1e999}'), "is not JSON"),
-    "input that names code": (rewritten(input={**ImageSpec(8, 8).to_dict(), "type": "os.system"}), "look at type"),
     "golden": (edited(other_last_answer), "answers golden sample 3 otherwise than when it was exported: probabilities"),
-    "sample too large": (last_sample(text(picture(size=(9, 9)))), "Golden sample 3"),
+    "sample too large": (
+        edited(lambda card: card["golden"]["pictures"].__setitem__(-1, encoded(picture(size=(9, 9))))),
+        "Golden sample 3",
+    ),
     "outside": (model_of(reading_outside("../secret")), "ONNX Runtime does not take the model"),
     "outside absolute": (model_of(reading_outside("/etc/hostname")), "ONNX Runtime does not take the model"),
-    "outside, working directory": (model_of(reading_outside("secret")), "ONNX Runtime does not take the model"),
     "other shape": (model_of(of_other_shape), "probabilities"),
+    "no bundle": (lambda folder: [file.unlink() for file in folder.iterdir()], "There is no bundle in"),
 }
 
 
@@ -259,27 +196,26 @@ def test_a_bundle_may_only_list_its_own_files(run_folder, tmp_path, name):
         Bundle.open(folder)
 
 
-def test_pictures_of_another_size_are_refused(negative_folder, tmp_path):
-    """A reconstruction model whose answers have another size than its input is refused."""
-    folder = tmp_path / "bundle"
-    shutil.copytree(negative_folder.bundle, folder)
+def shrinking(helper, inputs, _):
+    nodes = [
+        helper.make_node("Cast", ["images"], ["floats"], to=1),
+        helper.make_node("ReduceMean", ["floats"], ["pictures"], axes=[2, 3]),
+    ]
+    return helper.make_graph(nodes, "g", inputs, [helper.make_tensor_value_info("pictures", 1, ["batch", 3, 1, 1])])
 
-    def shrinking(helper, inputs, _):
-        nodes = [
-            helper.make_node("Cast", ["images"], ["floats"], to=1),
-            helper.make_node("ReduceMean", ["floats"], ["pictures"], axes=[2, 3]),
-        ]
-        return helper.make_graph(nodes, "g", inputs, [helper.make_tensor_value_info("pictures", 1, ["batch", 3, 1, 1])])
 
+def test_a_bundle_answers_with_pictures(tmp_path):
+    """A task that answers with pictures gives numbers from 0 to 1; labels, or pictures of another size, are refused."""
+    folder = negative_run(tmp_path).bundle
+    bundle = Bundle.open(folder)
+    assert (bundle.task, bundle.labels) == ("image_reconstruction", [])
+    answers = bundle.predict(SAMPLES[:3])
+    assert (answers.dtype, answers.shape) == (np.float32, (3, 3, 8, 8))
+    np.testing.assert_allclose(answers * 255, 255 - SAMPLES[:3].astype(np.float32), atol=1e-4)
+    edited(lambda card: card.update(labels=["red"]))(folder)
+    with pytest.raises(BundleError, match="none for pictures"):
+        Bundle.open(folder)
+    edited(lambda card: card.update(labels=[]))(folder)
     model_of(shrinking)(folder)
     with pytest.raises(BundleError, match="pictures"):
-        Bundle.open(folder)
-
-
-def test_labels_of_pictures_are_refused(negative_folder, tmp_path):
-    """A bundle that answers with pictures and has labels is refused."""
-    folder = tmp_path / "bundle"
-    shutil.copytree(negative_folder.bundle, folder)
-    rewritten(labels=["red"])(folder)
-    with pytest.raises(BundleError, match="none for pictures"):
         Bundle.open(folder)

@@ -1,4 +1,5 @@
-"""HTTP/1.1 from well-behaved and hostile clients: order, keep-alive, size limits, and memory use."""
+"""HTTP/1.1 from well-behaved and slow clients: order, keep-alive, size limits, and memory use. What hostile clients
+get is in `hostile/requests.tsv`."""
 
 import asyncio
 import json
@@ -11,13 +12,13 @@ from served import colour_run, picture
 
 from serve import connection as limits_of
 from serve import dispatch as dispatch_of
-from serve.admission import Admission, Hosts
+from serve.admission import Hosts
 from serve.bundle import Bundle
 from serve.connection import Connection, Connections
 from serve.dispatch import Dispatcher
 from serve.limits import Limits, Refusal
 from serve.log import Log
-from serve.service import Service
+from serve.prediction import Service
 
 
 class Transport:
@@ -152,27 +153,6 @@ def test_too_many_at_once_end_the_connection(talk):
     assert [headers.get("connection") for _, headers, _ in found] == [None] * (answers - 1) + ["close"]
 
 
-@pytest.mark.parametrize(
-    ("lines", "version", "status"),
-    [
-        (["gzip, chunked"], "1.1", 501),
-        (["gzip", "chunked"], "1.1", 501),
-        (["identity,chunked"], "1.1", 501),
-        (["gzip"], "1.1", 400),
-        (["chunked, chunked"], "1.1", 400),
-        (["chunked"], "1.0", 400),
-        (["Chunked"], "1.1", 415),
-    ],
-)
-def test_only_chunks_are_read(talk, lines, version, status):
-    """An unknown transfer coding gets 501, one without an end of the body 400 (RFC 9112, section 6.1)."""
-    head = "".join(f"Transfer-Encoding: {line}\r\n" for line in lines)
-    ((found, headers, _),) = talk(
-        f"POST /predict HTTP/{version}\r\nHost: x\r\n{head}\r\n5\r\nhello\r\n0\r\n\r\n".encode()
-    ).answers()
-    assert (found, headers.get("connection")) == (status, None if status == 415 else "close")
-
-
 def test_flask_reads_a_body_in_chunks(talk):
     """A chunked form that only werkzeug's parser reads, here with an extra empty line in front, is answered."""
     disposition = b'Content-Disposition: form-data; name="image"; filename="a.png"'
@@ -181,24 +161,6 @@ def test_flask_reads_a_body_in_chunks(talk):
     chunks = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(form), form)
     assert labels(talk(head + chunks)) == labels(talk(head + b"Content-Length: %d\r\n\r\n%b" % (len(form), form)))
     assert labels(talk(head + chunks)) == ["green"]
-
-
-def test_a_target_may_name_scheme_and_host(talk):
-    """The server accepts targets in absolute form (RFC 9112, section 3.2.2)."""
-    for target in ("http://x/predict", "HTTP://x:5000/predict?top_k=1"):
-        assert labels(talk(post(picture("green"), path=target))) == ["green"]
-    assert [status for status, _, _ in talk(b"GET http://x HTTP/1.1\r\nHost: y\r\n\r\n").answers()] == [200]
-    assert [status for status, _, _ in talk(b"GET ftp://x/health HTTP/1.1\r\nHost: x\r\n\r\n").answers()] == [404]
-
-
-def test_a_length_of_very_many_digits_is_refused(talk, capfd):
-    """A long Content-Length is refused: Python converts at most 4,300 digits, and the parser skips leading zeros."""
-    for length in ("0" * 5000 + "5", "9" * 5000):
-        ((status, _, body),) = talk(
-            f"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\nhello".encode()
-        ).answers()
-        assert (status, list(json.loads(body))) == (400, ["ERROR"])
-    assert capfd.readouterr().err == ""
 
 
 def test_refused_requests_have_a_bounded_number_of_short_lines(capfd):
@@ -219,17 +181,9 @@ def test_refused_requests_have_a_bounded_number_of_short_lines(capfd):
 @pytest.mark.parametrize(
     ("listening", "allowed", "host", "status"),
     [
-        ("127.0.0.1", [], b"localhost:5000", 200),
-        ("127.0.0.1", [], b"127.0.0.1", 200),
-        ("127.0.0.1", [], b"[::1]:5000", 200),
         ("::1", [], b"a.localhost", 200),
-        ("127.0.0.1", [], b"evil.example", 421),
-        ("127.0.0.1", [], b"localhost.evil.example:5000", 421),
-        ("127.0.0.1", [], b"127.0.0.1.evil.example", 421),
-        ("127.0.0.1", [], b"10.0.0.1", 421),
-        ("127.0.0.1", [], b"", 400),
+        ("::1", [], b"evil.example", 421),
         ("127.0.0.1", [], b"localhost,evil.example", 400),
-        ("127.0.0.1", [], b"user@localhost", 400),
         ("127.0.0.1", ["Good.example"], b"good.EXAMPLE:80", 200),
         ("127.0.0.1", ["*"], b"evil.example", 200),
         ("0.0.0.0", [], b"any.example", 200),
@@ -250,117 +204,65 @@ def test_only_names_of_its_own_are_answered(listening, allowed, host, status):
     hosts.check(None)
 
 
-def test_the_host_of_the_target_counts_and_not_the_header(talk, dispatcher, monkeypatch):
-    """A foreign host in the target is refused, even if the Host header names this machine."""
-    monkeypatch.setattr(dispatcher.service, "admission", Admission(hosts=Hosts("127.0.0.1")))
-    for head in (
-        b"GET http://evil.example/info HTTP/1.1\r\nHost: localhost",
-        b"GET /info HTTP/1.1\r\nHost: evil.example",
-    ):
-        assert [status for status, _, _ in talk(head + b"\r\n\r\n").answers()] == [421]
-    twice = b"GET /info HTTP/1.1\r\nHost: evil.example\r\nHost: localhost\r\n\r\n"
-    assert [status for status, _, _ in talk(twice).answers()] == [400]
-
-
 @pytest.mark.parametrize(
-    ("request_", "ended"),
+    ("head", "ending", "ended"),
     [
-        (b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", None),
-        (b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", "closed"),
-        (b"GET /health HTTP/1.0\r\n\r\n", "closed"),
-        (b"GET /health HTTP/1.0\r\nConnection: Keep-Alive\r\n\r\n", None),
-        (b"GET /health HTTP/1.0\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n", "closed"),
-        (b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n", None),
-        (b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n", None),
+        (b"1.1\r\nHost: x", False, None),
+        (b"1.1\r\nHost: x\r\nConnection: close", False, "closed"),
+        (b"1.1\r\nHost: x", True, "closed"),
+        (b"1.0", False, "closed"),
+        (b"1.0\r\nConnection: Keep-Alive", False, None),
+        (b"1.0\r\nConnection: Upgrade\r\nUpgrade: h2c", False, "closed"),
+        (b"1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket", False, None),
     ],
-    ids=["1.1", "close", "1.0", "1.0 kept", "1.0 h2c", "h2c", "websocket"],
 )
-def test_a_connection_closes_when_it_should(talk, request_, ended):
-    """A connection closes if the client asks for it; an offered upgrade is ignored, and HTTP/1.1 continues."""
-    transport = talk(request_)
+def test_a_connection_closes_when_it_should(talk, head, ending, ended):
+    """A connection closes if the client asks for it and during shutdown; an offered upgrade is ignored."""
+    transport = talk(b"GET /health HTTP/" + head + b"\r\n\r\n", ending=ending)
     ((status, headers, body),) = transport.answers()
     assert (status, json.loads(body), transport.ended) == (200, {"status": "ok"}, ended)
-    kept = "keep-alive" if b"HTTP/1.0" in request_ else None  # without it, such a client takes it for closed
+    kept = "keep-alive" if head.startswith(b"1.0") else None  # without it, such a client takes it for closed
     assert headers.get("connection") == ("close" if ended else kept)
 
 
-@pytest.mark.parametrize(
-    ("line", "status"),
-    [
-        ("FOO /health HTTP/1.1", 501),
-        ("GETTER /health HTTP/1.1", 501),
-        ("get /health HTTP/1.1", 501),
-        ("A-B /health HTTP/1.0", 501),
-        ("DESCRIBE /health HTTP/1.1", 501),
-        ("GET /health HTTP/1.2", 505),
-        ("GET /health HTTP/2.0", 505),
-        ("GET /health HTTP/9.1", 505),
-        ("GET /health HTTP/0.9", 400),
-        ("FOO /health HTTP/3", 400),
-        ("FOO", 400),
-        ("FOO /health", 400),
-        ("F[O /health HTTP/1.1", 400),
-        ("GET /health HTTP/11", 400),
-    ],
-)
-def test_what_is_not_known_is_told_from_what_is_malformed(talk, line, status):
-    """An unknown method gets 501, an unknown version 505; then the connection closes (RFC 9110, 9.1 and 15.6.6)."""
-    transport = talk(f"{line}\r\nHost: x\r\n\r\n".encode())
-    ((found, headers, _),) = transport.answers()
-    assert (found, headers["connection"], transport.ended) == (status, "close", "closed")
+CODED = b"POST /predict HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip, chunked\r\n\r\n"
 
 
 @pytest.mark.parametrize(
     ("pieces", "status"),
     [
-        ((b"FO", b"O /x HTTP/1.1\r\n\r\n"), 501),
-        ((b"GET /x HTTP/", b"2", b".0\r\n", b"\r\n"), 505),
-        ((b"F", b"\0"), 400),
+        ([b"FOO /health HTTP/1.1\r\n\r\n"], 501),
+        ([b"A-B /health HTTP/1.0\r\n\r\n"], 501),
+        ([b"FO", b"O /x HTTP/1.1\r\n\r\n"], 501),
+        ([CODED, b"5\r\nhello\r\n0\r\n\r\n"], 501),
+        ([b"GET /x HTTP/", b"2", b".0\r\n", b"\r\n"], 505),
+        ([b"GET /health HTTP/9.1\r\n\r\n"], 505),
+        ([b"FOO /health HTTP/3\r\n\r\n"], 400),
+        ([b"F", b"\0"], 400),
+        ([b"GET /health HTTP/1.1\r\n\r\n\0\r\n\r\n"], 400),
     ],
 )
-def test_a_request_line_may_come_in_any_pieces(talk, pieces, status):
-    """A request line that arrives in pieces gets the same status as a complete one."""
-    assert [found for found, _, _ in talk(*pieces).answers()] == [status]
-
-
-def test_garbage_behind_an_answer_is_not_an_unknown_method(talk):
-    """Garbage after a complete request gets 400: the first line of the read belongs to the earlier request."""
-    transport = talk(b"GET /health HTTP/1.1\r\n\r\n" + b"\0\r\n\r\n", answers=2)
-    assert [status for status, _, _ in transport.answers()] == [400, 400]
-
-
-def test_a_request_of_http_1_1_names_its_host(talk):
-    """HTTP/1.1 without Host gets 400, even if the target has a host; HTTP/1.0 needs none (RFC 9112, section 3.2)."""
-    for target in ("/health", "http://x/health"):
-        transport = talk(
-            f"GET {target} HTTP/1.1\r\n\r\n".encode() + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", answers=2
-        )
-        assert [status for status, _, _ in transport.answers()] == [400, 200]
-        assert "Host" in json.loads(transport.answers()[0][2])["ERROR"]
-    assert [status for status, _, _ in talk(b"GET /health HTTP/1.0\r\n\r\n").answers()] == [200]
+def test_what_is_not_known_is_told_from_what_is_malformed(talk, pieces, status):
+    """An unknown method or coding gets 501, an unknown version 505; then the connection closes (RFC 9110, 9.1 and
+    15.6.6). The first line of a read may belong to an earlier request."""
+    transport = talk(*pieces, answers=9)
+    found, headers, _ = transport.answers()[-1]
+    assert (found, headers["connection"], transport.ended) == (status, "close", "closed")
 
 
 def test_another_method_than_a_route_has_is_405(talk):
     """A wrong method gets 405 with the allowed methods (RFC 9110, section 15.5.6)."""
-    for method in ("GET", "PUT", "TRACE", "CONNECT", "PROPFIND"):
+    for method in ("GET", "PROPFIND"):
         ((status, headers, _),) = talk(f"{method} /predict HTTP/1.1\r\nHost: x\r\n\r\n".encode()).answers()
         assert (status, sorted(headers["Allow"].split(", "))) == (405, ["OPTIONS", "POST"])
 
 
-@pytest.mark.parametrize(("coding", "status"), [("gzip", 415), ("identity, br", 415), ("Identity", 200), ("", 200)])
+@pytest.mark.parametrize(("coding", "status"), [("identity, br", 415), ("", 200)])
 def test_a_body_in_a_coding_is_refused_before_it_is_read(talk, coding, status):
     """`Accept-Encoding` in the refusal says that the problem is the coding, not the type (RFC 9110, section 12.5.3)."""
     ((found, headers, body),) = talk(post(picture("green"), f"Content-Encoding: {coding}")).answers()
     assert (found, headers.get("Accept-Encoding")) == (status, "identity" if status == 415 else None)
     assert status == 200 or f"Content-Encoding {coding} " in json.loads(body)["ERROR"]
-
-
-def test_a_kept_connection_of_http_1_0_is_answered_again(talk):
-    """HTTP/1.0 requests with keep-alive are answered in order, until one does not ask for keep-alive."""
-    kept = b"GET /health HTTP/1.0\r\nConnection: keep-alive\r\n\r\n"
-    transport = talk(kept + kept + b"GET /health HTTP/1.0\r\n\r\n", answers=3)
-    assert [headers["connection"] for _, headers, _ in transport.answers()] == ["keep-alive", "keep-alive", "close"]
-    assert transport.ended == "closed"
 
 
 def test_a_body_may_come_with_an_upgrade(talk):
@@ -369,13 +271,6 @@ def test_a_body_may_come_with_an_upgrade(talk):
     whole = post(picture("green"), *offer)
     assert labels(talk(whole + post(picture("red")), answers=2)) == ["green", "red"]
     assert labels(talk(*[whole[place : place + 7] for place in range(0, len(whole), 7)])) == ["green"]
-
-
-def test_at_the_end_every_answer_closes(talk):
-    """During shutdown, every answer closes its connection."""
-    transport = talk(post(picture("blue")), ending=True)
-    assert (labels(transport), transport.ended) == (["blue"], "closed")
-    assert transport.answers()[0][1]["connection"] == "close"
 
 
 def test_head_has_the_head_of_get(talk):

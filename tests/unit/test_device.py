@@ -4,12 +4,13 @@ driver implements NVIDIA's calls."""
 import json
 import subprocess
 import sys
+import tomllib
 
 import pytest
 from served import ROOT, Server, colour_run, picture
 
 from serve import cuda
-from serve.device import CPU, Device, DeviceError, choose_devices, is_device_word, onnxruntime_lacks
+from serve.device import CPU, PACKAGE, Device, DeviceError, choose_devices, is_device_word, onnxruntime_lacks
 from serve.session import providers, tensorrt_options
 
 ONE = {"name": "H100", "free": 80_000_000_000}
@@ -42,16 +43,11 @@ def test_a_machine_without_a_driver_is_not_told_to_install_packages(monkeypatch)
         choose_devices("cuda", lambda: "install another")
 
 
-@pytest.mark.parametrize("text", ["auto", "cpu", "cuda", "cuda:0", "cuda:15"])
-def test_devices_are_named_as_torch_names_them(text):
-    """auto, cpu, cuda and cuda:N are valid."""
-    assert is_device_word(text)
-
-
-@pytest.mark.parametrize("text", ["", "gpu", "cuda:", "cuda:-1", "cuda:a", "CUDA", "cuda:0,1", " cpu", "cuda:0 "])
-def test_other_words_name_no_device(text):
-    """Other values are invalid."""
-    assert not is_device_word(text)
+def test_devices_are_named_as_torch_names_them():
+    """auto, cpu, cuda and cuda:N are valid, and nothing else."""
+    assert all(map(is_device_word, ["auto", "cpu", "cuda", "cuda:0", "cuda:15"]))
+    wrong = ["", "gpu", "cuda:", "cuda:-1", "cuda:a", "CUDA", "cuda:0,1", " cpu", "cuda:0 "]
+    assert not any(map(is_device_word, wrong))
 
 
 # ---- which devices
@@ -72,69 +68,44 @@ def test_each_word_means_its_devices(chosen):
 
 
 @pytest.mark.parametrize(
-    ("word", "gpus", "words"),
+    ("word", "gpus", "lacks", "words"),
     [
-        ("cuda", [], "the GPUs that can be seen are none; see `nvidia-smi` and CUDA_VISIBLE_DEVICES"),
-        ("cuda:0", [TAKEN], "are cuda:0 (H100, unusable: cuDevicePrimaryCtxRetain: device is busy); see"),
-        ("cuda", [TAKEN, ONE], "device is busy), cuda:1 (H100); see"),
-        ("cuda:3", [ONE], "serve.device is cuda:3: the GPUs that can be seen are cuda:0 (H100); see"),
+        ("cuda", [], None, "the GPUs that can be seen are none; see `nvidia-smi` and CUDA_VISIBLE_DEVICES"),
+        ("cuda:0", [TAKEN], None, "are cuda:0 (H100, unusable: cuDevicePrimaryCtxRetain: device is busy); see"),
+        ("cuda", [TAKEN, ONE], None, "device is busy), cuda:1 (H100); see"),
+        ("cuda:3", [ONE], None, "serve.device is cuda:3: the GPUs that can be seen are cuda:0 (H100); see"),
+        ("auto", [ONE], "torch is built without CUDA", "torch is built without CUDA"),
+        ("auto", [], None, "the GPUs that can be seen are none"),
+        ("auto", [TAKEN], None, "device is busy"),
     ],
 )
-def test_a_gpu_that_cannot_be_used_is_refused_with_those_that_can(chosen, word, gpus, words):
-    """Exit code 3; cuda means every GPU, so an unusable one prevents the start."""
+def test_a_gpu_that_cannot_be_used_is_refused_with_those_that_can(chosen, word, gpus, lacks, words):
+    """Exit code 3; cuda means every GPU, so an unusable one prevents the start. auto takes the CPU for this reason."""
+    if word == "auto":
+        choice = chosen(word, *gpus, lacks=lambda: lacks)
+        assert (choice.devices, words in choice.reason) == ((CPU,), True)
+        return
     with pytest.raises(DeviceError) as caught:
         chosen(word, *gpus)
     assert caught.value.exit_code == 3
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "lacks", "words"),
-    [
-        ([ONE], lambda: "torch is built without CUDA", "torch is built without CUDA"),
-        ([], lambda: None, "the GPUs that can be seen are none"),
-        ([TAKEN], lambda: None, "device is busy"),
-    ],
-)
-def test_auto_falls_back_to_the_cpu_with_the_reason(chosen, gpus, lacks, words):
-    choice = chosen("auto", *gpus, lacks=lacks)
-    assert choice.devices == (CPU,)
-    assert words in choice.reason
-
-
 # ---- what is installed
 
 
-@pytest.fixture
-def installed(tmp_path, monkeypatch):
-    """Return a function that simulates the installation of further packages."""
-
-    def install(*names):
-        for name in names:
-            folder = tmp_path / f"{name.replace('-', '_')}-1.31.1.dist-info"
-            folder.mkdir()
-            (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.31.1\n")
-        monkeypatch.syspath_prepend(tmp_path)
-
-    return install
-
-
-def test_a_wrong_package_is_told_the_right_one(installed):
-    """The remedy names what to remove and what to install, for a CPU build and for both packages at once."""
+def test_a_wrong_package_is_told_the_right_one(tmp_path, monkeypatch):
+    """The remedy names what to remove and what to install, for a CPU build and for both packages at once; the extra in
+    pyproject.toml has the package with a lower bound."""
     remedy = "uninstall onnxruntime and onnxruntime-gpu, then install 'onnxruntime-gpu[cuda,cudnn]'"
-    assert str(onnxruntime_lacks()).endswith(f"is built for the CPU: {remedy}")
-    installed("onnxruntime-gpu")
-    assert str(onnxruntime_lacks()).endswith(f"are both installed, and overwrite each other's files: {remedy}")
-
-
-def test_the_extra_is_what_the_remedy_installs():
-    """The extra in pyproject.toml has the package with a lower bound."""
-    import tomllib
-
-    from serve.device import PACKAGE
-
     (extra,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["gpu"]
     assert extra.startswith(f"{PACKAGE}>=")
+    assert str(onnxruntime_lacks()).endswith(f"is built for the CPU: {remedy}")
+    folder = tmp_path / "onnxruntime_gpu-1.31.1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: onnxruntime-gpu\nVersion: 1.31.1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert str(onnxruntime_lacks()).endswith(f"are both installed, and overwrite each other's files: {remedy}")
 
 
 # ---- the driver
@@ -228,6 +199,10 @@ def test_a_gpu_has_its_providers_in_order():
 # ---- the process
 
 
+WITHOUT = onnxruntime_lacks() if cuda.has_driver() else "this machine has no NVIDIA driver"
+"""Why the CPU answers here."""
+
+
 @pytest.mark.skipif(onnxruntime_lacks() is None, reason="onnxruntime-gpu is installed, and may find a GPU")
 def test_auto_says_in_one_line_that_the_cpu_answers(run_folder, tmp_path):
     """The server answers; one log line has the reason, and /info the device."""
@@ -238,34 +213,28 @@ def test_auto_says_in_one_line_that_the_cpu_answers(run_folder, tmp_path):
         assert (info["device"], info["precision"]) == ("cpu", "fp32")
         (line,) = [json.loads(line) for line in server.errors.read_text().splitlines()]
         assert line["event"] == "serving on the CPU"
-        assert line["reason"] == (onnxruntime_lacks() if cuda.has_driver() else "this machine has no NVIDIA driver")
+        assert line["reason"] == WITHOUT
     finally:
         assert server.stop() == 0
-
-
-@pytest.mark.skipif(onnxruntime_lacks() is None, reason="onnxruntime-gpu is installed, and may find a GPU")
-@pytest.mark.parametrize("word", ["cuda", "cuda:0"])
-def test_cuda_without_a_gpu_ends_with_the_remedy(run_folder, word):
-    """cuda without a GPU ends with exit code 3, one sentence and nothing on stdout."""
-    command = [sys.executable, "-m", "serve", str(run_folder.path), "--port", "0", "--device", word]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (3, "")
-    reason = onnxruntime_lacks() if cuda.has_driver() else "this machine has no NVIDIA driver"
-    assert done.stderr == f"error: serve.device is {word}: {reason}.\n"
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--device", "gpu"], "gpu is not auto, cpu, cuda or cuda:N"),
-        (["--device", "cuda:0", "--precision", "int8"], "--precision int8 does not go with --device cuda:0"),
-        (["--device", "cpu", "--precision", "fp16"], "--precision fp16 does not go with --device cpu"),
-        (["--device", "cpu", "--tensorrt"], "--tensorrt does not go with --device cpu"),
+        (["gpu"], "gpu is not auto, cpu, cuda or cuda:N"),
+        (["cuda:0", "--precision", "int8"], "--precision int8 does not go with --device cuda:0"),
+        (["cpu", "--precision", "fp16"], "--precision fp16 does not go with --device cpu"),
+        (["cpu", "--tensorrt"], "--tensorrt does not go with --device cpu"),
+        (["cuda"], f"error: serve.device is cuda: {WITHOUT}.\n"),
+        (["cuda:0"], f"error: serve.device is cuda:0: {WITHOUT}.\n"),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(run_folder, arguments, words):
-    """Contradictory options end with exit code 2 before the bundle is opened."""
-    command = [sys.executable, "-m", "serve", str(run_folder.path), "--port", "0", *arguments]
+def test_a_device_that_cannot_be_is_refused(run_folder, arguments, words):
+    """Contradictory options end with exit code 2 before the bundle is opened; a GPU that is not there with 3 and the
+    remedy."""
+    if arguments[0].startswith("cuda") and len(arguments) == 1 and onnxruntime_lacks() is None:
+        pytest.skip("onnxruntime-gpu is installed, and may find a GPU")
+    command = [sys.executable, "-m", "serve", str(run_folder.path), "--port", "0", "--device", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.returncode, done.stdout) == (3 if words.startswith("error") else 2, "")
     assert words in done.stderr

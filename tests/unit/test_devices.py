@@ -120,14 +120,6 @@ def test_the_driver_describes_the_machine(driver):
     assert second.uuid == "GPU-101"
 
 
-def test_a_driver_that_does_not_answer_is_reported(driver):
-    """Why there is no GPU."""
-    driver(Driver(init=9))
-    found = machine()
-    assert found.gpus == ()
-    assert "NVML error 9" in found.trouble
-
-
 @pytest.mark.parametrize(
     ("version", "built", "shown"),
     [
@@ -144,26 +136,33 @@ def test_a_build_without_cuda_sees_none(version, built, shown, driver):
     assert (found.built_for, len(found.shown()), found.is_built) == (built, shown, built is not None)
 
 
-@pytest.mark.parametrize("version", ["cuda = None\nhip: Optional[str] = '6.2'\n", "x = 1\n", None])
-def test_a_build_of_another_kind_is_asked_itself(version, driver, monkeypatch):
-    """ROCm, or a file that says nothing: torch counts."""
-    driver({}, version)
+CUDA_13 = "cuda: Optional[str] = '13.2'\nhip: Optional[str] = None\n"
+
+
+@pytest.mark.parametrize(
+    ("libraries", "version"),
+    [
+        ((), "cuda = None\nhip: Optional[str] = '6.2'\n"),
+        ((), "x = 1\n"),
+        ((), None),
+        (("libcuda.so.1",), CUDA_13),
+    ],
+)
+def test_a_build_of_another_kind_is_asked_itself(libraries, version, driver, monkeypatch):
+    """ROCm, a file that says nothing, or CUDA without NVML, as on a Jetson: torch counts."""
+    driver(dict.fromkeys(libraries, object()), version)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # torch has counted with it
     assert machine().shown() == [Gpu()] * 5
 
 
-def test_a_machine_with_cuda_and_without_nvml_is_counted_by_torch(driver, monkeypatch):
-    """As on a Jetson."""
-    driver({"libcuda.so.1": object()})
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert machine().shown() == [Gpu()]
-
-
 def test_a_machine_without_the_driver_has_none(driver):
-    """No library of NVIDIA's: no GPUs, no error."""
+    """No library of NVIDIA's: no GPUs, no error; one that does not answer is reported."""
     driver({})
     assert machine() == Machine(built_for=(13, 2))
+    driver(Driver(init=9))
+    found = machine()
+    assert (found.gpus, "NVML error 9" in found.trouble) == ((), True)
 
 
 @pytest.mark.parametrize(("code", "begun"), [(0, True), (3, False)])

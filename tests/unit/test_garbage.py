@@ -38,9 +38,20 @@ def test_between_the_start_of_a_command_and_its_training_garbage_waits():
     assert gc.get_threshold() > (10_000, 10, 10)
     garbage.resume()
     assert gc.get_threshold() == thresholds
+    gc.set_threshold(123, 4, 5)  # of a user who runs no command
+    held = gc.get_freeze_count()
+    garbage.resume()
+    assert (gc.get_threshold(), gc.get_freeze_count()) == ((123, 4, 5), held)
 
 
 def test_what_was_imported_is_left_alone_and_what_is_made_later_is_collected(monkeypatch):
+    """Nothing is frozen where bindings report leaks: a report would follow the last line of the command."""
+    held = gc.get_freeze_count()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "triton._C.libtriton", ModuleType("libtriton"))
+        garbage.postpone()
+        garbage.resume()
+        assert gc.get_freeze_count() == held
     monkeypatch.delitem(sys.modules, "triton._C.libtriton", raising=False)
     Circle()
     garbage.postpone()
@@ -52,20 +63,3 @@ def test_what_was_imported_is_left_alone_and_what_is_made_later_is_collected(mon
     Circle()
     gc.collect()
     assert Circle.freed == before + 1
-
-
-def test_bindings_that_report_leaks_are_collected_in_the_end(monkeypatch):
-    """Otherwise a leak report would follow the last line of the command."""
-    monkeypatch.setitem(sys.modules, "triton._C.libtriton", ModuleType("libtriton"))
-    held = gc.get_freeze_count()
-    garbage.postpone()
-    garbage.resume()
-    assert gc.get_freeze_count() == held
-
-
-def test_where_no_command_runs_the_collector_is_its_users():
-    gc.set_threshold(123, 4, 5)
-    held = gc.get_freeze_count()
-    garbage.resume()
-    assert gc.get_threshold() == (123, 4, 5)
-    assert gc.get_freeze_count() == held

@@ -26,7 +26,7 @@ from serve.bundle import Bundle
 from serve.dispatch import Dispatcher, Request, refused
 from serve.limits import Limits, Refusal
 from serve.log import Log, log_event
-from serve.service import Service
+from serve.prediction import Service
 from serve.uploads import arrays_from_json
 
 
@@ -154,12 +154,14 @@ def test_one_image_gets_one_answer(client, request_of):
     ids=["form", "JSON"],
 )
 def test_several_images_are_answered_in_order(client, request_of):
-    """Each of several images gets the same answer as on its own."""
+    """Each of several images gets the same answer as on its own; `top_k` bounds the list of classes."""
     pictures = [picture("blue"), picture("red", "JPEG"), picture("green")]
     response = client.post("/predict", **request_of(*pictures))
     alone = [client.post("/predict", data=data).json for data in pictures]
     assert [one["label"] for one in alone] == ["blue", "red", "green"]
     assert response.json == {"predictions": alone}
+    for top_k, number in (("1", 1), ("3", 3), ("1000", 3)):
+        assert len(client.post(f"/predict?top_k={top_k}", data=picture()).json["predictions"]) == number
 
 
 def test_probabilities_are_told_to_the_last_digit(client, run_folder):
@@ -170,12 +172,6 @@ def test_probabilities_are_told_to_the_last_digit(client, run_folder):
     answer = client.post("/predict", data=data).json
     assert np.float32(answer["predicted_probability"]) == row.max()
     assert [np.float32(one["probability"]) for one in answer["predictions"]] == sorted(row, reverse=True)
-
-
-@pytest.mark.parametrize(("top_k", "number"), [("1", 1), ("2", 2), ("3", 3), ("1000", 3)])
-def test_top_k_bounds_the_list(client, top_k, number):
-    """The answer lists as many classes as requested, at most all."""
-    assert len(client.post(f"/predict?top_k={top_k}", data=picture()).json["predictions"]) == number
 
 
 def turned():
@@ -242,11 +238,11 @@ def parted(filename=b'; filename="a.png"', data=None, end=b"--x--\r\n", kind="mu
     return {"data": head + b"\r\n\r\n" + (data or picture()) + b"\r\n" + end, "content_type": kind}
 
 
-def many_parts():
-    boundary, body = encode_multipart({f"field {number}": "x" for number in range(20)})
-    return {"data": body, "content_type": f"multipart/form-data; boundary={boundary}"}
+def of_json(data):
+    return {"data": data, "content_type": "application/json"}
 
 
+# More kinds, with their status alone, are in `hostile/requests.tsv`.
 BAD_REQUESTS = {
     "nothing": ({}, 400, "has no body"),
     "empty form": ({"data": {}, "content_type": "multipart/form-data; boundary=x"}, 400, "no file in the field image"),
@@ -255,29 +251,13 @@ BAD_REQUESTS = {
     "picture without a filename": (parted(b"", picture()), 400, "a part without a filename is a text"),
     "large picture without a filename": (parted(b"", b"\0" * 600_000), 413, "(a part without a filename is one)"),
     "no boundary": (parted(kind="multipart/form-data"), 400, "does not name its boundary"),
-    "empty boundary": (parted(kind='multipart/form-data; boundary=""'), 400, "does not name its boundary"),
     "wrong boundary": (parted(kind="multipart/form-data; boundary=y"), 400, "does not name its boundary"),
-    "boundary beyond ASCII": (
-        parted(kind="multipart/form-data; boundary*=utf-8''%E2%82%AC"),
-        400,
-        "does not name its boundary",
-    ),
     "form without its end": (parted(end=b""), 400, "cut off"),
     "form cut in a picture": (parted(data=picture()[:50], end=b""), 400, "cut off"),
-    "form with another end": (parted(end=b"--y--\r\n"), 400, "cut off"),
     "part without a disposition": (
         {"data": b"--x\r\n\r\n1\r\n--x--\r\n", "content_type": "multipart/form-data; boundary=x"},
         400,
         "The form is malformed",
-    ),
-    "nameless field": (
-        {
-            "data": b"--x\r\nContent-Disposition: form-data\r\n\r\n1\r\n"
-            b'--x\r\nContent-Disposition: form-data; name="a"\r\n\r\n1\r\n--x--\r\n',
-            "content_type": "multipart/form-data; boundary=x",
-        },
-        400,
-        "no file in the field image",
     ),
     "empty file": (form(b""), 400, "empty"),
     "urlencoded": (
@@ -288,7 +268,6 @@ BAD_REQUESTS = {
     "text type": ({"data": b"hello", "content_type": "text/plain"}, 415, "text/plain is not read"),
     "text": ({"data": b"hello"}, 415, "not an image in a format that is read"),
     "HTML as PNG": ({"data": b"<html></html>", "content_type": "image/png"}, 415, "not an image in a format"),
-    "SVG": ({"data": b"<svg xmlns='http://www.w3.org/2000/svg'/>", "content_type": "image/svg+xml"}, 415, "not an"),
     "truncated PNG": ({"data": picture(size=(300, 300))[:-200]}, 400, "cut off"),
     "truncated JPEG": ({"data": picture("red", "JPEG", (300, 300))[:700]}, 400, "cut off"),
     "flipped PNG": ({"data": picture()[:45] + b"\xff\xff" + picture()[47:]}, 400, "damaged"),
@@ -296,55 +275,39 @@ BAD_REQUESTS = {
     "large bomb": ({"data": png_header(2**31 - 1, 2**31 - 1)}, 413, "at most"),
     "over our pixels": ({"data": picture(size=(1001, 1000))}, 413, "1001 x 1000 = 1,001,000 pixels"),
     "over our width": ({"data": picture(size=(5001, 1))}, 413, "5,001 x 1 pixels; a side of at most 5,000 is accepted"),
-    "over our height": ({"data": picture(size=(1, 5001), kind="WEBP")}, 413, "1 x 5,001 pixels; a side of at most"),
     "over our side as form": (form(picture(size=(1, 5001))), 413, "a side of at most 5,000"),
     "upload": ({"data": b"\0" * 1_000_001}, 413, "at most 1 MB, 4 images"),
-    "upload as form": (
-        {
-            "data": b'--x\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\n'
-            + b"\0" * 1_000_001
-            + b"\r\n--x--\r\n",
-            "content_type": "multipart/form-data; boundary=x",
-        },
-        413,
-        "at most 1 MB, 4 images",
-    ),
+    "upload as form": (parted(data=b"\0" * 1_000_001), 413, "at most 1 MB, 4 images"),
     "many images": (form(*[picture()] * 5), 413, "5 images; at most 4"),
     "many JSON images": ({"json": {"images": [encoded(picture())] * 5}}, 413, "5 images; at most 4"),
-    "many parts": (many_parts(), 413, "few other form fields"),
+    "many parts": (parted(end=b'--x\r\nContent-Disposition: form-data; name="a"\r\n\r\n\r\n' * 20), 413, "few other"),
     "second image bad": (form(picture(), b"hello"), 415, "Image 2 of 2: This is not an image"),
-    "no JSON": ({"data": b"{", "content_type": "application/json"}, 400, "is not JSON"),
-    "empty JSON": ({"data": b"", "content_type": "application/json"}, 400, "is not JSON"),
-    "binary JSON": ({"data": b"\xff\xfe\xfd", "content_type": "application/json"}, 400, "is not JSON"),
-    "deep JSON": ({"data": b"[" * 900, "content_type": "application/json"}, 400, "is not JSON"),
-    "vast JSON": ({"data": b"[" + b"{}," * 300_000, "content_type": "application/json"}, 400, "more parts than"),
+    "no JSON": (of_json(b"{"), 400, "is not JSON"),
+    "deep JSON": (of_json(b"[" * 900), 400, "is not JSON"),
+    "vast JSON": (of_json(b"[" + b"{}," * 300_000), 400, "more parts than"),
+    "large number": (of_json(b"9" * 100_000), 400, "is not JSON"),
     "body in chunks": (
         {"input_stream": io.BytesIO(b"\0" * 1_000_001), "environ_overrides": {"wsgi.input_terminated": True}},
         413,
         "at most 1 MB",
     ),
-    "large number": ({"data": b"9" * 100_000, "content_type": "application/json"}, 400, "is not JSON"),
     "JSON list": ({"json": [encoded(picture())]}, 400, "not an object with the one key images"),
-    "JSON other key": ({"json": {"picture": "x"}}, 400, "not an object with the one key images"),
     "JSON both keys": ({"json": {"images": [], "image": ""}}, 400, "not an object with the one key images"),
     "JSON no images": ({"json": {"images": []}}, 400, "one or more texts"),
-    "JSON number": ({"json": {"images": [1]}}, 400, "one or more texts"),
     "JSON null": ({"json": {"image": None}}, 400, "one or more texts"),
-    "JSON key twice": (
-        {"data": b'{"image": "", "image": ""}', "content_type": "application/json"},
-        400,
-        "the key 'image' twice; send each key once",
-    ),
+    "JSON key twice": (of_json(b'{"image": "", "image": ""}'), 400, "the key 'image' twice; send each key once"),
     "no base64": ({"json": {"image": "not base64!"}}, 400, "not base64"),
-    "foreign letters": ({"json": {"image": "ä" * 8}}, 400, "not base64"),
     "base64 of text": ({"json": {"image": encoded(b"hello")}}, 415, "not an image in a format"),
+    "no count": ({"path": "/predict?top_k=1.5", "data": picture()}, 400, "top_k must be a whole number"),
+    "other address": ({"path": "/../bundle.json"}, 404, "/predict"),
+    "other method": ({"path": "/info"}, 405, "POST is not possible here; use GET."),
 }
 
 
 @pytest.mark.parametrize(("request_", "status", "words"), BAD_REQUESTS.values(), ids=BAD_REQUESTS)
 def test_a_bad_request_is_told_what_to_do(client, request_, status, words):
     """A bad request gets 4xx with the single key ERROR and a helpful message."""
-    response = client.post("/predict", **request_)
+    response = client.post(**{"path": "/predict", **request_})
     assert (response.status_code, list(response.json)) == (status, ["ERROR"])
     assert words in response.json["ERROR"]
     assert response.mimetype == "application/json"
@@ -355,30 +318,6 @@ def test_true_and_false_are_no_numbers_of_an_array(body):
     """true and false in an array are refused, although numpy would read them as 1 and 0."""
     with pytest.raises(Refusal, match="true or false, which are no numbers"):
         arrays_from_json(body, (2,), Limits())
-
-
-@pytest.mark.parametrize("top_k", ["0", "-1", "x", "1.5", "", "9" * 5000, "٣"])
-def test_top_k_is_a_whole_number(client, top_k):
-    """A top_k that is no count is refused."""
-    response = client.post("/predict", query_string={"top_k": top_k}, data=picture())
-    assert (response.status_code, "whole number" in response.json["ERROR"]) == (400, True)
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "status", "words"),
-    [
-        ("GET", "/nothing", 404, "/predict"),
-        ("GET", "/../bundle.json", 404, "/predict"),
-        ("GET", "/predict", 405, "GET is not possible here; use POST."),
-        ("POST", "/info", 405, "POST is not possible here; use GET."),
-        ("PUT", "/predict", 405, "use POST"),
-    ],
-)
-def test_wrong_addresses_and_methods_are_json_too(client, method, path, status, words):
-    """Wrong addresses and methods get JSON instead of an HTML page."""
-    response = client.open(path, method=method)
-    assert (response.status_code, list(response.json)) == (status, ["ERROR"])
-    assert words in response.json["ERROR"]
 
 
 def test_a_fault_of_the_server_tells_nothing_of_its_inside(run_folder, capfd):
@@ -505,65 +444,31 @@ def test_a_reconstruction_answers_with_pictures(negatives, way):
 # The key, the request's id, the counts.
 
 
-@pytest.fixture(scope="module")
-def guarded(run_folder):
-    """Return a client of a server with an API key."""
+WRONG = [{}, {"X-API-Key": "wrong"}, {"X-API-Key": ""}, {"Authorization": "Bearer s3cre"}]
+WRONG += [{"Authorization": "Basic s3cret"}]
+
+
+@pytest.mark.parametrize("path", ["/predict", "/info", "/samples", "/metrics", "/openapi.json"])
+def test_without_the_key_there_is_no_answer(run_folder, path):
+    """Without the key, which either header takes, the answer is 401 and says how to send it; the page, which asks for
+    the key, and the probes of load balancers need none."""
     service = Service(Bundle.open(run_folder.bundle), admission=Admission("s3cret"))
-    return Client(through(Dispatcher(service, log=silent())))
-
-
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {},
-        {"X-API-Key": "wrong"},
-        {"X-API-Key": ""},
-        {"Authorization": "Bearer s3cre"},
-        {"Authorization": "Basic s3cret"},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [("POST", "/predict"), *(("GET", f"/{name}") for name in ("info", "samples", "metrics", "openapi.json"))],
-)
-def test_without_the_key_there_is_no_answer(guarded, method, path, headers):
-    """Without the key, the answer is 401 and says how to send it; the body is not read."""
-    response = guarded.open(path, method=method, headers=headers, data=picture())
-    assert (response.status_code, list(response.json)) == (401, ["ERROR"])
-    assert response.headers["WWW-Authenticate"] == "Bearer"
-    assert "Authorization: Bearer KEY" in response.json["ERROR"]
-
-
-@pytest.mark.parametrize("headers", [{"X-API-Key": "s3cret"}, {"Authorization": "bearer  s3cret"}], ids=str)
-def test_with_the_key_there_is_one(guarded, headers):
-    """The key is accepted in either header."""
-    assert guarded.post("/predict", data=picture("blue"), headers=headers).json["label"] == "blue"
-    assert guarded.get("/info", headers=headers).status_code == 200
-
-
-@pytest.mark.parametrize("path", ["/", "/health", "/ready"])
-def test_the_page_and_the_probes_need_no_key(guarded, path):
-    """The page, which asks for the key, and the probes of load balancers need no key."""
-    assert guarded.get(path).status_code == 200
-
-
-def test_a_request_has_an_id(service):
-    """A request id is the client's if it is safe to log, else a new one, also for refused requests."""
-    client = Client(through(Dispatcher(service, log=silent())))
-    name = client.post("/predict", data=picture(), headers={"X-Request-ID": "a-1_b.c"}).headers["X-Request-ID"]
-    assert name == "a-1_b.c"
-    answers = [client.post("/predict", data=b"hello", headers={"X-Request-ID": bad}) for bad in ('"', "a b", "x" * 65)]
-    assert [answer.status_code for answer in answers] == [415, 415, 415]
-    ours = {answer.headers["X-Request-ID"] for answer in (*answers, client.get("/health"))}
-    assert len(ours) == 4
-    assert ours.isdisjoint(['"', "a b", "x" * 65])
+    guarded = Client(through(Dispatcher(service, log=silent())))
+    options = {"path": path, "method": "POST" if path == "/predict" else "GET", "data": picture("blue")}
+    for headers in WRONG:
+        response = guarded.open(**options, headers=headers)
+        assert (response.status_code, list(response.json)) == (401, ["ERROR"])
+        assert response.headers["WWW-Authenticate"] == "Bearer"
+        assert "Authorization: Bearer KEY" in response.json["ERROR"]
+    for headers in ({"X-API-Key": "s3cret"}, {"Authorization": "bearer  s3cret"}):
+        assert guarded.open(**options, headers=headers).status_code == 200
+    assert [guarded.get(free).status_code for free in ("/", "/health", "/ready")] == [200] * 3
 
 
 @pytest.mark.parametrize("server", ["fast", "flask"])
 def test_requests_are_counted_and_logged(run_folder, tmp_path, monkeypatch, server):
     """Each request is counted by status, a prediction also by where its time went, on both servers. The log gets one
-    line of JSON for each, whatever its path contains."""
+    line of JSON for each, whatever its path contains, with the client's id if that is safe to log."""
     service = Service(Bundle.open(run_folder.bundle), fast=server == "fast")
     file = tmp_path / "log"
     dispatcher = Dispatcher(service, log=Log(os.open(file, os.O_WRONLY | os.O_CREAT)))
@@ -574,26 +479,20 @@ def test_requests_are_counted_and_logged(run_folder, tmp_path, monkeypatch, serv
     client.post("/predict", data=b"hello", headers={"X-Request-ID": "text"})
     client.get('/"ä', headers={"X-Request-ID": "lost"})
     metrics = client.get("/metrics")
+    unsafe = ('"', "a b", "x" * 65)
+    ours = {client.get("/health", headers={"X-Request-ID": name}).headers["X-Request-ID"] for name in unsafe}
+    assert (len(ours), ours.isdisjoint(unsafe)) == (3, True)
     dispatcher.flush()
     assert metrics.mimetype == "text/plain"
-    counted = {
-        sample.labels["status"]: sample.value
-        for family in text_string_to_metric_families(metrics.text)
-        for sample in family.samples
-        if sample.name == "deeplightning_requests_total" and sample.value
-    }
-    assert counted == {"200": 1, "404": 1, "415": 1}
-    numbers = {
-        sample.name: sample.value
-        for family in text_string_to_metric_families(metrics.text)
-        for sample in family.samples
-        if not sample.labels
-    }
+    families = {family.name: family for family in text_string_to_metric_families(metrics.text)}
+    samples = [sample for family in families.values() for sample in family.samples]
+    requests = [sample for sample in samples if sample.name == "deeplightning_requests_total" and sample.value]
+    assert {one.labels["status"]: one.value for one in requests} == {"200": 1, "404": 1, "415": 1}
+    numbers = {sample.name: sample.value for sample in samples if not sample.labels}
     for name in ("queue_seconds", "decode_seconds", "forward_seconds", "http_seconds", "batch_size"):
         assert numbers[f"deeplightning_{name}_count"] == 1
         assert numbers[f"deeplightning_{name}_sum"] > 0
     assert numbers["deeplightning_queue_length"] == 0
-    families = {family.name: family for family in text_string_to_metric_families(metrics.text)}
     duration = families["deeplightning_http_request_duration_seconds"]
     cells = {tuple(one.labels.values()): one.value for one in duration.samples if one.name.endswith("_count")}
     assert cells == {("/predict", "200"): 1, ("/predict", "415"): 1, ("other", "404"): 1}
@@ -624,22 +523,13 @@ def test_requests_are_counted_and_logged(run_folder, tmp_path, monkeypatch, serv
     ids=["usual", "no type", "lower case", "type first", "unquoted", "preamble", "other field"],
 )
 @pytest.mark.parametrize(
-    "boundary", ["x", "----WebKitFormBoundary7MA4YWxkTrZu0gW", '"a b"'], ids=["x", "WebKit", "quoted"]
+    "kind", ["multipart/form-data; boundary=x", 'MULTIPART/FORM-DATA; charset=utf-8; Boundary="a b"']
 )
-def test_forms_are_read_as_clients_write_them(client, written, boundary):
-    """Both parsers read the parts as clients write them."""
-    name = boundary.strip('"')
+def test_forms_are_read_as_clients_write_them(client, written, kind):
+    """Both parsers read the parts as clients write them, and ignore the case of the content type (RFC 9110, 8.3.1)."""
+    name = kind.partition("oundary=")[2].strip('"')
     body = written.format(b=name).encode() + picture("green") + f"\r\n--{name}--\r\n".encode()
-    response = client.post("/predict", data=body, content_type=f"multipart/form-data; boundary={boundary}")
-    assert (response.status_code, response.json.get("label")) == (200, "green")
-
-
-@pytest.mark.parametrize(
-    "kind", ["Multipart/Form-Data; Boundary=x", 'MULTIPART/FORM-DATA; charset=utf-8; boundary="x"']
-)
-def test_the_type_of_a_form_is_read_in_any_case(client, kind):
-    """Both parsers ignore the case of the content type (RFC 9110, section 8.3.1)."""
-    response = client.post("/predict", **parted(data=picture("green"), kind=kind))
+    response = client.post("/predict", data=body, content_type=kind)
     assert (response.status_code, response.json.get("label")) == (200, "green")
 
 
