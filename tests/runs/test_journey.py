@@ -255,6 +255,15 @@ def test_digits_are_answered_alone_and_together_as_by_predict(base, predict, tmp
         assert_answers(answers, expected)
 
 
+def test_a_picture_that_is_none_is_named(own, command, place, tmp_path):
+    """`predict` of a text and of a missing file: exit 3, each named, no answer."""
+    files = [tmp_path / "text.jpg", tmp_path / "missing.jpg"]
+    files[0].write_text("no picture")
+    refused = command("predict", own.folder, *files, cwd=place)
+    assert (refused.code, refused.out) == (3, "")
+    assert all(str(file) in refused.err for file in files)
+
+
 SEED = """\
 data:
   root: /data
