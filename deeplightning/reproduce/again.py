@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from deeplightning.address import is_address
 from deeplightning.checks.trust import is_own_code
