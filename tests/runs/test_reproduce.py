@@ -77,6 +77,18 @@ def git(folder, *arguments):
     subprocess.run(["git", "-C", str(folder), *name, *arguments], check=True, capture_output=True)
 
 
+def commit(tree):
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        git(tree, *arguments)
+
+
+def write(folder, files):
+    """Write texts to files by their names; folders are made."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
 def write_table(root):
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 10, 60)
@@ -92,23 +104,12 @@ def gone(command, tmp_path_factory):
     it), and its data; the tree, `.git` and all, is gone."""
     top = tmp_path_factory.mktemp("gone")
     tree, root, store = top / "a tree", top / "table", top / "mlruns"
-    (tree / "nets").mkdir(parents=True)
-    (tree / "conf").mkdir()
-    (tree / "own.py").write_text("# to be written\n")
-    (tree / "nets" / "narrow.py").write_text("WIDTH = 8\n")
-    (tree / "unused.py").write_text("UNUSED = 1\n")
-    git(tree, "init", "-q")
-    git(tree, "add", ".")
-    git(tree, "commit", "-q", "-m", "first")
-    (tree / "own.py").write_text(OWN)
-    (tree / "nets" / "narrow.py").write_text("WIDTH = 12\n")
-    (tree / "nets" / "wide.py").write_text(WIDE)
-    (tree / "nets" / "factor.json").write_text("2\n")
-    (tree / "nets" / "weights.npz").write_bytes(bytes(1000))
-    (tree / "late.py").write_text("CLASSES = 10\n")
-    (tree / ".env").write_text("KEY=kept-elsewhere\n")
-    (tree / "conf" / "beside.py").write_text("from torch.nn import CrossEntropyLoss as Loss\n")
-    (tree / "conf" / "c.yaml").write_text(CONFIG.replace("ROOT", str(root)))
+    write(tree, {"own.py": "# to be written\n", "nets/narrow.py": "WIDTH = 8\n", "unused.py": "UNUSED = 1\n"})
+    commit(tree)
+    write(tree, {"own.py": OWN, "nets/narrow.py": "WIDTH = 12\n", "nets/wide.py": WIDE, "nets/factor.json": "2\n"})
+    write(tree, {"nets/weights.npz": "0" * 1000, "late.py": "CLASSES = 10\n", ".env": "KEY=kept-elsewhere\n"})
+    beside = "from torch.nn import CrossEntropyLoss as Loss\n"
+    write(tree, {"conf/beside.py": beside, "conf/c.yaml": CONFIG.replace("ROOT", str(root))})
     write_table(root)
     done = command(
         *("train", "conf/c.yaml", f"logger.params.tracking_uri='{store}'"), cwd=tree, TABLE_PASSWORD=PASSWORD
@@ -309,13 +310,9 @@ def test_packages_that_were_installed_into_a_folder_of_pythonpath_are_there_agai
 def test_git_runs_no_program_that_a_repository_names_and_uses_none_of_another_user(tmp_path, monkeypatch):
     """Each program would leave a file; `GIT_TEST_ASSUME_DIFFERENT_OWNER` is what Git tests its rule by."""
     tree, ran = tmp_path / "tree", tmp_path / "ran"
-    for folder in (tree, ran):
-        folder.mkdir()
-    (tree / "own.py").write_text("one = 1\n")
-    (tree / ".gitattributes").write_text("*.py filter=p diff=p\n")
-    git(tree, "init", "-q")
-    git(tree, "add", ".")
-    git(tree, "commit", "-q", "-m", "first")
+    ran.mkdir()
+    write(tree, {"own.py": "one = 1\n", ".gitattributes": "*.py filter=p diff=p\n"})
+    commit(tree)
     names = ["filter.p.smudge", "filter.p.clean", "filter.a=b.clean", "diff.p.textconv", "diff.p.command"]
     names += ["core.fsmonitor", "core.sshCommand", "diff.external", "tar.tar.command"]
     for name in names:
@@ -326,8 +323,7 @@ def test_git_runs_no_program_that_a_repository_names_and_uses_none_of_another_us
     hook = tree / ".git" / "hooks" / "post-index-change"
     hook.write_text(f"#!/bin/sh\ntouch '{ran}/hook'\n")
     hook.chmod(0o755)
-    (tree / "own.py").write_text("one = 2\n")
-    (tree / ".gitattributes").write_text("*.py filter=a=b diff=p\n*.other filter=p\n")
+    write(tree, {"own.py": "one = 2\n", ".gitattributes": "*.py filter=a=b diff=p\n*.other filter=p\n"})
     monkeypatch.chdir(tree)
     assert environment.git_state()["commit"]
     assert list(ran.iterdir()) == []
@@ -444,9 +440,8 @@ def collected(monkeypatch):
 
 def test_only_what_is_imported_is_looked_at(collected, tmp_path, monkeypatch):
     """A working directory full of other things costs nothing: it is never listed by us; of packages, folders are."""
-    (tmp_path / "pack").mkdir()
-    for name in ("main.py", "other.py", "pack/__init__.py", "pack/inner.py", "pack/data.csv"):
-        (tmp_path / name).write_text("from pack import inner\nimport json, numpy as np\n")
+    names = ("main.py", "other.py", "pack/__init__.py", "pack/inner.py", "pack/data.csv")
+    write(tmp_path, dict.fromkeys(names, "from pack import inner\nimport json, numpy as np\n"))
     listed = []
     scan = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path=".": listed.append(str(path)) or scan(path))
@@ -459,9 +454,7 @@ def test_roots_keep_their_order_and_files_of_one_name_apart(collected, tmp_path)
     """As `sys.path` has them; a program comes out of the zip as it went in, and the same code gives the same bytes."""
     one, two = tmp_path / "one", tmp_path / "two"
     for folder in (one, two):
-        (folder / "shared").mkdir(parents=True)
-        (folder / "shared" / "part.py").write_text(f"import late{folder.name}\n")
-        (folder / f"late{folder.name}.py").write_text("# é\n")
+        write(folder, {"shared/part.py": f"import late{folder.name}\n", f"late{folder.name}.py": "# é\n"})
     modules = [("shared.part", one / "shared" / "part.py"), ("latetwo", two / "latetwo.py")]
     found = collected([one, two], *modules)
     assert (found.roots, found.working_directory) == ([str(one), str(two)], str(one))
@@ -477,8 +470,7 @@ def test_roots_keep_their_order_and_files_of_one_name_apart(collected, tmp_path)
 
 def test_code_keeps_the_state_in_which_it_was_imported(collected, tmp_path):
     """What is edited while the run goes on is kept as it was at its start; what is imported later is added."""
-    (tmp_path / "main.py").write_text("x = 1\n")
-    (tmp_path / "late.py").write_text("y = 1\n")
+    write(tmp_path, {"main.py": "x = 1\n", "late.py": "y = 1\n"})
     before = collected([tmp_path], ("main", tmp_path / "main.py"))
     (tmp_path / "main.py").write_text("x = 2\n")
     modules = [("main", tmp_path / "main.py"), ("late", tmp_path / "late.py")]
@@ -490,12 +482,8 @@ def test_what_is_too_much_is_left_out_and_said(collected, tmp_path, monkeypatch)
     monkeypatch.setattr(code, "MAX_FILE", 100)
     monkeypatch.setattr(code, "MAX_FILES", 3)
     monkeypatch.setattr(code, "MAX_TEXT", 10)
-    (tmp_path / "pack").mkdir()
-    for number in range(4):
-        (tmp_path / "pack" / f"m{number}.py").write_text(f"x = {number}\n")
-    (tmp_path / "pack" / "big.py").write_text("#" * 101)
-    (tmp_path / "pack" / "long.txt").write_text("#" * 11)
-    (tmp_path / "pack" / "credentials.json").write_text("{}")
+    write(tmp_path / "pack", {f"m{number}.py": f"x = {number}\n" for number in range(4)})
+    write(tmp_path / "pack", {"big.py": "#" * 101, "long.txt": "#" * 11, "credentials.json": "{}"})
     found = collected([tmp_path], ("pack.m0", tmp_path / "pack" / "m0.py"))
     assert set(found.names()) == {"pack/m0.py", "pack/m1.py", "pack/m2.py"}
     reasons = {Path(path).name: why for path, why in found.left_out.items()}
@@ -523,9 +511,8 @@ def test_a_zip_that_leads_out_of_its_folder_or_is_damaged_is_refused(name, tmp_p
 
 def test_a_folder_of_data_is_told_by_its_files(tmp_path, monkeypatch):
     """Name, size and SHA-256, or what could be found; not what is hidden, is code, or is a tracking store."""
-    for name in ("a/1.png", "a/2.png", ".hidden", "code.py", "mlruns/mlflow.db", "mlruns/x.png"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
+    names = ("a/1.png", "a/2.png", ".hidden", "code.py", "mlruns/mlflow.db", "mlruns/x.png")
+    write(tmp_path, {name: name for name in names})
     found = datafiles.describe_files([tmp_path], str(tmp_path), remember=False)
     assert found["files"].keys() == {"a/1.png", "a/2.png"}
     size, sha = found["files"]["a/1.png"]

@@ -18,6 +18,19 @@ from deeplightning.tracking import environment
 from deeplightning.tracking.code import Code, collect
 
 SECRET = 'API_KEY = "sk-live-4f9a8b7c6d5e4f3a2b1c0d9e8f7a6b5c"\n'
+ONE = "import nets.inner\nfrom pathlib import Path\n\nWORDS = Path(__file__).parent / 'words.bin'\nVALUE = 1\n" + SECRET
+FILES = {
+    "sealed_one.py": ONE,
+    "beside.py": "VALUE = 1\n",
+    "words.bin": "words",
+    "nets/__init__.py": "",
+    "nets/inner.py": "from nets.later import VALUE\n",
+    "nets/later.py": "VALUE = 1\n",
+    "nets/tables/weights.bin": "weights",
+    "configs/sealed_two.py": "from pathlib import Path\n\nWORDS = Path(__file__).resolve().parents[1] / 'words.bin'\n",
+    "configs/a.yaml": "_base_: b.yaml\nseed: 1\n",
+    "configs/b.yaml": "seed: 2\ndata: {batch_size: 3}\n",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -39,23 +52,9 @@ def state(monkeypatch, tmp_path):
 def project(tmp_path, monkeypatch):
     """A project with a module and a package in the working directory, one next to the config, and files."""
     folder = tmp_path / "a project"
-    (folder / "configs").mkdir(parents=True)
-    (folder / "nets" / "tables").mkdir(parents=True)
-    (folder / "sealed_one.py").write_text(
-        "import nets.inner\nfrom pathlib import Path\n\nWORDS = Path(__file__).parent / 'words.bin'\nVALUE = 1\n"
-        + SECRET
-    )
-    (folder / "beside.py").write_text("VALUE = 1\n")
-    (folder / "words.bin").write_bytes(b"words")
-    (folder / "nets" / "__init__.py").write_text("")
-    (folder / "nets" / "inner.py").write_text("from nets.later import VALUE\n")
-    (folder / "nets" / "later.py").write_text("VALUE = 1\n")
-    (folder / "nets" / "tables" / "weights.bin").write_bytes(b"weights")
-    (folder / "configs" / "sealed_two.py").write_text(
-        "from pathlib import Path\n\nWORDS = Path(__file__).resolve().parents[1] / 'words.bin'\n"
-    )
-    (folder / "configs" / "a.yaml").write_text("_base_: b.yaml\nseed: 1\n")
-    (folder / "configs" / "b.yaml").write_text("seed: 2\ndata: {batch_size: 3}\n")
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
     monkeypatch.chdir(folder)
     own_code.use_import_roots(folder, folder / "configs")
     for name in ("sealed_one", "sealed_two"):
